@@ -1,0 +1,63 @@
+"""Which models cache one key and one value per layer, token and KV head. Knows nothing of weights or profiles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtuner.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from kvtuner.geometry import ConfigLike
+
+_OTHER_CACHES: Final = {
+    "is_encoder_decoder": "an encoder: it is an encoder-decoder",
+    "kv_lora_rank": "multi-head latent attention (MLA)",
+    "cross_attention_layers": "cross-attention layers",
+    "num_kv_shared_layers": "layers that read another layer's keys",
+}
+_WINDOWS: Final = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+_FULL: Final = ("full_attention", "attention")
+
+
+def refuse_other_caches(config: ConfigLike, *, context_length: int | None = None) -> None:
+    """Check that every layer has a cache of its own and reads all of it.
+
+    Args:
+        config: a transformers configuration.
+        context_length: tokens that will be served; the configuration's positions by default. A window that is at
+            least as long is none.
+
+    Raises:
+        UnsupportedModelError: names what the model has instead.
+    """
+    text = config.get_text_config(decoder=True)
+    name = getattr(text, "model_type", type(text).__name__)
+    for attribute, what in _OTHER_CACHES.items():
+        if getattr(text, attribute, None) or getattr(config, attribute, None):
+            raise UnsupportedModelError(_refusal(name, what))
+    longest = context_length or getattr(text, "max_position_embeddings", None)
+    for layer_id, kind in enumerate(_layer_kinds(text)):
+        window = getattr(text, _WINDOWS.get(kind, ""), None)
+        if kind in _FULL or (window and longest and window >= longest):
+            continue
+        if window:
+            raise UnsupportedModelError(
+                f"{name!r} has {kind} in layer {layer_id}: a window of {window} tokens, shorter than the context of"
+                f" {longest}; serve at most that many (--context-length {window}), or run it with its own cache"
+            )
+        raise UnsupportedModelError(_refusal(name, f"{kind} in layer {layer_id}, a layer without a KV cache"))
+
+
+def _layer_kinds(text: Any) -> list[str]:
+    """Kind of every layer, or one entry for all where the configuration lists none."""
+    kinds = getattr(text, "layer_types", None)
+    if kinds is not None:
+        return list(kinds)
+    return [next((kind for kind, attribute in _WINDOWS.items() if getattr(text, attribute, None)), "full_attention")]
+
+
+def _refusal(name: str, what: str) -> str:
+    return (
+        f"{name!r} has {what}; only full attention layers of decoder-only models are supported:"
+        " run it with its own cache"
+    )

@@ -1,0 +1,47 @@
+"""Errors that a user can act on. Each message names the rule, the value and the way out."""
+
+from __future__ import annotations
+
+
+class KVTunerError(Exception):
+    """Base of every error that KVTuner raises on purpose; the command line prints it in one line and exits 2."""
+
+
+class PrecisionError(KVTunerError, ValueError):
+    """Bits, group size or layout outside what the packed format can hold."""
+
+
+class GeometryError(KVTunerError):
+    """A model whose KV cache cannot be described, or a rank layout that it does not have."""
+
+
+class UnsupportedModelError(KVTunerError):
+    """A model that KVTuner refuses by name: no attention seam, MLA, sliding windows, linear attention."""
+
+
+class NonFiniteActivationError(KVTunerError):
+    """NaN or infinity in the keys, values or outputs of a layer."""
+
+
+class CorpusError(KVTunerError):
+    """Data that cannot be read, is empty, too short, or would leak from one split into another."""
+
+
+class ProfileError(KVTunerError):
+    """A profile that breaks the format, its digest, or does not belong to the model at hand."""
+
+
+class BudgetError(KVTunerError):
+    """A budget that cannot be parsed or that no configuration can keep."""
+
+
+class SearchSpaceError(KVTunerError):
+    """A hand-written restriction of the search space that contradicts itself or the model."""
+
+
+class RunFolderError(KVTunerError):
+    """A run folder of another model or data, a corrupted file in it, or a disk that cannot hold it."""
+
+
+class CacheError(KVTunerError, ValueError):
+    """A cache asked for what its content or its reader cannot give: another batch, dtype or read plan."""

@@ -1,0 +1,142 @@
+"""Bits and bytes of a KV cache: widths, K/V pairs and the one byte formula. Knows nothing of tensors or models.
+
+Every byte figure in the project, from the tuner's budget to the size of the serving pool, comes from `row_bytes`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Final
+
+from kvtuner.errors import PrecisionError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PACKED_BITS: Final = (2, 4, 8)
+NATIVE_BITS: Final = 16
+ALL_BITS: Final = (*PACKED_BITS, NATIVE_BITS)
+ROW_ALIGNMENT_BYTES: Final = 16
+SCALE_WORD_BYTES: Final = 4
+LAYOUT_ID: Final = "halfword-sliced-v1"
+
+_UNIFORM = re.compile(r"[0-9]{1,2}")
+_PAIR = re.compile(r"K([0-9]{1,2})V([0-9]{1,2})")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PrecisionPair:
+    """Widths of one layer's keys and values, written ``K8V4``."""
+
+    k_bits: int
+    v_bits: int
+
+    def __post_init__(self) -> None:
+        for name, bits in (("k_bits", self.k_bits), ("v_bits", self.v_bits)):
+            if bits not in ALL_BITS:
+                raise PrecisionError(f"{name} must be one of {ALL_BITS}, but is {bits!r}")
+
+    @classmethod
+    def parse(cls, text: str) -> PrecisionPair:
+        """Read ``K8V4``, or ``8`` and ``bf16``/``fp16`` for equal widths.
+
+        Raises:
+            PrecisionError: any other text.
+        """
+        word = text.strip()
+        if word.lower() in ("bf16", "fp16", "float16", "bfloat16", "auto"):
+            return cls(NATIVE_BITS, NATIVE_BITS)
+        if _UNIFORM.fullmatch(word):
+            return cls(int(word), int(word))
+        match = _PAIR.fullmatch(word.upper())
+        if match is None:
+            raise PrecisionError(f"a precision is written K8V4, 8 or bf16, not {text!r}")
+        return cls(int(match[1]), int(match[2]))
+
+    def __str__(self) -> str:
+        return f"K{self.k_bits}V{self.v_bits}"
+
+
+def check_group_size(head_dim: int, bits: int, group_size: int) -> None:
+    """Check that rows of `head_dim` channels can be packed at `bits` with groups of `group_size` channels.
+
+    Raises:
+        PrecisionError: bits outside {2, 4, 8}; head_dim * bits no multiple of 16; a group that does not divide
+            head_dim or cuts through a 16-bit slot block (it must be a multiple of head_dim * bits / 16).
+    """
+    if bits not in PACKED_BITS:
+        raise PrecisionError(f"packed bits must be one of {PACKED_BITS}, but are {bits!r}; 16 is stored unpacked")
+    if head_dim <= 0 or head_dim * bits % 16:
+        raise PrecisionError(
+            f"head_dim {head_dim} cannot be packed at {bits} bits: head_dim * bits must be a multiple of 16"
+        )
+    block = head_dim * bits // 16
+    if group_size <= 0 or head_dim % group_size or group_size % block:
+        raise PrecisionError(
+            f"group_size {group_size} must divide head_dim {head_dim} and be a multiple of {block} at {bits} bits;"
+            f" {head_dim} (one group per head) always works"
+        )
+
+
+def row_bytes(num_heads: int, head_dim: int, bits: int, group_size: int | None = None) -> int:
+    """Bytes of one token's keys (or values) in one layer: codes, one scale word per head and group, padding.
+
+    Args:
+        num_heads: KV heads stored on this rank.
+        head_dim: channels per head.
+        bits: 2, 4, 8, or 16 for the native, unpadded dtype.
+        group_size: channels per scale; one group per head by default.
+
+    Raises:
+        PrecisionError: what `check_group_size` refuses.
+    """
+    if num_heads <= 0:
+        raise PrecisionError(f"num_heads must be positive, but is {num_heads}")
+    if bits == NATIVE_BITS:
+        return num_heads * head_dim * 2
+    group_size = head_dim if group_size is None else group_size
+    check_group_size(head_dim, bits, group_size)
+    stored = num_heads * head_dim * bits // 8 + SCALE_WORD_BYTES * num_heads * (head_dim // group_size)
+    return -(-stored // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """What decides a row's bytes besides its bits: heads on one rank, channels, channels per scale."""
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    k_group_size: int
+    v_group_size: int
+
+    def k_bytes(self, bits: int) -> int:
+        """Bytes of one token's keys in one layer."""
+        return row_bytes(self.num_kv_heads, self.head_dim, bits, self.k_group_size)
+
+    def v_bytes(self, bits: int) -> int:
+        """Bytes of one token's values in one layer."""
+        return row_bytes(self.num_kv_heads, self.v_head_dim, bits, self.v_group_size)
+
+    def pair_bytes(self, pair: PrecisionPair) -> int:
+        """Bytes of one token in one layer, keys and values."""
+        return self.k_bytes(pair.k_bits) + self.v_bytes(pair.v_bits)
+
+
+def bytes_per_token(pairs: Sequence[PrecisionPair], shape: RowShape) -> int:
+    """Stored bytes of one token over the layers given, on a rank that holds `shape.num_kv_heads` heads."""
+    return sum(shape.pair_bytes(pair) for pair in pairs)
+
+
+def mean_bits(pairs: Sequence[PrecisionPair], shape: RowShape) -> Fraction:
+    """Payload bits per cached element, scales not counted: the field's "4-bit"."""
+    payload = sum(pair.k_bits * shape.head_dim + pair.v_bits * shape.v_head_dim for pair in pairs)
+    return Fraction(payload, len(pairs) * (shape.head_dim + shape.v_head_dim))
+
+
+def effective_bits(pairs: Sequence[PrecisionPair], shape: RowShape) -> Fraction:
+    """Stored bits per cached element: codes, scale words and padding."""
+    elements = len(pairs) * shape.num_kv_heads * (shape.head_dim + shape.v_head_dim)
+    return Fraction(8 * bytes_per_token(pairs, shape), elements)

@@ -1,0 +1,338 @@
+"""THE numerics: transforms, asymmetric and symmetric quantization, and packed rows, in plain torch.
+
+Every host answers to this file: the tuner's simulation, the transformers cache, the serving pool and its kernels. All
+arithmetic is IEEE float32, rounding half to even, without contraction. Knows nothing of models, layers or budgets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvtuner.errors import PrecisionError
+from kvtuner.precision import check_group_size, row_bytes
+
+FP16_MAX: Final = 65504.0
+FP8_E4M3_MAX: Final = 448.0
+
+KEY_TRANSFORMS: Final = (
+    "none",
+    "hadamard",
+    "balanced",
+    "balanced+hadamard",
+    "centered+balanced",
+    "centered+balanced+hadamard",
+)
+VALUE_TRANSFORMS: Final = ("none", "hadamard")
+_PARTS: Final = ("centered", "balanced", "hadamard")
+
+
+@dataclass(frozen=True, slots=True)
+class TransformKind:
+    """Which steps a transform takes, in their fixed order: ``centered+balanced+hadamard``."""
+
+    centered: bool = False
+    balanced: bool = False
+    hadamard: bool = False
+
+    @classmethod
+    def parse(cls, name: str) -> TransformKind:
+        """Read the canonical name.
+
+        Raises:
+            PrecisionError: unknown, repeated or misordered parts.
+        """
+        if name == "none":
+            return cls()
+        parts = name.split("+")
+        if parts != [part for part in _PARTS if part in parts]:
+            raise PrecisionError(f"a transform is 'none' or parts of {'+'.join(_PARTS)} in that order, not {name!r}")
+        return cls(*(part in parts for part in _PARTS))
+
+    def __str__(self) -> str:
+        chosen = (self.centered, self.balanced, self.hadamard)
+        return "+".join(part for part, on in zip(_PARTS, chosen, strict=True) if on) or "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """A transform with its constants: ``k' = H((k - mu) / lambda)``.
+
+    Attributes:
+        kind: the steps taken.
+        mu: mean key, fp16 [num_kv_heads, head_dim]; None unless `kind.centered`.
+        lam: the design's lambda, fp16 [num_kv_heads, head_dim]; None unless `kind.balanced`.
+    """
+
+    kind: TransformKind = TransformKind()
+    mu: Tensor | None = None
+    lam: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, wanted, constant in (
+            ("mu", self.kind.centered, self.mu),
+            ("lambda", self.kind.balanced, self.lam),
+        ):
+            if wanted != (constant is not None):
+                raise PrecisionError(f"transform {self.kind} {'needs' if wanted else 'has no'} {name}")
+            if constant is not None and (constant.dtype != torch.float16 or constant.ndim != 2):
+                raise PrecisionError(f"{name} must be float16 [num_kv_heads, head_dim], not {constant.dtype}")
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Take keys or values [..., num_kv_heads, head_dim] to the space they are stored in, float32."""
+        y = x.to(torch.float32)
+        if self.mu is not None:
+            y = y - self.mu.to(y.device, torch.float32)
+        if self.lam is not None:
+            lam = self.lam.to(y.device, torch.float32)
+            y = y * (torch.ones_like(lam) / lam)
+        return hadamard(y) if self.kind.hadamard else y
+
+    def invert(self, stored: Tensor) -> Tensor:
+        """Take stored-space keys or values [..., num_kv_heads, head_dim] back to model space, float32."""
+        y = hadamard(stored) if self.kind.hadamard else stored.to(torch.float32)
+        if self.lam is not None:
+            y = y * self.lam.to(y.device, torch.float32)
+        return y if self.mu is None else y + self.mu.to(y.device, torch.float32)
+
+    def apply_to_query(self, q: Tensor, num_kv_heads: int) -> Tensor:
+        """``q' = H(lambda * q)``, so that ``q' . k'`` is ``q . (k - mu)``.
+
+        Args:
+            q: queries [..., num_heads, head_dim]; head h reads KV head ``h * num_kv_heads // num_heads``.
+            num_kv_heads: heads of the keys.
+
+        Returns:
+            float32, same shape. The constant ``q . mu`` is the caller's: it cancels only among keys of one cache.
+        """
+        y = q.to(torch.float32)
+        if self.lam is not None:
+            lam = self.lam.to(y.device, torch.float32)
+            y = y * lam.repeat_interleave(y.shape[-2] // num_kv_heads, dim=0)
+        return hadamard(y) if self.kind.hadamard else y
+
+    def heads(self, start: int, stop: int) -> Transform:
+        """The transform of KV heads [start, stop): what one tensor-parallel rank holds."""
+        mu = None if self.mu is None else self.mu[start:stop]
+        return Transform(self.kind, mu, None if self.lam is None else self.lam[start:stop])
+
+
+IDENTITY: Final = Transform()
+
+
+def hadamard_block(head_dim: int) -> int:
+    """Largest power of two that divides head_dim: 128 for 128, 16 for 80, 32 for 96."""
+    return head_dim & -head_dim
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Orthonormal Sylvester-Hadamard transform of the last dimension, in blocks of `hadamard_block` channels.
+
+    Its own inverse. The butterfly runs h = 1, 2, 4, ... and is followed by one multiplication by float32(n ** -0.5);
+    a host that sums in another order may flip codes.
+
+    Args:
+        x: [..., head_dim], read as float32.
+
+    Returns:
+        float32, same shape.
+    """
+    block = hadamard_block(x.shape[-1])
+    y = x.to(torch.float32).reshape(-1, block)
+    h = 1
+    while h < block:
+        pairs = y.reshape(-1, block // (2 * h), 2, h)
+        left, right = pairs[:, :, 0], pairs[:, :, 1]
+        y = torch.stack((left + right, left - right), dim=2).reshape(-1, block)
+        h *= 2
+    factor = torch.tensor(float(block) ** -0.5, dtype=torch.float32, device=y.device)
+    return (y * factor).reshape(x.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """Codes with their scale words; ``x' = code * scale + minimum``.
+
+    Attributes:
+        codes: uint8 [..., num_kv_heads, head_dim], one code per channel, not packed.
+        scale: fp16 [..., num_kv_heads, num_groups].
+        minimum: fp16 [..., num_kv_heads, num_groups]; NaN marks a group that held NaN or infinity.
+        bits: 2, 4 or 8.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor
+    bits: int
+
+    def dequantize(self) -> Tensor:
+        """Values in stored space, float32 [..., num_kv_heads, head_dim]."""
+        groups = self.codes.unflatten(-1, (self.scale.shape[-1], -1)).to(torch.float32)
+        values: Tensor = groups * self.scale.float().unsqueeze(-1) + self.minimum.float().unsqueeze(-1)
+        return values.flatten(-2)
+
+
+def _neighbour(value: Tensor, step: int) -> Tensor:
+    """The next fp16 above (step 1) or below (step -1) finite fp16 `value`."""
+    bits = value.view(torch.int16).to(torch.int32)
+    ordered = torch.where(bits >= 0, bits, -(bits & 0x7FFF)) + step
+    back = torch.where(ordered >= 0, ordered, (-ordered) | 0x8000)
+    return torch.where(back >= 0x8000, back - 0x10000, back).to(torch.int16).view(torch.float16)
+
+
+def fp16_down(x: Tensor) -> Tensor:
+    """Largest fp16 at or below float32 `x`; |x| <= 65504."""
+    nearest = x.to(torch.float16)
+    return torch.where(nearest.float() > x, _neighbour(nearest, -1), nearest)
+
+
+def fp16_up(x: Tensor) -> Tensor:
+    """Smallest fp16 at or above float32 `x`; |x| <= 65504."""
+    nearest = x.to(torch.float16)
+    return torch.where(nearest.float() < x, _neighbour(nearest, 1), nearest)
+
+
+def quantize(x: Tensor, bits: int, group_size: int | None = None, *, symmetric: bool = False) -> Quantized:
+    """Quantize per token, head and group of channels.
+
+    Asymmetric: `minimum` is rounded down and `scale` up to fp16, so that every value lies inside the grid and errs by
+    at most half a step. Symmetric: ``minimum = -2**(bits-1) * scale``, stored alike, so that no reader needs a mode;
+    the scale is capped at 65504 / 2**(bits-1), beyond which values saturate. A group with NaN or infinity reads NaN.
+
+    Args:
+        x: [..., num_kv_heads, head_dim] in stored space (after `Transform.apply`).
+        bits: 2, 4 or 8.
+        group_size: channels per scale; head_dim by default.
+        symmetric: one grid around zero instead of [minimum, maximum].
+
+    Raises:
+        PrecisionError: what `check_group_size` refuses.
+    """
+    head_dim = x.shape[-1]
+    group_size = head_dim if group_size is None else group_size
+    check_group_size(head_dim, bits, group_size)
+    groups = x.to(torch.float32).unflatten(-1, (head_dim // group_size, group_size))
+    finite = torch.isfinite(groups).all(dim=-1)
+    groups = torch.where(finite.unsqueeze(-1), groups, 0.0).clamp(-FP16_MAX, FP16_MAX)
+    levels = 2**bits - 1
+    scale, minimum = _symmetric_words(groups, bits) if symmetric else _asymmetric_words(groups, levels)
+    step = scale.float().unsqueeze(-1)
+    inverse = torch.ones_like(step) / torch.where(step == 0, 1.0, step)
+    codes = torch.round((groups - minimum.float().unsqueeze(-1)) * inverse).clamp(0, levels)
+    codes = torch.where(step == 0, 0.0, codes).to(torch.uint8)
+    scale = torch.where(finite, scale, torch.zeros_like(scale))
+    minimum = torch.where(finite, minimum, torch.full_like(minimum, torch.nan))
+    return Quantized(codes.flatten(-2), scale, minimum, bits)
+
+
+def _asymmetric_words(groups: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    # Of -0.0 and 0.0 a reduction takes either; adding 0.0 leaves the words only 0.0.
+    minimum = fp16_down(groups.amin(dim=-1) + 0.0)
+    span = groups.amax(dim=-1) + 0.0 - minimum.float()
+    scale = _divide(span, levels).to(torch.float16)
+    scale = torch.where(scale.float() * levels < span, _neighbour(scale, 1), scale)
+    return scale, minimum
+
+
+def _symmetric_words(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    half = 2 ** (bits - 1)
+    largest = groups.abs().amax(dim=-1)
+    scale = fp16_up(_divide(largest, half - 1).clamp(max=FP16_MAX / half))
+    return scale, (-half * scale.float()).to(torch.float16)
+
+
+def _divide(x: Tensor, divisor: int) -> Tensor:
+    """IEEE division: by a Python number, CUDA would multiply by the rounded reciprocal."""
+    return x / torch.full_like(x, divisor)
+
+
+def quantize_fp8(x: Tensor) -> Tensor:
+    """The fp8 baseline: e4m3fn with scale 1, saturating at 448, as SGLang serves it; float32, same shape."""
+    return x.to(torch.float32).clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+
+
+def pack_rows(quantized: Quantized) -> Tensor:
+    """Lay tokens out as rows: halfword-sliced codes of every head, then the scale words, padded to 16 bytes.
+
+    Per head there are ``head_dim * bits / 16`` little-endian 16-bit units; slot j of unit u holds channel
+    ``j * (head_dim * bits / 16) + u`` in bits ``[j * bits, (j + 1) * bits)``. A scale word is little-endian uint32:
+    fp16 scale | fp16 minimum << 16, one per (head, group).
+
+    Returns:
+        uint8 [..., row_bytes].
+    """
+    bits, slots = quantized.bits, 16 // quantized.bits
+    num_heads, head_dim = quantized.codes.shape[-2:]
+    lead = quantized.codes.shape[:-2]
+    sliced = quantized.codes.to(torch.int32).unflatten(-1, (slots, head_dim // slots))
+    shifts = torch.arange(slots, dtype=torch.int32, device=sliced.device) * bits
+    units = (sliced << shifts.unsqueeze(-1)).sum(dim=-2, dtype=torch.int32)
+    code_bytes = torch.stack((units & 0xFF, units >> 8), dim=-1).to(torch.uint8).flatten(-3)
+    words = torch.stack((quantized.scale, quantized.minimum), dim=-1).contiguous()
+    word_bytes = words.view(torch.uint8).flatten(-3)
+    group_size = head_dim // quantized.scale.shape[-1]
+    padding = row_bytes(num_heads, head_dim, bits, group_size) - code_bytes.shape[-1] - word_bytes.shape[-1]
+    zeros = code_bytes.new_zeros(*lead, padding)
+    return torch.cat((code_bytes, word_bytes, zeros), dim=-1)
+
+
+def unpack_rows(rows: Tensor, bits: int, num_heads: int, head_dim: int, group_size: int | None = None) -> Quantized:
+    """Read rows that `pack_rows` wrote.
+
+    Args:
+        rows: uint8 [..., row_bytes].
+        bits: 2, 4 or 8.
+        num_heads: heads in a row.
+        head_dim: channels per head.
+        group_size: channels per scale; head_dim by default.
+
+    Raises:
+        PrecisionError: a row of another length, or what `check_group_size` refuses.
+    """
+    group_size = head_dim if group_size is None else group_size
+    expected = row_bytes(num_heads, head_dim, bits, group_size)
+    if rows.shape[-1] != expected or rows.dtype != torch.uint8:
+        raise PrecisionError(f"a row is uint8 [..., {expected}], not {rows.dtype} [..., {rows.shape[-1]}]")
+    lead, slots = rows.shape[:-1], 16 // bits
+    num_code_bytes = num_heads * head_dim * bits // 8
+    num_word_bytes = 4 * num_heads * (head_dim // group_size)
+    halves = rows[..., :num_code_bytes].reshape(*lead, num_heads, head_dim // slots, 2).to(torch.int32)
+    units = halves[..., 0] | halves[..., 1] << 8
+    shifts = torch.arange(slots, dtype=torch.int32, device=rows.device) * bits
+    codes = (units.unsqueeze(-2) >> shifts.unsqueeze(-1)) & (2**bits - 1)
+    words = rows[..., num_code_bytes : num_code_bytes + num_word_bytes].contiguous().view(torch.float16)
+    words = words.reshape(*lead, num_heads, head_dim // group_size, 2)
+    return Quantized(codes.to(torch.uint8).flatten(-2), words[..., 0], words[..., 1], bits)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantSpec:
+    """How one side (keys or values) of one layer is stored.
+
+    Attributes:
+        bits: 2, 4 or 8.
+        transform: applied before quantization and undone on reading.
+        group_size: channels per scale; head_dim by default.
+        symmetric: one grid around zero.
+        fp8: ignore all of the above and store e4m3fn (the baseline; `bits` must be 8).
+    """
+
+    bits: int
+    transform: Transform = IDENTITY
+    group_size: int | None = None
+    symmetric: bool = False
+    fp8: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fp8 and self.bits != 8:
+            raise PrecisionError(f"fp8 has 8 bits, not {self.bits}")
+
+    def simulate(self, x: Tensor) -> Tensor:
+        """What a reader sees of keys or values [..., num_kv_heads, head_dim]: float32, model space."""
+        if self.fp8:
+            return quantize_fp8(x)
+        stored = quantize(self.transform.apply(x), self.bits, self.group_size, symmetric=self.symmetric)
+        return self.transform.invert(stored.dequantize())

@@ -1,0 +1,239 @@
+"""A folder that a run can be killed in at any moment: atomic files, checksums, an event log, identities and a lock.
+
+Knows nothing of what is stored in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from kvtuner.errors import RunFolderError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+EVENTS = "events.jsonl"
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys, no spaces and UTF-8 kept; NaN is refused."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def sha256_of(value: Any) -> str:
+    """``sha256:`` and the hex digest of the canonical JSON of `value`."""
+    return "sha256:" + hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Write a file so that a reader sees the old or the new content, never a half.
+
+    Raises:
+        RunFolderError: the disk is full or the folder cannot be written.
+    """
+    data = data.encode() if isinstance(data, str) else data
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise _write_error(path, error) from error
+
+
+def _write_error(path: Path, error: OSError) -> RunFolderError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return RunFolderError(f"no space left to write {path}; free some and run the same command again to resume")
+    return RunFolderError(f"cannot write {path}: {error.strerror or error}; choose another folder with --out")
+
+
+class RunFolder:
+    """One run's files, each written atomically; the log only grows."""
+
+    def __init__(self, path: Path | str) -> None:
+        """Open `path`, which need not exist yet."""
+        self.path = Path(path)
+
+    def file(self, name: str) -> Path:
+        """Path of one file in the folder."""
+        return self.path / name
+
+    def create(self) -> None:
+        """Make the folder.
+
+        Raises:
+            RunFolderError: it cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _write_error(self.path, error) from error
+
+    def log(self, event: str, **fields: Any) -> None:
+        """Append one line to the event log: UTC seconds, process id, event and its fields."""
+        self.append(EVENTS, {"time": round(time.time(), 3), "pid": os.getpid(), "event": event, **fields})
+
+    def append(self, name: str, record: Mapping[str, Any]) -> None:
+        """Append one JSON line durably, whoever else appends; a line cut by a kill is dropped by `records`.
+
+        Raises:
+            RunFolderError: the disk is full or the folder cannot be written or locked.
+        """
+        line = (canonical_json(record) + "\n").encode()
+        path = self.file(name)
+        try:
+            with path.open("ab") as handle:
+                fcntl.flock(handle, fcntl.LOCK_EX)  # given up when the file is closed
+                handle.seek(0, os.SEEK_END)
+                if handle.tell() and not _ends_with_newline(path):
+                    line = b"\n" + line
+                handle.write(line)
+                handle.flush()
+                os.fsync(handle.fileno())
+        except OSError as error:
+            raise _write_error(path, error) from error
+
+    def records(self, name: str) -> Iterator[dict[str, Any]]:
+        """Whole JSON lines of a log; what a kill cut is skipped."""
+        path = self.file(name)
+        if not path.exists():
+            return
+        with path.open("rb") as handle:
+            for line in handle:
+                with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):
+                    record = json.loads(line)
+                    if isinstance(record, dict):
+                        yield record
+
+    def write_checked(self, name: str, payload: Mapping[str, Any]) -> None:
+        """Write a JSON object with its own checksum."""
+        plain = _as_read_back(payload)
+        document = {"checksum": sha256_of(plain), "payload": plain}
+        write_atomically(self.file(name), json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def read_checked(self, name: str) -> dict[str, Any]:
+        """Read what `write_checked` wrote.
+
+        Raises:
+            RunFolderError: the file is absent, not JSON, or its checksum does not match.
+        """
+        path = self.file(name)
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise RunFolderError(f"{path} does not exist; run `kvtuner calibrate` first") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise RunFolderError(f"{path} is damaged ({error}); delete it and run the command again") from error
+        if not isinstance(document, dict) or set(document) != {"checksum", "payload"}:
+            raise RunFolderError(f"{path} is damaged (no checksum); delete it and run the command again")
+        payload = document["payload"]
+        if not isinstance(payload, dict) or not _has_checksum(payload, document["checksum"]):
+            raise RunFolderError(f"{path} is damaged (checksum differs); delete it and run the command again")
+        return payload
+
+    def check_identity(self, name: str, identity: Mapping[str, Any], what: str) -> None:
+        """Bind the folder to an identity, or compare it with the one it is bound to.
+
+        Args:
+            name: file that holds the identity.
+            identity: plain JSON values.
+            what: what is identified, for the message.
+
+        Raises:
+            RunFolderError: the folder belongs to something else; names the first field that differs.
+        """
+        if not self.file(name).exists():
+            self.create()
+            self.write_checked(name, identity)
+            return
+        refuse_difference(self.read_checked(name), identity, f"{self.path} holds the {what} of another run")
+
+    @contextlib.contextmanager
+    def lock(self, name: str, waiting: str | None = None) -> Iterator[None]:
+        """Hold a lock that a killed process gives up by itself.
+
+        Args:
+            name: file to lock.
+            waiting: logged once if another process holds it.
+
+        Raises:
+            RunFolderError: the file cannot be made, or its file system has no locks.
+        """
+        self.create()
+        path = self.file(name)
+        try:
+            handle = path.open("a")
+        except OSError as error:
+            raise _write_error(path, error) from error
+        with handle:
+            if not _try_lock(path, handle, fcntl.LOCK_NB):
+                if waiting:
+                    self.log("waiting", reason=waiting)
+                _try_lock(path, handle, 0)
+            try:
+                yield
+            finally:
+                fcntl.flock(handle, fcntl.LOCK_UN)
+
+
+def refuse_difference(known: Mapping[str, Any], identity: Mapping[str, Any], complaint: str) -> None:
+    """Compare two identities.
+
+    Raises:
+        RunFolderError: they differ; names the first field that does.
+    """
+    order = dict.fromkeys([*identity, *known])
+    known, identity = _as_read_back(known), _as_read_back(identity)
+    for key in order:
+        if known.get(key) != identity.get(key):
+            raise RunFolderError(
+                f"{complaint}: {key} is {_short(known.get(key))} there and {_short(identity.get(key))} here;"
+                " choose another folder with --out"
+            )
+
+
+def _as_read_back(value: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON makes of it: tuples become lists, keys strings."""
+    plain: dict[str, Any] = json.loads(canonical_json(value))
+    return plain
+
+
+def _has_checksum(payload: Mapping[str, Any], checksum: object) -> bool:
+    try:
+        return sha256_of(payload) == checksum
+    except (ValueError, RecursionError):  # infinity or half a surrogate pair, which `write_checked` never writes
+        return False
+
+
+def _try_lock(path: Path, handle: IO[str], flags: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | flags)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise _write_error(path, error) from error
+    return True
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as handle:
+        handle.seek(-1, os.SEEK_END)
+        return handle.read(1) == b"\n"
+
+
+def _short(value: Any) -> str:
+    text = canonical_json(value)
+    return text if len(text) <= 60 else text[:57] + "..."

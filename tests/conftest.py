@@ -1,0 +1,205 @@
+"""Tiny seeded models with a tokenizer, saved to disk as a user would have them, and text to run them on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+# Read when libraries are first imported. No test may reach the network, and a second thread only gets in the way of
+# tensors this small: on a busy machine waiting for it takes a hundred times the work.
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+
+VOCAB_SIZE = 320
+MAX_POSITIONS = 512
+BOS, EOS = "<s>", "</s>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}" + EOS + "\n{% endfor %}"
+)
+
+# A wide initialization, so that attention is far from uniform and an error in keys or values reaches the logits.
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "initializer_range": 0.12,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-gqa": ("Llama", {"num_hidden_layers": 3}),
+    "qwen2-bias": ("Qwen2", {}),
+    "qwen3-qk-norm": ("Qwen3", {"head_dim": 32}),
+    "qwen3-moe": ("Qwen3Moe", {"head_dim": 32, **_EXPERTS}),
+    "mistral-no-window": ("Mistral", {"sliding_window": None, "num_key_value_heads": 1}),
+    "phi3": ("Phi3", {"num_key_value_heads": 4, "sliding_window": None}),
+    "head-dim-80": ("Llama", {"hidden_size": 160, "num_attention_heads": 2, "num_key_value_heads": 1}),
+}
+
+_OPENINGS = ["after", "before", "because", "when", "while", "although", "since", "until", "whenever", "once"]
+_SUBJECTS = [
+    "fox",
+    "baker",
+    "sailor",
+    "teacher",
+    "garden",
+    "engine",
+    "river",
+    "clerk",
+    "painter",
+    "neighbour",
+    "winter",
+    "doctor",
+]
+_VERBS = ["carries", "paints", "counts", "repairs", "hides", "follows", "remembers", "borrows", "sells", "watches"]
+_THINGS = [
+    "lamps",
+    "letters",
+    "stones",
+    "ships",
+    "apples",
+    "clocks",
+    "rivers",
+    "songs",
+    "tables",
+    "maps",
+    "coins",
+    "books",
+]
+_PLACES = ["harbour", "market", "station", "valley", "kitchen", "library", "island", "tower", "bridge", "meadow"]
+
+
+def write_sentences(count: int, seed: int = 0) -> list[str]:
+    """Sentences that all differ, about twenty words each."""
+    rng = random.Random(seed)
+
+    def clause() -> str:
+        thing = f"{rng.randrange(2, 1000)} {rng.choice(_THINGS)}"
+        return f"the {rng.choice(_SUBJECTS)} {rng.choice(_VERBS)} {thing} near the {rng.choice(_PLACES)}"
+
+    return [f"{rng.choice(_OPENINGS)} {clause()}, {clause()} and {clause()}.".capitalize() for _ in range(count)]
+
+
+@pytest.fixture(scope="session")
+def sentences() -> Callable[..., list[str]]:
+    """`sentences(count, seed)`: a list of different sentences."""
+    return write_sentences
+
+
+@pytest.fixture(scope="session")
+def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A JSONL file with 600 sentences in its field `text`, some 20,000 tokens."""
+    path = tmp_path_factory.mktemp("corpus") / "sentences.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in write_sentences(600)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[..., Any]:
+    """`make_tokenizer(adds_bos=False, chat_template=None)`: a byte-level BPE of 320 tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    def make(adds_bos: bool = False, chat_template: str | None = None) -> Any:
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=VOCAB_SIZE,
+            special_tokens=[BOS, EOS],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        bpe.train_from_iterator(write_sentences(200, seed=1), trainer)
+        if adds_bos:
+            bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=BOS, eos_token=EOS)
+        tokenizer.chat_template = chat_template
+        return tokenizer
+
+    return make
+
+
+def build_model(name: str, seed: int = 0, **changes: Any) -> Any:
+    """A seeded random model of one family, float32; `changes` are fields of its configuration."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    prefix, own = FAMILIES[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**COMMON, **own, **changes})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(("bias", "norm.weight", "layernorm.weight")):
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., Any]:
+    """`make_model(family, seed=0, **config_changes)`: a fresh random model."""
+    return build_model
+
+
+@pytest.fixture(scope="session")
+def families() -> tuple[str, ...]:
+    """Names that `model_folder` knows."""
+    return tuple(FAMILIES)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Callable[..., Any]) -> Callable[..., Path]:
+    """A saved model with its tokenizer: `model_folder(family, adds_bos=False, chat=False, seed=0, **config_changes)`.
+
+    The same arguments give the same folder, which no test may change.
+    """
+    folders: dict[str, Path] = {}
+
+    def make(name: str = "llama-gqa", *, adds_bos: bool = False, chat: bool = False, **changes: Any) -> Path:
+        key = json.dumps([name, adds_bos, chat, changes], sort_keys=True)
+        if key not in folders:
+            folder = tmp_path_factory.mktemp("models") / name
+            build_model(name, **changes).save_pretrained(folder)
+            make_tokenizer(adds_bos, CHAT_TEMPLATE if chat else None).save_pretrained(folder)
+            folders[key] = folder
+        return folders[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def load_tiny(model_folder: Callable[..., Path]) -> Callable[..., Any]:
+    """A `LoadedModel` of a `model_folder`, shared between tests; same arguments."""
+    from kvtuner.calibration.model import ModelSource, load_model
+
+    known: dict[Path, Any] = {}
+
+    def load(name: str = "llama-gqa", **changes: Any) -> Any:
+        folder = model_folder(name, **changes)
+        if folder not in known:
+            known[folder] = load_model(ModelSource(str(folder), device="cpu"))
+        return known[folder]
+
+    return load
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that asks for `family` on every family of models."""
+    if "family" in metafunc.fixturenames:
+        metafunc.parametrize("family", FAMILIES)

@@ -1,0 +1,73 @@
+"""Models whose cache a profile cannot describe are refused by the name of what they have."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import (
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlavaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3NextConfig,
+    T5Config,
+)
+
+from kvtuner.cache_kind import refuse_other_caches
+from kvtuner.errors import UnsupportedModelError
+
+
+def remote_config(*, is_encoder_decoder: bool = False, **fields: Any) -> Any:
+    """What custom code on the hub may bring: a language model inside, with only the fields it likes."""
+    text = SimpleNamespace(**fields)
+    return SimpleNamespace(get_text_config=lambda decoder: text, is_encoder_decoder=is_encoder_decoder)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (DeepseekV3Config(), r"'deepseek_v3' has multi-head latent attention \(MLA\)"),
+        (T5Config(), "'t5' has an encoder"),
+        (Gemma3TextConfig(), "'gemma3_text' has sliding_attention in layer 0"),
+        (Qwen3NextConfig(), "'qwen3_next' has linear_attention in layer 0"),
+        (Llama4TextConfig(), "'llama4_text' has chunked_attention in layer 0"),
+        (MistralConfig(sliding_window=4096, max_position_embeddings=8192), "'mistral' has sliding_attention"),
+        (LlavaConfig(text_config=MistralConfig(sliding_window=4096)), "'mistral' has sliding_attention"),
+        (remote_config(sliding_window=64, max_position_embeddings=65), "sliding_attention in layer 0"),
+        (remote_config(attention_chunk_size=64), "chunked_attention in layer 0"),
+        (remote_config(layer_types=["full_attention", "conv"]), "conv in layer 1"),
+        (
+            remote_config(model_type="x", num_kv_shared_layers=2),
+            "'x' has layers that read another layer's keys",
+        ),
+        (remote_config(model_type="y", is_encoder_decoder=True), "'y' has an encoder"),
+        (remote_config(cross_attention_layers=[3]), "has cross-attention layers"),
+    ],
+)
+def test_a_model_with_another_cache_is_refused_by_name(config: Any, named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        refuse_other_caches(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(),
+        Qwen2Config(sliding_window=64, use_sliding_window=False),
+        MistralConfig(sliding_window=None),
+        MistralConfig(sliding_window=8192, max_position_embeddings=8192),
+        Phi3Config(sliding_window=262144, max_position_embeddings=131072),
+        LlavaConfig(text_config=LlamaConfig()),
+        remote_config(),
+        remote_config(layer_types=["sliding_attention"], sliding_window=9, max_position_embeddings=9),
+    ],
+)
+def test_a_model_whose_layers_read_every_token_is_taken(config: PreTrainedConfig) -> None:
+    refuse_other_caches(config)
