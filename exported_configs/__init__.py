@@ -1,0 +1,1 @@
+"""The profile file: format, digest, validation, sharing. Knows nothing of how it was found or is served."""

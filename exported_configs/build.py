@@ -1,0 +1,194 @@
+"""Making a profile of what a search chose, and writing it down. Knows nothing of how the choice was made."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from pydantic import ValidationError
+
+from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.arrays import encode_fp16
+from kvtuner.exported_configs.digest import digest_of
+from kvtuner.exported_configs.evidence import Budget
+from kvtuner.exported_configs.fields import MAX_PROFILE_BYTES, Section
+from kvtuner.exported_configs.profile import SCHEMA_VERSION, Profile, explain
+from kvtuner.exported_configs.stored import Defaults, Geometry, StoredLayer
+from kvtuner.precision import (
+    LAYOUT_ID,
+    NATIVE_BITS,
+    PrecisionPair,
+    bytes_per_token,
+    effective_bits,
+    mean_bits,
+)
+from kvtuner.quant import IDENTITY, VALUE_TRANSFORMS, Transform
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtuner.exported_configs.evidence import ModelIdentity, Provenance, Quality
+    from kvtuner.geometry import ModelGeometry
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+_NO_TRANSFORM: Final = str(IDENTITY.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChoice:
+    """What a search chose for one layer.
+
+    Attributes:
+        k_bits: 2, 4, 8 or 16.
+        v_bits: 2, 4, 8 or 16.
+        k_transform: with its constants for all KV heads; the identity at 16 bits.
+        v_transform: none or hadamard; the identity at 16 bits.
+    """
+
+    k_bits: int
+    v_bits: int
+    k_transform: Transform = IDENTITY
+    v_transform: Transform = IDENTITY
+
+
+@dataclass(frozen=True, slots=True)
+class AskedBudget:
+    """The budget as it was asked for; what it reaches is computed from the layers.
+
+    Attributes:
+        asked: such as ``4bit``.
+        tp_size: tensor-parallel ranks that it was kept on.
+        pp_size: pipeline stages that it was kept on.
+    """
+
+    asked: str
+    tp_size: int = 1
+    pp_size: int = 1
+
+
+def build_profile(
+    *,
+    geometry: ModelGeometry,
+    layers: Sequence[LayerChoice],
+    k_group_size: int,
+    v_group_size: int,
+    symmetric: bool,
+    model: ModelIdentity,
+    budget: AskedBudget,
+    quality: Quality | None,
+    provenance: Provenance,
+) -> Profile:
+    """Build a profile with its digest and its reached budget.
+
+    Args:
+        geometry: of the model.
+        layers: one choice per layer, in order.
+        k_group_size: channels per scale of keys.
+        v_group_size: channels per scale of values.
+        symmetric: grids around zero, for keys and values.
+        model: which model was measured.
+        budget: what was asked for.
+        quality: what was measured; None if nothing was.
+        provenance: where the choices come from.
+
+    Raises:
+        ProfileError: choices that a profile cannot hold; names the layer.
+        PrecisionError: bits or a group size that rows cannot hold.
+    """
+    if len(layers) != geometry.num_layers:
+        raise ProfileError(f"geometry has num_layers {geometry.num_layers}, but {len(layers)} layers were chosen")
+    defaults = _defaults(layers, k_group_size, v_group_size, symmetric)
+    stored_geometry = _validated("geometry", Geometry, geometry.as_dict())
+    stored = tuple(_stored_layer(number, choice, defaults) for number, choice in enumerate(layers))
+    return Profile(
+        schema_version=SCHEMA_VERSION,
+        digest=digest_of(LAYOUT_ID, stored_geometry, defaults, stored),
+        layout=LAYOUT_ID,
+        model=model,
+        geometry=stored_geometry,
+        defaults=defaults,
+        layers=stored,
+        budget=_reached(budget, geometry, layers, defaults),
+        quality=quality,
+        provenance=provenance,
+    )
+
+
+def dump_profile(profile: Profile) -> bytes:
+    """The file of a profile: indented UTF-8 JSON in the order of the format; equal profiles give equal bytes.
+
+    Raises:
+        ProfileError: larger than what `load_profile` accepts.
+    """
+    document = profile.model_dump(mode="json", by_alias=True)
+    data = (json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    if len(data) > MAX_PROFILE_BYTES:
+        raise ProfileError(
+            f"a profile must be at most {MAX_PROFILE_BYTES} bytes, but this one has {len(data)};"
+            " use transforms without mu and lambda in some layers"
+        )
+    return data
+
+
+def _validated(place: str, section: type[SectionT], fields: dict[str, Any]) -> SectionT:
+    try:
+        return section.model_validate(fields)
+    except ValidationError as error:
+        raise ProfileError(explain(error, place)) from error
+
+
+def _defaults(layers: Sequence[LayerChoice], k_group_size: int, v_group_size: int, symmetric: bool) -> Defaults:
+    k_kinds = [str(choice.k_transform.kind) for choice in layers if choice.k_bits != NATIVE_BITS]
+    v_kinds = [str(choice.v_transform.kind) for choice in layers if choice.v_bits != NATIVE_BITS]
+    # What values cannot have is refused in its layer, by number, not here.
+    v_kinds = [kind for kind in v_kinds if kind in VALUE_TRANSFORMS]
+    shared = {"granularity": "per_token", "symmetric": symmetric}
+    fields = {
+        "k": {**shared, "group_size": k_group_size, "transform": _most_common(k_kinds)},
+        "v": {**shared, "group_size": v_group_size, "transform": _most_common(v_kinds)},
+    }
+    return _validated("defaults", Defaults, fields)
+
+
+def _most_common(kinds: Sequence[str]) -> str:
+    """The most frequent kind, the first in the alphabet among equals; ``none`` of nothing."""
+    counts = Counter(kinds)
+    return min(counts, key=lambda name: (-counts[name], name), default=_NO_TRANSFORM)
+
+
+def _stored_layer(number: int, choice: LayerChoice, defaults: Defaults) -> StoredLayer:
+    fields = {
+        "layer": number,
+        "k": _side(choice.k_bits, choice.k_transform, defaults.k.transform),
+        "v": _side(choice.v_bits, choice.v_transform, defaults.v.transform),
+    }
+    return _validated(f"layers[{number}]", StoredLayer, fields)
+
+
+def _side(bits: int, transform: Transform, default: str) -> dict[str, Any]:
+    """One side of a layer as it stands in the file, its transform named only where the default differs."""
+    name = str(transform.kind)
+    fields: dict[str, Any] = {"bits": bits}
+    if name != (_NO_TRANSFORM if bits == NATIVE_BITS else default):
+        fields["transform"] = name
+    for field, constant in (("mu", transform.mu), ("lambda", transform.lam)):
+        if constant is not None:
+            fields[field] = encode_fp16(constant)
+    return fields
+
+
+def _reached(budget: AskedBudget, geometry: ModelGeometry, layers: Sequence[LayerChoice], defaults: Defaults) -> Budget:
+    pairs = [PrecisionPair(choice.k_bits, choice.v_bits) for choice in layers]
+    shape = geometry.row_shape(k_group_size=defaults.k.group_size, v_group_size=defaults.v.group_size)
+    fields = {
+        "asked": budget.asked,
+        "mean_bits": float(mean_bits(pairs, shape)),
+        "effective_bits": float(effective_bits(pairs, shape)),
+        "bytes_per_token": bytes_per_token(pairs, shape),
+        "tp_size": budget.tp_size,
+        "pp_size": budget.pp_size,
+    }
+    return _validated("budget", Budget, fields)

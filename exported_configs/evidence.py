@@ -1,0 +1,187 @@
+"""What a profile was asked for, what it does and where it comes from: all that the digest does not cover."""
+
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import Field, model_validator
+
+from kvtuner.exported_configs.fields import (
+    Count,
+    Figure,
+    HubId,
+    Name,
+    Section,
+    Seed,
+    Sha256,
+    Text,
+    TokenCount,
+)
+
+ReadPlan = Literal["decode", "hit", "cache"]
+
+MAX_BASELINES: Final = 256
+
+
+class ModelIdentity(Section):
+    """Which model was measured.
+
+    Attributes:
+        id: hub id, or the base name of a local folder; never a path.
+        revision: commit of the hub repository; None for a local folder.
+        config_sha256: of the canonical JSON of the model's configuration.
+        architecture: class name in the configuration.
+        dtype: of the activations, and so of 16-bit layers.
+    """
+
+    id: HubId
+    revision: Text | None
+    config_sha256: Sha256
+    architecture: Text
+    dtype: Literal["bfloat16", "float16", "float32"]
+
+
+class Budget(Section):
+    """What was asked for and what the layers reach.
+
+    Attributes:
+        asked: the budget as the user wrote it, or the configuration of a hand-written profile.
+        mean_bits: payload bits per element.
+        effective_bits: stored bits per element on one rank that holds all heads.
+        bytes_per_token: stored bytes of one token, all layers, on one rank that holds all heads.
+        tp_size: tensor-parallel ranks that the budget was kept on.
+        pp_size: pipeline stages that the budget was kept on.
+    """
+
+    asked: Text
+    mean_bits: Figure
+    effective_bits: Figure
+    bytes_per_token: TokenCount
+    tp_size: Count
+    pp_size: Count
+
+
+class Interval(Section):
+    """A mean with its bootstrap interval, nats per token."""
+
+    mean: Figure
+    low: Figure
+    high: Figure
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"low must not exceed high, but {self.low} > {self.high}")
+        return self
+
+
+class Baseline(Section):
+    """What another configuration reached on the same text.
+
+    Attributes:
+        name: such as ``K4V4``, ``K4V4 with transforms`` or ``fp8``.
+        mean_bits: payload bits per element.
+        effective_bits: stored bits per element.
+        kl_mean: KL from the unquantized model, nats per token; `kl_low` and `kl_high` bound it.
+    """
+
+    name: Text
+    mean_bits: Figure
+    effective_bits: Figure
+    kl_mean: Figure
+    kl_low: Figure
+    kl_high: Figure
+
+
+class Quality(Section):
+    """What was measured on the report split.
+
+    Attributes:
+        read_plan: what read quantized keys and values.
+        split_tokens: tokens of the report split that were scored.
+        predicted_kl: sum of the additive scores; None where they are not in nats per token.
+        kl_p99: 99th percentile over tokens.
+        top1_agreement: share of positions whose most likely token is the unquantized model's.
+        reference_perplexity: of the unquantized model.
+    """
+
+    metric: Literal["kl_nats_per_token"]
+    read_plan: ReadPlan
+    split_tokens: TokenCount
+    predicted_kl: Figure | None
+    measured_kl: Interval
+    kl_p99: Figure
+    top1_agreement: Annotated[Figure, Field(ge=0, le=1)]
+    perplexity: Figure
+    reference_perplexity: Figure
+    baselines: Annotated[tuple[Baseline, ...], Field(strict=False, max_length=MAX_BASELINES)]
+
+
+class SplitHashes(Section):
+    """Hash of each split's token ids."""
+
+    calibrate: Sha256
+    select: Sha256
+    report: Sha256
+
+
+class SplitCounts(Section):
+    """Sequences in each split."""
+
+    calibrate: TokenCount
+    select: TokenCount
+    report: TokenCount
+
+
+class CalibrationRecord(Section):
+    """What the model was measured on.
+
+    Attributes:
+        corpus: name of the corpus, never a path.
+        sequence_length: tokens per sequence.
+        position_range: first and last position that statistics saw.
+        score: the score that bits were allocated by.
+    """
+
+    corpus: Name
+    token_ids_sha256: SplitHashes
+    num_sequences: SplitCounts
+    sequence_length: TokenCount
+    position_range: Annotated[tuple[TokenCount, TokenCount], Field(strict=False)]
+    seed: Seed
+    score: Text
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        first, last = self.position_range
+        if first > last:
+            raise ValueError(f"position_range must ascend, but is [{first}, {last}]")
+        return self
+
+
+class SearchRecord(Section):
+    """How the configuration was found."""
+
+    sampler: Text
+    trials: TokenCount
+    seed: Seed
+
+
+class Libraries(Section):
+    """Versions at the time of the search."""
+
+    torch: Text
+    transformers: Text
+    optuna: Text
+
+
+class Provenance(Section):
+    """Where the profile comes from.
+
+    Attributes:
+        calibration: None for a hand-written profile.
+        search: None for a hand-written profile.
+    """
+
+    kvtuner_version: Text
+    calibration: CalibrationRecord | None
+    search: SearchRecord | None
+    libraries: Libraries

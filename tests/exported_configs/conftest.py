@@ -1,0 +1,191 @@
+"""A small profile with every feature of the format, and an independent digest to reseal edited copies."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.build import AskedBudget, LayerChoice, build_profile, dump_profile
+from kvtuner.exported_configs.evidence import ModelIdentity, Provenance, Quality
+from kvtuner.exported_configs.load import load_profile
+from kvtuner.geometry import ModelGeometry
+from kvtuner.quant import Transform, TransformKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvtuner.exported_configs.profile import Profile
+
+HASH = "sha256:" + "0123456789abcdef" * 4
+NUM_KV_HEADS, HEAD_DIM, V_HEAD_DIM = 3, 48, 32
+
+MODEL = {
+    "id": "owner/tiny-3.1",
+    "revision": "c0ffee",
+    "config_sha256": HASH,
+    "architecture": "TinyForCausalLM",
+    "dtype": "bfloat16",
+}
+QUALITY = {
+    "metric": "kl_nats_per_token",
+    "read_plan": "decode",
+    "split_tokens": 4096,
+    "predicted_kl": 0.01234567,
+    "measured_kl": {"mean": 0.0125, "low": 0.011, "high": 0.014},
+    "kl_p99": 0.2,
+    "top1_agreement": 0.97,
+    "perplexity": 12.5,
+    "reference_perplexity": 12.25,
+    "baselines": [
+        {
+            "name": "K4V4",
+            "mean_bits": 4.0,
+            "effective_bits": 4.25,
+            "kl_mean": 0.05,
+            "kl_low": 0.04,
+            "kl_high": 0.06,
+        }
+    ],
+}
+PROVENANCE = {
+    "kvtuner_version": "0.1.0",
+    "calibration": {
+        "corpus": "demo",
+        "token_ids_sha256": {"calibrate": HASH, "select": HASH, "report": HASH},
+        "num_sequences": {"calibrate": 8, "select": 4, "report": 16},
+        "sequence_length": 512,
+        "position_range": [0, 8191],
+        "seed": 7,
+        "score": "kl",
+    },
+    "search": {"sampler": "nsga2", "trials": 100, "seed": 7},
+    "libraries": {"torch": "2.13.0+cpu", "transformers": "5.0.0", "optuna": "5.0.0"},
+}
+
+
+@pytest.fixture(scope="session")
+def make_transform() -> Callable[..., Transform]:
+    """A transform by name with random constants; lambda touches both of its bounds."""
+
+    def make(name: str, heads: int = NUM_KV_HEADS, head_dim: int = HEAD_DIM, seed: int = 0) -> Transform:
+        generator = torch.Generator().manual_seed(seed)
+        kind = TransformKind.parse(name)
+        mu = torch.randn(heads, head_dim, generator=generator).to(torch.float16)
+        lam = torch.exp2(12 * torch.rand(heads, head_dim, generator=generator) - 6).to(torch.float16)
+        lam[0, 0], lam[-1, -1] = 1 / 64, 64
+        return Transform(kind, mu if kind.centered else None, lam if kind.balanced else None)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def choices(make_transform: Callable[..., Transform]) -> tuple[LayerChoice, ...]:
+    """Five layers: every width, five transforms, 16 bits on either side and on both."""
+    rotated = make_transform("hadamard")
+    return (
+        LayerChoice(8, 4),
+        LayerChoice(4, 2, make_transform("centered+balanced+hadamard"), rotated),
+        LayerChoice(16, 16),
+        LayerChoice(2, 8, rotated),
+        LayerChoice(4, 16, rotated),
+    )
+
+
+@pytest.fixture(scope="session")
+def make_profile(choices: tuple[LayerChoice, ...]) -> Callable[..., Profile]:
+    """Build the small profile with some arguments of `build_profile` replaced."""
+
+    def make(**changes: Any) -> Profile:
+        layers = changes.get("layers", choices)
+        arguments: dict[str, Any] = {
+            "geometry": ModelGeometry(max(len(layers), 1), 6, NUM_KV_HEADS, HEAD_DIM, V_HEAD_DIM),
+            "layers": layers,
+            "k_group_size": 24,
+            "v_group_size": 32,
+            "symmetric": False,
+            "model": ModelIdentity.model_validate(MODEL),
+            "budget": AskedBudget("4bit", tp_size=3, pp_size=2),
+            "quality": Quality.model_validate(QUALITY),
+            "provenance": Provenance.model_validate(PROVENANCE),
+        }
+        return build_profile(**{**arguments, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def profile(make_profile: Callable[..., Profile]) -> Profile:
+    return make_profile()
+
+
+@pytest.fixture(scope="session")
+def pristine(profile: Profile) -> dict[str, Any]:
+    """The small profile as plain JSON values; not to be changed."""
+    document: dict[str, Any] = json.loads(dump_profile(profile))
+    return document
+
+
+@pytest.fixture
+def document(pristine: dict[str, Any]) -> dict[str, Any]:
+    """The small profile as plain JSON values, to be changed at will."""
+    return copy.deepcopy(pristine)
+
+
+@pytest.fixture(scope="session")
+def reseal() -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Give an edited document the digest that it should have, as whoever forges a profile would."""
+
+    def expand(side: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+        given = {name: value for name, value in side.items() if value is not None}
+        return {"bits": 16} if side["bits"] == 16 else {**defaults, **given}
+
+    def seal(document: dict[str, Any]) -> dict[str, Any]:
+        layers = [
+            {
+                "layer": entry["layer"],
+                "k": expand(entry["k"], document["defaults"]["k"]),
+                "v": expand(entry["v"], document["defaults"]["v"]),
+            }
+            for entry in document["layers"]
+        ]
+        content = {"layout": document["layout"], "geometry": document["geometry"], "layers": layers}
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return {**document, "digest": "sha256:" + hashlib.sha256(text.encode()).hexdigest()}
+
+    return seal
+
+
+@pytest.fixture(scope="session")
+def put() -> Callable[[dict[str, Any], tuple[str | int, ...], Any], dict[str, Any]]:
+    """A copy of a document with the value at one place replaced."""
+
+    def put_value(document: dict[str, Any], steps: tuple[str | int, ...], value: Any) -> dict[str, Any]:
+        copied = copy.deepcopy(document)
+        node: Any = copied
+        for step in steps[:-1]:
+            node = node[step]
+        node[steps[-1]] = value
+        return copied
+
+    return put_value
+
+
+@pytest.fixture(scope="session")
+def refusal() -> Callable[[bytes | Path], str]:
+    """The message that loading ends with, once it is known to be one printable line."""
+
+    def load_in_vain(source: bytes | Path) -> str:
+        with pytest.raises(ProfileError) as refused:
+            load_profile(source)
+        message = str(refused.value)
+        assert message.isprintable() and 20 < len(message) < 500
+        return message
+
+    return load_in_vain
