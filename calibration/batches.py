@@ -1,0 +1,64 @@
+"""Batches of one split, each with the positions it is read at. Knows nothing of layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Offsets = Literal["random", "small", "large"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences that run together.
+
+    Attributes:
+        index: number of the batch in its split.
+        input_ids: [batch, tokens] int64.
+        position_ids: [batch, tokens] int64, consecutive from a random, the first or the last possible offset.
+    """
+
+    index: int
+    input_ids: Tensor
+    position_ids: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all sequences."""
+        return self.input_ids.numel()
+
+
+def batches(
+    ids: Tensor,
+    context_length: int,
+    *,
+    offsets: Offsets,
+    seed: int,
+    batch_size: int = 1,
+    device: torch.device | str = "cpu",
+) -> Iterator[Batch]:
+    """Cut a split into batches.
+
+    Args:
+        ids: [num_sequences, tokens].
+        context_length: positions run from 0 to below it.
+        offsets: where sequences begin: drawn from the whole context, at 0, or as late as they fit.
+        seed: of the random offsets.
+        batch_size: sequences per batch.
+        device: of the batches.
+    """
+    num_sequences, tokens = ids.shape
+    last = max(0, context_length - tokens)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(0, last + 1, (num_sequences,), generator=generator)
+    starts = {"random": drawn, "small": torch.zeros_like(drawn), "large": torch.full_like(drawn, last)}[offsets]
+    positions = starts.unsqueeze(1) + torch.arange(tokens)
+    for index, first in enumerate(range(0, num_sequences, batch_size)):
+        rows = slice(first, first + batch_size)
+        yield Batch(index, ids[rows].to(device), positions[rows].to(device))

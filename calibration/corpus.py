@@ -1,0 +1,256 @@
+"""Text to token sequences in three disjoint splits. Knows nothing of models but their tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvtuner.calibration.naming import public_name
+from kvtuner.errors import CorpusError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SplitName = Literal["calibrate", "select", "report"]
+SPLITS: tuple[SplitName, ...] = ("calibrate", "select", "report")
+DEMO_CORPUS = Path(__file__).parent / "demo" / "corpus.jsonl"
+MAX_DOCUMENTS = 20_000
+OVERLAP_WINDOW = 48
+MAX_OVERLAP = 0.10
+Message = Mapping[str, Any]
+Document = str | tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusSource:
+    """Where text comes from and how it is cut.
+
+    Attributes:
+        data: ``demo``, a .txt, .md, .jsonl or .json file, a folder of them, or a `datasets` id as ``name[@revision]``.
+        data_config: configuration of the `datasets` id.
+        data_split: split of the `datasets` id to read.
+        text_field: field of a JSON line or `datasets` row that holds the text; ``messages`` is always understood.
+        sequence_length: tokens per sequence.
+        num_sequences: sequences wanted in each split, in the order calibrate, select, report.
+        seed: of the order of documents.
+        deduplicate: drop repeated documents instead of refusing them.
+    """
+
+    data: str = "demo"
+    data_config: str | None = None
+    data_split: str = "train"
+    text_field: str = "text"
+    sequence_length: int = 512
+    num_sequences: tuple[int, int, int] = (8, 8, 16)
+    seed: int = 0
+    deduplicate: bool = False
+
+    @property
+    def name(self) -> str:
+        """A dataset id, or the last part of a path: what may be written into a profile."""
+        return public_name(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Token sequences, [num_sequences, sequence_length] int64 per split; no token stands in two of them."""
+
+    splits: Mapping[SplitName, Tensor]
+
+    def hashes(self) -> dict[str, str]:
+        """sha256 of each split's token ids."""
+        return {
+            name: "sha256:" + hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()
+            for name, ids in self.splits.items()
+        }
+
+
+def load_corpus(source: CorpusSource, tokenizer: PreTrainedTokenizerBase) -> Corpus:
+    """Read, shuffle, tokenize and split.
+
+    Documents are shuffled by the seed and packed in that order: first the calibrate split, then select, then report, so
+    that only a document on a border is cut between two splits, and no token is used twice.
+
+    Raises:
+        CorpusError: unreadable, empty, too short, repeated documents, or splits that share text.
+    """
+    documents = list(islice(_documents(source), MAX_DOCUMENTS))
+    documents = _without_repeats(documents, source)
+    if not documents:
+        raise CorpusError(
+            f'{source.data} holds no text; a line is {{"{source.text_field}": ...}} or {{"messages": ...}}'
+        )
+    random.Random(source.seed).shuffle(documents)
+    wanted = sum(source.num_sequences)
+    sequences = list(islice(_pack(documents, source, tokenizer), wanted))
+    if len(sequences) < wanted:
+        raise CorpusError(
+            f"{source.data} is too short: {wanted} sequences of {source.sequence_length} tokens are needed,"
+            f" {len(sequences)} were found; give more text, or fewer --sequences, or a smaller --sequence-length"
+        )
+    ids = torch.tensor(sequences, dtype=torch.int64)
+    parts = ids.split(list(source.num_sequences))
+    corpus = Corpus(dict(zip(SPLITS, parts, strict=True)))
+    _refuse_overlap(corpus, source)
+    return corpus
+
+
+def _documents(source: CorpusSource) -> Iterator[Document]:
+    path = DEMO_CORPUS if source.data == "demo" else Path(source.data)
+    if path.is_dir():
+        files = [file for file in sorted(path.rglob("*")) if file.suffix in (".txt", ".md", ".jsonl", ".json")]
+        if not files:
+            raise CorpusError(f"{path} holds no .txt, .md, .jsonl or .json file")
+        for file in files:
+            yield from _file_documents(file, source.text_field)
+    elif path.is_file():
+        yield from _file_documents(path, source.text_field)
+    elif path.suffix in (".txt", ".md", ".jsonl", ".json") or source.data.startswith((".", "/", "~")):
+        raise CorpusError(f"{source.data} does not exist")
+    else:
+        yield from _dataset_documents(source)
+
+
+def _file_documents(path: Path, text_field: str) -> Iterator[Document]:
+    try:
+        if path.suffix not in (".jsonl", ".json"):
+            if (text := path.read_text(encoding="utf-8")).strip():
+                yield text
+            return
+        with path.open(encoding="utf-8") as handle:
+            if path.suffix == ".json":
+                rows = json.load(handle)
+                if not isinstance(rows, list):
+                    raise CorpusError(f"{path} must hold a JSON list of objects")
+                numbered: Iterable[tuple[int, Any]] = enumerate(rows, 1)
+            else:
+                numbered = ((n, json.loads(line)) for n, line in enumerate(handle, 1) if line.strip())
+            for number, row in numbered:
+                yield from _row_document(row, text_field, f"{path}, line {number}")
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"{path} is not UTF-8 text: {error}") from error
+    except json.JSONDecodeError as error:
+        raise CorpusError(f"{path} is not JSON: {error}") from error
+    except OSError as error:
+        raise CorpusError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _row_document(row: Any, text_field: str, where: str) -> Iterator[Document]:
+    if not isinstance(row, Mapping):
+        raise CorpusError(f"{where}: an object with {text_field!r} or 'messages' is expected, not {type(row).__name__}")
+    if row.get("messages") is not None:
+        messages = row["messages"]
+        if not isinstance(messages, list) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+            raise CorpusError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
+        yield tuple(messages)
+        return
+    text = row.get(text_field)
+    if not isinstance(text, str):
+        raise CorpusError(
+            f"{where}: no text in field {text_field!r} (fields: {sorted(row)}); choose one with --text-field"
+        )
+    if text.strip():
+        yield text
+
+
+def _dataset_documents(source: CorpusSource) -> Iterator[Document]:
+    import datasets
+
+    name, _, revision = source.data.partition("@")
+    try:
+        rows = datasets.load_dataset(
+            name, source.data_config, split=source.data_split, revision=revision or None, streaming=True
+        ).shuffle(seed=source.seed, buffer_size=10_000)
+        for number, row in enumerate(rows, 1):
+            yield from _row_document(row, source.text_field, f"{source.data}, row {number}")
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CorpusError(f"cannot load data {source.data!r}: no such file, and as a datasets id: {reason}") from error
+
+
+def _without_repeats(documents: list[Document], source: CorpusSource) -> list[Document]:
+    unique: dict[str, Document] = {}
+    for document in documents:
+        text = document if isinstance(document, str) else json.dumps(document, sort_keys=True, default=str)
+        unique.setdefault(" ".join(text.split()), document)
+    repeats = len(documents) - len(unique)
+    if repeats and not source.deduplicate:
+        raise CorpusError(
+            f"{source.data} holds {repeats} repeated documents, which would stand in more than one split;"
+            " drop them with --deduplicate"
+        )
+    return list(unique.values())
+
+
+def _pack(
+    documents: Iterable[Document], source: CorpusSource, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[list[int]]:
+    length = source.sequence_length
+    start = _start_tokens(tokenizer)
+    held: list[int] = []
+    for document in documents:
+        held.extend(_tokens(document, tokenizer, source))
+        while len(held) >= length:
+            yield held[:length]
+            held = held[length:]
+            if held and held[: len(start)] != start:
+                held = start + held
+
+
+def _tokens(document: Document, tokenizer: PreTrainedTokenizerBase, source: CorpusSource) -> list[int]:
+    if isinstance(document, str):
+        ids = tokenizer(document, truncation=False, verbose=False)["input_ids"]
+    else:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise CorpusError(
+                f"{source.data} holds 'messages', but the model's tokenizer has no chat template; give 'text'"
+            )
+        try:
+            text = tokenizer.apply_chat_template([dict(message) for message in document], tokenize=False)
+        except Exception as error:
+            raise CorpusError(f"{source.data}: the chat template refuses a conversation: {error}") from error
+        ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+    return list(ids)
+
+
+def _start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    ids = list(tokenizer("a")["input_ids"])
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and ids and ids[0] == bos else []
+
+
+def _refuse_overlap(corpus: Corpus, source: CorpusSource) -> None:
+    seen: dict[SplitName, np.ndarray[Any, np.dtype[np.uint64]]] = {
+        name: np.unique(_window_hashes(ids.numpy().reshape(-1))) for name, ids in corpus.splits.items()
+    }
+    for index, first in enumerate(SPLITS):
+        for second in SPLITS[index + 1 :]:
+            if not seen[first].size or not seen[second].size:
+                continue
+            shared = np.intersect1d(seen[first], seen[second], assume_unique=True).size
+            share = shared / min(seen[first].size, seen[second].size)
+            if share > MAX_OVERLAP:
+                raise CorpusError(
+                    f"{source.data}: {share:.0%} of the {OVERLAP_WINDOW}-token windows of the {second} split also stand"
+                    f" in the {first} split; give data with fewer near-duplicates"
+                )
+
+
+def _window_hashes(ids: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """A hash of every window of a split's token stream, which sequences cut but do not break."""
+    tokens = ids.astype(np.uint64)
+    hashes = np.zeros(max(0, tokens.size - OVERLAP_WINDOW + 1), dtype=np.uint64)
+    weights = np.random.default_rng(0).integers(1, 2**63, size=OVERLAP_WINDOW, dtype=np.uint64) | np.uint64(1)
+    for offset, weight in enumerate(weights):
+        hashes += tokens[offset : offset + hashes.size] * weight
+    return hashes

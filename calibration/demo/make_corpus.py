@@ -1,0 +1,63 @@
+"""Write the demo corpus: held-out standard-library sources, recall tables and additions, as JSON lines.
+
+    python -m kvtuner.calibration.demo.make_corpus --out corpus.jsonl
+
+The committed corpus was written by Python 3.11.7; another version of the standard library gives other excerpts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
+from kvtuner.calibration.demo.train import read_sources, source_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+EXCERPT_CHARACTERS = 2400
+
+
+def excerpts(text: str) -> Iterator[str]:
+    """Consecutive pieces of whole lines, each at least `EXCERPT_CHARACTERS` long but the last, which is dropped."""
+    lines: list[str] = []
+    for line in text.splitlines(keepends=True):
+        lines.append(line)
+        if sum(map(len, lines)) >= EXCERPT_CHARACTERS:
+            yield "".join(lines)
+            lines = []
+
+
+def documents(seed: int, num_excerpts: int, num_tables: int, num_additions: int) -> list[str]:
+    """All documents of the corpus, shuffled; no two are alike."""
+    rng = random.Random(seed)
+    _, held_out = source_files()
+    pieces = [piece for text in read_sources(held_out) for piece in excerpts(text)]
+    chosen = rng.sample(pieces, num_excerpts)
+    chosen += [
+        recall_problem(rng, num_pairs, num_questions=num_pairs).answered
+        for num_pairs in (rng.randint(8, 32) for _ in range(num_tables))
+    ]
+    chosen += [addition_lines(rng, 30) for _ in range(num_additions)]
+    unique = list(dict.fromkeys(chosen))
+    rng.shuffle(unique)
+    return unique
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--seed", type=int, default=2026)
+    args = parser.parse_args()
+    texts = documents(args.seed, num_excerpts=110, num_tables=220, num_additions=50)
+    lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
+    Path(args.out).write_text("".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""KL, agreement and likelihood of one set of final hidden states against another. Knows nothing of quantization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvtuner.calibration.chain import DecoderChain
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Per scored token, float64 [batch, scored tokens].
+
+    Attributes:
+        kl: KL(reference || other) of the next-token distribution, nats.
+        agree: 1 where both put the same token first.
+        nll: -log p(next token) under the other, nats; the last token of a sequence has none (NaN).
+    """
+
+    kl: Tensor
+    agree: Tensor
+    nll: Tensor
+
+
+@torch.no_grad()
+def compare(chain: DecoderChain, reference: Tensor, other: Tensor, next_ids: Tensor) -> TokenScores:
+    """Compare final hidden states token by token, holding the logits of a few rows at a time.
+
+    The divergence is summed as ``p * (exp(d) - 1 - d)`` with ``d = log q - log p``: every term is non-negative, so that
+    the tiny values of 8-bit caches do not drown in cancellation. Where d is large, ``p * exp(d)`` is taken as q: exp
+    would overflow on a token that only the other model finds likely.
+
+    Args:
+        chain: for the output embeddings.
+        reference: [batch, tokens, hidden_size].
+        other: likewise.
+        next_ids: the token that follows each row, [batch, tokens]; -1 where none does.
+    """
+    shape = reference.shape[:2]
+    kl, agree, nll = [], [], []
+    rows = zip(
+        reference.flatten(0, 1).split(chain.rows_in_flight()),
+        other.flatten(0, 1).split(chain.rows_in_flight()),
+        next_ids.flatten().split(chain.rows_in_flight()),
+        strict=True,
+    )
+    for reference_rows, other_rows, targets in rows:
+        log_p = chain.logits(reference_rows).log_softmax(dim=-1)
+        log_q = chain.logits(other_rows).log_softmax(dim=-1)
+        difference = log_q - log_p
+        p = log_p.exp()
+        near = p * (torch.expm1(difference) - difference)
+        terms = torch.where(difference < 1.0, near, log_q.exp() - p - p * difference)
+        kl.append(terms.sum(dim=-1, dtype=torch.float64))
+        agree.append((log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).double())
+        targets = targets.to(log_q.device)
+        picked = log_q.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1).double()
+        nll.append(torch.where(targets >= 0, -picked, torch.nan))
+    return TokenScores(*(torch.cat(parts).cpu().reshape(shape) for parts in (kl, agree, nll)))
+
+
+def following(input_ids: Tensor, start: int) -> Tensor:
+    """The token after each of the tokens from `start` on, -1 after the last; [batch, tokens - start]."""
+    shifted = torch.nn.functional.pad(input_ids[:, 1:], (0, 1), value=-1)
+    return shifted[:, start:]

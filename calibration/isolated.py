@@ -1,0 +1,121 @@
+"""Isolated forward KL: the model with one side of one layer at one width quantized, everything else exact.
+
+Every result is journalled as it is measured, so that a killed run repeats at most one forward. Knows no budgets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from kvtuner.calibration.chain import check_finite
+from kvtuner.calibration.divergence import compare, following
+from kvtuner.calibration.sensitivity import SIDES, Candidate, LayerConstants, Scores
+from kvtuner.calibration.simulate import LayerSpec, quantized_attention
+from kvtuner.precision import PACKED_BITS
+from kvtuner.quant import QuantSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from kvtuner.calibration.batches import Batch
+    from kvtuner.calibration.chain import DecoderChain
+    from kvtuner.calibration.measure import QuantOptions
+    from kvtuner.calibration.read_plan import ReadPlan
+    from kvtuner.run_folder import RunFolder
+
+JOURNAL = "isolated.jsonl"
+
+
+def isolated_candidates(scores: Mapping[Candidate, Scores]) -> list[Candidate]:
+    """All transforms at 2 bit, where the Fisher score is no guide, and its choice at 4 and 8."""
+    chosen: list[Candidate] = []
+    for layer in sorted({candidate.layer for candidate in scores}):
+        for side in SIDES:
+            for bits in PACKED_BITS:
+                rivals = [c for c in scores if (c.layer, c.side, c.bits) == (layer, side, bits)]
+                best = min(rivals, key=lambda c: scores[c].fisher)
+                chosen.extend(rivals if bits == min(PACKED_BITS) else [best])
+    return chosen
+
+
+def spec_of(candidate: Candidate, constants: Sequence[LayerConstants], options: QuantOptions) -> LayerSpec:
+    """How the candidate's layer is stored."""
+    spec = QuantSpec(
+        bits=candidate.bits,
+        transform=constants[candidate.layer].transform(candidate.side, candidate.transform),
+        group_size=options.group_size(candidate.side),
+        symmetric=options.symmetric,
+    )
+    return LayerSpec(k=spec) if candidate.side == "k" else LayerSpec(v=spec)
+
+
+def measure_isolated(
+    chain: DecoderChain,
+    batches: Iterable[Batch],
+    candidates: Sequence[Candidate],
+    constants: Sequence[LayerConstants],
+    *,
+    plan: ReadPlan,
+    options: QuantOptions,
+    folder: RunFolder,
+    identity: str,
+    on_forward: Callable[[], None] | None = None,
+) -> dict[Candidate, float]:
+    """Mean KL per scored token of every candidate, nats.
+
+    Each candidate's forward starts at its own layer, from the exact residual stream of the batch.
+
+    Args:
+        chain: the model.
+        batches: of the calibrate split.
+        candidates: what to measure.
+        constants: of the layers' transforms.
+        plan: which tokens read quantized keys and values.
+        options: what all candidates share.
+        folder: holds the journal.
+        identity: of the measurement; journal lines of another are not used.
+        on_forward: called after each forward, done now or before.
+
+    Raises:
+        NonFiniteActivationError: a candidate drives the model to NaN or infinity.
+    """
+    done = {
+        (
+            record["batch"],
+            Candidate(record["layer"], record["side"], record["bits"], record["transform"]),
+        ): record
+        for record in folder.records(JOURNAL)
+        if record.get("identity") == identity
+    }
+    totals = dict.fromkeys(candidates, 0.0)
+    num_tokens = 0
+    for batch in batches:
+        trace = None
+        scored = batch.input_ids.shape[0] * (batch.input_ids.shape[1] - plan.split)
+        num_tokens += scored
+        for candidate in candidates:
+            record = done.get((batch.index, candidate))
+            if record is None:
+                trace = trace or chain.trace(batch.input_ids, batch.position_ids)
+                specs = {candidate.layer: spec_of(candidate, constants, options)}
+                final = chain.run(
+                    trace.residual[candidate.layer],
+                    trace.calls,
+                    quantized_attention(specs, plan),
+                    start=candidate.layer,
+                )
+                next_ids = following(batch.input_ids, plan.split)
+                kl = compare(chain, trace.final[:, plan.split :], final[:, plan.split :], next_ids).kl
+                check_finite(candidate.layer, divergences=kl)
+                record = {
+                    "identity": identity,
+                    "batch": batch.index,
+                    **asdict(candidate),
+                    "kl_sum": float(kl.sum()),
+                }
+                folder.append(JOURNAL, record)
+            totals[candidate] += record["kl_sum"]
+            if on_forward is not None:
+                on_forward()
+    return {candidate: total / num_tokens for candidate, total in totals.items()}

@@ -1,0 +1,257 @@
+"""Second pass: every candidate of every layer at once, without accumulating error and without keeping activations.
+
+Per batch the exact residual stream is kept at layer boundaries; layers are then re-run one at a time from the last to
+the first, each with the gradients of R losses under labels sampled from the model, and all candidates of the layer are
+scored on its exact queries, keys and values. Memory is one layer plus the residual stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvtuner.calibration.chain import check_finite
+from kvtuner.calibration.read_plan import AttentionCall, ReadPlan, attend, probabilities
+from kvtuner.calibration.seam import listening
+from kvtuner.calibration.sensitivity import Candidate, LayerConstants, Scores, Side
+from kvtuner.errors import NonFiniteActivationError
+from kvtuner.precision import PACKED_BITS, PrecisionPair
+from kvtuner.quant import KEY_TRANSFORMS, VALUE_TRANSFORMS, Transform, quantize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from kvtuner.calibration.batches import Batch
+    from kvtuner.calibration.chain import DecoderChain, Trace
+
+SCORES_IN_FLIGHT = 1 << 23
+TINY = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class QuantOptions:
+    """What all candidates share.
+
+    Attributes:
+        k_group_size: channels per scale of the keys; head_dim by default.
+        v_group_size: channels per scale of the values; v_head_dim by default.
+        symmetric: one grid around zero.
+    """
+
+    k_group_size: int | None = None
+    v_group_size: int | None = None
+    symmetric: bool = False
+
+    def group_size(self, side: Side) -> int | None:
+        """Channels per scale of one side."""
+        return self.k_group_size if side == "k" else self.v_group_size
+
+
+@dataclass
+class _Sums:
+    """Sums over sequences of one candidate's mean errors."""
+
+    e_self: float = 0.0
+    e_a: float = 0.0
+    e_o: float = 0.0
+    fisher: float = 0.0
+
+
+@dataclass
+class CandidateMeasurement:
+    """Accumulates the errors of all candidates of all layers."""
+
+    chain: DecoderChain
+    constants: Sequence[LayerConstants]
+    plan: ReadPlan
+    options: QuantOptions
+    num_draws: int
+    seed: int
+    with_pairs: bool = False
+    sums: dict[Candidate, _Sums] = field(default_factory=dict)
+    pair_sums: dict[tuple[int, PrecisionPair], float] = field(default_factory=dict)
+    num_sequences: int = 0
+
+    def run(self, batches: Iterable[Batch], on_layer: Callable[[int], None] | None = None) -> None:
+        """Measure all batches; `on_layer` is told the tokens of each layer done."""
+        for batch in batches:
+            self._measure_batch(batch, on_layer)
+            self.num_sequences += batch.input_ids.shape[0]
+
+    def _measure_batch(self, batch: Batch, on_layer: Callable[[int], None] | None) -> None:
+        trace = self.chain.trace(batch.input_ids, batch.position_ids)
+        gradients = self._loss_gradients(trace, batch)
+        for layer_id in reversed(range(self.chain.geometry.num_layers)):
+            gradients = self._measure_layer(layer_id, trace, gradients)
+            if on_layer is not None:
+                on_layer(batch.num_tokens)
+
+    def scores(self) -> dict[Candidate, Scores]:
+        """Means over everything measured; isolated KL is not known here."""
+        n = self.num_sequences
+        return {
+            candidate: Scores(sums.e_self / n, sums.e_a / n, sums.e_o / n, sums.fisher / n)
+            for candidate, sums in self.sums.items()
+        }
+
+    def pairs(self) -> dict[tuple[int, PrecisionPair], float]:
+        """The paper's e_o of pairs without transforms."""
+        return {key: value / self.num_sequences for key, value in self.pair_sums.items()}
+
+    def _loss_gradients(self, trace: Trace, batch: Batch) -> list[Tensor]:
+        """Gradients of R sampled-label losses (summed over scored tokens) by the last layer's output."""
+        last = len(self.chain.layers) - 1
+        with torch.no_grad():
+            hidden = self.chain.run_layer_exactly(last, trace.residual[last], trace.calls[last])
+        check_finite(last, outputs=hidden)
+        start = self.plan.split
+        generator = torch.Generator(device=hidden.device).manual_seed(self.seed * 1_000_003 + batch.index)
+        gradients = [torch.zeros_like(hidden) for _ in range(self.num_draws)]
+        tokens = hidden.shape[1]
+        step = max(1, self.chain.rows_in_flight() // hidden.shape[0])
+        for first in range(start, tokens, step):
+            rows = slice(first, min(first + step, tokens))
+            leaf = hidden[:, rows].detach().requires_grad_()
+            logits = self.chain.logits(self.chain.finish(leaf))
+            p = logits.detach().softmax(dim=-1)
+            labels = torch.multinomial(
+                p.flatten(0, 1).to(generator.device), self.num_draws, replacement=True, generator=generator
+            )
+            for draw, gradient in enumerate(gradients):
+                by_logits = p.clone()
+                index = labels[:, draw].reshape(*p.shape[:-1], 1).to(p.device)
+                by_logits.scatter_add_(-1, index, torch.full_like(index, -1.0, dtype=p.dtype))
+                (g,) = torch.autograd.grad(logits, leaf, by_logits, retain_graph=draw + 1 < self.num_draws)
+                gradient[:, rows] = g.to(gradient.dtype)
+        return gradients
+
+    def _measure_layer(self, layer_id: int, trace: Trace, gradients: list[Tensor]) -> list[Tensor]:
+        """Score one layer's candidates; returns the gradients by the layer's input."""
+        tap: list[tuple[AttentionCall, Tensor]] = []
+
+        def listen(_: int, call: AttentionCall) -> Tensor:
+            output = attend(call)
+            tap.append((call, output))
+            return output
+
+        leaf = trace.residual[layer_id].detach().requires_grad_()
+        with torch.enable_grad(), listening(listen):
+            output = self.chain.run_layer(layer_id, leaf, trace.calls[layer_id])
+        ((call, attended),) = tap
+        by_attended, by_input = [], []
+        for draw, gradient in enumerate(gradients):
+            g_attended, g_input = torch.autograd.grad(
+                output, (attended, leaf), gradient.to(output.device), retain_graph=draw + 1 < len(gradients)
+            )
+            by_attended.append(g_attended[:, :, self.plan.split :].to(torch.float32))
+            by_input.append(g_input)
+        self.chain.count.backward_layer_tokens += len(gradients) * leaf.shape[0] * leaf.shape[1]
+        detached = AttentionCall(call.q.detach(), call.k.detach(), call.v.detach(), call.scaling, call.softcap)
+        del output, attended, call
+        tap.clear()
+        with torch.no_grad():
+            self._score_layer(layer_id, detached, torch.stack(by_attended))
+        return by_input
+
+    def _score_layer(self, layer_id: int, call: AttentionCall, gradients: Tensor) -> None:
+        if not bool(torch.isfinite(gradients).all()):
+            raise NonFiniteActivationError(
+                f"layer {layer_id}: its gradients hold NaN or infinity; try --dtype float32 or bfloat16"
+            )
+        keys = dict(self._readings(layer_id, "k", call.k, KEY_TRANSFORMS))
+        values = dict(self._readings(layer_id, "v", call.v, VALUE_TRANSFORMS))
+        exact_k, exact_v, sequences = call.k.float(), call.v.float(), call.k.shape[0]
+        for (name, bits), read in keys.items():
+            self._at(layer_id, "k", bits, name).e_self += sequences * _relative_error(exact_k, read)
+        for (name, bits), read in values.items():
+            self._at(layer_id, "v", bits, name).e_self += sequences * _relative_error(exact_v, read)
+        tokens, start = call.k.shape[2], self.plan.split
+        per_row = call.q.shape[0] * call.q.shape[1] * tokens * len(PACKED_BITS)
+        step = max(1, SCORES_IN_FLIGHT // per_row)
+        scored = tokens - start
+        for first in range(start, tokens, step):
+            last = min(first + step, tokens)
+            self._score_rows(
+                layer_id, call, gradients[..., first - start : last - start, :], keys, values, first, scored
+            )
+
+    def _readings(
+        self, layer_id: int, side: Side, exact: Tensor, transforms: Sequence[str]
+    ) -> Iterator[tuple[tuple[str, int], Tensor]]:
+        """What readers see of each candidate, [batch, num_kv_heads, tokens, head_dim] float32."""
+        heads_last = exact.transpose(1, 2)
+        for name in transforms:
+            transform: Transform = self.constants[layer_id].transform(side, name)
+            stored = transform.apply(heads_last)
+            for bits in PACKED_BITS:
+                codes = quantize(stored, bits, self.options.group_size(side), symmetric=self.options.symmetric)
+                read = transform.invert(codes.dequantize()).transpose(1, 2)
+                yield (name, bits), self.plan.mix(exact.float(), read)
+
+    def _score_rows(
+        self,
+        layer_id: int,
+        call: AttentionCall,
+        gradients: Tensor,
+        keys: dict[tuple[str, int], Tensor],
+        values: dict[tuple[str, int], Tensor],
+        first: int,
+        scored: int,
+    ) -> None:
+        """Score the attention rows from token `first` on, as many as `gradients` has, of `scored` in all."""
+        rows = gradients.shape[-2]
+        visible = slice(None, first + rows)
+        q = call.grouped_query(first)[..., :rows, :]
+        v = call.v[:, :, visible].float().unsqueeze(2)
+        g = gradients.unflatten(2, (call.k.shape[1], -1))
+        exact_a = probabilities(call, q, call.k[:, :, visible].float(), first)
+        exact_o = exact_a @ v
+        share = call.k.shape[0] * rows / scored
+        # What all scored rows see, so that a mean does not depend on how rows are cut.
+        cells = exact_a.shape[1] * exact_a.shape[2] * scored * (self.plan.split + (scored + 1) / 2)
+
+        def add(side: Side, name: str, read_a: Tensor | None, read_o: Tensor) -> None:
+            delta = read_o - exact_o
+            for index, bits in enumerate(PACKED_BITS):
+                sums = self._at(layer_id, side, bits, name)
+                if read_a is not None:
+                    sums.e_a += float((read_a[index] - exact_a).abs().sum()) / cells
+                sums.e_o += share * _relative_error(exact_o, read_o[index])
+                along = torch.einsum("rbhgtd,bhgtd->rbt", g, delta[index])
+                sums.fisher += share * 0.5 * float(along.square().mean())
+
+        for name in KEY_TRANSFORMS:
+            k = torch.stack([keys[name, bits][:, :, visible] for bits in PACKED_BITS])
+            read_a = probabilities(call, q, k, first)
+            add("k", name, read_a, read_a @ v)
+            if self.with_pairs and name == "none":
+                self._score_pairs(layer_id, read_a, values, visible, exact_o, share)
+        for name in VALUE_TRANSFORMS:
+            read_v = torch.stack([values[name, bits][:, :, visible] for bits in PACKED_BITS]).unsqueeze(3)
+            add("v", name, None, exact_a @ read_v)
+
+    def _score_pairs(
+        self,
+        layer_id: int,
+        read_a: Tensor,
+        values: dict[tuple[str, int], Tensor],
+        visible: slice,
+        exact_o: Tensor,
+        share: float,
+    ) -> None:
+        for index, k_bits in enumerate(PACKED_BITS):
+            for v_bits in PACKED_BITS:
+                read_o = read_a[index] @ values["none", v_bits][:, :, visible].unsqueeze(2)
+                key = (layer_id, PrecisionPair(k_bits, v_bits))
+                self.pair_sums[key] = self.pair_sums.get(key, 0.0) + share * _relative_error(exact_o, read_o)
+
+    def _at(self, layer_id: int, side: Side, bits: int, transform: str) -> _Sums:
+        return self.sums.setdefault(Candidate(layer_id, side, bits, transform), _Sums())
+
+
+def _relative_error(exact: Tensor, read: Tensor) -> float:
+    """Mean of |x - x'| / |x| over elements, the paper's e_k, e_v and e_o."""
+    return float(((read - exact).abs() / exact.abs().clamp_min(TINY)).mean())

@@ -1,0 +1,269 @@
+"""Loading a model to calibrate, and refusing by name what has no KV cache of the supported kind."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtuner.cache_kind import refuse_other_caches
+from kvtuner.calibration.naming import public_name
+from kvtuner.errors import UnsupportedModelError
+from kvtuner.geometry import ModelGeometry
+from kvtuner.precision import PACKED_BITS, check_group_size
+from kvtuner.run_folder import sha256_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DEMO = "demo"
+DEMO_MODEL = Path(__file__).parent / "demo" / "model"
+_VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation_internal"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Which model, and how to load it.
+
+    Attributes:
+        model: hub id, folder, or ``demo``.
+        revision: branch, tag or commit on the hub.
+        device: ``auto`` (all GPUs, else the CPU) or a torch device.
+        dtype: ``auto`` (the checkpoint's on a GPU, float32 on a CPU) or a torch dtype's name.
+        trust_remote_code: run code that comes with the checkpoint.
+        context_length: tokens that will be served; the configuration's maximum by default.
+    """
+
+    model: str
+    revision: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    context_length: int | None = None
+
+    @property
+    def path(self) -> str:
+        """What transformers is given."""
+        return str(DEMO_MODEL) if self.model == DEMO else self.model
+
+    @property
+    def name(self) -> str:
+        """The hub id, or the last part of a folder: what may be written into a profile."""
+        return DEMO if self.model == DEMO else public_name(self.model)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a configuration alone tells.
+
+    Attributes:
+        config: transformers configuration.
+        geometry: of the KV cache.
+        context_length: tokens that will be served.
+    """
+
+    config: PretrainedConfig
+    geometry: ModelGeometry
+    context_length: int
+
+    @property
+    def config_sha256(self) -> str:
+        """Hash of the configuration without names, versions and dtype."""
+        values = {key: value for key, value in self.config.to_dict().items() if key not in _VOLATILE}
+        return sha256_of(_plain(values))
+
+    @property
+    def architecture(self) -> str:
+        """Class named by the checkpoint, such as Qwen2ForCausalLM."""
+        return str((getattr(self.config, "architectures", None) or [type(self.config).__name__])[0])
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to be traced."""
+
+    source: ModelSource
+    shape: ModelShape
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def weights_sha256(self) -> str:
+        """Fingerprint of the weights: every tensor's name, shape and sixteen of its elements."""
+        digest = hashlib.sha256()
+        for name, tensor in self.model.state_dict().items():
+            if tensor.is_meta:  # offloaded by accelerate: its data is on a disk
+                digest.update(f"{name}{list(tensor.shape)}".encode())
+                continue
+            flat = tensor.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // 16)][:16].cpu()
+            values = sample.double().tolist() if sample.is_floating_point() else sample.tolist()
+            digest.update(f"{name}{list(tensor.shape)}{values}".encode())
+        return "sha256:" + digest.hexdigest()
+
+    @property
+    def dtype_name(self) -> str:
+        """Such as float32 or bfloat16."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+
+def read_shape(source: ModelSource) -> ModelShape:
+    """Read and check a model's configuration; loads no weights.
+
+    Raises:
+        UnsupportedModelError: unknown model, or one that has no KV cache of the supported kind.
+        GeometryError: a configuration that does not tell its heads.
+        PrecisionError: a head_dim that cannot be packed.
+    """
+    from transformers import AutoConfig
+
+    if source.model.startswith(("/", ".", "~")) and not Path(source.path).exists():
+        raise UnsupportedModelError(f"model folder {source.model} does not exist; give a folder or a hub id")
+    with _quiet_transformers():
+        try:
+            config = AutoConfig.from_pretrained(
+                source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
+            )
+        except Exception as error:
+            raise _unknown(source, error) from error
+    text = config.get_text_config(decoder=True)
+    refuse_other_caches(config, context_length=source.context_length)
+    geometry = ModelGeometry.from_config(config)
+    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    context_length = source.context_length or longest
+    if not context_length:
+        raise UnsupportedModelError(f"{source.model} does not say its context; give --context-length")
+    if context_length < 1:
+        raise UnsupportedModelError(f"--context-length must be positive, but is {context_length}")
+    if longest and context_length > longest:
+        raise UnsupportedModelError(
+            f"--context-length {context_length} exceeds the {longest} positions of {source.model}"
+        )
+    for bits in PACKED_BITS:
+        for head_dim in (geometry.head_dim, geometry.v_head_dim):
+            check_group_size(head_dim, bits, head_dim)
+    return ModelShape(config, geometry, context_length)
+
+
+def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedModel:
+    """Load weights and tokenizer, with the attention seam switched on.
+
+    Raises:
+        UnsupportedModelError: weights or tokenizer missing, a dtype or device that is not there, no attention seam.
+    """
+    from transformers import AutoTokenizer
+
+    from kvtuner.calibration.seam import register
+
+    shape = shape or read_shape(source)
+    with _quiet_transformers():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
+            )
+        except Exception as error:
+            raise _unknown(source, error) from error
+        model = _load_weights(source)
+        model.eval().requires_grad_(False)
+        name = type(model).__name__
+        if not model._can_set_attn_implementation():
+            raise UnsupportedModelError(f"{name} does not go through transformers' AttentionInterface; it has no seam")
+        try:
+            model.set_attn_implementation(register())
+        except ValueError as error:
+            raise UnsupportedModelError(f"{name} refuses another attention implementation: {error}") from error
+    if model.config._attn_implementation != register():
+        raise UnsupportedModelError(f"{name} does not go through transformers' AttentionInterface; it has no seam")
+    return LoadedModel(source, shape, model, tokenizer)
+
+
+def _load_weights(source: ModelSource) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    placement, dtype = _placement(source.device), _dtype(source, torch.cuda.is_available())
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source.path,
+            revision=source.revision,
+            trust_remote_code=source.trust_remote_code,
+            dtype=dtype,
+            device_map=placement if placement == "auto" else None,
+            output_loading_info=True,
+        )
+        model: PreTrainedModel = loaded[0]
+        if placement != "auto":
+            model.to(torch.device(placement))  # type: ignore[arg-type]  # transformers' decorator hides the signature
+    except Exception as error:
+        raise _unknown(source, error) from error
+    if missing := sorted(loaded[1]["missing_keys"]):
+        raise UnsupportedModelError(
+            f"{source.model} lacks {len(missing)} weights that its configuration asks for, such as {missing[0]}"
+        )
+    return model
+
+
+def _placement(device: str) -> str:
+    import torch
+
+    if device != "auto":
+        try:
+            kind = torch.device(device).type
+        except RuntimeError as error:
+            raise UnsupportedModelError(
+                f"--device {device!r} is no torch device; use auto, cpu, cuda or cuda:N"
+            ) from error
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise UnsupportedModelError(f"--device {device} was asked for, but torch sees no GPU; use --device cpu")
+        return device
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "auto" if importlib.util.find_spec("accelerate") else "cuda:0"
+
+
+def _dtype(source: ModelSource, has_gpu: bool) -> torch.dtype | str:
+    import torch
+
+    if source.dtype == "auto":
+        return "auto" if has_gpu and source.device != "cpu" else torch.float32
+    dtype = getattr(torch, source.dtype, None)
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UnsupportedModelError(f"--dtype must be auto, float32, float16 or bfloat16, not {source.dtype!r}")
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _unknown(source: ModelSource, error: Exception) -> UnsupportedModelError:
+    reason = " ".join(str(error).split())
+    reason = reason if len(reason) <= 300 else reason[:297] + "..."
+    return UnsupportedModelError(f"cannot load model {source.model!r}: {reason}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

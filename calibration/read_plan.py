@@ -1,0 +1,133 @@
+"""Which tokens read quantized keys and values, and the attention that follows from it. Knows nothing of models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ReadPlanName = Literal["decode", "hit", "cache"]
+READ_PLANS: tuple[ReadPlanName, ...] = ("decode", "hit", "cache")
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """How a sequence is read around its split.
+
+    Attributes:
+        name: ``decode``: tokens from the split on read everything quantized, their own keys and values included,
+            earlier ones are exact among themselves. ``hit``: tokens from the split on read the prefix quantized and are
+            exact within themselves. ``cache``: every token reads everything quantized.
+        split: first token that reads quantized keys and values; 0 for ``cache``.
+    """
+
+    name: ReadPlanName
+    split: int
+
+    @classmethod
+    def of(cls, name: ReadPlanName, sequence_length: int) -> ReadPlan:
+        """The plan the tuner measures: the first quarter is the prompt (half for ``hit``)."""
+        return cls(name, {"decode": sequence_length // 4, "hit": sequence_length // 2, "cache": 0}[name])
+
+    def mix(self, exact: Tensor, quantized: Tensor) -> Tensor:
+        """Keys or values [..., tokens, head_dim] as tokens from the split on read them."""
+        if self.name != "hit":
+            return quantized
+        return torch.cat((quantized[..., : self.split, :], exact[..., self.split :, :]), dim=-2)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One layer's attention, as its model asks for it.
+
+    Attributes:
+        q: [batch, num_heads, tokens, head_dim], positions already encoded.
+        k: [batch, num_kv_heads, tokens, head_dim], likewise.
+        v: [batch, num_kv_heads, tokens, v_head_dim].
+        scaling: factor of the scores.
+        softcap: logit cap, or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scaling: float
+    softcap: float | None = None
+
+    def grouped_query(self, start: int) -> Tensor:
+        """Queries from token `start` on, float32 [batch, num_kv_heads, heads per KV head, tokens, head_dim]."""
+        grouped: Tensor = self.q[:, :, start:].to(torch.float32).unflatten(1, (self.k.shape[1], -1))
+        return grouped
+
+
+def probabilities(call: AttentionCall, q: Tensor, k: Tensor, first_row: int) -> Tensor:
+    """Causal attention probabilities in float32.
+
+    Args:
+        call: for scaling and softcap.
+        q: [..., num_kv_heads, group, rows, head_dim]; row i is token ``first_row + i``.
+        k: [..., num_kv_heads, tokens, head_dim].
+        first_row: token of the first row.
+
+    Returns:
+        [..., num_kv_heads, group, rows, tokens].
+    """
+    scores = q @ (k.unsqueeze(-3).transpose(-1, -2) * call.scaling)
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    rows, tokens = scores.shape[-2:]
+    visible = torch.ones(rows, tokens, dtype=torch.bool, device=scores.device).tril(first_row)
+    weights: Tensor = scores.masked_fill_(~visible, float("-inf")).softmax(dim=-1)
+    return weights
+
+
+def attend(call: AttentionCall, k: Tensor | None = None, v: Tensor | None = None, *, start: int = 0) -> Tensor:
+    """Causal attention of tokens from `start` on, over keys and values that may differ from the call's own.
+
+    Args:
+        call: queries, keys and values.
+        k: keys to read instead, [batch, num_kv_heads, tokens, head_dim].
+        v: values to read instead.
+        start: first token that attends.
+
+    Returns:
+        In the queries' dtype, [batch, num_heads, tokens - start, v_head_dim].
+    """
+    dtype = call.q.dtype
+    k = call.k if k is None else k.to(dtype)
+    v = call.v if v is None else v.to(dtype)
+    if call.softcap is not None:
+        weights = probabilities(call, call.grouped_query(start), k.to(torch.float32), start)
+        return (weights @ v.to(torch.float32).unsqueeze(2)).flatten(1, 2).to(dtype)
+    rows, tokens = call.q.shape[2] - start, k.shape[2]
+    mask = None
+    if start:
+        mask = torch.ones(rows, tokens, dtype=torch.bool, device=k.device).tril(start)
+    return torch.nn.functional.scaled_dot_product_attention(
+        call.q[:, :, start:],
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=call.scaling,
+        enable_gqa=call.q.shape[1] != k.shape[1],
+    )
+
+
+def attend_by_plan(call: AttentionCall, plan: ReadPlan, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of a whole sequence in which tokens from the split on read `k` and `v` as the plan says.
+
+    Args:
+        call: exact queries, keys and values.
+        plan: what is read quantized.
+        k: quantized keys in model space, float32.
+        v: quantized values in model space, float32.
+    """
+    late = attend(call, plan.mix(call.k.float(), k), plan.mix(call.v.float(), v), start=plan.split)
+    if plan.split == 0:
+        return late
+    prefix = slice(None, plan.split)
+    early = AttentionCall(call.q[:, :, prefix], call.k[:, :, prefix], call.v[:, :, prefix], call.scaling, call.softcap)
+    return torch.cat((attend(early), late), dim=2)

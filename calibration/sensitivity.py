@@ -1,0 +1,212 @@
+"""The sensitivity table: what every candidate of every layer costs, measured once and reused. Knows no budgets."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from kvtuner.errors import RunFolderError
+from kvtuner.geometry import ModelGeometry
+from kvtuner.precision import PACKED_BITS, PrecisionPair
+from kvtuner.quant import KEY_TRANSFORMS, Transform, TransformKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from kvtuner.run_folder import RunFolder
+
+Side = Literal["k", "v"]
+SIDES: tuple[Side, Side] = ("k", "v")
+ScoreName = Literal["kl", "fisher", "e_o"]
+SCORE_NAMES: tuple[ScoreName, ...] = ("kl", "fisher", "e_o")
+TABLE_FILE = "sensitivity.json"
+TABLE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to store one side of one layer."""
+
+    layer: int
+    side: Side
+    bits: int
+    transform: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a candidate costs, each a mean over the calibration tokens that read quantized keys and values.
+
+    Attributes:
+        e_self: mean |x - x'| / |x| of the keys (e_k) or values (e_v) themselves.
+        e_a: mean |a - a'| of attention probabilities; zero for values.
+        e_o: mean |o - o'| / |o| of attention outputs.
+        fisher: half the expected squared directional derivative of the loss, nats per token.
+        kl: measured KL of the model with only this candidate quantized, nats per token; None where not measured.
+    """
+
+    e_self: float
+    e_a: float
+    e_o: float
+    fisher: float
+    kl: float | None = None
+
+    def get(self, name: ScoreName) -> float | None:
+        """The score of that name."""
+        return {"kl": self.kl, "fisher": self.fisher, "e_o": self.e_o}[name]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConstants:
+    """Constants of a layer's key transforms, fp16 [num_kv_heads, head_dim].
+
+    Attributes:
+        mu: mean key over random position offsets.
+        lam: lambda for keys that are not centred.
+        lam_centered: lambda for keys that are.
+    """
+
+    mu: torch.Tensor
+    lam: torch.Tensor
+    lam_centered: torch.Tensor
+
+    def transform(self, side: Side, name: str) -> Transform:
+        """The transform `name` with this layer's constants."""
+        kind = TransformKind.parse(name)
+        if side == "v" and (kind.centered or kind.balanced):
+            raise ValueError(f"values have no transform {name!r}")
+        lam = self.lam_centered if kind.centered else self.lam
+        return Transform(kind, self.mu if kind.centered else None, lam if kind.balanced else None)
+
+
+@dataclass(frozen=True, slots=True)
+class SensitivityTable:
+    """All measurements of one model on one calibration corpus.
+
+    Attributes:
+        identity: what was measured and how; plain JSON values.
+        geometry: of the model.
+        constants: one per layer.
+        scores: by candidate.
+        pairs: the paper's e_o of (layer, pair) without transforms; empty unless asked for.
+        info: counts that are reported, not compared (tokens, forward passes).
+    """
+
+    identity: Mapping[str, Any]
+    geometry: ModelGeometry
+    constants: tuple[LayerConstants, ...]
+    scores: Mapping[Candidate, Scores]
+    pairs: Mapping[tuple[int, PrecisionPair], float] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+    _by_place: Mapping[tuple[int, Side, int], dict[str, Scores]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_place: dict[tuple[int, Side, int], dict[str, Scores]] = {}
+        for candidate, scores in self.scores.items():
+            place = (candidate.layer, candidate.side, candidate.bits)
+            by_place.setdefault(place, {})[candidate.transform] = scores
+        object.__setattr__(self, "_by_place", by_place)
+
+    def of(self, layer: int, side: Side, bits: int) -> dict[str, Scores]:
+        """Scores of one layer, side and width, by transform."""
+        return self._by_place.get((layer, side, bits), {})
+
+    def best(self, layer: int, side: Side, bits: int, score: ScoreName) -> tuple[str, float]:
+        """The best-scoring transform of one layer, side and width, and its score.
+
+        Only candidates that have the score take part: isolated KL is measured for all transforms at 2 bit, and for the
+        Fisher score's choice at 4 and 8. Of equals the simpler one is taken.
+
+        Raises:
+            RunFolderError: the score was not measured.
+        """
+        known = [
+            (value, name)
+            for name, scores in self.of(layer, side, bits).items()
+            if (value := scores.get(score)) is not None
+        ]
+        if not known:
+            raise RunFolderError(f"the sensitivity table has no {score!r} score for layer {layer} {side}{bits}")
+        value, name = min(known, key=lambda item: (item[0], KEY_TRANSFORMS.index(item[1])))
+        return name, value
+
+    def constants_of(self, layer: int, side: Side, transform: str) -> Transform:
+        """The transform of a layer by name, with its constants."""
+        return self.constants[layer].transform(side, transform)
+
+    def save(self, folder: RunFolder) -> None:
+        """Write the table atomically with a checksum."""
+        folder.write_checked(
+            TABLE_FILE,
+            {
+                "version": TABLE_VERSION,
+                "identity": dict(self.identity),
+                "geometry": self.geometry.as_dict(),
+                "constants": [
+                    {name: encode_fp16(getattr(c, name)) for name in ("mu", "lam", "lam_centered")}
+                    for c in self.constants
+                ],
+                "scores": [{**asdict(candidate), **asdict(scores)} for candidate, scores in self.scores.items()],
+                "pairs": [
+                    {"layer": layer, "pair": str(pair), "e_o": value} for (layer, pair), value in self.pairs.items()
+                ],
+                "info": dict(self.info),
+            },
+        )
+
+    @classmethod
+    def load(cls, folder: RunFolder) -> SensitivityTable:
+        """Read what `save` wrote.
+
+        Raises:
+            RunFolderError: absent, damaged, or of another version.
+        """
+        payload = folder.read_checked(TABLE_FILE)
+        if payload.get("version") != TABLE_VERSION:
+            raise RunFolderError(
+                f"{folder.file(TABLE_FILE)} has version {payload.get('version')!r}, this kvtuner reads {TABLE_VERSION};"
+                " calibrate again in another folder"
+            )
+        candidate_fields = ("layer", "side", "bits", "transform")
+        score_fields = ("e_self", "e_a", "e_o", "fisher", "kl")
+        return cls(
+            identity=payload["identity"],
+            geometry=ModelGeometry(**payload["geometry"]),
+            constants=tuple(
+                LayerConstants(**{name: decode_fp16(text) for name, text in item.items()})
+                for item in payload["constants"]
+            ),
+            scores={
+                Candidate(**{name: row[name] for name in candidate_fields}): Scores(
+                    **{name: row[name] for name in score_fields}
+                )
+                for row in payload["scores"]
+            },
+            pairs={(row["layer"], PrecisionPair.parse(row["pair"])): row["e_o"] for row in payload["pairs"]},
+            info=payload["info"],
+        )
+
+
+def missing_candidates(table: SensitivityTable, score: ScoreName) -> Iterable[tuple[int, Side, int]]:
+    """(layer, side, bits) for which no transform has the score."""
+    for layer in range(table.geometry.num_layers):
+        for side in SIDES:
+            for bits in PACKED_BITS:
+                if all(scores.get(score) is None for scores in table.of(layer, side, bits).values()):
+                    yield layer, side, bits
+
+
+def encode_fp16(array: torch.Tensor) -> dict[str, Any]:
+    """An fp16 tensor as ``{"dtype", "shape", "data": base64}``, little-endian."""
+    data = array.detach().cpu().to(torch.float16).contiguous().numpy().astype("<f2").tobytes()
+    return {"dtype": "float16", "shape": list(array.shape), "data": base64.b64encode(data).decode()}
+
+
+def decode_fp16(item: Mapping[str, Any]) -> torch.Tensor:
+    """What `encode_fp16` wrote."""
+    values = np.frombuffer(base64.b64decode(item["data"], validate=True), dtype="<f2").reshape(item["shape"])
+    return torch.from_numpy(values.astype(np.float16))

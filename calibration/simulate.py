@@ -1,0 +1,106 @@
+"""Running a model as if its KV cache were quantized, and how far that moves its predictions. Knows no search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvtuner.calibration.divergence import TokenScores, compare, following
+from kvtuner.calibration.read_plan import AttentionCall, ReadPlan, attend, attend_by_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from kvtuner.calibration.batches import Batch
+    from kvtuner.calibration.chain import DecoderChain, LayerCall
+    from kvtuner.calibration.seam import Listener
+    from kvtuner.quant import QuantSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """How one layer stores keys and values; None keeps a side in the served dtype."""
+
+    k: QuantSpec | None = None
+    v: QuantSpec | None = None
+
+
+def read_back(spec: QuantSpec | None, x: Tensor) -> Tensor:
+    """What a reader of the cache sees of x, [batch, num_kv_heads, tokens, head_dim], float32 in model space."""
+    if spec is None:
+        return x.to(torch.float32)
+    return spec.simulate(x.transpose(1, 2)).transpose(1, 2)
+
+
+def quantized_attention(specs: Mapping[int, LayerSpec], plan: ReadPlan) -> Listener:
+    """Attention in which the layers of `specs` are stored as they say, and all others exactly."""
+
+    def listen(layer_id: int, call: AttentionCall) -> Tensor:
+        spec = specs.get(layer_id)
+        if spec is None or (spec.k is None and spec.v is None):
+            return attend(call)
+        return attend_by_plan(call, plan, read_back(spec.k, call.k), read_back(spec.v, call.v))
+
+    return listen
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A batch with what every simulated run of it shares.
+
+    Attributes:
+        batch: ids and positions.
+        embedded: input of the first layer, [batch, tokens, hidden_size].
+        calls: the layers' other arguments.
+        reference: exact final hidden states of the scored tokens, [batch, tokens - split, hidden_size].
+    """
+
+    batch: Batch
+    embedded: Tensor
+    calls: Sequence[LayerCall]
+    reference: Tensor
+
+
+class Simulator:
+    """Measures quantized caches on a fixed set of sequences.
+
+    Keeps two hidden states per token (the embedding and the exact final state), not logits, keys or values.
+    """
+
+    def __init__(self, chain: DecoderChain, batches: Iterable[Batch], plan: ReadPlan) -> None:
+        """Run the exact model once over `batches`."""
+        self.chain = chain
+        self.plan = plan
+        self.prepared = [self._prepare(batch) for batch in batches]
+
+    def _prepare(self, batch: Batch) -> PreparedBatch:
+        trace = self.chain.trace(batch.input_ids, batch.position_ids)
+        reference = trace.final[:, self.plan.split :].clone()
+        return PreparedBatch(batch, trace.residual[0], trace.calls, reference)
+
+    def measure(self, specs: Mapping[int, LayerSpec], on_batch: Callable[[int], None] | None = None) -> TokenScores:
+        """Scores of all sequences, [num_sequences, scored tokens].
+
+        Args:
+            specs: by layer; absent layers stay exact.
+            on_batch: told the number of tokens after each batch.
+        """
+        listener = quantized_attention(specs, self.plan)
+        parts = []
+        for item in self.prepared:
+            final = self.chain.run(item.embedded, item.calls, listener)[:, self.plan.split :]
+            parts.append(compare(self.chain, item.reference, final, following(item.batch.input_ids, self.plan.split)))
+            if on_batch is not None:
+                on_batch(item.batch.num_tokens)
+        return TokenScores(
+            torch.cat([part.kl for part in parts]),
+            torch.cat([part.agree for part in parts]),
+            torch.cat([part.nll for part in parts]),
+        )
+
+    def kl(self, specs: Mapping[int, LayerSpec]) -> float:
+        """Mean KL per scored token, nats."""
+        return float(self.measure(specs).kl.mean())

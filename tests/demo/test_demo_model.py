@@ -1,0 +1,118 @@
+"""The shipped demo model: small, complete, and one for which the precision of the KV cache matters."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from kvtuner.calibration.batches import batches
+from kvtuner.calibration.calibrate import CalibrationOptions, Workbench
+from kvtuner.calibration.corpus import CorpusSource, load_corpus
+from kvtuner.calibration.demo.outliers import add_outliers
+from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
+from kvtuner.calibration.model import DEMO_MODEL, LoadedModel, ModelSource, load_model
+from kvtuner.calibration.read_plan import ReadPlan
+from kvtuner.calibration.simulate import LayerSpec, Simulator
+from kvtuner.calibration.statistics import measure_constants
+from kvtuner.precision import PrecisionPair
+from kvtuner.quant import QuantSpec
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def recall() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("recall", ROOT / "benchmarks" / "recall.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["recall"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def demo() -> LoadedModel:
+    return load_model(ModelSource("demo", device="cpu"))
+
+
+def test_the_demo_model_is_complete_and_under_8_megabytes() -> None:
+    files = {file.name: file.stat().st_size for file in DEMO_MODEL.iterdir()}
+    assert files.keys() >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"}
+    assert sum(files.values()) < 8_000_000
+
+
+def test_the_demo_model_is_what_sglang_expects_of_qwen2(demo: LoadedModel) -> None:
+    geometry = demo.shape.geometry
+    assert demo.shape.architecture == "Qwen2ForCausalLM"
+    assert geometry.num_attention_heads * geometry.head_dim == demo.model.config.hidden_size == 256
+    assert (geometry.head_dim, geometry.num_kv_heads, demo.shape.context_length) == (64, 2, 8192)
+
+
+def test_the_demo_corpus_is_enough_for_the_default_search_of_a_larger_vocabulary(demo: LoadedModel) -> None:
+    source = CorpusSource(num_sequences=(40, 40, 80), sequence_length=512)
+    corpus = load_corpus(source, demo.tokenizer)
+    assert [len(ids) for ids in corpus.splits.values()] == [40, 40, 80]
+
+
+def test_generated_tasks_are_true() -> None:
+    rng = random.Random(3)
+    for line in addition_lines(rng, 50).splitlines():
+        left, right = line.split("=")
+        assert sum(map(int, left.split("+"))) == int(right)
+    problem = recall_problem(rng, 20, 30)
+    table = dict(line.split(":") for line in problem.prompt.splitlines()[:-1])
+    assert len(table) == 20
+    answers = problem.answered.removeprefix(problem.prompt).splitlines()
+    assert len(answers) == 30
+    assert all(table[key] == value for key, value in (line.split(":") for line in answers))
+
+
+@pytest.mark.slow
+def test_recall_of_forty_pairs_is_whole_unquantized_and_lost_at_two_bits(demo: LoadedModel, recall: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+    two_bits = recall.uniform_profile(demo.shape, PrecisionPair(2, 2))
+    match = {
+        name: recall.exact_match(model, demo.tokenizer, profile, num_pairs=40, num_problems=12, num_questions=5, seed=1)
+        for name, profile in (("unquantized", None), ("K2V2", two_bits))
+    }
+    assert match["unquantized"] >= 0.90
+    assert match["unquantized"] - match["K2V2"] >= 0.20
+
+
+@pytest.mark.slow
+def test_the_twin_with_outlier_channels_is_the_same_function_and_breaks_plain_four_bits(demo: LoadedModel) -> None:
+    twin = load_model(ModelSource("demo", device="cpu"))
+    add_outliers(twin.model, factor=32.0, pairs_per_head=3, seed=0)
+    ids = load_corpus(CorpusSource(num_sequences=(2, 1, 2)), demo.tokenizer).splits["calibrate"]
+    with torch.no_grad():
+        wanted, found = (m.model(ids[:1, :128]).logits for m in (demo, twin))
+    assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    kl = {}
+    for name, loaded in (("demo", demo), ("twin", twin)):
+        bench = Workbench.prepare(loaded, load_corpus(CorpusSource(num_sequences=(2, 1, 2)), loaded.tokenizer), OPTIONS)
+        constants = measure_constants(bench.chain, bench.batches("calibrate"))
+        plan = ReadPlan.of("decode", 512)
+        simulator = Simulator(bench.chain, batches(ids, 8192, offsets="random", seed=0), plan)
+        for transform in ("none", "centered+balanced+hadamard"):
+            specs = {
+                layer: LayerSpec(QuantSpec(4, constant.transform("k", transform)), QuantSpec(4))
+                for layer, constant in enumerate(constants)
+            }
+            kl[name, transform] = simulator.kl(specs)
+    assert kl["twin", "none"] > 5 * kl["demo", "none"]
+    assert kl["twin", "centered+balanced+hadamard"] < 1.5 * kl["demo", "centered+balanced+hadamard"]
+
+
+OPTIONS = CalibrationOptions()
