@@ -1,0 +1,202 @@
+"""Budgets as a user writes them, and what they mean for a model in integers. Knows nothing of scores."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from typing import TYPE_CHECKING, Final, Literal
+
+from kvtuner.errors import BudgetError
+from kvtuner.precision import PrecisionPair, RowShape
+from kvtuner.search_spaces.space import payload_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtuner.geometry import ModelGeometry
+
+Kind = Literal["mean_bits", "effective_bits", "percent", "bytes_per_token", "memory"]
+
+FORMS: Final = "4bit, 4.25bpe, 35%, 18KiB/token or 40GiB@32x64k"
+SMALLEST_PAIR: Final = PrecisionPair(2, 2)
+NATIVE_PAIR: Final = PrecisionPair(16, 16)
+
+_NUMBER = r"(\d{1,12}(?:\.\d{1,15})?)"
+_UNIT = r"([KMGT]I?B|B)"
+_PATTERNS: Final[dict[Kind, re.Pattern[str]]] = {
+    "mean_bits": re.compile(rf"{_NUMBER} ?BITS?", re.ASCII),
+    "effective_bits": re.compile(rf"{_NUMBER} ?BPE", re.ASCII),
+    "percent": re.compile(rf"{_NUMBER} ?%", re.ASCII),
+    "bytes_per_token": re.compile(rf"{_NUMBER} ?{_UNIT}/TOKEN", re.ASCII),
+    "memory": re.compile(rf"{_NUMBER} ?{_UNIT}@(\d{{1,9}})X(\d{{1,9}})(K?)", re.ASCII),
+}
+_UNIT_BYTES: Final = {"B": 1} | {
+    prefix + suffix: base ** (1 + "KMGT".index(prefix))
+    for prefix in "KMGT"
+    for suffix, base in (("B", 1000), ("IB", 1024))
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A limit on the KV cache, exact, in the unit that it was written in.
+
+    Attributes:
+        kind: what is limited.
+        amount: how much of the unit.
+        unit: how the unit is written after the amount: ``bit``, ``KiB/token``, ``GiB@32x64k``.
+        unit_bytes: bytes of the unit for one token; 1 for kinds that do not count bytes.
+    """
+
+    kind: Kind
+    amount: Fraction
+    unit: str
+    unit_bytes: Fraction = Fraction(1)
+
+    @classmethod
+    def parse(cls, text: str) -> Budget:
+        """Read ``4bit`` (payload), ``4.25bpe`` (stored), ``35%`` of bf16, ``18KiB/token``, ``40GiB@32x64k``.
+
+        Bytes are those of one GPU; ``40GiB@32x64k`` is 32 requests of 64 * 1024 tokens on each.
+
+        Raises:
+            BudgetError: any other text, or nothing left to store.
+        """
+        for kind, pattern in _PATTERNS.items():
+            if match := pattern.fullmatch(text.strip().upper()):
+                number, *rest = match.groups()
+                tokens = _num_tokens(*rest[1:]) if kind == "memory" else 1
+                if Fraction(number) == 0 or tokens == 0:
+                    raise BudgetError(f"a budget must be more than nothing, but is {text!r}; give {FORMS}")
+                unit_bytes = Fraction(_UNIT_BYTES[rest[0]] if rest else 1, tokens)
+                return cls(kind, Fraction(number), _unit_text(kind, rest), unit_bytes)
+        raise BudgetError(f"a budget is written {FORMS}, not {text!r}")
+
+    @property
+    def text(self) -> str:
+        """The budget as one writes it, numbers without trailing zeros."""
+        return f"{_decimal(self.amount)}{self.unit}"
+
+    @property
+    def name(self) -> str:
+        """The text as part of a file name: ``4bit``, ``35pct``, ``18KiB-per-token``, ``40GiB-32x64k``."""
+        return self.text.replace("%", "pct").replace("/token", "-per-token").replace("@", "-")
+
+    def constraint(
+        self,
+        geometry: ModelGeometry,
+        *,
+        k_group_size: int | None = None,
+        v_group_size: int | None = None,
+        tp_size: int = 1,
+        pp_size: int = 1,
+    ) -> Constraint:
+        """What the budget means for a model on tp_size x pp_size ranks; every pipeline stage keeps it.
+
+        Raises:
+            BudgetError: below the smallest configuration; says the smallest budget possible.
+            GeometryError: ranks that the model cannot be split over.
+            PrecisionError: group sizes that rows of 2 bits cannot be packed with.
+        """
+        shape = geometry.row_shape(tp_size=tp_size, k_group_size=k_group_size, v_group_size=v_group_size)
+        stages = tuple(geometry.layers_of_stage(rank, pp_size) for rank in range(pp_size))
+        constraint = Constraint(self, shape, stages)
+        if not constraint.is_met([SMALLEST_PAIR] * geometry.num_layers):
+            raise BudgetError(
+                f"a budget must hold every layer at {SMALLEST_PAIR}, but {self.text} does not;"
+                f" the smallest possible is {constraint.smallest()}"
+            )
+        return constraint
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A budget as exact integers: in each stage, the costs of its layers' pairs sum to at most its cap.
+
+    The unit is stored bytes of one token on one rank; for mean_bits, payload bits of one token per KV head.
+
+    Attributes:
+        budget: where it comes from.
+        shape: of the rows of one rank.
+        stages: layers of each pipeline stage.
+    """
+
+    budget: Budget
+    shape: RowShape
+    stages: tuple[range, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all stages."""
+        return self.stages[-1].stop
+
+    def cost(self, pair: PrecisionPair) -> int:
+        """Cost of one layer at `pair`."""
+        if self.budget.kind == "mean_bits":
+            return payload_bits(pair, self.shape)
+        return self.shape.pair_bytes(pair)
+
+    def cap(self, stage: int) -> int:
+        """What the layers of one stage may cost together."""
+        return math.floor(self.budget.amount * self._cost_of_unit(stage))
+
+    def _cost_of_unit(self, stage: int) -> Fraction:
+        """Cost that one unit of the budget allows a stage: one bit per element, one percent, one KiB."""
+        channels = len(self.stages[stage]) * (self.shape.head_dim + self.shape.v_head_dim)
+        match self.budget.kind:
+            case "mean_bits":
+                return Fraction(channels)
+            case "effective_bits":
+                return Fraction(channels * self.shape.num_kv_heads, 8)
+            case "percent":
+                return Fraction(len(self.stages[stage]) * self.shape.pair_bytes(NATIVE_PAIR), 100)
+            case "bytes_per_token" | "memory":
+                return self.budget.unit_bytes
+
+    def stage_costs(self, pairs: Sequence[PrecisionPair]) -> list[int]:
+        """What a configuration costs in each stage."""
+        assert len(pairs) == self.num_layers
+        return [sum(self.cost(pairs[layer]) for layer in stage) for stage in self.stages]
+
+    def is_met(self, pairs: Sequence[PrecisionPair]) -> bool:
+        """Whether every stage keeps the budget."""
+        return all(cost <= self.cap(stage) for stage, cost in enumerate(self.stage_costs(pairs)))
+
+    def violation(self, pairs: Sequence[PrecisionPair]) -> float:
+        """By how much of its cap the worst stage is over it; at most 0 exactly where the budget is kept."""
+        caps = [self.cap(stage) for stage in range(len(self.stages))]
+        return max((cost - cap) / max(cap, 1) for cost, cap in zip(self.stage_costs(pairs), caps, strict=True))
+
+    def smallest(self, pairs: Sequence[PrecisionPair] | None = None) -> str:
+        """The smallest budget, in the same unit, that holds `pairs`; by default 2 bits everywhere."""
+        costs = self.stage_costs([SMALLEST_PAIR] * self.num_layers if pairs is None else pairs)
+        needed = max(cost / self._cost_of_unit(stage) for stage, cost in enumerate(costs))
+        return f"{_decimal(_rounded_up(needed))}{self.budget.unit}"
+
+
+def _num_tokens(requests: str, tokens: str, thousands: str) -> int:
+    return int(requests) * int(tokens) * (1024 if thousands else 1)
+
+
+def _unit_text(kind: Kind, rest: Sequence[str]) -> str:
+    if kind in ("bytes_per_token", "memory"):
+        unit = rest[0].replace("I", "i")
+        return f"{unit}/token" if kind == "bytes_per_token" else f"{unit}@{rest[1]}x{rest[2]}{rest[3].lower()}"
+    return {"mean_bits": "bit", "effective_bits": "bpe", "percent": "%"}[kind]
+
+
+def _decimal(value: Fraction) -> str:
+    """A fraction whose decimals end, without trailing zeros or exponent."""
+    text = f"{Decimal(value.numerator) / Decimal(value.denominator):f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _rounded_up(value: Fraction) -> Fraction:
+    """Up to at least three significant digits and two decimals."""
+    decimals = 2
+    while value * 10**decimals < 100:
+        decimals += 1
+    return Fraction(math.ceil(value * 10**decimals), 10**decimals)

@@ -1,0 +1,72 @@
+"""The paper's layer groups: layers that are alike share one choice. Knows nothing of budgets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from numpy.typing import NDArray
+
+EPS: Final = 0.05
+MIN_SAMPLES: Final = 2
+NOISE: Final = -1
+
+
+def dbscan(points: NDArray[np.float64], eps: float, min_samples: int) -> NDArray[np.int64]:
+    """Cluster by density; quadratic in the number of points, which here are layers.
+
+    Args:
+        points: [num_points, num_features].
+        eps: largest Euclidean distance between neighbours, included.
+        min_samples: neighbours that make a point a core of a cluster, the point itself counted.
+
+    Returns:
+        Cluster of each point, counted from 0 in the order of their first core points; -1 is noise.
+
+    Source: Ester et al., KDD 1996.
+    """
+    distances = np.sqrt(((points[:, None, :] - points[None, :, :]) ** 2).sum(axis=2))
+    is_neighbour = distances <= eps
+    is_core = is_neighbour.sum(axis=1) >= min_samples
+    labels = np.full(len(points), NOISE, dtype=np.int64)
+    cluster = 0
+    for start in np.flatnonzero(is_core):
+        if labels[start] != NOISE:
+            continue
+        frontier = [start]
+        labels[start] = cluster
+        while frontier:
+            reached = np.flatnonzero(is_neighbour[frontier.pop()] & (labels == NOISE))
+            labels[reached] = cluster
+            frontier.extend(reached[is_core[reached]])
+        cluster += 1
+    return labels
+
+
+def group_layers(
+    menus: Sequence[Hashable], features: Sequence[Sequence[float]], stages: Sequence[range]
+) -> tuple[tuple[int, ...], ...]:
+    """Group the layers of each pipeline stage that have the same menu and close features.
+
+    Args:
+        menus: what may be chosen, by layer; only layers with equal menus can be grouped.
+        features: one vector per layer, of one length for equal menus.
+        stages: layers of each pipeline stage; together all layers, once.
+
+    Returns:
+        A partition of the layers, in order of first layers; what DBSCAN calls noise is a group of its own.
+
+    Source: KVTuner (arXiv 2502.04420), section 5.3 and table 10.
+    """
+    groups: list[tuple[int, ...]] = []
+    for stage in stages:
+        for menu in {menus[layer] for layer in stage}:
+            layers = np.array([layer for layer in stage if menus[layer] == menu])
+            labels = dbscan(np.array([features[layer] for layer in layers], dtype=np.float64), EPS, MIN_SAMPLES)
+            groups += [(int(layer),) for layer in layers[labels == NOISE]]
+            groups += [tuple(layers[labels == label].tolist()) for label in range(labels.max() + 1)]
+    return tuple(sorted(groups))

@@ -1,0 +1,296 @@
+"""What may be chosen for every layer, and configurations of it. Knows nothing of budgets or solvers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from kvtuner.errors import SearchSpaceError
+from kvtuner.precision import ALL_BITS, NATIVE_BITS, PrecisionPair, RowShape
+from kvtuner.run_folder import sha256_of
+from kvtuner.search_spaces.groups import group_layers
+from kvtuner.search_spaces.ranges import check_layers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvtuner.calibration.sensitivity import ScoreName, SensitivityTable, Side
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to store a layer.
+
+    Attributes:
+        pair: widths of keys and values.
+        k_transform: transform of the keys, by name.
+        v_transform: transform of the values, by name.
+        cost_bytes: stored bytes of one token in this layer, on one rank.
+        score: what it costs in quality, additive over layers; NaN where a baseline's was not measured.
+    """
+
+    pair: PrecisionPair
+    k_transform: str
+    v_transform: str
+    cost_bytes: int
+    score: float
+
+
+Configuration = tuple[Choice, ...]
+"""One choice per layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMenu:
+    """The choices of one layer, by ascending bytes.
+
+    If pruned, no choice is beaten by another in bytes, payload bits and score at once. Where bytes grow with
+    payload bits, as they do unless rows are padded, that is the Pareto set of bytes and score.
+    """
+
+    layer: int
+    choices: tuple[Choice, ...]
+
+    @property
+    def pairs(self) -> tuple[PrecisionPair, ...]:
+        """The pairs of the choices, each once."""
+        return tuple(choice.pair for choice in self.choices)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """Menus of all layers, and which layers must choose the same pair.
+
+    Attributes:
+        menus: one per layer, in order.
+        groups: a partition of the layers; those of a group have the same pairs to choose from.
+        shape: of the rows whose bytes the menus state.
+    """
+
+    menus: tuple[LayerMenu, ...]
+    groups: tuple[tuple[int, ...], ...]
+    shape: RowShape
+
+    def __post_init__(self) -> None:
+        assert [menu.layer for menu in self.menus] == list(range(len(self.menus)))
+        assert sorted(layer for group in self.groups for layer in group) == list(range(len(self.menus)))
+        assert all(self.menus[i].pairs == self.menus[group[0]].pairs for group in self.groups for i in group)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of choices of each group."""
+        return tuple(len(self.menus[group[0]].choices) for group in self.groups)
+
+    @property
+    def num_configurations(self) -> int:
+        """Size of the space."""
+        return math.prod(self.sizes)
+
+    def configuration(self, indices: Sequence[int]) -> Configuration:
+        """The configuration in which each group takes its choice of that index."""
+        chosen = {
+            layer: self.menus[layer].choices[index]
+            for group, index in zip(self.groups, indices, strict=True)
+            for layer in group
+        }
+        return tuple(chosen[layer] for layer in range(len(self.menus)))
+
+    def project(self, configuration: Configuration) -> tuple[int, ...]:
+        """Indices, one per group, of the configuration of this space that stands for any other.
+
+        A pair that was pruned is replaced by the best-scoring one that takes no more bits and bytes; a forced
+        layer keeps its only choice. A configuration of this space keeps its pairs.
+        """
+        assert len(configuration) == len(self.menus)
+        return tuple(self._project_group(group, configuration) for group in self.groups)
+
+    def _project_group(self, group: tuple[int, ...], configuration: Configuration) -> int:
+        pairs = self.menus[group[0]].pairs
+        asked = {configuration[layer].pair for layer in group}
+        if len(asked) == 1 and (pair := next(iter(asked))) in pairs:
+            return pairs.index(pair)
+        fitting = [
+            index
+            for index in range(len(pairs))
+            if all(self._takes_no_more(self.menus[layer].choices[index], configuration[layer]) for layer in group)
+        ]
+        return min(fitting or [0], key=lambda i: sum(self.menus[layer].choices[i].score for layer in group))
+
+    def _takes_no_more(self, choice: Choice, other: Choice) -> bool:
+        payload, limit = (payload_bits(pair, self.shape) for pair in (choice.pair, other.pair))
+        return choice.cost_bytes <= other.cost_bytes and payload <= limit
+
+    def between(self, lower: Configuration | None = None, upper: Configuration | None = None) -> SearchSpace:
+        """The part of the space that gives no side of any layer fewer bits than `lower` or more than `upper`.
+
+        Raises:
+            SearchSpaceError: nothing is left for a layer.
+        """
+        menus = []
+        for menu in self.menus:
+            low = PrecisionPair(2, 2) if lower is None else lower[menu.layer].pair
+            high = PrecisionPair(16, 16) if upper is None else upper[menu.layer].pair
+            choices = tuple(c for c in menu.choices if _is_within(c.pair, low, high))
+            if not choices:
+                raise SearchSpaceError(f"layer {menu.layer} has no choice from {low} to {high}; change --keep")
+            menus.append(LayerMenu(menu.layer, choices))
+        return SearchSpace(tuple(menus), self.groups, self.shape)
+
+    def digest(self) -> str:
+        """Identity of the space: its groups, and the pairs, transforms and bytes of its menus."""
+        menus = [
+            [[str(c.pair), c.k_transform, c.v_transform, c.cost_bytes] for c in menu.choices] for menu in self.menus
+        ]
+        return sha256_of({"menus": menus, "groups": self.groups})
+
+
+def pairs_of(configuration: Configuration) -> list[PrecisionPair]:
+    """The pair of each layer."""
+    return [choice.pair for choice in configuration]
+
+
+def predicted_score(configuration: Configuration) -> float:
+    """The additive prediction: the sum of the layers' scores."""
+    return sum(choice.score for choice in configuration)
+
+
+def build_space(
+    table: SensitivityTable,
+    score: ScoreName,
+    shape: RowShape,
+    *,
+    keep: Mapping[int, PrecisionPair] | None = None,
+    groups: bool = False,
+    stages: Sequence[range] = (),
+    prune: bool = True,
+) -> SearchSpace:
+    """The menu of every layer: all pairs of 2, 4, 8 and 16 bits, each side with its best-scoring transform.
+
+    Args:
+        table: measured scores.
+        score: which of them to use.
+        shape: of the rows of one rank.
+        keep: layers whose pair is forced.
+        groups: tie layers that are alike, as the paper does. They are compared by e_o whatever `score` is,
+            for the clustering distance of 0.05 is in its unit.
+        stages: layers of each pipeline stage, which groups never cross; all layers by default.
+        prune: drop dominated pairs.
+
+    Raises:
+        SearchSpaceError: a kept layer that the model lacks, or a score that is not finite.
+        RunFolderError: a score that was not measured.
+        PrecisionError: rows that cannot be packed.
+    """
+    keep = keep or {}
+    num_layers = table.geometry.num_layers
+    check_layers(keep, num_layers)
+    menus = tuple(_menu(table, score, shape, layer, keep.get(layer), prune) for layer in range(num_layers))
+    partition: tuple[tuple[int, ...], ...] = tuple((layer,) for layer in range(num_layers))
+    if groups:
+        # A forced layer has nothing to share: its layer id makes its menu differ from all others.
+        candidates = [(menu.pairs, menu.layer if menu.layer in keep else None) for menu in menus]
+        features = [[_e_o(table, menu.layer, choice) for choice in menu.choices] for menu in menus]
+        partition = group_layers(candidates, features, stages or [range(num_layers)])
+    return SearchSpace(menus, partition, shape)
+
+
+def configuration_from_pairs(
+    table: SensitivityTable, pairs: Sequence[PrecisionPair], score: ScoreName, shape: RowShape
+) -> Configuration:
+    """The configuration that gives each layer its pair, each side with its best-scoring transform.
+
+    Raises:
+        SearchSpaceError: not one pair per layer.
+    """
+    if len(pairs) != table.geometry.num_layers:
+        raise SearchSpaceError(f"the model has {table.geometry.num_layers} layers, but {len(pairs)} pairs are given")
+    return tuple(_choice(table, score, shape, layer, pair) for layer, pair in enumerate(pairs))
+
+
+def uniform(
+    table: SensitivityTable, pair: PrecisionPair, score: ScoreName, shape: RowShape, *, transforms: bool
+) -> Configuration:
+    """The same pair in every layer, with the best-scoring transforms or with none."""
+    best = configuration_from_pairs(table, [pair] * table.geometry.num_layers, score, shape)
+    if transforms:
+        return best
+    return tuple(
+        replace(
+            choice,
+            k_transform="none",
+            v_transform="none",
+            score=_plain_score(table, layer, "k", pair.k_bits, score)
+            + _plain_score(table, layer, "v", pair.v_bits, score),
+        )
+        for layer, choice in enumerate(best)
+    )
+
+
+def _menu(
+    table: SensitivityTable,
+    score: ScoreName,
+    shape: RowShape,
+    layer: int,
+    kept: PrecisionPair | None,
+    prune: bool,
+) -> LayerMenu:
+    pairs = [PrecisionPair(*bits) for bits in product(ALL_BITS, ALL_BITS)] if kept is None else [kept]
+    choices = [_choice(table, score, shape, layer, pair) for pair in pairs]
+    if prune:
+        choices = _pareto(choices, shape)
+    # Not by score: layers with the same pairs have them in the same order, as groups need it.
+    return LayerMenu(layer, tuple(sorted(choices, key=lambda c: (c.cost_bytes, payload_bits(c.pair, shape), c.pair))))
+
+
+def _pareto(choices: Sequence[Choice], shape: RowShape) -> list[Choice]:
+    """The choices that none beats in bytes, payload bits and score at once; the first of equals."""
+    kept: list[Choice] = []
+    for choice in sorted(choices, key=lambda c: (c.cost_bytes, payload_bits(c.pair, shape), c.score, c.pair)):
+        payload = payload_bits(choice.pair, shape)
+        if not any(other.score <= choice.score and payload_bits(other.pair, shape) <= payload for other in kept):
+            kept.append(choice)
+    return kept
+
+
+def _choice(table: SensitivityTable, score: ScoreName, shape: RowShape, layer: int, pair: PrecisionPair) -> Choice:
+    k_transform, k_score = _best(table, layer, "k", pair.k_bits, score)
+    v_transform, v_score = _best(table, layer, "v", pair.v_bits, score)
+    return Choice(pair, k_transform, v_transform, shape.pair_bytes(pair), k_score + v_score)
+
+
+def _best(table: SensitivityTable, layer: int, side: Side, bits: int, score: ScoreName) -> tuple[str, float]:
+    if bits == NATIVE_BITS:
+        return "none", 0.0
+    transform, value = table.best(layer, side, bits, score)
+    if not math.isfinite(value):
+        raise SearchSpaceError(
+            f"scores must be finite, but {score} of layer {layer} {side}{bits} is {value}; calibrate again"
+        )
+    return transform, value
+
+
+def _plain_score(table: SensitivityTable, layer: int, side: Side, bits: int, score: ScoreName) -> float:
+    if bits == NATIVE_BITS:
+        return 0.0
+    scores = table.of(layer, side, bits).get("none")
+    value = None if scores is None else scores.get(score)
+    return math.nan if value is None else value
+
+
+def _e_o(table: SensitivityTable, layer: int, choice: Choice) -> float:
+    sides: tuple[tuple[Side, int, str], ...] = (
+        ("k", choice.pair.k_bits, choice.k_transform),
+        ("v", choice.pair.v_bits, choice.v_transform),
+    )
+    return sum(table.of(layer, side, bits)[name].e_o for side, bits, name in sides if bits != NATIVE_BITS)
+
+
+def payload_bits(pair: PrecisionPair, shape: RowShape) -> int:
+    """Payload bits of one token in one layer, per KV head."""
+    return pair.k_bits * shape.head_dim + pair.v_bits * shape.v_head_dim
+
+
+def _is_within(pair: PrecisionPair, low: PrecisionPair, high: PrecisionPair) -> bool:
+    return low.k_bits <= pair.k_bits <= high.k_bits and low.v_bits <= pair.v_bits <= high.v_bits

@@ -1,0 +1,167 @@
+"""The exact solver against brute force, against integer programming, and against planted optima."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from kvtuner.errors import BudgetError
+from kvtuner.precision import PrecisionPair
+from kvtuner.search_spaces.budget import Budget, Constraint
+from kvtuner.search_spaces.space import Choice, Configuration, LayerMenu, SearchSpace, pairs_of, predicted_score
+from kvtuner.tuner.exact import solve, solve_front
+
+Space = Callable[..., SearchSpace]
+Limit = Callable[..., Constraint]
+Every = Callable[[SearchSpace], Iterator[Configuration]]
+
+BUDGETS = ["2.6bit", "4bit", "7bit", "5.2bpe", "45%", "0.6KiB/token"]
+GROUPS = [None, ((0, 1), (2,), (3,)), ((0, 1), (2, 3)), ((0,), (1,), (2, 3))]
+
+
+@pytest.mark.parametrize("text", BUDGETS)
+def test_solver_agrees_with_brute_force(
+    random_space: Space, make_constraint: Limit, every_configuration: Every, text: str
+) -> None:
+    num_limited = 0
+    for seed in range(60):
+        space = random_space(4, seed, num_pairs=2 + seed % 4, groups=GROUPS[seed % 4])
+        constraint = make_constraint(text, 4, num_stages=1 + seed % 2)
+        every = list(every_configuration(space))
+        inside = [configuration for configuration in every if constraint.is_met(pairs_of(configuration))]
+        found = solve(space, constraint)
+        assert found in inside
+        assert predicted_score(found) == min(map(predicted_score, inside))
+        num_limited += predicted_score(found) > min(map(predicted_score, every))
+    assert num_limited > 5
+
+
+def test_front_is_exactly_the_pareto_set_of_brute_force(
+    random_space: Space, make_constraint: Limit, every_configuration: Every
+) -> None:
+    constraint = make_constraint("4bpe", 4)
+    for seed in range(60):
+        space = random_space(4, seed, groups=GROUPS[seed % 4])
+        points = {
+            (sum(constraint.cost(c.pair) for c in configuration), predicted_score(configuration))
+            for configuration in every_configuration(space)
+        }
+        expected = {
+            (cost, score)
+            for cost, score in points
+            if not any((x, y) != (cost, score) and x <= cost and y <= score for x, y in points)
+        }
+        front = solve_front(space, constraint.cost)
+        assert list(zip(front.costs.tolist(), front.scores.tolist(), strict=True)) == sorted(expected)
+
+
+def test_configurations_of_the_front_cost_and_score_what_it_says(random_space: Space, make_constraint: Limit) -> None:
+    constraint = make_constraint("4bit", 9, num_stages=3)
+    space = random_space(9, 1, num_pairs=12)
+    for stage in constraint.stages:
+        front = solve_front(space, constraint.cost, stage)
+        assert len(front) > 3
+        for point in range(len(front)):
+            configuration = front.configuration(point)
+            assert sum(constraint.cost(c.pair) for c in configuration) == front.costs[point]
+            assert predicted_score(configuration) == front.scores[point]
+            assert all(c in space.menus[layer].choices for layer, c in zip(stage, configuration, strict=True))
+
+
+def test_best_of_a_front_is_its_last_point_inside_the_cap(random_space: Space, make_constraint: Limit) -> None:
+    front = solve_front(random_space(5, 2), make_constraint("4bit", 5).cost)
+    for point, cost in enumerate(front.costs.tolist()):
+        assert front.best(cost) == front.configuration(point)
+        if point:
+            assert front.best(cost - 1) == front.configuration(point - 1)
+    with pytest.raises(BudgetError):
+        front.best(int(front.costs[0]) - 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_solver_agrees_with_integer_programming_on_a_deep_model(
+    make_space: Space, make_constraint: Limit, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    table = rng.exponential(1.0, size=(40, 17, 17)) / 4.0 ** np.arange(17)[None, :, None]
+    space = make_space(40, lambda layer, pair: float(table[layer, pair.k_bits, pair.v_bits]))
+    constraint = make_constraint(["2.7bit", "4.1bpe", "33%", "4.4bit"][seed], 40)
+    choices = [(layer, choice) for layer, menu in enumerate(space.menus) for choice in menu.choices]
+    one_each = [[float(layer == row) for layer, _ in choices] for row in range(40)]
+    costs = [[float(constraint.cost(choice.pair)) for _, choice in choices]]
+    oracle = milp(
+        np.array([choice.score for _, choice in choices]),
+        integrality=np.ones(len(choices)),
+        bounds=Bounds(0, 1),
+        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(costs, 0, constraint.cap(0))],
+        options={"mip_rel_gap": 0.0},
+    )
+    assert oracle.status == 0
+    # The program's own tolerances on integrality and optimality are 1e-6.
+    assert predicted_score(solve(space, constraint)) == pytest.approx(oracle.fun, rel=1e-6)
+
+
+@pytest.mark.parametrize("text", ["bit", "bpe"])
+def test_planted_optimum_is_found(make_space: Space, make_constraint: Limit, text: str) -> None:
+    rng = np.random.default_rng(5)
+    pairs = [PrecisionPair(2, 2), PrecisionPair(4, 2), PrecisionPair(4, 8), PrecisionPair(8, 8), PrecisionPair(16, 16)]
+    for _ in range(20):
+        planted = [pairs[i] for i in rng.integers(0, len(pairs), size=30)]
+        # Whoever takes less than the planted pair anywhere pays 1; taking more gains nothing.
+        space = make_space(
+            30,
+            lambda layer, pair, planted=planted: float(pairs.index(pair) < pairs.index(planted[layer])),
+            pairs=pairs,
+        )
+        needed = make_constraint(f"100{text}", 30).smallest(planted).removesuffix(text)
+        assert pairs_of(solve(space, make_constraint(f"{needed}{text}", 30))) == planted
+
+
+def test_every_stage_keeps_its_own_cap(random_space: Space, make_constraint: Limit) -> None:
+    for seed in range(40):
+        space = random_space(7, seed, num_pairs=6)
+        constraint = make_constraint("40%", 7, num_stages=3)
+        try:
+            found = solve(space, constraint)
+        except BudgetError:
+            continue
+        for stage, layers in enumerate(constraint.stages):
+            assert sum(constraint.cost(found[layer].pair) for layer in layers) <= constraint.cap(stage)
+            assert found[layers.start : layers.stop] == solve_front(space, constraint.cost, layers).best(
+                constraint.cap(stage)
+            )
+
+
+def test_tied_layers_choose_the_same_pair(random_space: Space, make_constraint: Limit) -> None:
+    groups = ((0, 3, 5), (1, 2), (4,))
+    for seed in range(20):
+        found = solve(random_space(6, seed, num_pairs=10, groups=groups), make_constraint("7bit", 6))
+        for group in groups:
+            assert len({found[layer].pair for layer in group}) == 1
+
+
+def test_of_equal_scores_the_cheaper_configuration_wins(make_space: Space, make_constraint: Limit) -> None:
+    space = make_space(3, lambda layer, pair: 0.5)
+    assert pairs_of(solve(space, make_constraint("16bit", 3))) == [PrecisionPair(2, 2)] * 3
+
+
+def test_negative_scores_are_scores_like_others(make_space: Space, make_constraint: Limit) -> None:
+    space = make_space(2, lambda layer, pair: -1e-9 if pair == PrecisionPair(8, 8) else 1.0 / pair.k_bits)
+    assert pairs_of(solve(space, make_constraint("16bit", 2))) == [PrecisionPair(8, 8)] * 2
+
+
+def test_a_budget_too_small_for_kept_layers_says_which_is_large_enough(
+    make_space: Space, make_constraint: Limit
+) -> None:
+    free = make_space(4, lambda layer, pair: 1.0 / (pair.k_bits + pair.v_bits))
+    kept = LayerMenu(1, (Choice(PrecisionPair(16, 16), "none", "none", 128, 0.0),))
+    space = SearchSpace((free.menus[0], kept, *free.menus[2:]), free.groups, free.shape)
+    for unit in ("bit", "bpe", "%", "KiB/token"):
+        constraint = make_constraint(f"0.01{unit}", 4, num_stages=2)
+        with pytest.raises(BudgetError, match=r"smallest possible is \S+$") as caught:
+            solve(space, constraint)
+        smallest = Budget.parse(str(caught.value).split()[-1])
+        assert solve(space, Constraint(smallest, constraint.shape, constraint.stages))[1].pair == PrecisionPair(16, 16)

@@ -1,0 +1,197 @@
+"""Storages that are damaged, foreign, locked or of another run."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import optuna
+import pytest
+
+from kvtuner.errors import RunFolderError
+from kvtuner.search_spaces.budget import Constraint
+from kvtuner.search_spaces.space import Configuration, SearchSpace
+from kvtuner.tuner import storage as storage_module
+from kvtuner.tuner.exact import solve
+from kvtuner.tuner.storage import open_storage, printable_url
+from kvtuner.tuner.study import StudyResult, refine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Space = Callable[..., SearchSpace]
+Limit = Callable[..., Constraint]
+Run = Callable[..., StudyResult]
+
+
+@pytest.fixture
+def run(random_space: Space, make_constraint: Limit) -> Run:
+    """`run(url, budget=..., seed=..., **options)`: a short study."""
+
+    def start(url: str, *, budget: str = "7bit", seed: int = 0, num_trials: int = 6, **options: object) -> StudyResult:
+        space, constraint = random_space(3, seed), make_constraint(budget, 3)
+
+        def objective(configuration: Configuration) -> float:
+            return sum(choice.score for choice in configuration)
+
+        return refine(
+            space,
+            constraint,
+            objective,
+            warm=[solve(space, constraint)],
+            num_trials=num_trials,
+            storage=url,
+            **options,  # type: ignore[arg-type]  # whatever the test asks for
+        )
+
+    return start
+
+
+def refusal(run: Run, url: str, **options: object) -> str:
+    """The one line that a study is refused with."""
+    with pytest.raises(RunFolderError) as caught:
+        run(url, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("scheme", ["sqlite", "journal"])
+def test_a_finished_study_is_resumed_without_new_trials_and_extended_on_demand(
+    run: Run, tmp_path: Path, scheme: str
+) -> None:
+    url = f"{scheme}:///{tmp_path}/new/folder/study"
+    first = run(url, identity={"model": "a"})
+    assert run(url, identity={"model": "a"}) == first
+    longer = run(url, identity={"model": "a"}, num_trials=9)
+    assert longer.trials[:6] == first.trials
+    assert len(longer.trials) == 9
+
+
+def test_two_studies_share_one_storage(run: Run, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+    run(url, study_name="7bit")
+    run(url, study_name="4bit", budget="4bit")
+    assert sorted(optuna.get_all_study_names(url)) == ["4bit", "7bit"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"identity": {"model": "b", "corpus": 1}}, 'model is "a" there and "b" here'),
+        ({"identity": {"model": "a"}}, "corpus is 1 there and null here"),
+        ({"identity": {"model": "a", "corpus": 1}, "budget": "6bit"}, 'budget is "7bit" there and "6bit" here'),
+        ({"identity": {"model": "a", "corpus": 1}, "seed": 1}, 'space is "sha256:'),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["sqlite", "journal"])
+def test_a_study_of_another_run_is_refused_by_the_field_that_differs(
+    run: Run, tmp_path: Path, scheme: str, changed: dict[str, object], says: str
+) -> None:
+    url = f"{scheme}:///{tmp_path}/study"
+    run(url, identity={"model": "a", "corpus": 1})
+    assert says in refusal(run, url, **changed)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"this is no database at all, but long enough to be one" * 40,
+        lambda data: data[: len(data) // 2],
+        lambda data: data[:4096] + b"\xff" * 8192 + data[12288:],
+        lambda data: data[:100],
+        lambda data: b"\0" * len(data),
+    ],
+    ids=["text", "half", "overwritten", "header", "zeros"],
+)
+def test_a_damaged_database_is_refused_with_the_way_out(
+    run: Run, tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / "study.db"
+    run(f"sqlite:///{path}")
+    path.write_bytes(damage(path.read_bytes()))
+    message = refusal(run, f"sqlite:///{path}")
+    assert str(path) in message
+    assert "delete it" in message
+
+
+def test_an_empty_file_is_a_new_study(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "study.db").touch()
+    assert len(run(f"sqlite:///{tmp_path}/study.db").trials) == 6
+
+
+def test_a_database_of_another_program_is_refused_and_left_as_it_was(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "study.db"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE bookmarks (url TEXT)")
+    connection.close()
+    before = path.read_bytes()
+    assert "another program" in refusal(run, f"sqlite:///{path}")
+    assert path.read_bytes() == before
+
+
+def test_a_study_that_kvtuner_did_not_make_is_refused(run: Run, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+    study = optuna.create_study(storage=url, study_name="kvtuner")
+    study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
+    assert "another program" in refusal(run, url)
+
+
+def test_a_locked_database_is_refused_after_waiting(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "study.db"
+    run(f"sqlite:///{path}")
+    monkeypatch.setattr(storage_module, "LOCK_TIMEOUT_S", 0.05)
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    try:
+        assert "another program holds it" in refusal(run, f"sqlite:///{path}", num_trials=9)
+    finally:
+        holder.close()
+    assert len(run(f"sqlite:///{path}", num_trials=9).trials) == 9
+
+
+def test_a_lock_in_the_middle_of_a_study_loses_no_trial(
+    random_space: Space, make_constraint: Limit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, space, constraint = tmp_path / "study.db", random_space(3, 0), make_constraint("7bit", 3)
+    warm = [solve(space, constraint), space.configuration([0, 0, 0])]
+    holder = sqlite3.connect(path, isolation_level=None)
+
+    def objective(configuration: Configuration) -> float:
+        if configuration == warm[1]:
+            holder.execute("BEGIN EXCLUSIVE")
+        return 1.0
+
+    monkeypatch.setattr(storage_module, "LOCK_TIMEOUT_S", 0.05)
+    # The worker cannot even give the trial back; the next one takes it for lost when it stays silent.
+    monkeypatch.setattr("kvtuner.tuner.liveness.GRACE_S", 0.2)
+    with pytest.raises(RunFolderError, match="another program holds it"):
+        refine(space, constraint, objective, warm=warm, num_trials=5, storage=f"sqlite:///{path}")
+    holder.close()
+    result = refine(space, constraint, lambda _: 1.0, warm=warm, num_trials=5, storage=f"sqlite:///{path}")
+    assert len(result.trials) == 5
+    assert set(warm) <= {trial.configuration for trial in result.trials}
+
+
+def test_a_path_that_is_a_folder_is_refused(run: Run, tmp_path: Path) -> None:
+    assert "choose another folder" in refusal(run, f"sqlite:///{tmp_path}")
+
+
+@pytest.mark.parametrize("content", [b"no journal\n", b'{"op_code": 99}\n', b"\xff\xfe\n", b"[1, 2]\n"])
+def test_a_damaged_journal_is_refused(run: Run, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "study.log").write_bytes(content * 3)
+    assert "no journal of a study" in refusal(run, f"journal:///{tmp_path}/study.log")
+
+
+@pytest.mark.parametrize("url", ["study.db", "", "nosuchdatabase://host/name"])
+def test_urls_that_are_none_are_refused(run: Run, url: str) -> None:
+    refusal(run, url)
+
+
+def test_passwords_are_not_printed() -> None:
+    assert "secret" not in printable_url("postgresql://me:secret@host:5432/db")
+    assert "host" in printable_url("postgresql://me:secret@host:5432/db")
+    with pytest.raises(RunFolderError) as caught:
+        open_storage("nosuchdatabase://me:secret@host/db")
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,300 @@
+"""One worker's study: what it measures, what wins, and that it says the same every time."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import optuna
+import pytest
+
+from kvtuner.errors import NonFiniteActivationError, SearchSpaceError
+from kvtuner.precision import PrecisionPair, mean_bits
+from kvtuner.search_spaces.budget import Constraint
+from kvtuner.search_spaces.space import Choice, Configuration, LayerMenu, SearchSpace, pairs_of, predicted_score
+from kvtuner.tuner.exact import solve
+from kvtuner.tuner.samplers import POPULATION_SIZE, SAMPLER_NAMES, SamplerName
+from kvtuner.tuner.study import refine
+from kvtuner.tuner.warm_starts import warm_starts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvtuner.tuner.worker import TrialRecord
+
+Space = Callable[..., SearchSpace]
+Limit = Callable[..., Constraint]
+NUM_LAYERS = 5
+LOW, MID, HIGH, NATIVE = (PrecisionPair(bits, bits) for bits in (2, 4, 8, 16))
+
+
+class Landscape:
+    """A measured quality in which neighbouring layers interact, and a record of what was measured."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self.constraint = constraint
+        self.measured: list[Configuration] = []
+
+    def __call__(self, configuration: Configuration) -> float:
+        pairs = pairs_of(configuration)
+        assert self.constraint.is_met(pairs), "a configuration beyond the budget was measured"
+        self.measured.append(configuration)
+        clashes = sum(a.k_bits != b.k_bits for a, b in itertools.pairwise(pairs))
+        return predicted_score(configuration) + 0.3 * clashes
+
+
+@pytest.fixture
+def space(random_space: Space) -> SearchSpace:
+    return random_space(NUM_LAYERS, 4, num_pairs=6)
+
+
+@pytest.fixture
+def constraint(make_constraint: Limit) -> Constraint:
+    return make_constraint("7bit", NUM_LAYERS)
+
+
+@pytest.fixture
+def landscape(constraint: Constraint) -> Landscape:
+    return Landscape(constraint)
+
+
+@pytest.mark.parametrize("sampler", ["nsga2", "tpe", "random"])
+def test_a_study_finishes_exactly_the_trials_asked_and_keeps_the_best(
+    space: SearchSpace, constraint: Constraint, landscape: Landscape, sampler: SamplerName
+) -> None:
+    warm = warm_starts(space, constraint, [], 10)
+    seen: list[TrialRecord] = []
+    result = refine(space, constraint, landscape, warm=warm, sampler=sampler, num_trials=40, on_trial=seen.append)
+    assert [trial.number for trial in result.trials] == list(range(40))
+    assert result.trials == tuple(seen)
+    assert [t.configuration for t in result.trials[:10]] == warm
+    assert Counter(t.source for t in result.trials) == {"warm": 10, "sampler": 30}
+    assert result.best_value == min(t.value for t in result.trials if t.value is not None)
+    assert result.best_value == Landscape(constraint)(result.best)
+    assert result.start_value == Landscape(constraint)(warm[0])
+    assert result.gain == result.start_value - result.best_value >= 0
+    assert result.num_measured == len(landscape.measured)
+    assert result.population_size == (POPULATION_SIZE if sampler == "nsga2" else None)
+
+
+def test_without_a_sampler_only_warm_starts_are_measured(
+    space: SearchSpace, constraint: Constraint, landscape: Landscape
+) -> None:
+    warm = warm_starts(space, constraint, [], 10)
+    result = refine(space, constraint, landscape, warm=warm, sampler="none", num_trials=100)
+    assert landscape.measured == warm
+    assert len(result.trials) == 10
+    assert len(refine(space, constraint, landscape, warm=warm, sampler="none", num_trials=4).trials) == 4
+
+
+@pytest.mark.parametrize(("sampler", "num_warm"), [("nsga2", 1), *((name, POPULATION_SIZE) for name in SAMPLER_NAMES)])
+def test_refinement_finds_what_the_additive_model_cannot_see(
+    space: SearchSpace, constraint: Constraint, landscape: Landscape, sampler: SamplerName, num_warm: int
+) -> None:
+    warm = warm_starts(space, constraint, [], num_warm)
+    result = refine(space, constraint, landscape, warm=warm, sampler=sampler, num_trials=100)
+    assert result.best != warm[0] == solve(space, constraint)
+    assert result.gain is not None
+    assert result.gain > 0
+
+
+@pytest.mark.parametrize("sampler", SAMPLER_NAMES)
+@pytest.mark.parametrize("is_choosy", [True, False])
+def test_the_same_seed_gives_the_same_trials(
+    space: SearchSpace, constraint: Constraint, tmp_path: Path, sampler: SamplerName, is_choosy: bool
+) -> None:
+    def run(seed: int, storage: str | None) -> tuple[TrialRecord, ...]:
+        return refine(
+            space,
+            constraint,
+            Landscape(constraint),
+            warm=warm_starts(space, constraint, [], 6),
+            sampler=sampler,
+            num_trials=32,
+            seed=seed,
+            storage=storage,
+            is_choosy=is_choosy,
+        ).trials
+
+    first = run(3, None)
+    assert run(3, f"sqlite:///{tmp_path}/study.db") == first
+    assert (run(4, None) != first) == (sampler != "none")
+
+
+@pytest.mark.parametrize("sampler", ["nsga2", "tpe", "random"])
+def test_what_breaks_the_budget_is_never_measured_and_never_wins(
+    make_space: Space, make_constraint: Limit, sampler: SamplerName
+) -> None:
+    # Only K2V2 everywhere fits; all else is predicted, and would be measured, far better.
+    space = make_space(3, lambda layer, pair: 0.0 if pair != LOW else 1.0)
+    constraint = make_constraint("2.1bit", 3)
+    landscape = Landscape(constraint)
+    smallest = space.configuration([0, 0, 0])
+    result = refine(space, constraint, landscape, warm=[smallest], sampler=sampler, num_trials=30)
+    assert result.best == smallest
+    assert landscape.measured == [smallest]
+    broken = [trial for trial in result.trials if not trial.is_feasible]
+    assert len(broken) > 20
+    assert all(trial.value is None and not trial.is_measured for trial in broken)
+    assert all(constraint.is_met(pairs_of(t.configuration)) == t.is_feasible for t in result.trials)
+
+
+def test_a_choosy_study_spends_its_trials_on_what_can_be_measured(space: SearchSpace, constraint: Constraint) -> None:
+    counts = []
+    for is_choosy in (True, False):
+        landscape = Landscape(constraint)
+        warm = warm_starts(space, constraint, [], POPULATION_SIZE)
+        refine(space, constraint, landscape, warm=warm, num_trials=100, is_choosy=is_choosy)
+        counts.append(len(landscape.measured))
+    assert counts[0] > 90 > counts[1]
+
+
+def test_nothing_is_measured_twice(make_space: Space, make_constraint: Limit) -> None:
+    space = make_space(2, lambda layer, pair: 1.0 / pair.k_bits, pairs=[LOW, HIGH])
+    landscape = Landscape(make_constraint("16bit", 2))
+    result = refine(space, landscape.constraint, landscape, warm=[], sampler="random", num_trials=20)
+    assert len(landscape.measured) == len(set(landscape.measured)) == 4
+    assert result.num_measured == 4
+    assert len(result.trials) == 20
+    assert pairs_of(result.best) == [HIGH, HIGH]
+
+
+def test_forced_layers_stay_forced(make_space: Space, make_constraint: Limit) -> None:
+    free = make_space(4, lambda layer, pair: 1.0 / pair.k_bits, pairs=[LOW, MID, HIGH])
+    forced = LayerMenu(2, (Choice(NATIVE, "none", "none", free.shape.pair_bytes(NATIVE), 0.0),))
+    space = SearchSpace((*free.menus[:2], forced, free.menus[3]), free.groups, free.shape)
+    landscape = Landscape(make_constraint("7bit", 4))
+    warm = [space.configuration([1, 1, 0, 1]), free.configuration([0, 0, 0, 0])]
+    result = refine(space, landscape.constraint, landscape, warm=warm, num_trials=30)
+    assert {trial.configuration[2].pair for trial in result.trials} == {NATIVE}
+    assert len({trial.configuration[:2] for trial in result.trials}) > 2
+
+
+def test_tied_layers_are_one_parameter(make_space: Space, make_constraint: Limit, tmp_path: Path) -> None:
+    space = make_space(4, lambda layer, pair: 1.0 / pair.k_bits, pairs=[LOW, MID, HIGH], groups=((0, 2), (1,), (3,)))
+    storage = f"sqlite:///{tmp_path}/study.db"
+    landscape = Landscape(make_constraint("5bit", 4))
+    warm = [solve(space, landscape.constraint)]
+    result = refine(space, landscape.constraint, landscape, warm=warm, num_trials=20, storage=storage)
+    assert all(trial.configuration[0].pair == trial.configuration[2].pair for trial in result.trials)
+    study = optuna.load_study(study_name="kvtuner", storage=storage)
+    assert set(study.trials[0].params) == {"group_000", "layer_001", "layer_003"}
+
+
+def test_a_space_of_one_configuration_is_measured_once(make_space: Space, make_constraint: Limit) -> None:
+    space = make_space(3, lambda layer, pair: 1.0, pairs=[MID])
+    landscape = Landscape(make_constraint("4bit", 3))
+    result = refine(space, landscape.constraint, landscape, warm=[], num_trials=10)
+    assert pairs_of(result.best) == [MID] * 3
+    assert len(result.trials) == len(landscape.measured) == 1
+
+
+def test_warm_starts_that_repeat_or_break_the_budget_are_left_out(make_space: Space, make_constraint: Limit) -> None:
+    space = make_space(3, lambda layer, pair: 1.0 / pair.k_bits, pairs=[LOW, MID, HIGH])
+    landscape = Landscape(make_constraint("4bit", 3))
+    warm = [space.configuration(i) for i in ([2, 2, 2], [1, 1, 1], [0, 1, 2], [1, 1, 1], [0, 0, 2])]
+    result = refine(space, landscape.constraint, landscape, warm=warm, sampler="none")
+    assert landscape.measured == [warm[1], warm[4]]
+    assert result.start_value == result.trials[0].value
+
+
+def test_of_equal_values_the_first_tried_wins(make_space: Space, make_constraint: Limit) -> None:
+    space = make_space(3, lambda layer, pair: 1.0, pairs=[LOW, MID])
+    constraint = make_constraint("4bit", 3)
+    warm = [space.configuration(i) for i in ([0, 1, 0], [0, 0, 0])]
+    result = refine(space, constraint, lambda _: 1.0, warm=warm, sampler="random", num_trials=12)
+    assert result.best == warm[0]
+    assert result.gain == 0.0
+
+
+def test_a_study_without_a_trial_inside_the_budget_says_so(make_space: Space, make_constraint: Limit) -> None:
+    space = make_space(6, lambda layer, pair: 1.0)
+    with pytest.raises(SearchSpaceError, match="of 3 none is"):
+        refine(space, make_constraint("2.01bit", 6), lambda _: 1.0, warm=[], sampler="random", num_trials=3)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_stops_the_study_and_names_the_pairs(
+    space: SearchSpace, constraint: Constraint, landscape: Landscape, tmp_path: Path, bad: float
+) -> None:
+    storage = f"sqlite:///{tmp_path}/study.db"
+    warm = warm_starts(space, constraint, [], 4)
+    with pytest.raises(NonFiniteActivationError, match=f"is {bad} in trial 0 .*{warm[0][0].pair}"):
+        refine(space, constraint, lambda _: bad, warm=warm, num_trials=8, storage=storage)
+    result = refine(space, constraint, landscape, warm=warm, num_trials=8, storage=storage)
+    assert set(warm) <= {trial.configuration for trial in result.trials}
+
+
+def test_warm_starts_are_the_first_population_of_nsga2(
+    space: SearchSpace, constraint: Constraint, landscape: Landscape, tmp_path: Path
+) -> None:
+    storage = f"sqlite:///{tmp_path}/study.db"
+    warm = warm_starts(space, constraint, [], POPULATION_SIZE)
+    refine(space, constraint, landscape, warm=warm, num_trials=2 * POPULATION_SIZE + 1, storage=storage)
+    generations = [
+        value
+        for trial in optuna.load_study(study_name="kvtuner", storage=storage).trials
+        for name, value in trial.system_attrs.items()
+        if name.lower().endswith("generation")
+    ]
+    assert generations == [0] * POPULATION_SIZE + [1] * POPULATION_SIZE + [2]
+
+
+def test_trials_carry_what_a_dashboard_shows(
+    space: SearchSpace, constraint: Constraint, landscape: Landscape, tmp_path: Path
+) -> None:
+    storage = f"sqlite:///{tmp_path}/study.db"
+    result = refine(
+        space, constraint, landscape, warm=[solve(space, constraint)], num_trials=30, storage=storage, is_choosy=False
+    )
+    trials = optuna.load_study(study_name="kvtuner", storage=storage).trials
+    for trial, record in zip(trials, result.trials, strict=True):
+        pairs = pairs_of(record.configuration)
+        assert trial.user_attrs["mean_bits"] == float(mean_bits(pairs, constraint.shape))
+        assert trial.user_attrs["bytes_per_token"] == sum(map(constraint.shape.pair_bytes, pairs))
+        assert trial.user_attrs["feasible"] == record.is_feasible == constraint.is_met(pairs)
+    assert {trial.user_attrs["feasible"] for trial in trials} == {True, False}
+
+
+@pytest.mark.parametrize("sampler", ["nsga2", "tpe"])
+def test_samplers_are_told_which_trials_break_the_budget(
+    space: SearchSpace, constraint: Constraint, landscape: Landscape, tmp_path: Path, sampler: SamplerName
+) -> None:
+    storage = f"sqlite:///{tmp_path}/study.db"
+    result = refine(
+        space, constraint, landscape, warm=[], sampler=sampler, num_trials=25, storage=storage, is_choosy=False
+    )
+    trials = optuna.load_study(study_name="kvtuner", storage=storage).trials
+    for trial, record in zip(trials, result.trials, strict=True):
+        # One number in Optuna 5, a list in Optuna 4.
+        told = [value for name, value in trial.system_attrs.items() if name.startswith("constraints")]
+        (violation,) = told[0] if isinstance(told[0], list) else told
+        assert violation == constraint.violation(pairs_of(record.configuration))
+        assert (violation <= 0) == record.is_feasible
+    assert {record.is_feasible for record in result.trials} == {True, False}
+
+
+@pytest.mark.parametrize("sampler", SAMPLER_NAMES)
+def test_studies_are_silent(
+    space: SearchSpace,
+    constraint: Constraint,
+    landscape: Landscape,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    sampler: SamplerName,
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refine(
+            space,
+            constraint,
+            landscape,
+            warm=[solve(space, constraint)],
+            sampler=sampler,
+            num_trials=15,
+            storage=f"sqlite:///{tmp_path}/study.db",
+        )
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,282 @@
+"""Workers that are killed, that work at the same time, or that fall silent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from kvtuner.precision import PrecisionPair
+from kvtuner.search_spaces.budget import Constraint
+from kvtuner.search_spaces.space import Configuration, SearchSpace, predicted_score
+from kvtuner.tuner import liveness
+from kvtuner.tuner.study import StudyResult, refine
+from kvtuner.tuner.worker import Worker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Space = Callable[..., SearchSpace]
+Limit = Callable[..., Constraint]
+PAIRS = [PrecisionPair(2, 2), PrecisionPair(4, 4), PrecisionPair(8, 8)]
+NUM_TRIALS, NUM_WARM, NUM_LAYERS = 30, 8, 4
+
+# A worker as its own process. It writes a line for each measurement that it begins, and takes a while for it.
+WORKER = """
+import sys, time
+from kvtuner.precision import PrecisionPair, RowShape
+from kvtuner.search_spaces.budget import Budget, Constraint
+from kvtuner.search_spaces.space import Choice, LayerMenu, SearchSpace, predicted_score
+from kvtuner.tuner.study import refine
+
+url, log, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
+shape = RowShape(2, 64, 32, 64, 32)
+pairs = [PrecisionPair(bits, bits) for bits in (2, 4, 8)]
+choices = tuple(Choice(p, "none", "none", shape.pair_bytes(p), 1 / p.k_bits) for p in pairs)
+space = SearchSpace(tuple(LayerMenu(i, choices) for i in range(4)), tuple((i,) for i in range(4)), shape)
+constraint = Constraint(Budget.parse("7bit"), shape, (range(4),))
+
+def objective(configuration):
+    with open(log, "a") as lines:
+        lines.write("".join(str(choice.pair) for choice in configuration) + "\\n")
+    time.sleep(seconds)
+    return predicted_score(configuration)
+
+warm = [space.configuration([i // 4 % 2, i // 2 % 2, i % 2, 0]) for i in range(8)]
+refine(space, constraint, objective, warm=warm, num_trials=30, storage=url, identity={"test": 1})
+"""
+
+
+@pytest.fixture
+def space(make_space: Space) -> SearchSpace:
+    return make_space(NUM_LAYERS, lambda layer, pair: 1 / pair.k_bits, pairs=PAIRS)
+
+
+@pytest.fixture
+def constraint(make_constraint: Limit) -> Constraint:
+    return make_constraint("7bit", NUM_LAYERS)
+
+
+def warm_of(space: SearchSpace) -> list[Configuration]:
+    return [space.configuration([i // 4 % 2, i // 2 % 2, i % 2, 0]) for i in range(NUM_WARM)]
+
+
+def start_worker(url: str, log: Path, seconds: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WORKER, url, str(log), str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_lines(log: Path, count: int, worker: subprocess.Popen[str]) -> None:
+    while not log.exists() or len(log.read_text().splitlines()) < count:
+        assert worker.poll() is None, worker.communicate()[0]
+        time.sleep(0.01)
+
+
+def resume(space: SearchSpace, constraint: Constraint, url: str) -> StudyResult:
+    return refine(
+        space,
+        constraint,
+        predicted_score,
+        warm=warm_of(space),
+        num_trials=NUM_TRIALS,
+        storage=url,
+        identity={"test": 1},
+    )
+
+
+def states(url: str) -> Counter[TrialState]:
+    return Counter(trial.state for trial in optuna.load_study(study_name="kvtuner", storage=url).trials)
+
+
+@pytest.mark.parametrize("num_begun", [1, 4, NUM_WARM + 3], ids=["first", "among warm starts", "after them"])
+def test_a_study_killed_at_any_moment_resumes_to_exactly_the_trials_asked(
+    space: SearchSpace, constraint: Constraint, tmp_path: Path, num_begun: int
+) -> None:
+    url, log = f"sqlite:///{tmp_path}/study.db", tmp_path / "log"
+    worker = start_worker(url, log, 0.05)
+    wait_for_lines(log, num_begun, worker)
+    worker.send_signal(signal.SIGKILL)
+    worker.communicate()
+    begun = time.monotonic()
+    result = resume(space, constraint, url)
+    assert time.monotonic() - begun < liveness.GRACE_S, "the dead worker was waited for"
+    assert len(result.trials) == states(url)[TrialState.COMPLETE] == NUM_TRIALS
+    assert states(url)[TrialState.RUNNING] == states(url)[TrialState.WAITING] == 0
+    assert set(warm_of(space)) <= {trial.configuration for trial in result.trials}
+
+
+def test_a_study_killed_again_and_again_completes(space: SearchSpace, constraint: Constraint, tmp_path: Path) -> None:
+    url, log = f"sqlite:///{tmp_path}/study.db", tmp_path / "log"
+    for count in (2, 4, 6):
+        worker = start_worker(url, log, 0.1)
+        wait_for_lines(log, count, worker)
+        worker.send_signal(signal.SIGKILL)
+        worker.communicate()
+    result = resume(space, constraint, url)
+    assert len(result.trials) == NUM_TRIALS
+    assert {t.configuration for t in result.trials if t.source == "warm"} == set(warm_of(space))
+
+
+@pytest.mark.parametrize("scheme", ["sqlite", "journal"])
+def test_two_workers_share_a_study_and_finish_exactly_the_trials_asked(
+    space: SearchSpace, constraint: Constraint, tmp_path: Path, scheme: str
+) -> None:
+    url, logs = f"{scheme}:///{tmp_path}/study", [tmp_path / "log0", tmp_path / "log1"]
+    workers = [start_worker(url, log, 0.2) for log in logs]
+    for worker in workers:
+        output, _ = worker.communicate(timeout=200)
+        assert (worker.returncode, output) == (0, "")
+    shares = [log.read_text().splitlines() for log in logs]
+    assert all(shares), "one worker did it all: the test shows nothing"
+    result = resume(space, constraint, url)
+    assert len(result.trials) == NUM_TRIALS
+    # Each measurement was made once, by one of the two.
+    assert len(shares[0] + shares[1]) == len(set(shares[0] + shares[1])) == result.num_measured
+
+
+def test_an_interrupted_trial_is_measured_on_resume(space: SearchSpace, constraint: Constraint, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+    calls = 0
+
+    def objective(configuration: Configuration) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return predicted_score(configuration)
+
+    with pytest.raises(KeyboardInterrupt):
+        refine(space, constraint, objective, warm=warm_of(space), num_trials=9, storage=url, identity={"test": 1})
+    assert states(url)[TrialState.RUNNING] == 0
+    result = resume(space, constraint, url)
+    assert {t.configuration for t in result.trials if t.source == "warm"} == set(warm_of(space))
+    assert len(result.trials) == NUM_TRIALS
+
+
+@pytest.mark.parametrize("is_queued", [True, False])
+def test_a_worker_elsewhere_that_falls_silent_is_given_up(
+    space: SearchSpace, constraint: Constraint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_queued: bool
+) -> None:
+    monkeypatch.setattr(liveness, "GRACE_S" if is_queued else "UNNAMED_GRACE_S", 0.3)
+    url = f"sqlite:///{tmp_path}/study.db"
+    refine(
+        space,
+        constraint,
+        predicted_score,
+        warm=warm_of(space),
+        sampler="none",
+        num_trials=2,
+        storage=url,
+        identity={"test": 1},
+    )
+    study = optuna.load_study(study_name="kvtuner", storage=url)
+    if not is_queued:
+        study.add_trial(optuna.create_trial(state=TrialState.RUNNING))
+    taken = study.ask() if is_queued else study.trials[-1]
+    if is_queued:
+        taken.set_user_attr(liveness.WORKER, "another machine|1|1")
+    begun = time.monotonic()
+    result = resume(space, constraint, url)
+    assert time.monotonic() - begun >= 0.3
+    assert len(result.trials) == NUM_TRIALS
+    assert set(warm_of(space)) <= {trial.configuration for trial in result.trials}
+    assert study.trials[taken.number].state == TrialState.FAIL
+
+
+def test_a_worker_that_comes_too_late_for_the_last_place_gives_its_trial_back(
+    space: SearchSpace, constraint: Constraint
+) -> None:
+    def objective(configuration: Configuration) -> float:
+        pytest.fail("one trial more than asked was measured")
+
+    study = optuna.create_study()
+    worker = Worker(study, space, constraint, objective)
+    worker.enqueue(warm_of(space))
+    study.ask()  # another worker's, between this worker's look at the study and its own trial
+    assert worker._run_trial(1, is_sampling=True) is None
+    assert study.trials[1].state == TrialState.FAIL
+    queued = [t.system_attrs["fixed_params"] for t in study.trials if t.state == TrialState.WAITING]
+    assert len(queued) == NUM_WARM - 1
+    assert queued[-1] == study.trials[1].system_attrs["fixed_params"]
+
+
+def test_a_worker_whose_trial_was_given_up_drops_it_and_goes_on(
+    space: SearchSpace, constraint: Constraint, tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+    given_up = []
+
+    def objective(configuration: Configuration) -> float:
+        if not given_up:
+            study = optuna.load_study(study_name="kvtuner", storage=url)
+            given_up.append(study.tell(0, state=TrialState.FAIL))
+            study.enqueue_trial(study.trials[0].params)
+        return predicted_score(configuration)
+
+    result = refine(space, constraint, objective, warm=warm_of(space), num_trials=NUM_TRIALS, storage=url)
+    assert given_up
+    assert [trial.number for trial in result.trials] == list(range(1, NUM_TRIALS + 1))
+    assert set(warm_of(space)) <= {trial.configuration for trial in result.trials}
+
+
+def test_an_error_of_the_objective_is_not_taken_for_a_trial_given_up(
+    space: SearchSpace, constraint: Constraint
+) -> None:
+    def objective(configuration: Configuration) -> float:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        refine(space, constraint, objective, warm=warm_of(space))
+
+
+def test_a_worker_knows_itself_and_the_dead() -> None:
+    own = liveness.worker_id()
+    machine, _, start = own.split("|")
+    assert not liveness.has_ended(own)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    alive = f"{machine}|{child.pid}|{liveness._start_of(child.pid)}"
+    assert not liveness.has_ended(alive)
+    child.kill()
+    # Killed but not yet waited for, it is a zombie.
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert liveness.has_ended(alive)
+    child.communicate()
+    assert liveness.has_ended(alive)
+    assert liveness.has_ended(f"{machine}|{os.getpid()}|{start}1"), "a process id used again is another worker"
+    assert not liveness.has_ended(f"another machine|{child.pid}|{start}")
+
+
+def test_heartbeats_show_that_a_worker_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(liveness, "GRACE_S", 0.2)
+    study = optuna.create_study()
+    trial = study.ask()
+    trial.set_user_attr(liveness.WORKER, "another machine|1|1")
+    watch = liveness.Watch()
+    with liveness.heartbeat(trial):
+        for _ in range(30):
+            assert not watch.is_lost(study.trials[0])
+            time.sleep(0.02)
+    begun = time.monotonic()
+    while not watch.is_lost(study.trials[0]):
+        time.sleep(0.02)
+    assert time.monotonic() - begun >= 0.1
+
+
+def test_a_heartbeat_ends_quietly_when_the_trial_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "HEARTBEAT_S", 0.01)
+    study = optuna.create_study()
+    trial = study.ask()
+    with liveness.heartbeat(trial):
+        study.tell(trial, state=TrialState.FAIL)
+        time.sleep(0.05)
+    assert study.trials[0].state == TrialState.FAIL

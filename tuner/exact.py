@@ -1,0 +1,172 @@
+"""The exact solver: a multiple-choice knapsack over additive scores, all budgets at once. Measures nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtuner.errors import BudgetError
+from kvtuner.search_spaces.space import Choice, Configuration, SearchSpace, pairs_of, predicted_score
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from kvtuner.precision import PrecisionPair
+    from kvtuner.search_spaces.budget import Constraint
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Front:
+    """Every Pareto-optimal trade of cost for score over some layers.
+
+    Attributes:
+        costs: int64 [num_points], ascending.
+        scores: float64 [num_points], descending.
+        indices: index of the choice of each group, [num_points, num_groups].
+        space: where the groups choose from.
+        groups: positions in `space.groups` of the columns of `indices`.
+    """
+
+    costs: NDArray[np.int64]
+    scores: NDArray[np.float64]
+    indices: NDArray[np.int16]
+    space: SearchSpace
+    groups: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.costs)
+
+    def configuration(self, point: int) -> Configuration:
+        """The choices of one point, in the order of the layers."""
+        chosen = self._chosen(point)
+        return tuple(chosen[layer] for layer in sorted(chosen))
+
+    def best(self, cap: int) -> Configuration:
+        """The best-scoring configuration of at most `cap`, the cheaper one of equals.
+
+        Raises:
+            BudgetError: the cheapest one costs more.
+        """
+        return self.configuration(self.point(cap))
+
+    def point(self, cap: int) -> int:
+        """Position of `best`."""
+        point = int(np.searchsorted(self.costs, cap, side="right")) - 1
+        if point < 0:
+            raise BudgetError(f"the cheapest configuration costs {self.costs[0]}, more than {cap}; raise the budget")
+        return point
+
+    def _chosen(self, point: int) -> dict[int, Choice]:
+        return {
+            layer: self.space.menus[layer].choices[index]
+            for group, index in zip(self.groups, self.indices[point], strict=True)
+            for layer in self.space.groups[group]
+        }
+
+
+def solve_front(space: SearchSpace, cost: Callable[[PrecisionPair], int], layers: range | None = None) -> Front:
+    """All Pareto-optimal configurations of some layers, exactly.
+
+    Group by group, the front of the groups so far is combined with all choices of the next, and what is
+    dominated is dropped. Costs are integers, so a front has no more points than there are distinct costs.
+
+    Args:
+        space: menus and groups.
+        cost: of a pair in one layer, an integer.
+        layers: a pipeline stage, which no group may cross; all layers by default.
+    """
+    layers = range(len(space.menus)) if layers is None else layers
+    groups = tuple(i for i, group in enumerate(space.groups) if group[0] in layers)
+    assert all(layer in layers for i in groups for layer in space.groups[i])
+    costs, scores = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float64)
+    indices = np.zeros((1, 0), dtype=np.int16)
+    for group in groups:
+        menu_costs, menu_scores = menu_of_group(space, group, cost)
+        all_costs = (costs[:, None] + menu_costs).ravel()
+        all_scores = (scores[:, None] + menu_scores).ravel()
+        kept = _pareto(all_costs, all_scores)
+        costs, scores = all_costs[kept], all_scores[kept]
+        before, choice = np.divmod(kept, len(menu_costs))
+        indices = np.column_stack([indices[before], choice.astype(np.int16)])
+    return Front(costs, scores, indices, space, groups)
+
+
+def menu_of_group(
+    space: SearchSpace, group: int, cost: Callable[[PrecisionPair], int]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Costs and scores of a group's choices, summed over its layers."""
+    menus = [space.menus[layer].choices for layer in space.groups[group]]
+    costs = np.array([[cost(choice.pair) for choice in menu] for menu in menus], dtype=np.int64)
+    scores = np.array([[choice.score for choice in menu] for menu in menus], dtype=np.float64)
+    return costs.sum(axis=0), scores.sum(axis=0)
+
+
+def _pareto(costs: NDArray[np.int64], scores: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Positions of the non-dominated points, by ascending cost; the first of equal ones."""
+    order: NDArray[np.intp] = np.lexsort((scores, costs))
+    best_so_far = np.minimum.accumulate(scores[order])
+    is_better = np.append(True, best_so_far[1:] < best_so_far[:-1])
+    kept: NDArray[np.intp] = order[is_better]
+    return kept
+
+
+def solve(space: SearchSpace, constraint: Constraint) -> Configuration:
+    """The configuration of the least predicted score inside the budget, each stage on its own.
+
+    Raises:
+        BudgetError: forced layers leave too little; says the smallest budget possible.
+    """
+    fronts = [solve_front(space, constraint.cost, stage) for stage in constraint.stages]
+    caps = [constraint.cap(stage) for stage in range(len(fronts))]
+    if any(front.costs[0] > cap for front, cap in zip(fronts, caps, strict=True)):
+        cheapest = [choice for front in fronts for choice in front.configuration(0)]
+        raise BudgetError(
+            f"a budget must hold the layers that are kept, but {constraint.budget.text} does not;"
+            f" with them the smallest possible is {constraint.smallest(pairs_of(tuple(cheapest)))}"
+        )
+    return tuple(choice for front, cap in zip(fronts, caps, strict=True) for choice in front.best(cap))
+
+
+def nested(space: SearchSpace, constraints: Sequence[Constraint]) -> list[Configuration]:
+    """One configuration per budget, such that a larger budget takes no bits from any side of any layer.
+
+    One of the budgets is solved on its own, the larger ones above it and the smaller ones below it; it is the
+    one that leads to the least total of relative losses against solving each on its own.
+
+    Args:
+        space: menus and groups.
+        constraints: ascending, of one kind and model.
+
+    Raises:
+        BudgetError: a budget that cannot be kept, or one that is smaller than that before it.
+    """
+    independent = [solve(space, constraint) for constraint in constraints]
+    for smaller, constraint in zip(independent, constraints[1:], strict=False):
+        if not constraint.is_met(pairs_of(smaller)):
+            raise BudgetError(
+                f"nested budgets must ascend, but {constraint.budget.text} is smaller than the one before it"
+            )
+    families = [_family(space, constraints, start, independent[start]) for start in range(len(constraints))]
+    return min(families, key=lambda family: _loss(family, independent), default=[])
+
+
+def _family(
+    space: SearchSpace, constraints: Sequence[Constraint], start: int, configuration: Configuration
+) -> list[Configuration]:
+    above, below = [configuration], [configuration]
+    for constraint in constraints[start + 1 :]:
+        above.append(solve(space.between(lower=above[-1]), constraint))
+    for constraint in reversed(constraints[:start]):
+        below.append(solve(space.between(upper=below[-1]), constraint))
+    return below[:0:-1] + above
+
+
+def _loss(family: Sequence[Configuration], independent: Sequence[Configuration]) -> float:
+    """Sum of relative losses; the floor keeps budgets that lose nothing at all comparable."""
+    floor = 1e-12
+    pairs = zip(family, independent, strict=True)
+    return sum((predicted_score(a) + floor) / (predicted_score(b) + floor) for a, b in pairs)

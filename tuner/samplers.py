@@ -1,0 +1,123 @@
+"""Optuna's samplers, told a constraint in the way of each version of Optuna. Knows nothing of layers."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import optuna
+from optuna.samplers import BaseSampler, NSGAIISampler, RandomSampler, TPESampler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import FrozenTrial, TrialState
+
+SamplerName = Literal["nsga2", "tpe", "random", "none"]
+SAMPLER_NAMES: Final[tuple[SamplerName, ...]] = ("nsga2", "tpe", "random", "none")
+
+POPULATION_SIZE: Final = 24
+"""Individuals in a generation of NSGA-II. Of Optuna's default of 50, 100 trials would make two generations."""
+
+# A proposal of TPE takes a hundred times as long as one of the others.
+_NUM_PROPOSALS: Final[dict[SamplerName, int]] = {"nsga2": 20, "tpe": 5, "random": 20, "none": 1}
+
+FIXED_PARAMS: Final = "fixed_params"
+"""System attribute of a queued trial's parameters, in all versions of Optuna."""
+
+_VIOLATION: Final = "violation"
+
+# Optuna 5 deprecates `constraints_func`, which is all that Optuna 4 has.
+_HAS_SET_CONSTRAINT: Final = hasattr(optuna.trial.Trial, "set_constraint")
+
+
+def set_violation(trial: optuna.Trial, violation: float) -> None:
+    """Tell the sampler by how much a trial breaks its constraint; at most 0 where it does not."""
+    if _HAS_SET_CONSTRAINT:
+        trial.set_constraint("budget", violation)
+    else:
+        trial.set_user_attr(_VIOLATION, violation)
+
+
+def make_sampler(
+    name: SamplerName,
+    seed: int,
+    distributions: Mapping[str, BaseDistribution],
+    is_wanted: Callable[[Mapping[str, Any]], bool] | None,
+) -> BaseSampler:
+    """The sampler of that name, asked again for what is not wanted; for ``none`` one that need not be asked."""
+    num_proposals = 1 if is_wanted is None else _NUM_PROPOSALS[name]
+    return _ChoosySampler(_optuna_sampler(name, seed), num_proposals, distributions, is_wanted or bool)
+
+
+def _optuna_sampler(name: SamplerName, seed: int) -> BaseSampler:
+    options: dict[str, Any] = {} if _HAS_SET_CONSTRAINT else {"constraints_func": _violations}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        if name == "nsga2":
+            return NSGAIISampler(population_size=POPULATION_SIZE, seed=seed, **options)
+        if name == "tpe":
+            return TPESampler(seed=seed, **options)
+        return RandomSampler(seed=seed)
+
+
+def _violations(trial: FrozenTrial) -> Sequence[float]:
+    return (trial.user_attrs[_VIOLATION],)
+
+
+class _ChoosySampler(BaseSampler):
+    """Asks another sampler again, a number of times, while it proposes what is not wanted.
+
+    Children of two configurations near the budget are beyond it every other time, and often not new. Neither is
+    worth a trial; but the last proposal is taken as it is.
+    """
+
+    def __init__(
+        self,
+        inner: BaseSampler,
+        num_proposals: int,
+        distributions: Mapping[str, BaseDistribution],
+        is_wanted: Callable[[Mapping[str, Any]], bool],
+    ) -> None:
+        self._inner = inner
+        self._num_proposals = num_proposals
+        self._distributions = dict(distributions)
+        self._is_wanted = is_wanted
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return self._distributions
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        relative = self._inner.infer_relative_search_space(study, trial)
+        if FIXED_PARAMS in trial.system_attrs:
+            # NSGA-II counts a trial to a generation when asked for it: so warm starts become its population.
+            self._inner.sample_relative(study, trial, relative)
+            return {}
+        params: dict[str, Any] = {}
+        for _ in range(self._num_proposals):
+            params = dict(self._inner.sample_relative(study, trial, relative))
+            for name, distribution in self._distributions.items():
+                if name not in params:
+                    params[name] = self.sample_independent(study, trial, name, distribution)
+            if self._is_wanted(params):
+                break
+        return params
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        return self._inner.sample_independent(study, trial, param_name, param_distribution)
+
+    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        self._inner.before_trial(study, trial)
+
+    def after_trial(
+        self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
+        self._inner.after_trial(study, trial, state, values)
+
+    def reseed_rng(self) -> None:
+        self._inner.reseed_rng()

@@ -1,0 +1,152 @@
+"""Opens the storage of a study, and tells what is wrong with one that cannot be used. Knows nothing of layers."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import optuna
+from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
+from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+
+from kvtuner.errors import RunFolderError
+from kvtuner.run_folder import RunFolder, canonical_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+LOCK_TIMEOUT_S: Final = 60.0
+IDENTITY: Final = "identity"
+SQLITE: Final = "sqlite:///"
+JOURNAL: Final = "journal:///"
+STORAGE_ERRORS: Final = (SQLAlchemyError, sqlite3.Error, optuna.exceptions.StorageInternalError)
+
+_OPTUNA_TABLES: Final = {"studies", "version_info"}
+_WAYS_OUT: Final = {
+    "locked": "another program holds it; end that and run the same command again",
+    "full": "free some space and run the same command again to resume",
+    "readonly": "make it writable or choose another folder with --out",
+    "unable to open": "choose another folder with --out",
+}
+_DAMAGED: Final = "delete it and run the same command again: its trials are measured anew"
+
+
+@contextlib.contextmanager
+def storage_errors(url: str | None) -> Iterator[None]:
+    """Turn what a broken storage raises into one line.
+
+    Raises:
+        RunFolderError: the storage is damaged, locked, full, of another program or cannot be reached.
+    """
+    try:
+        yield
+    except STORAGE_ERRORS as error:
+        raise _storage_error(url, error) from error
+
+
+def _storage_error(url: str | None, error: BaseException) -> RunFolderError:
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    reason = str(getattr(cause, "orig", None) or cause).split("\n")[0]
+    remedy = next((way for word, way in _WAYS_OUT.items() if word in reason), _DAMAGED)
+    return RunFolderError(f"the study in {printable_url(url)} cannot be used ({reason}): {remedy}")
+
+
+def printable_url(url: str | None) -> str:
+    """The URL without its password."""
+    if url is None:
+        return "memory"
+    try:
+        return make_url(url).render_as_string(hide_password=True)
+    except (ArgumentError, ValueError):
+        return url.rpartition("@")[2]
+
+
+def open_storage(url: str | None) -> optuna.storages.BaseStorage:
+    """Open ``sqlite:///PATH``, ``journal:///PATH`` or any database URL of SQLAlchemy; None is memory.
+
+    Raises:
+        RunFolderError: it cannot be opened, or holds something else than Optuna's studies.
+    """
+    if url is None:
+        return InMemoryStorage()
+    if url.startswith(JOURNAL):
+        return _open_journal(Path(url.removeprefix(JOURNAL)))
+    options: dict[str, Any] = {"pool_pre_ping": True}
+    if url.startswith(SQLITE):
+        path = Path(url.removeprefix(SQLITE))
+        _check_sqlite(path)
+        options = {"creator": lambda: _connect(path)}
+    try:
+        return RDBStorage(url, engine_kwargs=options)
+    except (ImportError, ValueError, ArgumentError) as error:
+        raise RunFolderError(f"a study is stored in sqlite:///PATH, journal:///PATH or a database: {error}") from error
+    except RuntimeError as error:
+        raise RunFolderError(f"{printable_url(url)} is of another Optuna: {str(error).splitlines()[0]}") from error
+
+
+def _open_journal(path: Path) -> JournalStorage:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return JournalStorage(JournalFileBackend(str(path)))
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raise RunFolderError(f"{path} is no journal of a study ({error}): {_DAMAGED}") from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, check_same_thread=False)
+    # Each of a trial's parameters is a commit of its own, and each would wait for the disk. A killed process loses
+    # nothing by this; after a power cut the file may be damaged, which is noticed, and can be measured anew.
+    connection.execute("PRAGMA synchronous=OFF")
+    return connection
+
+
+def _check_sqlite(path: Path) -> None:
+    """Refuse a database that is not Optuna's, before Optuna puts its tables in it."""
+    if not path.exists():
+        return
+    with contextlib.closing(_connect(path)) as connection:
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        damage = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if damage != "ok":
+        raise sqlite3.DatabaseError(damage.splitlines()[-1])
+    if tables and not tables & _OPTUNA_TABLES:
+        raise RunFolderError(f"{path} is a database of another program; choose another folder with --out")
+
+
+@contextlib.contextmanager
+def opening_lock(url: str | None) -> Iterator[None]:
+    """Let one process at a time create a study, bind it and queue its first trials, where files can be locked."""
+    path = next((Path(url.removeprefix(p)) for p in (SQLITE, JOURNAL) if url and url.startswith(p)), None)
+    if path is None:
+        yield
+        return
+    with RunFolder(path.parent).lock(f".{path.name}.lock"):
+        yield
+
+
+def bind_identity(study: optuna.Study, identity: Mapping[str, Any], url: str | None) -> bool:
+    """Bind a study to what it measures, or compare it with what it is bound to; True if it was unbound.
+
+    Raises:
+        RunFolderError: it measures something else; names the first field that differs.
+    """
+    known = study.user_attrs.get(IDENTITY)
+    if known is None:
+        if study.get_trials(deepcopy=False):
+            raise RunFolderError(f"{printable_url(url)} holds a study of another program; choose another name")
+        study.set_user_attr(IDENTITY, dict(identity))
+        return True
+    for key in sorted(set(known) | set(identity)):
+        there, here = canonical_json(known.get(key)), canonical_json(identity.get(key))
+        if there != here:
+            raise RunFolderError(
+                f"the study {study.study_name!r} in {printable_url(url)} is of another run: {key} is"
+                f" {there[:60]} there and {here[:60]} here; choose another folder with --out"
+            )
+    return False

@@ -1,0 +1,133 @@
+"""Refines measured quality inside a budget with Optuna: resumable, by any number of workers. Knows no models."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import optuna
+
+from kvtuner.errors import SearchSpaceError
+from kvtuner.tuner.interrupts import InterruptGate
+from kvtuner.tuner.samplers import POPULATION_SIZE, SamplerName, make_sampler
+from kvtuner.tuner.storage import bind_identity, open_storage, opening_lock, storage_errors
+from kvtuner.tuner.worker import TrialRecord, Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kvtuner.search_spaces.budget import Constraint
+    from kvtuner.search_spaces.space import Configuration, SearchSpace
+
+
+@dataclass(frozen=True, slots=True)
+class StudyResult:
+    """What a study found.
+
+    Attributes:
+        best: the configuration inside the budget with the least measured value; of equals the first tried.
+        best_value: its measured KL, nats per token.
+        trials: all finished trials, by number.
+        start_value: measured value of the first warm start; None if it was not measured.
+        population_size: individuals of a generation of NSGA-II; None for other samplers.
+    """
+
+    best: Configuration
+    best_value: float
+    trials: tuple[TrialRecord, ...]
+    start_value: float | None
+    population_size: int | None
+
+    @property
+    def gain(self) -> float | None:
+        """By how much the best one is below the first warm start, nats per token."""
+        return None if self.start_value is None else self.start_value - self.best_value
+
+    @property
+    def num_measured(self) -> int:
+        """Trials that took a measurement of their own."""
+        return sum(trial.is_measured for trial in self.trials)
+
+
+def refine(
+    space: SearchSpace,
+    constraint: Constraint,
+    objective: Callable[[Configuration], float],
+    *,
+    warm: Sequence[Configuration],
+    sampler: SamplerName = "nsga2",
+    num_trials: int = 100,
+    seed: int = 0,
+    storage: str | None = None,
+    study_name: str = "kvtuner",
+    identity: Mapping[str, Any] | None = None,
+    is_choosy: bool = True,
+    on_trial: Callable[[TrialRecord], None] | None = None,
+) -> StudyResult:
+    """Search the configuration of least measured KL inside the budget, from warm starts on.
+
+    Ctrl-C ends it between two uses of the storage, a second one at once. Call it again with the same storage
+    and name to resume, or elsewhere at the same time to help: all calls
+    return when the study has `num_trials` finished trials. One worker that is not interrupted gives the same
+    trials for the same seed.
+
+    Args:
+        space: menus and groups.
+        constraint: the budget. What breaks it is a finished trial, but is never measured and never wins.
+        objective: measures a configuration; deterministic, for nothing is measured twice in a study.
+        warm: tried first, in this order, as `SearchSpace.project` sees them; those that break the budget are
+            left out.
+        sampler: proposes the rest; "none" ends after the warm starts.
+        num_trials: finished trials of the whole study, not of this worker.
+        seed: of the sampler.
+        storage: URL for `open_storage`; None is memory.
+        study_name: one per budget.
+        identity: plain JSON values that must be equal whenever the study is opened: model, data, scores.
+        is_choosy: ask the sampler again for what breaks the budget or was tried before; the paper does not.
+        on_trial: called after every trial that this worker finishes.
+
+    Raises:
+        RunFolderError: the storage cannot be used, or its study is of another identity, space or budget.
+        SearchSpaceError: no trial was inside the budget.
+        NonFiniteActivationError: the objective is NaN or infinite.
+    """
+    gate = InterruptGate()
+    with gate.closed(), storage_errors(storage):
+        with opening_lock(storage):
+            study = _open_study(storage, study_name)
+            is_first = bind_identity(study, _identity(space, constraint, identity or {}), storage)
+            worker = Worker(study, space, constraint, objective, gate)
+            # Workers with one seed would propose the same trials: only the first one takes it as it is.
+            own_seed = seed if is_first else (seed + os.getpid() + 1) % 2**32
+            is_wanted = worker.is_wanted if is_choosy else None
+            study.sampler = make_sampler(sampler, own_seed, worker.distributions, is_wanted)
+            start = worker.enqueue(warm)
+        worker.work(num_trials, is_sampling=sampler != "none" and bool(worker.distributions), on_trial=on_trial)
+        records = worker.records()
+    return _result(records, start, POPULATION_SIZE if sampler == "nsga2" else None)
+
+
+def _open_study(storage: str | None, study_name: str) -> optuna.Study:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna.create_study(
+        storage=open_storage(storage), study_name=study_name, direction="minimize", load_if_exists=True
+    )
+
+
+def _identity(space: SearchSpace, constraint: Constraint, identity: Mapping[str, Any]) -> dict[str, Any]:
+    stages = [[stage.start, stage.stop, constraint.cap(i)] for i, stage in enumerate(constraint.stages)]
+    return {**identity, "budget": constraint.budget.text, "caps": stages, "space": space.digest()}
+
+
+def _result(records: Sequence[TrialRecord], start: Configuration | None, population_size: int | None) -> StudyResult:
+    values = {record.number: record.value for record in records if record.value is not None}
+    if not values:
+        raise SearchSpaceError(
+            f"one trial at least must be inside the budget, but of {len(records)} none is;"
+            " give warm starts, more trials or a larger budget"
+        )
+    best = min(values, key=lambda number: (values[number], number))
+    found = {record.number: record for record in records}
+    start_value = next((record.value for record in records if record.configuration == start), None)
+    return StudyResult(found[best].configuration, values[best], tuple(records), start_value, population_size)

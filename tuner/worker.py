@@ -1,0 +1,251 @@
+"""One process's part in a study: takes trials, measures them, gives them back if it cannot. Knows no models."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from optuna.distributions import IntDistribution
+from optuna.trial import TrialState
+
+from kvtuner.errors import NonFiniteActivationError
+from kvtuner.precision import bytes_per_token, mean_bits
+from kvtuner.search_spaces.space import pairs_of, predicted_score
+from kvtuner.tuner.interrupts import InterruptGate
+from kvtuner.tuner.liveness import WORKER, Watch, heartbeat, worker_id
+from kvtuner.tuner.samplers import FIXED_PARAMS, set_violation
+from kvtuner.tuner.storage import STORAGE_ERRORS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import optuna
+    from optuna.trial import FrozenTrial
+
+    from kvtuner.search_spaces.budget import Constraint
+    from kvtuner.search_spaces.space import Configuration, SearchSpace
+
+POLL_S: Final = 0.2
+
+# User attributes of a trial; optuna-dashboard shows them.
+SOURCE: Final = "source"
+FEASIBLE: Final = "feasible"
+MEASURED: Final = "measured"
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRecord:
+    """One finished trial.
+
+    Attributes:
+        number: in the study, from 0.
+        configuration: what was tried.
+        value: measured KL, nats per token; None outside the budget, where nothing is measured.
+        source: whether it was a warm start or the sampler's idea.
+        is_measured: whether it took a measurement of its own; else it broke the budget or repeated another.
+    """
+
+    number: int
+    configuration: Configuration
+    value: float | None
+    source: Literal["warm", "sampler"]
+    is_measured: bool
+
+    @property
+    def is_feasible(self) -> bool:
+        """Whether it keeps the budget."""
+        return self.value is not None
+
+
+class Worker:
+    """Runs trials of a study, beside any number of other workers."""
+
+    def __init__(
+        self,
+        study: optuna.Study,
+        space: SearchSpace,
+        constraint: Constraint,
+        objective: Callable[[Configuration], float],
+        gate: InterruptGate | None = None,
+    ) -> None:
+        """Take part in `study`; Ctrl-C passes `gate` only while no storage is in use."""
+        self._study = study
+        self._space = space
+        self._constraint = constraint
+        self._objective = objective
+        self._watch = Watch()
+        self._gate = gate or InterruptGate()
+        self._tried: dict[tuple[int, ...], float | None] = {}
+        self._id = worker_id()
+        # A group with one choice is no parameter: samplers change each parameter at a rate of 1 / their number.
+        self.distributions = {
+            self._name(group): IntDistribution(0, size - 1) for group, size in enumerate(space.sizes) if size > 1
+        }
+
+    def enqueue(self, warm: Sequence[Configuration]) -> Configuration | None:
+        """Queue the warm starts that the study neither has nor will have; returns the first of all of them."""
+        if not self.distributions:
+            warm = [self._space.configuration([0] * len(self._space.groups))]
+        projected = dict.fromkeys(self._space.project(configuration) for configuration in warm)
+        starts = [i for i in projected if self._constraint.is_met(pairs_of(self._space.configuration(i)))]
+        for trial in self._trials():
+            self._reclaim(trial)
+        present = self._values_of(self._trials())
+        for start in starts:
+            if start not in present:
+                self._study.enqueue_trial(self._params(start), user_attrs={SOURCE: "warm"})
+        return self._space.configuration(starts[0]) if starts else None
+
+    def work(
+        self, num_trials: int, *, is_sampling: bool, on_trial: Callable[[TrialRecord], None] | None = None
+    ) -> None:
+        """Finish trials until the study has enough, waiting at the end for those that others still run."""
+        while True:
+            trials = [trial for trial in self._trials() if not self._reclaim(trial)]
+            finished, running, waiting = (
+                sum(trial.state == state for trial in trials)
+                for state in (TrialState.COMPLETE, TrialState.RUNNING, TrialState.WAITING)
+            )
+            if finished >= num_trials or not (is_sampling or running or waiting):
+                return
+            if finished + running >= num_trials or not (is_sampling or waiting):
+                with self._gate.opened():
+                    time.sleep(POLL_S)
+                continue
+            record = self._run_trial(num_trials, is_sampling=is_sampling)
+            if record is not None and on_trial is not None:
+                on_trial(record)
+
+    def records(self) -> list[TrialRecord]:
+        """All finished trials of the study."""
+        return [self._record(trial) for trial in self._trials() if trial.state == TrialState.COMPLETE]
+
+    def _run_trial(self, num_trials: int, *, is_sampling: bool) -> TrialRecord | None:
+        trial = self._study.ask()
+        try:
+            trial.set_user_attr(WORKER, self._id)
+            trials = self._trials()
+            if _is_surplus(trials, trial.number, num_trials, is_sampling=is_sampling):
+                self._release(trials[trial.number])
+                return None
+            self._tried = self._values_of(other for other in trials if other.number != trial.number)
+            # Optuna asks the sampler only for parameters that are not fixed; it has to know of warm starts too.
+            _ = trial.relative_params
+            for name, distribution in self.distributions.items():
+                trial.suggest_int(name, distribution.low, distribution.high)
+            return self._evaluate(trial)
+        except BaseException as error:
+            with contextlib.suppress(*STORAGE_ERRORS):
+                is_own = self._release(self._trials()[trial.number])
+                if not is_own and isinstance(error, RuntimeError):  # Optuna's, for changing an ended trial
+                    return None
+            raise
+
+    def _evaluate(self, trial: optuna.Trial) -> TrialRecord | None:
+        indices = self._indices(trial.params)
+        configuration = self._space.configuration(indices)
+        pairs = pairs_of(configuration)
+        violation = self._constraint.violation(pairs)
+        known = self._tried.get(indices)
+        set_violation(trial, violation)
+        trial.set_user_attr("mean_bits", float(mean_bits(pairs, self._constraint.shape)))
+        trial.set_user_attr("bytes_per_token", bytes_per_token(pairs, self._constraint.shape))
+        trial.set_user_attr(FEASIBLE, violation <= 0)
+        trial.set_user_attr(MEASURED, violation <= 0 and known is None)
+        if violation > 0:
+            # A finished trial needs a value; its constraint keeps it from winning.
+            value = predicted_score(configuration)
+        else:
+            value = self._measure(trial, configuration) if known is None else known
+        ended = self._end(trial.number, value)
+        return None if ended is None else self._record(ended)
+
+    def _measure(self, trial: optuna.Trial, configuration: Configuration) -> float:
+        with heartbeat(trial), self._gate.opened():
+            value = float(self._objective(configuration))
+        if not math.isfinite(value):
+            raise NonFiniteActivationError(
+                f"a measured KL must be finite, but is {value} in trial {trial.number}"
+                f" ({', '.join(map(str, pairs_of(configuration)))}); run the model in a wider dtype"
+            )
+        return value
+
+    def is_wanted(self, params: Mapping[str, Any]) -> bool:
+        """Whether parameters keep the budget and are new to the study."""
+        indices = self._indices(params)
+        return indices not in self._tried and self._constraint.is_met(pairs_of(self._space.configuration(indices)))
+
+    def _reclaim(self, trial: FrozenTrial) -> bool:
+        """Give up a running trial whose worker is lost; True if so."""
+        is_lost = trial.state == TrialState.RUNNING and self._watch.is_lost(trial)
+        if is_lost:
+            self._release(trial)
+        return is_lost
+
+    def _release(self, trial: FrozenTrial) -> bool:
+        """End a trial without a value, and queue what it was to measure; False if another worker has done so."""
+        if self._end(trial.number) is None:
+            return False
+        params = _all_params(trial)
+        if params and params.keys() == self.distributions.keys():
+            attributes = {SOURCE: trial.user_attrs.get(SOURCE, "sampler")}
+            self._study.enqueue_trial(params, user_attrs=attributes)
+        return True
+
+    def _end(self, number: int, value: float | None = None) -> FrozenTrial | None:
+        """Finish a trial, or fail it without a value; None if another worker has ended it."""
+        try:
+            return self._study.tell(number, value, state=TrialState.FAIL if value is None else None)
+        except (ValueError, RuntimeError):
+            return None
+
+    def _record(self, trial: FrozenTrial) -> TrialRecord:
+        return TrialRecord(
+            number=trial.number,
+            configuration=self._space.configuration(self._indices(trial.params)),
+            value=trial.value if trial.user_attrs[FEASIBLE] else None,
+            source=trial.user_attrs.get(SOURCE, "sampler"),
+            is_measured=trial.user_attrs[MEASURED],
+        )
+
+    def _values_of(self, trials: Iterable[FrozenTrial]) -> dict[tuple[int, ...], float | None]:
+        """What trials have measured, and None for what others are to measure or breaks the budget."""
+        values: dict[tuple[int, ...], float | None] = {}
+        for trial in trials:
+            if trial.state != TrialState.FAIL:
+                is_measured = trial.state == TrialState.COMPLETE and trial.user_attrs[FEASIBLE]
+                indices = self._indices(_all_params(trial))
+                values[indices] = trial.value if is_measured else values.get(indices)
+        return values
+
+    def _trials(self) -> list[FrozenTrial]:
+        return self._study.get_trials(deepcopy=False)
+
+    def _name(self, group: int) -> str:
+        layers = self._space.groups[group]
+        return f"{'layer' if len(layers) == 1 else 'group'}_{layers[0]:03d}"
+
+    def _indices(self, params: Mapping[str, Any]) -> tuple[int, ...]:
+        return tuple(int(params.get(self._name(group), 0)) for group in range(len(self._space.groups)))
+
+    def _params(self, indices: Sequence[int]) -> dict[str, Any]:
+        params = {self._name(group): index for group, index in enumerate(indices)}
+        return {name: params[name] for name in self.distributions}
+
+
+def _is_surplus(trials: Sequence[FrozenTrial], number: int, num_trials: int, *, is_sampling: bool) -> bool:
+    """Whether other workers took the last places before trial `number` began; the lower number keeps its place."""
+    if not is_sampling and FIXED_PARAMS not in trials[number].system_attrs:
+        return True
+    finished = sum(trial.state == TrialState.COMPLETE for trial in trials)
+    ahead = sum(trial.state == TrialState.RUNNING for trial in trials[:number])
+    return finished + ahead >= num_trials
+
+
+def _all_params(trial: FrozenTrial) -> dict[str, Any]:
+    """What a trial measures, or is to measure."""
+    fixed: dict[str, Any] = trial.system_attrs.get(FIXED_PARAMS, {})
+    return {**trial.params, **fixed}
