@@ -1,0 +1,178 @@
+"""Keys or values of one layer as packed rows that grow. Knows nothing of models or read plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvtuner.errors import CacheError, ProfileError
+from kvtuner.precision import NATIVE_BITS
+from kvtuner.quant import QuantSpec, pack_rows, quantize, unpack_rows
+
+BLOCK_TOKENS: Final = 2048
+"""Tokens packed or read back at a time: bounds the float32 copies that either makes."""
+
+MIN_GROWTH_TOKENS: Final = 16
+
+
+class TokenBuffer:
+    """A tensor [batch, tokens, ...] that is appended to in place.
+
+    Capacity grows by a quarter (at least 16 tokens), so appending n tokens one by one copies O(n) in all.
+    """
+
+    def __init__(self) -> None:
+        self._data: Tensor | None = None
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def rows(self) -> Tensor | None:
+        """A view of what was appended, [batch, tokens, ...]; None before the first append."""
+        return None if self._data is None else self._data[:, : self._length]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the rows in use."""
+        return 0 if self.rows is None else self.rows.nbytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the buffer, spare capacity included."""
+        return 0 if self._data is None else self._data.nbytes
+
+    def append(self, rows: Tensor) -> None:
+        """Append [batch, tokens, ...]; all but the tokens must be as in the first call."""
+        length = self._length + rows.shape[1]
+        if self._data is None:
+            self._data = _allocate(rows, length)
+        assert (self._data.shape[0], self._data.dtype) == (rows.shape[0], rows.dtype)
+        capacity = self._data.shape[1]
+        if length > capacity:
+            grown = capacity + max(capacity // 4, MIN_GROWTH_TOKENS)
+            self._move(self._data[:, : self._length], max(length, grown))
+        self._data[:, self._length : length] = rows.detach()
+        self._length = length
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from `length` on; the capacity stays."""
+        self._length = min(self._length, length)
+
+    def take(self, indices: Tensor) -> None:
+        """Replace the batch by its entries `indices`, integer or boolean."""
+        if self._data is not None:
+            self._move(self._data[indices.to(self._data.device), : self._length], self._data.shape[1])
+
+    def clear(self) -> None:
+        """Forget everything and free the memory."""
+        self._data, self._length = None, 0
+
+    def _move(self, rows: Tensor, capacity: int) -> None:
+        self._data = _allocate(rows, capacity)
+        self._data[:, : rows.shape[1]] = rows
+
+
+def _allocate(like: Tensor, capacity: int) -> Tensor:
+    # A tensor born in inference mode could not be written in place after it.
+    with torch.inference_mode(False):
+        return torch.empty((like.shape[0], capacity, *like.shape[2:]), dtype=like.dtype, device=like.device)
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """How keys or values become rows.
+
+    Attributes:
+        num_heads: KV heads in a row: the whole model's.
+        head_dim: channels per head.
+        spec: None keeps [tokens, num_heads, head_dim] in the dtype it comes in.
+    """
+
+    num_heads: int
+    head_dim: int
+    spec: QuantSpec | None
+
+    @property
+    def bits(self) -> int:
+        """16 for native rows, whatever their dtype."""
+        return NATIVE_BITS if self.spec is None else self.spec.bits
+
+    def encode(self, states: Tensor) -> Tensor:
+        """Rows [batch, tokens, ...] of keys or values [batch, num_heads, tokens, head_dim]."""
+        tokens = states.transpose(1, 2)
+        if self.spec is None:
+            return tokens
+        return torch.cat([_pack(self.spec, block) for block in tokens.split(BLOCK_TOKENS, dim=1)], dim=1)
+
+    def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys or values [batch, num_heads, tokens, head_dim] in model space."""
+        if self.spec is None:
+            return rows.transpose(1, 2)
+        blocks = [self._unpack(self.spec, block).to(dtype) for block in rows.split(BLOCK_TOKENS, dim=1)]
+        return torch.cat([block.transpose(1, 2) for block in blocks], dim=2)
+
+    def _unpack(self, spec: QuantSpec, rows: Tensor) -> Tensor:
+        quantized = unpack_rows(rows, spec.bits, self.num_heads, self.head_dim, spec.group_size)
+        return spec.transform.invert(quantized.dequantize())
+
+
+def _pack(spec: QuantSpec, tokens: Tensor) -> Tensor:
+    stored = spec.transform.apply(tokens)
+    return pack_rows(quantize(stored, spec.bits, spec.group_size, symmetric=spec.symmetric))
+
+
+class StoredSide:
+    """Keys, or values, of one layer."""
+
+    def __init__(self, row_format: RowFormat) -> None:
+        self.format = row_format
+        self.buffer = TokenBuffer()
+
+    def check(self, states: Tensor) -> None:
+        """Check that keys or values [batch, num_heads, tokens, head_dim] can be stored.
+
+        Raises:
+            ProfileError: other heads or channels than the format's.
+            CacheError: another batch, or for native rows another dtype, than what is stored.
+        """
+        heads, channels = states.shape[1], states.shape[-1]
+        if (heads, channels) != (self.format.num_heads, self.format.head_dim):
+            raise ProfileError(
+                f"the profile stores {self.format.num_heads} KV heads of {self.format.head_dim} channels, but"
+                f" attention gave {heads} of {channels}; this cache holds all heads of a model, on one rank"
+            )
+        rows = self.buffer.rows
+        if rows is None:
+            return
+        if rows.shape[0] != states.shape[0]:
+            raise CacheError(
+                f"the cache holds a batch of {rows.shape[0]}, but was given one of {states.shape[0]};"
+                " reset() it or use another"
+            )
+        if self.format.spec is None and rows.dtype != states.dtype:
+            raise CacheError(f"the cache holds {rows.dtype}, but was given {states.dtype}; reset() it or use another")
+
+    def extend(self, states: Tensor, *, fresh_is_exact: bool) -> Tensor:
+        """Store a chunk and return all that its queries read.
+
+        Args:
+            states: [batch, num_heads, tokens, head_dim], model space.
+            fresh_is_exact: read the chunk as it came; earlier tokens are always read from their rows.
+
+        Returns:
+            [batch, num_heads, all tokens, head_dim], model space, in the dtype of `states`.
+        """
+        past = len(self.buffer)
+        self.buffer.append(self.format.encode(states))
+        if fresh_is_exact and past == 0:
+            return states
+        rows = self.buffer.rows
+        assert rows is not None
+        if not fresh_is_exact:
+            return self.format.decode(rows, states.dtype)
+        return torch.cat((self.format.decode(rows[:, :past], states.dtype), states), dim=2)

@@ -1,0 +1,276 @@
+"""A transformers cache that keeps every layer at its profile's precision. Knows nothing of the search.
+
+``model.generate(past_key_values=KVTunerCache.from_profile(profile, model.config))`` runs a profile wherever
+transformers runs. Rows are packed for real, and each step reads the whole history back in plain torch: this
+host shows quality and bytes, not speed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, Self, cast, get_args
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from kvtuner.cache_kind import refuse_other_caches
+from kvtuner.errors import CacheError
+from kvtuner.exported_configs.evidence import ReadPlan
+from kvtuner.precision import PrecisionPair
+from kvtuner.runtime_loader.packed_layer import RowFormat, StoredSide
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.geometry import ConfigLike
+
+READ_PLANS: Final[tuple[ReadPlan, ...]] = get_args(ReadPlan)
+
+
+class KVTunerLayer(CacheLayerMixin):
+    """One layer of a `KVTunerCache`.
+
+    `keys` and `values`, which some code reads off other caches, stay None: nothing may take rows for keys.
+
+    Attributes:
+        k: stored keys.
+        v: stored values.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, k: RowFormat, v: RowFormat) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        self.k = StoredSide(k)
+        self.v = StoredSide(v)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({PrecisionPair(self.k.format.bits, self.v.format.bits)})"
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the rows in use."""
+        return self.k.buffer.stored_bytes + self.v.buffer.stored_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the buffers."""
+        return self.k.buffer.allocated_bytes + self.v.buffer.allocated_bytes
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Check that the states can be stored; memory is taken when tokens come.
+
+        Raises:
+            ProfileError: heads or channels other than the profile's.
+            CacheError: a batch or dtype other than the cache holds.
+        """
+        self.k.check(key_states)
+        self.v.check(value_states)
+        self.is_initialized = True
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        read_plan: ReadPlan = "decode",
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Store a chunk and return what its queries read, both [batch, num_kv_heads, tokens, channels].
+
+        Args:
+            key_states: with positions encoded.
+            value_states: like the keys.
+            *args: what releases of transformers pass besides; not used.
+            read_plan: see `KVTunerCache`.
+            **kwargs: as `args`.
+
+        Raises:
+            ProfileError: heads or channels other than the profile's.
+            CacheError: a batch or dtype other than the cache holds.
+        """
+        self.lazy_initialization(key_states, value_states)
+        is_first = self.get_seq_length() == 0
+        exact = read_plan == "hit" or (read_plan == "decode" and is_first)
+        keys = self.k.extend(key_states, fresh_is_exact=exact)
+        return keys, self.v.extend(value_states, fresh_is_exact=exact)
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Length and offset of what the next `update` returns.
+
+        Args:
+            query_length: or the positions themselves, as early releases of transformers 5 call it.
+        """
+        fresh = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+        return self.get_seq_length() + fresh, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens stored."""
+        return len(self.k.buffer)
+
+    def get_max_length(self) -> int:
+        """-1: there is no limit."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """`get_max_length` under the name that early releases of transformers 5 call."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget everything and free the memory."""
+        self.k.buffer.clear()
+        self.v.buffer.clear()
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens.
+
+        Args:
+            tokens_to_remove: a negative count; a positive one, as early releases of transformers 5 call it,
+                is the number of tokens to keep.
+        """
+        rest = max(0, self.get_seq_length() + tokens_to_remove)
+        kept = tokens_to_remove if tokens_to_remove > 0 else rest
+        self.k.buffer.truncate(kept)
+        self.v.buffer.truncate(kept)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let beam i continue what beam `beam_idx[i]` stored."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these sequences of the batch."""
+        self.k.buffer.take(indices)
+        self.v.buffer.take(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence of the batch."""
+        rows = self.k.buffer.rows
+        if rows is not None:
+            self.batch_select_indices(torch.arange(rows.shape[0]).repeat_interleave(repeats))
+
+
+class KVTunerCache(Cache):
+    """Packed keys and values of a whole model, with an explicit read plan.
+
+    Read plans say what a chunk of tokens reads; earlier chunks are always read from their rows:
+      - ``decode``: the first chunk is exact within itself (a prompt prefilled at once); every later one, of
+        one token or many, reads its own tokens quantized too.
+      - ``hit``: every chunk is exact within itself, a chunk of one token included.
+      - ``cache``: every chunk, the first too, reads its own tokens quantized. Only here does the result not
+        depend on where chunks were cut.
+
+    16 bits mean the dtype that attention runs in: a bf16 or fp16 model stores exactly
+    ``profile.bytes_per_token() * tokens * batch`` bytes; in a float32 model packed sides take as much as that
+    and 16-bit sides twice it. Gradients do not flow through stored tokens.
+
+    Attributes:
+        num_calibrated_positions: positions that the means of centred keys were taken over; a longer sequence
+            warns once. None if no layer centres or the profile does not say.
+    """
+
+    def __init__(self, layers: Sequence[KVTunerLayer], read_plan: ReadPlan = "decode") -> None:
+        super().__init__(layers=[*layers])
+        self._read_plan = _checked(read_plan)
+        self.num_calibrated_positions: int | None = None
+
+    @classmethod
+    def from_profile(cls, profile: Profile, config: ConfigLike, read_plan: ReadPlan = "decode") -> Self:
+        """An empty cache for a model.
+
+        Args:
+            profile: how every layer is stored.
+            config: the model's transformers configuration.
+            read_plan: what a chunk reads; see the class.
+
+        Raises:
+            UnsupportedModelError: layers whose cache is not one key and value per token and head.
+            ProfileError: the profile belongs to another model.
+            CacheError: an unknown read plan.
+        """
+        refuse_other_caches(config)
+        profile.check_model(config)
+        cache = cls([_layer(profile, layer_id) for layer_id in range(len(profile.pairs))], read_plan)
+        cache.num_calibrated_positions = _calibrated_positions(profile)
+        return cache
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(layers={self.layers}, read_plan={self.read_plan!r})"
+
+    @property
+    def read_plan(self) -> ReadPlan:
+        """What the next chunk reads."""
+        return self._read_plan
+
+    @contextmanager
+    def reading(self, read_plan: ReadPlan) -> Iterator[Self]:
+        """Read by another plan inside the block.
+
+        Raises:
+            CacheError: an unknown read plan.
+        """
+        before, self._read_plan = self._read_plan, _checked(read_plan)
+        try:
+            yield self
+        finally:
+            self._read_plan = before
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the rows in use, all layers."""
+        return sum(layer.stored_bytes for layer in self._packed_layers)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the buffers, all layers: up to a quarter (or 16 tokens) over the most ever stored."""
+        return sum(layer.allocated_bytes for layer in self._packed_layers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store a chunk of one layer and return what its queries read; see `KVTunerLayer.update`."""
+        layer = self._packed_layers[layer_idx]
+        read = layer.update(key_states, value_states, read_plan=self.read_plan)
+        self._warn_beyond_calibration(layer.get_seq_length())
+        return read
+
+    def _warn_beyond_calibration(self, num_tokens: int) -> None:
+        limit = self.num_calibrated_positions
+        if limit is not None and num_tokens > limit:
+            self.num_calibrated_positions = None
+            warnings.warn(
+                f"the profile's key means were taken over {limit} positions, but the cache holds {num_tokens}"
+                " tokens: accuracy may fall; calibrate with a longer --context-length",
+                stacklevel=3,
+            )
+
+    @property
+    def _packed_layers(self) -> list[KVTunerLayer]:
+        return cast("list[KVTunerLayer]", self.layers)
+
+
+def _layer(profile: Profile, layer_id: int) -> KVTunerLayer:
+    shape = profile.row_shape()
+    return KVTunerLayer(
+        RowFormat(shape.num_kv_heads, shape.head_dim, profile.quant_spec(layer_id, "k")),
+        RowFormat(shape.num_kv_heads, shape.v_head_dim, profile.quant_spec(layer_id, "v")),
+    )
+
+
+def _calibrated_positions(profile: Profile) -> int | None:
+    record = profile.provenance.calibration
+    specs = [profile.quant_spec(layer_id, "k") for layer_id in range(len(profile.pairs))]
+    is_centered = any(spec is not None and spec.transform.kind.centered for spec in specs)
+    return record.position_range[1] + 1 if record is not None and is_centered else None
+
+
+def _checked(read_plan: ReadPlan) -> ReadPlan:
+    if read_plan not in READ_PLANS:
+        raise CacheError(f"read_plan must be one of {', '.join(READ_PLANS)}, not {read_plan!r}")
+    return read_plan

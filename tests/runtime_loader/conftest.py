@@ -1,0 +1,159 @@
+"""Tiny seeded models, and profiles for them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from kvtuner.exported_configs.build import AskedBudget, LayerChoice, build_profile
+from kvtuner.exported_configs.evidence import (
+    CalibrationRecord,
+    Libraries,
+    ModelIdentity,
+    Provenance,
+    SplitCounts,
+    SplitHashes,
+)
+from kvtuner.geometry import ModelGeometry
+from kvtuner.quant import Transform, TransformKind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvtuner.exported_configs.profile import Profile
+
+# A wide initialization, so that attention is far from uniform and an error in keys or values reaches the logits.
+COMMON = {
+    "vocab_size": 97,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def llama_gqa_64() -> PreTrainedModel:
+    return LlamaForCausalLM(
+        LlamaConfig(**COMMON, hidden_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    )
+
+
+def qwen2_mqa_80() -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**COMMON, hidden_size=160, num_attention_heads=2, num_key_value_heads=1))
+
+
+def qwen3_mha_64() -> PreTrainedModel:
+    return Qwen3ForCausalLM(
+        Qwen3Config(**COMMON, hidden_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=64)
+    )
+
+
+BUILDERS = {"llama-gqa-64": llama_gqa_64, "qwen2-mqa-80": qwen2_mqa_80, "qwen3-mha-64": qwen3_mha_64}
+
+
+@cache
+def tiny_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    torch.manual_seed(7)
+    return BUILDERS[name]().to(dtype).eval()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small spend their time waiting for each other's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=BUILDERS)
+def model_name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def model_of() -> Callable[[str, torch.dtype], PreTrainedModel]:
+    """A model by name and dtype; shared, never to be changed."""
+    return tiny_model
+
+
+@pytest.fixture
+def transform_of() -> Callable[[str, ModelGeometry, int], Transform]:
+    """A transform by name, with random constants."""
+
+    def make(name: str, geometry: ModelGeometry, seed: int) -> Transform:
+        kind = TransformKind.parse(name)
+        generator = torch.Generator().manual_seed(seed)
+        shape = (geometry.num_kv_heads, geometry.head_dim)
+        mu = torch.randn(shape, generator=generator).half()
+        lam = torch.randn(shape, generator=generator).exp().clamp(1 / 64, 64).half()
+        return Transform(kind, mu if kind.centered else None, lam if kind.balanced else None)
+
+    return make
+
+
+@pytest.fixture
+def profile_of() -> Callable[..., Profile]:
+    """A profile of layer choices for a configuration."""
+
+    def make(
+        config: Any,
+        layers: Sequence[LayerChoice],
+        *,
+        group_size: int | None = None,
+        symmetric: bool = False,
+        last_position: int | None = None,
+    ) -> Profile:
+        geometry = ModelGeometry.from_config(config)
+        return build_profile(
+            geometry=geometry,
+            layers=layers,
+            k_group_size=group_size or geometry.head_dim,
+            v_group_size=group_size or geometry.v_head_dim,
+            symmetric=symmetric,
+            model=ModelIdentity(
+                id="tiny",
+                revision=None,
+                config_sha256="sha256:" + 64 * "0",
+                architecture="Tiny",
+                dtype="bfloat16",
+            ),
+            budget=AskedBudget("by hand"),
+            quality=None,
+            provenance=Provenance(
+                kvtuner_version="0",
+                calibration=None if last_position is None else calibrated_up_to(last_position),
+                search=None,
+                libraries=Libraries(torch="0", transformers="0", optuna="0"),
+            ),
+        )
+
+    return make
+
+
+def calibrated_up_to(last_position: int) -> CalibrationRecord:
+    digest = "sha256:" + 64 * "0"
+    return CalibrationRecord(
+        corpus="none",
+        token_ids_sha256=SplitHashes(calibrate=digest, select=digest, report=digest),
+        num_sequences=SplitCounts(calibrate=1, select=1, report=1),
+        sequence_length=8,
+        position_range=(0, last_position),
+        seed=0,
+        score="kl",
+    )

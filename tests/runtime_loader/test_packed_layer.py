@@ -1,0 +1,162 @@
+"""Rows are those of `quant`, buffers grow by little, and the batch can be cut and turned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvtuner.errors import CacheError, ProfileError
+from kvtuner.precision import row_bytes
+from kvtuner.quant import QuantSpec, Transform, TransformKind, pack_rows, quantize
+from kvtuner.runtime_loader import packed_layer
+from kvtuner.runtime_loader.packed_layer import RowFormat, StoredSide, TokenBuffer
+
+HADAMARD = Transform(TransformKind(hadamard=True))
+
+
+def states(batch: int, heads: int, tokens: int, head_dim: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(batch, heads, tokens, head_dim, generator=generator) + 1
+
+
+def stored(spec: QuantSpec | None, heads: int = 3, head_dim: int = 64) -> StoredSide:
+    return StoredSide(RowFormat(heads, head_dim, spec))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize(("head_dim", "group_size"), [(64, 32), (64, 64), (80, 40), (80, 80), (128, 64)])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_chunks_become_the_rows_that_quant_packs_of_the_whole(
+    bits: int, head_dim: int, group_size: int, symmetric: bool
+) -> None:
+    side = stored(QuantSpec(bits, HADAMARD, group_size, symmetric), head_dim=head_dim)
+    whole = states(2, 3, 37, head_dim)
+    for chunk in whole.split([1, 5, 30, 1], dim=2):
+        side.extend(chunk, fresh_is_exact=False)
+    expected = pack_rows(quantize(HADAMARD.apply(whole.transpose(1, 2)), bits, group_size, symmetric=symmetric))
+    assert expected.shape == (2, 37, row_bytes(3, head_dim, bits, group_size))
+    assert torch.equal(side.buffer.rows, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_rows_read_back_as_quant_simulates_them_in_the_dtype_of_the_keys(dtype: torch.dtype) -> None:
+    spec = QuantSpec(4, HADAMARD)
+    keys = states(2, 3, 9, 64).to(dtype)
+    read = stored(spec).extend(keys, fresh_is_exact=False)
+    assert read.dtype == dtype
+    assert torch.equal(read, spec.simulate(keys.transpose(1, 2)).transpose(1, 2).to(dtype))
+
+
+def test_long_chunks_are_packed_and_read_in_blocks_with_the_same_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = states(2, 3, 23, 64)
+    whole, in_blocks = stored(QuantSpec(2)), stored(QuantSpec(2))
+    expected = whole.extend(keys, fresh_is_exact=False)
+    monkeypatch.setattr(packed_layer, "BLOCK_TOKENS", 5)
+    assert torch.equal(in_blocks.extend(keys, fresh_is_exact=False), expected)
+    assert torch.equal(in_blocks.buffer.rows, whole.buffer.rows)
+
+
+def test_an_exact_chunk_is_read_as_it_came_behind_a_quantized_past() -> None:
+    spec = QuantSpec(2)
+    side = stored(spec)
+    first, second = states(1, 3, 6, 64), states(1, 3, 1, 64, seed=1)
+    assert torch.equal(side.extend(first, fresh_is_exact=True), first)
+    read = side.extend(second, fresh_is_exact=True)
+    past = spec.simulate(first.transpose(1, 2)).transpose(1, 2)
+    assert torch.equal(read, torch.cat((past, second), dim=2))
+    assert not torch.equal(past, first)
+
+
+def test_a_group_with_nan_reads_nan_and_leaves_the_others_alone() -> None:
+    side = stored(QuantSpec(4, group_size=32))
+    keys = states(2, 3, 5, 64)
+    keys[1, 2, 3, 40] = torch.nan
+    keys[0, 0, 0, 0] = torch.inf
+    read = side.extend(keys, fresh_is_exact=False)
+    expected = torch.zeros_like(keys, dtype=torch.bool)
+    expected[1, 2, 3, 32:] = True
+    expected[0, 0, 0, :32] = True
+    assert torch.equal(read.isnan(), expected)
+
+
+def test_appending_tokens_one_by_one_copies_a_constant_number_of_tokens_each() -> None:
+    buffer = TokenBuffer()
+    num_tokens, copied, address = 3000, 0, None
+    for token in range(num_tokens):
+        buffer.append(torch.full((2, 1, 24), token % 251, dtype=torch.uint8))
+        if buffer.rows.data_ptr() != address:
+            copied += token
+            address = buffer.rows.data_ptr()
+        assert buffer.allocated_bytes <= 2 * 24 * max((token + 1) * 1.25, token + 1 + 16)
+    assert copied <= 6 * num_tokens
+    assert buffer.stored_bytes == 2 * num_tokens * 24
+    assert torch.equal(buffer.rows[1, :, 0], (torch.arange(num_tokens) % 251).to(torch.uint8))
+
+
+def test_a_truncated_buffer_forgets_and_is_written_anew() -> None:
+    buffer = TokenBuffer()
+    rows = torch.arange(2 * 9 * 4, dtype=torch.uint8).reshape(2, 9, 4)
+    buffer.append(rows)
+    buffer.truncate(20)
+    assert len(buffer) == 9
+    buffer.truncate(5)
+    assert buffer.stored_bytes == 2 * 5 * 4
+    buffer.append(rows[:, :2] + 100)
+    assert torch.equal(buffer.rows, torch.cat((rows[:, :5], rows[:, :2] + 100), dim=1))
+
+
+@pytest.mark.parametrize("indices", [torch.tensor([2, 0, 2, 1]), torch.tensor([1]), torch.tensor([True, False, True])])
+def test_taking_a_batch_keeps_rows_and_room_to_append(indices: torch.Tensor) -> None:
+    buffer = TokenBuffer()
+    rows = torch.arange(3 * 4 * 2, dtype=torch.uint8).reshape(3, 4, 2)
+    buffer.append(rows)
+    buffer.take(indices)
+    fresh = rows[indices][:, :1] + 7
+    buffer.append(fresh)
+    assert torch.equal(buffer.rows, torch.cat((rows[indices], fresh), dim=1))
+
+
+def test_an_empty_buffer_can_be_cut_turned_and_measured() -> None:
+    buffer = TokenBuffer()
+    buffer.truncate(0)
+    buffer.take(torch.tensor([1, 0]))
+    assert (len(buffer), buffer.rows, buffer.stored_bytes, buffer.allocated_bytes) == (0, None, 0, 0)
+
+
+def test_rows_written_in_inference_mode_can_be_appended_to_after_it() -> None:
+    side = stored(None)
+    keys = states(1, 3, 6, 64)
+    with torch.inference_mode():
+        side.extend(keys[:, :, :2], fresh_is_exact=False)
+        side.extend(keys[:, :, 2:4], fresh_is_exact=False)
+        side.buffer.take(torch.tensor([0]))
+    assert side.buffer.allocated_bytes > side.buffer.stored_bytes, "no room left: a new buffer would hide it"
+    assert torch.equal(side.extend(keys[:, :, 4:], fresh_is_exact=False), keys)
+
+
+def test_stored_rows_carry_no_gradient() -> None:
+    for spec in (None, QuantSpec(4)):
+        side = stored(spec)
+        side.extend(states(1, 3, 4, 64).requires_grad_(), fresh_is_exact=True)
+        assert not side.buffer.rows.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error", "message"),
+    [
+        ((2, 2, 4, 64), torch.float32, ProfileError, "stores 3 KV heads of 64 channels, but .* 2 of 64"),
+        ((2, 3, 4, 80), torch.float32, ProfileError, "stores 3 KV heads of 64 channels, but .* 3 of 80"),
+        ((5, 3, 4, 64), torch.float32, CacheError, "batch of 2, but was given one of 5"),
+        ((2, 3, 4, 64), torch.float16, CacheError, "holds torch.float32, but was given torch.float16"),
+    ],
+)
+def test_states_of_another_kind_are_refused(
+    shape: tuple[int, ...], dtype: torch.dtype, error: type[Exception], message: str
+) -> None:
+    side = stored(None)
+    side.extend(states(2, 3, 1, 64), fresh_is_exact=True)
+    with pytest.raises(error, match=message):
+        side.check(torch.zeros(shape, dtype=dtype))
+    side.check(torch.zeros(2, 3, 4, 64))

@@ -1,0 +1,236 @@
+"""What generate and its callers do to a cache between forwards, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from kvtuner.errors import CacheError, ProfileError, UnsupportedModelError
+from kvtuner.exported_configs.build import LayerChoice
+from kvtuner.exported_configs.profile import Profile
+from kvtuner.geometry import ModelGeometry
+from kvtuner.quant import Transform
+from kvtuner.runtime_loader.transformers_cache import KVTunerCache
+
+ModelOf = Callable[[str, torch.dtype], PreTrainedModel]
+ProfileOf = Callable[..., Profile]
+TransformOf = Callable[[str, ModelGeometry, int], Transform]
+
+NATIVE = [LayerChoice(16, 16), LayerChoice(16, 16)]
+TOLERANCE = 1e-9  # float64 error of a model that is run in other chunks
+
+
+def prompt(batch: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def logits_in_chunks(model: PreTrainedModel, cache: Any, tokens: Tensor, cuts: Sequence[int]) -> Tensor:
+    chunks = [model(tokens[:, a:b], past_key_values=cache).logits for a, b in pairwise(cuts)]
+    return torch.cat(chunks, dim=1)
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def filled(model_of: ModelOf, profile_of: ProfileOf) -> Callable[[int, Tensor], KVTunerCache]:
+    """A cache that read the tokens given by the `cache` plan, cut at a length."""
+    model = model_of("llama-gqa-64", torch.float64)
+    profile = profile_of(model.config, [LayerChoice(4, 16), LayerChoice(16, 2)])
+
+    def fill(cut: int, tokens: Tensor) -> KVTunerCache:
+        cache = KVTunerCache.from_profile(profile, model.config, "cache")
+        logits_in_chunks(model, cache, tokens, (0, cut, tokens.shape[1]))
+        return cache
+
+    return fill
+
+
+def assert_same_rows(found: KVTunerCache, expected: KVTunerCache) -> None:
+    assert found.stored_bytes == expected.stored_bytes > 0
+    for left, right in zip(found.layers, expected.layers, strict=True):
+        for a, b in ((left.k, right.k), (left.v, right.v)):
+            assert torch.allclose(a.buffer.rows.double(), b.buffer.rows.double(), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("tokens_to_remove", [-8, 12], ids=["count removed", "count kept"])
+def test_a_cropped_cache_goes_on_as_if_the_tokens_had_never_come(
+    tokens_to_remove: int, filled: Any, model_of: ModelOf
+) -> None:
+    tokens, other = prompt(2, 20), prompt(2, 20, seed=1)
+    cache = filled(13, tokens)
+    cache.crop(tokens_to_remove)
+    assert cache.get_seq_length() == 12
+    model_of("llama-gqa-64", torch.float64)(other[:, 12:], past_key_values=cache)
+    assert_same_rows(cache, filled(12, torch.cat((tokens[:, :12], other[:, 12:]), dim=1)))
+
+
+def test_crop_of_nothing_keeps_all_and_of_too_much_leaves_none(filled: Any) -> None:
+    cache = filled(13, prompt(2, 20))
+    cache.crop(0)
+    assert cache.get_seq_length() == 20
+    cache.crop(-21)
+    assert (cache.get_seq_length(), cache.stored_bytes) == (0, 0)
+
+
+def test_beams_repeats_and_selections_turn_all_rows_of_the_batch(filled: Any) -> None:
+    tokens = prompt(2, 20)
+    for turn, rows in (
+        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+        (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+        (lambda cache: cache.reorder_cache(torch.tensor([1, 1])), [1, 1]),
+    ):
+        cache = filled(13, tokens)
+        turn(cache)
+        assert_same_rows(cache, filled(13, tokens[rows]))
+
+
+def test_an_empty_cache_takes_every_operation(model_of: ModelOf, profile_of: ProfileOf) -> None:
+    config = model_of("llama-gqa-64", torch.float64).config
+    cache = KVTunerCache.from_profile(profile_of(config, NATIVE), config)
+    cache.crop(-1)
+    cache.reorder_cache(torch.tensor([0]))
+    cache.batch_repeat_interleave(2)
+    cache.reset()
+    cache.early_initialization(2, 2, 64, torch.float32, torch.device("cpu"))
+    assert cache.is_initialized
+    assert (cache.get_seq_length(), cache.stored_bytes, cache.allocated_bytes) == (0, 0, 0)
+    assert (cache.is_compileable, cache.is_sliding) == (False, [False, False])
+
+
+def test_a_reset_cache_is_new_for_a_batch_of_any_size(filled: Any, model_of: ModelOf) -> None:
+    cache, tokens = filled(13, prompt(2, 20)), prompt(3, 20)
+    cache.reset()
+    assert (cache.get_seq_length(), cache.allocated_bytes) == (0, 0)
+    logits_in_chunks(model_of("llama-gqa-64", torch.float64), cache, tokens, (0, 13, 20))
+    assert_same_rows(cache, filled(13, tokens))
+
+
+def test_copies_of_a_prefilled_prompt_go_separate_ways(filled: Any, model_of: ModelOf) -> None:
+    model, tokens = model_of("llama-gqa-64", torch.float64), prompt(1, 20)
+    prefix = filled(6, tokens[:, :12])
+    copied = copy.deepcopy(prefix)
+    model(tokens[:, 12:], past_key_values=copied)
+    assert prefix.get_seq_length() == 12
+    assert_same_rows(prefix, filled(6, tokens[:, :12]))
+    assert_same_rows(copied, filled(12, tokens))
+
+
+def test_masks_are_sized_for_lengths_and_for_the_positions_of_early_releases(filled: Any) -> None:
+    layer = filled(13, prompt(1, 20)).layers[0]
+    assert layer.get_mask_sizes(3) == layer.get_mask_sizes(torch.arange(20, 23)) == (23, 0)
+    assert layer.get_max_cache_shape() == layer.get_max_length() == -1
+    assert layer.is_croppable
+
+
+def test_a_repr_shows_widths_and_read_plan_and_no_outsider_gets_rows_for_keys(filled: Any) -> None:
+    cache = filled(13, prompt(1, 20))
+    expected = "KVTunerCache(layers=[KVTunerLayer(K4V16), KVTunerLayer(K16V2)], read_plan='cache')"
+    assert repr(cache) == expected
+    assert all(layer.keys is None and layer.values is None for layer in cache.layers)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_hidden_layers": 3}, "num_layers 2, but this model has 3"),
+        ({"num_attention_heads": 8}, "num_attention_heads 4, but this model has 8"),
+        ({"num_key_value_heads": 4}, "num_kv_heads 2, but this model has 4"),
+        ({"head_dim": 32}, "head_dim 64, but this model has 32"),
+    ],
+)
+def test_a_profile_of_another_geometry_is_refused(
+    change: dict[str, int], named: str, model_of: ModelOf, profile_of: ProfileOf
+) -> None:
+    config = model_of("llama-gqa-64", torch.float64).config
+    profile = profile_of(config, NATIVE)
+    other = LlamaConfig(
+        **{
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            **change,
+        }
+    )
+    with pytest.raises(ProfileError, match=named):
+        KVTunerCache.from_profile(profile, other)
+
+
+def test_a_sliding_window_is_refused_unless_no_position_can_leave_it(model_of: ModelOf, profile_of: ProfileOf) -> None:
+    common = model_of("llama-gqa-64", torch.float64).config.to_dict()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    fields = {name: common[name] for name in (*names, "num_key_value_heads", "head_dim", "initializer_range")}
+    narrow = MistralConfig(**fields, max_position_embeddings=64, sliding_window=63)
+    profile = profile_of(narrow, NATIVE)
+    with pytest.raises(UnsupportedModelError, match="sliding_attention in layer 0"):
+        KVTunerCache.from_profile(profile, narrow)
+    torch.manual_seed(3)
+    model = MistralForCausalLM(MistralConfig(**fields, max_position_embeddings=64, sliding_window=64)).eval()
+    cache, cuts = KVTunerCache.from_profile(profile, model.config), (0, 40, 64)
+    found = logits_in_chunks(model, cache, prompt(1, 64), cuts)
+    expected = logits_in_chunks(model, DynamicCache(), prompt(1, 64), cuts)
+    assert (found - expected).abs().max() <= 1e-5
+
+
+def test_heads_of_a_tensor_parallel_rank_are_refused_before_anything_is_stored(
+    model_of: ModelOf, profile_of: ProfileOf
+) -> None:
+    config = model_of("llama-gqa-64", torch.float64).config
+    cache = KVTunerCache.from_profile(profile_of(config, [LayerChoice(4, 16)] * 2), config)
+    with pytest.raises(ProfileError, match="stores 2 KV heads of 64 channels, but attention gave 1 of 64"):
+        cache.update(torch.zeros(1, 2, 3, 64), torch.zeros(1, 1, 3, 64), 0)
+    assert cache.stored_bytes == 0
+
+
+def test_another_batch_or_dtype_is_refused_and_changes_nothing(model_of: ModelOf, profile_of: ProfileOf) -> None:
+    config = model_of("llama-gqa-64", torch.float64).config
+    profile = profile_of(config, [LayerChoice(4, 16)] * 2)
+    cache = KVTunerCache.from_profile(profile, config)
+    cache.update(torch.ones(1, 2, 3, 64), torch.ones(1, 2, 3, 64), 0)
+    stored = cache.stored_bytes
+    with pytest.raises(CacheError, match="batch of 1, but was given one of 2"):
+        cache.update(torch.ones(2, 2, 1, 64), torch.ones(2, 2, 1, 64), 0)
+    with pytest.raises(CacheError, match=r"holds torch\.float32, but was given torch\.float16"):
+        cache.update(torch.ones(1, 2, 1, 64).half(), torch.ones(1, 2, 1, 64).half(), 0)
+    assert cache.stored_bytes == stored
+
+
+def test_an_unknown_read_plan_is_refused(model_of: ModelOf, profile_of: ProfileOf) -> None:
+    config = model_of("llama-gqa-64", torch.float64).config
+    profile = profile_of(config, NATIVE)
+    with pytest.raises(CacheError, match="one of decode, hit, cache, not 'fresh'"):
+        KVTunerCache.from_profile(profile, config, "fresh")  # type: ignore[arg-type]
+    cache = KVTunerCache.from_profile(profile, config)
+    with pytest.raises(CacheError, match="not 'fresh'"), cache.reading("fresh"):  # type: ignore[arg-type]
+        pass
+    assert cache.read_plan == "decode"
+
+
+def test_use_beyond_the_positions_of_the_key_means_warns_once(
+    model_of: ModelOf, profile_of: ProfileOf, transform_of: TransformOf
+) -> None:
+    config = model_of("llama-gqa-64", torch.float64).config
+    mean = transform_of("centered", ModelGeometry.from_config(config), 0)
+    centred = [LayerChoice(4, 4, mean), LayerChoice(4, 4)]
+    states = torch.ones(1, 2, 4, 64)
+    cache = KVTunerCache.from_profile(profile_of(config, centred, last_position=7), config)
+    cache.update(states, states, 0)
+    cache.update(states, states, 0)
+    with pytest.warns(UserWarning, match="over 8 positions, but the cache holds 12 tokens"):
+        cache.update(states, states, 0)
+    cache.update(states, states, 0)
+    for layers, last_position in (([LayerChoice(4, 4)] * 2, 7), (centred, None)):
+        silent = KVTunerCache.from_profile(profile_of(config, layers, last_position=last_position), config)
+        for _ in range(3):
+            silent.update(states, states, 0)
