@@ -1,0 +1,59 @@
+"""The ``kvtuner`` command. Imports nothing heavy until a sub-command needs it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status.
+
+    0: done. 1: `doctor` or `diff --exit-code` found something. 2: a clear refusal, one line on stderr.
+    130: interrupted; the same command resumes.
+    """
+    from kvtuner.cli.parser import build_parser, parse
+
+    parser = build_parser()
+    args = parse(parser, list(sys.argv[1:] if argv is None else argv))
+    if args.command is None:
+        parser.print_help()
+        return 0
+    return _run(args.command, args)
+
+
+def _run(command: str, args: object) -> int:
+    import importlib
+
+    from kvtuner.errors import KVTunerError
+
+    debug = bool(getattr(args, "debug", False))
+    sys.unraisablehook = _unraisable
+    try:
+        module = importlib.import_module(f"kvtuner.cli.{command}")
+        return int(module.run(args))
+    except KVTunerError as error:
+        if debug:
+            raise
+        print(f"kvtuner {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print(f"\nkvtuner {command}: interrupted; run the same command again to resume", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+
+
+def _unraisable(problem: sys.UnraisableHookArgs) -> None:
+    """Ctrl-C that hit a finalizer would be printed and lost: raise it again where it counts."""
+    if issubclass(problem.exc_type, KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    else:
+        sys.__unraisablehook__(problem)

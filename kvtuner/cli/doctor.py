@@ -1,0 +1,107 @@
+"""``kvtuner doctor``: what this machine has, and whether kvtuner can work here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtuner.errors import KVTunerError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable
+
+NEEDED = (
+    "torch",
+    "transformers",
+    "optuna",
+    "datasets",
+    "numpy",
+    "scipy",
+    "pydantic",
+    "safetensors",
+    "matplotlib",
+)
+OPTIONAL = {
+    "accelerate": "models larger than one GPU",
+    "sglang": "serving a profile",
+    "triton": "GPU kernels",
+}
+MIN_FREE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor's report; `status` is ok, note or bad."""
+
+    name: str
+    status: str
+    detail: str
+
+
+def run(args: Namespace) -> int:
+    """Run the sub-command; 1 if something is bad."""
+    findings = [
+        Finding("python", "ok", platform.python_version()),
+        *(_package(name) for name in NEEDED),
+        *(_optional(name, use) for name, use in OPTIONAL.items()),
+        _guarded("devices", _devices),
+        _guarded("attention seam", _demo_model),
+        _guarded("disk", _disk),
+    ]
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        for finding in findings:
+            print(f"{finding.status:<5}{finding.name:<16}{finding.detail}")
+    return int(any(finding.status == "bad" for finding in findings))
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, "ok", importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "bad", "not installed; reinstall kvtuner")
+
+
+def _optional(name: str, use: str) -> Finding:
+    if importlib.util.find_spec(name) is None:
+        return Finding(name, "note", f"not installed; needed for {use}")
+    return Finding(name, "ok", importlib.metadata.version(name))
+
+
+def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except (KVTunerError, ImportError, OSError, RuntimeError) as error:
+        return Finding(name, "bad", " ".join(str(error).split()))
+
+
+def _devices() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("devices", "note", f"no GPU; {torch.get_num_threads()} CPU threads")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return Finding("devices", "ok", ", ".join(names))
+
+
+def _demo_model() -> Finding:
+    from kvtuner.calibration.chain import DecoderChain
+    from kvtuner.calibration.model import DEMO, ModelSource, load_model
+
+    loaded = load_model(ModelSource(DEMO, device="cpu"))
+    chain = DecoderChain(loaded.model, loaded.shape.geometry)
+    return Finding("attention seam", "ok", f"demo model loads, {len(chain.layers)} layers seen through transformers")
+
+
+def _disk() -> Finding:
+    free = shutil.disk_usage(Path.cwd()).free
+    status = "ok" if free >= MIN_FREE_BYTES else "bad"
+    return Finding("disk", status, f"{free / (1 << 30):.1f} GiB free in the current folder")

@@ -1,0 +1,172 @@
+"""From a sensitivity table to the winner of one budget: space, exact solution, warm starts, refinement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from kvtuner.cli.session import Finding, SearchRun, row_shape, say
+from kvtuner.precision import ALL_BITS, PrecisionPair, bytes_per_token
+from kvtuner.run_folder import sha256_of
+from kvtuner.search_spaces.ranges import parse_keep, parse_ranges
+from kvtuner.search_spaces.space import (
+    Configuration,
+    SearchSpace,
+    build_space,
+    configuration_from_pairs,
+    predicted_score,
+    uniform,
+)
+from kvtuner.tuner.exact import nested, solve, solve_front
+from kvtuner.tuner.samplers import POPULATION_SIZE
+from kvtuner.tuner.study import StudyResult, refine
+from kvtuner.tuner.warm_starts import warm_starts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtuner.search_spaces.budget import Constraint
+    from kvtuner.tuner.objective import MeasuredKL
+
+STUDY_FILE = "study.db"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One profile to make.
+
+    Attributes:
+        asked: what the user wrote.
+        name: as part of a file name.
+        constraint: of a budget; None for a hand-written configuration.
+    """
+
+    asked: str
+    name: str
+    constraint: Constraint | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finder:
+    """Finds winners on the select split.
+
+    Attributes:
+        run: what is loaded.
+        objective: measures configurations.
+    """
+
+    run: SearchRun
+    objective: MeasuredKL
+
+    def uniforms(self) -> dict[PrecisionPair, Configuration]:
+        """Every uniform pair with the best transforms."""
+        rows = row_shape(self.run.args, self.run.shape)
+        pairs = (PrecisionPair(*bits) for bits in product(ALL_BITS, ALL_BITS))
+        return {pair: uniform(self.run.table, pair, self.run.args.score, rows, transforms=True) for pair in pairs}
+
+    def uniform_table(self) -> dict[PrecisionPair, float]:
+        """Measured KL of every uniform pair, nats per token."""
+        bar = tqdm(self.uniforms().items(), desc="uniform K x V", disable=None)
+        return {pair: self.objective(configuration) for pair, configuration in bar}
+
+    def space(self, constraint: Constraint) -> SearchSpace:
+        """What may be chosen under a budget."""
+        args = self.run.args
+        return build_space(
+            self.run.table,
+            args.score,
+            constraint.shape,
+            keep=parse_keep(args.keep) if args.keep else {},
+            groups=args.groups,
+            stages=constraint.stages,
+        )
+
+    def family(self, targets: Sequence[Target]) -> list[Configuration]:
+        """Nested solutions, one per target, in the targets' order; says what nesting costs."""
+        constraints = [target.constraint for target in targets if target.constraint is not None]
+        space = self.space(constraints[0])
+        members = nested(space, constraints)
+        for target, constraint, member in zip(targets, constraints, members, strict=True):
+            alone, here = predicted_score(solve(space, constraint)), predicted_score(member)
+            say(f"nested {target.asked}: predicted score {here:.4g}, {alone:.4g} on its own")
+        return members
+
+    def find(self, target: Target, member: Configuration | None, uniform_kl: dict[PrecisionPair, float]) -> Finding:
+        """The winner of one target.
+
+        Args:
+            target: a budget or a hand-written configuration.
+            member: the target's part of a nested family, if there is one.
+            uniform_kl: measured KL of uniform pairs.
+        """
+        if target.constraint is None:
+            return self._hand_written(target, uniform_kl)
+        space = self.space(target.constraint)
+        exact = member or solve(space, target.constraint)
+        warm = [exact] if member else self._warm_starts(space, target.constraint)
+        with self.run.phases.phase(f"refinement {target.asked}"):
+            study = self._refine(target, target.constraint, space, warm)
+        exact_kl = self.objective(exact)
+        say(
+            f"refinement {target.asked}: exact solution {exact_kl:.4g}, best {study.best_value:.4g} nats per token:"
+            f" a gain of {exact_kl - study.best_value:.3g} on the select split"
+        )
+        return Finding(
+            asked=target.asked,
+            configuration=study.best,
+            measured_kl=study.best_value,
+            fits=target.constraint.is_met,
+            uniform_kl=uniform_kl,
+            exact=exact,
+            exact_kl=exact_kl,
+            study=study,
+            fronts=tuple(solve_front(space, target.constraint.cost, stage) for stage in target.constraint.stages),
+        )
+
+    def _hand_written(self, target: Target, uniform_kl: dict[PrecisionPair, float]) -> Finding:
+        rows = row_shape(self.run.args, self.run.shape)
+        pairs = parse_ranges(target.asked, self.run.shape.geometry.num_layers)
+        chosen = configuration_from_pairs(self.run.table, pairs, self.run.args.score, rows)
+        cap = bytes_per_token(pairs, rows)
+        return Finding(
+            asked=target.asked,
+            configuration=chosen,
+            measured_kl=self.objective(chosen),
+            fits=lambda others: bytes_per_token(others, rows) <= cap,
+            uniform_kl=uniform_kl,
+        )
+
+    def _warm_starts(self, space: SearchSpace, constraint: Constraint) -> list[Configuration]:
+        args = self.run.args
+        # As many as a generation of NSGA-II: they become its first population.
+        limit = args.trials if args.sampler == "none" else min(args.trials, POPULATION_SIZE)
+        return warm_starts(space, constraint, list(self.uniforms().values()), limit)
+
+    def _refine(
+        self, target: Target, constraint: Constraint, space: SearchSpace, warm: Sequence[Configuration]
+    ) -> StudyResult:
+        args = self.run.args
+        identity = {
+            "measurements": sha256_of(self.run.table.identity),
+            "asked": target.asked,
+            **{name: getattr(args, name) for name in ("tp_size", "pp_size", "keep", "groups", "score")},
+            **{name: getattr(args, name) for name in ("sampler", "nested", "seed")},
+        }
+        storage = args.storage or f"sqlite:///{self.run.folder.file(STUDY_FILE).resolve()}"
+        with tqdm(total=args.trials, desc=f"refine {target.asked}", unit="trial", disable=None) as bar:
+            return refine(
+                space,
+                constraint,
+                self.objective,
+                warm=warm,
+                sampler=args.sampler,
+                num_trials=args.trials,
+                seed=args.seed,
+                storage=storage,
+                study_name=f"{target.name}-{sha256_of(identity)[7:19]}",
+                identity=identity,
+                on_trial=lambda _: bar.update(1),
+            )

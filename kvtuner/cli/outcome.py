@@ -1,0 +1,167 @@
+"""What a finished search leaves behind: validation, the uniform override, and the order in which files are written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from kvtuner.cli.profile_of_run import make_profile
+from kvtuner.cli.report import DATA_FILE
+from kvtuner.cli.report_of_run import make_report_data
+from kvtuner.cli.session import row_shape, say
+from kvtuner.evaluation.assemble import quality_of
+from kvtuner.evaluation.report import summary_json, write_report
+from kvtuner.evaluation.validation import (
+    FP8,
+    OFFSETS,
+    UNIFORM_PAIRS,
+    Contestant,
+    Validator,
+    fp8_contestant,
+    kl_difference,
+    pooled,
+    reference_contestant,
+)
+from kvtuner.exported_configs.build import dump_profile
+from kvtuner.run_folder import RunFolder, write_atomically
+from kvtuner.search_spaces.ranges import parse_keep
+from kvtuner.search_spaces.space import uniform
+from kvtuner.tuner.objective import describe, layer_specs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvtuner.calibration.batches import Offsets
+    from kvtuner.cli.session import Finding, Measured, SearchRun
+    from kvtuner.evaluation.report_data import OffsetQuality, ReportData
+    from kvtuner.search_spaces.space import Choice
+
+
+def finish(run: SearchRun, name: str | None, found: Finding, validator: Validator) -> tuple[ReportData, dict[str, Any]]:
+    """Validate, write the profile and the report.
+
+    Args:
+        run: the run.
+        name: of the target as part of file names, where the run has several.
+        found: what the search found.
+        validator: measures on the report split.
+    """
+    contestants = _contestants(run)
+    measured = _measure_all(validator, [*contestants, _winner(run, found)])
+    found = _overridden(run, found, contestants, measured)
+    winner = _winner(run, found)
+    measured[winner.key] = _measure_all(validator, [winner])[winner.key]
+    quality = _quality(run, found, winner, contestants, measured)
+    profile = make_profile(run, found, quality, measured[winner.key])
+    folder = RunFolder(run.folder.file(f"report-{name}")) if name else run.folder
+    profile_file = run.folder.file(f"profile-{name}.json" if name else "profile.json")
+    write_atomically(profile_file, dump_profile(profile))
+    data = make_report_data(run, found, profile, quality)
+    folder.create()
+    folder.write_checked(DATA_FILE, data.to_json())
+    page = write_report(data, folder.path)
+    run.folder.log("profile", file=profile_file.name, digest=profile.digest, asked=found.asked)
+    result = {
+        "profile": str(profile_file),
+        "report": str(page),
+        "digest": profile.digest,
+        "forward_passes": {phase: round(passes, 2) for phase, passes in run.phases.passes.items()},
+        **summary_json(data),
+    }
+    return data, result
+
+
+def _contestants(run: SearchRun) -> list[Contestant]:
+    """The unquantized model, uniforms without and with transforms, fp8."""
+    rows, score = row_shape(run.args, run.shape), run.args.score
+    found = [reference_contestant(run.shape.geometry.num_layers)]
+    for transforms in (False, True):
+        for pair in UNIFORM_PAIRS:
+            configuration = uniform(run.table, pair, score, rows, transforms=transforms)
+            if transforms and all(c.k_transform == c.v_transform == "none" for c in configuration):
+                continue
+            found.append(_contestant(run, str(pair), configuration, transforms=transforms))
+    return [*found, fp8_contestant(run.shape.geometry.num_layers)]
+
+
+def _contestant(run: SearchRun, name: str, configuration: Sequence[Choice], *, transforms: bool) -> Contestant:
+    return Contestant(
+        name=name,
+        transforms=transforms,
+        pairs=tuple(choice.pair for choice in configuration),
+        specs=layer_specs(configuration, run.table, run.bench.options.quant),
+        key=describe(configuration),
+    )
+
+
+def _winner(run: SearchRun, found: Finding) -> Contestant:
+    return _contestant(run, found.is_uniform or found.asked, found.configuration, transforms=False)
+
+
+def _measure_all(validator: Validator, contestants: Sequence[Contestant]) -> dict[str, Measured]:
+    measured: dict[str, Measured] = {}
+    jobs = [(contestant, offsets) for offsets in OFFSETS for contestant in contestants]
+    for contestant, offsets in tqdm(jobs, desc="validation", disable=None):
+        measured.setdefault(contestant.key, {})[offsets] = validator.measure(contestant, offsets)
+    return measured
+
+
+def _overridden(
+    run: SearchRun, found: Finding, contestants: Sequence[Contestant], measured: Mapping[str, Measured]
+) -> Finding:
+    """The best uniform inside the budget instead of the winner, if the paired interval excludes zero.
+
+    Layers that are kept stay as they are, and so does a nested family.
+    """
+    winner = _winner(run, found)
+    ours = pooled(list(measured[winner.key].values()))
+    keep = parse_keep(run.args.keep) if run.args.keep else {}
+    allowed = [
+        c
+        for c in contestants
+        if c.specs
+        and c.key != FP8
+        and found.fits(c.pairs)
+        and all(c.pairs[layer] == pair for layer, pair in keep.items())
+    ]
+    if found.study is None or run.args.nested or not allowed:
+        return found
+    rival = min(allowed, key=lambda c: sum(pooled(list(measured[c.key].values())).kl))
+    if kl_difference(ours, pooled(list(measured[rival.key].values())), run.args.seed).low <= 0:
+        return found
+    say(f"uniform {rival.name} beats the searched configuration on the report split and takes its place")
+    configuration = uniform(
+        run.table, rival.pairs[0], run.args.score, row_shape(run.args, run.shape), transforms=rival.transforms
+    )
+    measured_kl = found.uniform_kl[rival.pairs[0]] if rival.transforms else None
+    return replace(found, configuration=configuration, measured_kl=measured_kl, is_uniform=rival.name)
+
+
+def _quality(
+    run: SearchRun,
+    found: Finding,
+    winner: Contestant,
+    contestants: Sequence[Contestant],
+    measured: Mapping[str, Measured],
+) -> tuple[OffsetQuality, ...]:
+    tokens, context = run.bench.corpus.splits["report"].shape[1], run.shape.context_length
+    reference, *baselines = contestants
+    positions: dict[Offsets, str] = {
+        "small": f"0 to {tokens - 1}",
+        "large": f"{max(0, context - tokens)} to {max(context, tokens) - 1}",
+    }
+    return tuple(
+        quality_of(
+            offsets,
+            positions[offsets],
+            (winner, measured[winner.key][offsets]),
+            [(baseline, measured[baseline.key][offsets]) for baseline in baselines],
+            measured[reference.key][offsets],
+            shape=row_shape(run.args, run.shape),
+            fits=found.fits,
+            seed=run.args.seed,
+        )
+        for offsets in OFFSETS
+    )

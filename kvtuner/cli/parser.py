@@ -1,0 +1,268 @@
+"""Flags of every sub-command, and the YAML file that they overlay. Knows nothing of what they do."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtuner import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_SCORES = ("kl", "fisher", "e_o")
+_PLANS = ("decode", "hit", "cache")
+_SAMPLERS = ("nsga2", "tpe", "random", "none")
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Show defaults, except None and off."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, argparse.SUPPRESS, []):
+            return action.help
+        return super()._get_help_string(action)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="kvtuner", description="Per-layer mixed-precision KV caches: measure, search, prove, share."
+    )
+    parser.add_argument("--version", action="version", version=f"kvtuner {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, summary, groups in (
+        ("search", "from a model to profile.json and a report", (_model, _data, _measurement, _search, _run)),
+        ("calibrate", "measure sensitivity only; search reuses it", (_model, _data, _measurement, _run)),
+    ):
+        command = commands.add_parser(name, help=summary, description=summary, formatter_class=_Help)
+        for add in groups:
+            add(command)
+        _common(command)
+    _small_commands(commands)
+    return parser
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", metavar="ID|FOLDER|demo", help="hub id, local folder, or the shipped demo model")
+    group.add_argument("--revision", help="commit, tag or branch on the hub")
+    group.add_argument("--device", default="auto", help="auto (every GPU, else the CPU), cpu, cuda, cuda:N")
+    group.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
+    group.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the checkpoint")
+    group.add_argument(
+        "--context-length",
+        type=_positive,
+        metavar="TOKENS",
+        help="what will be served; the model's maximum by default",
+    )
+
+
+def _data(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--data",
+        metavar="FILE|FOLDER|ID[@REV]",
+        help="text, JSONL with text or messages, or a datasets id; a shipped demo corpus by default",
+    )
+    group.add_argument("--data-config", help="configuration of the datasets id")
+    group.add_argument("--data-split", default="train", help="split of the datasets id")
+    group.add_argument("--text-field", default="text", help="field that holds the text")
+    group.add_argument(
+        "--sequence-length",
+        type=_positive,
+        metavar="TOKENS",
+        help="512 for demo, else 2048 or the context if that is less",
+    )
+    group.add_argument(
+        "--sequences",
+        type=_sequences,
+        metavar="N[,N,N]",
+        help="sequences to calibrate, select and report on; 6,6,12 for demo, else 8,8,16",
+    )
+    group.add_argument("--deduplicate", action="store_true", help="drop repeated documents instead of refusing them")
+
+
+def _measurement(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("measurement")
+    group.add_argument(
+        "--score",
+        choices=_SCORES,
+        default="kl",
+        help="what bits are allocated by; fisher and e_o skip the isolated forwards",
+    )
+    group.add_argument(
+        "--read-plan", choices=_PLANS, default="decode", help="which tokens read quantized keys and values"
+    )
+    group.add_argument("--fisher-draws", type=_positive, default=4, metavar="R", help="sampled labels per token")
+    group.add_argument("--batch-size", type=_positive, default=1, help="sequences in flight")
+    group.add_argument(
+        "--k-group-size",
+        type=_positive,
+        metavar="CHANNELS",
+        help="channels per scale of keys; head_dim by default",
+    )
+    group.add_argument(
+        "--v-group-size",
+        type=_positive,
+        metavar="CHANNELS",
+        help="channels per scale of values; head_dim by default",
+    )
+    group.add_argument("--symmetric", action="store_true", help="one grid around zero instead of minimum and scale")
+    group.add_argument("--pairs", action="store_true", help="also measure the paper's e_o of all K/V pairs")
+    group.add_argument("--seed", type=_seed, default=0, help="of documents, offsets, labels, sampler and bootstrap")
+
+
+def _search(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("search")
+    group.add_argument(
+        "--budget",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="BUDGET",
+        help="4bit, 4.25bpe, 35%%, 18KiB/token, 40GiB@32x64k; several make several profiles",
+    )
+    group.add_argument(
+        "--layers", metavar="RANGES", help="write this configuration instead of searching: 0-1:bf16,2-27:K4V2"
+    )
+    group.add_argument("--keep", metavar="LAYERS", help="force layers: 0:K8V8,27:16")
+    group.add_argument("--groups", action="store_true", help="tie layers by DBSCAN as the KVTuner paper does")
+    group.add_argument(
+        "--sampler",
+        choices=_SAMPLERS,
+        default="nsga2",
+        help="of the refinement; none measures the warm starts only",
+    )
+    group.add_argument("--trials", type=_positive, default=100, help="of the refinement, warm starts included")
+    group.add_argument(
+        "--nested", action="store_true", help="a larger budget never takes bits away; needs --sampler none"
+    )
+    group.add_argument("--tp-size", type=_positive, default=1, help="tensor-parallel ranks that will serve")
+    group.add_argument(
+        "--pp-size", type=_positive, default=1, help="pipeline stages that will serve; each keeps the budget"
+    )
+    group.add_argument(
+        "--storage",
+        metavar="URL",
+        help="Optuna storage to share between workers; SQLite in the run folder by default",
+    )
+
+
+def _run(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("run")
+    group.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="run folder; runs/<model>-<budget> by default. The same command resumes",
+    )
+    group.add_argument("--config", metavar="FILE.yaml", help="flags by name, overlaid by the command line")
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="geometry, bytes per token and forward tokens; loads no weights",
+    )
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
+    parser.add_argument("--debug", action="store_true", help="traceback instead of one line")
+
+
+def _small_commands(commands: Any) -> None:
+    report = commands.add_parser("report", help="write report.html and its pictures again from a run folder")
+    report.add_argument("folder", help="run folder")
+    show = commands.add_parser("show", help="a profile or a finished run, in the terminal")
+    show.add_argument("path", help="profile.json or run folder")
+    validate = commands.add_parser("validate", help="check a profile's schema, digest and inner consistency")
+    validate.add_argument("file", nargs="+", help="profile.json")
+    validate.add_argument("--model", metavar="ID|FOLDER|demo", help="also check that it fits this model")
+    diff = commands.add_parser("diff", help="two profiles: layers that changed, bytes, quality")
+    diff.add_argument("first")
+    diff.add_argument("second")
+    diff.add_argument("--exit-code", action="store_true", help="exit 1 if the layers differ")
+    doctor = commands.add_parser("doctor", help="what this machine has, and whether kvtuner can work here")
+    for parser in (report, show, validate, diff, doctor):
+        _common(parser)
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse flags over the YAML file that ``--config`` names, if any; argparse exits with 2 on a bad flag."""
+    args = parser.parse_args(argv)
+    if getattr(args, "config", None):
+        subparsers = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        command: argparse.ArgumentParser = subparsers.choices[args.command]
+        _apply_file(command, Path(args.config), keep_budget=not getattr(args, "budget", None))
+        args = parser.parse_args(argv)
+    for name in ("model",):
+        if args.command in ("search", "calibrate") and not getattr(args, name):
+            parser.error(f"{args.command} needs --{name}")
+    return args
+
+
+def _apply_file(command: argparse.ArgumentParser, path: Path, *, keep_budget: bool) -> None:
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        command.error(f"cannot read --config {path}: {error.strerror}")
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        command.error(f"--config {path} is not YAML: {' '.join(str(error).split())}")
+    if values is None:
+        return
+    if not isinstance(values, dict):
+        command.error(f"--config {path} must map flag names to values")
+    known = {action.dest: action for action in command._actions if action.dest not in ("help", "config")}
+    for key, value in values.items():
+        action = known.get(str(key).replace("-", "_"))
+        if action is None:
+            command.error(f"--config {path}: unknown flag {key!r}; known: {', '.join(sorted(known))}")
+        if action.dest != "budget" or keep_budget:  # a repeated flag would add to the file's list, not replace it
+            command.set_defaults(**{action.dest: _file_value(command, action, key, value, path)})
+
+
+def _file_value(command: argparse.ArgumentParser, action: argparse.Action, key: Any, value: Any, path: Path) -> Any:
+    if isinstance(action, argparse._StoreTrueAction):
+        if not isinstance(value, bool):
+            command.error(f"--config {path}: {key} must be true or false, not {value!r}")
+        return value
+    if action.dest == "budget":
+        return [str(item) for item in (value if isinstance(value, list) else [value])]
+    text = ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
+    try:
+        return command._get_value(action, text) if action.choices is None else _chosen(action, text)
+    except (argparse.ArgumentError, argparse.ArgumentTypeError, ValueError) as error:
+        command.error(f"--config {path}: {key}: {error}")
+
+
+def _chosen(action: argparse.Action, text: str) -> str:
+    if action.choices is not None and text not in action.choices:
+        raise ValueError(f"{text!r} is none of {', '.join(map(str, action.choices))}")
+    return text
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"must be within 0..{2**31 - 1}, not {value}")
+    return value
+
+
+def _sequences(text: str) -> tuple[int, int, int]:
+    counts = [_positive(part) for part in str(text).split(",")]
+    if len(counts) == 1:
+        counts *= 3
+    if len(counts) != 3:
+        raise argparse.ArgumentTypeError(f"one count or three (calibrate,select,report), not {text!r}")
+    if counts[2] < 2:
+        raise argparse.ArgumentTypeError("the report split needs at least 2 sequences for its intervals")
+    return counts[0], counts[1], counts[2]

@@ -1,0 +1,120 @@
+"""The profile that a finished search exports: the winner, its measured quality and where it comes from."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+from typing import TYPE_CHECKING
+
+from kvtuner import __version__
+from kvtuner.cli.session import corpus_source
+from kvtuner.evaluation.validation import pooled
+from kvtuner.exported_configs.build import AskedBudget, LayerChoice, build_profile
+from kvtuner.exported_configs.evidence import (
+    Baseline,
+    CalibrationRecord,
+    Interval,
+    Libraries,
+    ModelIdentity,
+    Provenance,
+    Quality,
+    SearchRecord,
+    SplitCounts,
+    SplitHashes,
+)
+from kvtuner.search_spaces.space import predicted_score
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtuner.cli.session import Finding, Measured, SearchRun
+    from kvtuner.evaluation.report_data import OffsetQuality
+    from kvtuner.exported_configs.profile import Profile
+
+
+def make_profile(run: SearchRun, found: Finding, quality: Sequence[OffsetQuality], winner: Measured) -> Profile:
+    """The profile of the winner."""
+    geometry, options = run.shape.geometry, run.bench.options
+    return build_profile(
+        geometry=geometry,
+        layers=[
+            LayerChoice(
+                choice.pair.k_bits,
+                choice.pair.v_bits,
+                run.table.constants_of(layer, "k", choice.k_transform),
+                run.table.constants_of(layer, "v", choice.v_transform),
+            )
+            for layer, choice in enumerate(found.configuration)
+        ],
+        k_group_size=options.quant.k_group_size or geometry.head_dim,
+        v_group_size=options.quant.v_group_size or geometry.v_head_dim,
+        symmetric=options.quant.symmetric,
+        model=ModelIdentity(
+            id=run.bench.loaded.source.name,
+            revision=run.args.revision,
+            config_sha256=run.shape.config_sha256,
+            architecture=run.shape.architecture,
+            dtype=run.bench.loaded.dtype_name,  # type: ignore[arg-type]  # pydantic checks it
+        ),
+        budget=AskedBudget(found.asked, run.args.tp_size, run.args.pp_size),
+        quality=_stored_quality(run, found, quality, winner),
+        provenance=_provenance(run, found),
+    )
+
+
+def _stored_quality(run: SearchRun, found: Finding, quality: Sequence[OffsetQuality], winner: Measured) -> Quality:
+    """The winner over both kinds of offsets; baselines at small ones, as everybody reports them."""
+    both = pooled(list(winner.values()))
+    interval = both.kl_interval(run.args.seed)
+    first = quality[0]
+    return Quality(
+        metric="kl_nats_per_token",
+        read_plan=run.args.read_plan,
+        split_tokens=sum(both.count),
+        predicted_kl=_predicted_kl(run, found),
+        measured_kl=Interval(mean=interval.mean, low=interval.low, high=interval.high),
+        kl_p99=both.kl_p99,
+        top1_agreement=both.top1_agreement,
+        perplexity=both.perplexity,
+        reference_perplexity=first.reference_perplexity or 0.0,
+        baselines=tuple(
+            Baseline(
+                name=row.label,
+                mean_bits=row.mean_bits,
+                effective_bits=row.effective_bits,
+                kl_mean=row.kl.mean,
+                kl_low=row.kl.low,
+                kl_high=row.kl.high,
+            )
+            for row in first.baselines
+            if row.kl is not None
+        ),
+    )
+
+
+def _predicted_kl(run: SearchRun, found: Finding) -> float | None:
+    """The additive prediction where it is in nats and known: a uniform without transforms may not have been scored."""
+    predicted = predicted_score(found.configuration)
+    return None if run.args.score == "e_o" or math.isnan(predicted) else predicted
+
+
+def _provenance(run: SearchRun, found: Finding) -> Provenance:
+    corpus = run.bench.corpus
+    source = corpus_source(run.args, run.shape)
+    counts = dict(zip(("calibrate", "select", "report"), source.num_sequences, strict=True))
+    return Provenance(
+        kvtuner_version=__version__,
+        calibration=CalibrationRecord(
+            corpus=source.name,
+            token_ids_sha256=SplitHashes(**corpus.hashes()),
+            num_sequences=SplitCounts(**counts),
+            sequence_length=source.sequence_length,
+            position_range=(0, run.shape.context_length - 1),
+            seed=run.args.seed,
+            score=run.args.score,
+        ),
+        search=None
+        if found.study is None
+        else SearchRecord(sampler=run.args.sampler, trials=run.args.trials, seed=run.args.seed),
+        libraries=Libraries(**{name: importlib.metadata.version(name) for name in ("torch", "transformers", "optuna")}),
+    )

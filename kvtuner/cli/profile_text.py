@@ -1,0 +1,102 @@
+"""A profile as text for a terminal: facts, a strip of layers, quality. Knows nothing of files."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.precision import PrecisionPair
+
+GIB = 1 << 30
+
+
+def summary(profile: Profile) -> dict[str, Any]:
+    """What a program wants to know of a profile."""
+    bf16 = profile.to_geometry().bf16_bytes_per_token()
+    stored = profile.bytes_per_token()
+    return {
+        "digest": profile.digest,
+        "model": profile.model.id,
+        "asked": profile.budget.asked,
+        "mean_bits": float(profile.mean_bits),
+        "effective_bits": round(float(profile.effective_bits), 6),
+        "bytes_per_token": stored,
+        "bf16_bytes_per_token": bf16,
+        "tokens_per_gib": GIB // stored,
+        "layers": [
+            {
+                "layer": layer,
+                "k_bits": pair.k_bits,
+                "v_bits": pair.v_bits,
+                "k_transform": profile.transform_name(layer, "k"),
+                "v_transform": profile.transform_name(layer, "v"),
+            }
+            for layer, pair in enumerate(profile.pairs)
+        ],
+        "quality": None if profile.quality is None else profile.quality.model_dump(mode="json"),
+    }
+
+
+def describe(profile: Profile) -> str:
+    """Some lines about a profile."""
+    facts = summary(profile)
+    ratio = facts["bf16_bytes_per_token"] / facts["bytes_per_token"]
+    lines = [
+        f"model     {printable(profile.model.id)} ({printable(profile.model.architecture)})",
+        f"digest    {profile.digest}",
+        f"budget    {printable(profile.budget.asked)}: {facts['mean_bits']:.4g} mean bits,"
+        f" {facts['effective_bits']:.4g} effective, {facts['bytes_per_token']:,} bytes per token",
+        f"capacity  {facts['tokens_per_gib']:,} tokens per GiB, {ratio:.2f}x of bf16",
+    ]
+    if (quality := profile.quality) is not None:
+        kl = quality.measured_kl
+        lines.append(
+            f"quality   KL {kl.mean:.3g} [{kl.low:.3g}, {kl.high:.3g}] nats per token,"
+            f" top-1 {quality.top1_agreement:.2%},"
+            f" perplexity {quality.perplexity:.4g} (bf16 {quality.reference_perplexity:.4g})"
+        )
+    lines += ["", "layers    keys (transform)                            values (transform)"]
+    for first, last, keys, values in runs(profile):
+        name = str(first) if first == last else f"{first}-{last}"
+        lines.append(f"{name:<10}{keys:<44}{values}")
+    lines += ["", *strip(profile.pairs)]
+    return "\n".join(lines)
+
+
+def runs(profile: Profile) -> list[tuple[int, int, str, str]]:
+    """Neighbouring layers that are stored alike, as (first, last, keys, values)."""
+
+    def side(layer: int, bits: int, name: str) -> str:
+        return f"{bits} bit" if name == "none" else f"{bits} bit ({name})"
+
+    rows = [
+        (
+            side(layer, pair.k_bits, profile.transform_name(layer, "k")),
+            side(layer, pair.v_bits, profile.transform_name(layer, "v")),
+        )
+        for layer, pair in enumerate(profile.pairs)
+    ]
+    result, layer = [], 0
+    for (keys, values), members in groupby(rows):
+        count = len(list(members))
+        result.append((layer, layer + count - 1, keys, values))
+        layer += count
+    return result
+
+
+def strip(pairs: tuple[PrecisionPair, ...], width: int = 64) -> list[str]:
+    """One character per layer and side: 2, 4, 8, or F for 16 bits."""
+    letters = {2: "2", 4: "4", 8: "8", 16: "F"}
+    lines = []
+    for first in range(0, len(pairs), width):
+        part = pairs[first : first + width]
+        lines.append(f"K {''.join(letters[pair.k_bits] for pair in part)}  layers {first}-{first + len(part) - 1}")
+        lines.append(f"V {''.join(letters[pair.v_bits] for pair in part)}")
+    return lines
+
+
+def printable(text: str) -> str:
+    """Text without control characters: a profile may come from anybody."""
+    return "".join(c if c.isprintable() else "?" for c in text)

@@ -1,0 +1,1 @@
+"""Measures and reports what a profile costs in quality. Knows nothing of how it was found."""

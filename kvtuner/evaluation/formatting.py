@@ -1,0 +1,54 @@
+"""Numbers as text and as JSON, one way for all of the report. Knows nothing of what they mean."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtuner.evaluation.statistics import Interval
+
+NOT_MEASURED = "-"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Significant digits, with an exponent below 0.001: ``0.0490``, ``4.10e-5``, ``0``."""
+    if value is None or not math.isfinite(value):
+        return NOT_MEASURED
+    if value == 0:
+        return "0"
+    if abs(value) < 1e-3:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    text = f"{value:#.{digits}g}"
+    return f"{value:.0f}" if "e" in text else text.removesuffix(".")
+
+
+def interval(value: Interval | None, digits: int = 3) -> str:
+    """``mean [low, high]``."""
+    if value is None:
+        return NOT_MEASURED
+    return f"{number(value.mean, digits)} [{number(value.low, digits)}, {number(value.high, digits)}]"
+
+
+def fixed(value: float | None, decimals: int = 2) -> str:
+    """A fixed number of decimals; with an exponent from ten million on, as a broken model's perplexity may need."""
+    if value is None or not math.isfinite(value):
+        return NOT_MEASURED
+    return f"{value:,.{decimals}f}" if abs(value) < 1e7 else f"{value:.2e}"
+
+
+def percent(share: float | None) -> str:
+    """A share in [0, 1] as a percentage of one decimal."""
+    return NOT_MEASURED if share is None or not math.isfinite(share) else f"{100 * share:.1f}%"
+
+
+def plain_json(value: Any) -> Any:
+    """Tuples as lists, and null for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: plain_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

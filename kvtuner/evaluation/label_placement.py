@@ -1,0 +1,133 @@
+"""Places text beside points so that nothing hides anything. Knows nothing of what the text says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from matplotlib.patheffects import withStroke
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from matplotlib.axes import Axes
+    from matplotlib.text import Annotation
+    from matplotlib.transforms import Bbox
+    from numpy.typing import NDArray
+
+    Boxes = NDArray[np.float64]  # left, bottom, right, top of each, pixels
+
+_DISTANCES: Final = (9.0, 16.0, 26.0, 38.0, 54.0)
+_DIRECTIONS: Final = tuple((math.cos(angle), math.sin(angle)) for angle in (k * math.pi / 6 for k in range(12)))
+_MARKER_RADIUS: Final = 6.0
+_DOT_RADIUS: Final = 1.5
+_LABEL_PADDING: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Text and the point that it names, in data coordinates."""
+
+    text: str
+    x: float
+    y: float
+    bold: bool = False
+
+
+def place_labels(
+    axes: Axes,
+    labels: Sequence[Label],
+    markers: Sequence[tuple[float, float]],
+    background: Sequence[tuple[float, float]] = (),
+) -> list[Annotation]:
+    """Write every label at the nearest free place around its point, far ones with a thin line to it.
+
+    The axes' limits and scales must be final. Places are tried from near to far; if none is free, the one
+    that hides least is taken.
+
+    Args:
+        axes: to write on.
+        labels: in order of importance.
+        markers: points in data coordinates that labels must not cover.
+        background: small points that they had better not cover.
+    """
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()
+    pixels = figure.dpi / 72
+    taken = np.concatenate(
+        [_squares(axes, markers, _MARKER_RADIUS * pixels), _squares(axes, background, _DOT_RADIUS * pixels)]
+    )
+    placed = []
+    for label in labels:
+        annotation = _annotate(axes, label)
+        offset, box = _best_place(axes, annotation, taken, pixels)
+        annotation.set_position(offset)
+        _draw_leader(axes, label, offset)
+        taken = np.concatenate([taken, [box.padded(_LABEL_PADDING * pixels).extents]])
+        placed.append(annotation)
+    return placed
+
+
+def _annotate(axes: Axes, label: Label) -> Annotation:
+    annotation = axes.annotate(
+        label.text,
+        (label.x, label.y),
+        xytext=(0, 0),
+        textcoords="offset points",
+        ha="center",
+        va="center",
+        fontsize=10,
+        fontweight="bold" if label.bold else "normal",
+        path_effects=[withStroke(linewidth=2.5, foreground="white")],
+        zorder=10,
+    )
+    annotation.set_in_layout(False)
+    return annotation
+
+
+def _best_place(axes: Axes, annotation: Annotation, taken: Boxes, pixels: float) -> tuple[tuple[float, float], Bbox]:
+    box = annotation.get_window_extent()
+    inside = axes.get_window_extent()
+    places = [(offset, box.translated(offset[0] * pixels, offset[1] * pixels)) for offset in _offsets(box, pixels)]
+    return min(places, key=lambda place: _hidden_area(place[1], taken, inside))
+
+
+def _offsets(box: Bbox, pixels: float) -> Iterator[tuple[float, float]]:
+    half_width, half_height = box.width / 2 / pixels, box.height / 2 / pixels
+    for distance in _DISTANCES:
+        for right, up in _DIRECTIONS:
+            yield right * (distance + half_width), up * (distance + half_height)
+
+
+def _hidden_area(box: Bbox, taken: Boxes, inside: Bbox) -> float:
+    outside = box.width * box.height - _overlap(box, np.array([inside.extents]))
+    return _overlap(box, taken) + 4 * outside
+
+
+def _overlap(box: Bbox, others: Boxes) -> float:
+    """Pixels that a box shares with others, each counted."""
+    left, bottom, right, top = others.T
+    widths = np.minimum(box.x1, right) - np.maximum(box.x0, left)
+    heights = np.minimum(box.y1, top) - np.maximum(box.y0, bottom)
+    return float((np.maximum(widths, 0) * np.maximum(heights, 0)).sum())
+
+
+def _squares(axes: Axes, points: Sequence[tuple[float, float]], radius: float) -> Boxes:
+    centres = axes.transData.transform(np.array(points, dtype=float).reshape(-1, 2))
+    return np.concatenate([centres - radius, centres + radius], axis=1)
+
+
+def _draw_leader(axes: Axes, label: Label, offset: tuple[float, float]) -> None:
+    if math.hypot(*offset) < 2 * _DISTANCES[1] + 8:
+        return
+    axes.annotate(
+        "",
+        (label.x, label.y),
+        xytext=offset,
+        textcoords="offset points",
+        arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.7, "shrinkA": 8, "shrinkB": 5},
+        zorder=2,
+    ).set_in_layout(False)

@@ -1,0 +1,138 @@
+"""Means with bootstrap intervals over sequences, rank correlation, quantiles. Knows nothing of models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtuner.errors import CorpusError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+DEFAULT_NUM_RESAMPLES = 2000
+DEFAULT_LEVEL = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean and the ends of its confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether both ends lie on the same side of zero."""
+        return self.low > 0 or self.high < 0
+
+
+def bootstrap_mean(
+    sums: NDArray[np.float64],
+    counts: NDArray[np.int64],
+    *,
+    num_resamples: int = DEFAULT_NUM_RESAMPLES,
+    level: float = DEFAULT_LEVEL,
+    seed: int,
+) -> Interval:
+    """Mean over tokens with a percentile interval, whole sequences resampled.
+
+    Tokens of one sequence are dependent, so sequences are what is drawn again; the mean of a resample is the
+    ratio of its sums. The same seed and number of sequences draw the same resamples, whatever was measured.
+
+    Args:
+        sums: per sequence, the sum of a quantity over its tokens, [num_sequences].
+        counts: per sequence, its tokens, [num_sequences].
+        num_resamples: draws.
+        level: confidence of the interval, inside (0, 1).
+        seed: of the draws.
+
+    Raises:
+        CorpusError: fewer than two sequences, which say nothing of the spread between sequences.
+        ValueError: shapes that differ, a sequence without tokens, or sums that are not finite.
+    """
+    sums = np.asarray(sums, dtype=np.float64)
+    tokens = np.asarray(counts, dtype=np.float64)
+    _check(sums, tokens, level)
+    drawn = np.random.default_rng(seed).integers(0, len(sums), (num_resamples, len(sums)))
+    means = sums[drawn].sum(axis=1) / tokens[drawn].sum(axis=1)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(sums.sum() / tokens.sum()), float(low), float(high))
+
+
+def paired_difference(
+    sums_a: NDArray[np.float64],
+    sums_b: NDArray[np.float64],
+    counts: NDArray[np.int64],
+    *,
+    num_resamples: int = DEFAULT_NUM_RESAMPLES,
+    level: float = DEFAULT_LEVEL,
+    seed: int,
+) -> Interval:
+    """Mean of a minus mean of b, both measured on the same tokens; what sequences share cancels.
+
+    Args:
+        sums_a: per sequence, the sum over its tokens under a, [num_sequences].
+        sums_b: the same under b.
+        counts: per sequence, its tokens.
+        num_resamples: draws.
+        level: confidence of the interval.
+        seed: of the draws.
+
+    Raises:
+        CorpusError: fewer than two sequences.
+        ValueError: what `bootstrap_mean` refuses.
+    """
+    sums_a, sums_b = np.asarray(sums_a, dtype=np.float64), np.asarray(sums_b, dtype=np.float64)
+    if sums_a.shape != sums_b.shape:
+        raise ValueError(f"paired sums need one shape, but have {sums_a.shape} and {sums_b.shape}")
+    return bootstrap_mean(sums_a - sums_b, counts, num_resamples=num_resamples, level=level, seed=seed)
+
+
+def spearman(x: NDArray[np.float64], y: NDArray[np.float64]) -> float | None:
+    """Rank correlation, ties at their mean rank; None where one side does not vary or has under two values.
+
+    Raises:
+        ValueError: lengths that differ, or values that are not finite.
+    """
+    from scipy.stats import spearmanr
+
+    x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    if x.shape != y.shape or x.ndim != 1:
+        raise ValueError(f"a rank correlation needs two vectors of one length, but has {x.shape} and {y.shape}")
+    if not (np.isfinite(x).all() and np.isfinite(y).all()):
+        raise ValueError("a rank correlation needs finite values")
+    if len(np.unique(x)) < 2 or len(np.unique(y)) < 2:
+        return None
+    return float(spearmanr(x, y).statistic)
+
+
+def quantile(values: NDArray[np.floating], level: float) -> float:
+    """The smallest value that at least the share `level` of all values does not exceed.
+
+    An observed value, never one between two: the p99 of a report is the KL of a token.
+
+    Raises:
+        ValueError: no values, NaN among them, or a level outside [0, 1].
+    """
+    values = np.asarray(values)
+    if not values.size or np.isnan(values).any() or not 0 <= level <= 1:
+        raise ValueError(f"no {level} quantile of {values.size} values: they must be numbers, the level in [0, 1]")
+    return float(np.quantile(values, level, method="inverted_cdf"))
+
+
+def _check(sums: NDArray[np.float64], counts: NDArray[np.float64], level: float) -> None:
+    if sums.ndim != 1 or sums.shape != counts.shape:
+        raise ValueError(f"sums and counts need one value per sequence, but have {sums.shape} and {counts.shape}")
+    if len(sums) < 2:
+        raise CorpusError(
+            f"an interval needs at least 2 sequences, but the split has {len(sums)};"
+            " give more data or shorter sequences"
+        )
+    if not np.isfinite(sums).all() or not (counts > 0).all():
+        raise ValueError("sums must be finite and every sequence must have tokens")
+    if not 0 < level < 1:
+        raise ValueError(f"level must be inside (0, 1), but is {level}")

@@ -1,0 +1,180 @@
+"""The report split: the winner beside uniforms and fp8, paired. Knows nothing of how the winner was found."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtuner.calibration.simulate import LayerSpec, Simulator
+from kvtuner.evaluation.statistics import Interval, bootstrap_mean, paired_difference, quantile
+from kvtuner.precision import PrecisionPair
+from kvtuner.quant import QuantSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from kvtuner.calibration.batches import Offsets
+    from kvtuner.calibration.calibrate import Workbench
+    from kvtuner.calibration.divergence import TokenScores
+    from kvtuner.run_folder import RunFolder
+
+JOURNAL = "validation.jsonl"
+OFFSETS: tuple[Offsets, Offsets] = ("small", "large")
+UNIFORM_PAIRS = tuple(PrecisionPair.parse(text) for text in ("K8V8", "K8V4", "K4V4", "K4V2", "K2V2"))
+FP8 = "fp8"
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A configuration to validate.
+
+    Attributes:
+        name: such as ``K4V4``.
+        transforms: whether any are applied.
+        pairs: one per layer; ``K8V8`` everywhere for fp8.
+        specs: how each layer is simulated.
+        key: text that says everything that decides its results.
+    """
+
+    name: str
+    transforms: bool
+    pairs: tuple[PrecisionPair, ...]
+    specs: Mapping[int, LayerSpec]
+    key: str
+
+
+def fp8_contestant(num_layers: int) -> Contestant:
+    """Uniform fp8 as SGLang serves it."""
+    spec = QuantSpec(8, fp8=True)
+    specs = {layer: LayerSpec(spec, spec) for layer in range(num_layers)}
+    return Contestant(FP8, False, (PrecisionPair(8, 8),) * num_layers, specs, FP8)
+
+
+def reference_contestant(num_layers: int) -> Contestant:
+    """The unquantized model."""
+    return Contestant("bf16", False, (PrecisionPair(16, 16),) * num_layers, {}, "exact")
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSums:
+    """Results of one contestant at one kind of offsets: a sum per sequence.
+
+    Attributes:
+        kl: of KL over scored tokens, nats.
+        agree: of top-1 agreement.
+        nll: of -log p(next token).
+        count: scored tokens.
+        nll_count: scored tokens that have a next token.
+        kl_p99: 99th percentile of KL over all scored tokens.
+    """
+
+    kl: tuple[float, ...]
+    agree: tuple[float, ...]
+    nll: tuple[float, ...]
+    count: tuple[int, ...]
+    nll_count: tuple[int, ...]
+    kl_p99: float
+
+    @classmethod
+    def of(cls, scores: TokenScores) -> SequenceSums:
+        """Sum token scores, [num_sequences, scored tokens], over tokens."""
+        known = ~scores.nll.isnan()
+        tokens = scores.kl.shape[1]
+        return cls(
+            kl=tuple(scores.kl.sum(dim=1).tolist()),
+            agree=tuple(scores.agree.sum(dim=1).tolist()),
+            nll=tuple(scores.nll.nan_to_num().sum(dim=1).tolist()),
+            count=(tokens,) * scores.kl.shape[0],
+            nll_count=tuple(known.sum(dim=1).tolist()),
+            kl_p99=quantile(scores.kl.flatten().numpy(), 0.99),
+        )
+
+    def kl_interval(self, seed: int) -> Interval:
+        """Mean KL per token with its bootstrap interval."""
+        return bootstrap_mean(_floats(self.kl), _ints(self.count), seed=seed)
+
+    @property
+    def top1_agreement(self) -> float:
+        """Share of scored tokens whose most likely next token is the reference's."""
+        return sum(self.agree) / sum(self.count)
+
+    @property
+    def perplexity(self) -> float:
+        """Of the scored tokens that have a next token."""
+        return math.exp(sum(self.nll) / sum(self.nll_count))
+
+
+def kl_difference(first: SequenceSums, second: SequenceSums, seed: int) -> Interval:
+    """Paired difference of mean KL, first minus second."""
+    return paired_difference(_floats(first.kl), _floats(second.kl), _ints(first.count), seed=seed)
+
+
+def pooled(parts: Sequence[SequenceSums]) -> SequenceSums:
+    """The same sequences read at several kinds of offsets: summed per sequence, so that they stay what is resampled.
+
+    The p99 is the largest of theirs.
+    """
+
+    def added(columns: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        return tuple(sum(values) for values in zip(*columns, strict=True))
+
+    return SequenceSums(
+        kl=added([part.kl for part in parts]),
+        agree=added([part.agree for part in parts]),
+        nll=added([part.nll for part in parts]),
+        count=tuple(int(n) for n in added([part.count for part in parts])),
+        nll_count=tuple(int(n) for n in added([part.nll_count for part in parts])),
+        kl_p99=max(part.kl_p99 for part in parts),
+    )
+
+
+def _floats(values: Sequence[float]) -> NDArray[np.float64]:
+    return np.asarray(values, dtype=np.float64)
+
+
+def _ints(values: Sequence[int]) -> NDArray[np.int64]:
+    return np.asarray(values, dtype=np.int64)
+
+
+class Validator:
+    """Measures contestants on the report split; a result is journalled and never measured twice."""
+
+    def __init__(self, bench: Workbench, folder: RunFolder, identity: str) -> None:
+        """Measure on `bench`; reuse what `folder` holds under `identity`."""
+        self._bench = bench
+        self._folder = folder
+        self._identity = identity
+        self._simulators: dict[Offsets, Simulator] = {}
+        self._known: dict[tuple[str, str], SequenceSums] = {
+            (record["offsets"], record["key"]): _from_record(record["sums"])
+            for record in folder.records(JOURNAL)
+            if record.get("identity") == identity
+        }
+
+    def measure(
+        self, contestant: Contestant, offsets: Offsets, on_batch: Callable[[int], None] | None = None
+    ) -> SequenceSums:
+        """Results of one contestant at one kind of position offsets."""
+        known = self._known.get((offsets, contestant.key))
+        if known is not None:
+            return known
+        if offsets not in self._simulators:
+            self._simulators[offsets] = self._bench.simulator("report", offsets)
+        sums = SequenceSums.of(self._simulators[offsets].measure(contestant.specs, on_batch))
+        record = {"identity": self._identity, "offsets": offsets, "key": contestant.key, "sums": asdict(sums)}
+        self._folder.append(JOURNAL, record)
+        self._known[offsets, contestant.key] = sums
+        return sums
+
+
+def _from_record(values: Mapping[str, list[float] | float]) -> SequenceSums:
+    return SequenceSums(
+        **{  # type: ignore[arg-type]  # a dict of the dataclass's own fields
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
+    )

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtuner.cli import main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("--sequence-length", "64", "--sequences", "2,2,3", "--fisher-draws", "1")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the command line in this process; returns exit status, stdout, stderr."""
+
+    def call(*args: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            status = main([str(arg) for arg in args])
+        except SystemExit as error:  # argparse
+            status = int(error.code or 0)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
+
+
+@pytest.fixture
+def search(run: Callable[..., tuple[int, str, str]], model_folder: Any, corpus_file: Path) -> Callable[..., Any]:
+    """A small search of a tiny model; returns the JSON result."""
+
+    def call(out: Path, *args: str, model: str = "llama-gqa", trials: int = 6) -> Any:
+        status, stdout, stderr = run(
+            "search", "--model", model_folder(model), "--data", corpus_file, *SMALL,
+            "--trials", trials, "--out", out, "--json", *args,
+        )  # fmt: skip
+        assert status == 0, stderr
+        return json.loads(stdout)
+
+    return call
+
+
+@pytest.fixture
+def start(model_folder: Any, corpus_file: Path) -> Callable[..., subprocess.Popen[str]]:
+    """The same search in a process of its own, to be killed."""
+
+    def call(out: Path, *args: str, command: str = "search") -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        flags = ["--budget", "3bit", "--trials", "30"] if command == "search" else []
+        return subprocess.Popen(
+            [sys.executable, "-m", "kvtuner", command, "--model", str(model_folder("llama-gqa")),
+             "--data", str(corpus_file), *SMALL, *flags, "--out", str(out), *args],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=out.parent,
+        )  # fmt: skip
+
+    return call

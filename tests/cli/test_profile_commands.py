@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def two_profiles(tmp_path_factory: pytest.TempPathFactory, model_folder: Any, corpus_file: Path) -> tuple[Path, Path]:
+    from kvtuner.cli import main
+
+    out = tmp_path_factory.mktemp("profiles") / "run"
+    status = main([
+        "search", "--model", str(model_folder("qwen2-bias")), "--data", str(corpus_file), "--budget", "3bit", "5bit",
+        "--sequence-length", "64", "--sequences", "2,2,2", "--fisher-draws", "1", "--trials", "3", "--out", str(out),
+    ])  # fmt: skip
+    assert status == 0
+    return out / "profile-3bit.json", out / "profile-5bit.json"
+
+
+def test_show_prints_every_layer_and_the_bytes(run: Any, two_profiles: tuple[Path, Path]) -> None:
+    status, out, _ = run("show", two_profiles[0])
+    facts = json.loads(run("show", two_profiles[0], "--json")[1])
+    assert status == 0
+    assert f"{facts['bytes_per_token']:,} bytes per token" in out
+    assert facts["digest"] in out
+    assert len(facts["layers"]) == 2
+
+
+def test_show_of_a_run_folder_shows_all_its_profiles(run: Any, two_profiles: tuple[Path, Path]) -> None:
+    facts = json.loads(run("show", two_profiles[0].parent, "--json")[1])
+    assert [f["asked"] for f in facts] == ["3bit", "5bit"]
+
+
+def test_validate_accepts_and_refuses(
+    run: Any, two_profiles: tuple[Path, Path], model_folder: Any, tmp_path: Path
+) -> None:
+    assert run("validate", *two_profiles)[0] == 0
+    broken = tmp_path / "broken.json"
+    broken.write_text(two_profiles[0].read_text().replace('"bits": 2', '"bits": 4', 1))
+    status, _, err = run("validate", broken)
+    assert status == 2
+    assert "digest" in err
+    status, _, err = run("validate", two_profiles[0], "--model", model_folder("head-dim-80"))
+    assert status == 2
+    assert "num_attention_heads" in err
+
+
+def test_diff_lists_the_layers_that_changed(run: Any, two_profiles: tuple[Path, Path]) -> None:
+    same = json.loads(run("diff", two_profiles[0], two_profiles[0], "--json")[1])
+    assert same["same_digest"]
+    assert same["layers"] == []
+    status, out, _ = run("diff", *two_profiles, "--exit-code")
+    assert status == 1
+    assert "layer" in out
+    assert "bytes_per_token" in out
+    changed = json.loads(run("diff", *two_profiles, "--json")[1])
+    assert changed["mean_bits"][0] < changed["mean_bits"][1]
+    assert changed["layers"]
+
+
+def test_report_is_written_again_from_the_run_folder(run: Any, two_profiles: tuple[Path, Path]) -> None:
+    out = two_profiles[0].parent
+    page = out / "report-3bit" / "report.html"
+    before = page.read_bytes()
+    page.unlink()
+    assert run("report", out)[0] == 0
+    assert page.read_bytes() == before
+
+
+def test_report_of_an_unfinished_run_says_what_to_do(run: Any, tmp_path: Path) -> None:
+    status, _, err = run("report", tmp_path)
+    assert status == 2
+    assert "kvtuner search" in err
+
+
+def test_doctor_finds_this_machine_fit(run: Any) -> None:
+    status, out, _ = run("doctor", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(out)}
+    assert status == 0, findings
+    assert findings["attention seam"]["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    "code", ["import kvtuner.cli", "from kvtuner.cli.parser import build_parser; build_parser().format_help()"]
+)
+def test_help_imports_nothing_heavy(code: str) -> None:
+    heavy = "{'torch', 'transformers', 'optuna', 'numpy', 'matplotlib', 'yaml'}"
+    script = f"import sys; {code}; loaded = {heavy} & set(sys.modules); assert not loaded, loaded"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
+def test_the_module_can_be_run(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtuner", "--version"], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.startswith("kvtuner ")

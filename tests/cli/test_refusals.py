@@ -1,0 +1,251 @@
+"""Bad input gets one line on stderr that names the rule and the way out, exit status 2, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SMALL = ("--sequence-length", "64", "--sequences", "2,2,2", "--fisher-draws", "1", "--trials", "2")
+
+
+@pytest.fixture
+def refused(run: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    def call(*args: Any) -> str:
+        status, out, err = run(*args)
+        assert status == 2, (status, err)
+        assert out == ""
+        message = err.strip().splitlines()[-1]
+        assert "error:" in message
+        assert "Traceback" not in err
+        return message
+
+    return call
+
+
+@pytest.fixture
+def copied(model_folder: Any, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a tiny model with some fields of its configuration changed."""
+
+    def call(name: str = "llama-gqa", **changes: Any) -> Path:
+        folder = tmp_path / "model"
+        shutil.copytree(model_folder(name), folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        return folder
+
+    return call
+
+
+def test_an_unknown_model_is_named(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "'nobody/nothing'" in refused("search", "--model", "nobody/nothing", "--budget", "4bit")
+
+
+def test_weights_that_are_missing_are_named(refused: Any, copied: Any, corpus_file: Path, tmp_path: Path) -> None:
+    folder = copied()
+    (folder / "model.safetensors").unlink()
+    message = refused("search", "--model", folder, "--data", corpus_file, "--budget", "4bit", "--out", tmp_path / "r")
+    assert "cannot load model" in message
+
+
+@pytest.mark.parametrize(("changes", "complaint"), [
+    ({"kv_lora_rank": 16}, "MLA"),
+    ({"layer_types": ["full_attention", "full_attention", "linear_attention"]}, "without a KV cache"),
+    ({"model_type": "mistral", "sliding_window": 32, "architectures": ["MistralForCausalLM"]}, "--context-length 32"),
+    ({"head_dim": 20}, "cannot be packed"),
+    ({"num_key_value_heads": 3}, "no multiple of"),
+])  # fmt: skip
+def test_a_model_without_a_cache_of_the_kind_is_refused_before_weights_are_loaded(
+    refused: Any, copied: Any, changes: dict[str, Any], complaint: str
+) -> None:
+    folder = copied(**changes)
+    (folder / "model.safetensors").unlink()
+    message = refused("search", "--model", folder, "--budget", "4bit", "--dry-run")
+    assert complaint in message
+
+
+def test_encoder_decoders_are_refused(refused: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    assert "encoder-decoder" in refused("search", "--model", tmp_path, "--budget", "4bit")
+
+
+def test_a_model_without_the_attention_seam_is_refused(
+    refused: Any, make_tokenizer: Any, corpus_file: Path, tmp_path: Path
+) -> None:
+    from transformers import MptConfig, MptForCausalLM
+
+    config = MptConfig(d_model=64, n_heads=2, n_layers=2, vocab_size=320, max_seq_len=256)
+    MptForCausalLM(config).save_pretrained(tmp_path / "mpt")
+    make_tokenizer().save_pretrained(tmp_path / "mpt")
+    message = refused(
+        "search", "--model", tmp_path / "mpt", "--data", corpus_file, "--budget", "4bit", "--context-length", "128",
+        *SMALL, "--out", tmp_path / "run",
+    )  # fmt: skip
+    assert "AttentionInterface" in message
+
+
+def test_a_budget_below_the_smallest_configuration_says_the_smallest(refused: Any, model_folder: Any) -> None:
+    for budget, smallest in (("1.5bit", "2.00bit"), ("2bpe", "bpe"), ("5%", "%"), ("3B/token", "B/token")):
+        message = refused("search", "--model", model_folder("llama-gqa"), "--budget", budget)
+        assert "smallest possible is" in message
+        assert smallest.removeprefix("2.00") in message
+
+
+@pytest.mark.parametrize("flags", [
+    ("--budget", "four"), ("--budget", "0bit"), ("--budget", "4bit", "4.0bit"), (),
+    ("--budget", "4bit", "--layers", "0-2:8"),
+    ("--layers", "0:8"), ("--layers", "0-2:8,1:4"), ("--layers", "0-5:8"), ("--budget", "4bit", "--keep", "9:8"),
+    ("--budget", "4bit", "--nested"), ("--budget", "4bit", "--context-length", "99999999"),
+    ("--budget", "4bit", "--k-group-size", "7"), ("--budget", "4bit", "--tp-size", "3"),
+    ("--budget", "4bit", "--pp-size", "4"),
+    ("--budget", "2bit", "--keep", "0:K8V8"),
+])  # fmt: skip
+def test_flags_that_contradict_the_model_or_themselves_are_refused(
+    refused: Any, model_folder: Any, corpus_file: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    refused(
+        "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--out", tmp_path / "run", *flags
+    )
+
+
+@pytest.mark.parametrize(("content", "complaint"), [
+    ("", "holds no text"),
+    ('{"text": "short"}\n', "too short"),
+    ('{"content": "x"}\n', "--text-field"),
+    ("{\n", "not JSON"),
+    ('["a"]\n', "object"),
+    ('{"messages": [{"role": "user", "content": "hi"}]}\n', "no chat template"),
+    (('{"text": "' + "the same text again " * 200 + '"}\n') * 2, "--deduplicate"),
+    ('{"text": "' + "round and round it goes " * 900 + '"}\n', "also stand in the"),
+])  # fmt: skip
+def test_data_that_cannot_be_split_honestly_is_refused(
+    refused: Any, model_folder: Any, tmp_path: Path, content: str, complaint: str
+) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text(content)
+    message = refused(
+        "search",
+        "--model",
+        model_folder("llama-gqa"),
+        "--data",
+        file,
+        "--budget",
+        "4bit",
+        *SMALL,
+        "--out",
+        tmp_path / "run",
+    )
+    assert complaint in message
+
+
+def test_a_missing_data_file_is_named(refused: Any, model_folder: Any, tmp_path: Path) -> None:
+    message = refused(
+        "search", "--model", model_folder("llama-gqa"), "--data", tmp_path / "no.jsonl", "--budget", "4bit"
+    )
+    assert "does not exist" in message
+
+
+def test_a_run_folder_of_another_model_or_data_is_refused_by_field(
+    refused: Any, search: Any, model_folder: Any, corpus_file: Path, sentences: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    search(out, "--budget", "3bit")
+    before = {file.name: file.read_bytes() for file in out.iterdir() if file.suffix == ".json"}
+    other_data = tmp_path / "other.jsonl"
+    other_data.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(400, seed=9)))
+    shared = (
+        "--sequence-length",
+        "64",
+        "--sequences",
+        "2,2,3",
+        "--fisher-draws",
+        "1",
+        "--budget",
+        "3bit",
+        "--out",
+        out,
+    )
+    for flags, field in (
+        (("--model", model_folder("llama-gqa", seed=1), "--data", corpus_file), "model_weights"),
+        (("--model", model_folder("qwen2-bias"), "--data", corpus_file), "model_config"),
+        (("--model", model_folder("llama-gqa"), "--data", other_data), "calibrate_tokens"),
+        (("--model", model_folder("llama-gqa"), "--data", corpus_file, "--read-plan", "hit"), "read_plan"),
+    ):
+        message = refused("search", *flags, *shared)
+        assert field in message
+        assert "--out" in message
+    assert {file.name: file.read_bytes() for file in out.iterdir() if file.suffix == ".json"} == before
+
+
+@pytest.mark.parametrize("name", ["sensitivity.json", "run.json", "study.db"])
+@pytest.mark.parametrize("damage", ["half", "flipped", "garbage"])
+def test_a_damaged_file_is_named(
+    refused: Any, search: Any, model_folder: Any, corpus_file: Path, tmp_path: Path, name: str, damage: str
+) -> None:
+    out = tmp_path / "run"
+    search(out, "--budget", "3bit", trials=2)
+    data = bytearray((out / name).read_bytes())
+    if damage == "half":
+        data = data[: len(data) // 2]
+    elif damage == "flipped":
+        position = data.index(b'"payload"') + 40 if name.endswith(".json") else 30
+        data[position : position + 8] = bytes(255 - byte for byte in data[position : position + 8])
+    else:
+        data = bytearray(b"garbage" * 100)
+    (out / name).write_bytes(bytes(data))
+    message = refused(
+        "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, "--sequence-length", "64",
+        "--sequences", "2,2,3", "--fisher-draws", "1", "--trials", "3", "--budget", "3bit", "--out", out,
+    )  # fmt: skip
+    assert name in message
+
+
+def test_nan_in_the_activations_names_the_layer(refused: Any, copied: Any, corpus_file: Path, tmp_path: Path) -> None:
+    folder = copied()
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.v_proj.weight"][0, 0] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    message = refused(
+        "search", "--model", folder, "--data", corpus_file, "--budget", "4bit", *SMALL, "--out", tmp_path / "r"
+    )
+    assert "layer 1" in message
+    assert "NaN" in message
+
+
+def test_a_device_or_dtype_that_is_not_there_is_refused(
+    refused: Any, model_folder: Any, corpus_file: Path, tmp_path: Path
+) -> None:
+    for flags in (("--device", "warp"), ("--dtype", "int3"), ("--device", "cuda")):
+        if flags == ("--device", "cuda") and torch.cuda.is_available():
+            continue
+        refused(
+            "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, "--budget", "4bit", *SMALL, *flags,
+            "--out", tmp_path / "run",
+        )  # fmt: skip
+
+
+def test_debug_shows_the_traceback(run: Any) -> None:
+    from kvtuner.errors import KVTunerError
+
+    with pytest.raises(KVTunerError):
+        run("validate", "/nonexistent/profile.json", "--debug")
+
+
+def test_an_output_folder_that_cannot_be_made_is_named(
+    refused: Any, model_folder: Any, corpus_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    message = refused(
+        "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, "--budget", "4bit", *SMALL,
+        "--out", tmp_path / "file" / "run",
+    )  # fmt: skip
+    assert "--out" in message

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import itertools
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtuner.exported_configs.load import load_profile
+from kvtuner.precision import PrecisionPair
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+OUTPUTS = {"profile.json", "report.html", "sensitivity.json", "study.db", "events.jsonl", "report-data.json"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(7))
+def test_the_whole_command_line_works_on_models_that_nobody_here_made(
+    index: int, families: tuple[str, ...], search: Callable[..., Any], run: Any, model_folder: Any, tmp_path: Path
+) -> None:
+    family = families[index]
+    result = search(tmp_path / "run", "--budget", "4bit", model=family)
+    names = {file.name for file in (tmp_path / "run").iterdir()}
+    assert names >= OUTPUTS
+    assert any(name.endswith(".png") for name in names)
+    profile = load_profile(tmp_path / "run" / "profile.json")
+    assert profile.mean_bits <= 4
+    assert profile.digest == result["digest"]
+    assert run("validate", tmp_path / "run" / "profile.json", "--model", model_folder(family))[0] == 0
+    assert run("show", tmp_path / "run")[0] == 0
+    assert run("report", tmp_path / "run")[0] == 0
+
+
+def test_the_same_seed_gives_the_same_profile_bytes(search: Callable[..., Any], tmp_path: Path) -> None:
+    first = search(tmp_path / "a", "--budget", "3bit", "--seed", "7")
+    second = search(tmp_path / "b", "--budget", "3bit", "--seed", "7")
+    assert first["profile"] != second["profile"]
+    assert (tmp_path / "a/profile.json").read_bytes() == (tmp_path / "b/profile.json").read_bytes()
+
+
+def test_a_profile_names_no_path_of_the_machine(search: Callable[..., Any], tmp_path: Path) -> None:
+    search(tmp_path / "run", "--budget", "3bit")
+    text = (tmp_path / "run/profile.json").read_text()
+    assert str(tmp_path.parent) not in text
+    assert '"/' not in text
+
+
+def test_several_budgets_share_one_calibration(search: Callable[..., Any], tmp_path: Path) -> None:
+    results = search(tmp_path / "run", "--budget", "3bit", "4.5bpe", "--budget", "60%")
+    assert [result["profile"].rsplit("/", 1)[1] for result in results] == [
+        "profile-3bit.json",
+        "profile-4.5bpe.json",
+        "profile-60pct.json",
+    ]
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events].count("statistics") == 1
+    profiles = [load_profile(result["profile"]) for result in results]
+    assert profiles[0].mean_bits <= 3
+    assert profiles[1].effective_bits <= 4.5
+    assert profiles[2].bytes_per_token() <= 0.6 * profiles[2].to_geometry().bf16_bytes_per_token()
+
+
+def test_a_later_budget_does_not_calibrate_again(search: Callable[..., Any], tmp_path: Path) -> None:
+    search(tmp_path / "run", "--budget", "3bit")
+    table = (tmp_path / "run/sensitivity.json").read_bytes()
+    result = search(tmp_path / "run", "--budget", "4bit")
+    assert result["forward_passes"]["calibration"] == 0
+    assert (tmp_path / "run/sensitivity.json").read_bytes() == table
+
+
+def test_a_nested_family_never_takes_bits_away(search: Callable[..., Any], tmp_path: Path) -> None:
+    results = search(tmp_path / "run", "--budget", "2.5bit", "3.5bit", "6bit", "--nested", "--sampler", "none")
+    profiles = [load_profile(result["profile"]) for result in results]
+    for smaller, larger in itertools.pairwise(profiles):
+        for low, high in zip(smaller.pairs, larger.pairs, strict=True):
+            assert low.k_bits <= high.k_bits
+            assert low.v_bits <= high.v_bits
+
+
+def test_kept_layers_are_kept(search: Callable[..., Any], tmp_path: Path) -> None:
+    search(tmp_path / "run", "--budget", "7bit", "--keep", "0:K8V8,1:K2V4")
+    pairs = load_profile(tmp_path / "run/profile.json").pairs
+    assert pairs[:2] == (PrecisionPair(8, 8), PrecisionPair(2, 4))
+
+
+def test_a_hand_written_configuration_is_exported_as_it_is(search: Callable[..., Any], tmp_path: Path) -> None:
+    search(tmp_path / "run", "--layers", "0:bf16,1-2:K4V2")
+    assert load_profile(tmp_path / "run/profile.json").pairs == (
+        PrecisionPair(16, 16),
+        PrecisionPair(4, 2),
+        PrecisionPair(4, 2),
+    )
+
+
+@pytest.mark.parametrize("flags", [("--score", "fisher"), ("--score", "e_o")])
+def test_cheap_scores_skip_the_isolated_forwards(search: Any, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    search(tmp_path / "run", "--budget", "3bit", *flags)
+    assert not (tmp_path / "run/isolated.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [
+    ("--read-plan", "hit"), ("--read-plan", "cache"), ("--symmetric",), ("--k-group-size", "16", "--v-group-size", "8"),
+    ("--groups",), ("--pairs",), ("--sampler", "tpe"), ("--sampler", "random"), ("--batch-size", "2"),
+    ("--pp-size", "2"), ("--tp-size", "2"),
+])  # fmt: skip
+def test_every_option_of_the_measurement_runs(search: Any, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    result = search(tmp_path / "run", "--budget", "4bit", *flags)
+    assert load_profile(result["profile"]).mean_bits <= 4
+
+
+def test_a_yaml_file_is_overlaid_by_flags(run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model: {model_folder('llama-gqa')}\ndata: {corpus_file}\nbudget: [5bit]\nsequence-length: 64\n"
+        "sequences: [2, 2, 2]\ntrials: 3\nfisher_draws: 1\nsampler: none\n"
+    )
+    status, out, err = run("search", "--config", file, "--out", tmp_path / "run", "--budget", "4bit", "--json")
+    assert status == 0, err
+    assert json.loads(out)["profile"].endswith("profile.json")
+    assert load_profile(tmp_path / "run/profile.json").budget.asked == "4bit"
+
+
+@pytest.mark.parametrize(("text", "complaint"), [
+    ("budgets: 4bit", "unknown flag 'budgets'"), ("sampler: best", "is none of"), ("trials: 0", "at least 1"),
+    ("symmetric: maybe", "true or false"), ("- a", "must map"), ("a: [", "is not YAML"),
+])  # fmt: skip
+def test_a_bad_yaml_file_is_refused_by_name(run: Any, tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    status, _, err = run("search", "--config", file, "--model", "demo")
+    assert status == 2
+    assert complaint in err
+
+
+def test_a_dry_run_loads_no_weights(run: Any, model_folder: Any, tmp_path: Path) -> None:
+    folder = model_folder("llama-gqa")
+    config_only = tmp_path / "config_only"
+    config_only.mkdir()
+    (config_only / "config.json").write_bytes((folder / "config.json").read_bytes())
+    status, out, _ = run("search", "--model", config_only, "--budget", "4bit", "3bit", "--dry-run", "--json")
+    plan = json.loads(out)
+    assert status == 0
+    by_name = {row["name"]: row for row in plan["uniform"]}
+    assert by_name["K4V4"]["inside"] == ["4bit"]
+    assert by_name["K4V2"]["inside"] == ["4bit", "3bit"]
+    assert by_name["bf16"]["bytes_per_token"] == 3 * 2 * (2 * 16) * 2  # layers, sides, heads x head_dim, bytes
+    assert by_name["K8V4"]["bytes_per_token"] == 3 * ((32 + 8 + 8) + (16 + 8 + 8))  # codes, scale words, padding
+    assert plan["forward_tokens"]["total"] > 0
+    assert run("search", "--model", config_only, "--budget", "4bit", "--dry-run")[0] == 0
+
+
+def test_a_dry_run_foretells_the_forward_tokens(search: Any, run: Any, model_folder: Any, tmp_path: Path) -> None:
+    result = search(tmp_path / "run", "--budget", "3bit", trials=20)
+    status, out, _ = run(
+        "search", "--model", model_folder("llama-gqa"), "--budget", "3bit", "--dry-run", "--json", "--trials", "20",
+        "--sequence-length", "64", "--sequences", "2,2,3", "--fisher-draws", "1",
+    )  # fmt: skip
+    assert status == 0
+    done = sum(result["forward_passes"].values()) * 64
+    assert 0.3 * json.loads(out)["forward_tokens"]["total"] <= done <= json.loads(out)["forward_tokens"]["total"]
