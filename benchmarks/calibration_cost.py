@@ -1,0 +1,74 @@
+"""Cost of the pass over all candidates in units of a plain forward and backward of the same model and tokens.
+
+    python benchmarks/calibration_cost.py --model demo --tokens 512 --draws 1 4
+
+The goal is at most R + 2.5 units for R Fisher draws. Runs alternate, so that a drift of the machine touches both;
+processor time is compared, since wall time on a shared machine is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvtuner.calibration.batches import batches
+from kvtuner.calibration.chain import DecoderChain
+from kvtuner.calibration.measure import CandidateMeasurement, QuantOptions
+from kvtuner.calibration.model import ModelSource, load_model
+from kvtuner.calibration.read_plan import ReadPlan
+from kvtuner.calibration.statistics import measure_constants
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def seconds(work: Callable[[], None]) -> float:
+    """Processor seconds of one call."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--draws", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args()
+    loaded = load_model(ModelSource(args.model))
+    chain = DecoderChain(loaded.model, loaded.shape.geometry)
+    ids = torch.randint(2, loaded.model.config.vocab_size, (1, args.tokens), generator=torch.Generator().manual_seed(0))
+    batch = list(batches(ids, loaded.shape.context_length, offsets="random", seed=0))
+    constants = measure_constants(chain, batch)
+    plan = ReadPlan.of("decode", args.tokens)
+
+    def plain() -> None:
+        loaded.model.requires_grad_(True)
+        logits = loaded.model(batch[0].input_ids, position_ids=batch[0].position_ids, use_cache=False).logits
+        torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
+        loaded.model.zero_grad(set_to_none=True)
+        loaded.model.requires_grad_(False)
+
+    def candidates(draws: int) -> None:
+        measure_constants(chain, batch)
+        CandidateMeasurement(chain, constants, plan, QuantOptions(), draws, 0).run(batch)
+
+    for draws in args.draws:
+        ratios = []
+        for repeat in range(args.repeats + 1):
+            ratio = seconds(lambda draws=draws: candidates(draws)) / seconds(plain)
+            if repeat:
+                ratios.append(ratio)
+        row = {"draws": draws, "units": round(statistics.median(ratios), 2), "goal": draws + 2.5}
+        print(json.dumps({**row, "min": round(min(ratios), 2), "max": round(max(ratios), 2)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""What each way of searching reaches: measured KL on the report split, at equal numbers of forward passes.
+
+    python benchmarks/search_quality.py --model demo --out runs/quality --seeds 0 1 2 --markdown table.md
+
+Every method chooses from the same candidates (the menus of the exact solver, with their best transforms) under the same
+budget and measures the same `--trials` configurations on the select split. `exact` measures none, `greedy` none.
+Isolated forwards, which exact, greedy and exact+refined need and the cold samplers do not, are counted beside the
+table; `nsga2 cold, more trials` gets them as extra trials. Measurements are journalled: a stopped run resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import optuna
+
+from kvtuner.calibration.calibrate import CalibrationOptions, Workbench, calibrate
+from kvtuner.calibration.corpus import CorpusSource, load_corpus
+from kvtuner.calibration.isolated import isolated_candidates
+from kvtuner.calibration.model import ModelSource, load_model
+from kvtuner.errors import SearchSpaceError
+from kvtuner.evaluation.validation import Contestant, SequenceSums, Validator, pooled
+from kvtuner.precision import ALL_BITS, PrecisionPair
+from kvtuner.run_folder import RunFolder, sha256_of
+from kvtuner.search_spaces.budget import Budget
+from kvtuner.search_spaces.space import build_space, pairs_of, uniform
+from kvtuner.tuner.baselines import greedy
+from kvtuner.tuner.exact import solve
+from kvtuner.tuner.objective import MeasuredKL, describe, layer_specs
+from kvtuner.tuner.samplers import POPULATION_SIZE
+from kvtuner.tuner.study import refine
+from kvtuner.tuner.warm_starts import warm_starts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtuner.calibration.sensitivity import SensitivityTable
+    from kvtuner.search_spaces.budget import Constraint
+    from kvtuner.search_spaces.space import Choice, Configuration, SearchSpace
+
+
+@dataclass
+class Arena:
+    """A calibrated model on which methods are compared."""
+
+    bench: Workbench
+    table: SensitivityTable
+    objective: MeasuredKL
+    validator: Validator
+
+    def report_kl(self, configuration: Sequence[Choice], name: str, *, transforms: bool = True) -> float:
+        """Mean KL on the report split over small and large position offsets."""
+        contestant = Contestant(
+            name=name,
+            transforms=transforms,
+            pairs=tuple(pairs_of(tuple(configuration))),
+            specs=layer_specs(configuration, self.table, self.bench.options.quant),
+            key=describe(configuration),
+        )
+        sums: SequenceSums = pooled([self.validator.measure(contestant, offsets) for offsets in ("small", "large")])
+        return sum(sums.kl) / sum(sums.count)
+
+
+def prepare(args: argparse.Namespace) -> Arena:
+    """Load, calibrate, and open the journals."""
+    loaded = load_model(ModelSource(args.model))
+    corpus = load_corpus(
+        CorpusSource(data=args.data, sequence_length=args.sequence_length, num_sequences=tuple(args.sequences)),
+        loaded.tokenizer,
+    )
+    bench = Workbench.prepare(loaded, corpus, CalibrationOptions())
+    folder = RunFolder(args.out)
+    table = calibrate(bench, folder)
+    identity = sha256_of(table.identity)
+    objective = MeasuredKL(bench.simulator("select"), table, bench.options.quant, folder, identity)
+    return Arena(bench, table, objective, Validator(bench, folder, identity))
+
+
+def best_uniform(arena: Arena, constraint: Constraint, *, transforms: bool) -> tuple[str, float]:
+    """The uniform inside the budget that is best on the report split itself: the strongest opponent."""
+    found = []
+    for bits in product(ALL_BITS, ALL_BITS):
+        pair = PrecisionPair(*bits)
+        configuration = uniform(arena.table, pair, "kl", constraint.shape, transforms=transforms)
+        if constraint.is_met(pairs_of(configuration)):
+            found.append((arena.report_kl(configuration, str(pair), transforms=transforms), str(pair)))
+    kl, name = min(found)
+    return name, kl
+
+
+def searched(
+    arena: Arena,
+    space: SearchSpace,
+    constraint: Constraint,
+    warm: list[Configuration],
+    *,
+    sampler: Any,
+    trials: int,
+    seed: int,
+) -> float:
+    """KL on the report split of what a study of `trials` trials finds; infinite if none kept the budget.
+
+    Cold samplers are Optuna's as they are; the refinement asks again for what is over the budget or was tried before.
+    """
+    try:
+        study = refine(
+            space,
+            constraint,
+            arena.objective,
+            warm=warm,
+            sampler=sampler,
+            num_trials=trials,
+            seed=seed,
+            is_choosy=bool(warm),
+        )
+    except SearchSpaceError:
+        return math.inf
+    return arena.report_kl(study.best, sampler)
+
+
+def compare(arena: Arena, text: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One row of the table."""
+    geometry = arena.bench.loaded.shape.geometry
+    constraint = Budget.parse(text).constraint(geometry)
+    space = build_space(arena.table, "kl", constraint.shape)
+    pairs = [PrecisionPair(*bits) for bits in product(ALL_BITS, ALL_BITS)]
+    uniforms = [uniform(arena.table, pair, "kl", constraint.shape, transforms=True) for pair in pairs]
+    warm = warm_starts(space, constraint, uniforms, min(args.trials, POPULATION_SIZE))
+    plain_name, plain = best_uniform(arena, constraint, transforms=False)
+    best_name, best = best_uniform(arena, constraint, transforms=True)
+    row: dict[str, Any] = {
+        "budget": text,
+        "uniform": plain,
+        "uniform_name": plain_name,
+        "uniform+t": best,
+        "uniform+t_name": best_name,
+        "exact": arena.report_kl(solve(space, constraint), "exact"),
+        "greedy": arena.report_kl(greedy(space, constraint), "greedy"),
+    }
+    isolated = len(isolated_candidates(arena.table.scores)) * args.sequences[0] // 2
+    more = args.trials + -(-isolated // args.sequences[1])
+    for name, start, sampler, trials in (
+        ("exact+refined", warm, "nsga2", args.trials),
+        ("nsga2 cold", [], "nsga2", args.trials),
+        ("nsga2 cold, more trials", [], "nsga2", more),
+        ("tpe cold", [], "tpe", args.trials),
+        ("random", [], "random", args.trials),
+    ):
+        row[name] = [
+            searched(arena, space, constraint, start, sampler=sampler, trials=trials, seed=seed) for seed in args.seeds
+        ]
+    return row
+
+
+METHODS = ("exact", "exact+refined", "greedy", "nsga2 cold", "nsga2 cold, more trials", "tpe cold", "random")
+
+
+def markdown(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
+    """The table; methods with a seed as their median and worst."""
+    header = ["budget", "best uniform", "with transforms", *METHODS, "exact+refined / uniform"]
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for row in rows:
+        cells = [row["budget"], f"{row['uniform']:.4g} ({row['uniform_name']})"]
+        cells.append(f"{row['uniform+t']:.4g} ({row['uniform+t_name']})")
+        for method in METHODS:
+            value = row[method]
+            if isinstance(value, list):
+                cells.append(f"{statistics.median(value):.4g} (worst {max(value):.4g})")
+            else:
+                cells.append(f"{value:.4g}")
+        cells.append(f"{statistics.median(row['exact+refined']) / row['uniform']:.2f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        f"KL, nats per token, on the report split, small and large offsets pooled. Model {args.model};"
+        f" sequences {args.sequences} of {args.sequence_length} tokens; {args.trials} trials;"
+        f" seeds {args.seeds}; NSGA-II population {POPULATION_SIZE}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--data", default="demo")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budgets", nargs="+", default=["2.5bit", "3bit", "3.5bit", "4bit", "5bit", "6bit"])
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--sequence-length", type=int, default=512)
+    parser.add_argument("--sequences", type=int, nargs=3, default=[8, 8, 16])
+    parser.add_argument("--markdown", type=Path)
+    args = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    arena = prepare(args)
+    rows = []
+    for budget in args.budgets:
+        rows.append(compare(arena, budget, args))
+        print(json.dumps(rows[-1]), flush=True)
+    table = markdown(rows, args)
+    print(table)
+    if args.markdown:
+        args.markdown.write_text(table, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The folders, their links, pyproject.toml and the built wheel name the same packages."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LINKED_FOLDERS = ("calibration", "exported_configs", "runtime_loader", "search_spaces", "tuner")
+PACKAGE_FOLDERS = ("kvtuner", *LINKED_FOLDERS)
+BUILD_INPUTS = ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "LICENSES", *PACKAGE_FOLDERS)
+DATA_SUFFIXES = {".json", ".jsonl", ".txt", ".safetensors"}
+DEMO_MODEL = ROOT / "calibration" / "demo" / "model"
+
+
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def installed_path(path: Path) -> str:
+    """The path in the wheel of a file in a package folder: calibration/x.py is kvtuner/calibration/x.py."""
+    relative = path.relative_to(ROOT).as_posix()
+    return relative if relative.startswith("kvtuner/") else f"kvtuner/{relative}"
+
+
+def package_files() -> list[Path]:
+    """Every file of the package folders once: rglob does not enter the links."""
+    return [
+        path
+        for folder in PACKAGE_FOLDERS
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Names in a wheel built from a copy: a build in place leaves build/ behind and picks up an old one."""
+    work = tmp_path_factory.mktemp("wheel")
+    source = work / "source"
+    source.mkdir()
+    for name in BUILD_INPUTS:
+        if (ROOT / name).is_dir():
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
+        else:
+            shutil.copy2(ROOT / name, source / name)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(work), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = work.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.namelist()
+
+
+def test_every_folder_with_an_init_is_a_listed_package() -> None:
+    found = {
+        installed_path(path).removesuffix("/__init__.py").replace("/", ".")
+        for path in package_files()
+        if path.name == "__init__.py"
+    }
+    assert sorted(found) == pyproject()["tool"]["setuptools"]["packages"]
+
+
+def test_every_top_level_folder_is_mapped_and_linked() -> None:
+    mapped = pyproject()["tool"]["setuptools"]["package-dir"]
+    assert mapped == {"kvtuner": "kvtuner"} | {f"kvtuner.{name}": name for name in LINKED_FOLDERS}
+    links = {path.name: str(path.readlink()) for path in (ROOT / "kvtuner").iterdir() if path.is_symlink()}
+    assert links == {name: f"../{name}" for name in LINKED_FOLDERS}
+
+
+def test_requirements_dev_is_the_dev_dependency_group() -> None:
+    lines = (ROOT / "requirements-dev.txt").read_text(encoding="utf-8").splitlines()
+    assert lines == pyproject()["dependency-groups"]["dev"]
+
+
+def test_import_of_kvtuner_loads_no_heavy_package() -> None:
+    program = "import sys, kvtuner; print(*sys.modules)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "optuna", "datasets"} & set(done.stdout.split())
+
+
+@pytest.mark.slow
+def test_wheel_installs_only_the_name_kvtuner(wheel_names: list[str]) -> None:
+    top_level = {name.split("/")[0] for name in wheel_names}
+    assert {name for name in top_level if not name.endswith(".dist-info")} == {"kvtuner"}
+
+
+@pytest.mark.slow
+def test_wheel_holds_every_module_and_data_file_once(wheel_names: list[str]) -> None:
+    expected = {
+        installed_path(path)
+        for path in package_files()
+        if path.suffix in DATA_SUFFIXES | {".py"} or path.name == "py.typed" or DEMO_MODEL in path.parents
+    }
+    installed = [name for name in wheel_names if name.startswith("kvtuner/")]
+    assert sorted(installed) == sorted(expected)
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_licenses(wheel_names: list[str]) -> None:
+    licenses = {name.split("/licenses/")[1] for name in wheel_names if "/licenses/" in name}
+    assert licenses == {"LICENSE", "NOTICE", "LICENSES/PSF-2.0.txt"}
