@@ -141,15 +141,19 @@ def hadamard(x: Tensor) -> Tensor:
         float32, same shape.
     """
     block = hadamard_block(x.shape[-1])
-    y = x.to(torch.float32).reshape(-1, block)
+    # Channels first, so that a stage adds long contiguous rows whatever its h. A copy, for it is overwritten.
+    y = x.to(torch.float32).reshape(-1, block).t().clone(memory_format=torch.contiguous_format)
+    other = torch.empty_like(y)
     h = 1
     while h < block:
-        pairs = y.reshape(-1, block // (2 * h), 2, h)
-        left, right = pairs[:, :, 0], pairs[:, :, 1]
-        y = torch.stack((left + right, left - right), dim=2).reshape(-1, block)
+        left, right = y.unflatten(0, (-1, 2, h)).unbind(1)
+        sums, differences = other.unflatten(0, (-1, 2, h)).unbind(1)
+        torch.add(left, right, out=sums)
+        torch.sub(left, right, out=differences)
+        y, other = other, y
         h *= 2
     factor = torch.tensor(float(block) ** -0.5, dtype=torch.float32, device=y.device)
-    return (y * factor).reshape(x.shape)
+    return y.mul_(factor).t().contiguous().reshape(x.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +175,7 @@ class Quantized:
     def dequantize(self) -> Tensor:
         """Values in stored space, float32 [..., num_kv_heads, head_dim]."""
         groups = self.codes.unflatten(-1, (self.scale.shape[-1], -1)).to(torch.float32)
-        values: Tensor = groups * self.scale.float().unsqueeze(-1) + self.minimum.float().unsqueeze(-1)
+        values: Tensor = groups.mul_(self.scale.float().unsqueeze(-1)).add_(self.minimum.float().unsqueeze(-1))
         return values.flatten(-2)
 
 
@@ -215,31 +219,33 @@ def quantize(x: Tensor, bits: int, group_size: int | None = None, *, symmetric: 
     group_size = head_dim if group_size is None else group_size
     check_group_size(head_dim, bits, group_size)
     groups = x.to(torch.float32).unflatten(-1, (head_dim // group_size, group_size))
-    finite = torch.isfinite(groups).all(dim=-1)
-    groups = torch.where(finite.unsqueeze(-1), groups, 0.0).clamp(-FP16_MAX, FP16_MAX)
+    low, high = groups.aminmax(dim=-1)
+    finite = torch.isfinite(low) & torch.isfinite(high)
+    low, high = (torch.where(finite, edge, 0.0).clamp(-FP16_MAX, FP16_MAX) for edge in (low, high))
     levels = 2**bits - 1
-    scale, minimum = _symmetric_words(groups, bits) if symmetric else _asymmetric_words(groups, levels)
-    step = scale.float().unsqueeze(-1)
+    scale, minimum = _symmetric_words(low, high, bits) if symmetric else _asymmetric_words(low, high, levels)
+    step = scale.float()
     inverse = torch.ones_like(step) / torch.where(step == 0, 1.0, step)
-    codes = torch.round((groups - minimum.float().unsqueeze(-1)) * inverse).clamp(0, levels)
-    codes = torch.where(step == 0, 0.0, codes).to(torch.uint8)
+    codes = groups.clamp(-FP16_MAX, FP16_MAX)
+    codes = codes.sub_(minimum.float().unsqueeze(-1)).mul_(inverse.unsqueeze(-1)).round_().clamp_(0, levels)
+    codes = codes.masked_fill_((~finite | (step == 0)).unsqueeze(-1), 0.0).to(torch.uint8)
     scale = torch.where(finite, scale, torch.zeros_like(scale))
     minimum = torch.where(finite, minimum, torch.full_like(minimum, torch.nan))
     return Quantized(codes.flatten(-2), scale, minimum, bits)
 
 
-def _asymmetric_words(groups: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+def _asymmetric_words(low: Tensor, high: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     # Of -0.0 and 0.0 a reduction takes either; adding 0.0 leaves the words only 0.0.
-    minimum = fp16_down(groups.amin(dim=-1) + 0.0)
-    span = groups.amax(dim=-1) + 0.0 - minimum.float()
+    minimum = fp16_down(low + 0.0)
+    span = high + 0.0 - minimum.float()
     scale = _divide(span, levels).to(torch.float16)
     scale = torch.where(scale.float() * levels < span, _neighbour(scale, 1), scale)
     return scale, minimum
 
 
-def _symmetric_words(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def _symmetric_words(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     half = 2 ** (bits - 1)
-    largest = groups.abs().amax(dim=-1)
+    largest = torch.maximum(low.abs(), high.abs())
     scale = fp16_up(_divide(largest, half - 1).clamp(max=FP16_MAX / half))
     return scale, (-half * scale.float()).to(torch.float16)
 

@@ -235,3 +235,11 @@ def test_transforms_leave_their_input_and_constants_alone() -> None:
     transform.apply_to_query(x, 2)
     assert torch.equal(x, before)
     assert torch.equal(transform.mu, mu)
+
+
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (3, 2, 64), (5,), (2, 1), (1, 96)])
+def test_hadamard_leaves_its_input_alone_and_returns_contiguous_rows(shape: tuple[int, ...]) -> None:
+    x = seeded(*shape)
+    before = x.clone()
+    assert hadamard(x).is_contiguous()
+    assert torch.equal(x, before)
