@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import statistics
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from kvtuner.calibration.calibrate import CalibrationOptions, Workbench
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.calibration.demo.outliers import add_outliers
 from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
+from kvtuner.calibration.demo.train import KEY_BIAS, add_key_biases
 from kvtuner.calibration.model import DEMO_MODEL, LoadedModel, ModelSource, load_model
 from kvtuner.calibration.read_plan import ReadPlan
 from kvtuner.calibration.simulate import LayerSpec, Simulator
@@ -77,6 +79,24 @@ def test_generated_tasks_are_true() -> None:
     assert all(table[key] == value for key, value in (line.split(":") for line in answers))
 
 
+def test_the_key_biases_are_qwens_and_change_no_prediction(demo: LoadedModel) -> None:
+    def norms(loaded: LoadedModel) -> list[float]:
+        return [float(layer.self_attn.k_proj.bias.detach().norm()) for layer in loaded.model.get_decoder().layers]
+
+    without = load_model(ModelSource("demo", device="cpu"))
+    add_key_biases(without.model, -KEY_BIAS)
+    first, *middle, last = norms(demo)
+    assert min(first, last) > 10 * statistics.median(middle)
+    assert max(norms(without)) < 10
+    ids = load_corpus(CorpusSource(num_sequences=(4, 1, 1)), demo.tokenizer).splits["calibrate"][:, :512]
+    with torch.no_grad():
+        wanted, found = (torch.log_softmax(m.model(ids).logits.double(), dim=-1) for m in (without, demo))
+    kl = (wanted.exp() * (wanted - found)).sum(dim=-1).mean()
+    nll = [-x[:, :-1].gather(-1, ids[:, 1:, None]).mean() for x in (wanted, found)]
+    assert kl < 0.01
+    assert abs(nll[1] - nll[0]) < 0.01
+
+
 @pytest.mark.slow
 def test_recall_of_forty_pairs_is_whole_unquantized_and_lost_at_two_bits(demo: LoadedModel, recall: Any) -> None:
     from transformers import AutoModelForCausalLM
@@ -111,7 +131,7 @@ def test_the_twin_with_outlier_channels_is_the_same_function_and_breaks_plain_fo
                 for layer, constant in enumerate(constants)
             }
             kl[name, transform] = simulator.kl(specs)
-    assert kl["twin", "none"] > 5 * kl["demo", "none"]
+    assert kl["twin", "none"] > 5 * kl["demo", "none"], kl
     assert kl["twin", "centered+balanced+hadamard"] < 1.5 * kl["demo", "centered+balanced+hadamard"]
 
 
