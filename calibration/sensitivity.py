@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import base64
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import torch
-
 from kvtuner.errors import RunFolderError
+from kvtuner.exported_configs.arrays import Fp16Array, encode_fp16
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PACKED_BITS, PrecisionPair
 from kvtuner.quant import KEY_TRANSFORMS, Transform, TransformKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    import torch
 
     from kvtuner.run_folder import RunFolder
 
@@ -177,7 +176,7 @@ class SensitivityTable:
             identity=payload["identity"],
             geometry=ModelGeometry(**payload["geometry"]),
             constants=tuple(
-                LayerConstants(**{name: decode_fp16(text) for name, text in item.items()})
+                LayerConstants(**{name: Fp16Array.model_validate(array).decode() for name, array in item.items()})
                 for item in payload["constants"]
             ),
             scores={
@@ -198,15 +197,3 @@ def missing_candidates(table: SensitivityTable, score: ScoreName) -> Iterable[tu
             for bits in PACKED_BITS:
                 if all(scores.get(score) is None for scores in table.of(layer, side, bits).values()):
                     yield layer, side, bits
-
-
-def encode_fp16(array: torch.Tensor) -> dict[str, Any]:
-    """An fp16 tensor as ``{"dtype", "shape", "data": base64}``, little-endian."""
-    data = array.detach().cpu().to(torch.float16).contiguous().numpy().astype("<f2").tobytes()
-    return {"dtype": "float16", "shape": list(array.shape), "data": base64.b64encode(data).decode()}
-
-
-def decode_fp16(item: Mapping[str, Any]) -> torch.Tensor:
-    """What `encode_fp16` wrote."""
-    values = np.frombuffer(base64.b64decode(item["data"], validate=True), dtype="<f2").reshape(item["shape"])
-    return torch.from_numpy(values.astype(np.float16))

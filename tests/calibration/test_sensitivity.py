@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,6 @@ from kvtuner.calibration.sensitivity import (
     LayerConstants,
     Scores,
     SensitivityTable,
-    decode_fp16,
-    encode_fp16,
     missing_candidates,
 )
 from kvtuner.errors import RunFolderError
@@ -79,17 +76,6 @@ def test_a_table_comes_back_to_the_last_bit(table: SensitivityTable, tmp_path: P
     first_text = folder.file(TABLE_FILE).read_bytes()
     loaded.save(folder)
     assert folder.file(TABLE_FILE).read_bytes() == first_text
-
-
-def test_every_fp16_there_is_survives_its_encoding() -> None:
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).reshape(256, 256)
-    item = json.loads(json.dumps(encode_fp16(every)))
-    assert torch.equal(decode_fp16(item).view(torch.int16), every.view(torch.int16))
-    assert (item["dtype"], item["shape"]) == ("float16", [256, 256])
-
-
-def test_fp16_is_encoded_little_endian() -> None:
-    assert encode_fp16(torch.tensor([1.0]))["data"] == "ADw="
 
 
 def test_a_table_with_any_byte_changed_is_refused(table: SensitivityTable, tmp_path: Path) -> None:
