@@ -3,9 +3,12 @@
     python benchmarks/search_quality.py --model demo --out runs/quality --seeds 0 1 2 --markdown table.md
 
 Every method chooses from the same candidates (the menus of the exact solver, with their best transforms) under the same
-budget and measures the same `--trials` configurations on the select split. `exact` measures none, `greedy` none.
-Isolated forwards, which exact, greedy and exact+refined need and the cold samplers do not, are counted beside the
-table; `nsga2 cold, more trials` gets them as extra trials. Measurements are journalled: a stopped run resumes.
+budget, and measures configurations on the select split. `exact` and `greedy` measure none. `exact+refined` is what
+`kvtuner search` does with `--trials`. `cold` samplers start from nothing, by Optuna alone; trials beyond the budget are
+theirs to avoid, are not measured, and leave them `none` if nothing else was tried. `nsga2 cold, asked again` proposes
+until it is inside the budget, and has as many more trials as the isolated forwards that exact needs are worth: so it
+makes no fewer forward passes than exact+refined. The numbers of measured configurations are in the table.
+Measurements are journalled: a stopped run resumes, and more seeds are added by asking for them.
 """
 
 from __future__ import annotations
@@ -102,13 +105,11 @@ def searched(
     warm: list[Configuration],
     *,
     sampler: Any,
+    guidance: Any,
     trials: int,
     seed: int,
-) -> float:
-    """KL on the report split of what a study of `trials` trials finds; infinite if none kept the budget.
-
-    Cold samplers are Optuna's as they are; the refinement asks again for what is over the budget or was tried before.
-    """
+) -> tuple[float, int]:
+    """KL on the report split of what a study finds, infinite if nothing kept the budget; and how many it measured."""
     try:
         study = refine(
             space,
@@ -118,11 +119,11 @@ def searched(
             sampler=sampler,
             num_trials=trials,
             seed=seed,
-            is_choosy=bool(warm),
+            guidance=guidance,
         )
     except SearchSpaceError:
-        return math.inf
-    return arena.report_kl(study.best, sampler)
+        return math.inf, 0
+    return arena.report_kl(study.best, sampler), study.num_measured
 
 
 def compare(arena: Arena, text: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -146,36 +147,42 @@ def compare(arena: Arena, text: str, args: argparse.Namespace) -> dict[str, Any]
     }
     isolated = len(isolated_candidates(arena.table.scores)) * args.sequences[0] // 2
     more = args.trials + -(-isolated // args.sequences[1])
-    for name, start, sampler, trials in (
-        ("exact+refined", warm, "nsga2", args.trials),
-        ("nsga2 cold", [], "nsga2", args.trials),
-        ("nsga2 cold, more trials", [], "nsga2", more),
-        ("tpe cold", [], "tpe", args.trials),
-        ("random", [], "random", args.trials),
+    for name, start, sampler, guidance, trials in (
+        ("exact+refined", warm, "nsga2", "surrogate", args.trials),
+        ("nsga2 cold", [], "nsga2", "none", args.trials),
+        ("nsga2 cold, asked again", [], "nsga2", "budget", more),
+        ("tpe cold", [], "tpe", "none", args.trials),
+        ("random", [], "random", "none", args.trials),
     ):
-        row[name] = [
-            searched(arena, space, constraint, start, sampler=sampler, trials=trials, seed=seed) for seed in args.seeds
+        found = [
+            searched(arena, space, constraint, start, sampler=sampler, guidance=guidance, trials=trials, seed=seed)
+            for seed in args.seeds
         ]
+        row[name] = {"kl": [kl for kl, _ in found], "measured": [measured for _, measured in found]}
     return row
 
 
-METHODS = ("exact", "exact+refined", "greedy", "nsga2 cold", "nsga2 cold, more trials", "tpe cold", "random")
+METHODS = ("exact", "greedy", "exact+refined", "nsga2 cold", "nsga2 cold, asked again", "tpe cold", "random")
+
+
+def cell(value: float | dict[str, list[float]]) -> str:
+    """A figure; of a method with seeds the median, the worst, and how many configurations were measured."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    middle, worst = statistics.median(value["kl"]), max(value["kl"])
+    measured = statistics.median(value["measured"])
+    text = "none" if math.isinf(middle) else f"{middle:.3g}"
+    return f"{text} (worst {'none' if math.isinf(worst) else f'{worst:.3g}'}; {measured:.0f} measured)"
 
 
 def markdown(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     """The table; methods with a seed as their median and worst."""
-    header = ["budget", "best uniform", "with transforms", *METHODS, "exact+refined / uniform"]
+    header = ["budget", "best plain uniform", "best uniform", *METHODS, "exact+refined / best plain uniform"]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for row in rows:
-        cells = [row["budget"], f"{row['uniform']:.4g} ({row['uniform_name']})"]
-        cells.append(f"{row['uniform+t']:.4g} ({row['uniform+t_name']})")
-        for method in METHODS:
-            value = row[method]
-            if isinstance(value, list):
-                cells.append(f"{statistics.median(value):.4g} (worst {max(value):.4g})")
-            else:
-                cells.append(f"{value:.4g}")
-        cells.append(f"{statistics.median(row['exact+refined']) / row['uniform']:.2f}")
+        ratio = statistics.median(row["exact+refined"]["kl"]) / row["uniform"]
+        cells = [f"{row['uniform']:.3g} ({row['uniform_name']})", f"{row['uniform+t']:.3g} ({row['uniform+t_name']})"]
+        cells = [row["budget"], *cells, *(cell(row[method]) for method in METHODS), f"{ratio:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",

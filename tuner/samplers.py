@@ -44,11 +44,21 @@ def make_sampler(
     name: SamplerName,
     seed: int,
     distributions: Mapping[str, BaseDistribution],
-    is_wanted: Callable[[Mapping[str, Any]], bool] | None,
+    is_wanted: Callable[[Mapping[str, Any]], bool] | None = None,
+    suggest: Callable[[int], dict[str, Any] | None] | None = None,
 ) -> BaseSampler:
-    """The sampler of that name, asked again for what is not wanted; for ``none`` one that need not be asked."""
+    """The sampler of that name.
+
+    Args:
+        name: for ``none`` one that need not be asked.
+        seed: of its draws.
+        distributions: all parameters.
+        is_wanted: whether a proposal is worth a trial; the sampler is asked again for one that is not.
+        suggest: by trial number, what to try instead of asking the sampler; None to ask it.
+    """
     num_proposals = 1 if is_wanted is None else _NUM_PROPOSALS[name]
-    return _ChoosySampler(_optuna_sampler(name, seed), num_proposals, distributions, is_wanted or bool)
+    inner = _optuna_sampler(name, seed)
+    return _ChoosySampler(inner, num_proposals, distributions, is_wanted or bool, suggest or (lambda _: None))
 
 
 def _optuna_sampler(name: SamplerName, seed: int) -> BaseSampler:
@@ -67,7 +77,7 @@ def _violations(trial: FrozenTrial) -> Sequence[float]:
 
 
 class _ChoosySampler(BaseSampler):
-    """Asks another sampler again, a number of times, while it proposes what is not wanted.
+    """Asks another sampler, again while it proposes what is not wanted, where it has no suggestion of its own.
 
     Children of two configurations near the budget are beyond it every other time, and often not new. Neither is
     worth a trial; but the last proposal is taken as it is.
@@ -79,11 +89,13 @@ class _ChoosySampler(BaseSampler):
         num_proposals: int,
         distributions: Mapping[str, BaseDistribution],
         is_wanted: Callable[[Mapping[str, Any]], bool],
+        suggest: Callable[[int], dict[str, Any] | None],
     ) -> None:
         self._inner = inner
         self._num_proposals = num_proposals
         self._distributions = dict(distributions)
         self._is_wanted = is_wanted
+        self._suggest = suggest
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         return self._distributions
@@ -92,10 +104,12 @@ class _ChoosySampler(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         relative = self._inner.infer_relative_search_space(study, trial)
-        if FIXED_PARAMS in trial.system_attrs:
-            # NSGA-II counts a trial to a generation when asked for it: so warm starts become its population.
+        is_fixed = FIXED_PARAMS in trial.system_attrs
+        suggested = {} if is_fixed else self._suggest(trial.number)
+        if suggested is not None:
+            # NSGA-II counts a trial to a generation when asked for it: so these trials become part of its population.
             self._inner.sample_relative(study, trial, relative)
-            return {}
+            return suggested
         params: dict[str, Any] = {}
         for _ in range(self._num_proposals):
             params = dict(self._inner.sample_relative(study, trial, relative))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import optuna
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from kvtuner.search_spaces.budget import Constraint
     from kvtuner.search_spaces.space import Configuration, SearchSpace
+
+Guidance = Literal["none", "budget", "surrogate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ def refine(
     storage: str | None = None,
     study_name: str = "kvtuner",
     identity: Mapping[str, Any] | None = None,
-    is_choosy: bool = True,
+    guidance: Guidance = "surrogate",
     on_trial: Callable[[TrialRecord], None] | None = None,
 ) -> StudyResult:
     """Search the configuration of least measured KL inside the budget, from warm starts on.
@@ -84,7 +87,8 @@ def refine(
         storage: URL for `open_storage`; None is memory.
         study_name: one per budget.
         identity: plain JSON values that must be equal whenever the study is opened: model, data, scores.
-        is_choosy: ask the sampler again for what breaks the budget or was tried before; the paper does not.
+        guidance: "none" takes every proposal of the sampler, as the paper does; "budget" asks it again for what breaks
+            the budget or was tried before; "surrogate" also takes every other proposal from `Surrogate` instead.
         on_trial: called after every trial that this worker finishes.
 
     Raises:
@@ -100,8 +104,13 @@ def refine(
             worker = Worker(study, space, constraint, objective, gate)
             # Workers with one seed would propose the same trials: only the first one takes it as it is.
             own_seed = seed if is_first else (seed + os.getpid() + 1) % 2**32
-            is_wanted = worker.is_wanted if is_choosy else None
-            study.sampler = make_sampler(sampler, own_seed, worker.distributions, is_wanted)
+            study.sampler = make_sampler(
+                sampler,
+                own_seed,
+                worker.distributions,
+                is_wanted=None if guidance == "none" else worker.is_wanted,
+                suggest=partial(worker.suggest, own_seed) if guidance == "surrogate" else None,
+            )
             start = worker.enqueue(warm)
         worker.work(num_trials, is_sampling=sampler != "none" and bool(worker.distributions), on_trial=on_trial)
         records = worker.records()

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import numpy as np
 from optuna.distributions import IntDistribution
 from optuna.trial import TrialState
 
@@ -18,6 +19,7 @@ from kvtuner.tuner.interrupts import InterruptGate
 from kvtuner.tuner.liveness import WORKER, Watch, heartbeat, worker_id
 from kvtuner.tuner.samplers import FIXED_PARAMS, set_violation
 from kvtuner.tuner.storage import STORAGE_ERRORS
+from kvtuner.tuner.surrogate import Surrogate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -76,6 +78,7 @@ class Worker:
         self._space = space
         self._constraint = constraint
         self._objective = objective
+        self._surrogate = Surrogate(space, constraint)
         self._watch = Watch()
         self._gate = gate or InterruptGate()
         self._tried: dict[tuple[int, ...], float | None] = {}
@@ -177,6 +180,15 @@ class Worker:
         """Whether parameters keep the budget and are new to the study."""
         indices = self._indices(params)
         return indices not in self._tried and self._constraint.is_met(pairs_of(self._space.configuration(indices)))
+
+    def suggest(self, seed: int, number: int) -> dict[str, Any] | None:
+        """For every other trial what is best under scores corrected by all measurements; None to ask the sampler."""
+        if number % 2:
+            return None
+        measured = {indices: value for indices, value in self._tried.items() if value is not None}
+        rng = np.random.default_rng([seed, number])
+        indices = self._surrogate.propose(measured, lambda indices: self.is_wanted(self._params(indices)), rng)
+        return None if indices is None else self._params(indices)
 
     def _reclaim(self, trial: FrozenTrial) -> bool:
         """Give up a running trial whose worker is lost; True if so."""

@@ -17,7 +17,7 @@ from kvtuner.search_spaces.budget import Constraint
 from kvtuner.search_spaces.space import Choice, Configuration, LayerMenu, SearchSpace, pairs_of, predicted_score
 from kvtuner.tuner.exact import solve
 from kvtuner.tuner.samplers import POPULATION_SIZE, SAMPLER_NAMES, SamplerName
-from kvtuner.tuner.study import refine
+from kvtuner.tuner.study import Guidance, refine
 from kvtuner.tuner.warm_starts import warm_starts
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Space = Callable[..., SearchSpace]
 Limit = Callable[..., Constraint]
 NUM_LAYERS = 5
+GUIDANCES: tuple[Guidance, ...] = ("none", "budget", "surrogate")
 LOW, MID, HIGH, NATIVE = (PrecisionPair(bits, bits) for bits in (2, 4, 8, 16))
 
 
@@ -102,9 +103,9 @@ def test_refinement_finds_what_the_additive_model_cannot_see(
 
 
 @pytest.mark.parametrize("sampler", SAMPLER_NAMES)
-@pytest.mark.parametrize("is_choosy", [True, False])
+@pytest.mark.parametrize("guidance", GUIDANCES)
 def test_the_same_seed_gives_the_same_trials(
-    space: SearchSpace, constraint: Constraint, tmp_path: Path, sampler: SamplerName, is_choosy: bool
+    space: SearchSpace, constraint: Constraint, tmp_path: Path, sampler: SamplerName, guidance: Guidance
 ) -> None:
     def run(seed: int, storage: str | None) -> tuple[TrialRecord, ...]:
         return refine(
@@ -116,7 +117,7 @@ def test_the_same_seed_gives_the_same_trials(
             num_trials=32,
             seed=seed,
             storage=storage,
-            is_choosy=is_choosy,
+            guidance=guidance,
         ).trials
 
     first = run(3, None)
@@ -142,14 +143,14 @@ def test_what_breaks_the_budget_is_never_measured_and_never_wins(
     assert all(constraint.is_met(pairs_of(t.configuration)) == t.is_feasible for t in result.trials)
 
 
-def test_a_choosy_study_spends_its_trials_on_what_can_be_measured(space: SearchSpace, constraint: Constraint) -> None:
+def test_a_guided_study_spends_its_trials_on_what_can_be_measured(space: SearchSpace, constraint: Constraint) -> None:
     counts = []
-    for is_choosy in (True, False):
+    for guidance in GUIDANCES:
         landscape = Landscape(constraint)
         warm = warm_starts(space, constraint, [], POPULATION_SIZE)
-        refine(space, constraint, landscape, warm=warm, num_trials=100, is_choosy=is_choosy)
+        refine(space, constraint, landscape, warm=warm, num_trials=100, guidance=guidance)
         counts.append(len(landscape.measured))
-    assert counts[0] > 90 > counts[1]
+    assert min(counts[1:]) > 90 > counts[0]
 
 
 def test_nothing_is_measured_twice(make_space: Space, make_constraint: Limit) -> None:
@@ -248,7 +249,7 @@ def test_trials_carry_what_a_dashboard_shows(
 ) -> None:
     storage = f"sqlite:///{tmp_path}/study.db"
     result = refine(
-        space, constraint, landscape, warm=[solve(space, constraint)], num_trials=30, storage=storage, is_choosy=False
+        space, constraint, landscape, warm=[solve(space, constraint)], num_trials=30, storage=storage, guidance="none"
     )
     trials = optuna.load_study(study_name="kvtuner", storage=storage).trials
     for trial, record in zip(trials, result.trials, strict=True):
@@ -265,7 +266,7 @@ def test_samplers_are_told_which_trials_break_the_budget(
 ) -> None:
     storage = f"sqlite:///{tmp_path}/study.db"
     result = refine(
-        space, constraint, landscape, warm=[], sampler=sampler, num_trials=25, storage=storage, is_choosy=False
+        space, constraint, landscape, warm=[], sampler=sampler, num_trials=25, storage=storage, guidance="none"
     )
     trials = optuna.load_study(study_name="kvtuner", storage=storage).trials
     for trial, record in zip(trials, result.trials, strict=True):
