@@ -33,6 +33,7 @@ _WAYS_OUT: Final = {
     "unable to open": "choose another folder with --out",
 }
 _DAMAGED: Final = "delete it and run the same command again: its trials are measured anew"
+_UNREACHED: Final = "check the URL, and that the database is there and lets you in"
 
 
 @contextlib.contextmanager
@@ -53,7 +54,8 @@ def _storage_error(url: str | None, error: BaseException) -> RunFolderError:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     reason = str(getattr(cause, "orig", None) or cause).split("\n")[0]
-    remedy = next((way for word, way in _WAYS_OUT.items() if word in reason), _DAMAGED)
+    is_file = url is not None and url.startswith((SQLITE, JOURNAL))
+    remedy = next((way for word, way in _WAYS_OUT.items() if word in reason), _DAMAGED if is_file else _UNREACHED)
     return RunFolderError(f"the study in {printable_url(url)} cannot be used ({reason}): {remedy}")
 
 

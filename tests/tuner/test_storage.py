@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import optuna
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from kvtuner.errors import RunFolderError
 from kvtuner.search_spaces.budget import Constraint
 from kvtuner.search_spaces.space import Configuration, SearchSpace
 from kvtuner.tuner import storage as storage_module
 from kvtuner.tuner.exact import solve
-from kvtuner.tuner.storage import open_storage, printable_url
+from kvtuner.tuner.storage import open_storage, printable_url, storage_errors
 from kvtuner.tuner.study import StudyResult, refine
 
 if TYPE_CHECKING:
@@ -194,4 +195,15 @@ def test_passwords_are_not_printed() -> None:
     assert "host" in printable_url("postgresql://me:secret@host:5432/db")
     with pytest.raises(RunFolderError) as caught:
         open_storage("nosuchdatabase://me:secret@host/db")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_database_that_cannot_be_reached_is_not_to_be_deleted() -> None:
+    refused = OperationalError("connect", None, ConnectionRefusedError("connection refused"))
+    with (
+        pytest.raises(RunFolderError, match=r"connection refused.*check the URL") as caught,
+        storage_errors("postgresql://me:secret@there/studies"),
+    ):
+        raise refused
+    assert "delete" not in str(caught.value)
     assert "secret" not in str(caught.value)
