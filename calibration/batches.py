@@ -48,7 +48,7 @@ def batches(
     Args:
         ids: [num_sequences, tokens].
         context_length: positions run from 0 to below it.
-        offsets: where sequences begin: drawn from the whole context, at 0, or as late as they fit.
+        offsets: where sequences begin: one drawn from each equal part of the context, at 0, or as late as they fit.
         seed: of the random offsets.
         batch_size: sequences per batch.
         device: of the batches.
@@ -56,7 +56,10 @@ def batches(
     num_sequences, tokens = ids.shape
     last = max(0, context_length - tokens)
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(0, last + 1, (num_sequences,), generator=generator)
+    # One sequence from each of num_sequences equal parts of the context: few sequences would leave most of it unseen.
+    parts = torch.randperm(num_sequences, generator=generator)
+    within = torch.rand(num_sequences, generator=generator, dtype=torch.float64)
+    drawn = ((parts + within) * (last + 1) / num_sequences).long().clamp(max=last)
     starts = {"random": drawn, "small": torch.zeros_like(drawn), "large": torch.full_like(drawn, last)}[offsets]
     positions = starts.unsqueeze(1) + torch.arange(tokens)
     for index, first in enumerate(range(0, num_sequences, batch_size)):

@@ -46,6 +46,13 @@ def test_random_offsets_cover_the_whole_context() -> None:
     assert set(starts.tolist()) == set(range(64 - 16 + 1))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_every_equal_part_of_the_context_has_one_random_offset(seed) -> None:
+    ids = torch.zeros(6, 10, dtype=torch.int64)
+    found = torch.cat([batch.position_ids[:, 0] for batch in batches(ids, 129, offsets="random", seed=seed)])
+    assert sorted((found // 20).tolist()) == list(range(6))  # 120 places to begin in 6 parts
+
+
 @pytest.mark.parametrize("offsets", ["random", "small", "large"])
 def test_sequences_as_long_as_the_context_begin_at_zero(offsets) -> None:
     assert (positions(offsets=offsets, context_length=16)[:, 0] == 0).all()
