@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import time
+import zlib
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 EVENTS = "events.jsonl"
+LINE_CHECKSUM = "crc32"
 
 
 def canonical_json(value: Any) -> str:
@@ -87,12 +89,13 @@ class RunFolder:
         self.append(EVENTS, {"time": round(time.time(), 3), "pid": os.getpid(), "event": event, **fields})
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Append one JSON line durably, whoever else appends; a line cut by a kill is dropped by `records`.
+        """Append one JSON line with its checksum durably, whoever else appends; `records` drops a cut or changed one.
 
         Raises:
             RunFolderError: the disk is full or the folder cannot be written or locked.
         """
-        line = (canonical_json(record) + "\n").encode()
+        plain = _as_read_back(record)
+        line = (canonical_json({**plain, LINE_CHECKSUM: _line_checksum(plain)}) + "\n").encode()
         path = self.file(name)
         try:
             with path.open("ab") as handle:
@@ -107,7 +110,7 @@ class RunFolder:
             raise _write_error(path, error) from error
 
     def records(self, name: str) -> Iterator[dict[str, Any]]:
-        """Whole JSON lines of a log; what a kill cut is skipped."""
+        """Lines of a log as they were appended; what a kill cut or anything changed is skipped."""
         path = self.file(name)
         if not path.exists():
             return
@@ -115,7 +118,7 @@ class RunFolder:
             for line in handle:
                 with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):
                     record = json.loads(line)
-                    if isinstance(record, dict):
+                    if isinstance(record, dict) and record.pop(LINE_CHECKSUM, None) == _line_checksum(record):
                         yield record
 
     def write_checked(self, name: str, payload: Mapping[str, Any]) -> None:
@@ -209,6 +212,10 @@ def _as_read_back(value: Mapping[str, Any]) -> dict[str, Any]:
     """What JSON makes of it: tuples become lists, keys strings."""
     plain: dict[str, Any] = json.loads(canonical_json(value))
     return plain
+
+
+def _line_checksum(record: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(record, sort_keys=True).encode()):08x}"
 
 
 def _has_checksum(payload: Mapping[str, Any], checksum: object) -> bool:

@@ -213,9 +213,22 @@ def test_log_cut_anywhere_in_its_last_line_keeps_the_others_and_the_next(folder:
 
 
 def test_log_lines_that_are_no_objects_are_skipped(folder: RunFolder) -> None:
-    folder.file("log.jsonl").write_bytes(b'{"a":1}\n\n[1]\n7\n"x"\nnull\n\xff\xfe\n{"a":\n{"a":2}\n')
-    assert list(folder.records("log.jsonl")) == [{"a": 1}, {"a": 2}]
-    assert list(folder.records("absent.jsonl")) == []
+    folder.append("log.jsonl", {"a": 1})
+    with folder.file("log.jsonl").open("ab") as handle:
+        handle.write(b'\n[1]\n7\n"x"\nnull\n\xff\xfe\n{"a":\n{"a":2}\n')
+    folder.append("log.jsonl", {"a": 3})
+    assert list(folder.records("log.jsonl")) == [{"a": 1}, {"a": 3}]
+
+
+def test_a_log_line_with_any_character_changed_is_skipped(folder: RunFolder) -> None:
+    record = {"kl": 0.1875, "configuration": "K4:hadamard V2:none, ä", "sums": (1, 2.5e-7)}
+    folder.append("log.jsonl", record)
+    line = folder.file("log.jsonl").read_bytes()
+    assert [r["kl"] for r in folder.records("log.jsonl")] == [0.1875]
+    for position in range(len(line) - 1):
+        changed = bytes([line[position] ^ 1])
+        folder.file("log.jsonl").write_bytes(line[:position] + changed + line[position + 1 :])
+        assert list(folder.records("log.jsonl")) == []
 
 
 def test_event_has_its_time_process_and_fields(folder: RunFolder) -> None:
