@@ -15,6 +15,7 @@ from kvtuner.calibration.read_plan import ReadPlan, ReadPlanName
 from kvtuner.calibration.sensitivity import TABLE_FILE, ScoreName, SensitivityTable, missing_candidates
 from kvtuner.calibration.simulate import Simulator
 from kvtuner.calibration.statistics import measure_constants
+from kvtuner.errors import CorpusError
 from kvtuner.precision import LAYOUT_ID
 from kvtuner.run_folder import RunFolder, refuse_difference, sha256_of
 
@@ -65,8 +66,10 @@ class Workbench:
         """Find the model's chain of layers.
 
         Raises:
-            UnsupportedModelError: it has none.
+            CorpusError: tokens that the model has no embedding of.
+            UnsupportedModelError: it has no such chain.
         """
+        _refuse_unknown_tokens(loaded, corpus)
         return cls(loaded, DecoderChain(loaded.model, loaded.shape.geometry), corpus, options)
 
     @property
@@ -95,8 +98,8 @@ class Workbench:
         hashes = self.corpus.hashes()
         return {
             "model_config": loaded.shape.config_sha256,
+            "dtype": loaded.dtype_name,  # before the weights: the first field that differs is the one named
             "model_weights": loaded.weights_sha256,
-            "dtype": loaded.dtype_name,
             "context_length": loaded.shape.context_length,
             "sequence_length": self.corpus.splits["calibrate"].shape[1],
             "calibrate_tokens": hashes["calibrate"],
@@ -111,6 +114,16 @@ class Workbench:
             "seed": options.seed,
             "layout": LAYOUT_ID,
         }
+
+
+def _refuse_unknown_tokens(loaded: LoadedModel, corpus: Corpus) -> None:
+    rows = next(iter(loaded.model.get_input_embeddings().parameters())).shape[0]
+    largest = max(int(ids.max()) for ids in corpus.splits.values())
+    if largest >= rows:
+        raise CorpusError(
+            f"token ids must be below the {rows} embedding rows of {loaded.source.name}, but its tokenizer gives"
+            f" {largest}; use the tokenizer that belongs to the model, or resize the model's embeddings to it"
+        )
 
 
 def calibrate(bench: Workbench, folder: RunFolder) -> SensitivityTable:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from kvtuner.calibration.finite import check_finite, check_residual
 from kvtuner.calibration.read_plan import AttentionCall, attend
 from kvtuner.calibration.seam import Listener, listening
 from kvtuner.errors import NonFiniteActivationError, UnsupportedModelError
@@ -48,6 +49,16 @@ class Trace:
     residual: Sequence[Tensor]
     calls: Sequence[LayerCall]
     final: Tensor
+
+    def check_finite(self) -> None:
+        """Check the final hidden states, which show all that goes wrong on the way; one reduction if nothing did.
+
+        Raises:
+            NonFiniteActivationError: NaN or infinity; names the first layer that gave any.
+        """
+        if not bool(torch.isfinite(self.final).all()):
+            check_residual(self.residual)
+            check_finite(len(self.residual) - 1, outputs=self.final)
 
 
 @dataclass
@@ -101,6 +112,9 @@ class DecoderChain:
             input_ids: [batch, tokens].
             position_ids: [batch, tokens].
             listener: sees every layer's attention call; exact attention by default.
+
+        Raises:
+            NonFiniteActivationError: by the listener, if it checks; names the layer that NaN or infinity began in.
         """
         residual: list[Tensor] = []
         calls: list[LayerCall] = []
@@ -117,6 +131,9 @@ class DecoderChain:
         try:
             with listening(listener or _exact):
                 output = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        except NonFiniteActivationError:
+            check_residual(residual)  # a layer that was given NaN is not the one that made it
+            raise
         finally:
             for handle in handles:
                 handle.remove()
@@ -273,17 +290,3 @@ def _note(seen: list[tuple[int, AttentionCall]], layer_id: int, call: AttentionC
     check_finite(layer_id, queries=call.q, keys=call.k, values=call.v)
     seen.append((layer_id, call))
     return attend(call)
-
-
-def check_finite(layer_id: int, **tensors: Tensor) -> None:
-    """Check a layer's activations, named in the plural.
-
-    Raises:
-        NonFiniteActivationError: NaN or infinity.
-    """
-    for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise NonFiniteActivationError(
-                f"layer {layer_id}: its {name} hold NaN or infinity;"
-                " try --dtype float32 or bfloat16, or check the checkpoint"
-            )

@@ -25,6 +25,7 @@ SplitName = Literal["calibrate", "select", "report"]
 SPLITS: tuple[SplitName, ...] = ("calibrate", "select", "report")
 DEMO_CORPUS = Path(__file__).parent / "demo" / "corpus.jsonl"
 MAX_DOCUMENTS = 20_000
+MIN_SEQUENCE_LENGTH = 4  # the first quarter is read exactly, and of the rest one token at least predicts another
 OVERLAP_WINDOW = 48
 MAX_OVERLAP = 0.10
 Message = Mapping[str, Any]
@@ -40,7 +41,7 @@ class CorpusSource:
         data_config: configuration of the `datasets` id.
         data_split: split of the `datasets` id to read.
         text_field: field of a JSON line or `datasets` row that holds the text; ``messages`` is always understood.
-        sequence_length: tokens per sequence.
+        sequence_length: tokens per sequence, at least `MIN_SEQUENCE_LENGTH`.
         num_sequences: sequences wanted in each split, in the order calibrate, select, report.
         seed: of the order of documents.
         deduplicate: drop repeated documents instead of refusing them.
@@ -78,12 +79,19 @@ class Corpus:
 def load_corpus(source: CorpusSource, tokenizer: PreTrainedTokenizerBase) -> Corpus:
     """Read, shuffle, tokenize and split.
 
-    Documents are shuffled by the seed and packed in that order: first the calibrate split, then select, then report, so
-    that only a document on a border is cut between two splits, and no token is used twice.
+    At most `MAX_DOCUMENTS` are read: the first of a file or folder; of a `datasets` id the first of a stream that is
+    shuffled by the seed. They are shuffled by the seed and packed in that order: first the calibrate split, then
+    select, then report, so that only a document on a border is cut between two splits, and no token is used twice.
 
     Raises:
-        CorpusError: unreadable, empty, too short, repeated documents, or splits that share text.
+        CorpusError: unreadable, empty, too short, repeated documents, splits that share text, or sequences that leave
+            nothing to score.
     """
+    if source.sequence_length < MIN_SEQUENCE_LENGTH:
+        raise CorpusError(
+            f"a sequence must have at least {MIN_SEQUENCE_LENGTH} tokens, a prompt and predictions to score, but would"
+            f" have {source.sequence_length}; give a larger --sequence-length or --context-length"
+        )
     documents = list(islice(_documents(source), MAX_DOCUMENTS))
     documents = _without_repeats(documents, source)
     if not documents:
@@ -165,6 +173,7 @@ def _row_document(row: Any, text_field: str, where: str) -> Iterator[Document]:
 
 def _dataset_documents(source: CorpusSource) -> Iterator[Document]:
     import datasets
+    from datasets.exceptions import DatasetsError
 
     name, _, revision = source.data.partition("@")
     try:
@@ -173,7 +182,7 @@ def _dataset_documents(source: CorpusSource) -> Iterator[Document]:
         ).shuffle(seed=source.seed, buffer_size=10_000)
         for number, row in enumerate(rows, 1):
             yield from _row_document(row, source.text_field, f"{source.data}, row {number}")
-    except (OSError, ValueError, RuntimeError) as error:
+    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CorpusError(f"cannot load data {source.data!r}: no such file, and as a datasets id: {reason}") from error
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from kvtuner.calibration.chain import check_finite
 from kvtuner.calibration.divergence import compare, following
+from kvtuner.calibration.finite import check_finite
 from kvtuner.calibration.sensitivity import SIDES, Candidate, LayerConstants, Scores
 from kvtuner.calibration.simulate import LayerSpec, quantized_attention
 from kvtuner.precision import PACKED_BITS

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvtuner.calibration.chain import check_finite
+from kvtuner.calibration.finite import check_finite
 from kvtuner.calibration.read_plan import AttentionCall, ReadPlan, attend, probabilities
 from kvtuner.calibration.seam import listening
 from kvtuner.calibration.sensitivity import Candidate, LayerConstants, Scores, Side

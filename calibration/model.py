@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.cache_kind import refuse_other_caches
+from kvtuner.calibration.fingerprint import fingerprint
 from kvtuner.calibration.naming import public_name
 from kvtuner.errors import UnsupportedModelError
 from kvtuner.geometry import ModelGeometry
@@ -95,22 +95,33 @@ class LoadedModel:
 
     @property
     def weights_sha256(self) -> str:
-        """Fingerprint of the weights: every tensor's name, shape and sixteen of its elements."""
-        digest = hashlib.sha256()
-        for name, tensor in self.model.state_dict().items():
-            if tensor.is_meta:  # offloaded by accelerate: its data is on a disk
-                digest.update(f"{name}{list(tensor.shape)}".encode())
-                continue
-            flat = tensor.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // 16)][:16].cpu()
-            values = sample.double().tolist() if sample.is_floating_point() else sample.tolist()
-            digest.update(f"{name}{list(tensor.shape)}{values}".encode())
-        return "sha256:" + digest.hexdigest()
+        """Fingerprint of the weights."""
+        return fingerprint(self.model.state_dict())
 
     @property
     def dtype_name(self) -> str:
         """Such as float32 or bfloat16."""
         return str(self.model.dtype).removeprefix("torch.")
+
+
+def read_config(source: ModelSource) -> PretrainedConfig:
+    """Read a model's configuration as it is.
+
+    Raises:
+        UnsupportedModelError: unknown model.
+    """
+    from transformers import AutoConfig
+
+    if source.model.startswith(("/", ".", "~")) and not Path(source.path).exists():
+        raise UnsupportedModelError(f"model folder {source.model} does not exist; give a folder or a hub id")
+    with _quiet_transformers():
+        try:
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
+            )
+        except Exception as error:
+            raise _unknown(source, error) from error
+    return config
 
 
 def read_shape(source: ModelSource) -> ModelShape:
@@ -121,17 +132,7 @@ def read_shape(source: ModelSource) -> ModelShape:
         GeometryError: a configuration that does not tell its heads.
         PrecisionError: a head_dim that cannot be packed.
     """
-    from transformers import AutoConfig
-
-    if source.model.startswith(("/", ".", "~")) and not Path(source.path).exists():
-        raise UnsupportedModelError(f"model folder {source.model} does not exist; give a folder or a hub id")
-    with _quiet_transformers():
-        try:
-            config = AutoConfig.from_pretrained(
-                source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
-            )
-        except Exception as error:
-            raise _unknown(source, error) from error
+    config = read_config(source)
     text = config.get_text_config(decoder=True)
     refuse_other_caches(config, context_length=source.context_length)
     geometry = ModelGeometry.from_config(config)
@@ -155,7 +156,8 @@ def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedMo
     """Load weights and tokenizer, with the attention seam switched on.
 
     Raises:
-        UnsupportedModelError: weights or tokenizer missing, a dtype or device that is not there, no attention seam.
+        UnsupportedModelError: weights or tokenizer missing, a dtype or device that is not there or too small, no
+            attention seam.
     """
     from transformers import AutoTokenizer
 
@@ -169,7 +171,7 @@ def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedMo
             )
         except Exception as error:
             raise _unknown(source, error) from error
-        model = _load_weights(source)
+        model = _load_weights(source, is_quantized=_is_quantized(shape.config))
         model.eval().requires_grad_(False)
         name = type(model).__name__
         if not model._can_set_attn_implementation():
@@ -183,23 +185,34 @@ def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedMo
     return LoadedModel(source, shape, model, tokenizer)
 
 
-def _load_weights(source: ModelSource) -> PreTrainedModel:
+def _load_weights(source: ModelSource, *, is_quantized: bool) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
     placement, dtype = _placement(source.device), _dtype(source, torch.cuda.is_available())
+    device_map = _device_map(placement)
+    if is_quantized and device_map is None and placement != "cpu":
+        raise UnsupportedModelError(
+            f"{source.model} is quantized, and such weights are loaded to {placement} by accelerate alone;"
+            " pip install accelerate"
+        )
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.path,
             revision=source.revision,
             trust_remote_code=source.trust_remote_code,
             dtype=dtype,
-            device_map=placement if placement == "auto" else None,
+            device_map=device_map,
             output_loading_info=True,
         )
         model: PreTrainedModel = loaded[0]
-        if placement != "auto":
+        if device_map is None and placement != "cpu":
             model.to(torch.device(placement))  # type: ignore[arg-type]  # transformers' decorator hides the signature
+    except torch.cuda.OutOfMemoryError as error:
+        raise UnsupportedModelError(
+            f"{source.model} does not fit into the GPU's free memory; free some, or give --device auto with accelerate"
+            " installed (all GPUs, then the CPU), --device cpu or --dtype bfloat16"
+        ) from error
     except Exception as error:
         raise _unknown(source, error) from error
     if missing := sorted(loaded[1]["missing_keys"]):
@@ -225,6 +238,17 @@ def _placement(device: str) -> str:
     if not torch.cuda.is_available():
         return "cpu"
     return "auto" if importlib.util.find_spec("accelerate") else "cuda:0"
+
+
+def _device_map(placement: str) -> str | dict[str, str] | None:
+    """What accelerate is told; None where it is not needed or not installed."""
+    if placement == "auto":
+        return placement
+    return {"": placement} if placement != "cpu" and importlib.util.find_spec("accelerate") else None
+
+
+def _is_quantized(config: PretrainedConfig) -> bool:
+    return getattr(config, "quantization_config", None) is not None
 
 
 def _dtype(source: ModelSource, has_gpu: bool) -> torch.dtype | str:

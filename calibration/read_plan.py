@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-ReadPlanName = Literal["decode", "hit", "cache"]
-READ_PLANS: tuple[ReadPlanName, ...] = ("decode", "hit", "cache")
+from kvtuner.exported_configs import evidence
+
+ReadPlanName = evidence.ReadPlan
+READ_PLANS: tuple[ReadPlanName, ...] = get_args(ReadPlanName)
 
 
 @dataclass(frozen=True, slots=True)

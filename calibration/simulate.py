@@ -54,7 +54,7 @@ class PreparedBatch:
     Attributes:
         batch: ids and positions.
         embedded: input of the first layer, [batch, tokens, hidden_size].
-        calls: the layers' other arguments.
+        calls: the layers' other arguments; their tensors are those of one call.
         reference: exact final hidden states of the scored tokens, [batch, tokens - split, hidden_size].
     """
 
@@ -67,17 +67,23 @@ class PreparedBatch:
 class Simulator:
     """Measures quantized caches on a fixed set of sequences.
 
-    Keeps two hidden states per token (the embedding and the exact final state), not logits, keys or values.
+    Keeps two hidden states per token (the embedding and the exact final state) and what the layers are called with
+    besides, which they share: the encoding of the positions. Not logits, keys or values.
     """
 
     def __init__(self, chain: DecoderChain, batches: Iterable[Batch], plan: ReadPlan) -> None:
-        """Run the exact model once over `batches`."""
+        """Run the exact model once over `batches`.
+
+        Raises:
+            NonFiniteActivationError: it gives NaN or infinity; names the layer.
+        """
         self.chain = chain
         self.plan = plan
         self.prepared = [self._prepare(batch) for batch in batches]
 
     def _prepare(self, batch: Batch) -> PreparedBatch:
         trace = self.chain.trace(batch.input_ids, batch.position_ids)
+        trace.check_finite()
         reference = trace.final[:, self.plan.split :].clone()
         return PreparedBatch(batch, trace.residual[0], trace.calls, reference)
 

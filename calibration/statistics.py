@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvtuner.calibration.chain import check_finite
+from kvtuner.calibration.finite import check_finite
 from kvtuner.calibration.read_plan import AttentionCall, attend
 from kvtuner.calibration.sensitivity import LayerConstants
 from kvtuner.quant import FP16_MAX

@@ -43,7 +43,8 @@ def refuse_other_caches(config: ConfigLike, *, context_length: int | None = None
         if window:
             raise UnsupportedModelError(
                 f"{name!r} has {kind} in layer {layer_id}: a window of {window} tokens, shorter than the context of"
-                f" {longest}; serve at most that many (--context-length {window}), or run it with its own cache"
+                f" {longest}; search with --context-length {window} and serve at most that many tokens, or run it with"
+                " its own cache"
             )
         raise UnsupportedModelError(_refusal(name, f"{kind} in layer {layer_id}, a layer without a KV cache"))
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvtuner.cache_kind import refuse_other_caches
 from kvtuner.errors import CacheError
 from kvtuner.exported_configs.evidence import ReadPlan
 from kvtuner.precision import PrecisionPair
+from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 from kvtuner.runtime_loader.packed_layer import RowFormat, StoredSide
 
 if TYPE_CHECKING:
@@ -194,10 +194,9 @@ class KVTunerCache(Cache):
             ProfileError: the profile belongs to another model.
             CacheError: an unknown read plan.
         """
-        refuse_other_caches(config)
-        profile.check_model(config)
+        check_model(profile, config)
         cache = cls([_layer(profile, layer_id) for layer_id in range(len(profile.pairs))], read_plan)
-        cache.num_calibrated_positions = _calibrated_positions(profile)
+        cache.num_calibrated_positions = calibrated_positions(profile) if _is_centered(profile) else None
         return cache
 
     def __repr__(self) -> str:
@@ -263,11 +262,9 @@ def _layer(profile: Profile, layer_id: int) -> KVTunerLayer:
     )
 
 
-def _calibrated_positions(profile: Profile) -> int | None:
-    record = profile.provenance.calibration
+def _is_centered(profile: Profile) -> bool:
     specs = [profile.quant_spec(layer_id, "k") for layer_id in range(len(profile.pairs))]
-    is_centered = any(spec is not None and spec.transform.kind.centered for spec in specs)
-    return record.position_range[1] + 1 if record is not None and is_centered else None
+    return any(spec is not None and spec.transform.kind.centered for spec in specs)
 
 
 def _checked(read_plan: ReadPlan) -> ReadPlan:

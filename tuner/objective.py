@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.simulate import LayerSpec, Simulator
+from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import NATIVE_BITS
 from kvtuner.quant import QuantSpec
 
@@ -72,10 +74,19 @@ class MeasuredKL:
         }
 
     def __call__(self, configuration: Sequence[Choice]) -> float:
-        """Measure, or look up, one configuration."""
+        """Measure, or look up, one configuration.
+
+        Raises:
+            NonFiniteActivationError: the KL is NaN or infinite; nothing is journalled.
+        """
         key = describe(configuration)
         if key not in self._known:
             kl = self._simulator.kl(layer_specs(configuration, self._table, self._options))
+            if not math.isfinite(kl):
+                pairs = ", ".join(str(choice.pair) for choice in configuration)
+                raise NonFiniteActivationError(
+                    f"a measured KL must be finite, but is {kl} ({pairs}); run the model in a wider dtype"
+                )
             self._folder.append(JOURNAL, {"identity": self._identity, "configuration": key, "kl": kl})
             self._known[key] = kl
             self.num_measured += 1

@@ -19,9 +19,10 @@ def run(args: Namespace) -> int:
     for name in args.file:
         profile = load_profile(Path(name))
         if args.model:
-            from kvtuner.calibration.model import ModelSource, read_shape
+            from kvtuner.calibration.model import ModelSource, read_config
+            from kvtuner.runtime_loader.model_check import check_model
 
-            profile.check_model(read_shape(ModelSource(args.model)).config)
+            check_model(profile, read_config(ModelSource(args.model)))
         results.append({"file": name, "digest": profile.digest, "model": profile.model.id, "valid": True})
     if args.json:
         print(json.dumps(results, indent=1))

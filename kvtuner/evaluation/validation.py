@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from kvtuner.calibration.simulate import LayerSpec, Simulator
+from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.statistics import Interval, bootstrap_mean, paired_difference, quantile
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import QuantSpec
@@ -159,13 +161,23 @@ class Validator:
     def measure(
         self, contestant: Contestant, offsets: Offsets, on_batch: Callable[[int], None] | None = None
     ) -> SequenceSums:
-        """Results of one contestant at one kind of position offsets."""
+        """Results of one contestant at one kind of position offsets.
+
+        Raises:
+            NonFiniteActivationError: a token's KL is NaN or infinite; nothing is journalled.
+        """
         known = self._known.get((offsets, contestant.key))
         if known is not None:
             return known
         if offsets not in self._simulators:
             self._simulators[offsets] = self._bench.simulator("report", offsets)
-        sums = SequenceSums.of(self._simulators[offsets].measure(contestant.specs, on_batch))
+        scores = self._simulators[offsets].measure(contestant.specs, on_batch)
+        if not bool(torch.isfinite(scores.kl).all()):
+            raise NonFiniteActivationError(
+                f"the KL of every token must be finite, but {contestant.name} has NaN or infinity at {offsets} position"
+                " offsets of the report split; run the model in a wider dtype"
+            )
+        sums = SequenceSums.of(scores)
         record = {"identity": self._identity, "offsets": offsets, "key": contestant.key, "sums": asdict(sums)}
         self._folder.append(JOURNAL, record)
         self._known[offsets, contestant.key] = sums

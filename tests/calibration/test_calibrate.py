@@ -11,17 +11,22 @@ import pytest
 import torch
 
 from kvtuner.calibration.calibrate import IDENTITY_FILE, CalibrationOptions, Workbench, calibrate
-from kvtuner.calibration.corpus import Corpus, CorpusSource, load_corpus
+from kvtuner.calibration.corpus import MIN_SEQUENCE_LENGTH, Corpus, CorpusSource, load_corpus
 from kvtuner.calibration.isolated import JOURNAL
 from kvtuner.calibration.measure import CandidateMeasurement, QuantOptions
+from kvtuner.calibration.model import ModelSource, load_model
+from kvtuner.calibration.read_plan import READ_PLANS
 from kvtuner.calibration.sensitivity import TABLE_FILE, SensitivityTable, missing_candidates
-from kvtuner.errors import RunFolderError
+from kvtuner.errors import CorpusError, NonFiniteActivationError, RunFolderError
 from kvtuner.precision import PACKED_BITS
 from kvtuner.run_folder import EVENTS, RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from kvtuner.calibration.corpus import SplitName
+    from kvtuner.calibration.read_plan import ReadPlanName
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +215,52 @@ def test_a_folder_of_another_measurement_is_refused_by_the_field_that_differs(
     with pytest.raises(RunFolderError, match=rf"holds the measurements of another run: {field} is .* there and"):
         calibrate(other, folder)
     assert other.chain.count.layer_tokens == 0
+
+
+def test_a_folder_of_another_dtype_is_refused_by_the_dtype_and_not_by_the_weights(
+    bench_of: Callable[..., Workbench], model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, bench = RunFolder(tmp_path), bench_of()
+    folder.check_identity(IDENTITY_FILE, bench.identity(), "measurements")
+    half = load_model(ModelSource(str(model_folder()), device="cpu", dtype="bfloat16"))
+    with pytest.raises(RunFolderError, match=r"dtype is .*float32.* there and .*bfloat16"):
+        calibrate(replace(bench, loaded=half), folder)
+
+
+def test_tokens_that_the_model_has_no_embedding_of_are_refused(bench_of: Callable[..., Workbench]) -> None:
+    bench = bench_of()
+    for split in ("calibrate", "select", "report"):
+        splits = {name: ids.clone() for name, ids in bench.corpus.splits.items()}
+        splits[split][0, 5] = 319
+        Workbench.prepare(bench.loaded, Corpus(splits), bench.options)
+        splits[split][0, 5] = 320
+        with pytest.raises(CorpusError, match="below the 320 embedding rows of llama-gqa, but its tokenizer gives 320"):
+            Workbench.prepare(bench.loaded, Corpus(splits), bench.options)
+
+
+@pytest.mark.parametrize("split", ["select", "report"])
+def test_nan_of_a_token_outside_the_calibrate_split_is_an_error_that_names_the_layer(
+    split: SplitName, bench_of: Callable[..., Workbench], make_model: Callable[..., Any]
+) -> None:
+    shared = bench_of()
+    splits = {name: ids.clamp(max=300) for name, ids in shared.corpus.splits.items()}
+    splits[split][0, 5] = 310
+    model = make_model("llama-gqa")
+    model.set_attn_implementation(shared.loaded.model.config._attn_implementation)
+    model.requires_grad_(False).get_input_embeddings().weight[310] = torch.nan
+    bench = Workbench.prepare(replace(shared.loaded, model=model), Corpus(splits), shared.options)
+    bench.simulator("calibrate")
+    with pytest.raises(NonFiniteActivationError, match="layer 0: its inputs hold NaN or infinity"):
+        bench.simulator(split)
+
+
+@pytest.mark.parametrize("read_plan", READ_PLANS)
+def test_the_shortest_sequences_have_something_to_score_under_every_read_plan(
+    read_plan: ReadPlanName, bench_of: Callable[..., Workbench]
+) -> None:
+    bench = bench_of(length=MIN_SEQUENCE_LENGTH, read_plan=read_plan)
+    assert bench.plan.split > 0 or read_plan == "cache"
+    assert bench.simulator("report").measure({}).nll.isfinite().any()
 
 
 def test_every_measurement_setting_is_part_of_the_identity(bench_of: Callable[..., Workbench]) -> None:

@@ -278,7 +278,9 @@ def test_heads_that_differ_from_the_configuration_are_refused(
     [
         ("layers.1.self_attn.k_proj", "layer 1: its keys hold NaN or infinity"),
         ("layers.2.self_attn.v_proj", "layer 2: its values hold NaN or infinity"),
-        ("layers.0.mlp.up_proj", "layer 1: its queries hold NaN or infinity"),
+        ("layers.0.mlp.up_proj", "layer 0: its outputs hold NaN or infinity"),
+        ("layers.0.mlp.down_proj", "layer 0: its outputs hold NaN or infinity"),
+        ("embed_tokens", "layer 0: its inputs hold NaN or infinity"),
         ("layers.2.mlp.down_proj", "layer 2: its outputs hold NaN or infinity"),
     ],
 )

@@ -278,6 +278,38 @@ def test_a_datasets_id_that_cannot_be_reached_is_one_line(tokenizer: Any) -> Non
     assert message.startswith("cannot load data 'nobody/no-such-data': no such file, and as a datasets id: ")
 
 
+@pytest.mark.parametrize("name", ["DatasetGenerationError", "ManualDownloadError", "DefunctDatasetError"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_datasets_itself_refuses_is_one_line(
+    name: str, is_late: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    error = getattr(datasets.exceptions, name)("told\nby datasets")
+
+    def fail() -> Iterable[dict[str, str]]:
+        yield {"text": "one good row"}
+        raise error
+
+    def load_dataset(*_: Any, **__: Any) -> Any:
+        if is_late:
+            return datasets.IterableDataset.from_generator(fail)
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    message = refusal(source("someone/letters"), tokenizer)
+    assert message.startswith("cannot load data 'someone/letters': ")
+    assert message.endswith(": told by datasets")
+
+
+@pytest.mark.parametrize("length", [-1, 0, 1, 3])
+def test_sequences_that_leave_nothing_to_score_are_refused(length: int, tokenizer: Any, corpus_file: Path) -> None:
+    message = refusal(source(corpus_file, sequence_length=length), tokenizer)
+    assert f"at least 4 tokens, a prompt and predictions to score, but would have {length}" in message
+    assert "--sequence-length" in message
+    load_corpus(source(corpus_file, sequence_length=4), tokenizer)
+
+
 def test_a_datasets_id_is_read_with_its_revision_configuration_and_split(
     texts: list[str], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

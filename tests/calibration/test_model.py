@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +19,6 @@ from kvtuner.errors import GeometryError, KVTunerError, PrecisionError, Unsuppor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 DECODER = {
     "vocab_size": 320,
@@ -114,6 +116,82 @@ def test_the_weights_hash_follows_the_weights_and_not_the_place(
     assert load_model(ModelSource(str(tmp_path / "moved"), device="cpu")).weights_sha256 == first
     assert load_tiny(seed=1).weights_sha256 != first
     assert load_tiny().shape.config_sha256 == load_tiny(seed=1).shape.config_sha256
+
+
+def test_the_weights_hash_sees_a_change_anywhere(make_model: Callable[..., Any], load_tiny: Callable[..., Any]) -> None:
+    loaded = replace(load_tiny(), model=make_model("llama-gqa"))
+    seen = {loaded.weights_sha256}
+    for parameter in loaded.model.parameters():
+        with torch.no_grad():
+            parameter.view(-1)[5] += 1e-3  # between the elements that a sample would take
+        seen.add(loaded.weights_sha256)
+    assert len(seen) == 1 + len(list(loaded.model.parameters()))
+
+
+@pytest.fixture
+def placed(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[str]]]:
+    """Load onto a device that need not be there: `placed(folder, device, accelerate)` gives device_map and moves."""
+
+    def load(folder: Path, device: str, *, accelerate: bool) -> tuple[Any, list[str]]:
+        find, plain = importlib.util.find_spec, transformers.AutoModelForCausalLM.from_pretrained
+        asked: list[Any] = []
+        moves: list[str] = []
+
+        def find_spec(name: str, package: str | None = None) -> Any:
+            return (find("json") if accelerate else None) if name == "accelerate" else find(name, package)
+
+        def from_pretrained(*_: Any, device_map: Any, **options: Any) -> Any:
+            asked.append(device_map)
+            loaded = plain(model_folder(), **options)
+            loaded[0].to = lambda target: moves.append(str(target))
+            return loaded
+
+        monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+        load_model(ModelSource(str(folder), device=device))
+        return asked[0], moves
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("device", "accelerate", "device_map", "moves"),
+    [
+        ("xpu:1", True, {"": "xpu:1"}, []),
+        ("xpu:1", False, None, ["xpu:1"]),
+        ("cpu", True, None, []),
+        ("cpu", False, None, []),
+    ],
+)
+def test_weights_are_loaded_straight_to_the_device_where_accelerate_can(
+    device: str, accelerate: bool, device_map: Any, moves: list[str], placed: Any, model_folder: Callable[..., Path]
+) -> None:
+    assert placed(model_folder(), device, accelerate=accelerate) == (device_map, moves)
+
+
+@pytest.mark.parametrize("device", ["xpu:1", "cpu"])
+def test_quantized_weights_are_never_moved(
+    device: str, placed: Any, model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    source = edited_config(model_folder(), tmp_path / "quantized", quantization_config=quantization)
+    assert placed(Path(source.model), device, accelerate=True)[1] == []
+    if device == "cpu":
+        return
+    message = refusal(lambda: placed(Path(source.model), device, accelerate=False))
+    assert "is quantized, and such weights are loaded to xpu:1 by accelerate alone; pip install accelerate" in message
+
+
+def test_a_gpu_that_is_too_small_is_refused_with_the_way_out(
+    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def from_pretrained(*_: Any, **__: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    message = refusal(lambda: load_model(ModelSource(str(model_folder()), device="cpu")))
+    assert "does not fit into the GPU's free memory" in message
+    assert "--device auto" in message
 
 
 def test_an_unknown_model_is_one_clear_line_at_once() -> None:

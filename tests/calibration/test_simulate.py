@@ -16,6 +16,7 @@ from kvtuner.calibration.divergence import TokenScores
 from kvtuner.calibration.read_plan import READ_PLANS, ReadPlan
 from kvtuner.calibration.simulate import LayerSpec, Simulator, read_back
 from kvtuner.calibration.statistics import measure_constants
+from kvtuner.errors import NonFiniteActivationError
 from kvtuner.quant import QuantSpec
 
 if TYPE_CHECKING:
@@ -217,6 +218,31 @@ def test_progress_is_told_in_tokens_and_work_in_forwards(
     assert told == [2 * TOKENS, TOKENS]
     assert chain.count.layer_tokens - before == 3 * 3 * TOKENS
     assert isinstance(scores, TokenScores)
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        ("embed_tokens", "layer 0: its inputs hold NaN or infinity"),
+        ("layers.0.mlp.down_proj", "layer 0: its outputs hold NaN or infinity"),
+        ("layers.2.mlp.down_proj", "layer 2: its outputs hold NaN or infinity"),
+    ],
+)
+def test_an_exact_run_that_is_not_finite_is_an_error_that_names_the_layer(
+    weight: str,
+    words: str,
+    make_model: Callable[..., Any],
+    chain_over: Callable[..., DecoderChain],
+    random_batches: Any,
+) -> None:
+    (batch,) = random_batches(1, TOKENS)
+    chain = chain_over(make_model("llama-gqa"))
+    Simulator(chain, [batch], plan_of("decode"))
+    with torch.no_grad():
+        row = batch.input_ids[0, 0] if weight == "embed_tokens" else 3  # a token of the prompt, not scored itself
+        chain.model.model.get_submodule(weight).weight[row] = torch.nan
+    with pytest.raises(NonFiniteActivationError, match=words):
+        Simulator(chain, [batch], plan_of("decode"))
 
 
 def test_reading_back_quantizes_each_token_and_head_alone() -> None:

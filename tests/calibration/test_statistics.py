@@ -147,6 +147,16 @@ def test_a_layer_that_turns_non_finite_is_named(
         measure_constants(chain, random_batches(1, 16))
 
 
+def test_a_layer_that_gives_the_next_one_nan_is_named_itself(
+    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    chain = chain_over(make_model("llama-gqa"))
+    with torch.no_grad():
+        chain.model.model.layers[0].mlp.down_proj.weight[0, 0] = torch.nan
+    with pytest.raises(NonFiniteActivationError, match="layer 0: its outputs hold NaN or infinity"):
+        measure_constants(chain, random_batches(1, 16))
+
+
 def test_memory_grows_with_depth_by_the_residual_stream_alone(
     chain_of: Callable[..., DecoderChain],
     random_batches: Any,

@@ -1,0 +1,40 @@
+"""One hash of all weights, the same on every machine. Knows nothing of what the weights are for."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+BLOCK_BYTES = 1 << 26
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 of every tensor's name, shape, dtype and the checksum of all its bytes.
+
+    A checksum, and no sum of elements: rounding would follow the device and the number of threads, and a run folder may
+    be resumed on another machine.
+
+    Args:
+        tensors: by name. One that accelerate offloaded is on the meta device, without data: its name and shape count.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(f"{name}{list(tensor.shape)}".encode())
+        if not tensor.is_meta:
+            digest.update(f"{tensor.dtype}{_checksum(tensor)}".encode())
+    return "sha256:" + digest.hexdigest()
+
+
+def _checksum(tensor: Tensor) -> int:
+    crc = 0
+    for block in tensor.detach().contiguous().reshape(-1).view(torch.uint8).split(BLOCK_BYTES):
+        crc = zlib.crc32(block.cpu().numpy(), crc)
+    return crc

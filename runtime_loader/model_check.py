@@ -1,0 +1,32 @@
+"""Whether a profile can serve a model, by its configuration alone. Knows nothing of weights or ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtuner.cache_kind import refuse_other_caches
+
+if TYPE_CHECKING:
+    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.geometry import ConfigLike
+
+
+def check_model(profile: Profile, config: ConfigLike) -> None:
+    """Check that a profile fits a model whose layers read all of their cache, as far as the profile was made for.
+
+    Args:
+        profile: how every layer is stored.
+        config: the model's transformers configuration.
+
+    Raises:
+        UnsupportedModelError: layers whose cache is not one key and value per token and head.
+        ProfileError: the profile belongs to another model.
+    """
+    refuse_other_caches(config, context_length=calibrated_positions(profile))
+    profile.check_model(config)
+
+
+def calibrated_positions(profile: Profile) -> int | None:
+    """The context that a profile was made for, in tokens; None for a hand-written one."""
+    record = profile.provenance.calibration
+    return None if record is None else record.position_range[1] + 1

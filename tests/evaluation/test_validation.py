@@ -1,0 +1,50 @@
+"""Contestants on the report split: measured once, and never with a value that is no number."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+
+from kvtuner.calibration.divergence import TokenScores
+from kvtuner.errors import NonFiniteActivationError
+from kvtuner.evaluation.validation import JOURNAL, Validator, fp8_contestant
+from kvtuner.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def validator(folder: RunFolder, kl: torch.Tensor, asked: list[str]) -> Validator:
+    """One whose simulator gives these divergences, [num_sequences, tokens]; `asked` collects the offsets."""
+    nll = torch.ones_like(kl)
+    nll[:, -1] = torch.nan  # the last token has no next one
+    simulator = SimpleNamespace(measure=lambda specs, on_batch: TokenScores(kl, torch.ones_like(kl), nll))
+
+    def simulate(split: str, offsets: str) -> Any:
+        asked.append(offsets)
+        return simulator
+
+    return Validator(cast("Any", SimpleNamespace(simulator=simulate)), folder, "mine")
+
+
+def test_a_contestant_is_measured_once_per_folder_and_offsets(tmp_path: Path) -> None:
+    folder, kl, asked = RunFolder(tmp_path), torch.full((2, 4), 0.5, dtype=torch.float64), []
+    for _ in range(2):
+        found = validator(folder, kl, asked).measure(fp8_contestant(2), "small")
+        assert (found.kl, found.nll_count, found.perplexity) == ((2.0, 2.0), (3, 3), math.e)
+    assert asked == ["small"]
+    validator(folder, kl, asked).measure(fp8_contestant(2), "large")
+    assert asked == ["small", "large"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_token_whose_kl_is_not_finite_is_an_error_and_is_not_journalled(value: float, tmp_path: Path) -> None:
+    folder, kl = RunFolder(tmp_path), torch.full((2, 4), 0.5, dtype=torch.float64)
+    kl[1, 2] = value
+    with pytest.raises(NonFiniteActivationError, match="fp8 has NaN or infinity at large position offsets"):
+        validator(folder, kl, []).measure(fp8_contestant(2), "large")
+    assert not folder.file(JOURNAL).exists()
