@@ -77,7 +77,7 @@ class Baseline(Section):
     """What another configuration reached on the same text.
 
     Attributes:
-        name: such as ``K4V4``, ``K4V4 with transforms`` or ``fp8``.
+        name: such as ``K4V4``, ``K4V4 + transforms`` or ``fp8``.
         mean_bits: payload bits per element.
         effective_bits: stored bits per element.
         kl_mean: KL from the unquantized model, nats per token; `kl_low` and `kl_high` bound it.
@@ -92,15 +92,17 @@ class Baseline(Section):
 
 
 class Quality(Section):
-    """What was measured on the report split.
+    """What was measured on the report split, each sequence read at small and at large positions and both counted alike.
 
     Attributes:
         read_plan: what read quantized keys and values.
-        split_tokens: tokens of the report split that were scored.
+        split_tokens: tokens of the report split that were scored, each counted once.
         predicted_kl: sum of the additive scores; None where they are not in nats per token.
-        kl_p99: 99th percentile over tokens.
+        kl_p99: 99th percentile over tokens, the larger of those at small and at large positions.
         top1_agreement: share of positions whose most likely token is the unquantized model's.
-        reference_perplexity: of the unquantized model.
+        perplexity: of this configuration.
+        reference_perplexity: of the unquantized model on the same tokens and positions.
+        baselines: other configurations on the same tokens and positions.
     """
 
     metric: Literal["kl_nats_per_token"]
@@ -158,7 +160,12 @@ class CalibrationRecord(Section):
 
 
 class SearchRecord(Section):
-    """How the configuration was found."""
+    """How the configuration was found.
+
+    Attributes:
+        sampler: of the refinement.
+        trials: finished trials of the refinement.
+    """
 
     sampler: Text
     trials: TokenCount

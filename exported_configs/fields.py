@@ -11,6 +11,7 @@ MAX_COUNT: Final = 1024
 
 MAX_PROFILE_BYTES: Final = 8 * 2**20
 MAX_TOKENS: Final = 2**53
+MAX_TEXT: Final = 256
 
 
 def round_figure(value: float) -> float:
@@ -46,7 +47,7 @@ def _check_hub_id(name: str) -> str:
 Bits = Annotated[int, AfterValidator(_check_bits), WithJsonSchema({"type": "integer", "enum": list(ALL_BITS)})]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Figure = Annotated[float, Field(allow_inf_nan=False, ge=-1e30, le=1e30), AfterValidator(round_figure)]
-Text = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_check_text)]
+Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(_check_text)]
 Name = Annotated[Text, AfterValidator(_check_name)]
 HubId = Annotated[Name, AfterValidator(_check_hub_id)]
 Sha256 = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]

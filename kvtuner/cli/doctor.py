@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import platform
+import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,17 +19,21 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable
 
-NEEDED = (
-    "torch",
-    "transformers",
-    "optuna",
-    "datasets",
-    "numpy",
-    "scipy",
-    "pydantic",
-    "safetensors",
-    "matplotlib",
-)
+NEEDED = {
+    "torch": "",
+    "transformers": "5",
+    "optuna": "4",
+    "datasets": "",
+    "numpy": "",
+    "scipy": "",
+    "pydantic": "2",
+    "safetensors": "",
+    "matplotlib": "",
+    "tqdm": "",
+    "pyyaml": "",
+}
+"""Distributions with the least version; the list of pyproject.toml, which an installed kvtuner does not have."""
+
 OPTIONAL = {
     "accelerate": "models larger than one GPU",
     "sglang": "serving a profile",
@@ -49,7 +55,7 @@ def run(args: Namespace) -> int:
     """Run the sub-command; 1 if something is bad."""
     findings = [
         Finding("python", "ok", platform.python_version()),
-        *(_package(name) for name in NEEDED),
+        *(_package(name, least) for name, least in NEEDED.items()),
         *(_optional(name, use) for name, use in OPTIONAL.items()),
         _guarded("devices", _devices),
         _guarded("attention seam", _demo_model),
@@ -63,17 +69,30 @@ def run(args: Namespace) -> int:
     return int(any(finding.status == "bad" for finding in findings))
 
 
-def _package(name: str) -> Finding:
+def _package(name: str, least: str) -> Finding:
     try:
-        return Finding(name, "ok", importlib.metadata.version(name))
+        version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, "bad", "not installed; reinstall kvtuner")
+    if _numbers(version) < _numbers(least):
+        return Finding(name, "bad", f"{version}, but kvtuner needs {least} or newer; upgrade it")
+    return Finding(name, "ok", version)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: 5, 0 of ``5.0rc1``."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def _optional(name: str, use: str) -> Finding:
     if importlib.util.find_spec(name) is None:
         return Finding(name, "note", f"not installed; needed for {use}")
-    return Finding(name, "ok", importlib.metadata.version(name))
+    # A module may come from a distribution of another name: triton from triton-windows.
+    for distribution in (name, *importlib.metadata.packages_distributions().get(name, ())):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return Finding(name, "ok", importlib.metadata.version(distribution))
+    return Finding(name, "ok", "importable, version unknown")
 
 
 def _guarded(name: str, check: Callable[[], Finding]) -> Finding:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from kvtuner.cli.session import Finding, SearchRun, row_shape, say
-from kvtuner.precision import ALL_BITS, PrecisionPair, bytes_per_token
+from kvtuner.cli.session import Finding, SearchRun, ranks_of, row_shape, say
+from kvtuner.evaluation.assemble import keeps_budget, rank_bytes
+from kvtuner.evaluation.formatting import number
+from kvtuner.precision import ALL_BITS, PrecisionPair
 from kvtuner.run_folder import sha256_of
-from kvtuner.search_spaces.ranges import parse_keep, parse_ranges
+from kvtuner.search_spaces.ranges import parse_keep
 from kvtuner.search_spaces.space import (
     Configuration,
     SearchSpace,
@@ -28,25 +31,11 @@ from kvtuner.tuner.warm_starts import warm_starts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvtuner.cli.targets import Target
     from kvtuner.search_spaces.budget import Constraint
     from kvtuner.tuner.objective import MeasuredKL
 
 STUDY_FILE = "study.db"
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One profile to make.
-
-    Attributes:
-        asked: what the user wrote.
-        name: as part of a file name.
-        constraint: of a budget; None for a hand-written configuration.
-    """
-
-    asked: str
-    name: str
-    constraint: Constraint | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +101,13 @@ class Finder:
         exact_kl = self.objective(exact)
         say(
             f"refinement {target.asked}: exact solution {exact_kl:.4g}, best {study.best_value:.4g} nats per token:"
-            f" a gain of {exact_kl - study.best_value:.3g} on the select split"
+            f" a gain of {number(study.gain)} on the select split"
         )
         return Finding(
             asked=target.asked,
             configuration=study.best,
             measured_kl=study.best_value,
-            fits=target.constraint.is_met,
+            fits=partial(keeps_budget, target.constraint),
             uniform_kl=uniform_kl,
             exact=exact,
             exact_kl=exact_kl,
@@ -127,15 +116,15 @@ class Finder:
         )
 
     def _hand_written(self, target: Target, uniform_kl: dict[PrecisionPair, float]) -> Finding:
-        rows = row_shape(self.run.args, self.run.shape)
-        pairs = parse_ranges(target.asked, self.run.shape.geometry.num_layers)
-        chosen = configuration_from_pairs(self.run.table, pairs, self.run.args.score, rows)
-        cap = bytes_per_token(pairs, rows)
+        assert target.pairs is not None
+        rows, ranks = row_shape(self.run.args, self.run.shape), ranks_of(self.run.args, self.run.shape)
+        chosen = configuration_from_pairs(self.run.table, target.pairs, self.run.args.score, rows)
+        cap = ranks.bytes_per_token(target.pairs)
         return Finding(
             asked=target.asked,
             configuration=chosen,
             measured_kl=self.objective(chosen),
-            fits=lambda others: bytes_per_token(others, rows) <= cap,
+            fits=lambda other: rank_bytes(other, ranks) <= cap,
             uniform_kl=uniform_kl,
         )
 
@@ -149,12 +138,7 @@ class Finder:
         self, target: Target, constraint: Constraint, space: SearchSpace, warm: Sequence[Configuration]
     ) -> StudyResult:
         args = self.run.args
-        identity = {
-            "measurements": sha256_of(self.run.table.identity),
-            "asked": target.asked,
-            **{name: getattr(args, name) for name in ("tp_size", "pp_size", "keep", "groups", "score")},
-            **{name: getattr(args, name) for name in ("sampler", "nested", "seed")},
-        }
+        identity = {"measurements": sha256_of(self.run.table.identity), **target.identity}
         storage = args.storage or f"sqlite:///{self.run.folder.file(STUDY_FILE).resolve()}"
         with tqdm(total=args.trials, desc=f"refine {target.asked}", unit="trial", disable=None) as bar:
             return refine(

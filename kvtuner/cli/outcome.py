@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from kvtuner.cli.profile_of_run import make_profile
+from kvtuner.cli.profile_of_run import make_profile, stored_quality
 from kvtuner.cli.report import DATA_FILE
 from kvtuner.cli.report_of_run import make_report_data
-from kvtuner.cli.session import row_shape, say
-from kvtuner.evaluation.assemble import quality_of
+from kvtuner.cli.session import ranks_of, row_shape, say
+from kvtuner.cli.targets import bind_target
+from kvtuner.evaluation.assemble import Terms, quality_of
 from kvtuner.evaluation.report import summary_json, write_report
 from kvtuner.evaluation.validation import (
     FP8,
@@ -35,16 +36,19 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.batches import Offsets
     from kvtuner.cli.session import Finding, Measured, SearchRun
+    from kvtuner.cli.targets import Target
     from kvtuner.evaluation.report_data import OffsetQuality, ReportData
     from kvtuner.search_spaces.space import Choice
 
+HAND_WRITTEN = "hand-written"
 
-def finish(run: SearchRun, name: str | None, found: Finding, validator: Validator) -> tuple[ReportData, dict[str, Any]]:
+
+def finish(run: SearchRun, target: Target, found: Finding, validator: Validator) -> tuple[ReportData, dict[str, Any]]:
     """Validate, write the profile and the report.
 
     Args:
         run: the run.
-        name: of the target as part of file names, where the run has several.
+        target: what was asked for.
         found: what the search found.
         validator: measures on the report split.
     """
@@ -54,9 +58,10 @@ def finish(run: SearchRun, name: str | None, found: Finding, validator: Validato
     winner = _winner(run, found)
     measured[winner.key] = _measure_all(validator, [winner])[winner.key]
     quality = _quality(run, found, winner, contestants, measured)
-    profile = make_profile(run, found, quality, measured[winner.key])
-    folder = RunFolder(run.folder.file(f"report-{name}")) if name else run.folder
-    profile_file = run.folder.file(f"profile-{name}.json" if name else "profile.json")
+    profile = make_profile(run, found, stored_quality(run, found, winner, contestants, measured, quality[0].baselines))
+    folder = RunFolder(run.folder.file(f"report{target.suffix}")) if target.suffix else run.folder
+    profile_file = run.folder.file(target.profile_file)
+    bind_target(run.folder, target)
     write_atomically(profile_file, dump_profile(profile))
     data = make_report_data(run, found, profile, quality)
     folder.create()
@@ -97,7 +102,9 @@ def _contestant(run: SearchRun, name: str, configuration: Sequence[Choice], *, t
 
 
 def _winner(run: SearchRun, found: Finding) -> Contestant:
-    return _contestant(run, found.is_uniform or found.asked, found.configuration, transforms=False)
+    name = found.uniform_name or (HAND_WRITTEN if found.study is None else found.asked)
+    transforms = found.uniform_name is not None and found.has_transforms
+    return _contestant(run, name, found.configuration, transforms=transforms)
 
 
 def _measure_all(validator: Validator, contestants: Sequence[Contestant]) -> dict[str, Measured]:
@@ -121,22 +128,21 @@ def _overridden(
     allowed = [
         c
         for c in contestants
-        if c.specs
-        and c.key != FP8
-        and found.fits(c.pairs)
-        and all(c.pairs[layer] == pair for layer, pair in keep.items())
+        if c.specs and c.key != FP8 and found.fits(c) and all(c.pairs[layer] == pair for layer, pair in keep.items())
     ]
     if found.study is None or run.args.nested or not allowed:
         return found
     rival = min(allowed, key=lambda c: sum(pooled(list(measured[c.key].values())).kl))
     if kl_difference(ours, pooled(list(measured[rival.key].values())), run.args.seed).low <= 0:
         return found
-    say(f"uniform {rival.name} beats the searched configuration on the report split and takes its place")
+    words = f"{rival.name} with transforms" if rival.transforms else rival.name
+    say(f"uniform {words} beats the searched configuration on the report split and takes its place")
+    run.folder.log("override", asked=found.asked, uniform=words)
     configuration = uniform(
         run.table, rival.pairs[0], run.args.score, row_shape(run.args, run.shape), transforms=rival.transforms
     )
     measured_kl = found.uniform_kl[rival.pairs[0]] if rival.transforms else None
-    return replace(found, configuration=configuration, measured_kl=measured_kl, is_uniform=rival.name)
+    return replace(found, configuration=configuration, measured_kl=measured_kl, uniform_name=rival.name)
 
 
 def _quality(
@@ -148,6 +154,7 @@ def _quality(
 ) -> tuple[OffsetQuality, ...]:
     tokens, context = run.bench.corpus.splits["report"].shape[1], run.shape.context_length
     reference, *baselines = contestants
+    terms = Terms(row_shape(run.args, run.shape), ranks_of(run.args, run.shape), found.fits, run.args.seed)
     positions: dict[Offsets, str] = {
         "small": f"0 to {tokens - 1}",
         "large": f"{max(0, context - tokens)} to {max(context, tokens) - 1}",
@@ -159,9 +166,7 @@ def _quality(
             (winner, measured[winner.key][offsets]),
             [(baseline, measured[baseline.key][offsets]) for baseline in baselines],
             measured[reference.key][offsets],
-            shape=row_shape(run.args, run.shape),
-            fits=found.fits,
-            seed=run.args.seed,
+            terms=terms,
         )
         for offsets in OFFSETS
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 _SCORES = ("kl", "fisher", "e_o")
 _PLANS = ("decode", "hit", "cache")
+_PATHS = ("model", "data", "out")
 _SAMPLERS = ("nsga2", "tpe", "random", "none")
 
 
@@ -34,7 +36,11 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary, groups in (
         ("search", "from a model to profile.json and a report", (_model, _data, _measurement, _search, _run)),
-        ("calibrate", "measure sensitivity only; search reuses it", (_model, _data, _measurement, _run)),
+        (
+            "calibrate",
+            "measure sensitivity only; search with the same --out reuses it",
+            (_model, _data, _measurement, _run),
+        ),
     ):
         command = commands.add_parser(name, help=summary, description=summary, formatter_class=_Help)
         for add in groups:
@@ -50,7 +56,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--revision", help="commit, tag or branch on the hub")
     group.add_argument("--device", default="auto", help="auto (every GPU, else the CPU), cpu, cuda, cuda:N")
     group.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
-    group.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the checkpoint")
+    _switch(group, "--trust-remote-code", "run code that comes with the checkpoint")
     group.add_argument(
         "--context-length",
         type=_positive,
@@ -81,7 +87,7 @@ def _data(parser: argparse.ArgumentParser) -> None:
         metavar="N[,N,N]",
         help="sequences to calibrate, select and report on; 6,6,12 for demo, else 8,8,16",
     )
-    group.add_argument("--deduplicate", action="store_true", help="drop repeated documents instead of refusing them")
+    _switch(group, "--deduplicate", "drop repeated documents instead of refusing them")
 
 
 def _measurement(parser: argparse.ArgumentParser) -> None:
@@ -109,8 +115,8 @@ def _measurement(parser: argparse.ArgumentParser) -> None:
         metavar="CHANNELS",
         help="channels per scale of values; head_dim by default",
     )
-    group.add_argument("--symmetric", action="store_true", help="one grid around zero instead of minimum and scale")
-    group.add_argument("--pairs", action="store_true", help="also measure the paper's e_o of all K/V pairs")
+    _switch(group, "--symmetric", "one grid around zero instead of minimum and scale")
+    _switch(group, "--pairs", "also measure the paper's e_o of all K/V pairs")
     group.add_argument("--seed", type=_seed, default=0, help="of documents, offsets, labels, sampler and bootstrap")
 
 
@@ -128,7 +134,7 @@ def _search(parser: argparse.ArgumentParser) -> None:
         "--layers", metavar="RANGES", help="write this configuration instead of searching: 0-1:bf16,2-27:K4V2"
     )
     group.add_argument("--keep", metavar="LAYERS", help="force layers: 0:K8V8,27:16")
-    group.add_argument("--groups", action="store_true", help="tie layers by DBSCAN as the KVTuner paper does")
+    _switch(group, "--groups", "tie layers by DBSCAN as the KVTuner paper does")
     group.add_argument(
         "--sampler",
         choices=_SAMPLERS,
@@ -136,9 +142,7 @@ def _search(parser: argparse.ArgumentParser) -> None:
         help="of the refinement; none measures the warm starts only",
     )
     group.add_argument("--trials", type=_positive, default=100, help="of the refinement, warm starts included")
-    group.add_argument(
-        "--nested", action="store_true", help="a larger budget never takes bits away; needs --sampler none"
-    )
+    _switch(group, "--nested", "a larger budget never takes bits away; needs --sampler none")
     group.add_argument("--tp-size", type=_positive, default=1, help="tensor-parallel ranks that will serve")
     group.add_argument(
         "--pp-size", type=_positive, default=1, help="pipeline stages that will serve; each keeps the budget"
@@ -158,16 +162,17 @@ def _run(parser: argparse.ArgumentParser) -> None:
         help="run folder; runs/<model>-<budget> by default. The same command resumes",
     )
     group.add_argument("--config", metavar="FILE.yaml", help="flags by name, overlaid by the command line")
-    group.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="geometry, bytes per token and forward tokens; loads no weights",
-    )
+    _switch(group, "--dry-run", "geometry, bytes per token and forward tokens; loads no weights")
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
-    parser.add_argument("--debug", action="store_true", help="traceback instead of one line")
+    _switch(parser, "--json", "print the result as JSON on stdout")
+    _switch(parser, "--debug", "traceback instead of one line")
+
+
+def _switch(group: argparse._ActionsContainer, flag: str, text: str) -> None:
+    """A flag that is off, and that ``--no-`` turns off again where the YAML file has it on."""
+    group.add_argument(flag, action=argparse.BooleanOptionalAction, default=False, help=text)
 
 
 def _small_commands(commands: Any) -> None:
@@ -195,9 +200,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         command: argparse.ArgumentParser = subparsers.choices[args.command]
         _apply_file(command, Path(args.config), keep_budget=not getattr(args, "budget", None))
         args = parser.parse_args(argv)
-    for name in ("model",):
-        if args.command in ("search", "calibrate") and not getattr(args, name):
-            parser.error(f"{args.command} needs --{name}")
+    if args.command in ("search", "calibrate") and not args.model:
+        parser.error(f"{args.command} needs --model")
     return args
 
 
@@ -219,18 +223,22 @@ def _apply_file(command: argparse.ArgumentParser, path: Path, *, keep_budget: bo
         action = known.get(str(key).replace("-", "_"))
         if action is None:
             command.error(f"--config {path}: unknown flag {key!r}; known: {', '.join(sorted(known))}")
+        if value is None:  # the flag's default, as if the line were absent
+            continue
         if action.dest != "budget" or keep_budget:  # a repeated flag would add to the file's list, not replace it
             command.set_defaults(**{action.dest: _file_value(command, action, key, value, path)})
 
 
 def _file_value(command: argparse.ArgumentParser, action: argparse.Action, key: Any, value: Any, path: Path) -> Any:
-    if isinstance(action, argparse._StoreTrueAction):
+    if isinstance(action, argparse.BooleanOptionalAction):
         if not isinstance(value, bool):
             command.error(f"--config {path}: {key} must be true or false, not {value!r}")
         return value
     if action.dest == "budget":
         return [str(item) for item in (value if isinstance(value, list) else [value])]
     text = ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
+    if action.dest in _PATHS:
+        text = os.path.expanduser(text)  # a shell does it for flags
     try:
         return command._get_value(action, text) if action.choices is None else _chosen(action, text)
     except (argparse.ArgumentError, argparse.ArgumentTypeError, ValueError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvtuner import __version__
@@ -25,14 +26,16 @@ from kvtuner.exported_configs.evidence import (
 from kvtuner.search_spaces.space import predicted_score
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvtuner.cli.session import Finding, Measured, SearchRun
-    from kvtuner.evaluation.report_data import OffsetQuality
+    from kvtuner.evaluation import statistics
+    from kvtuner.evaluation.report_data import QualityRow
+    from kvtuner.evaluation.validation import Contestant, SequenceSums
     from kvtuner.exported_configs.profile import Profile
 
 
-def make_profile(run: SearchRun, found: Finding, quality: Sequence[OffsetQuality], winner: Measured) -> Profile:
+def make_profile(run: SearchRun, found: Finding, quality: Quality) -> Profile:
     """The profile of the winner."""
     geometry, options = run.shape.geometry, run.bench.options
     return build_profile(
@@ -57,38 +60,60 @@ def make_profile(run: SearchRun, found: Finding, quality: Sequence[OffsetQuality
             dtype=run.bench.loaded.dtype_name,  # type: ignore[arg-type]  # pydantic checks it
         ),
         budget=AskedBudget(found.asked, run.args.tp_size, run.args.pp_size),
-        quality=_stored_quality(run, found, quality, winner),
+        quality=quality,
         provenance=_provenance(run, found),
     )
 
 
-def _stored_quality(run: SearchRun, found: Finding, quality: Sequence[OffsetQuality], winner: Measured) -> Quality:
-    """The winner over both kinds of offsets; baselines at small ones, as everybody reports them."""
-    both = pooled(list(winner.values()))
-    interval = both.kl_interval(run.args.seed)
-    first = quality[0]
+def stored_quality(
+    run: SearchRun,
+    found: Finding,
+    winner: Contestant,
+    contestants: Sequence[Contestant],
+    measured: Mapping[str, Measured],
+    rows: Sequence[QualityRow],
+) -> Quality:
+    """Winner, unquantized model and baselines, each over all kinds of offsets.
+
+    Args:
+        run: the run.
+        found: what the search found.
+        winner: what the profile holds.
+        contestants: the unquantized model, then the baselines.
+        measured: results by key of contestant.
+        rows: the baselines as a report shows them.
+    """
+
+    def over_all_offsets(contestant: Contestant) -> SequenceSums:
+        return pooled(list(measured[contestant.key].values()))
+
+    reference, *baselines = contestants
+    both = over_all_offsets(winner)
     return Quality(
         metric="kl_nats_per_token",
         read_plan=run.args.read_plan,
-        split_tokens=sum(both.count),
+        split_tokens=sum(both.count) // len(measured[winner.key]),
         predicted_kl=_predicted_kl(run, found),
-        measured_kl=Interval(mean=interval.mean, low=interval.low, high=interval.high),
+        measured_kl=Interval(**asdict(both.kl_interval(run.args.seed))),
         kl_p99=both.kl_p99,
         top1_agreement=both.top1_agreement,
         perplexity=both.perplexity,
-        reference_perplexity=first.reference_perplexity or 0.0,
+        reference_perplexity=over_all_offsets(reference).perplexity,
         baselines=tuple(
-            Baseline(
-                name=row.label,
-                mean_bits=row.mean_bits,
-                effective_bits=row.effective_bits,
-                kl_mean=row.kl.mean,
-                kl_low=row.kl.low,
-                kl_high=row.kl.high,
-            )
-            for row in first.baselines
-            if row.kl is not None
+            _stored_baseline(row, over_all_offsets(baseline).kl_interval(run.args.seed))
+            for baseline, row in zip(baselines, rows, strict=True)
         ),
+    )
+
+
+def _stored_baseline(row: QualityRow, kl: statistics.Interval) -> Baseline:
+    return Baseline(
+        name=row.label,
+        mean_bits=row.mean_bits,
+        effective_bits=row.effective_bits,
+        kl_mean=kl.mean,
+        kl_low=kl.low,
+        kl_high=kl.high,
     )
 
 
@@ -115,6 +140,6 @@ def _provenance(run: SearchRun, found: Finding) -> Provenance:
         ),
         search=None
         if found.study is None
-        else SearchRecord(sampler=run.args.sampler, trials=run.args.trials, seed=run.args.seed),
+        else SearchRecord(sampler=run.args.sampler, trials=len(found.study.trials), seed=run.args.seed),
         libraries=Libraries(**{name: importlib.metadata.version(name) for name in ("torch", "transformers", "optuna")}),
     )

@@ -6,8 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 from kvtuner import __version__
-from kvtuner.cli.session import corpus_source, row_shape
-from kvtuner.evaluation.assemble import front_points, layer_rows, rank_correlations, sensitivity_rows
+from kvtuner.cli.session import corpus_source, ranks_of, row_shape
+from kvtuner.evaluation.assemble import front_points, layer_rows, pair_additivity, rank_correlations, sensitivity_rows
 from kvtuner.evaluation.report_data import (
     AdditivityRow,
     BudgetOutcome,
@@ -30,7 +30,7 @@ def make_report_data(
     run: SearchRun, found: Finding, profile: Profile, quality: tuple[OffsetQuality, ...]
 ) -> ReportData:
     """Everything that the report draws from."""
-    rows = row_shape(run.args, run.shape)
+    rows, ranks = row_shape(run.args, run.shape), ranks_of(run.args, run.shape)
     return ReportData(
         model=profile.model.id,
         corpus=corpus_source(run.args, run.shape).name,
@@ -40,8 +40,8 @@ def make_report_data(
             asked=found.asked,
             mean_bits=float(profile.mean_bits),
             effective_bits=float(profile.effective_bits),
-            bytes_per_token=profile.bytes_per_token(),
-            bf16_bytes_per_token=run.shape.geometry.bf16_bytes_per_token(),
+            bytes_per_token=ranks.bytes_per_token(profile.pairs),
+            bf16_bytes_per_token=ranks.bf16_bytes_per_token(),
             tp_size=run.args.tp_size,
             pp_size=run.args.pp_size,
         ),
@@ -51,8 +51,11 @@ def make_report_data(
         front=front_points(found.fronts, rows),
         measured=_measured_points(found, run),
         trials=_trial_points(found),
+        gain=None if found.study is None else found.study.gain,
+        uniform_winner=None if found.uniform_name is None else quality[0].winner.label,
         rank_correlations=rank_correlations(run.table),
         additivity=_additivity(run, found),
+        pair_additivity=pair_additivity(run.table) if run.args.pairs else None,
         uniform_kl=tuple(UniformKl(pair.k_bits, pair.v_bits, kl) for pair, kl in found.uniform_kl.items()),
         forwards=tuple((phase, round(passes)) for phase, passes in run.phases.passes.items()),
         provenance=_facts(run, profile),
@@ -95,13 +98,15 @@ def _additivity(run: SearchRun, found: Finding) -> tuple[AdditivityRow, ...]:
 
 def _facts(run: SearchRun, profile: Profile) -> tuple[tuple[str, str], ...]:
     source = corpus_source(run.args, run.shape)
+    search = profile.provenance.search
     facts = {
         "digest": profile.digest,
         "architecture": profile.model.architecture,
         "dtype": profile.model.dtype,
         "sequences": f"{source.num_sequences} of {source.sequence_length} tokens (calibrate, select, report)",
         "positions": f"random offsets within {run.shape.context_length} tokens",
-        "sampler": f"{run.args.sampler}, {run.args.trials} trials, seed {run.args.seed}",
+        "seed": str(run.args.seed),
+        **({} if search is None else {"sampler": f"{search.sampler}, {search.trials} trials"}),
         "kvtuner": __version__,
         **profile.provenance.libraries.model_dump(),
     }

@@ -8,34 +8,32 @@ from typing import TYPE_CHECKING, Any
 from kvtuner.calibration.calibrate import calibrate
 from kvtuner.calibration.model import read_shape
 from kvtuner.cli.dry_run import plan_of_work, print_plan
-from kvtuner.cli.finder import Finder, Target
+from kvtuner.cli.finder import Finder
 from kvtuner.cli.outcome import finish
 from kvtuner.cli.session import Phases, SearchRun, calibration_options, model_source, prepare, run_folder
-from kvtuner.errors import BudgetError, SearchSpaceError
+from kvtuner.cli.targets import refuse_other_targets, targets_of
 from kvtuner.evaluation.report import terminal_table
 from kvtuner.evaluation.validation import Validator
 from kvtuner.run_folder import sha256_of
-from kvtuner.search_spaces.budget import Budget
-from kvtuner.search_spaces.ranges import check_layers, parse_keep, parse_ranges
 from kvtuner.tuner.objective import MeasuredKL
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Sequence
 
-    from kvtuner.calibration.model import ModelShape
+    from kvtuner.cli.targets import Target
 
 
 def run(args: Namespace) -> int:
     """Run the sub-command."""
     shape = read_shape(model_source(args))
     calibration_options(args, shape)
-    targets = _targets(args, shape)
+    targets = targets_of(args, shape)
     if args.dry_run:
-        budgets = [(t.constraint.budget, t.constraint) for t in targets if t.constraint is not None]
-        print_plan(plan_of_work(args, shape, budgets), as_json=args.json)
+        print_plan(plan_of_work(args, shape, targets), as_json=args.json)
         return 0
     folder = run_folder(args, "+".join(target.name for target in targets))
+    refuse_other_targets(folder, targets)
     bench = prepare(args, shape)
     folder.create()
     phases = Phases(bench, folder)
@@ -45,33 +43,6 @@ def run(args: Namespace) -> int:
     if args.json:
         print(json.dumps(results[0] if len(results) == 1 else results, indent=1))
     return 0
-
-
-def _targets(args: Namespace, shape: ModelShape) -> list[Target]:
-    """What the flags ask for, checked before anything is loaded."""
-    if bool(args.budget) == bool(args.layers):
-        raise BudgetError("give --budget (such as 4bit) or --layers (such as 0-1:bf16,2-27:K4V2), one of the two")
-    geometry = shape.geometry
-    if args.layers:
-        parse_ranges(args.layers, geometry.num_layers)
-        return [Target(args.layers, "layers-" + sha256_of(args.layers)[7:15], None)]
-    if args.nested and args.sampler != "none":
-        raise SearchSpaceError("--nested keeps the exact family, which refinement would break; add --sampler none")
-    check_layers(parse_keep(args.keep) if args.keep else {}, geometry.num_layers)
-    targets = []
-    for text in args.budget:
-        budget = Budget.parse(text)
-        constraint = budget.constraint(
-            geometry,
-            k_group_size=args.k_group_size,
-            v_group_size=args.v_group_size,
-            tp_size=args.tp_size,
-            pp_size=args.pp_size,
-        )
-        targets.append(Target(budget.text, budget.name, constraint))
-    if len({target.name for target in targets}) < len(targets):
-        raise BudgetError(f"a budget is given twice: {' '.join(args.budget)}")
-    return targets
 
 
 def _search(run: SearchRun, targets: Sequence[Target]) -> list[dict[str, Any]]:
@@ -87,7 +58,7 @@ def _search(run: SearchRun, targets: Sequence[Target]) -> list[dict[str, Any]]:
     for target, member in zip(targets, family, strict=True):
         found = finder.find(target, member, uniform_kl)
         with run.folder.lock("finish.lock", waiting="another worker validates"), run.phases.phase("validation"):
-            data, result = finish(run, target.name if len(targets) > 1 else None, found, validator)
+            data, result = finish(run, target, found, validator)
         if not run.args.json:
             print(terminal_table(data))
             print(f"\nprofile: {result['profile']}\nreport:  {result['report']}\n")

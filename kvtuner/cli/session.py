@@ -14,7 +14,8 @@ from kvtuner.calibration.calibrate import CalibrationOptions, Workbench
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.calibration.measure import QuantOptions
 from kvtuner.calibration.model import DEMO, ModelShape, ModelSource, load_model
-from kvtuner.errors import PrecisionError
+from kvtuner.errors import CorpusError, PrecisionError
+from kvtuner.evaluation.ranks import Ranks
 from kvtuner.evaluation.validation import SequenceSums
 from kvtuner.precision import PACKED_BITS, RowShape, check_group_size
 from kvtuner.run_folder import RunFolder
@@ -54,14 +55,23 @@ def model_source(args: Namespace) -> ModelSource:
 
 
 def corpus_source(args: Namespace, shape: ModelShape) -> CorpusSource:
-    """The data that the flags name."""
+    """The data that the flags name.
+
+    Raises:
+        CorpusError: sequences longer than the context.
+    """
+    if args.sequence_length is not None and args.sequence_length > shape.context_length:
+        raise CorpusError(
+            f"--sequence-length {args.sequence_length} must fit the context of {shape.context_length} tokens;"
+            " give a shorter one"
+        )
     default = DEMO_SEQUENCE_LENGTH if args.model == DEMO else DEFAULT_SEQUENCE_LENGTH
     return CorpusSource(
         data=args.data or DEMO,
         data_config=args.data_config,
         data_split=args.data_split,
         text_field=args.text_field,
-        sequence_length=min(args.sequence_length or default, shape.context_length),
+        sequence_length=args.sequence_length or min(default, shape.context_length),
         num_sequences=args.sequences or (DEMO_SEQUENCES if args.model == DEMO else DEFAULT_SEQUENCES),
         seed=args.seed,
         deduplicate=args.deduplicate,
@@ -99,6 +109,21 @@ def calibration_options(args: Namespace, shape: ModelShape) -> CalibrationOption
 def row_shape(args: Namespace, shape: ModelShape) -> RowShape:
     """Rows of the whole model under the flags' group sizes."""
     return shape.geometry.row_shape(k_group_size=args.k_group_size, v_group_size=args.v_group_size)
+
+
+def ranks_of(args: Namespace, shape: ModelShape) -> Ranks:
+    """The ranks that the flags say will serve.
+
+    Raises:
+        GeometryError: the model cannot be split over them.
+    """
+    return Ranks.of(
+        shape.geometry,
+        k_group_size=args.k_group_size,
+        v_group_size=args.v_group_size,
+        tp_size=getattr(args, "tp_size", 1),  # calibrate has no such flags
+        pp_size=getattr(args, "pp_size", 1),
+    )
 
 
 def run_folder(args: Namespace, name: str) -> RunFolder:
@@ -175,13 +200,13 @@ class Finding:
         asked: the budget, or the hand-written configuration.
         configuration: the winner.
         measured_kl: of the winner on the select split; None for a uniform without transforms, not measured there.
-        fits: whether other pairs would have kept the budget.
+        fits: whether another contestant would have kept the budget.
         uniform_kl: the K x V table on the select split.
         exact: the exact solution; None if nothing was searched.
         exact_kl: of the exact solution on the select split.
         study: the refinement.
         fronts: exact fronts by pipeline stage.
-        is_uniform: the name of the uniform that replaced the winner, if one did.
+        uniform_name: the pair of the uniform that replaced the winner, if one did.
     """
 
     asked: str
@@ -193,4 +218,9 @@ class Finding:
     exact_kl: float | None = None
     study: StudyResult | None = None
     fronts: tuple[Front, ...] = ()
-    is_uniform: str | None = None
+    uniform_name: str | None = None
+
+    @property
+    def has_transforms(self) -> bool:
+        """Whether any keys or values are transformed."""
+        return any((choice.k_transform, choice.v_transform) != ("none", "none") for choice in self.configuration)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvtuner.calibration.sensitivity import SIDES, Candidate, Scores, SensitivityTable
+from kvtuner.evaluation.ranks import Ranks, fp8_layer_bytes
 from kvtuner.evaluation.report_data import (
     FrontPoint,
     LayerRow,
     OffsetQuality,
+    PairAdditivity,
     QualityRow,
     RankCorrelation,
     ScoreSet,
@@ -20,14 +23,47 @@ from kvtuner.evaluation.report_data import (
 )
 from kvtuner.evaluation.statistics import spearman
 from kvtuner.evaluation.validation import FP8, Contestant, SequenceSums, kl_difference
-from kvtuner.precision import PACKED_BITS, PrecisionPair, RowShape, bytes_per_token, effective_bits, mean_bits
+from kvtuner.precision import PACKED_BITS, RowShape, effective_bits, mean_bits
 from kvtuner.search_spaces.space import Choice, predicted_score
 
 if TYPE_CHECKING:
+    from kvtuner.search_spaces.budget import Constraint
     from kvtuner.tuner.exact import Front
 
 MAX_FRONT_POINTS = 400
-Fits = Callable[[Sequence[PrecisionPair]], bool]
+Fits = Callable[[Contestant], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What all configurations of a table are judged by.
+
+    Attributes:
+        shape: of the rows of the whole model, which bits are of.
+        ranks: those that will serve, which bytes are of.
+        fits: whether a configuration keeps the budget.
+        seed: of the bootstrap.
+    """
+
+    shape: RowShape
+    ranks: Ranks
+    fits: Fits
+    seed: int
+
+
+def rank_bytes(contestant: Contestant, ranks: Ranks) -> int:
+    """Stored bytes of one token on the fullest rank."""
+    if contestant.key == FP8:
+        return ranks.fp8_bytes_per_token()
+    return ranks.bytes_per_token(contestant.pairs)
+
+
+def keeps_budget(constraint: Constraint, contestant: Contestant) -> bool:
+    """Whether every stage keeps the budget; where bytes are counted, fp8 by its own, which are less than K8V8's."""
+    if contestant.key != FP8 or constraint.budget.kind == "mean_bits":
+        return constraint.is_met(contestant.pairs)
+    cost = fp8_layer_bytes(constraint.shape)
+    return all(len(layers) * cost <= constraint.cap(stage) for stage, layers in enumerate(constraint.stages))
 
 
 def layer_rows(configuration: Sequence[Choice]) -> tuple[LayerRow, ...]:
@@ -80,6 +116,18 @@ def rank_correlations(table: SensitivityTable) -> tuple[RankCorrelation, ...]:
     return tuple(rows)
 
 
+def pair_additivity(table: SensitivityTable) -> PairAdditivity | None:
+    """How far the measured e_o of K/V pairs is from the sum of its sides'; None where no pairs were measured."""
+    deviations = []
+    for (layer, pair), measured in table.pairs.items():
+        added = table.of(layer, "k", pair.k_bits)["none"].e_o + table.of(layer, "v", pair.v_bits)["none"].e_o
+        if added > 0:
+            deviations.append(abs(measured - added) / added)
+    if not deviations:
+        return None
+    return PairAdditivity(len(deviations), float(np.median(deviations)), max(deviations))
+
+
 def front_points(fronts: Sequence[Front], shape: RowShape) -> tuple[FrontPoint, ...]:
     """The exact front of a model on one pipeline stage; none where stages were solved apart."""
     if len(fronts) != 1:
@@ -102,9 +150,7 @@ def quality_of(
     baselines: Sequence[tuple[Contestant, SequenceSums]],
     reference: SequenceSums,
     *,
-    shape: RowShape,
-    fits: Fits,
-    seed: int,
+    terms: Terms,
 ) -> OffsetQuality:
     """The winner beside its baselines at one kind of offsets."""
     winner_sums = winner[1]
@@ -112,36 +158,23 @@ def quality_of(
         offsets=offsets,
         positions=positions,
         reference_perplexity=reference.perplexity,
-        winner=_quality_row(*winner, None, shape=shape, fits=fits, seed=seed),
-        baselines=tuple(
-            _quality_row(contestant, sums, winner_sums, shape=shape, fits=fits, seed=seed)
-            for contestant, sums in baselines
-        ),
+        winner=_quality_row(*winner, None, terms),
+        baselines=tuple(_quality_row(contestant, sums, winner_sums, terms) for contestant, sums in baselines),
     )
 
 
-def _quality_row(
-    contestant: Contestant,
-    sums: SequenceSums,
-    winner: SequenceSums | None,
-    *,
-    shape: RowShape,
-    fits: Fits,
-    seed: int,
-) -> QualityRow:
+def _quality_row(contestant: Contestant, sums: SequenceSums, winner: SequenceSums | None, terms: Terms) -> QualityRow:
     pairs = contestant.pairs
-    is_fp8 = contestant.name == FP8
-    elements = len(pairs) * shape.num_kv_heads * (shape.head_dim + shape.v_head_dim)
     return QualityRow(
         name=contestant.name,
         transforms=contestant.transforms,
-        mean_bits=float(mean_bits(pairs, shape)),
-        effective_bits=8.0 if is_fp8 else float(effective_bits(pairs, shape)),
-        bytes_per_token=elements if is_fp8 else bytes_per_token(pairs, shape),
-        kl=sums.kl_interval(seed),
+        mean_bits=float(mean_bits(pairs, terms.shape)),
+        effective_bits=8.0 if contestant.key == FP8 else float(effective_bits(pairs, terms.shape)),
+        bytes_per_token=rank_bytes(contestant, terms.ranks),
+        kl=sums.kl_interval(terms.seed),
         kl_p99=sums.kl_p99,
         top1=sums.top1_agreement,
         perplexity=sums.perplexity,
-        fits_budget=fits(pairs),
-        difference=None if winner is None else kl_difference(sums, winner, seed),
+        fits_budget=terms.fits(contestant),
+        difference=None if winner is None else kl_difference(sums, winner, terms.seed),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtuner.evaluation.findings import findings
 from kvtuner.evaluation.formatting import fixed, interval, number, percent
 from kvtuner.run_folder import write_atomically
 
@@ -54,7 +55,10 @@ def terminal_table(data: ReportData) -> str:
 def summary_json(data: ReportData) -> dict[str, Any]:
     """The same as plain JSON values, for ``--json``."""
     full = data.to_json()
-    kept = ("model", "read_plan", "score", "interval_level", "quality", "additivity", "rank_correlations")
+    kept = (
+        *("model", "read_plan", "score", "interval_level", "quality", "additivity", "pair_additivity"),
+        *("rank_correlations", "gain", "uniform_winner"),
+    )
     budget = {
         **full["budget"],
         "tokens_per_gib": data.budget.tokens_per_gib,
@@ -78,6 +82,7 @@ def _outcome_lines(data: ReportData) -> list[str]:
             f"{budget.bytes_per_token:,} (bf16 {budget.bf16_bytes_per_token:,}){budget.rank}",
         ),
         ("tokens per GiB", tokens),
+        *findings(data),
     ]
     return [f"{name:<17}{value}" for name, value in rows]
 

@@ -19,15 +19,21 @@ SAMPLED: Final = "sampler"
 GIB: Final = 1 << 30
 
 
+def rank_words(tp_size: int, pp_size: int) -> str:
+    """Whose bytes are shown, to be put behind a figure; empty where one rank holds the whole model."""
+    return "" if tp_size == pp_size == 1 else f" on a rank of TP {tp_size} x PP {pp_size}"
+
+
 @dataclass(frozen=True, slots=True)
 class BudgetOutcome:
-    """What was asked for and what the winner takes, per token on one rank.
+    """What was asked for and what the winner takes.
 
     Attributes:
         asked: the budget as the user wrote it.
-        mean_bits: payload bits per element.
-        effective_bits: stored bits per element.
-        bf16_bytes_per_token: of the unquantized cache.
+        mean_bits: payload bits per element of the whole model.
+        effective_bits: stored bits per element of the whole model.
+        bytes_per_token: stored bytes on the fullest rank.
+        bf16_bytes_per_token: of the unquantized cache on its fullest rank.
     """
 
     asked: str
@@ -51,7 +57,7 @@ class BudgetOutcome:
     @property
     def rank(self) -> str:
         """Whose bytes these are; empty where one rank holds the whole model."""
-        return "" if self.tp_size == self.pp_size == 1 else f" on a rank of TP {self.tp_size} x PP {self.pp_size}"
+        return rank_words(self.tp_size, self.pp_size)
 
     @property
     def ratio(self) -> float:
@@ -214,6 +220,15 @@ class AdditivityRow:
 
 
 @dataclass(frozen=True, slots=True)
+class PairAdditivity:
+    """How far e_o of K/V pairs is from the sum of its sides' e_o, relative to that sum, without transforms."""
+
+    num_pairs: int
+    median: float
+    maximum: float
+
+
+@dataclass(frozen=True, slots=True)
 class UniformKl:
     """KL of one uniform pair on the select split."""
 
@@ -238,8 +253,12 @@ class ReportData:
         front: by ascending bits.
         measured: configurations of the select split.
         trials: the study, in order.
+        gain: by how much the study's best is below the exact solution on the select split, nats per token; None where
+            nothing was searched or the exact solution was not measured.
+        uniform_winner: label of the uniform that took the searched configuration's place; None if that won.
         rank_correlations: of the cheap scores.
         additivity: checks of the prediction.
+        pair_additivity: of the paper's e_o; None where pairs were not asked for.
         uniform_kl: the K x V table.
         uniform_kl_transforms: whether that table is with the best transforms.
         forwards: (phase, forward passes).
@@ -258,8 +277,11 @@ class ReportData:
     front: tuple[FrontPoint, ...] = ()
     measured: tuple[MeasuredPoint, ...] = ()
     trials: tuple[TrialPoint, ...] = ()
+    gain: float | None = None
+    uniform_winner: str | None = None
     rank_correlations: tuple[RankCorrelation, ...] = ()
     additivity: tuple[AdditivityRow, ...] = ()
+    pair_additivity: PairAdditivity | None = None
     uniform_kl: tuple[UniformKl, ...] = ()
     uniform_kl_transforms: bool = True
     forwards: tuple[tuple[str, int], ...] = ()

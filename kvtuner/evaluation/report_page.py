@@ -8,6 +8,7 @@ import struct
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.evaluation import report_words as words
+from kvtuner.evaluation.findings import findings
 from kvtuner.evaluation.formatting import NOT_MEASURED, fixed, interval, number, percent
 from kvtuner.evaluation.grid_plots import SCORE_TITLES
 from kvtuner.evaluation.markup import Markup, element, join
@@ -72,6 +73,7 @@ def _headline(data: ReportData) -> Markup:
         (f"bytes per token{budget.rank}", f"{budget.bytes_per_token:,}", f"{budget.bf16_bytes_per_token:,}"),
         ("tokens per GiB", f"{budget.tokens_per_gib:,}", f"{budget.bf16_tokens_per_gib:,}"),
         ("tokens against bf16", f"{budget.ratio:.2f}x", "1x"),
+        *((name, text, "") for name, text in findings(data)),
     ]
     return join(
         element("h1", f"KV cache precision of {data.model}"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -85,6 +86,39 @@ def test_doctor_finds_this_machine_fit(run: Any) -> None:
     findings = {finding["name"]: finding for finding in json.loads(out)}
     assert status == 0, findings
     assert findings["attention seam"]["status"] == "ok"
+
+
+def test_doctor_knows_a_module_from_a_distribution_of_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtuner.cli import doctor
+
+    def version(name: str) -> str:
+        if name != "triton-windows":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "3.5"
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.metadata.version", version)
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: {"triton": ["triton-windows"]})
+    assert doctor._optional("triton", "kernels") == doctor.Finding("triton", "ok", "3.5")
+    assert doctor._optional("sglang", "serving").status == "ok"
+
+
+@pytest.mark.parametrize(("name", "version", "status"), [
+    ("transformers", "4.57.1", "bad"), ("transformers", "5.0.0rc1", "ok"), ("optuna", "3.6", "bad"),
+    ("optuna", "4.10.0", "ok"), ("tqdm", None, "bad"), ("pyyaml", None, "bad"), ("pyyaml", "6.0", "ok"),
+])  # fmt: skip
+def test_doctor_checks_the_versions_that_kvtuner_needs(
+    monkeypatch: pytest.MonkeyPatch, name: str, version: str | None, status: str
+) -> None:
+    from kvtuner.cli import doctor
+
+    def installed(asked: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(asked)
+        return version
+
+    monkeypatch.setattr("importlib.metadata.version", installed)
+    assert doctor._package(name, doctor.NEEDED[name]).status == status
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_a_budget_below_the_smallest_configuration_says_the_smallest(refused: An
     ("--budget", "4bit", "--nested"), ("--budget", "4bit", "--context-length", "99999999"),
     ("--budget", "4bit", "--k-group-size", "7"), ("--budget", "4bit", "--tp-size", "3"),
     ("--budget", "4bit", "--pp-size", "4"),
-    ("--budget", "2bit", "--keep", "0:K8V8"),
+    ("--budget", "2bit", "--keep", "0:K8V8"), ("--layers", "0-2:8", "--tp-size", "3"),
 ])  # fmt: skip
 def test_flags_that_contradict_the_model_or_themselves_are_refused(
     refused: Any, model_folder: Any, corpus_file: Path, tmp_path: Path, flags: tuple[str, ...]
@@ -115,6 +115,54 @@ def test_flags_that_contradict_the_model_or_themselves_are_refused(
     refused(
         "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--out", tmp_path / "run", *flags
     )
+
+
+@pytest.mark.parametrize(("flags", "complaint"), [
+    (("--layers", "0-2:K4V2", "--nested"), "--nested"), (("--layers", "0-2:K4V2", "--groups"), "--groups"),
+    (("--layers", "0-2:K4V2", "--keep", "0:8"), "--keep"),
+    (("--budget", "4bit", "--keep", "0:16,1:K4V4"), "smallest possible is"),
+    (("--budget", "4bit", "3bit", "--nested", "--sampler", "none"), "must ascend, but 3bit is smaller than 4bit"),
+    (("--budget", "3bit", "50%", "--nested", "--sampler", "none"), "do not mix"),
+    (("--budget", "4bit", "--sequence-length", "513"), "context of 512 tokens"),
+    (("--budget", "4bit", "--sequence-length", "65", "--context-length", "64"), "context of 64 tokens"),
+])  # fmt: skip
+def test_what_cannot_work_is_refused_before_weights_are_loaded(
+    refused: Any, copied: Any, flags: tuple[str, ...], complaint: str
+) -> None:
+    folder = copied()
+    (folder / "model.safetensors").unlink()
+    assert complaint in refused("search", "--model", folder, *flags)
+    assert complaint in refused("search", "--model", folder, *flags, "--dry-run")
+
+
+def test_a_hand_written_configuration_that_no_profile_can_hold_is_refused_at_once(refused: Any, copied: Any) -> None:
+    folder = copied(num_hidden_layers=60)
+    text = ",".join(f"{layer}:{'K8V4' if layer % 2 else 'K4V2'}" for layer in range(60))
+    assert "at most 256 characters" in refused("search", "--model", folder, "--layers", text, "--dry-run")
+
+
+def test_a_run_folder_of_another_profile_is_refused_and_kept(
+    refused: Any, search: Any, model_folder: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    search(out, "--budget", "3bit", trials=2)
+    before = {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()}
+    # The data does not exist: all is refused before anybody looks for it.
+    shared = ("search", "--model", model_folder("llama-gqa"), "--data", tmp_path / "no.jsonl", "--out", out)
+    for flags, field in (
+        (("--budget", "6bit"), "asked"),
+        (("--budget", "3bit", "--keep", "0:K2V2"), "keep"),
+        (("--budget", "3bit", "--groups"), "groups"),
+        (("--budget", "3bit", "--sampler", "tpe"), "sampler"),
+        (("--budget", "3bit", "--tp-size", "2"), "tp_size"),
+        (("--budget", "3bit", "--score", "fisher"), "score"),
+        (("--layers", "0-2:K4V2"), "asked"),
+    ):
+        message = refused(*shared, *flags)
+        assert f"{field} is" in message
+        assert "--out" in message
+        assert "--budget 3bit 6bit" in message
+    assert {file.name: file.read_bytes() for file in out.iterdir() if file.is_file()} == before
 
 
 @pytest.mark.parametrize(("content", "complaint"), [

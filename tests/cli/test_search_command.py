@@ -66,8 +66,8 @@ def test_several_budgets_share_one_calibration(search: Callable[..., Any], tmp_p
 def test_a_later_budget_does_not_calibrate_again(search: Callable[..., Any], tmp_path: Path) -> None:
     search(tmp_path / "run", "--budget", "3bit")
     table = (tmp_path / "run/sensitivity.json").read_bytes()
-    result = search(tmp_path / "run", "--budget", "4bit")
-    assert result["forward_passes"]["calibration"] == 0
+    results = search(tmp_path / "run", "--budget", "3bit", "4bit")
+    assert results[0]["forward_passes"]["calibration"] == 0
     assert (tmp_path / "run/sensitivity.json").read_bytes() == table
 
 
@@ -87,7 +87,9 @@ def test_kept_layers_are_kept(search: Callable[..., Any], tmp_path: Path) -> Non
 
 
 def test_a_hand_written_configuration_is_exported_as_it_is(search: Callable[..., Any], tmp_path: Path) -> None:
-    search(tmp_path / "run", "--layers", "0:bf16,1-2:K4V2")
+    result = search(tmp_path / "run", "--layers", "0:bf16,1-2:K4V2")
+    assert result["quality"][0]["winner"]["name"] == "hand-written"
+    assert result["budget"]["asked"] == "0:K16V16,1-2:K4V2"
     assert load_profile(tmp_path / "run/profile.json").pairs == (
         PrecisionPair(16, 16),
         PrecisionPair(4, 2),
@@ -162,3 +164,102 @@ def test_a_dry_run_foretells_the_forward_tokens(search: Any, run: Any, model_fol
     assert status == 0
     done = sum(result["forward_passes"].values()) * 64
     assert 0.3 * json.loads(out)["forward_tokens"]["total"] <= done <= json.loads(out)["forward_tokens"]["total"]
+
+
+@pytest.mark.parametrize("ranks", [("--tp-size", "2"), ("--tp-size", "2", "--pp-size", "2")])
+def test_bytes_on_a_rank_keep_the_budget_of_a_rank(
+    search: Any, run: Any, tmp_path: Path, ranks: tuple[str, ...]
+) -> None:
+    result = search(tmp_path / "run", "--budget", "120B/token", *ranks, trials=2)
+    budget = result["budget"]
+    assert 96 * 2 / 3 <= budget["bytes_per_token"] <= 120  # 32 bytes per layer at 2 bits, three layers or two
+    assert budget["bf16_bytes_per_token"] == (192 if len(ranks) == 2 else 128)
+    assert budget["tokens_per_gib"] == 2**30 // budget["bytes_per_token"]
+    for row in (result["quality"][0]["winner"], *result["quality"][0]["baselines"]):
+        assert row["fits_budget"] == (row["bytes_per_token"] <= 120), row["name"]
+    text = run("report", tmp_path / "run")[1]
+    assert f"bytes per token  {budget['bytes_per_token']} (bf16 {budget['bf16_bytes_per_token']}) on a rank" in text
+    profile = load_profile(tmp_path / "run/profile.json")
+    assert profile.budget.bytes_per_token == profile.bytes_per_token() > budget["bytes_per_token"]
+
+
+def test_a_dry_run_states_the_bytes_of_a_rank(run: Any, model_folder: Any) -> None:
+    command = ("search", "--model", model_folder("llama-gqa"), "--budget", "120B/token", "--tp-size", "2", "--dry-run")
+    rows = {row["name"]: row for row in json.loads(run(*command, "--json")[1])["uniform"]}
+    assert rows["bf16"]["bytes_per_token"] == 192
+    assert [row["bytes_per_token"] <= 120 for row in rows.values()] == [bool(row["inside"]) for row in rows.values()]
+    assert "on a rank of TP 2 x PP 1" in run(*command)[1]
+
+
+def test_a_dry_run_of_a_hand_written_configuration_states_its_bytes_and_work(run: Any, model_folder: Any) -> None:
+    command = ("search", "--model", model_folder("llama-gqa"), "--layers", "0:bf16,1:4,2:4", "--dry-run")
+    plan = json.loads(run(*command, "--sequence-length", "64", "--sequences", "2,2,3", "--json")[1])
+    (row,) = plan["hand_written"]
+    assert row["name"] == "0:K16V16,1-2:K4V4"
+    assert row["bytes_per_token"] == 128 + 2 * 2 * 32  # 2 heads x 16 channels: 16 bytes of codes, 8 of scales, padding
+    assert plan["forward_tokens"]["uniform table"] == 2 * 64 * 16
+    assert plan["forward_tokens"]["hand-written"] == 2 * 64
+    assert plan["forward_tokens"]["validation"] > 0
+    assert "hand-written" in run(*command)[1]
+
+
+def test_trials_of_the_same_target_go_on_and_are_counted(search: Any, tmp_path: Path) -> None:
+    for asked, counted in ((2, 2), (4, 4), (3, 4)):  # of the study, not of the last command
+        search(tmp_path / "run", "--budget", "3bit", trials=asked)
+        record = load_profile(tmp_path / "run/profile.json").provenance.search
+        assert record is not None
+        assert record.trials == counted
+
+
+def test_the_stored_quality_is_over_small_and_large_positions_alike(search: Any, tmp_path: Path) -> None:
+    result = search(tmp_path / "run", "--budget", "3bit", trials=2)
+    quality = load_profile(tmp_path / "run/profile.json").quality
+    assert quality is not None
+    small, large = result["quality"]
+    mean = (small["winner"]["kl"]["mean"] + large["winner"]["kl"]["mean"]) / 2
+    assert quality.measured_kl.mean == pytest.approx(mean, rel=1e-4)
+    assert quality.kl_p99 == pytest.approx(max(small["winner"]["kl_p99"], large["winner"]["kl_p99"]), rel=1e-4)
+    reference = (small["reference_perplexity"] * large["reference_perplexity"]) ** 0.5
+    assert quality.reference_perplexity == pytest.approx(reference, rel=1e-4)
+    for stored, *rows in zip(quality.baselines, small["baselines"], large["baselines"], strict=True):
+        assert stored.kl_mean == pytest.approx(sum(row["kl"]["mean"] for row in rows) / 2, rel=1e-4)
+    assert 0 < quality.split_tokens <= 3 * 64
+
+
+def test_the_gain_over_the_exact_solution_is_reported(search: Any, tmp_path: Path) -> None:
+    result = search(tmp_path / "run", "--budget", "3bit")
+    exact = next(row for row in result["additivity"] if row["name"] == "exact")
+    trials = json.loads((tmp_path / "run/report-data.json").read_text())["payload"]["trials"]
+    best = min(trial["value"] for trial in trials if trial["value"] is not None)
+    assert result["gain"] == pytest.approx(exact["measured"] - best)
+    assert "below the exact solution" in (tmp_path / "run/report.html").read_text()
+
+
+def test_pairs_are_compared_with_the_sum_of_their_sides_where_asked_for(search: Any, run: Any, tmp_path: Path) -> None:
+    assert search(tmp_path / "plain", "--budget", "3bit", trials=2)["pair_additivity"] is None
+    found = search(tmp_path / "pairs", "--budget", "3bit", "--pairs", trials=2)["pair_additivity"]
+    assert found["num_pairs"] == 3 * 9
+    assert 0 < found["median"] <= found["maximum"]
+    assert "e_o differs from the sum of its sides by" in run("report", tmp_path / "pairs")[1]
+    assert "K/V pairs" in (tmp_path / "pairs/report.html").read_text()
+
+
+@pytest.mark.parametrize("transforms", [False, True])
+def test_a_uniform_that_takes_the_place_of_the_winner_says_so(
+    search: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transforms: bool
+) -> None:
+    from kvtuner.cli import outcome
+    from kvtuner.evaluation.statistics import Interval
+
+    real = outcome._contestants
+    monkeypatch.setattr(outcome, "kl_difference", lambda *_: Interval(1.0, 0.5, 1.5))
+    monkeypatch.setattr(
+        outcome, "_contestants", lambda run: [c for c in real(run) if not c.specs or c.transforms == transforms]
+    )
+    result = search(tmp_path / "run", "--budget", "4bit", trials=2)
+    winner = result["quality"][0]["winner"]
+    assert winner["transforms"] == transforms
+    assert result["uniform_winner"] == winner["name"] + (" + transforms" if transforms else "")
+    assert f"uniform {result['uniform_winner']}" in run("report", tmp_path / "run")[1]
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [event["asked"] for event in events if event["event"] == "override"] == ["4bit"]

@@ -17,7 +17,7 @@ import pytest
 from kvtuner.errors import RunFolderError
 from kvtuner.evaluation.plots import PICTURES
 from kvtuner.evaluation.report import TERMINAL_COLUMNS, summary_json, terminal_table, write_report
-from kvtuner.evaluation.report_data import BudgetOutcome, ReportData
+from kvtuner.evaluation.report_data import BudgetOutcome, PairAdditivity, ReportData
 from kvtuner.evaluation.report_page import build_page
 from kvtuner.evaluation.statistics import Interval
 
@@ -271,6 +271,26 @@ def test_the_summary_is_plain_json_with_the_numbers_of_the_table(make_report: Ma
     assert summary["quality"][0]["winner"]["kl"]["mean"] == pytest.approx(0.0049)
     assert summary["quality"][0]["baselines"][0]["difference"]["low"] < 0
     assert summary["forwards"]["trials"] == 84
+
+
+def test_gain_override_and_pairs_stand_in_table_page_and_summary(make_report: MakeReport) -> None:
+    plain = make_report(2)
+    told = replace(
+        plain, gain=0.0012, uniform_winner="K4V4 + transforms", pair_additivity=PairAdditivity(18, 0.031, 0.42)
+    )
+    for text in (
+        "0.00120 nats per token below the exact solution",
+        "uniform K4V4 + transforms",
+        "3.1% in the median, 42.0% at most",
+    ):
+        assert text in terminal_table(told)
+        assert text in Page(page_text(told)).text
+        assert text not in terminal_table(plain)
+    summary = summary_json(told)
+    assert summary["gain"] == 0.0012
+    assert summary["uniform_winner"] == "K4V4 + transforms"
+    assert summary["pair_additivity"] == {"num_pairs": 18, "median": 0.031, "maximum": 0.42}
+    assert ReportData.from_json(told.to_json()) == told
 
 
 def test_importing_the_report_loads_no_plotting_and_no_model_library() -> None:

@@ -1,0 +1,53 @@
+"""Flags over the YAML file, and what help promises."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtuner.cli.parser import build_parser, parse
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def parsed(tmp_path: Path, text: str, *flags: str) -> dict[str, Any]:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    return vars(parse(build_parser(), ["search", "--config", str(file), *flags]))
+
+
+def test_null_in_the_yaml_file_is_the_default(tmp_path: Path) -> None:
+    text = "model: demo\nrevision: null\ntrials: ~\nbudget: null\nsymmetric: null\nsequences: null\n"
+    args = parsed(tmp_path, text, "--budget", "4bit")
+    defaults = vars(parse(build_parser(), ["search", "--model", "demo", "--budget", "4bit"]))
+    assert {**args, "config": None} == defaults
+
+
+@pytest.mark.parametrize(
+    "flag", ["symmetric", "pairs", "groups", "nested", "deduplicate", "trust-remote-code", "dry-run", "json"]
+)
+def test_what_the_yaml_file_switches_on_the_command_line_switches_off(tmp_path: Path, flag: str) -> None:
+    text, name = f"model: demo\n{flag}: true\n", flag.replace("-", "_")
+    assert parsed(tmp_path, text)[name] is True
+    assert parsed(tmp_path, text, f"--no-{flag}")[name] is False
+
+
+def test_the_home_folder_is_expanded_in_paths_of_the_yaml_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    args = parsed(tmp_path, "model: ~/model\ndata: ~/text.jsonl\nout: ~/run\ntext-field: ~x\n")
+    names = ("model", "text.jsonl", "run")
+    assert [args[name] for name in ("model", "data", "out")] == [str(tmp_path / name) for name in names]
+    assert args["text_field"] == "~x"
+
+
+def test_the_help_of_calibrate_says_which_search_reuses_it() -> None:
+    assert "search with the same --out reuses it" in " ".join(build_parser().format_help().split())
+
+
+@pytest.mark.parametrize("command", ["search", "calibrate"])
+def test_a_model_is_needed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(build_parser(), [command])
+    assert f"{command} needs --model" in capsys.readouterr().err
