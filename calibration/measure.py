@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvtuner.calibration.chain import DecoderChain, Trace
 
 SCORES_IN_FLIGHT = 1 << 23
+MAX_ROWS = 128  # short blocks of rows see few keys that causality hides from them
 TINY = 1e-12
 
 
@@ -170,7 +171,7 @@ class CandidateMeasurement:
             self._at(layer_id, "v", bits, name).e_self += sequences * _relative_error(exact_v, read)
         tokens, start = call.k.shape[2], self.plan.split
         per_row = call.q.shape[0] * call.q.shape[1] * tokens * len(PACKED_BITS)
-        step = max(1, SCORES_IN_FLIGHT // per_row)
+        step = max(1, min(MAX_ROWS, SCORES_IN_FLIGHT // per_row))
         scored = tokens - start
         for first in range(start, tokens, step):
             last = min(first + step, tokens)
@@ -205,10 +206,10 @@ class CandidateMeasurement:
         rows = gradients.shape[-2]
         visible = slice(None, first + rows)
         q = call.grouped_query(first)[..., :rows, :]
-        v = call.v[:, :, visible].float().unsqueeze(2)
+        v = call.v[:, :, visible].float()
         g = gradients.unflatten(2, (call.k.shape[1], -1))
         exact_a = probabilities(call, q, call.k[:, :, visible].float(), first)
-        exact_o = exact_a @ v
+        exact_o = _read(exact_a, v)
         share = call.k.shape[0] * rows / scored
         # What all scored rows see, so that a mean does not depend on how rows are cut.
         cells = exact_a.shape[1] * exact_a.shape[2] * scored * (self.plan.split + (scored + 1) / 2)
@@ -218,20 +219,22 @@ class CandidateMeasurement:
             for index, bits in enumerate(PACKED_BITS):
                 sums = self._at(layer_id, side, bits, name)
                 if read_a is not None:
-                    sums.e_a += float((read_a[index] - exact_a).abs().sum()) / cells
+                    sums.e_a += float(torch.linalg.vector_norm(read_a[index] - exact_a, ord=1)) / cells
                 sums.e_o += share * _relative_error(exact_o, read_o[index])
-                along = torch.einsum("rbhgtd,bhgtd->rbt", g, delta[index])
+                along = (g * delta[index]).sum(dim=(2, 3, -1))  # by draw, sequence and token
                 sums.fisher += share * 0.5 * float(along.square().mean())
 
         for name in KEY_TRANSFORMS:
             k = torch.stack([keys[name, bits][:, :, visible] for bits in PACKED_BITS])
             read_a = probabilities(call, q, k, first)
-            add("k", name, read_a, read_a @ v)
+            add("k", name, read_a, _read(read_a, v))
             if self.with_pairs and name == "none":
                 self._score_pairs(layer_id, read_a, values, visible, exact_o, share)
         for name in VALUE_TRANSFORMS:
-            read_v = torch.stack([values[name, bits][:, :, visible] for bits in PACKED_BITS]).unsqueeze(3)
-            add("v", name, None, exact_a @ read_v)
+            # Widths side by side in the channels: one product reads them all.
+            read_v = torch.cat([values[name, bits][:, :, visible] for bits in PACKED_BITS], dim=-1)
+            read_o = _read(exact_a, read_v).unflatten(-1, (len(PACKED_BITS), -1))
+            add("v", name, None, read_o.movedim(-2, 0))
 
     def _score_pairs(
         self,
@@ -244,12 +247,21 @@ class CandidateMeasurement:
     ) -> None:
         for index, k_bits in enumerate(PACKED_BITS):
             for v_bits in PACKED_BITS:
-                read_o = read_a[index] @ values["none", v_bits][:, :, visible].unsqueeze(2)
+                read_o = _read(read_a[index], values["none", v_bits][:, :, visible])
                 key = (layer_id, PrecisionPair(k_bits, v_bits))
                 self.pair_sums[key] = self.pair_sums.get(key, 0.0) + share * _relative_error(exact_o, read_o)
 
     def _at(self, layer_id: int, side: Side, bits: int, transform: str) -> _Sums:
         return self.sums.setdefault(Candidate(layer_id, side, bits, transform), _Sums())
+
+
+def _read(probabilities: Tensor, v: Tensor) -> Tensor:
+    """Attention outputs [..., num_kv_heads, group, rows, channels] of values [batch, num_kv_heads, tokens, channels].
+
+    The queries of a group are rows of one matrix: matmul would copy the values for each of them.
+    """
+    output: Tensor = (probabilities.flatten(-3, -2) @ v).unflatten(-2, probabilities.shape[-3:-1])
+    return output
 
 
 def _relative_error(exact: Tensor, read: Tensor) -> float:

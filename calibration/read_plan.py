@@ -76,7 +76,8 @@ def probabilities(call: AttentionCall, q: Tensor, k: Tensor, first_row: int) -> 
     Returns:
         [..., num_kv_heads, group, rows, tokens].
     """
-    scores = q @ (k.unsqueeze(-3).transpose(-1, -2) * call.scaling)
+    # The queries of a group are rows of one matrix: matmul would copy the keys for each of them.
+    scores = (q.flatten(-3, -2) @ (k.transpose(-1, -2) * call.scaling)).unflatten(-2, q.shape[-3:-1])
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
     rows, tokens = scores.shape[-2:]
