@@ -67,11 +67,7 @@ class MeasuredKL:
         self._folder = folder
         self._identity = identity
         self.num_measured = 0
-        self._known: dict[str, float] = {
-            record["configuration"]: record["kl"]
-            for record in folder.records(JOURNAL)
-            if record.get("identity") == identity
-        }
+        self._known = self._journalled()
 
     def __call__(self, configuration: Sequence[Choice]) -> float:
         """Measure, or look up, one configuration.
@@ -80,6 +76,8 @@ class MeasuredKL:
             NonFiniteActivationError: the KL is NaN or infinite; nothing is journalled.
         """
         key = describe(configuration)
+        if key not in self._known:
+            self._known = self._journalled()  # by another worker meanwhile
         if key not in self._known:
             kl = self._simulator.kl(layer_specs(configuration, self._table, self._options))
             if not math.isfinite(kl):
@@ -91,3 +89,10 @@ class MeasuredKL:
             self._known[key] = kl
             self.num_measured += 1
         return self._known[key]
+
+    def _journalled(self) -> dict[str, float]:
+        return {
+            record["configuration"]: record["kl"]
+            for record in self._folder.records(JOURNAL)
+            if record.get("identity") == self._identity
+        }

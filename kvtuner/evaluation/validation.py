@@ -152,11 +152,7 @@ class Validator:
         self._folder = folder
         self._identity = identity
         self._simulators: dict[Offsets, Simulator] = {}
-        self._known: dict[tuple[str, str], SequenceSums] = {
-            (record["offsets"], record["key"]): _from_record(record["sums"])
-            for record in folder.records(JOURNAL)
-            if record.get("identity") == identity
-        }
+        self._known = self._journalled()
 
     def measure(
         self, contestant: Contestant, offsets: Offsets, on_batch: Callable[[int], None] | None = None
@@ -166,9 +162,11 @@ class Validator:
         Raises:
             NonFiniteActivationError: a token's KL is NaN or infinite; nothing is journalled.
         """
-        known = self._known.get((offsets, contestant.key))
-        if known is not None:
-            return known
+        key = (offsets, contestant.key)
+        if key not in self._known:
+            self._known = self._journalled()  # by another worker meanwhile
+        if key in self._known:
+            return self._known[key]
         if offsets not in self._simulators:
             self._simulators[offsets] = self._bench.simulator("report", offsets)
         scores = self._simulators[offsets].measure(contestant.specs, on_batch)
@@ -180,8 +178,15 @@ class Validator:
         sums = SequenceSums.of(scores)
         record = {"identity": self._identity, "offsets": offsets, "key": contestant.key, "sums": asdict(sums)}
         self._folder.append(JOURNAL, record)
-        self._known[offsets, contestant.key] = sums
+        self._known[key] = sums
         return sums
+
+    def _journalled(self) -> dict[tuple[Offsets, str], SequenceSums]:
+        return {
+            (record["offsets"], record["key"]): _from_record(record["sums"])
+            for record in self._folder.records(JOURNAL)
+            if record.get("identity") == self._identity
+        }
 
 
 def _from_record(values: Mapping[str, list[float] | float]) -> SequenceSums:

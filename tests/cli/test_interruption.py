@@ -100,6 +100,8 @@ def test_two_workers_share_one_run(start: Callable[..., subprocess.Popen[str]], 
     assert finished_trials(out) == 30
     keys = journal_keys(out)
     assert len(keys) == len(set(keys))
+    validated = [json.loads(line) for line in (out / "validation.jsonl").read_text().splitlines()]
+    assert len(validated) == len({(record["offsets"], record["key"]) for record in validated})
 
 
 def test_a_full_disk_is_said_in_one_line_and_nothing_is_lost(

@@ -41,6 +41,13 @@ def test_a_contestant_is_measured_once_per_folder_and_offsets(tmp_path: Path) ->
     assert asked == ["small", "large"]
 
 
+def test_what_another_worker_has_measured_meanwhile_is_not_measured_again(tmp_path: Path) -> None:
+    folder, kl, asked = RunFolder(tmp_path), torch.full((2, 4), 0.5, dtype=torch.float64), []
+    first, second = (validator(folder, kl, asked) for _ in range(2))
+    assert first.measure(fp8_contestant(2), "small") == second.measure(fp8_contestant(2), "small")
+    assert asked == ["small"]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_token_whose_kl_is_not_finite_is_an_error_and_is_not_journalled(value: float, tmp_path: Path) -> None:
     folder, kl = RunFolder(tmp_path), torch.full((2, 4), 0.5, dtype=torch.float64)

@@ -45,6 +45,13 @@ def test_a_configuration_is_measured_once_per_folder_and_identity(tmp_path: Path
     assert simulator.calls == 2
 
 
+def test_what_another_worker_has_measured_meanwhile_is_not_measured_again(tmp_path: Path) -> None:
+    folder, simulator = RunFolder(tmp_path), Simulated(0.25)
+    first, second = objective(simulator, folder), objective(simulator, folder)
+    assert first(NATIVE) == second(NATIVE) == 0.25
+    assert simulator.calls == 1
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_kl_that_is_not_finite_is_an_error_and_is_not_journalled(value: float, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
