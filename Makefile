@@ -5,7 +5,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest
 
 .PHONY: check test test-full lint format demo demo-model schema
 
-check: lint ## what every commit passes, under 3 minutes
+check: lint ## what every commit passes
 	$(PYTEST) -m "not slow and not gpu" tests
 
 test: lint ## what CI runs
