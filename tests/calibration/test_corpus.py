@@ -270,7 +270,8 @@ def test_documents_that_share_long_passages_are_refused_even_when_deduplicated(
 def test_short_phrases_in_common_are_no_overlap(texts: list[str], tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"text": f"Dear reader, {text} Yours truly."} for text in texts]
     path = write_jsonl(tmp_path / "letters.jsonl", rows)
-    load_corpus(source(path, num_sequences=(20, 20, 20)), tokenizer)
+    corpus = load_corpus(source(path, num_sequences=(20, 20, 20)), tokenizer)
+    assert [len(ids) for ids in corpus.splits.values()] == [20, 20, 20]
 
 
 def test_a_datasets_id_that_cannot_be_reached_is_one_line(tokenizer: Any) -> None:
