@@ -7,13 +7,16 @@ arithmetic is IEEE float32, rounding half to even, without contraction. Knows no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from kvtuner.errors import PrecisionError
 from kvtuner.precision import check_group_size, row_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FP16_MAX: Final = 65504.0
 FP8_E4M3_MAX: Final = 448.0
@@ -181,10 +184,9 @@ class Quantized:
 
 def _neighbour(value: Tensor, step: int) -> Tensor:
     """The next fp16 above (step 1) or below (step -1) finite fp16 `value`."""
-    bits = value.view(torch.int16).to(torch.int32)
+    bits = value.view(torch.int16)
     ordered = torch.where(bits >= 0, bits, -(bits & 0x7FFF)) + step
-    back = torch.where(ordered >= 0, ordered, (-ordered) | 0x8000)
-    return torch.where(back >= 0x8000, back - 0x10000, back).to(torch.int16).view(torch.float16)
+    return torch.where(ordered >= 0, ordered, -ordered | -0x8000).view(torch.float16)
 
 
 def fp16_down(x: Tensor) -> Tensor:
@@ -215,39 +217,48 @@ def quantize(x: Tensor, bits: int, group_size: int | None = None, *, symmetric: 
     Raises:
         PrecisionError: what `check_group_size` refuses.
     """
+    return quantize_widths(x, (bits,), group_size, symmetric=symmetric)[0]
+
+
+def quantize_widths(
+    x: Tensor, widths: Sequence[int], group_size: int | None = None, *, symmetric: bool = False
+) -> list[Quantized]:
+    """`quantize` for each of `widths`: the same codes and words, with what widths share computed once."""
     head_dim = x.shape[-1]
     group_size = head_dim if group_size is None else group_size
-    check_group_size(head_dim, bits, group_size)
+    for bits in widths:
+        check_group_size(head_dim, bits, group_size)
     groups = x.to(torch.float32).unflatten(-1, (head_dim // group_size, group_size))
     low, high = groups.aminmax(dim=-1)
     finite = torch.isfinite(low) & torch.isfinite(high)
     low, high = (torch.where(finite, edge, 0.0).clamp(-FP16_MAX, FP16_MAX) for edge in (low, high))
-    levels = 2**bits - 1
-    scale, minimum = _symmetric_words(low, high, bits) if symmetric else _asymmetric_words(low, high, levels)
-    step = scale.float()
-    inverse = torch.ones_like(step) / torch.where(step == 0, 1.0, step)
-    codes = groups.clamp(-FP16_MAX, FP16_MAX)
-    codes = codes.sub_(minimum.float().unsqueeze(-1)).mul_(inverse.unsqueeze(-1)).round_().clamp_(0, levels)
-    codes = codes.masked_fill_((~finite | (step == 0)).unsqueeze(-1), 0.0).to(torch.uint8)
-    scale = torch.where(finite, scale, torch.zeros_like(scale))
-    minimum = torch.where(finite, minimum, torch.full_like(minimum, torch.nan))
-    return Quantized(codes.flatten(-2), scale, minimum, bits)
-
-
-def _asymmetric_words(low: Tensor, high: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    groups = groups.clamp(-FP16_MAX, FP16_MAX).masked_fill_(~finite.unsqueeze(-1), 0.0)
     # Of -0.0 and 0.0 a reduction takes either; adding 0.0 leaves the words only 0.0.
-    minimum = fp16_down(low + 0.0)
-    span = high + 0.0 - minimum.float()
+    lowest = fp16_down(low + 0.0)
+    quantized = []
+    for bits in widths:
+        if symmetric:
+            scale = _symmetric_scale(torch.maximum(low.abs(), high.abs()), bits)
+            minimum = (-(2 ** (bits - 1)) * scale.float()).to(torch.float16)
+        else:
+            scale, minimum = _covering_scale(high + 0.0 - lowest.float(), 2**bits - 1), lowest
+        step = scale.float()
+        inverse = torch.where(step == 0, 0.0, torch.ones_like(step) / step)
+        codes = (groups - minimum.float().unsqueeze(-1)).mul_(inverse.unsqueeze(-1)).round_().clamp_(0, 2**bits - 1)
+        minimum = torch.where(finite, minimum, torch.nan)
+        quantized.append(Quantized(codes.to(torch.uint8).flatten(-2), scale, minimum, bits))
+    return quantized
+
+
+def _covering_scale(span: Tensor, levels: int) -> Tensor:
+    """Smallest fp16 scale of which `levels` steps cover `span`."""
     scale = _divide(span, levels).to(torch.float16)
-    scale = torch.where(scale.float() * levels < span, _neighbour(scale, 1), scale)
-    return scale, minimum
+    return torch.where(scale.float() * levels < span, _neighbour(scale, 1), scale)
 
 
-def _symmetric_words(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def _symmetric_scale(largest: Tensor, bits: int) -> Tensor:
     half = 2 ** (bits - 1)
-    largest = torch.maximum(low.abs(), high.abs())
-    scale = fp16_up(_divide(largest, half - 1).clamp(max=FP16_MAX / half))
-    return scale, (-half * scale.float()).to(torch.float16)
+    return fp16_up(_divide(largest, half - 1).clamp(max=FP16_MAX / half))
 
 
 def _divide(x: Tensor, divisor: int) -> Tensor:
