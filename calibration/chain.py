@@ -7,7 +7,8 @@ chain is refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kvtuner.geometry import ModelGeometry
 
 LOGITS_IN_FLIGHT = 1 << 23
+MAX_LOGIT_ROWS = 128  # of a small vocabulary: what is done to logits then stays in a core's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,17 @@ class Trace:
 
 @dataclass
 class ForwardCount:
-    """Work done, in layers and tokens."""
+    """Work done, in layers and tokens; several threads may add to it."""
 
     layer_tokens: int = 0
     backward_layer_tokens: int = 0
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def add(self, layer_tokens: int = 0, backward_layer_tokens: int = 0) -> None:
+        """Count work."""
+        with self._lock:
+            self.layer_tokens += layer_tokens
+            self.backward_layer_tokens += backward_layer_tokens
 
 
 class DecoderChain:
@@ -137,7 +146,7 @@ class DecoderChain:
         finally:
             for handle in handles:
                 handle.remove()
-        self.count.layer_tokens += input_ids.numel() * len(self.layers)
+        self.count.add(input_ids.numel() * len(self.layers))
         return Trace(residual, calls, output.last_hidden_state)
 
     @torch.no_grad()
@@ -158,7 +167,7 @@ class DecoderChain:
     def run_layer(self, layer_id: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """Output of one layer; gradients flow if they are enabled."""
         output = self.layers[layer_id](hidden, *call.args, **call.kwargs)
-        self.count.layer_tokens += hidden.shape[0] * hidden.shape[1]
+        self.count.add(hidden.shape[0] * hidden.shape[1])
         result = output[0] if isinstance(output, tuple) else output
         assert isinstance(result, Tensor)
         return result
@@ -190,7 +199,7 @@ class DecoderChain:
     def rows_in_flight(self) -> int:
         """Token rows whose logits are held at a time."""
         vocabulary = int(self.model.config.get_text_config(decoder=True).vocab_size)
-        return max(1, LOGITS_IN_FLIGHT // vocabulary)
+        return max(1, min(MAX_LOGIT_ROWS, LOGITS_IN_FLIGHT // vocabulary))
 
     def _check_on_probe(self) -> None:
         device = self.input_device

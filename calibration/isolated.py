@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from kvtuner.calibration.continuation import run_prompt
 from kvtuner.calibration.divergence import compare, following
 from kvtuner.calibration.finite import check_finite
 from kvtuner.calibration.sensitivity import SIDES, Candidate, LayerConstants, Scores
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvtuner.calibration.batches import Batch
-    from kvtuner.calibration.chain import DecoderChain
+    from kvtuner.calibration.chain import DecoderChain, Trace
+    from kvtuner.calibration.continuation import Prompt
     from kvtuner.calibration.measure import QuantOptions
     from kvtuner.calibration.read_plan import ReadPlan
     from kvtuner.run_folder import RunFolder
@@ -64,7 +66,7 @@ def measure_isolated(
 ) -> dict[Candidate, float]:
     """Mean KL per scored token of every candidate, nats.
 
-    Each candidate's forward starts at its own layer, from the exact residual stream of the batch.
+    Each candidate's forward starts at its own layer, from the exact residual stream of the tokens after the prompt.
 
     Args:
         chain: the model.
@@ -91,31 +93,27 @@ def measure_isolated(
     totals = dict.fromkeys(candidates, 0.0)
     num_tokens = 0
     for batch in batches:
-        trace = None
-        scored = batch.input_ids.shape[0] * (batch.input_ids.shape[1] - plan.split)
-        num_tokens += scored
+        run: tuple[Prompt, Trace] | None = None
+        num_tokens += batch.input_ids.shape[0] * (batch.input_ids.shape[1] - plan.split)
         for candidate in candidates:
             record = done.get((batch.index, candidate))
             if record is None:
-                trace = trace or chain.trace(batch.input_ids, batch.position_ids)
-                specs = {candidate.layer: spec_of(candidate, constants, options)}
-                final = chain.run(
-                    trace.residual[candidate.layer],
-                    trace.calls,
-                    quantized_attention(specs, plan),
-                    start=candidate.layer,
-                )
-                next_ids = following(batch.input_ids, plan.split)
-                kl = compare(chain, trace.final[:, plan.split :], final[:, plan.split :], next_ids).kl
-                check_finite(candidate.layer, divergences=kl)
-                record = {
-                    "identity": identity,
-                    "batch": batch.index,
-                    **asdict(candidate),
-                    "kl_sum": float(kl.sum()),
-                }
+                run = run or run_prompt(chain, batch, plan.split)
+                kl = _kl_sum(chain, batch, *run, candidate.layer, spec_of(candidate, constants, options), plan)
+                record = {"identity": identity, "batch": batch.index, **asdict(candidate), "kl_sum": kl}
                 folder.append(JOURNAL, record)
             totals[candidate] += record["kl_sum"]
             if on_forward is not None:
                 on_forward()
     return {candidate: total / num_tokens for candidate, total in totals.items()}
+
+
+def _kl_sum(
+    chain: DecoderChain, batch: Batch, prompt: Prompt, trace: Trace, layer: int, spec: LayerSpec, plan: ReadPlan
+) -> float:
+    """KL summed over the scored tokens when one layer is stored as `spec` says."""
+    listener = prompt.before(quantized_attention({layer: spec}, plan))
+    final = chain.run(trace.residual[layer], trace.calls, listener, start=layer)
+    kl = compare(chain, trace.final, final, following(batch.input_ids, plan.split)).kl
+    check_finite(layer, divergences=kl)
+    return float(kl.sum())

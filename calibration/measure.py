@@ -19,7 +19,7 @@ from kvtuner.calibration.seam import listening
 from kvtuner.calibration.sensitivity import Candidate, LayerConstants, Scores, Side
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import PACKED_BITS, PrecisionPair
-from kvtuner.quant import KEY_TRANSFORMS, VALUE_TRANSFORMS, Transform, quantize
+from kvtuner.quant import KEY_TRANSFORMS, VALUE_TRANSFORMS, Transform, quantize_widths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from kvtuner.calibration.chain import DecoderChain, Trace
 
 SCORES_IN_FLIGHT = 1 << 23
-MAX_ROWS = 128  # short blocks of rows see few keys that causality hides from them
+MAX_SPAN = 128  # tokens between a block's first and last row: early rows see few keys that causality hides from them
+ROW_STRIDE = 4
+MIN_ROWS = 64
 TINY = 1e-12
 
 
@@ -85,8 +87,9 @@ class CandidateMeasurement:
     def _measure_batch(self, batch: Batch, on_layer: Callable[[int], None] | None) -> None:
         trace = self.chain.trace(batch.input_ids, batch.position_ids)
         gradients = self._loss_gradients(trace, batch)
+        rows = scored_rows(self.plan.split, batch.input_ids.shape[1], self._generator(batch))
         for layer_id in reversed(range(self.chain.geometry.num_layers)):
-            gradients = self._measure_layer(layer_id, trace, gradients)
+            gradients = self._measure_layer(layer_id, trace, gradients, rows)
             if on_layer is not None:
                 on_layer(batch.num_tokens)
 
@@ -102,6 +105,9 @@ class CandidateMeasurement:
         """The paper's e_o of pairs without transforms."""
         return {key: value / self.num_sequences for key, value in self.pair_sums.items()}
 
+    def _generator(self, batch: Batch) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed * 1_000_003 + batch.index)
+
     def _loss_gradients(self, trace: Trace, batch: Batch) -> list[Tensor]:
         """Gradients of R sampled-label losses (summed over scored tokens) by the last layer's output."""
         last = len(self.chain.layers) - 1
@@ -109,7 +115,7 @@ class CandidateMeasurement:
             hidden = self.chain.run_layer_exactly(last, trace.residual[last], trace.calls[last])
         check_finite(last, outputs=hidden)
         start = self.plan.split
-        generator = torch.Generator(device=hidden.device).manual_seed(self.seed * 1_000_003 + batch.index)
+        generator = self._generator(batch)
         gradients = [torch.zeros_like(hidden) for _ in range(self.num_draws)]
         tokens = hidden.shape[1]
         step = max(1, self.chain.rows_in_flight() // hidden.shape[0])
@@ -118,9 +124,7 @@ class CandidateMeasurement:
             leaf = hidden[:, rows].detach().requires_grad_()
             logits = self.chain.logits(self.chain.finish(leaf))
             p = logits.detach().softmax(dim=-1)
-            labels = torch.multinomial(
-                p.flatten(0, 1).to(generator.device), self.num_draws, replacement=True, generator=generator
-            )
+            labels = torch.multinomial(p.flatten(0, 1).cpu(), self.num_draws, replacement=True, generator=generator)
             for draw, gradient in enumerate(gradients):
                 by_logits = p.clone()
                 index = labels[:, draw].reshape(*p.shape[:-1], 1).to(p.device)
@@ -129,7 +133,7 @@ class CandidateMeasurement:
                 gradient[:, rows] = g.to(gradient.dtype)
         return gradients
 
-    def _measure_layer(self, layer_id: int, trace: Trace, gradients: list[Tensor]) -> list[Tensor]:
+    def _measure_layer(self, layer_id: int, trace: Trace, gradients: list[Tensor], rows: Tensor) -> list[Tensor]:
         """Score one layer's candidates; returns the gradients by the layer's input."""
         tap: list[tuple[AttentionCall, Tensor]] = []
 
@@ -147,112 +151,120 @@ class CandidateMeasurement:
             g_attended, g_input = torch.autograd.grad(
                 output, (attended, leaf), gradient.to(output.device), retain_graph=draw + 1 < len(gradients)
             )
-            by_attended.append(g_attended[:, :, self.plan.split :].to(torch.float32))
+            by_attended.append(g_attended[:, :, rows.to(g_attended.device)].to(torch.float32))
             by_input.append(g_input)
-        self.chain.count.backward_layer_tokens += len(gradients) * leaf.shape[0] * leaf.shape[1]
+        self.chain.count.add(backward_layer_tokens=len(gradients) * leaf.shape[0] * leaf.shape[1])
         detached = AttentionCall(call.q.detach(), call.k.detach(), call.v.detach(), call.scaling, call.softcap)
         del output, attended, call
         tap.clear()
         with torch.no_grad():
-            self._score_layer(layer_id, detached, torch.stack(by_attended))
+            self._score_layer(layer_id, detached, torch.stack(by_attended), rows)
         return by_input
 
-    def _score_layer(self, layer_id: int, call: AttentionCall, gradients: Tensor) -> None:
+    def _score_layer(self, layer_id: int, call: AttentionCall, gradients: Tensor, rows: Tensor) -> None:
+        """Score a layer's candidates on the attention rows of the tokens `rows`.
+
+        Args:
+            layer_id: of the layer.
+            call: its exact attention.
+            gradients: by the attention output, [draws, batch, num_heads, rows, v_head_dim].
+            rows: ascending, [rows] on the CPU.
+        """
         if not bool(torch.isfinite(gradients).all()):
             raise NonFiniteActivationError(
                 f"layer {layer_id}: its gradients hold NaN or infinity; try --dtype float32 or bfloat16"
             )
         keys = dict(self._readings(layer_id, "k", call.k, KEY_TRANSFORMS))
         values = dict(self._readings(layer_id, "v", call.v, VALUE_TRANSFORMS))
-        exact_k, exact_v, sequences = call.k.float(), call.v.float(), call.k.shape[0]
-        for (name, bits), read in keys.items():
-            self._at(layer_id, "k", bits, name).e_self += sequences * _relative_error(exact_k, read)
-        for (name, bits), read in values.items():
-            self._at(layer_id, "v", bits, name).e_self += sequences * _relative_error(exact_v, read)
-        tokens, start = call.k.shape[2], self.plan.split
-        per_row = call.q.shape[0] * call.q.shape[1] * tokens * len(PACKED_BITS)
-        step = max(1, min(MAX_ROWS, SCORES_IN_FLIGHT // per_row))
-        scored = tokens - start
-        for first in range(start, tokens, step):
-            last = min(first + step, tokens)
-            self._score_rows(
-                layer_id, call, gradients[..., first - start : last - start, :], keys, values, first, scored
-            )
+        first = 0
+        while first < len(rows):
+            last = self._end_of_block(call, rows, first)
+            self._score_rows(layer_id, call, gradients[..., first:last, :], keys, values, rows[first:last], rows)
+            first = last
+
+    def _end_of_block(self, call: AttentionCall, rows: Tensor, first: int) -> int:
+        """Rows [first, end) are scored together: near each other, and few enough to hold all their widths."""
+        near = int(torch.searchsorted(rows, rows[first] + MAX_SPAN))
+        per_row = call.q.shape[0] * call.q.shape[1] * call.k.shape[2] * len(PACKED_BITS)
+        return min(near, first + max(1, SCORES_IN_FLIGHT // per_row))
 
     def _readings(
         self, layer_id: int, side: Side, exact: Tensor, transforms: Sequence[str]
-    ) -> Iterator[tuple[tuple[str, int], Tensor]]:
-        """What readers see of each candidate, [batch, num_kv_heads, tokens, head_dim] float32."""
-        heads_last = exact.transpose(1, 2)
+    ) -> Iterator[tuple[str, Tensor]]:
+        """What readers see under each transform, [widths, batch, num_kv_heads, tokens, head_dim] float32."""
+        heads_last, size = exact.transpose(1, 2), self.options.group_size(side)
+        exact = exact.to(torch.float32)
         for name in transforms:
             transform: Transform = self.constants[layer_id].transform(side, name)
             stored = transform.apply(heads_last)
-            for bits in PACKED_BITS:
-                codes = quantize(stored, bits, self.options.group_size(side), symmetric=self.options.symmetric)
-                read = transform.invert(codes.dequantize()).transpose(1, 2)
-                yield (name, bits), self.plan.mix(exact.float(), read)
+            quantized = quantize_widths(stored, PACKED_BITS, size, symmetric=self.options.symmetric)
+            read = transform.invert(torch.stack([codes.dequantize() for codes in quantized])).transpose(2, 3)
+            read = self.plan.mix(exact.expand_as(read), read).contiguous()
+            self._add(layer_id, side, name, "e_self", exact.shape[0] * _relative_errors(exact, read))
+            yield name, read
 
     def _score_rows(
         self,
         layer_id: int,
         call: AttentionCall,
         gradients: Tensor,
-        keys: dict[tuple[str, int], Tensor],
-        values: dict[tuple[str, int], Tensor],
-        first: int,
-        scored: int,
+        keys: dict[str, Tensor],
+        values: dict[str, Tensor],
+        rows: Tensor,
+        all_rows: Tensor,
     ) -> None:
-        """Score the attention rows from token `first` on, as many as `gradients` has, of `scored` in all."""
-        rows = gradients.shape[-2]
-        visible = slice(None, first + rows)
-        q = call.grouped_query(first)[..., :rows, :]
+        """Score the attention rows of the tokens `rows`, a block of `all_rows`."""
+        visible = slice(None, int(rows[-1]) + 1)
+        q = call.grouped_query(rows.to(call.q.device))
         v = call.v[:, :, visible].float()
         g = gradients.unflatten(2, (call.k.shape[1], -1))
-        exact_a = probabilities(call, q, call.k[:, :, visible].float(), first)
+        exact_a = probabilities(call, q, call.k[:, :, visible].float(), rows)
         exact_o = _read(exact_a, v)
-        share = call.k.shape[0] * rows / scored
+        share = call.k.shape[0] * len(rows) / len(all_rows)
         # What all scored rows see, so that a mean does not depend on how rows are cut.
-        cells = exact_a.shape[1] * exact_a.shape[2] * scored * (self.plan.split + (scored + 1) / 2)
+        cells = exact_a.shape[1] * exact_a.shape[2] * float((all_rows + 1).sum())
 
-        def add(side: Side, name: str, read_a: Tensor | None, read_o: Tensor) -> None:
-            delta = read_o - exact_o
-            for index, bits in enumerate(PACKED_BITS):
-                sums = self._at(layer_id, side, bits, name)
-                if read_a is not None:
-                    sums.e_a += float(torch.linalg.vector_norm(read_a[index] - exact_a, ord=1)) / cells
-                sums.e_o += share * _relative_error(exact_o, read_o[index])
-                along = (g * delta[index]).sum(dim=(2, 3, -1))  # by draw, sequence and token
-                sums.fisher += share * 0.5 * float(along.square().mean())
+        def add_outputs(side: Side, name: str, read_o: Tensor) -> None:
+            self._add(layer_id, side, name, "e_o", share * _relative_errors(exact_o, read_o))
+            delta = (read_o - exact_o).unsqueeze(1)
+            along = (g * delta).sum(dim=(3, 4, -1))  # by width, draw, sequence and token
+            self._add(layer_id, side, name, "fisher", share * 0.5 * along.square().flatten(1).mean(dim=1))
 
         for name in KEY_TRANSFORMS:
-            k = torch.stack([keys[name, bits][:, :, visible] for bits in PACKED_BITS])
-            read_a = probabilities(call, q, k, first)
-            add("k", name, read_a, _read(read_a, v))
+            read_a = probabilities(call, q, keys[name][..., visible, :], rows)
+            add_outputs("k", name, _read(read_a, v))
             if self.with_pairs and name == "none":
-                self._score_pairs(layer_id, read_a, values, visible, exact_o, share)
+                self._score_pairs(layer_id, read_a, values[name][..., visible, :], exact_o, share)
+            self._add(layer_id, "k", name, "e_a", read_a.sub_(exact_a).abs_().flatten(1).sum(dim=1) / cells)
         for name in VALUE_TRANSFORMS:
             # Widths side by side in the channels: one product reads them all.
-            read_v = torch.cat([values[name, bits][:, :, visible] for bits in PACKED_BITS], dim=-1)
+            read_v = torch.cat(tuple(values[name][..., visible, :]), dim=-1)
             read_o = _read(exact_a, read_v).unflatten(-1, (len(PACKED_BITS), -1))
-            add("v", name, None, read_o.movedim(-2, 0))
+            add_outputs("v", name, read_o.movedim(-2, 0))
 
-    def _score_pairs(
-        self,
-        layer_id: int,
-        read_a: Tensor,
-        values: dict[tuple[str, int], Tensor],
-        visible: slice,
-        exact_o: Tensor,
-        share: float,
-    ) -> None:
-        for index, k_bits in enumerate(PACKED_BITS):
-            for v_bits in PACKED_BITS:
-                read_o = _read(read_a[index], values["none", v_bits][:, :, visible])
+    def _score_pairs(self, layer_id: int, read_a: Tensor, values: Tensor, exact_o: Tensor, share: float) -> None:
+        for k_index, k_bits in enumerate(PACKED_BITS):
+            read_o = torch.stack([_read(read_a[k_index], read_v) for read_v in values])
+            for v_bits, error in zip(PACKED_BITS, _relative_errors(exact_o, read_o).tolist(), strict=True):
                 key = (layer_id, PrecisionPair(k_bits, v_bits))
-                self.pair_sums[key] = self.pair_sums.get(key, 0.0) + share * _relative_error(exact_o, read_o)
+                self.pair_sums[key] = self.pair_sums.get(key, 0.0) + share * error
 
-    def _at(self, layer_id: int, side: Side, bits: int, transform: str) -> _Sums:
-        return self.sums.setdefault(Candidate(layer_id, side, bits, transform), _Sums())
+    def _add(self, layer_id: int, side: Side, transform: str, score: str, by_width: Tensor) -> None:
+        for bits, value in zip(PACKED_BITS, by_width.tolist(), strict=True):
+            sums = self.sums.setdefault(Candidate(layer_id, side, bits, transform), _Sums())
+            setattr(sums, score, getattr(sums, score) + value)
+
+
+def scored_rows(split: int, tokens: int, generator: torch.Generator) -> Tensor:
+    """The tokens from `split` on whose attention is scored: one of every few, at random, ascending; int64 [rows].
+
+    Reading attention is most of the work, and neighbouring tokens say much the same. One of `ROW_STRIDE` is taken, or
+    of fewer if `MIN_ROWS` would not be left; at random, for text may repeat with any period.
+    """
+    stride = max(1, min(ROW_STRIDE, (tokens - split) // MIN_ROWS))
+    first = torch.arange(split, tokens, stride)
+    drawn = torch.randint(stride, first.shape, generator=generator)
+    return torch.minimum(first + drawn, torch.tensor(tokens - 1))
 
 
 def _read(probabilities: Tensor, v: Tensor) -> Tensor:
@@ -264,6 +276,6 @@ def _read(probabilities: Tensor, v: Tensor) -> Tensor:
     return output
 
 
-def _relative_error(exact: Tensor, read: Tensor) -> float:
-    """Mean of |x - x'| / |x| over elements, the paper's e_k, e_v and e_o."""
-    return float(((read - exact).abs() / exact.abs().clamp_min(TINY)).mean())
+def _relative_errors(exact: Tensor, read: Tensor) -> Tensor:
+    """Mean of |x - x'| / |x| over elements, the paper's e_k, e_v and e_o, of each width [widths, ...]."""
+    return ((read - exact).abs_() / exact.abs().clamp_min(TINY)).flatten(1).mean(dim=1)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvtuner.calibration.continuation import Prompt, run_prompt
 from kvtuner.calibration.divergence import TokenScores, compare, following
 from kvtuner.calibration.read_plan import AttentionCall, ReadPlan, attend, attend_by_plan
+from kvtuner.calibration.side_by_side import num_workers, run_side_by_side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from kvtuner.calibration.chain import DecoderChain, LayerCall
     from kvtuner.calibration.seam import Listener
     from kvtuner.quant import QuantSpec
+
+
+PROMPT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +58,14 @@ class PreparedBatch:
 
     Attributes:
         batch: ids and positions.
-        embedded: input of the first layer, [batch, tokens, hidden_size].
+        prompt: the tokens that run only once.
+        embedded: input of the first layer for the others, [batch, rows, hidden_size].
         calls: the layers' other arguments; their tensors are those of one call.
         reference: exact final hidden states of the scored tokens, [batch, tokens - split, hidden_size].
     """
 
     batch: Batch
+    prompt: Prompt
     embedded: Tensor
     calls: Sequence[LayerCall]
     reference: Tensor
@@ -67,25 +74,29 @@ class PreparedBatch:
 class Simulator:
     """Measures quantized caches on a fixed set of sequences.
 
-    Keeps two hidden states per token (the embedding and the exact final state) and what the layers are called with
-    besides, which they share: the encoding of the positions. Not logits, keys or values.
+    Keeps two hidden states per token (the embedding and the exact final state), what the layers are called with
+    besides, which they share: the encoding of the positions, and the keys and values of the first sequences' prompts,
+    `PROMPT_BYTES` at most. Not logits.
     """
 
     def __init__(self, chain: DecoderChain, batches: Iterable[Batch], plan: ReadPlan) -> None:
-        """Run the exact model once over `batches`.
+        """Run the exact model over `batches`.
 
         Raises:
             NonFiniteActivationError: it gives NaN or infinity; names the layer.
+            UnsupportedModelError: what `run_prompt` refuses.
         """
         self.chain = chain
         self.plan = plan
-        self.prepared = [self._prepare(batch) for batch in batches]
+        self.prepared: list[PreparedBatch] = []
+        for batch in batches:
+            self.prepared.append(self._prepare(batch))
 
     def _prepare(self, batch: Batch) -> PreparedBatch:
-        trace = self.chain.trace(batch.input_ids, batch.position_ids)
-        trace.check_finite()
-        reference = trace.final[:, self.plan.split :].clone()
-        return PreparedBatch(batch, trace.residual[0], trace.calls, reference)
+        kept = sum(item.prompt.num_bytes for item in self.prepared)
+        prompt, trace = run_prompt(self.chain, batch, self.plan.split if kept < PROMPT_BYTES else 0)
+        reference = trace.final[:, self.plan.split - prompt.num_tokens :].clone()
+        return PreparedBatch(batch, prompt, trace.residual[0], trace.calls, reference)
 
     def measure(self, specs: Mapping[int, LayerSpec], on_batch: Callable[[int], None] | None = None) -> TokenScores:
         """Scores of all sequences, [num_sequences, scored tokens].
@@ -95,10 +106,17 @@ class Simulator:
             on_batch: told the number of tokens after each batch.
         """
         listener = quantized_attention(specs, self.plan)
+
+        def score(item: PreparedBatch) -> TokenScores:
+            final = self.chain.run(item.embedded, item.calls, item.prompt.before(listener))
+            final = final[:, self.plan.split - item.prompt.num_tokens :]
+            return compare(self.chain, item.reference, final, following(item.batch.input_ids, self.plan.split))
+
         parts = []
-        for item in self.prepared:
-            final = self.chain.run(item.embedded, item.calls, listener)[:, self.plan.split :]
-            parts.append(compare(self.chain, item.reference, final, following(item.batch.input_ids, self.plan.split)))
+        for item, part in zip(
+            self.prepared, run_side_by_side(score, self.prepared, num_workers(self.chain.model)), strict=True
+        ):
+            parts.append(part)
             if on_batch is not None:
                 on_batch(item.batch.num_tokens)
         return TokenScores(

@@ -43,7 +43,7 @@ class LayerSums:
     def add(self, call: AttentionCall) -> None:
         """Count one batch."""
         k = call.k.to(torch.float32)
-        q = call.grouped_query(0)
+        q = call.grouped_query()
         self.key += k.sum(dim=(0, 2), dtype=torch.float64).cpu()
         self.key_squared += k.square().sum(dim=(0, 2), dtype=torch.float64).cpu()
         self.query_squared += q.square().sum(dim=(0, 2, 3), dtype=torch.float64).cpu() / q.shape[2]

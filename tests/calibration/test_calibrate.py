@@ -122,8 +122,9 @@ def test_scores_that_need_no_isolated_kl_skip_it_and_a_later_run_adds_only_that(
     second = calibrate(full, folder)
     assert_tables_equal(second, whole)
     assert {c: replace(s, kl=None) for c, s in second.scores.items()} == dict(first.scores)
-    # Per sequence of 32 tokens: one trace, and each of 12 candidates of a layer from that layer on.
-    assert full.chain.count.layer_tokens == 2 * 32 * (3 + 12 * (3 + 2 + 1))
+    # Per sequence: a trace of all 32 tokens, and of the 24 after the prompt another, and each of 12 candidates of a
+    # layer from that layer on.
+    assert full.chain.count.layer_tokens == 2 * (32 * 3 + 24 * (3 + 12 * (3 + 2 + 1)))
     after = bench_of(score="fisher")
     assert_tables_equal(calibrate(after, folder), second)
     assert after.chain.count.layer_tokens == 0
@@ -144,10 +145,10 @@ def test_a_run_interrupted_among_isolated_forwards_resumes_with_what_is_left(
     assert len(list(folder.records(JOURNAL))) == appends
     resumed = bench_of()
     assert_tables_equal(calibrate(resumed, folder), whole)
-    # What is left, and a trace of each sequence that is not finished; a layer has 12 candidates.
+    # What is left, and two traces of each sequence that is not finished; a layer has 12 candidates.
     left = [3 - n % 36 // 12 for n in range(appends, 72)]
     traces = 2 - appends // 36
-    assert resumed.chain.count.layer_tokens == 32 * (sum(left) + 3 * traces)
+    assert resumed.chain.count.layer_tokens == 24 * (sum(left) + 3 * traces) + 32 * 3 * traces
     lines = [json.dumps(record, sort_keys=True) for record in folder.records(JOURNAL)]
     assert len(lines) == len(set(lines)) == 72
 

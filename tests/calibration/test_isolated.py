@@ -124,8 +124,8 @@ def test_a_run_starts_at_the_candidates_own_layer(setting: Any, tmp_path: Path) 
     chain, batches, constants = setting
     before = chain.count.layer_tokens
     kl_of(chain, batches, RunFolder(tmp_path), constants=constants)
-    per_batch = 3 + sum(3 - candidate.layer for candidate in CANDIDATES)
-    assert chain.count.layer_tokens - before == 3 * TOKENS * per_batch
+    late = 3 + sum(3 - candidate.layer for candidate in CANDIDATES)
+    assert chain.count.layer_tokens - before == 3 * (3 * TOKENS + late * (TOKENS - SPLIT))
 
 
 @pytest.mark.parametrize("stop_after", [1, 6, 7, 11, 17])
@@ -139,8 +139,8 @@ def test_an_interrupted_run_repeats_no_forward(stop_after: int, setting: Any, tm
     resumed = kl_of(chain, batches, folder, constants=constants)
     done = [(number, candidate) for number in range(3) for candidate in CANDIDATES][stop_after:]
     traced = {number for number, _ in done}
-    forwards = 3 * len(traced) + sum(3 - candidate.layer for _, candidate in done)
-    assert chain.count.layer_tokens - before == forwards * TOKENS
+    late = 3 * len(traced) + sum(3 - candidate.layer for _, candidate in done)
+    assert chain.count.layer_tokens - before == 3 * TOKENS * len(traced) + late * (TOKENS - SPLIT)
     assert resumed == whole
     before = chain.count.layer_tokens
     assert kl_of(chain, batches, folder, constants=constants) == whole
@@ -158,7 +158,7 @@ def test_a_journal_cut_in_its_last_line_loses_that_forward_alone(setting: Any, t
         before = chain.count.layer_tokens
         assert kl_of(chain, batches, folder, constants=constants) == whole
         # cut 1 takes the line's end alone, which loses nothing
-        assert chain.count.layer_tokens - before == (0 if cut == 1 else (3 + 1) * TOKENS)
+        assert chain.count.layer_tokens - before == (0 if cut == 1 else 3 * TOKENS + (3 + 1) * (TOKENS - SPLIT))
         assert len(list(folder.records(JOURNAL))) == 3 * len(CANDIDATES)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvtuner.calibration import measure as measure_module
 from kvtuner.calibration.isolated import measure_isolated
-from kvtuner.calibration.measure import CandidateMeasurement, QuantOptions
+from kvtuner.calibration.measure import CandidateMeasurement, QuantOptions, scored_rows
 from kvtuner.calibration.read_plan import READ_PLANS, AttentionCall, ReadPlan, attend
 from kvtuner.calibration.sensitivity import Candidate, LayerConstants, Scores
 from kvtuner.calibration.statistics import measure_constants
@@ -122,7 +122,9 @@ def naive_scores(
     constants: Sequence[LayerConstants],
     plan: ReadPlan,
     options: QuantOptions,
+    rows: Tensor | slice = slice(None),
 ) -> Scores:
+    """Scores of one candidate on the attention rows `rows`, counted from the split; all by default."""
     call = exact_call(chain, batch, candidate.layer)
     spec = QuantSpec(
         candidate.bits,
@@ -140,9 +142,9 @@ def naive_scores(
     along = (g * (read_o - o)).sum(dim=(2, 4))
     return Scores(
         e_self=float(((read - exact).abs() / exact.double().abs()).mean()),
-        e_a=float((read_a - a).abs()[..., seen].mean()),
-        e_o=float(((read_o - o).abs() / o.abs()).mean()),
-        fisher=float(0.5 * (along**2).mean()),
+        e_a=float((read_a - a).abs()[:, :, rows][..., seen[rows]].mean()),
+        e_o=float(((read_o - o).abs() / o.abs())[:, :, rows].mean()),
+        fisher=float(0.5 * (along**2)[..., rows].mean()),
     )
 
 
@@ -232,6 +234,36 @@ def test_pairs_quantize_both_sides_without_transforms(
         expected = float(((read_o - o).abs() / o.abs()).mean())
         assert pairs[1, PrecisionPair(k_bits, v_bits)] == pytest.approx(expected, rel=2e-4)
     assert measured(chain, [batch], plan)[0].pairs() == {}
+
+
+@pytest.mark.parametrize("name", READ_PLANS)
+def test_a_part_of_the_rows_is_scored_as_the_whole_would_be(
+    name: str, chain_of: Callable[..., DecoderChain], random_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, plan = chain_of("qwen2-bias"), plan_of(name)
+    (batch,) = random_batches(1, TOKENS)
+    monkeypatch.setattr(measure_module, "MIN_ROWS", 4)
+    monkeypatch.setattr(measure_module, "MAX_SPAN", 6)  # several blocks
+    rows = scored_rows(plan.split, TOKENS, torch.Generator().manual_seed(SEED * 1_000_003 + batch.index))
+    assert 4 <= len(rows) < (TOKENS - plan.split) // 2
+    measurement, constants = measured(chain, [batch], plan)
+    scores = measurement.scores()
+    for side, bits, transform in CANDIDATES:
+        for layer in (0, 1):
+            candidate = Candidate(layer, side, bits, transform)
+            expected = naive_scores(chain, batch, candidate, constants, plan, DEFAULTS, rows - plan.split)
+            assert_scores_agree(scores[candidate], expected)
+
+
+def test_one_row_of_every_four_is_drawn_and_short_sequences_are_scored_whole() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = scored_rows(128, 512, generator)
+    assert ((rows - 128) // 4).tolist() == list(range(96))
+    assert set((rows % 4).tolist()) == {0, 1, 2, 3}
+    assert scored_rows(128, 512, generator).tolist() != rows.tolist()
+    assert scored_rows(5, 132, generator).tolist() == list(range(5, 132))  # 127 are not twice 64
+    uneven = scored_rows(0, 515, generator)
+    assert len(uneven) == 129 and int(uneven[-1]) < 515 and bool((uneven.diff() > 0).all())
 
 
 @pytest.mark.parametrize("name", READ_PLANS)

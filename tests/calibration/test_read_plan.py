@@ -145,9 +145,11 @@ def test_outputs_have_the_dtype_of_the_queries(softcap) -> None:
 
 def test_probabilities_of_a_block_of_rows_are_rows_of_the_whole() -> None:
     call = random_call(SHAPES["gqa"])
-    whole = probabilities(call, call.grouped_query(0), call.k, 0)
-    rows = probabilities(call, call.grouped_query(4)[..., :3, :], call.k[:, :, :7], 4)
-    torch.testing.assert_close(rows, whole[..., 4:7, :7], rtol=1e-6, atol=1e-7)
+    whole = probabilities(call, call.grouped_query(), call.k, torch.arange(call.k.shape[2]))
+    for chosen in ([4, 5, 6], [0, 3, 6]):
+        rows = torch.tensor(chosen)
+        block = probabilities(call, call.grouped_query(rows), call.k[:, :, :7], rows)
+        torch.testing.assert_close(block, whole[..., rows, :7], rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(whole.sum(-1), torch.ones(whole.shape[:-1]))
     assert (whole.triu(1) == 0).all()
 

@@ -1,0 +1,51 @@
+"""Several sequences at once on the cores of one machine. Knows nothing of what is run.
+
+The products of a small model are too small to share among cores, so each core runs sequences of its own; a large model,
+or one on a GPU, keeps all of it for one sequence.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+SMALL_MODEL = 200_000_000  # parameters
+MAX_WORKERS = 16
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def num_workers(model: torch.nn.Module) -> int:
+    """How many sequences of `model` to run at once: as many as torch may use threads, one unless it is small."""
+    parameters = list(model.parameters())
+    if any(parameter.device.type != "cpu" for parameter in parameters):
+        return 1
+    return min(torch.get_num_threads(), MAX_WORKERS) if sum(p.numel() for p in parameters) < SMALL_MODEL else 1
+
+
+def run_side_by_side(work: Callable[[Item], Result], items: Sequence[Item], workers: int) -> Iterator[Result]:
+    """Results of `work` in the order of `items`, up to `workers` at a time on one thread of torch each.
+
+    The first item that fails, in the order of items, decides the error. On an error or an interruption nothing new is
+    begun, and what is under way is waited for. Context variables and gradient mode are each thread's own.
+    """
+    workers = min(workers, len(items))
+    if workers <= 1:
+        yield from map(work, items)
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pool = ThreadPoolExecutor(workers, "kvtuner", initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        futures: list[Future[Result]] = [pool.submit(work, item) for item in items]
+        for future in futures:
+            yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
