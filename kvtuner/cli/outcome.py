@@ -66,11 +66,11 @@ def finish(run: SearchRun, target: Target, found: Finding, validator: Validator)
     data = make_report_data(run, found, profile, quality)
     folder.create()
     folder.write_checked(DATA_FILE, data.to_json())
-    page = write_report(data, folder.path)
+    page = str(write_report(data, folder.path)) if run.args.report else None
     run.folder.log("profile", file=profile_file.name, digest=profile.digest, asked=found.asked)
     result = {
         "profile": str(profile_file),
-        "report": str(page),
+        "report": page,
         "digest": profile.digest,
         "forward_passes": {phase: round(passes, 2) for phase, passes in run.phases.passes.items()},
         **summary_json(data),

@@ -147,6 +147,7 @@ def _search(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--pp-size", type=_positive, default=1, help="pipeline stages that will serve; each keeps the budget"
     )
+    _switch(group, "--report", "write report.html and its pictures (`kvtuner report` does so later)", default=True)
     group.add_argument(
         "--storage",
         metavar="URL",
@@ -170,9 +171,9 @@ def _common(parser: argparse.ArgumentParser) -> None:
     _switch(parser, "--debug", "traceback instead of one line")
 
 
-def _switch(group: argparse._ActionsContainer, flag: str, text: str) -> None:
-    """A flag that is off, and that ``--no-`` turns off again where the YAML file has it on."""
-    group.add_argument(flag, action=argparse.BooleanOptionalAction, default=False, help=text)
+def _switch(group: argparse._ActionsContainer, flag: str, text: str, *, default: bool = False) -> None:
+    """A flag that ``--no-`` turns off, be it on by default or by the YAML file."""
+    group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
 
 
 def _small_commands(commands: Any) -> None:

@@ -61,6 +61,7 @@ def _search(run: SearchRun, targets: Sequence[Target]) -> list[dict[str, Any]]:
             data, result = finish(run, target, found, validator)
         if not run.args.json:
             print(terminal_table(data))
-            print(f"\nprofile: {result['profile']}\nreport:  {result['report']}\n")
+            report = result["report"] or f"none yet: kvtuner report {run.folder.path}"
+            print(f"\nprofile: {result['profile']}\nreport:  {report}\n")
         results.append(result)
     return results

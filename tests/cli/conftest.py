@@ -36,17 +36,29 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 
 @pytest.fixture
 def search(run: Callable[..., tuple[int, str, str]], model_folder: Any, corpus_file: Path) -> Callable[..., Any]:
-    """A small search of a tiny model; returns the JSON result."""
+    """A small search of a tiny model, without the report unless asked for; returns the JSON result."""
 
-    def call(out: Path, *args: str, model: str = "llama-gqa", trials: int = 6) -> Any:
+    def call(out: Path, *args: str, model: str = "llama-gqa", trials: int = 6, report: bool = False) -> Any:
         status, stdout, stderr = run(
             "search", "--model", model_folder(model), "--data", corpus_file, *SMALL,
-            "--trials", trials, "--out", out, "--json", *args,
+            "--trials", trials, "--out", out, "--json", *(() if report else ("--no-report",)), *args,
         )  # fmt: skip
         assert status == 0, stderr
         return json.loads(stdout)
 
     return call
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Any, corpus_file: Path) -> Path:
+    """The run folder of a search of 3 bit with two trials, to be copied; `search` with the same flags goes on there."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    status = main([
+        "search", "--model", str(model_folder("llama-gqa")), "--data", str(corpus_file), *SMALL,
+        "--budget", "3bit", "--trials", "2", "--out", str(out), "--no-report", "--json",
+    ])  # fmt: skip
+    assert status == 0
+    return out
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+SMALL = ("--sequence-length", "64", "--sequences", "2,2,3", "--fisher-draws", "1")
 OUTPUTS = {"profile.json", "report.html", "sensitivity.json", "study.db", "events.jsonl", "report-data.json"}
 
 
@@ -22,7 +23,7 @@ def test_the_whole_command_line_works_on_models_that_nobody_here_made(
     index: int, families: tuple[str, ...], search: Callable[..., Any], run: Any, model_folder: Any, tmp_path: Path
 ) -> None:
     family = families[index]
-    result = search(tmp_path / "run", "--budget", "4bit", model=family)
+    result = search(tmp_path / "run", "--budget", "4bit", model=family, report=True)
     names = {file.name for file in (tmp_path / "run").iterdir()}
     assert names >= OUTPUTS
     assert any(name.endswith(".png") for name in names)
@@ -71,6 +72,7 @@ def test_a_later_budget_does_not_calibrate_again(search: Callable[..., Any], tmp
     assert (tmp_path / "run/sensitivity.json").read_bytes() == table
 
 
+@pytest.mark.slow
 def test_a_nested_family_never_takes_bits_away(search: Callable[..., Any], tmp_path: Path) -> None:
     results = search(tmp_path / "run", "--budget", "2.5bit", "3.5bit", "6bit", "--nested", "--sampler", "none")
     profiles = [load_profile(result["profile"]) for result in results]
@@ -97,7 +99,7 @@ def test_a_hand_written_configuration_is_exported_as_it_is(search: Callable[...,
     )
 
 
-@pytest.mark.parametrize("flags", [("--score", "fisher"), ("--score", "e_o")])
+@pytest.mark.parametrize("flags", [("--score", "fisher"), pytest.param(("--score", "e_o"), marks=pytest.mark.slow)])
 def test_cheap_scores_skip_the_isolated_forwards(search: Any, tmp_path: Path, flags: tuple[str, ...]) -> None:
     search(tmp_path / "run", "--budget", "3bit", *flags)
     assert not (tmp_path / "run/isolated.jsonl").exists()
@@ -166,7 +168,9 @@ def test_a_dry_run_foretells_the_forward_tokens(search: Any, run: Any, model_fol
     assert 0.3 * json.loads(out)["forward_tokens"]["total"] <= done <= json.loads(out)["forward_tokens"]["total"]
 
 
-@pytest.mark.parametrize("ranks", [("--tp-size", "2"), ("--tp-size", "2", "--pp-size", "2")])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(("--tp-size", "2"), marks=pytest.mark.slow), ("--tp-size", "2", "--pp-size", "2")]
+)
 def test_bytes_on_a_rank_keep_the_budget_of_a_rank(
     search: Any, run: Any, tmp_path: Path, ranks: tuple[str, ...]
 ) -> None:
@@ -203,6 +207,7 @@ def test_a_dry_run_of_a_hand_written_configuration_states_its_bytes_and_work(run
     assert "hand-written" in run(*command)[1]
 
 
+@pytest.mark.slow
 def test_trials_of_the_same_target_go_on_and_are_counted(search: Any, tmp_path: Path) -> None:
     for asked, counted in ((2, 2), (4, 4), (3, 4)):  # of the study, not of the last command
         search(tmp_path / "run", "--budget", "3bit", trials=asked)
@@ -227,7 +232,7 @@ def test_the_stored_quality_is_over_small_and_large_positions_alike(search: Any,
 
 
 def test_the_gain_over_the_exact_solution_is_reported(search: Any, tmp_path: Path) -> None:
-    result = search(tmp_path / "run", "--budget", "3bit")
+    result = search(tmp_path / "run", "--budget", "3bit", report=True)
     exact = next(row for row in result["additivity"] if row["name"] == "exact")
     trials = json.loads((tmp_path / "run/report-data.json").read_text())["payload"]["trials"]
     best = min(trial["value"] for trial in trials if trial["value"] is not None)
@@ -235,6 +240,24 @@ def test_the_gain_over_the_exact_solution_is_reported(search: Any, tmp_path: Pat
     assert "below the exact solution" in (tmp_path / "run/report.html").read_text()
 
 
+def test_the_report_may_be_left_to_a_command_of_its_own(
+    search: Any, run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path
+) -> None:
+    result = search(tmp_path / "run", "--budget", "3bit", trials=2)
+    assert result["report"] is None
+    assert not list((tmp_path / "run").glob("*.png"))
+    assert not (tmp_path / "run/report.html").exists()
+    status, out, _ = run(
+        "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--budget", "3bit",
+        "--trials", "2", "--out", tmp_path / "run", "--no-report",
+    )  # fmt: skip
+    assert status == 0
+    assert f"kvtuner report {tmp_path / 'run'}" in out
+    assert run("report", tmp_path / "run")[0] == 0
+    assert (tmp_path / "run/report.html").exists()
+
+
+@pytest.mark.slow
 def test_pairs_are_compared_with_the_sum_of_their_sides_where_asked_for(search: Any, run: Any, tmp_path: Path) -> None:
     assert search(tmp_path / "plain", "--budget", "3bit", trials=2)["pair_additivity"] is None
     found = search(tmp_path / "pairs", "--budget", "3bit", "--pairs", trials=2)["pair_additivity"]
@@ -244,7 +267,7 @@ def test_pairs_are_compared_with_the_sum_of_their_sides_where_asked_for(search: 
     assert "K/V pairs" in (tmp_path / "pairs/report.html").read_text()
 
 
-@pytest.mark.parametrize("transforms", [False, True])
+@pytest.mark.parametrize("transforms", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_uniform_that_takes_the_place_of_the_winner_says_so(
     search: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transforms: bool
 ) -> None:

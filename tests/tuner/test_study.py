@@ -114,7 +114,7 @@ def test_the_same_seed_gives_the_same_trials(
             Landscape(constraint),
             warm=warm_starts(space, constraint, [], 6),
             sampler=sampler,
-            num_trials=32,
+            num_trials=20,
             seed=seed,
             storage=storage,
             guidance=guidance,
