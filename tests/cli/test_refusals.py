@@ -135,12 +135,6 @@ def test_what_cannot_work_is_refused_before_weights_are_loaded(
     assert complaint in refused("search", "--model", folder, *flags, "--dry-run")
 
 
-def test_a_hand_written_configuration_that_no_profile_can_hold_is_refused_at_once(refused: Any, copied: Any) -> None:
-    folder = copied(num_hidden_layers=60)
-    text = ",".join(f"{layer}:{'K8V4' if layer % 2 else 'K4V2'}" for layer in range(60))
-    assert "at most 256 characters" in refused("search", "--model", folder, "--layers", text, "--dry-run")
-
-
 def test_a_run_folder_of_another_profile_is_refused_and_kept(
     refused: Any, search: Any, model_folder: Any, tmp_path: Path
 ) -> None:

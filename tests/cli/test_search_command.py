@@ -240,6 +240,23 @@ def test_the_gain_over_the_exact_solution_is_reported(search: Any, tmp_path: Pat
     assert "below the exact solution" in (tmp_path / "run/report.html").read_text()
 
 
+def test_a_hand_written_configuration_of_any_length_becomes_a_profile(
+    run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path
+) -> None:
+    folder = model_folder("llama-gqa", num_hidden_layers=40)
+    pairs = ["K8V4" if layer % 2 else "K4V2" for layer in range(40)]
+    text = ",".join(f"{layer}:{pair}" for layer, pair in enumerate(pairs))
+    assert len(text) > 256  # of a field of the profile
+    status, out, err = run(
+        "search", "--model", folder, "--data", corpus_file, "--sequence-length", "32", "--sequences", "2,2,2",
+        "--fisher-draws", "1", "--score", "fisher", "--layers", text, "--out", tmp_path / "run", "--no-report", "--json",
+    )  # fmt: skip
+    assert status == 0, err
+    profile = load_profile(json.loads(out)["profile"])
+    assert [str(pair) for pair in profile.pairs] == pairs
+    assert profile.budget.asked.startswith("40 layers by hand, sha256:")
+
+
 def test_the_report_may_be_left_to_a_command_of_its_own(
     search: Any, run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path
 ) -> None:
