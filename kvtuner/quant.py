@@ -144,8 +144,9 @@ def hadamard(x: Tensor) -> Tensor:
         float32, same shape.
     """
     block = hadamard_block(x.shape[-1])
-    # Channels first, so that a stage adds long contiguous rows whatever its h. A copy, for it is overwritten.
-    y = x.to(torch.float32).reshape(-1, block).t().clone(memory_format=torch.contiguous_format)
+    # Channels first, so that a stage adds long contiguous rows whatever its h. Always a copy, for it is overwritten.
+    blocks = x.unflatten(-1, (-1, block))
+    y = torch.empty((block, *blocks.shape[:-1]), dtype=torch.float32, device=x.device).copy_(blocks.movedim(-1, 0))
     other = torch.empty_like(y)
     h = 1
     while h < block:
@@ -156,7 +157,7 @@ def hadamard(x: Tensor) -> Tensor:
         y, other = other, y
         h *= 2
     factor = torch.tensor(float(block) ** -0.5, dtype=torch.float32, device=y.device)
-    return y.mul_(factor).t().contiguous().reshape(x.shape)
+    return y.mul_(factor).flatten(1).t().contiguous().reshape(x.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +230,10 @@ def quantize_widths(
     for bits in widths:
         check_group_size(head_dim, bits, group_size)
     groups = x.to(torch.float32).unflatten(-1, (head_dim // group_size, group_size))
-    low, high = groups.aminmax(dim=-1)
-    finite = torch.isfinite(low) & torch.isfinite(high)
+    low, high = groups.amin(dim=-1), groups.amax(dim=-1)  # on a CPU in a quarter of the time of aminmax
+    finite = low * 0.0 + high * 0.0 == 0.0
     low, high = (torch.where(finite, edge, 0.0).clamp(-FP16_MAX, FP16_MAX) for edge in (low, high))
-    groups = groups.clamp(-FP16_MAX, FP16_MAX).masked_fill_(~finite.unsqueeze(-1), 0.0)
+    groups = groups.nan_to_num().clamp_(-FP16_MAX, FP16_MAX)
     # Of -0.0 and 0.0 a reduction takes either; adding 0.0 leaves the words only 0.0.
     lowest = fp16_down(low + 0.0)
     quantized = []

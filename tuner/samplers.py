@@ -66,7 +66,7 @@ def _optuna_sampler(name: SamplerName, seed: int) -> BaseSampler:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         if name == "nsga2":
-            return NSGAIISampler(population_size=POPULATION_SIZE, seed=seed, **options)
+            return _RememberingNSGAIISampler(population_size=POPULATION_SIZE, seed=seed, **options)
         if name == "tpe":
             return TPESampler(seed=seed, **options)
         return RandomSampler(seed=seed)
@@ -74,6 +74,28 @@ def _optuna_sampler(name: SamplerName, seed: int) -> BaseSampler:
 
 def _violations(trial: FrozenTrial) -> Sequence[float]:
     return (trial.user_attrs[_VIOLATION],)
+
+
+class _RememberingNSGAIISampler(NSGAIISampler):
+    """NSGA-II that does not read its generation and its parents from the storage again for every proposal of a trial.
+
+    Neither changes: a trial keeps its generation, and the parents of a generation are written down when it begins.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._generation_of: dict[int, int] = {}
+        self._parents_of: dict[int, list[FrozenTrial]] = {}
+
+    def get_trial_generation(self, study: optuna.Study, trial: FrozenTrial) -> int:
+        if trial.number not in self._generation_of:
+            self._generation_of = {trial.number: super().get_trial_generation(study, trial)}
+        return self._generation_of[trial.number]
+
+    def get_parent_population(self, study: optuna.Study, generation: int) -> list[FrozenTrial]:
+        if generation not in self._parents_of:
+            self._parents_of = {generation: super().get_parent_population(study, generation)}
+        return self._parents_of[generation]
 
 
 class _ChoosySampler(BaseSampler):

@@ -249,7 +249,8 @@ def test_a_hand_written_configuration_of_any_length_becomes_a_profile(
     assert len(text) > 256  # of a field of the profile
     status, out, err = run(
         "search", "--model", folder, "--data", corpus_file, "--sequence-length", "32", "--sequences", "2,2,2",
-        "--fisher-draws", "1", "--score", "fisher", "--layers", text, "--out", tmp_path / "run", "--no-report", "--json",
+        "--fisher-draws", "1", "--score", "fisher", "--layers", text, "--out", tmp_path / "run",
+        "--json", "--no-report",
     )  # fmt: skip
     assert status == 0, err
     profile = load_profile(json.loads(out)["profile"])
