@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvtuner.calibration.finite import check_finite
 from kvtuner.calibration.read_plan import AttentionCall, ReadPlan, attend, probabilities
+from kvtuner.calibration.row_sample import RowSample, sample_rows
 from kvtuner.calibration.seam import listening
 from kvtuner.calibration.sensitivity import Candidate, LayerConstants, Scores, Side
 from kvtuner.errors import NonFiniteActivationError
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 SCORES_IN_FLIGHT = 1 << 23
 MAX_SPAN = 128  # tokens between a block's first and last row: early rows see few keys that causality hides from them
-ROW_STRIDE = 4
-MIN_ROWS = 64
 TINY = 1e-12
 
 
@@ -86,10 +85,10 @@ class CandidateMeasurement:
 
     def _measure_batch(self, batch: Batch, on_layer: Callable[[int], None] | None) -> None:
         trace = self.chain.trace(batch.input_ids, batch.position_ids)
-        gradients = self._loss_gradients(trace, batch)
-        rows = scored_rows(self.plan.split, batch.input_ids.shape[1], self._generator(batch))
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + batch.index)
+        gradients = self._loss_gradients(trace, generator)
         for layer_id in reversed(range(self.chain.geometry.num_layers)):
-            gradients = self._measure_layer(layer_id, trace, gradients, rows)
+            gradients = self._measure_layer(layer_id, trace, gradients, generator)
             if on_layer is not None:
                 on_layer(batch.num_tokens)
 
@@ -105,17 +104,13 @@ class CandidateMeasurement:
         """The paper's e_o of pairs without transforms."""
         return {key: value / self.num_sequences for key, value in self.pair_sums.items()}
 
-    def _generator(self, batch: Batch) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed * 1_000_003 + batch.index)
-
-    def _loss_gradients(self, trace: Trace, batch: Batch) -> list[Tensor]:
+    def _loss_gradients(self, trace: Trace, generator: torch.Generator) -> list[Tensor]:
         """Gradients of R sampled-label losses (summed over scored tokens) by the last layer's output."""
         last = len(self.chain.layers) - 1
         with torch.no_grad():
             hidden = self.chain.run_layer_exactly(last, trace.residual[last], trace.calls[last])
         check_finite(last, outputs=hidden)
         start = self.plan.split
-        generator = self._generator(batch)
         gradients = [torch.zeros_like(hidden) for _ in range(self.num_draws)]
         tokens = hidden.shape[1]
         step = max(1, self.chain.rows_in_flight() // hidden.shape[0])
@@ -133,7 +128,9 @@ class CandidateMeasurement:
                 gradient[:, rows] = g.to(gradient.dtype)
         return gradients
 
-    def _measure_layer(self, layer_id: int, trace: Trace, gradients: list[Tensor], rows: Tensor) -> list[Tensor]:
+    def _measure_layer(
+        self, layer_id: int, trace: Trace, gradients: list[Tensor], generator: torch.Generator
+    ) -> list[Tensor]:
         """Score one layer's candidates; returns the gradients by the layer's input."""
         tap: list[tuple[AttentionCall, Tensor]] = []
 
@@ -151,24 +148,24 @@ class CandidateMeasurement:
             g_attended, g_input = torch.autograd.grad(
                 output, (attended, leaf), gradient.to(output.device), retain_graph=draw + 1 < len(gradients)
             )
-            by_attended.append(g_attended[:, :, rows.to(g_attended.device)].to(torch.float32))
+            by_attended.append(g_attended[:, :, self.plan.split :].to(torch.float32))
             by_input.append(g_input)
         self.chain.count.add(backward_layer_tokens=len(gradients) * leaf.shape[0] * leaf.shape[1])
         detached = AttentionCall(call.q.detach(), call.k.detach(), call.v.detach(), call.scaling, call.softcap)
         del output, attended, call
         tap.clear()
         with torch.no_grad():
-            self._score_layer(layer_id, detached, torch.stack(by_attended), rows)
+            self._score_layer(layer_id, detached, torch.stack(by_attended), generator)
         return by_input
 
-    def _score_layer(self, layer_id: int, call: AttentionCall, gradients: Tensor, rows: Tensor) -> None:
-        """Score a layer's candidates on the attention rows of the tokens `rows`.
+    def _score_layer(self, layer_id: int, call: AttentionCall, gradients: Tensor, generator: torch.Generator) -> None:
+        """Score a layer's candidates on the attention of some tokens.
 
         Args:
             layer_id: of the layer.
             call: its exact attention.
-            gradients: by the attention output, [draws, batch, num_heads, rows, v_head_dim].
-            rows: ascending, [rows] on the CPU.
+            gradients: by the attention output, [draws, batch, num_heads, scored tokens, v_head_dim].
+            generator: draws the tokens.
         """
         if not bool(torch.isfinite(gradients).all()):
             raise NonFiniteActivationError(
@@ -176,15 +173,19 @@ class CandidateMeasurement:
             )
         keys = dict(self._readings(layer_id, "k", call.k, KEY_TRANSFORMS))
         values = dict(self._readings(layer_id, "v", call.v, VALUE_TRANSFORMS))
+        largest = gradients.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+        importance = (gradients / largest).square().sum(dim=(0, 1, 2, -1))
+        rows = sample_rows(importance, self.plan.split, generator)
+        gradients = gradients[..., (rows.tokens - self.plan.split).to(gradients.device), :]
         first = 0
-        while first < len(rows):
-            last = self._end_of_block(call, rows, first)
-            self._score_rows(layer_id, call, gradients[..., first:last, :], keys, values, rows[first:last], rows)
+        while first < len(rows.tokens):
+            last = self._end_of_block(call, rows.tokens, first)
+            self._score_rows(layer_id, call, gradients[..., first:last, :], keys, values, rows, slice(first, last))
             first = last
 
-    def _end_of_block(self, call: AttentionCall, rows: Tensor, first: int) -> int:
+    def _end_of_block(self, call: AttentionCall, tokens: Tensor, first: int) -> int:
         """Rows [first, end) are scored together: near each other, and few enough to hold all their widths."""
-        near = int(torch.searchsorted(rows, rows[first] + MAX_SPAN))
+        near = int(torch.searchsorted(tokens, tokens[first] + MAX_SPAN))
         per_row = call.q.shape[0] * call.q.shape[1] * call.k.shape[2] * len(PACKED_BITS)
         return min(near, first + max(1, SCORES_IN_FLIGHT // per_row))
 
@@ -200,7 +201,7 @@ class CandidateMeasurement:
             quantized = quantize_widths(stored, PACKED_BITS, size, symmetric=self.options.symmetric)
             read = transform.invert(torch.stack([codes.dequantize() for codes in quantized])).transpose(2, 3)
             read = self.plan.mix(exact.expand_as(read), read).contiguous()
-            self._add(layer_id, side, name, "e_self", exact.shape[0] * _relative_errors(exact, read))
+            self._add(layer_id, side, name, "e_self", exact.shape[0] * _relative_errors(exact, read).mean(dim=1))
             yield name, read
 
     def _score_rows(
@@ -210,61 +211,54 @@ class CandidateMeasurement:
         gradients: Tensor,
         keys: dict[str, Tensor],
         values: dict[str, Tensor],
-        rows: Tensor,
-        all_rows: Tensor,
+        rows: RowSample,
+        block: slice,
     ) -> None:
-        """Score the attention rows of the tokens `rows`, a block of `all_rows`."""
-        visible = slice(None, int(rows[-1]) + 1)
-        q = call.grouped_query(rows.to(call.q.device))
+        """Score the attention of a block of `rows`."""
+        tokens = rows.tokens[block]
+        visible = slice(None, int(tokens[-1]) + 1)
+        q = call.grouped_query(tokens.to(call.q.device))
         v = call.v[:, :, visible].float()
         g = gradients.unflatten(2, (call.k.shape[1], -1))
-        exact_a = probabilities(call, q, call.k[:, :, visible].float(), rows)
+        exact_a = probabilities(call, q, call.k[:, :, visible].float(), tokens)
         exact_o = _read(exact_a, v)
-        share = call.k.shape[0] * len(rows) / len(all_rows)
+        weights, sequences = rows.weights[block].to(exact_o.device), call.k.shape[0]
+        share = sequences / float(rows.weights.sum())
         # What all scored rows see, so that a mean does not depend on how rows are cut.
-        cells = exact_a.shape[1] * exact_a.shape[2] * float((all_rows + 1).sum())
+        cells = exact_a.shape[1] * exact_a.shape[2] * float((rows.weights * (rows.tokens + 1)).sum())
 
         def add_outputs(side: Side, name: str, read_o: Tensor) -> None:
-            self._add(layer_id, side, name, "e_o", share * _relative_errors(exact_o, read_o))
+            self._add(layer_id, side, name, "e_o", share * (_relative_errors(exact_o, read_o) @ weights))
             delta = (read_o - exact_o).unsqueeze(1)
             along = (g * delta).sum(dim=(3, 4, -1))  # by width, draw, sequence and token
-            self._add(layer_id, side, name, "fisher", share * 0.5 * along.square().flatten(1).mean(dim=1))
+            fisher = 0.5 * along.square().mean(dim=(1, 2)) @ weights
+            self._add(layer_id, side, name, "fisher", sequences / rows.population * fisher)
 
         for name in KEY_TRANSFORMS:
-            read_a = probabilities(call, q, keys[name][..., visible, :], rows)
+            read_a = probabilities(call, q, keys[name][..., visible, :], tokens)
             add_outputs("k", name, _read(read_a, v))
             if self.with_pairs and name == "none":
-                self._score_pairs(layer_id, read_a, values[name][..., visible, :], exact_o, share)
-            self._add(layer_id, "k", name, "e_a", read_a.sub_(exact_a).abs_().flatten(1).sum(dim=1) / cells)
+                self._score_pairs(layer_id, read_a, values[name][..., visible, :], exact_o, share * weights)
+            moved = read_a.sub_(exact_a).abs_().sum(dim=(1, 2, 3, -1))
+            self._add(layer_id, "k", name, "e_a", moved @ weights / cells)
         for name in VALUE_TRANSFORMS:
             # Widths side by side in the channels: one product reads them all.
             read_v = torch.cat(tuple(values[name][..., visible, :]), dim=-1)
             read_o = _read(exact_a, read_v).unflatten(-1, (len(PACKED_BITS), -1))
             add_outputs("v", name, read_o.movedim(-2, 0))
 
-    def _score_pairs(self, layer_id: int, read_a: Tensor, values: Tensor, exact_o: Tensor, share: float) -> None:
+    def _score_pairs(self, layer_id: int, read_a: Tensor, values: Tensor, exact_o: Tensor, shares: Tensor) -> None:
         for k_index, k_bits in enumerate(PACKED_BITS):
             read_o = torch.stack([_read(read_a[k_index], read_v) for read_v in values])
-            for v_bits, error in zip(PACKED_BITS, _relative_errors(exact_o, read_o).tolist(), strict=True):
+            errors = _relative_errors(exact_o, read_o) @ shares
+            for v_bits, error in zip(PACKED_BITS, errors.tolist(), strict=True):
                 key = (layer_id, PrecisionPair(k_bits, v_bits))
-                self.pair_sums[key] = self.pair_sums.get(key, 0.0) + share * error
+                self.pair_sums[key] = self.pair_sums.get(key, 0.0) + error
 
     def _add(self, layer_id: int, side: Side, transform: str, score: str, by_width: Tensor) -> None:
         for bits, value in zip(PACKED_BITS, by_width.tolist(), strict=True):
             sums = self.sums.setdefault(Candidate(layer_id, side, bits, transform), _Sums())
             setattr(sums, score, getattr(sums, score) + value)
-
-
-def scored_rows(split: int, tokens: int, generator: torch.Generator) -> Tensor:
-    """The tokens from `split` on whose attention is scored: one of every few, at random, ascending; int64 [rows].
-
-    Reading attention is most of the work, and neighbouring tokens say much the same. One of `ROW_STRIDE` is taken, or
-    of fewer if `MIN_ROWS` would not be left; at random, for text may repeat with any period.
-    """
-    stride = max(1, min(ROW_STRIDE, (tokens - split) // MIN_ROWS))
-    first = torch.arange(split, tokens, stride)
-    drawn = torch.randint(stride, first.shape, generator=generator)
-    return torch.minimum(first + drawn, torch.tensor(tokens - 1))
 
 
 def _read(probabilities: Tensor, v: Tensor) -> Tensor:
@@ -277,5 +271,6 @@ def _read(probabilities: Tensor, v: Tensor) -> Tensor:
 
 
 def _relative_errors(exact: Tensor, read: Tensor) -> Tensor:
-    """Mean of |x - x'| / |x| over elements, the paper's e_k, e_v and e_o, of each width [widths, ...]."""
-    return ((read - exact).abs_() / exact.abs().clamp_min(TINY)).flatten(1).mean(dim=1)
+    """Mean of |x - x'| / |x|, the paper's e_k, e_v and e_o, of each width and row [widths, ..., rows, channels]."""
+    errors = (read - exact).abs_() / exact.abs().clamp_min(TINY)
+    return errors.mean(dim=(*range(1, errors.ndim - 2), -1))

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from kvtuner.calibration import measure as measure_module
+from kvtuner.calibration import row_sample
 from kvtuner.calibration.isolated import measure_isolated
-from kvtuner.calibration.measure import CandidateMeasurement, QuantOptions, scored_rows
+from kvtuner.calibration.measure import CandidateMeasurement, QuantOptions
 from kvtuner.calibration.read_plan import READ_PLANS, AttentionCall, ReadPlan, attend
+from kvtuner.calibration.row_sample import RowSample
 from kvtuner.calibration.sensitivity import Candidate, LayerConstants, Scores
 from kvtuner.calibration.statistics import measure_constants
 from kvtuner.errors import NonFiniteActivationError
@@ -242,28 +244,54 @@ def test_a_part_of_the_rows_is_scored_as_the_whole_would_be(
 ) -> None:
     chain, plan = chain_of("qwen2-bias"), plan_of(name)
     (batch,) = random_batches(1, TOKENS)
-    monkeypatch.setattr(measure_module, "MIN_ROWS", 4)
+    chosen = torch.tensor([0, 3, 4, 9, 12])
+    weights = torch.tensor([1.0, 2.0, 3.0, 1.5, 6.5])
+
+    def some(importance: Tensor, start: int, generator: torch.Generator) -> RowSample:
+        return RowSample(start + chosen, weights, len(importance))
+
+    monkeypatch.setattr(measure_module, "sample_rows", some)
     monkeypatch.setattr(measure_module, "MAX_SPAN", 6)  # several blocks
-    rows = scored_rows(plan.split, TOKENS, torch.Generator().manual_seed(SEED * 1_000_003 + batch.index))
-    assert 4 <= len(rows) < (TOKENS - plan.split) // 2
     measurement, constants = measured(chain, [batch], plan)
-    scores = measurement.scores()
+    scores, shares = measurement.scores(), weights.double() / weights.sum()
     for side, bits, transform in CANDIDATES:
         for layer in (0, 1):
             candidate = Candidate(layer, side, bits, transform)
-            expected = naive_scores(chain, batch, candidate, constants, plan, DEFAULTS, rows - plan.split)
+            rows = [naive_scores(chain, batch, candidate, constants, plan, DEFAULTS, row) for row in chosen.split(1)]
+            seen = weights * (plan.split + chosen + 1)
+            expected = Scores(
+                e_self=rows[0].e_self,
+                e_a=sum(float(n) * row.e_a for n, row in zip(seen / seen.sum(), rows, strict=True)),
+                e_o=sum(float(n) * row.e_o for n, row in zip(shares, rows, strict=True)),
+                fisher=sum(float(n) * row.fisher for n, row in zip(weights, rows, strict=True)) / (TOKENS - plan.split),
+            )
             assert_scores_agree(scores[candidate], expected)
 
 
-def test_one_row_of_every_four_is_drawn_and_short_sequences_are_scored_whole() -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = scored_rows(128, 512, generator)
-    assert ((rows - 128) // 4).tolist() == list(range(96))
-    assert set((rows % 4).tolist()) == {0, 1, 2, 3}
-    assert scored_rows(128, 512, generator).tolist() != rows.tolist()
-    assert scored_rows(5, 132, generator).tolist() == list(range(5, 132))  # 127 are not twice 64
-    uneven = scored_rows(0, 515, generator)
-    assert len(uneven) == 129 and int(uneven[-1]) < 515 and bool((uneven.diff() > 0).all())
+def test_scores_of_sampled_rows_are_those_of_all_rows_on_average(
+    chain_of: Callable[..., DecoderChain], random_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, batches = chain_of("llama-gqa"), random_batches(1, 160)
+    constants, plan = measure_constants(chain, batches), ReadPlan("decode", 32)
+    found: list[dict[Candidate, Scores]] = []
+    for min_rows, seeds in ((1000, 1), (16, 40)):
+        monkeypatch.setattr(row_sample, "MIN_ROWS", min_rows)
+        for seed in range(seeds):
+            measurement = CandidateMeasurement(chain, constants, plan, DEFAULTS, 1, SEED)
+            monkeypatch.setattr(
+                measure_module,
+                "sample_rows",
+                lambda importance, start, _, seed=seed: row_sample.sample_rows(
+                    importance, start, torch.Generator().manual_seed(seed)
+                ),
+            )
+            measurement.run(batches)
+            found.append(measurement.scores())
+    for candidate, expected in found[0].items():
+        fishers = torch.tensor([scores[candidate].fisher for scores in found[1:]], dtype=torch.float64)
+        error = float(fishers.std()) / len(fishers) ** 0.5
+        assert abs(float(fishers.mean()) - expected.fisher) < 4 * error
+        assert 0 < float(fishers.std()) < 0.5 * expected.fisher
 
 
 @pytest.mark.parametrize("name", READ_PLANS)

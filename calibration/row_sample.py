@@ -1,0 +1,71 @@
+"""Which tokens' attention is read to score candidates, and how many tokens each of them stands for.
+
+Reading attention under 24 candidates is most of the work of a layer, and few tokens carry most of the Fisher score.
+Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHARE = 4
+MIN_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RowSample:
+    """Tokens drawn from all scored ones.
+
+    Attributes:
+        tokens: ascending, int64 [rows] on the CPU.
+        weights: how many tokens each stands for, float32 [rows] on the CPU; one over its chance to be drawn.
+        population: scored tokens.
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    population: int
+
+
+def sample_rows(importance: Tensor, start: int, generator: torch.Generator) -> RowSample:
+    """Draw one token of `SHARE`, and `MIN_ROWS` at least, with chances in proportion to their importance.
+
+    Systematic sampling: a comb of equal teeth over the running sum of the chances, so that tokens are drawn all along
+    the sequence and never twice. What would have a chance above one is taken for certain. Sums over the drawn tokens,
+    each times its weight, are without bias (Horvitz and Thompson, 1952), and vary least for what goes with the
+    importance.
+
+    Args:
+        importance: of every scored token, [tokens]; at least 0 and finite. If all are 0, all are alike.
+        start: the first scored token.
+        generator: of the comb's place.
+    """
+    importance = importance.detach().to("cpu", torch.float64)
+    population = len(importance)
+    rows = min(population, max(MIN_ROWS, population // SHARE))
+    if rows == population:
+        return RowSample(torch.arange(start, start + population), torch.ones(population), population)
+    chances = _chances(importance, rows)
+    teeth = torch.arange(rows, dtype=torch.float64) + torch.rand(1, generator=generator, dtype=torch.float64)
+    drawn = torch.searchsorted(chances.cumsum(0), teeth).clamp_(max=population - 1).unique()
+    return RowSample(start + drawn, (1.0 / chances[drawn]).float(), population)
+
+
+def _chances(importance: Tensor, rows: int) -> Tensor:
+    """Chances of being drawn, in proportion to importance as far as none is above one; their sum is `rows`."""
+    floor = 1e-6 * importance.max() if bool(importance.max() > 0) else 1.0  # no weight beyond all bounds
+    importance = importance.clamp_min(floor)
+    certain = torch.zeros(len(importance), dtype=torch.bool)
+    while True:
+        left = rows - int(certain.sum())
+        chances = torch.where(certain, 1.0, left * importance / importance[~certain].sum())
+        more = (chances >= 1.0) & ~certain
+        if not bool(more.any()):
+            return chances
+        certain |= more
