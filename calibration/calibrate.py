@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kvtuner.calibration.model import LoadedModel
 
 IDENTITY_FILE = "run.json"
+MEASUREMENT = 2
+"""Raised whenever the same model, data and options give other numbers: what was measured otherwise is not mixed in."""
 _SPLIT_SEEDS: dict[SplitName, int] = {"calibrate": 11, "select": 12, "report": 13}
 
 
@@ -113,6 +115,7 @@ class Workbench:
             "symmetric": options.quant.symmetric,
             "seed": options.seed,
             "layout": LAYOUT_ID,
+            "measurement": MEASUREMENT,
         }
 
 

@@ -114,6 +114,7 @@ def _kl_sum(
     """KL summed over the scored tokens when one layer is stored as `spec` says."""
     listener = prompt.before(quantized_attention({layer: spec}, plan))
     final = chain.run(trace.residual[layer], trace.calls, listener, start=layer)
-    kl = compare(chain, trace.final, final, following(batch.input_ids, plan.split)).kl
+    scored = slice(plan.split - prompt.num_tokens, None)
+    kl = compare(chain, trace.final[:, scored], final[:, scored], following(batch.input_ids, plan.split)).kl
     check_finite(layer, divergences=kl)
     return float(kl.sum())

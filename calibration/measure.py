@@ -110,6 +110,8 @@ class CandidateMeasurement:
         with torch.no_grad():
             hidden = self.chain.run_layer_exactly(last, trace.residual[last], trace.calls[last])
         check_finite(last, outputs=hidden)
+        if hidden.device.type != "cpu":  # probabilities of a whole vocabulary stay where they are
+            generator = torch.Generator(hidden.device).manual_seed(generator.initial_seed())
         start = self.plan.split
         gradients = [torch.zeros_like(hidden) for _ in range(self.num_draws)]
         tokens = hidden.shape[1]
@@ -119,7 +121,8 @@ class CandidateMeasurement:
             leaf = hidden[:, rows].detach().requires_grad_()
             logits = self.chain.logits(self.chain.finish(leaf))
             p = logits.detach().softmax(dim=-1)
-            labels = torch.multinomial(p.flatten(0, 1).cpu(), self.num_draws, replacement=True, generator=generator)
+            by_row = p.flatten(0, 1).to(generator.device)
+            labels = torch.multinomial(by_row, self.num_draws, replacement=True, generator=generator)
             for draw, gradient in enumerate(gradients):
                 by_logits = p.clone()
                 index = labels[:, draw].reshape(*p.shape[:-1], 1).to(p.device)
@@ -215,9 +218,9 @@ class CandidateMeasurement:
         block: slice,
     ) -> None:
         """Score the attention of a block of `rows`."""
-        tokens = rows.tokens[block]
-        visible = slice(None, int(tokens[-1]) + 1)
-        q = call.grouped_query(tokens.to(call.q.device))
+        tokens = rows.tokens[block].to(call.q.device)
+        visible = slice(None, int(rows.tokens[block][-1]) + 1)
+        q = call.grouped_query(tokens)
         v = call.v[:, :, visible].float()
         g = gradients.unflatten(2, (call.k.shape[1], -1))
         exact_a = probabilities(call, q, call.k[:, :, visible].float(), tokens)

@@ -147,6 +147,7 @@ def attend_by_plan(call: AttentionCall, plan: ReadPlan, k: Tensor, v: Tensor) ->
         k: quantized keys in model space, float32.
         v: quantized values in model space, float32.
     """
+    assert call.first == 0 or call.first >= plan.split
     first = max(call.first, plan.split)
     late = attend(call, plan.mix(call.k.float(), k), plan.mix(call.v.float(), v), start=first)
     if first == call.first:

@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-SMALL_MODEL = 200_000_000  # parameters
+SMALL_MODEL = 200_000_000  # numbers in weights and buffers
 MAX_WORKERS = 16
 
 Item = TypeVar("Item")
@@ -23,10 +23,10 @@ Result = TypeVar("Result")
 
 def num_workers(model: torch.nn.Module) -> int:
     """How many sequences of `model` to run at once: as many as torch may use threads, one unless it is small."""
-    parameters = list(model.parameters())
-    if any(parameter.device.type != "cpu" for parameter in parameters):
+    tensors = [*model.parameters(), *model.buffers()]  # quantized weights are buffers
+    if any(tensor.device.type != "cpu" for tensor in tensors):
         return 1
-    return min(torch.get_num_threads(), MAX_WORKERS) if sum(p.numel() for p in parameters) < SMALL_MODEL else 1
+    return min(torch.get_num_threads(), MAX_WORKERS) if sum(map(torch.numel, tensors)) < SMALL_MODEL else 1
 
 
 def run_side_by_side(work: Callable[[Item], Result], items: Sequence[Item], workers: int) -> Iterator[Result]:
@@ -47,5 +47,7 @@ def run_side_by_side(work: Callable[[Item], Result], items: Sequence[Item], work
         for future in futures:
             yield future.result()
     finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
+        try:
+            pool.shutdown(cancel_futures=True)
+        finally:  # a second interruption does not wait
+            torch.set_num_threads(threads)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvtuner.calibration.continuation import Prompt, run_prompt
+from kvtuner.calibration.continuation import PROMPT_BYTES, Prompt, run_prompt
 from kvtuner.calibration.divergence import TokenScores, compare, following
 from kvtuner.calibration.read_plan import AttentionCall, ReadPlan, attend, attend_by_plan
 from kvtuner.calibration.side_by_side import num_workers, run_side_by_side
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from kvtuner.calibration.chain import DecoderChain, LayerCall
     from kvtuner.calibration.seam import Listener
     from kvtuner.quant import QuantSpec
-
-
-PROMPT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +81,6 @@ class Simulator:
 
         Raises:
             NonFiniteActivationError: it gives NaN or infinity; names the layer.
-            UnsupportedModelError: what `run_prompt` refuses.
         """
         self.chain = chain
         self.plan = plan
@@ -93,8 +89,8 @@ class Simulator:
             self.prepared.append(self._prepare(batch))
 
     def _prepare(self, batch: Batch) -> PreparedBatch:
-        kept = sum(item.prompt.num_bytes for item in self.prepared)
-        prompt, trace = run_prompt(self.chain, batch, self.plan.split if kept < PROMPT_BYTES else 0)
+        limit = PROMPT_BYTES - sum(item.prompt.num_bytes for item in self.prepared)
+        prompt, trace = run_prompt(self.chain, batch, self.plan.split, limit)
         reference = trace.final[:, self.plan.split - prompt.num_tokens :].clone()
         return PreparedBatch(batch, prompt, trace.residual[0], trace.calls, reference)
 

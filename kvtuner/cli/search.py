@@ -61,7 +61,7 @@ def _search(run: SearchRun, targets: Sequence[Target]) -> list[dict[str, Any]]:
             data, result = finish(run, target, found, validator)
         if not run.args.json:
             print(terminal_table(data))
-            report = result["report"] or f"none yet: kvtuner report {run.folder.path}"
+            report = result["report"] or f"not written; kvtuner report {run.folder.path} does so"
             print(f"\nprofile: {result['profile']}\nreport:  {report}\n")
         results.append(result)
     return results

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from kvtuner.calibration import calibrate as calibrate_module
 from kvtuner.calibration.calibrate import IDENTITY_FILE, CalibrationOptions, Workbench, calibrate
 from kvtuner.calibration.corpus import MIN_SEQUENCE_LENGTH, Corpus, CorpusSource, load_corpus
 from kvtuner.calibration.isolated import JOURNAL
@@ -216,6 +217,19 @@ def test_a_folder_of_another_measurement_is_refused_by_the_field_that_differs(
     with pytest.raises(RunFolderError, match=rf"holds the measurements of another run: {field} is .* there and"):
         calibrate(other, folder)
     assert other.chain.count.layer_tokens == 0
+
+
+def test_measurements_of_another_version_of_the_code_are_refused(
+    bench_of: Callable[..., Workbench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    for older in ({"measurement": calibrate_module.MEASUREMENT - 1}, {}):  # the first version had no number
+        identity = bench_of().identity()
+        identity.pop("measurement")
+        folder.file(IDENTITY_FILE).unlink(missing_ok=True)
+        folder.check_identity(IDENTITY_FILE, {**identity, **older}, "measurements")
+        with pytest.raises(RunFolderError, match="measurement is"):
+            calibrate(bench_of(), folder)
 
 
 def test_a_folder_of_another_dtype_is_refused_by_the_dtype_and_not_by_the_weights(

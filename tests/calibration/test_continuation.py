@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvtuner.calibration import continuation, simulate
-from kvtuner.calibration.continuation import NO_PROMPT, run_prompt
+from kvtuner.calibration import isolated, simulate
+from kvtuner.calibration.continuation import NO_PROMPT, prompt_bytes, run_prompt
+from kvtuner.calibration.isolated import measure_isolated
+from kvtuner.calibration.measure import QuantOptions
 from kvtuner.calibration.read_plan import READ_PLANS, AttentionCall, ReadPlan, attend
+from kvtuner.calibration.sensitivity import Candidate
 from kvtuner.calibration.simulate import LayerSpec, Simulator
-from kvtuner.errors import UnsupportedModelError
+from kvtuner.calibration.statistics import measure_constants
 from kvtuner.quant import QuantSpec
+from kvtuner.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from kvtuner.calibration.chain import DecoderChain
 
@@ -63,9 +69,9 @@ def test_its_bytes_are_those_of_its_keys_and_values(chain_of: Callable[..., Deco
 
 
 @pytest.mark.parametrize("name", READ_PLANS)
-@pytest.mark.parametrize("kept_bytes", [0, 1])
+@pytest.mark.parametrize("num_kept", [0, 1, 2])
 def test_sequences_whose_prompt_is_not_kept_are_measured_alike(
-    kept_bytes: int,
+    num_kept: int,
     name: str,
     chain_of: Callable[..., DecoderChain],
     random_batches: Any,
@@ -74,10 +80,10 @@ def test_sequences_whose_prompt_is_not_kept_are_measured_alike(
     chain, plan = chain_of("qwen2-bias"), ReadPlan(name, 0 if name == "cache" else SPLIT)
     specs = {0: LayerSpec(QuantSpec(8), QuantSpec(4)), 1: LayerSpec(QuantSpec(4), QuantSpec(8))}
     kept = Simulator(chain, random_batches(3, TOKENS), plan)
-    monkeypatch.setattr(simulate, "PROMPT_BYTES", kept_bytes)
+    monkeypatch.setattr(simulate, "PROMPT_BYTES", num_kept * kept.prepared[0].prompt.num_bytes)
     partly = Simulator(chain, random_batches(3, TOKENS), plan)
     tokens = [item.prompt.num_tokens for item in partly.prepared]
-    assert tokens == ([0, 0, 0] if kept_bytes == 0 else [plan.split, 0, 0])
+    assert tokens == [plan.split] * num_kept + [0] * (3 - num_kept)
     expected, found = kept.measure(specs), partly.measure(specs)
     assert found.kl.shape == expected.kl.shape == (3, TOKENS - plan.split)
     # A product of another shape may flip a code.
@@ -86,7 +92,7 @@ def test_sequences_whose_prompt_is_not_kept_are_measured_alike(
     assert (partly.measure({}).kl == 0).all()
 
 
-def test_a_model_that_runs_otherwise_after_a_prompt_is_refused(
+def test_a_model_that_runs_otherwise_after_a_prompt_runs_whole(
     make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: Any
 ) -> None:
     chain = chain_over(make_model("llama-gqa"))
@@ -96,6 +102,47 @@ def test_a_model_that_runs_otherwise_after_a_prompt_is_refused(
         return output - output.mean(dim=1, keepdim=True)  # looks at all tokens it is given, and not by attention
 
     chain.model.model.layers[1].mlp.register_forward_hook(centre)
-    with pytest.raises(UnsupportedModelError, match="other results after a prompt"):
-        run_prompt(chain, batch, SPLIT)
-    assert continuation.TOLERANCE < 0.1
+    prompt, trace = run_prompt(chain, batch, SPLIT)
+    assert prompt is NO_PROMPT
+    assert torch.equal(trace.final, chain.trace(batch.input_ids, batch.position_ids).final)
+
+
+def test_a_deep_model_in_bfloat16_is_measured_with_its_prompts_or_whole(
+    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    model = make_model("llama-gqa", num_hidden_layers=32, initializer_range=0.15).to(torch.bfloat16)
+    simulator = Simulator(chain_over(model), random_batches(2, TOKENS), ReadPlan("decode", SPLIT))
+    assert (simulator.measure({}).kl == 0).all()
+    spec = LayerSpec(QuantSpec(2), QuantSpec(2))
+    assert simulator.kl(dict.fromkeys(range(32), spec)) > 0
+    assert simulator.prepared[0].prompt.num_bytes in (
+        0,
+        prompt_bytes(simulator.chain, simulator.prepared[0].batch, SPLIT),
+    )
+
+
+def test_an_isolated_forward_needs_no_prompt(
+    chain_of: Callable[..., DecoderChain], random_batches: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, batches, plan = chain_of("llama-gqa"), random_batches(2, TOKENS), ReadPlan("decode", SPLIT)
+    constants = measure_constants(chain, batches)
+    candidates = [Candidate(0, "k", 4, "none"), Candidate(2, "v", 2, "hadamard")]
+    found = []
+    for name, limit in (("kept", 1 << 30), ("whole", 0)):
+        monkeypatch.setattr(isolated, "run_prompt", partial(run_prompt, limit=limit))
+        folder = RunFolder(tmp_path / name)
+        folder.create()
+        found.append(
+            measure_isolated(
+                chain,
+                batches,
+                candidates,
+                constants,
+                plan=plan,
+                options=QuantOptions(),
+                folder=folder,
+                identity=name,
+            )
+        )
+    for candidate in candidates:
+        assert found[1][candidate] == pytest.approx(found[0][candidate], rel=0.05)

@@ -94,8 +94,11 @@ def test_only_small_models_on_a_cpu_run_several_sequences_at_once(
     model = torch.nn.Linear(8, 8)
     assert num_workers(model) == 2
     assert num_workers(model.to("meta")) == 1
-    monkeypatch.setattr(side_by_side, "SMALL_MODEL", 72)
-    assert num_workers(torch.nn.Linear(8, 8)) == 1
+    monkeypatch.setattr(side_by_side, "SMALL_MODEL", 73)
+    model = torch.nn.Linear(8, 8)
+    assert num_workers(model) == 2
+    model.register_buffer("packed", torch.zeros(1))
+    assert num_workers(model) == 1
     threads(1)
     monkeypatch.undo()
     assert num_workers(torch.nn.Linear(8, 8)) == 1
