@@ -112,9 +112,11 @@ def test_a_budget_below_the_smallest_configuration_says_the_smallest(refused: An
 def test_flags_that_contradict_the_model_or_themselves_are_refused(
     refused: Any, model_folder: Any, corpus_file: Path, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
-    refused(
+    message = refused(
         "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--out", tmp_path / "run", *flags
     )
+    assert "unrecognized" not in message  # refused for what it says, not for how the test spells it
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("flags", "complaint"), [
@@ -268,10 +270,11 @@ def test_a_device_or_dtype_that_is_not_there_is_refused(
     for flags in (("--device", "warp"), ("--dtype", "int3"), ("--device", "cuda")):
         if flags == ("--device", "cuda") and torch.cuda.is_available():
             continue
-        refused(
+        message = refused(
             "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, "--budget", "4bit", *SMALL, *flags,
             "--out", tmp_path / "run",
         )  # fmt: skip
+        assert flags[1] in message
 
 
 def test_debug_shows_the_traceback(run: Any) -> None:

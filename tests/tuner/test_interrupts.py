@@ -90,6 +90,8 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
     try:
         with InterruptGate().closed():
             press()
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
 
