@@ -36,6 +36,7 @@ POLL_S: Final = 0.2
 SOURCE: Final = "source"
 FEASIBLE: Final = "feasible"
 MEASURED: Final = "measured"
+TICKET: Final = "ticket"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ class Worker:
             _ = trial.relative_params
             for name, distribution in self.distributions.items():
                 trial.suggest_int(name, distribution.low, distribution.high)
+            self._await_twins(trial)
             return self._evaluate(trial)
         except BaseException as error:
             with contextlib.suppress(*STORAGE_ERRORS):
@@ -146,6 +148,27 @@ class Worker:
                 if not is_own and isinstance(error, RuntimeError):  # Optuna's, for changing an ended trial
                     return None
             raise
+
+    def _await_twins(self, trial: optuna.Trial) -> None:
+        """Wait for what others measure of the same configuration, and learn its value.
+
+        Workers that propose at the same time may propose the same. Optuna's storages cannot compare and set, so workers
+        queue by Lamport's bakery algorithm (CACM 17, 1974): who has decided takes a ticket above all others, waits
+        until all have one, and then for those of the same configuration whose ticket is lower.
+        """
+        indices = self._indices(trial.params)
+        ticket = 1 + max(_ticket(other) for other in self._trials())
+        trial.set_user_attr(TICKET, ticket)
+        with heartbeat(trial):
+            while True:
+                others = [other for other in self._trials() if other.number != trial.number]
+                running = [o for o in others if o.state == TrialState.RUNNING and not self._reclaim(o)]
+                twins = (o for o in running if self._indices(_all_params(o)) == indices)
+                if all(map(_ticket, running)) and all((_ticket(o), o.number) > (ticket, trial.number) for o in twins):
+                    self._tried[indices] = self._values_of(others).get(indices)
+                    return
+                with self._gate.opened():
+                    time.sleep(POLL_S / 4)
 
     def _evaluate(self, trial: optuna.Trial) -> TrialRecord | None:
         indices = self._indices(trial.params)
@@ -201,10 +224,9 @@ class Worker:
         """End a trial without a value, and queue what it was to measure; False if another worker has done so."""
         if self._end(trial.number) is None:
             return False
-        params = _all_params(trial)
-        if params and params.keys() == self.distributions.keys():
+        if self.distributions and self._is_decided(trial):
             attributes = {SOURCE: trial.user_attrs.get(SOURCE, "sampler")}
-            self._study.enqueue_trial(params, user_attrs=attributes)
+            self._study.enqueue_trial(_all_params(trial), user_attrs=attributes)
         return True
 
     def _end(self, number: int, value: float | None = None) -> FrozenTrial | None:
@@ -223,11 +245,15 @@ class Worker:
             is_measured=trial.user_attrs[MEASURED],
         )
 
+    def _is_decided(self, trial: FrozenTrial) -> bool:
+        """Whether it is known what a trial measures."""
+        return _all_params(trial).keys() == self.distributions.keys()
+
     def _values_of(self, trials: Iterable[FrozenTrial]) -> dict[tuple[int, ...], float | None]:
         """What trials have measured, and None for what others are to measure or breaks the budget."""
         values: dict[tuple[int, ...], float | None] = {}
         for trial in trials:
-            if trial.state != TrialState.FAIL:
+            if trial.state != TrialState.FAIL and self._is_decided(trial):
                 is_measured = trial.state == TrialState.COMPLETE and trial.user_attrs[FEASIBLE]
                 indices = self._indices(_all_params(trial))
                 values[indices] = trial.value if is_measured else values.get(indices)
@@ -255,6 +281,11 @@ def _is_surplus(trials: Sequence[FrozenTrial], number: int, num_trials: int, *, 
     finished = sum(trial.state == TrialState.COMPLETE for trial in trials)
     ahead = sum(trial.state == TrialState.RUNNING for trial in trials[:number])
     return finished + ahead >= num_trials
+
+
+def _ticket(trial: FrozenTrial) -> int:
+    """A trial's place in the queue, from 1; 0 while it has none."""
+    return int(trial.user_attrs.get(TICKET, 0))
 
 
 def _all_params(trial: FrozenTrial) -> dict[str, Any]:

@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import optuna
@@ -19,8 +21,10 @@ from kvtuner.precision import PrecisionPair
 from kvtuner.search_spaces.budget import Constraint
 from kvtuner.search_spaces.space import Configuration, SearchSpace, predicted_score
 from kvtuner.tuner import liveness
+from kvtuner.tuner.samplers import FIXED_PARAMS, make_sampler
+from kvtuner.tuner.storage import open_storage
 from kvtuner.tuner.study import StudyResult, refine
-from kvtuner.tuner.worker import Worker
+from kvtuner.tuner.worker import TICKET, TrialRecord, Worker
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -209,6 +213,61 @@ def test_a_worker_that_comes_too_late_for_the_last_place_gives_its_trial_back(
     queued = [t.system_attrs["fixed_params"] for t in study.trials if t.state == TrialState.WAITING]
     assert len(queued) == NUM_WARM - 1
     assert queued[-1] == study.trials[1].system_attrs["fixed_params"]
+
+
+@pytest.mark.parametrize("scheme", ["sqlite", "journal"])
+def test_workers_that_always_propose_the_same_measure_it_once(
+    space: SearchSpace, constraint: Constraint, tmp_path: Path, scheme: str
+) -> None:
+    url, num_rounds = f"{scheme}:///{tmp_path}/study", 8
+    _ = optuna.create_study(study_name="kvtuner", storage=open_storage(url))
+    measured: list[Configuration] = []
+    together = threading.Barrier(2, timeout=60)
+
+    def objective(configuration: Configuration) -> float:
+        measured.append(configuration)
+        time.sleep(0.05)
+        return predicted_score(configuration)
+
+    def work(_: int) -> list[TrialRecord | None]:
+        study = optuna.load_study(study_name="kvtuner", storage=open_storage(url))
+        worker = Worker(study, space, constraint, objective)
+        records = []
+        for seed in range(num_rounds):
+            study.sampler = make_sampler("random", seed, worker.distributions)
+            together.wait()
+            records.append(worker._run_trial(1000, is_sampling=True))
+        return records
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(work, range(2))
+    for a, b in zip(first, second, strict=True):
+        assert a is not None
+        assert b is not None
+        assert (a.configuration, a.value) == (b.configuration, b.value), "they did not propose the same"
+    assert len(measured) == len(set(measured)) > num_rounds / 2
+    assert sum(record.is_measured for record in [*first, *second] if record is not None) == len(measured)
+
+
+@pytest.mark.parametrize("is_decided", [True, False])
+def test_a_twin_whose_worker_ended_is_not_waited_for(
+    space: SearchSpace, constraint: Constraint, is_decided: bool
+) -> None:
+    study = optuna.create_study()
+    worker = Worker(study, space, constraint, predicted_score)
+    warm = warm_of(space)[-1]
+    worker.enqueue([warm])
+    other = study.ask()
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    other.set_user_attr(liveness.WORKER, f"{liveness._machine()}|{child.pid}|{liveness._start_of(child.pid)}")
+    if is_decided:
+        other.set_user_attr(TICKET, 1)
+    child.wait()
+    study.enqueue_trial(study.trials[other.number].system_attrs[FIXED_PARAMS])
+    record = worker._run_trial(10, is_sampling=False)
+    assert record is not None
+    assert (record.configuration, record.is_measured) == (warm, True)
+    assert study.trials[other.number].state == TrialState.FAIL
 
 
 def test_a_worker_whose_trial_was_given_up_drops_it_and_goes_on(
