@@ -1,17 +1,20 @@
 """Isolated forward KL: the model with one side of one layer at one width quantized, everything else exact.
 
-Every result is journalled as it is measured, so that a killed run repeats at most one forward. Knows no budgets.
+Every result is journalled as it is measured, so that a killed run repeats at most one forward: that of one candidate
+over the sequences that run side by side. Knows no budgets.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.continuation import run_prompt
 from kvtuner.calibration.divergence import compare, following
 from kvtuner.calibration.finite import check_finite
 from kvtuner.calibration.sensitivity import SIDES, Candidate, LayerConstants, Scores
+from kvtuner.calibration.side_by_side import num_workers, run_side_by_side
 from kvtuner.calibration.simulate import LayerSpec, quantized_attention
 from kvtuner.precision import PACKED_BITS
 from kvtuner.quant import QuantSpec
@@ -92,29 +95,40 @@ def measure_isolated(
     }
     totals = dict.fromkeys(candidates, 0.0)
     num_tokens = 0
-    for batch in batches:
-        run: tuple[Prompt, Trace] | None = None
-        num_tokens += batch.input_ids.shape[0] * (batch.input_ids.shape[1] - plan.split)
+    waiting = iter(batches)
+    while together := list(islice(waiting, num_workers(chain.model))):
+        runs: dict[int, tuple[Batch, Prompt, Trace]] = {}
+        num_tokens += sum(batch.input_ids.shape[0] * (batch.input_ids.shape[1] - plan.split) for batch in together)
         for candidate in candidates:
-            record = done.get((batch.index, candidate))
-            if record is None:
-                run = run or run_prompt(chain, batch, plan.split)
-                kl = _kl_sum(chain, batch, *run, candidate.layer, spec_of(candidate, constants, options), plan)
-                record = {"identity": identity, "batch": batch.index, **asdict(candidate), "kl_sum": kl}
-                folder.append(JOURNAL, record)
-            totals[candidate] += record["kl_sum"]
-            if on_forward is not None:
-                on_forward()
+            missing = [batch for batch in together if (batch.index, candidate) not in done]
+            for batch in missing:
+                if batch.index not in runs:
+                    runs[batch.index] = (batch, *run_prompt(chain, batch, plan.split))
+            spec = spec_of(candidate, constants, options)
+            kls = _kl_sums(chain, [runs[batch.index] for batch in missing], candidate.layer, spec, plan)
+            named = {"identity": identity, **asdict(candidate)}
+            found = [{**named, "batch": batch.index, "kl_sum": kl} for batch, kl in zip(missing, kls, strict=True)]
+            folder.append(JOURNAL, *found)
+            done.update(((record["batch"], candidate), record) for record in found)
+            for batch in together:
+                totals[candidate] += done[batch.index, candidate]["kl_sum"]
+                if on_forward is not None:
+                    on_forward()
     return {candidate: total / num_tokens for candidate, total in totals.items()}
 
 
-def _kl_sum(
-    chain: DecoderChain, batch: Batch, prompt: Prompt, trace: Trace, layer: int, spec: LayerSpec, plan: ReadPlan
-) -> float:
-    """KL summed over the scored tokens when one layer is stored as `spec` says."""
-    listener = prompt.before(quantized_attention({layer: spec}, plan))
-    final = chain.run(trace.residual[layer], trace.calls, listener, start=layer)
-    scored = slice(plan.split - prompt.num_tokens, None)
-    kl = compare(chain, trace.final[:, scored], final[:, scored], following(batch.input_ids, plan.split)).kl
-    check_finite(layer, divergences=kl)
-    return float(kl.sum())
+def _kl_sums(
+    chain: DecoderChain, runs: Sequence[tuple[Batch, Prompt, Trace]], layer: int, spec: LayerSpec, plan: ReadPlan
+) -> list[float]:
+    """KL of each run, summed over the scored tokens, when one layer is stored as `spec` says."""
+
+    def kl_sum(run: tuple[Batch, Prompt, Trace]) -> float:
+        batch, prompt, trace = run
+        listener = prompt.before(quantized_attention({layer: spec}, plan))
+        final = chain.run(trace.residual[layer], trace.calls, listener, start=layer)
+        scored = slice(plan.split - prompt.num_tokens, None)
+        kl = compare(chain, trace.final[:, scored], final[:, scored], following(batch.input_ids, plan.split)).kl
+        check_finite(layer, divergences=kl)
+        return float(kl.sum())
+
+    return list(run_side_by_side(kl_sum, runs, num_workers(chain.model)))

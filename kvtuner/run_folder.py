@@ -88,22 +88,24 @@ class RunFolder:
         """Append one line to the event log: UTC seconds, process id, event and its fields."""
         self.append(EVENTS, {"time": round(time.time(), 3), "pid": os.getpid(), "event": event, **fields})
 
-    def append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Append one JSON line with its checksum durably, whoever else appends; `records` drops a cut or changed one.
+    def append(self, name: str, *records: Mapping[str, Any]) -> None:
+        """Append JSON lines with checksums durably, whoever else appends; `records` drops a cut or changed one.
 
         Raises:
             RunFolderError: the disk is full or the folder cannot be written or locked.
         """
-        plain = _as_read_back(record)
-        line = (canonical_json({**plain, LINE_CHECKSUM: _line_checksum(plain)}) + "\n").encode()
+        if not records:
+            return
+        plain = [_as_read_back(record) for record in records]
+        lines = "".join(canonical_json({**r, LINE_CHECKSUM: _line_checksum(r)}) + "\n" for r in plain).encode()
         path = self.file(name)
         try:
             with path.open("ab") as handle:
                 fcntl.flock(handle, fcntl.LOCK_EX)  # given up when the file is closed
                 handle.seek(0, os.SEEK_END)
                 if handle.tell() and not _ends_with_newline(path):
-                    line = b"\n" + line
-                handle.write(line)
+                    lines = b"\n" + lines
+                handle.write(lines)
                 handle.flush()
                 os.fsync(handle.fileno())
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from kvtuner.calibration import isolated
 from kvtuner.calibration.isolated import JOURNAL, isolated_candidates, measure_isolated, spec_of
 from kvtuner.calibration.measure import QuantOptions
 from kvtuner.calibration.read_plan import READ_PLANS, ReadPlan
@@ -145,6 +147,32 @@ def test_an_interrupted_run_repeats_no_forward(stop_after: int, setting: Any, tm
     before = chain.count.layer_tokens
     assert kl_of(chain, batches, folder, constants=constants) == whole
     assert chain.count.layer_tokens == before
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 5, 11, 13, 17])
+def test_several_sequences_at_once_give_the_same_numbers_and_one_interrupted_forward_is_repeated(
+    stop_after: int, setting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, batches, constants = setting
+    whole = kl_of(chain, batches, RunFolder(tmp_path / "alone"), constants=constants)
+    monkeypatch.setattr(isolated, "num_workers", lambda _: 2)
+    folder = RunFolder(tmp_path / "together")
+    finish, finished = chain.finish, itertools.count(1)
+
+    def killed(hidden: torch.Tensor) -> torch.Tensor:
+        if next(finished) > stop_after:
+            raise Interrupted
+        return finish(hidden)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(chain, "finish", killed)
+        kl_of(chain, batches, folder, constants=constants)
+    # Two sequences of a candidate are one forward; the last batch of three has no other beside it.
+    kept = len(list(folder.records(JOURNAL)))
+    assert kept == min(stop_after, 12) // 2 * 2 + max(0, stop_after - 12)
+    assert kl_of(chain, batches, folder, constants=constants) == whole
+    keys = [(r["batch"], r["layer"], r["side"], r["bits"]) for r in folder.records(JOURNAL)]
+    assert len(keys) == len(set(keys)) == 18
 
 
 def test_a_journal_cut_in_its_last_line_loses_that_forward_alone(setting: Any, tmp_path: Path) -> None:
