@@ -1,13 +1,14 @@
-"""What each way of searching reaches: measured KL on the report split, at equal numbers of forward passes.
+"""What each way of searching reaches: measured KL on the report split, at comparable numbers of forward passes.
 
     python benchmarks/search_quality.py --model demo --out runs/quality --seeds 0 1 2 --markdown table.md
 
 Every method chooses from the same candidates (the menus of the exact solver, with their best transforms) under the same
 budget, and measures configurations on the select split. `exact` and `greedy` measure none. `exact+refined` is what
-`kvtuner search` does with `--trials`. `cold` samplers start from nothing, by Optuna alone; trials beyond the budget are
-theirs to avoid, are not measured, and leave them `none` if nothing else was tried. `nsga2 cold, asked again` proposes
-until it is inside the budget, and has as many more trials as the isolated forwards that exact needs are worth: so it
-makes no fewer forward passes than exact+refined. The numbers of measured configurations are in the table.
+`kvtuner search` does with `--trials`: it alone ends the measurement of what is clearly worse early. `cold` samplers
+start from nothing, by Optuna alone; trials beyond the budget are theirs to avoid, are not measured, and leave them
+`none` if nothing else was tried. `nsga2 cold, asked again` proposes until it is inside the budget, and has as many more
+trials as the isolated forwards that exact needs are worth: so it makes more forward passes than exact+refined. The
+table says how many sequences each method ran on the select split.
 Measurements are journalled: a stopped run resumes, and more seeds are added by asking for them.
 """
 
@@ -109,7 +110,8 @@ def searched(
     trials: int,
     seed: int,
 ) -> tuple[float, int]:
-    """KL on the report split of what a study finds, infinite if nothing kept the budget; and how many it measured."""
+    """KL on the report split of what a study finds, infinite if nothing kept the budget; and the sequences it ran."""
+    before = arena.objective.num_sequences
     try:
         study = refine(
             space,
@@ -120,10 +122,11 @@ def searched(
             num_trials=trials,
             seed=seed,
             guidance=guidance,
+            race=arena.objective.against if guidance == "surrogate" else None,
         )
     except SearchSpaceError:
         return math.inf, 0
-    return arena.report_kl(study.best, sampler), study.num_measured
+    return arena.report_kl(study.best, sampler), arena.objective.num_sequences - before
 
 
 def compare(arena: Arena, text: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -158,7 +161,7 @@ def compare(arena: Arena, text: str, args: argparse.Namespace) -> dict[str, Any]
             searched(arena, space, constraint, start, sampler=sampler, guidance=guidance, trials=trials, seed=seed)
             for seed in args.seeds
         ]
-        row[name] = {"kl": [kl for kl, _ in found], "measured": [measured for _, measured in found]}
+        row[name] = {"kl": [kl for kl, _ in found], "sequences": [sequences for _, sequences in found]}
     return row
 
 
@@ -166,13 +169,13 @@ METHODS = ("exact", "greedy", "exact+refined", "nsga2 cold", "nsga2 cold, asked 
 
 
 def cell(value: float | dict[str, list[float]]) -> str:
-    """A figure; of a method with seeds the median, the worst, and how many configurations were measured."""
+    """A figure; of a method with seeds the median, the worst, and how many sequences were run."""
     if isinstance(value, float):
         return f"{value:.3g}"
     middle, worst = statistics.median(value["kl"]), max(value["kl"])
-    measured = statistics.median(value["measured"])
+    sequences = statistics.median(value["sequences"])
     text = "none" if math.isinf(middle) else f"{middle:.3g}"
-    return f"{text} (worst {'none' if math.isinf(worst) else f'{worst:.3g}'}; {measured:.0f} measured)"
+    return f"{text} (worst {'none' if math.isinf(worst) else f'{worst:.3g}'}; {sequences:.0f} sequences)"
 
 
 def markdown(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
@@ -203,7 +206,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--sequence-length", type=int, default=512)
-    parser.add_argument("--sequences", type=int, nargs=3, default=[8, 8, 16])
+    parser.add_argument("--sequences", type=int, nargs=3, default=[6, 6, 48])
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)

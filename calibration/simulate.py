@@ -94,12 +94,19 @@ class Simulator:
         reference = trace.final[:, self.plan.split - prompt.num_tokens :].clone()
         return PreparedBatch(batch, prompt, trace.residual[0], trace.calls, reference)
 
-    def measure(self, specs: Mapping[int, LayerSpec], on_batch: Callable[[int], None] | None = None) -> TokenScores:
-        """Scores of all sequences, [num_sequences, scored tokens].
+    def measure(
+        self,
+        specs: Mapping[int, LayerSpec],
+        on_batch: Callable[[int], None] | None = None,
+        *,
+        batches: slice = slice(None),
+    ) -> TokenScores:
+        """Scores of all sequences, or of those of some batches, [num_sequences, scored tokens].
 
         Args:
             specs: by layer; absent layers stay exact.
             on_batch: told the number of tokens after each batch.
+            batches: which of `prepared` to run, one at least.
         """
         listener = quantized_attention(specs, self.plan)
 
@@ -109,9 +116,8 @@ class Simulator:
             return compare(self.chain, item.reference, final, following(item.batch.input_ids, self.plan.split))
 
         parts = []
-        for item, part in zip(
-            self.prepared, run_side_by_side(score, self.prepared, num_workers(self.chain.model)), strict=True
-        ):
+        items = self.prepared[batches]
+        for item, part in zip(items, run_side_by_side(score, items, num_workers(self.chain.model)), strict=True):
             parts.append(part)
             if on_batch is not None:
                 on_batch(item.batch.num_tokens)

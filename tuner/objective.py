@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from statistics import fmean
+from typing import TYPE_CHECKING, Final
 
-from kvtuner.calibration.simulate import LayerSpec, Simulator
+from kvtuner.calibration.simulate import LayerSpec
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import NATIVE_BITS
 from kvtuner.quant import QuantSpec
@@ -15,10 +17,13 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.measure import QuantOptions
     from kvtuner.calibration.sensitivity import SensitivityTable, Side
+    from kvtuner.calibration.simulate import Simulator
     from kvtuner.run_folder import RunFolder
     from kvtuner.search_spaces.space import Choice
 
-JOURNAL = "measured.jsonl"
+JOURNAL: Final = "measured.jsonl"
+MARGINS: Final = (1.4, 1.2)
+"""How many times the best one's KL ends a measurement after a third and after two thirds of the sequences."""
 
 
 def describe(configuration: Sequence[Choice]) -> str:
@@ -50,7 +55,7 @@ def layer_specs(
 
 
 class MeasuredKL:
-    """Mean KL per scored token of a configuration, nats; each configuration is measured once per run folder."""
+    """Mean KL per scored token of a configuration, nats; no sequence is run twice for it in a run folder."""
 
     def __init__(
         self,
@@ -66,33 +71,73 @@ class MeasuredKL:
         self._options = options
         self._folder = folder
         self._identity = identity
-        self.num_measured = 0
+        self._stages = _stages(len(simulator.prepared))
+        self.num_sequences = 0
+        """Sequences that the values given so far are means of, run for them now or before."""
         self._known = self._journalled()
 
     def __call__(self, configuration: Sequence[Choice]) -> float:
-        """Measure, or look up, one configuration.
+        """Measure, or look up, one configuration on all sequences.
 
         Raises:
             NonFiniteActivationError: the KL is NaN or infinite; nothing is journalled.
         """
-        key = describe(configuration)
+        found = self._sequences(configuration)
+        self.num_sequences += len(found)
+        return fmean(found)
+
+    def against(self, configuration: Sequence[Choice], best: Sequence[Choice]) -> float:
+        """The same, but of a configuration that soon turns out to be clearly worse than `best` only an estimate.
+
+        After a third and two thirds of the batches, one whose KL is beyond `MARGINS` times that of `best` on the same
+        sequences is not measured further: it gets that many times the KL of `best`.
+
+        Raises:
+            NonFiniteActivationError: as for a whole measurement.
+        """
+        rival = self._sequences(best)
+        found: list[float] = []
+        for stage, margin in enumerate(MARGINS[: len(self._stages) - 1]):
+            found += self._stage(configuration, stage)
+            so_far = sum(rival[: len(found)])
+            if sum(found) > margin * so_far > 0:
+                self.num_sequences += len(found)
+                return fmean(rival) * sum(found) / so_far
+        return self(configuration)
+
+    def _sequences(self, configuration: Sequence[Choice]) -> list[float]:
+        """Mean KL of every sequence."""
+        return [kl for stage in range(len(self._stages)) for kl in self._stage(configuration, stage)]
+
+    def _stage(self, configuration: Sequence[Choice], stage: int) -> list[float]:
+        """Mean KL of every sequence of one stage."""
+        key = (describe(configuration), stage)
         if key not in self._known:
             self._known = self._journalled()  # by another worker meanwhile
         if key not in self._known:
-            kl = self._simulator.kl(layer_specs(configuration, self._table, self._options))
-            if not math.isfinite(kl):
-                pairs = ", ".join(str(choice.pair) for choice in configuration)
-                raise NonFiniteActivationError(
-                    f"a measured KL must be finite, but is {kl} ({pairs}); run the model in a wider dtype"
-                )
-            self._folder.append(JOURNAL, {"identity": self._identity, "configuration": key, "kl": kl})
-            self._known[key] = kl
-            self.num_measured += 1
+            specs = layer_specs(configuration, self._table, self._options)
+            found = self._simulator.measure(specs, batches=self._stages[stage]).kl.mean(dim=1).tolist()
+            for kl in found:
+                if not math.isfinite(kl):
+                    pairs = ", ".join(str(choice.pair) for choice in configuration)
+                    raise NonFiniteActivationError(
+                        f"a measured KL must be finite, but is {kl} ({pairs}); run the model in a wider dtype"
+                    )
+            record = {"identity": self._identity, "configuration": key[0], "stage": stage, "kl": found}
+            self._folder.append(JOURNAL, record)
+            self._known[key] = found
         return self._known[key]
 
-    def _journalled(self) -> dict[str, float]:
+    def _journalled(self) -> dict[tuple[str, int], list[float]]:
         return {
-            record["configuration"]: record["kl"]
+            (record["configuration"], record["stage"]): record["kl"]
             for record in self._folder.records(JOURNAL)
             if record.get("identity") == self._identity
         }
+
+
+def _stages(num_batches: int) -> list[slice]:
+    """Batches cut into as many parts as there are margins and one, or fewer; none is empty, and none is split."""
+    parts = min(len(MARGINS) + 1, num_batches)
+    bounds = [num_batches * part // parts for part in range(parts + 1)]
+    return [slice(*pair) for pair in pairwise(bounds)]

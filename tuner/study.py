@@ -32,20 +32,13 @@ class StudyResult:
         best: the configuration inside the budget with the least measured value; of equals the first tried.
         best_value: its measured KL, nats per token.
         trials: all finished trials, by number.
-        start_value: measured value of the first warm start; None if it was not measured.
         population_size: individuals of a generation of NSGA-II; None for other samplers.
     """
 
     best: Configuration
     best_value: float
     trials: tuple[TrialRecord, ...]
-    start_value: float | None
     population_size: int | None
-
-    @property
-    def gain(self) -> float | None:
-        """By how much the best one is below the first warm start, nats per token."""
-        return None if self.start_value is None else self.start_value - self.best_value
 
     @property
     def num_measured(self) -> int:
@@ -66,6 +59,7 @@ def refine(
     study_name: str = "kvtuner",
     identity: Mapping[str, Any] | None = None,
     guidance: Guidance = "surrogate",
+    race: Callable[[Configuration, Configuration], float] | None = None,
     on_trial: Callable[[TrialRecord], None] | None = None,
 ) -> StudyResult:
     """Search the configuration of least measured KL inside the budget, from warm starts on.
@@ -89,6 +83,8 @@ def refine(
         identity: plain JSON values that must be equal whenever the study is opened: model, data, scores.
         guidance: "none" takes every proposal of the sampler, as the paper does; "budget" asks it again for what breaks
             the budget or was tried before; "surrogate" also takes every other proposal from `Surrogate` instead.
+        race: measures a configuration beside the best one that the study has so far; of one that is worse it may give
+            an estimate above the best one's value, and save time. None measures all of them with `objective`.
         on_trial: called after every trial that this worker finishes.
 
     Raises:
@@ -101,7 +97,7 @@ def refine(
         with opening_lock(storage):
             study = _open_study(storage, study_name)
             is_first = bind_identity(study, _identity(space, constraint, identity or {}), storage)
-            worker = Worker(study, space, constraint, objective, gate)
+            worker = Worker(study, space, constraint, objective, gate, race)
             # Workers with one seed would propose the same trials: only the first one takes it as it is.
             own_seed = seed if is_first else (seed + os.getpid() + 1) % 2**32
             study.sampler = make_sampler(
@@ -111,10 +107,10 @@ def refine(
                 is_wanted=None if guidance == "none" else worker.is_wanted,
                 suggest=partial(worker.suggest, own_seed) if guidance == "surrogate" else None,
             )
-            start = worker.enqueue(warm)
+            worker.enqueue(warm)
         worker.work(num_trials, is_sampling=sampler != "none" and bool(worker.distributions), on_trial=on_trial)
         records = worker.records()
-    return _result(records, start, POPULATION_SIZE if sampler == "nsga2" else None)
+    return _result(records, POPULATION_SIZE if sampler == "nsga2" else None)
 
 
 def _open_study(storage: str | None, study_name: str) -> optuna.Study:
@@ -129,7 +125,7 @@ def _identity(space: SearchSpace, constraint: Constraint, identity: Mapping[str,
     return {**identity, "budget": constraint.budget.text, "caps": stages, "space": space.digest()}
 
 
-def _result(records: Sequence[TrialRecord], start: Configuration | None, population_size: int | None) -> StudyResult:
+def _result(records: Sequence[TrialRecord], population_size: int | None) -> StudyResult:
     values = {record.number: record.value for record in records if record.value is not None}
     if not values:
         raise SearchSpaceError(
@@ -138,5 +134,4 @@ def _result(records: Sequence[TrialRecord], start: Configuration | None, populat
         )
     best = min(values, key=lambda number: (values[number], number))
     found = {record.number: record for record in records}
-    start_value = next((record.value for record in records if record.configuration == start), None)
-    return StudyResult(found[best].configuration, values[best], tuple(records), start_value, population_size)
+    return StudyResult(found[best].configuration, values[best], tuple(records), population_size)

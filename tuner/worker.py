@@ -46,7 +46,7 @@ class TrialRecord:
     Attributes:
         number: in the study, from 0.
         configuration: what was tried.
-        value: measured KL, nats per token; None outside the budget, where nothing is measured.
+        value: KL, nats per token, measured or estimated by a race; None outside the budget, where nothing is measured.
         source: whether it was a warm start or the sampler's idea.
         is_measured: whether it took a measurement of its own; else it broke the budget or repeated another.
     """
@@ -73,12 +73,14 @@ class Worker:
         constraint: Constraint,
         objective: Callable[[Configuration], float],
         gate: InterruptGate | None = None,
+        race: Callable[[Configuration, Configuration], float] | None = None,
     ) -> None:
-        """Take part in `study`; Ctrl-C passes `gate` only while no storage is in use."""
+        """Take part in `study`; Ctrl-C passes `gate` only while no storage is in use. For `race` see `refine`."""
         self._study = study
         self._space = space
         self._constraint = constraint
         self._objective = objective
+        self._race = race
         self._surrogate = Surrogate(space, constraint)
         self._watch = Watch()
         self._gate = gate or InterruptGate()
@@ -89,8 +91,8 @@ class Worker:
             self._name(group): IntDistribution(0, size - 1) for group, size in enumerate(space.sizes) if size > 1
         }
 
-    def enqueue(self, warm: Sequence[Configuration]) -> Configuration | None:
-        """Queue the warm starts that the study neither has nor will have; returns the first of all of them."""
+    def enqueue(self, warm: Sequence[Configuration]) -> None:
+        """Queue the warm starts that the study neither has nor will have."""
         if not self.distributions:
             warm = [self._space.configuration([0] * len(self._space.groups))]
         projected = dict.fromkeys(self._space.project(configuration) for configuration in warm)
@@ -101,7 +103,6 @@ class Worker:
         for start in starts:
             if start not in present:
                 self._study.enqueue_trial(self._params(start), user_attrs={SOURCE: "warm"})
-        return self._space.configuration(starts[0]) if starts else None
 
     def work(
         self, num_trials: int, *, is_sampling: bool, on_trial: Callable[[TrialRecord], None] | None = None
@@ -190,8 +191,13 @@ class Worker:
         return None if ended is None else self._record(ended)
 
     def _measure(self, trial: optuna.Trial, configuration: Configuration) -> float:
+        measured = {indices: value for indices, value in self._tried.items() if value is not None}
         with heartbeat(trial), self._gate.opened():
-            value = float(self._objective(configuration))
+            if self._race is None or not measured:
+                value = float(self._objective(configuration))
+            else:
+                best = min(measured, key=lambda indices: (measured[indices], indices))
+                value = float(self._race(configuration, self._space.configuration(best)))
         if not math.isfinite(value):
             raise NonFiniteActivationError(
                 f"a measured KL must be finite, but is {value} in trial {trial.number}"

@@ -19,7 +19,8 @@ from kvtuner.calibration.demo.train import read_sources, source_files
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-EXCERPT_CHARACTERS = 2400
+EXCERPT_CHARACTERS = 800
+"""About as long as a recall table: a few sequences of 512 tokens then hold something of everything."""
 
 
 def excerpts(text: str) -> Iterator[str]:
@@ -33,7 +34,7 @@ def excerpts(text: str) -> Iterator[str]:
 
 
 def documents(seed: int, num_excerpts: int, num_tables: int, num_additions: int) -> list[str]:
-    """All documents of the corpus, shuffled; no two are alike."""
+    """All documents of the corpus, shuffled; no two are alike but for white space."""
     rng = random.Random(seed)
     _, held_out = source_files()
     pieces = [piece for text in read_sources(held_out) for piece in excerpts(text)]
@@ -43,7 +44,7 @@ def documents(seed: int, num_excerpts: int, num_tables: int, num_additions: int)
         for num_pairs in (rng.randint(8, 32) for _ in range(num_tables))
     ]
     chosen += [addition_lines(rng, 30) for _ in range(num_additions)]
-    unique = list(dict.fromkeys(chosen))
+    unique = list({" ".join(text.split()): text for text in chosen}.values())
     rng.shuffle(unique)
     return unique
 
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--seed", type=int, default=2026)
     args = parser.parse_args()
-    texts = documents(args.seed, num_excerpts=110, num_tables=220, num_additions=50)
+    texts = documents(args.seed, num_excerpts=330, num_tables=220, num_additions=50)
     lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts]
     Path(args.out).write_text("".join(lines), encoding="utf-8")
 

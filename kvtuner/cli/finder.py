@@ -101,7 +101,7 @@ class Finder:
         exact_kl = self.objective(exact)
         say(
             f"refinement {target.asked}: exact solution {exact_kl:.4g}, best {study.best_value:.4g} nats per token:"
-            f" a gain of {number(study.gain)} on the select split"
+            f" a gain of {number(exact_kl - study.best_value)} on the select split"
         )
         return Finding(
             asked=target.asked,
@@ -152,5 +152,6 @@ class Finder:
                 storage=storage,
                 study_name=f"{target.name}-{sha256_of(identity)[7:19]}",
                 identity=identity,
+                race=self.objective.against,
                 on_trial=lambda _: bar.update(1),
             )

@@ -51,7 +51,7 @@ def make_report_data(
         front=front_points(found.fronts, rows),
         measured=_measured_points(found, run),
         trials=_trial_points(found),
-        gain=None if found.study is None else found.study.gain,
+        gain=found.gain,
         uniform_winner=None if found.uniform_name is None else quality[0].winner.label,
         rank_correlations=rank_correlations(run.table),
         additivity=_additivity(run, found),

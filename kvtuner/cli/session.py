@@ -221,6 +221,11 @@ class Finding:
     uniform_name: str | None = None
 
     @property
+    def gain(self) -> float | None:
+        """By how much refinement went below the exact solution, nats per token on the select split."""
+        return None if self.study is None or self.exact_kl is None else self.exact_kl - self.study.best_value
+
+    @property
     def has_transforms(self) -> bool:
         """Whether any keys or values are transformed."""
         return any((choice.k_transform, choice.v_transform) != ("none", "none") for choice in self.configuration)

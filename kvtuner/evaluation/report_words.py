@@ -30,7 +30,8 @@ RANK_CORRELATIONS: Final = "Spearman's rho over the candidates that have both; 1
 HISTORY: Final = (
     "Every trial of the refinement, on the select split. Diamonds were put in from outside (the exact"
     " solution, uniforms, their neighbours); dots are the sampler's own; crosses broke the budget and cost"
-    " no forward pass. The line is the best so far."
+    " no forward pass. What was clearly worse on the first sequences was not run on all of them: its value is an"
+    " estimate. The line is the best so far."
 )
 NO_LATENCY: Final = "Memory is computed from the packed format; latency was not measured here."
 

@@ -1,62 +1,124 @@
-"""Measured KL: once per configuration and run folder, and never a value that is no number."""
+"""Measured KL: no sequence twice per run folder, clear losers not to their end, and never a value that is no number."""
 
 from __future__ import annotations
 
 import math
+from statistics import fmean
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+import torch
 
 from kvtuner.calibration.measure import QuantOptions
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import PrecisionPair
 from kvtuner.run_folder import RunFolder
 from kvtuner.search_spaces.space import Choice
-from kvtuner.tuner.objective import JOURNAL, MeasuredKL
+from kvtuner.tuner.objective import JOURNAL, MARGINS, MeasuredKL
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-NATIVE = (Choice(PrecisionPair(16, 16), "none", "none", 64, 0.0),) * 2
+    from kvtuner.search_spaces.space import Configuration
+
+
+def configuration(bits: int) -> Configuration:
+    return (Choice(PrecisionPair(bits, 16), "none", "none", 64, 0.0),)
+
+
+WINNER, LOSER = configuration(16), configuration(8)
 
 
 class Simulated:
-    """Gives one KL for everything, and counts."""
+    """Gives every configuration its KLs by sequence, and counts the sequences run; batches hold one or more."""
 
-    def __init__(self, kl: float) -> None:
-        self.value, self.calls = kl, 0
+    def __init__(self, kls: Mapping[int, Sequence[float]], batch_size: int = 1) -> None:
+        self.kls, self.run = kls, 0
+        size = len(next(iter(kls.values())))
+        self.prepared = [range(first, min(first + batch_size, size)) for first in range(0, size, batch_size)]
 
-    def kl(self, specs: object) -> float:
-        self.calls += 1
-        return self.value
+    def measure(self, specs: Mapping[int, Any], *, batches: slice) -> Any:
+        bits = 16 if specs[0].k is None else specs[0].k.bits
+        rows = [index for batch in self.prepared[batches] for index in batch]
+        assert rows
+        self.run += len(rows)
+        kl = torch.tensor([self.kls[bits][row] for row in rows], dtype=torch.float64)
+        return SimpleNamespace(kl=kl.unsqueeze(1).expand(-1, 3))
+
+
+class Table:
+    @staticmethod
+    def constants_of(*_: object) -> object:
+        return SimpleNamespace(kind="none")
 
 
 def objective(simulator: Simulated, folder: RunFolder, identity: str = "mine") -> MeasuredKL:
-    return MeasuredKL(cast("Any", simulator), cast("Any", None), QuantOptions(), folder, identity)
+    return MeasuredKL(cast("Any", simulator), cast("Any", Table), QuantOptions(), folder, identity)
 
 
-def test_a_configuration_is_measured_once_per_folder_and_identity(tmp_path: Path) -> None:
-    folder, simulator = RunFolder(tmp_path), Simulated(0.25)
-    first = objective(simulator, folder)
-    assert (first(NATIVE), first(NATIVE), first.num_measured) == (0.25, 0.25, 1)
-    assert objective(simulator, folder)(NATIVE) == 0.25
-    assert simulator.calls == 1
-    objective(simulator, folder, "another")(NATIVE)
-    assert simulator.calls == 2
+@pytest.mark.parametrize("num_sequences", [1, 2, 3, 7])
+def test_a_configuration_is_measured_once_per_folder_and_identity(num_sequences: int, tmp_path: Path) -> None:
+    folder, simulator = RunFolder(tmp_path), Simulated({16: [0.25 * (n + 1) for n in range(num_sequences)]})
+    first, expected = objective(simulator, folder), 0.25 * (num_sequences + 1) / 2
+    assert first(WINNER) == first(WINNER) == expected
+    assert objective(simulator, folder)(WINNER) == expected
+    assert simulator.run == num_sequences
+    assert first.num_sequences == 2 * num_sequences
+    objective(simulator, folder, "another")(WINNER)
+    assert simulator.run == 2 * num_sequences
 
 
 def test_what_another_worker_has_measured_meanwhile_is_not_measured_again(tmp_path: Path) -> None:
-    folder, simulator = RunFolder(tmp_path), Simulated(0.25)
+    folder, simulator = RunFolder(tmp_path), Simulated({16: [0.25, 0.5]})
     first, second = objective(simulator, folder), objective(simulator, folder)
-    assert first(NATIVE) == second(NATIVE) == 0.25
-    assert simulator.calls == 1
+    assert first(WINNER) == second(WINNER)
+    assert simulator.run == 2
+
+
+@pytest.mark.parametrize(
+    ("losers", "num_run"),
+    [
+        ([9, 9, 1, 1, 1, 1], 2),  # beyond the first margin
+        ([1.4, 1.4, 2, 2, 1, 1], 4),  # within the first, beyond the second
+        ([1.4, 1.4, 1, 1, 9, 9], 6),  # within both
+        ([0.5] * 6, 6),
+    ],
+)
+def test_a_race_ends_once_one_is_clearly_worse(losers: list[float], num_run: int, tmp_path: Path) -> None:
+    winners = [1.0, 1.0, 1.0, 1.0, 2.0, 3.0]
+    folder, simulator = RunFolder(tmp_path), Simulated({16: winners, 8: losers})
+    measured = objective(simulator, folder)
+    best = measured(WINNER)
+    value = measured.against(LOSER, WINNER)
+    assert simulator.run == measured.num_sequences == 6 + num_run
+    share = sum(losers[:num_run]) / sum(winners[:num_run])
+    assert value == pytest.approx(fmean(losers) if num_run == 6 else share * best)
+    if num_run < 6:
+        assert value > min(MARGINS) * best
+    # What is left is measured where the value itself is wanted, and a race's value does not depend on it.
+    assert measured(LOSER) == pytest.approx(fmean(losers))
+    assert simulator.run == 12
+    assert objective(simulator, folder).against(LOSER, WINNER) == value
+
+
+def test_batches_are_never_split_by_a_race(tmp_path: Path) -> None:
+    simulator = Simulated({16: [1.0] * 5, 8: [9.0] * 5}, batch_size=4)
+    assert objective(simulator, RunFolder(tmp_path)).against(LOSER, WINNER) == pytest.approx(9.0)
+    assert simulator.run == 5 + 4
+
+
+def test_nothing_is_worse_by_a_factor_than_what_loses_nothing(tmp_path: Path) -> None:
+    simulator = Simulated({16: [0.0] * 3, 8: [1.0, 2.0, 3.0]})
+    assert objective(simulator, RunFolder(tmp_path)).against(LOSER, WINNER) == 2.0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_kl_that_is_not_finite_is_an_error_and_is_not_journalled(value: float, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    measured = objective(Simulated(value), folder)
-    with pytest.raises(NonFiniteActivationError, match=rf"must be finite, but is {value} \(K16V16, K16V16\)"):
-        measured(NATIVE)
-    assert measured.num_measured == 0
+    measured = objective(Simulated({16: [value]}), folder)
+    with pytest.raises(NonFiniteActivationError, match=rf"must be finite, but is {value} \(K16V16\)"):
+        measured(WINNER)
+    assert measured.num_sequences == 0
     assert not folder.file(JOURNAL).exists()

@@ -75,8 +75,7 @@ def test_a_study_finishes_exactly_the_trials_asked_and_keeps_the_best(
     assert Counter(t.source for t in result.trials) == {"warm": 10, "sampler": 30}
     assert result.best_value == min(t.value for t in result.trials if t.value is not None)
     assert result.best_value == Landscape(constraint)(result.best)
-    assert result.start_value == Landscape(constraint)(warm[0])
-    assert result.gain == result.start_value - result.best_value >= 0
+    assert result.trials[0].value == Landscape(constraint)(warm[0])
     assert result.num_measured == len(landscape.measured)
     assert result.population_size == (POPULATION_SIZE if sampler == "nsga2" else None)
 
@@ -98,8 +97,7 @@ def test_refinement_finds_what_the_additive_model_cannot_see(
     warm = warm_starts(space, constraint, [], num_warm)
     result = refine(space, constraint, landscape, warm=warm, sampler=sampler, num_trials=100)
     assert result.best != warm[0] == solve(space, constraint)
-    assert result.gain is not None
-    assert result.gain > 0
+    assert result.best_value < Landscape(constraint)(warm[0])
 
 
 @pytest.mark.parametrize("sampler", SAMPLER_NAMES)
@@ -197,9 +195,8 @@ def test_warm_starts_that_repeat_or_break_the_budget_are_left_out(make_space: Sp
     space = make_space(3, lambda layer, pair: 1.0 / pair.k_bits, pairs=[LOW, MID, HIGH])
     landscape = Landscape(make_constraint("4bit", 3))
     warm = [space.configuration(i) for i in ([2, 2, 2], [1, 1, 1], [0, 1, 2], [1, 1, 1], [0, 0, 2])]
-    result = refine(space, landscape.constraint, landscape, warm=warm, sampler="none")
+    refine(space, landscape.constraint, landscape, warm=warm, sampler="none")
     assert landscape.measured == [warm[1], warm[4]]
-    assert result.start_value == result.trials[0].value
 
 
 def test_of_equal_values_the_first_tried_wins(make_space: Space, make_constraint: Limit) -> None:
@@ -207,8 +204,30 @@ def test_of_equal_values_the_first_tried_wins(make_space: Space, make_constraint
     constraint = make_constraint("4bit", 3)
     warm = [space.configuration(i) for i in ([0, 1, 0], [0, 0, 0])]
     result = refine(space, constraint, lambda _: 1.0, warm=warm, sampler="random", num_trials=12)
-    assert result.best == warm[0]
-    assert result.gain == 0.0
+    assert (result.best, result.best_value) == (warm[0], 1.0)
+
+
+def test_a_race_is_run_against_the_best_so_far_and_finds_what_whole_measurements_find(
+    space: SearchSpace, constraint: Constraint, landscape: Landscape
+) -> None:
+    warm = warm_starts(space, constraint, [], POPULATION_SIZE)
+    whole = refine(space, constraint, landscape, warm=warm, num_trials=60)
+    raced: list[tuple[Configuration, Configuration]] = []
+    best: list[Configuration] = []
+
+    def race(configuration: Configuration, rival: Configuration) -> float:
+        assert rival == best[0], "it was not the best so far that was raced against"
+        raced.append((configuration, rival))
+        return landscape(configuration)
+
+    def keep_best(trial: TrialRecord) -> None:
+        assert trial.value is not None
+        if not best or trial.value < landscape(best[0]):
+            best[:] = [trial.configuration]
+
+    result = refine(space, constraint, landscape, warm=warm, num_trials=60, race=race, on_trial=keep_best)
+    assert result == whole
+    assert len(raced) == whole.num_measured - 1, "the first one has no rival"
 
 
 def test_a_study_without_a_trial_inside_the_budget_says_so(make_space: Space, make_constraint: Limit) -> None:
