@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    from kvtuner.exported_configs.build import LayerChoice
+    from kvtuner.exported_configs.profile import Profile
 
 # Read when libraries are first imported. No test may reach the network, and a second thread only gets in the way of
 # tensors this small: on a busy machine waiting for it takes a hundred times the work.
@@ -202,6 +205,57 @@ def load_tiny(model_folder: Callable[..., Path]) -> Callable[..., Any]:
         return known[folder]
 
     return load
+
+
+@pytest.fixture(scope="session")
+def profile_of() -> Callable[..., Profile]:
+    """A profile of layer choices for a configuration, as if calibrated up to `last_position`, or not at all."""
+    from kvtuner.exported_configs import evidence
+    from kvtuner.exported_configs.build import AskedBudget, build_profile
+    from kvtuner.geometry import ModelGeometry
+
+    digest = "sha256:" + 64 * "0"
+
+    def calibrated_up_to(last_position: int) -> evidence.CalibrationRecord:
+        return evidence.CalibrationRecord(
+            corpus="none",
+            token_ids_sha256=evidence.SplitHashes(calibrate=digest, select=digest, report=digest),
+            num_sequences=evidence.SplitCounts(calibrate=1, select=1, report=1),
+            sequence_length=8,
+            position_range=(0, last_position),
+            seed=0,
+            score="kl",
+        )
+
+    def make(
+        config: Any,
+        layers: Sequence[LayerChoice],
+        *,
+        group_size: int | None = None,
+        symmetric: bool = False,
+        last_position: int | None = None,
+    ) -> Profile:
+        geometry = ModelGeometry.from_config(config)
+        return build_profile(
+            geometry=geometry,
+            layers=layers,
+            k_group_size=group_size or geometry.head_dim,
+            v_group_size=group_size or geometry.v_head_dim,
+            symmetric=symmetric,
+            model=evidence.ModelIdentity(
+                id="tiny", revision=None, config_sha256=digest, architecture="Tiny", dtype="bfloat16"
+            ),
+            budget=AskedBudget("by hand"),
+            quality=None,
+            provenance=evidence.Provenance(
+                kvtuner_version="0",
+                calibration=None if last_position is None else calibrated_up_to(last_position),
+                search=None,
+                libraries=evidence.Libraries(torch="0", transformers="0", optuna="0"),
+            ),
+        )
+
+    return make
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -141,7 +141,7 @@ class Worker:
             _ = trial.relative_params
             for name, distribution in self.distributions.items():
                 trial.suggest_int(name, distribution.low, distribution.high)
-            self._await_twins(trial)
+            self._await_twins(trial, 1 + max(map(_ticket, trials)))
             return self._evaluate(trial)
         except BaseException as error:
             with contextlib.suppress(*STORAGE_ERRORS):
@@ -150,15 +150,15 @@ class Worker:
                     return None
             raise
 
-    def _await_twins(self, trial: optuna.Trial) -> None:
+    def _await_twins(self, trial: optuna.Trial, ticket: int) -> None:
         """Wait for what others measure of the same configuration, and learn its value.
 
         Workers that propose at the same time may propose the same. Optuna's storages cannot compare and set, so workers
-        queue by Lamport's bakery algorithm (CACM 17, 1974): who has decided takes a ticket above all others, waits
-        until all have one, and then for those of the same configuration whose ticket is lower.
+        queue by Lamport's bakery algorithm (CACM 17, 1974): who has decided takes a ticket above all that were there
+        when its trial began, waits until all have one, and then for those of the same configuration whose ticket is
+        lower.
         """
         indices = self._indices(trial.params)
-        ticket = 1 + max(_ticket(other) for other in self._trials())
         trial.set_user_attr(TICKET, ticket)
         with heartbeat(trial):
             while True:

@@ -1,9 +1,9 @@
-"""Tiny seeded models, and profiles for them."""
+"""Tiny seeded models."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,22 +17,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kvtuner.exported_configs.build import AskedBudget, LayerChoice, build_profile
-from kvtuner.exported_configs.evidence import (
-    CalibrationRecord,
-    Libraries,
-    ModelIdentity,
-    Provenance,
-    SplitCounts,
-    SplitHashes,
-)
-from kvtuner.geometry import ModelGeometry
 from kvtuner.quant import Transform, TransformKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.geometry import ModelGeometry
 
 # A wide initialization, so that attention is far from uniform and an error in keys or values reaches the logits.
 COMMON = {
@@ -105,55 +95,3 @@ def transform_of() -> Callable[[str, ModelGeometry, int], Transform]:
         return Transform(kind, mu if kind.centered else None, lam if kind.balanced else None)
 
     return make
-
-
-@pytest.fixture
-def profile_of() -> Callable[..., Profile]:
-    """A profile of layer choices for a configuration."""
-
-    def make(
-        config: Any,
-        layers: Sequence[LayerChoice],
-        *,
-        group_size: int | None = None,
-        symmetric: bool = False,
-        last_position: int | None = None,
-    ) -> Profile:
-        geometry = ModelGeometry.from_config(config)
-        return build_profile(
-            geometry=geometry,
-            layers=layers,
-            k_group_size=group_size or geometry.head_dim,
-            v_group_size=group_size or geometry.v_head_dim,
-            symmetric=symmetric,
-            model=ModelIdentity(
-                id="tiny",
-                revision=None,
-                config_sha256="sha256:" + 64 * "0",
-                architecture="Tiny",
-                dtype="bfloat16",
-            ),
-            budget=AskedBudget("by hand"),
-            quality=None,
-            provenance=Provenance(
-                kvtuner_version="0",
-                calibration=None if last_position is None else calibrated_up_to(last_position),
-                search=None,
-                libraries=Libraries(torch="0", transformers="0", optuna="0"),
-            ),
-        )
-
-    return make
-
-
-def calibrated_up_to(last_position: int) -> CalibrationRecord:
-    digest = "sha256:" + 64 * "0"
-    return CalibrationRecord(
-        corpus="none",
-        token_ids_sha256=SplitHashes(calibrate=digest, select=digest, report=digest),
-        num_sequences=SplitCounts(calibrate=1, select=1, report=1),
-        sequence_length=8,
-        position_range=(0, last_position),
-        seed=0,
-        score="kl",
-    )
