@@ -10,7 +10,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvtuner.calibration.continuation import run_prompt
+from kvtuner.calibration.continuation import PROMPT_BYTES, run_prompt
 from kvtuner.calibration.divergence import compare, following
 from kvtuner.calibration.finite import check_finite
 from kvtuner.calibration.sensitivity import SIDES, Candidate, LayerConstants, Scores
@@ -103,7 +103,8 @@ def measure_isolated(
             missing = [batch for batch in together if (batch.index, candidate) not in done]
             for batch in missing:
                 if batch.index not in runs:
-                    runs[batch.index] = (batch, *run_prompt(chain, batch, plan.split))
+                    limit = PROMPT_BYTES - sum(prompt.num_bytes for _, prompt, _ in runs.values())
+                    runs[batch.index] = (batch, *run_prompt(chain, batch, plan.split, limit))
             spec = spec_of(candidate, constants, options)
             kls = _kl_sums(chain, [runs[batch.index] for batch in missing], candidate.layer, spec, plan)
             named = {"identity": identity, **asdict(candidate)}

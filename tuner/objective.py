@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
@@ -23,7 +22,10 @@ if TYPE_CHECKING:
 
 JOURNAL: Final = "measured.jsonl"
 MARGINS: Final = (1.4, 1.2)
-"""How many times the best one's KL ends a measurement after a third and after two thirds of the sequences."""
+"""How many times the best one's KL ends a measurement after about a third and two thirds of the sequences.
+
+The journal holds what runs with these stages have left: raise `MEASUREMENT` with their number.
+"""
 
 
 def describe(configuration: Sequence[Choice]) -> str:
@@ -55,7 +57,7 @@ def layer_specs(
 
 
 class MeasuredKL:
-    """Mean KL per scored token of a configuration, nats; no sequence is run twice for it in a run folder."""
+    """Mean KL per scored token of a configuration, nats; what a run folder holds of it is not run again."""
 
     def __init__(
         self,
@@ -71,9 +73,11 @@ class MeasuredKL:
         self._options = options
         self._folder = folder
         self._identity = identity
-        self._stages = _stages(len(simulator.prepared))
+        sizes = [len(item.batch.input_ids) for item in simulator.prepared]
+        self._batches = _stage_ends(len(sizes))
+        self._ends = [sum(sizes[:batches]) for batches in self._batches]
         self.num_sequences = 0
-        """Sequences that the values given so far are means of, run for them now or before."""
+        """How many sequences' KLs the values given so far are means of."""
         self._known = self._journalled()
 
     def __call__(self, configuration: Sequence[Choice]) -> float:
@@ -89,55 +93,62 @@ class MeasuredKL:
     def against(self, configuration: Sequence[Choice], best: Sequence[Choice]) -> float:
         """The same, but of a configuration that soon turns out to be clearly worse than `best` only an estimate.
 
-        After a third and two thirds of the batches, one whose KL is beyond `MARGINS` times that of `best` on the same
-        sequences is not measured further: it gets that many times the KL of `best`.
+        After about a third and two thirds of the batches, the ratio of its KL to that of `best` on the same sequences
+        is compared with `MARGINS`. Beyond them it is not measured further: its value is that ratio times the KL of
+        `best`. What other calls have measured of it makes no difference.
 
         Raises:
             NonFiniteActivationError: as for a whole measurement.
         """
         rival = self._sequences(best)
-        found: list[float] = []
-        for stage, margin in enumerate(MARGINS[: len(self._stages) - 1]):
-            found += self._stage(configuration, stage)
+        for stages, margin in enumerate(MARGINS[: len(self._ends) - 2], start=1):
+            found = self._sequences(configuration, stages)
             so_far = sum(rival[: len(found)])
             if sum(found) > margin * so_far > 0:
                 self.num_sequences += len(found)
                 return fmean(rival) * sum(found) / so_far
         return self(configuration)
 
-    def _sequences(self, configuration: Sequence[Choice]) -> list[float]:
-        """Mean KL of every sequence."""
-        return [kl for stage in range(len(self._stages)) for kl in self._stage(configuration, stage)]
-
-    def _stage(self, configuration: Sequence[Choice], stage: int) -> list[float]:
-        """Mean KL of every sequence of one stage."""
-        key = (describe(configuration), stage)
-        if key not in self._known:
+    def _sequences(self, configuration: Sequence[Choice], stages: int | None = None) -> list[float]:
+        """Mean KL of every sequence of the first stages, None for all; what is missing runs in one go."""
+        last = len(self._ends) - 1 if stages is None else stages
+        key = describe(configuration)
+        if len(self._known.get(key, ())) < self._ends[last]:
             self._known = self._journalled()  # by another worker meanwhile
-        if key not in self._known:
-            specs = layer_specs(configuration, self._table, self._options)
-            found = self._simulator.measure(specs, batches=self._stages[stage]).kl.mean(dim=1).tolist()
-            for kl in found:
-                if not math.isfinite(kl):
-                    pairs = ", ".join(str(choice.pair) for choice in configuration)
-                    raise NonFiniteActivationError(
-                        f"a measured KL must be finite, but is {kl} ({pairs}); run the model in a wider dtype"
-                    )
-            record = {"identity": self._identity, "configuration": key[0], "stage": stage, "kl": found}
+        known = self._known.get(key, [])
+        if len(known) < self._ends[last]:
+            done = self._ends.index(len(known))
+            found = self._run(configuration, slice(self._batches[done], self._batches[last]))
+            record = {"identity": self._identity, "configuration": key, "first": len(known), "kl": found}
             self._folder.append(JOURNAL, record)
-            self._known[key] = found
-        return self._known[key]
+            known = self._known[key] = known + found
+        return known[: self._ends[last]]
 
-    def _journalled(self) -> dict[tuple[str, int], list[float]]:
-        return {
-            (record["configuration"], record["stage"]): record["kl"]
-            for record in self._folder.records(JOURNAL)
-            if record.get("identity") == self._identity
-        }
+    def _run(self, configuration: Sequence[Choice], batches: slice) -> list[float]:
+        """Mean KL of every sequence of some batches."""
+        specs = layer_specs(configuration, self._table, self._options)
+        found: list[float] = self._simulator.measure(specs, batches=batches).kl.mean(dim=1).tolist()
+        for kl in found:
+            if not math.isfinite(kl):
+                pairs = ", ".join(str(choice.pair) for choice in configuration)
+                raise NonFiniteActivationError(
+                    f"a measured KL must be finite, but is {kl} ({pairs}); run the model in a wider dtype"
+                )
+        return found
+
+    def _journalled(self) -> dict[str, list[float]]:
+        """By configuration, the KLs of its first sequences."""
+        known: dict[str, list[float]] = {}
+        for record in self._folder.records(JOURNAL):
+            if record.get("identity") == self._identity:
+                before = known.setdefault(record["configuration"], [])
+                last = record["first"] + len(record["kl"])
+                if record["first"] <= len(before) < last:  # a line before it may be damaged, or of another worker
+                    before[record["first"] :] = record["kl"]
+        return known
 
 
-def _stages(num_batches: int) -> list[slice]:
-    """Batches cut into as many parts as there are margins and one, or fewer; none is empty, and none is split."""
-    parts = min(len(MARGINS) + 1, num_batches)
-    bounds = [num_batches * part // parts for part in range(parts + 1)]
-    return [slice(*pair) for pair in pairwise(bounds)]
+def _stage_ends(num_batches: int) -> list[int]:
+    """Where stages of about equal numbers of batches end, from 0: one more than there are margins, or fewer."""
+    stages = min(len(MARGINS) + 1, num_batches)
+    return [num_batches * stage // stages for stage in range(stages + 1)]

@@ -40,11 +40,6 @@ class StudyResult:
     trials: tuple[TrialRecord, ...]
     population_size: int | None
 
-    @property
-    def num_measured(self) -> int:
-        """Trials that took a measurement of their own."""
-        return sum(trial.is_measured for trial in self.trials)
-
 
 def refine(
     space: SearchSpace,
@@ -83,8 +78,9 @@ def refine(
         identity: plain JSON values that must be equal whenever the study is opened: model, data, scores.
         guidance: "none" takes every proposal of the sampler, as the paper does; "budget" asks it again for what breaks
             the budget or was tried before; "surrogate" also takes every other proposal from `Surrogate` instead.
-        race: measures a configuration beside the best one that the study has so far; of one that is worse it may give
-            an estimate above the best one's value, and save time. None measures all of them with `objective`.
+        race: measures a configuration beside the best one that the study has when its trial begins; of one that is
+            worse it may give an estimate above the best one's value, and save time. The first warm start is not raced.
+            None measures all of them with `objective`.
         on_trial: called after every trial that this worker finishes.
 
     Raises:

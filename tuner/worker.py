@@ -85,6 +85,7 @@ class Worker:
         self._watch = Watch()
         self._gate = gate or InterruptGate()
         self._tried: dict[tuple[int, ...], float | None] = {}
+        self._start: tuple[int, ...] | None = None
         self._id = worker_id()
         # A group with one choice is no parameter: samplers change each parameter at a rate of 1 / their number.
         self.distributions = {
@@ -96,7 +97,8 @@ class Worker:
         if not self.distributions:
             warm = [self._space.configuration([0] * len(self._space.groups))]
         projected = dict.fromkeys(self._space.project(configuration) for configuration in warm)
-        starts = [i for i in projected if self._constraint.is_met(pairs_of(self._space.configuration(i)))]
+        starts = [indices for indices in projected if self._is_feasible(indices)]
+        self._start = starts[0] if starts else None
         for trial in self._trials():
             self._reclaim(trial)
         present = self._values_of(self._trials())
@@ -155,17 +157,25 @@ class Worker:
 
         Workers that propose at the same time may propose the same. Optuna's storages cannot compare and set, so workers
         queue by Lamport's bakery algorithm (CACM 17, 1974): who has decided takes a ticket above all that were there
-        when its trial began, waits until all have one, and then for those of the same configuration whose ticket is
-        lower.
+        when its trial began, waits until those that run beside it have one, and then for those of the same
+        configuration whose ticket is lower. A ticket is written after all parameters, but a database need not read both
+        from one moment: a trial counts as decided when both are seen.
         """
         indices = self._indices(trial.params)
         trial.set_user_attr(TICKET, ticket)
+        if not self._is_feasible(indices):
+            return
+        undecided: set[int] | None = None
         with heartbeat(trial):
-            while True:
+            while self._tried.get(indices) is None:
                 others = [other for other in self._trials() if other.number != trial.number]
                 running = [o for o in others if o.state == TrialState.RUNNING and not self._reclaim(o)]
-                twins = (o for o in running if self._indices(_all_params(o)) == indices)
-                if all(map(_ticket, running)) and all((_ticket(o), o.number) > (ticket, trial.number) for o in twins):
+                still = {o.number for o in running if not (_ticket(o) and self._is_decided(o))}
+                # Whoever began after this ticket was written has a higher one.
+                undecided = still if undecided is None else undecided & still
+                decided = (o for o in running if o.number not in still)
+                ahead = [o for o in decided if (_ticket(o), o.number) < (ticket, trial.number)]
+                if not undecided and not any(self._indices(_all_params(o)) == indices for o in ahead):
                     self._tried[indices] = self._values_of(others).get(indices)
                     return
                 with self._gate.opened():
@@ -186,17 +196,18 @@ class Worker:
             # A finished trial needs a value; its constraint keeps it from winning.
             value = predicted_score(configuration)
         else:
-            value = self._measure(trial, configuration) if known is None else known
+            value = self._measure(trial, indices) if known is None else known
         ended = self._end(trial.number, value)
         return None if ended is None else self._record(ended)
 
-    def _measure(self, trial: optuna.Trial, configuration: Configuration) -> float:
-        measured = {indices: value for indices, value in self._tried.items() if value is not None}
+    def _measure(self, trial: optuna.Trial, indices: tuple[int, ...]) -> float:
+        configuration = self._space.configuration(indices)
+        measured = {other: value for other, value in self._tried.items() if value is not None}
         with heartbeat(trial), self._gate.opened():
-            if self._race is None or not measured:
+            if self._race is None or not measured or indices == self._start:
                 value = float(self._objective(configuration))
             else:
-                best = min(measured, key=lambda indices: (measured[indices], indices))
+                best = min(measured, key=lambda other: (measured[other], other))
                 value = float(self._race(configuration, self._space.configuration(best)))
         if not math.isfinite(value):
             raise NonFiniteActivationError(
@@ -208,7 +219,10 @@ class Worker:
     def is_wanted(self, params: Mapping[str, Any]) -> bool:
         """Whether parameters keep the budget and are new to the study."""
         indices = self._indices(params)
-        return indices not in self._tried and self._constraint.is_met(pairs_of(self._space.configuration(indices)))
+        return indices not in self._tried and self._is_feasible(indices)
+
+    def _is_feasible(self, indices: tuple[int, ...]) -> bool:
+        return self._constraint.is_met(pairs_of(self._space.configuration(indices)))
 
     def suggest(self, seed: int, number: int) -> dict[str, Any] | None:
         """For every other trial what is best under scores corrected by all measurements; None to ask the sampler."""

@@ -17,9 +17,10 @@ BITS_CHOSEN: Final = (
 )
 FRONT: Final = (
     "Lower left is better. The line is the exact front of the predictions: for every size, the least sum"
-    " of the layers' own scores. Dots are assembled configurations, measured on the select split; squares"
-    " and the star are measured on the report split, with their intervals. A name stands for both squares"
-    " of its width. A dotted line marked 0 holds what has no measurable KL."
+    " of the layers' own scores. Dots are assembled configurations, measured on the select split, or"
+    " estimated there if they were clearly worse on its first sequences; squares and the star are measured"
+    " on the report split, with their intervals. A name stands for both squares of its width. A dotted line"
+    " marked 0 holds what has no measurable KL."
 )
 ADDITIVITY: Final = (
     "The prediction adds up layers measured one at a time. Above 1 the layers make each other's errors"

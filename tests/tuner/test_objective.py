@@ -35,14 +35,16 @@ class Simulated:
     """Gives every configuration its KLs by sequence, and counts the sequences run; batches hold one or more."""
 
     def __init__(self, kls: Mapping[int, Sequence[float]], batch_size: int = 1) -> None:
-        self.kls, self.run = kls, 0
+        self.kls, self.run, self.calls = kls, 0, 0
         size = len(next(iter(kls.values())))
-        self.prepared = [range(first, min(first + batch_size, size)) for first in range(0, size, batch_size)]
+        rows = [range(first, min(first + batch_size, size)) for first in range(0, size, batch_size)]
+        self.prepared = [SimpleNamespace(batch=SimpleNamespace(input_ids=part)) for part in rows]
 
     def measure(self, specs: Mapping[int, Any], *, batches: slice) -> Any:
         bits = 16 if specs[0].k is None else specs[0].k.bits
-        rows = [index for batch in self.prepared[batches] for index in batch]
+        rows = [index for item in self.prepared[batches] for index in item.batch.input_ids]
         assert rows
+        self.calls += 1
         self.run += len(rows)
         kl = torch.tensor([self.kls[bits][row] for row in rows], dtype=torch.float64)
         return SimpleNamespace(kl=kl.unsqueeze(1).expand(-1, 3))
@@ -65,6 +67,7 @@ def test_a_configuration_is_measured_once_per_folder_and_identity(num_sequences:
     assert first(WINNER) == first(WINNER) == expected
     assert objective(simulator, folder)(WINNER) == expected
     assert simulator.run == num_sequences
+    assert simulator.calls == 1, "the cores of a large machine wait between two calls"
     assert first.num_sequences == 2 * num_sequences
     objective(simulator, folder, "another")(WINNER)
     assert simulator.run == 2 * num_sequences
@@ -112,6 +115,24 @@ def test_batches_are_never_split_by_a_race(tmp_path: Path) -> None:
 def test_nothing_is_worse_by_a_factor_than_what_loses_nothing(tmp_path: Path) -> None:
     simulator = Simulated({16: [0.0] * 3, 8: [1.0, 2.0, 3.0]})
     assert objective(simulator, RunFolder(tmp_path)).against(LOSER, WINNER) == 2.0
+
+
+def test_what_a_damaged_line_held_is_measured_again(tmp_path: Path) -> None:
+    folder, simulator = RunFolder(tmp_path), Simulated({16: [1.0] * 6, 8: [1.3, 1.3, 1.0, 1.0, 1.0, 1.0]})
+    value = objective(simulator, folder).against(LOSER, WINNER)
+    lines = folder.file(JOURNAL).read_text().splitlines(keepends=True)
+    assert len(lines) == 4, "the winner, and the loser in three stages"
+    folder.file(JOURNAL).write_text(lines[0] + lines[1] + lines[3])
+    simulator.run = 0
+    assert objective(simulator, folder).against(LOSER, WINNER) == value
+    assert simulator.run == 4
+
+
+def test_a_race_that_meets_no_number_is_an_error_that_keeps_what_was_measured(tmp_path: Path) -> None:
+    folder, simulator = RunFolder(tmp_path), Simulated({16: [1.0] * 6, 8: [1.0, 1.0, math.nan, 1.0, 1.0, 1.0]})
+    with pytest.raises(NonFiniteActivationError, match="is nan"):
+        objective(simulator, folder).against(LOSER, WINNER)
+    assert [(r["first"], r["kl"]) for r in folder.records(JOURNAL)] == [(0, [1.0] * 6), (0, [1.0, 1.0])]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

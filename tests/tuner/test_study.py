@@ -76,7 +76,7 @@ def test_a_study_finishes_exactly_the_trials_asked_and_keeps_the_best(
     assert result.best_value == min(t.value for t in result.trials if t.value is not None)
     assert result.best_value == Landscape(constraint)(result.best)
     assert result.trials[0].value == Landscape(constraint)(warm[0])
-    assert result.num_measured == len(landscape.measured)
+    assert sum(trial.is_measured for trial in result.trials) == len(landscape.measured)
     assert result.population_size == (POPULATION_SIZE if sampler == "nsga2" else None)
 
 
@@ -156,7 +156,7 @@ def test_nothing_is_measured_twice(make_space: Space, make_constraint: Limit) ->
     landscape = Landscape(make_constraint("16bit", 2))
     result = refine(space, landscape.constraint, landscape, warm=[], sampler="random", num_trials=20)
     assert len(landscape.measured) == len(set(landscape.measured)) == 4
-    assert result.num_measured == 4
+    assert sum(trial.is_measured for trial in result.trials) == 4
     assert len(result.trials) == 20
     assert pairs_of(result.best) == [HIGH, HIGH]
 
@@ -207,27 +207,57 @@ def test_of_equal_values_the_first_tried_wins(make_space: Space, make_constraint
     assert (result.best, result.best_value) == (warm[0], 1.0)
 
 
-def test_a_race_is_run_against_the_best_so_far_and_finds_what_whole_measurements_find(
+def test_a_race_is_run_against_the_best_so_far(
     space: SearchSpace, constraint: Constraint, landscape: Landscape
 ) -> None:
     warm = warm_starts(space, constraint, [], POPULATION_SIZE)
     whole = refine(space, constraint, landscape, warm=warm, num_trials=60)
-    raced: list[tuple[Configuration, Configuration]] = []
-    best: list[Configuration] = []
+    raced: list[Configuration] = []
+    best: list[TrialRecord] = []
 
     def race(configuration: Configuration, rival: Configuration) -> float:
-        assert rival == best[0], "it was not the best so far that was raced against"
-        raced.append((configuration, rival))
-        return landscape(configuration)
+        assert rival == best[0].configuration, "it was not the best so far that was raced against"
+        raced.append(configuration)
+        return Landscape(constraint)(configuration)
 
     def keep_best(trial: TrialRecord) -> None:
         assert trial.value is not None
-        if not best or trial.value < landscape(best[0]):
-            best[:] = [trial.configuration]
+        if not best or trial.value < best[0].value:  # type: ignore[operator]
+            best[:] = [trial]
 
     result = refine(space, constraint, landscape, warm=warm, num_trials=60, race=race, on_trial=keep_best)
     assert result == whole
-    assert len(raced) == whole.num_measured - 1, "the first one has no rival"
+    assert len(raced) == sum(trial.is_measured for trial in whole.trials) - 1, "the first one has no rival"
+
+
+def test_estimates_of_a_race_never_win_and_the_first_warm_start_gets_none(
+    space: SearchSpace, constraint: Constraint, landscape: Landscape, tmp_path: Path
+) -> None:
+    warm = warm_starts(space, constraint, [], POPULATION_SIZE)
+    url = f"sqlite:///{tmp_path}/study.db"
+    estimated: set[Configuration] = set()
+
+    def interrupted(configuration: Configuration) -> float:
+        raise KeyboardInterrupt
+
+    def race(configuration: Configuration, rival: Configuration) -> float:
+        assert configuration != warm[0], "what others are compared with was raced itself"
+        assert rival not in estimated
+        value, best = landscape(configuration), Landscape(constraint)(rival)
+        if value <= 1.1 * best:
+            return value
+        estimated.add(configuration)
+        return 1.01 * best
+
+    # The first warm start is interrupted, and queued again behind all others.
+    with pytest.raises(KeyboardInterrupt):
+        refine(space, constraint, interrupted, warm=warm, num_trials=60, storage=url)
+    result = refine(space, constraint, landscape, warm=warm, num_trials=60, storage=url, race=race)
+    assert result.trials[0].configuration != warm[0]
+    assert estimated
+    assert result.best not in estimated
+    assert result.best_value == Landscape(constraint)(result.best)
+    assert {t.value for t in result.trials if t.configuration == warm[0]} == {Landscape(constraint)(warm[0])}
 
 
 def test_a_study_without_a_trial_inside_the_budget_says_so(make_space: Space, make_constraint: Limit) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -24,10 +25,12 @@ from kvtuner.tuner import liveness
 from kvtuner.tuner.samplers import FIXED_PARAMS, make_sampler
 from kvtuner.tuner.storage import open_storage
 from kvtuner.tuner.study import StudyResult, refine
-from kvtuner.tuner.worker import TICKET, TrialRecord, Worker
+from kvtuner.tuner.worker import FEASIBLE, TICKET, TrialRecord, Worker
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from optuna.trial import FrozenTrial
 
 Space = Callable[..., SearchSpace]
 Limit = Callable[..., Constraint]
@@ -146,7 +149,7 @@ def test_two_workers_share_a_study_and_finish_exactly_the_trials_asked(
     result = resume(space, constraint, url)
     assert len(result.trials) == NUM_TRIALS
     # Each measurement was made once, by one of the two.
-    assert len(shares[0] + shares[1]) == len(set(shares[0] + shares[1])) == result.num_measured
+    assert len(shares[0] + shares[1]) == len(set(shares[0] + shares[1])) == sum(t.is_measured for t in result.trials)
 
 
 def test_an_interrupted_trial_is_measured_on_resume(space: SearchSpace, constraint: Constraint, tmp_path: Path) -> None:
@@ -263,11 +266,62 @@ def test_a_twin_whose_worker_ended_is_not_waited_for(
     if is_decided:
         other.set_user_attr(TICKET, 1)
     child.wait()
+    begun = time.monotonic()
     study.enqueue_trial(study.trials[other.number].system_attrs[FIXED_PARAMS])
     record = worker._run_trial(10, is_sampling=False)
     assert record is not None
     assert (record.configuration, record.is_measured) == (warm, True)
+    assert time.monotonic() - begun < liveness.UNNAMED_GRACE_S, "the dead worker was waited for"
     assert study.trials[other.number].state == TrialState.FAIL
+
+
+def test_a_ticket_without_all_parameters_is_not_taken_for_a_decision(
+    space: SearchSpace, constraint: Constraint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What a database may show: parameters as they were before the ticket that is read after them.
+    study, seen = optuna.create_study(), []
+    worker = Worker(study, space, constraint, lambda _: pytest.fail("the twin measures it"))
+    twin = study.ask()
+    for name in worker.distributions:
+        twin.suggest_int(name, 1, 1)
+    twin.set_user_attr(TICKET, 1)
+    twin.set_user_attr(liveness.WORKER, liveness.worker_id())
+    read = worker._trials
+
+    def torn() -> list[FrozenTrial]:
+        trials = copy.deepcopy(read())
+        seen.append(len(trials))
+        if len(seen) <= 3 and trials[0].state == TrialState.RUNNING:
+            del trials[0].params[next(reversed(worker.distributions))]
+        elif trials[0].state == TrialState.RUNNING:
+            study.tell(0, 0.5)
+        return trials
+
+    monkeypatch.setattr(worker, "_trials", torn)
+    study.enqueue_trial(study.trials[0].params)
+    twin.set_user_attr(FEASIBLE, True)
+    record = worker._run_trial(10, is_sampling=False)
+    assert record is not None
+    assert (record.value, record.is_measured) == (0.5, False)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_only_what_would_be_measured_waits_for_others(
+    space: SearchSpace, make_constraint: Limit, constraint: Constraint, is_known: bool
+) -> None:
+    study = optuna.create_study()
+    worker = Worker(study, space, constraint if is_known else make_constraint("2bit", NUM_LAYERS), predicted_score)
+    params = worker._params([1, 1, 1, 1])
+    if is_known:
+        study.enqueue_trial(params)
+        assert worker._run_trial(10, is_sampling=False) is not None
+    undecided = study.ask()
+    undecided.set_user_attr(liveness.WORKER, liveness.worker_id())
+    study.enqueue_trial(params)
+    record = worker._run_trial(10, is_sampling=False)
+    assert record is not None
+    assert not record.is_measured
+    assert record.is_feasible == is_known
 
 
 def test_a_worker_whose_trial_was_given_up_drops_it_and_goes_on(
