@@ -265,6 +265,8 @@ def _dtype(source: ModelSource, has_gpu: bool) -> torch.dtype | str:
 
 def _unknown(source: ModelSource, error: Exception) -> UnsupportedModelError:
     reason = " ".join(str(error).split())
+    if "trust_remote_code" in reason:
+        reason = "it brings code of its own; read that code, then allow it with --trust-remote-code"
     reason = reason if len(reason) <= 300 else reason[:297] + "..."
     return UnsupportedModelError(f"cannot load model {source.model!r}: {reason}")
 

@@ -28,6 +28,7 @@ STORAGE_ERRORS: Final = (SQLAlchemyError, sqlite3.Error, optuna.exceptions.Stora
 _OPTUNA_TABLES: Final = {"studies", "version_info"}
 _WAYS_OUT: Final = {
     "locked": "another program holds it; end that and run the same command again",
+    "No space": "free some space and run the same command again to resume",
     "full": "free some space and run the same command again to resume",
     "readonly": "make it writable or choose another folder with --out",
     "unable to open": "choose another folder with --out",
@@ -46,6 +47,10 @@ def storage_errors(url: str | None) -> Iterator[None]:
     try:
         yield
     except STORAGE_ERRORS as error:
+        raise _storage_error(url, error) from error
+    except OSError as error:
+        if url is None or not url.startswith(JOURNAL):
+            raise
         raise _storage_error(url, error) from error
 
 

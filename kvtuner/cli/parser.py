@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvtuner import __version__
 
@@ -27,11 +27,16 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses in one line, as everything else does; the flags are in ``--help``."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(
-        prog="kvtuner", description="Per-layer mixed-precision KV caches: measure, search, prove, share."
-    )
+    parser = _Parser(prog="kvtuner", description="Per-layer mixed-precision KV caches: measure, search, prove, share.")
     parser.add_argument("--version", action="version", version=f"kvtuner {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary, groups in (

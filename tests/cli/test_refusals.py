@@ -45,6 +45,31 @@ def copied(model_folder: Any, tmp_path: Path) -> Callable[..., Path]:
     return call
 
 
+@pytest.mark.parametrize("args", [
+    ("search", "--sampler", "best"), ("search", "--trials", "0"), ("search", "--no-such-flag"), ("search",), ("tune",),
+    ("show",), ("search", "--config", "no/such.yaml"),
+])  # fmt: skip
+def test_flags_that_are_wrong_are_refused_in_one_line(run: Any, args: tuple[str, ...]) -> None:
+    status, out, err = run(*args)
+    assert (status, out) == (2, "")
+    (line,) = err.splitlines()
+    assert "error:" in line
+    assert line.endswith("--help")
+
+
+def test_code_of_a_checkpoint_is_not_run_unless_asked_for(
+    refused: Any, copied: Any, corpus_file: Path, tmp_path: Path
+) -> None:
+    folder, marker = copied(model_type="foreign", auto_map={"AutoConfig": "foreign.Foreign"}), tmp_path / "marker"
+    (folder / "foreign.py").write_text(
+        f"from pathlib import Path\nfrom transformers import LlamaConfig\nPath({str(marker)!r}).touch()\n"
+        "class Foreign(LlamaConfig):\n    model_type = 'foreign'\n"
+    )
+    arguments = ("search", "--model", folder, "--data", corpus_file, "--budget", "4bit", "--dry-run")
+    assert "--trust-remote-code" in refused(*arguments)
+    assert not marker.exists()
+
+
 def test_an_unknown_model_is_named(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "'nobody/nothing'" in refused("search", "--model", "nobody/nothing", "--budget", "4bit")

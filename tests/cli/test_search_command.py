@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,9 +36,14 @@ def test_the_whole_command_line_works_on_models_that_nobody_here_made(
     assert run("report", tmp_path / "run")[0] == 0
 
 
-def test_the_same_seed_gives_the_same_profile_bytes(search: Callable[..., Any], tmp_path: Path) -> None:
-    first = search(tmp_path / "a", "--budget", "3bit", "--seed", "7")
-    second = search(tmp_path / "b", "--budget", "3bit", "--seed", "7")
+def test_the_same_seed_gives_the_same_profile_bytes(
+    search: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # More trials than warm starts, so that races, the sampler and the surrogate take part; then two at a time.
+    first = search(tmp_path / "a", "--budget", "3bit", "--seed", "7", trials=40)
+    for module in ("simulate", "isolated"):
+        monkeypatch.setattr(f"kvtuner.calibration.{module}.num_workers", lambda _: 2)
+    second = search(tmp_path / "b", "--budget", "3bit", "--seed", "7", trials=40)
     assert first["profile"] != second["profile"]
     assert (tmp_path / "a/profile.json").read_bytes() == (tmp_path / "b/profile.json").read_bytes()
 
@@ -228,7 +234,12 @@ def test_the_stored_quality_is_over_small_and_large_positions_alike(search: Any,
     assert quality.reference_perplexity == pytest.approx(reference, rel=1e-4)
     for stored, *rows in zip(quality.baselines, small["baselines"], large["baselines"], strict=True):
         assert stored.kl_mean == pytest.approx(sum(row["kl"]["mean"] for row in rows) / 2, rel=1e-4)
-    assert 0 < quality.split_tokens <= 3 * 64
+    assert quality.split_tokens == 3 * 48, "not the scored tokens of the report split"
+    uniforms = {("K8V8", False), ("K8V4", False), ("K4V4", False), ("K4V2", False), ("K2V2", False)}
+    names = {(row["name"], row["transforms"]) for row in small["baselines"]}
+    assert names >= uniforms | {("fp8", False), ("K4V2", True), ("K2V2", True)}
+    predicted = next(row["predicted"] for row in result["additivity"] if row["name"] == "winner")
+    assert quality.predicted_kl == pytest.approx(predicted, rel=1e-4)
 
 
 def test_the_gain_over_the_exact_solution_is_reported(search: Any, tmp_path: Path) -> None:
@@ -283,6 +294,66 @@ def test_pairs_are_compared_with_the_sum_of_their_sides_where_asked_for(search: 
     assert 0 < found["median"] <= found["maximum"]
     assert "e_o differs from the sum of its sides by" in run("report", tmp_path / "pairs")[1]
     assert "K/V pairs" in (tmp_path / "pairs/report.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags", [(), ("--nested", "--sampler", "none"), ("--keep", "0:K8V8")], ids=["unclear", "nested", "keep"]
+)
+def test_a_uniform_that_may_not_be_better_takes_no_place(
+    search: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    from kvtuner.cli import outcome
+    from kvtuner.evaluation.statistics import Interval
+
+    low = 0.5 if flags else 0.0
+    monkeypatch.setattr(outcome, "kl_difference", lambda *_: Interval(1.0, low, 2.0))
+    assert search(tmp_path / "run", "--budget", "4bit", *flags, trials=2)["uniform_winner"] is None
+
+
+def test_every_long_step_has_a_bar_and_says_what_it_cost(
+    run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    arguments = (
+        "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--trials", "3",
+        "--out", tmp_path / "run", "--no-report", "--json",
+    )  # fmt: skip
+    status, _, err = run(*arguments, "--budget", "3bit")
+    assert status == 0, err
+    for bar in ("statistics", "candidates", "isolated KL", "uniform K x V", "refine 3bit", "validation"):
+        assert f"{bar}: 100%" in err, bar
+    assert "forward passes" in err
+    assert "a gain of" in err
+    status, _, err = run(*arguments, "--budget", "3bit", "4bit", "--nested", "--sampler", "none")
+    assert status == 0, err
+    assert "nested 3bit: predicted score" in err
+    assert "nested 4bit: predicted score" in err
+
+
+def test_without_out_the_folder_is_named_by_model_and_budget(
+    run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(
+        "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--trials", "2",
+        "--budget", "3bit", "--score", "fisher", "--no-report", "--json",
+    )  # fmt: skip
+    assert status == 0, err
+    assert (tmp_path / "runs/llama-gqa-3bit/profile.json").exists()
+    assert json.loads(out)["profile"] == "runs/llama-gqa-3bit/profile.json"
+
+
+def test_a_search_goes_on_from_what_calibrate_measured(
+    search: Any, run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path
+) -> None:
+    arguments = ("--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--out", tmp_path / "run")
+    status, out, err = run("calibrate", *arguments, "--json")
+    assert status == 0, err
+    assert json.loads(out)
+    assert run("calibrate", *arguments, "--dry-run")[0] == 0
+    result = search(tmp_path / "run", "--budget", "3bit", trials=2)
+    assert result["forward_passes"]["calibration"] == 0
 
 
 @pytest.mark.parametrize("transforms", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
 import statistics
 import sys
@@ -11,22 +12,31 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kvtuner.calibration.batches import batches
 from kvtuner.calibration.calibrate import CalibrationOptions, Workbench
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
+from kvtuner.calibration.demo import make_corpus
 from kvtuner.calibration.demo.outliers import add_outliers
 from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
 from kvtuner.calibration.demo.train import KEY_BIAS, add_key_biases
+from kvtuner.calibration.divergence import compare, following
 from kvtuner.calibration.model import DEMO_MODEL, LoadedModel, ModelSource, load_model
 from kvtuner.calibration.read_plan import ReadPlan
-from kvtuner.calibration.simulate import LayerSpec, Simulator
+from kvtuner.calibration.simulate import LayerSpec, Simulator, quantized_attention
 from kvtuner.calibration.statistics import measure_constants
+from kvtuner.exported_configs.build import LayerChoice
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import QuantSpec
+from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
+
+    from kvtuner.calibration.read_plan import ReadPlanName
+    from kvtuner.exported_configs.profile import Profile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -133,6 +143,69 @@ def test_the_twin_with_outlier_channels_is_the_same_function_and_breaks_plain_fo
             kl[name, transform] = simulator.kl(specs)
     assert kl["twin", "none"] > 5 * kl["demo", "none"], kl
     assert kl["twin", "centered+balanced+hadamard"] < 1.5 * kl["demo", "centered+balanced+hadamard"]
+
+
+@pytest.mark.parametrize("name", ["decode", "cache"])
+def test_the_host_agrees_with_the_tuners_simulation(
+    name: ReadPlanName, demo: LoadedModel, profile_of: Callable[..., Profile]
+) -> None:
+    corpus = load_corpus(CorpusSource(num_sequences=(2, 3, 2)), demo.tokenizer)
+    bench = Workbench.prepare(demo, corpus, OPTIONS)
+    constants = measure_constants(bench.chain, bench.batches("calibrate"))
+    names = ("hadamard", "centered+balanced+hadamard", "balanced", "none")
+    layers = [
+        LayerChoice(
+            k, v, constant.transform("k", names[layer % 4]), constant.transform("v", "none" if v == 16 else "hadamard")
+        )
+        for layer, (constant, (k, v)) in enumerate(zip(constants, [(4, 2), (2, 4), (8, 16)] * 3, strict=True))
+    ]
+    specs = {
+        layer: LayerSpec(
+            QuantSpec(choice.k_bits, choice.k_transform),
+            None if choice.v_bits == 16 else QuantSpec(choice.v_bits, choice.v_transform),
+        )
+        for layer, choice in enumerate(layers)
+    }
+    plan = ReadPlan.of(name, 512)
+    simulator = Simulator(bench.chain, bench.batches("select", "small"), plan)
+    profile = profile_of(demo.model.config, layers)
+    apart, own, agree = [], [], []
+    for item in simulator.prepared:
+        simulated = bench.chain.run(item.embedded, item.calls, item.prompt.before(quantized_attention(specs, plan)))
+        simulated = simulated[:, plan.split - item.prompt.num_tokens :]
+        cache = KVTunerCache.from_profile(profile, demo.model.config, read_plan=name)
+        ids = item.batch.input_ids
+        with torch.no_grad():
+            chunks = [
+                demo.model.model(part, past_key_values=cache)
+                for part in ids.tensor_split([plan.split], dim=1)
+                if part.numel()
+            ]
+        hosted = chunks[-1].last_hidden_state
+        between = compare(bench.chain, simulated, hosted, following(ids, plan.split))
+        apart.append(between.kl)
+        agree.append(between.agree)
+        own.append(compare(bench.chain, item.reference, simulated, following(ids, plan.split)).kl)
+    kl, own_kl = torch.cat(apart).mean(), torch.cat(own).mean()
+    assert own_kl > 0.05, "a profile that loses nothing shows nothing"
+    assert kl <= 0.02 * own_kl + 1e-6
+    assert torch.cat(agree).mean() >= 0.995
+
+
+def test_the_demo_model_is_of_the_size_and_dtype_that_is_said() -> None:
+    tensors = load_file(DEMO_MODEL / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert 3_500_000 < sum(tensor.numel() for tensor in tensors.values()) < 4_500_000
+
+
+def test_the_shipped_corpus_is_what_its_script_writes_of_the_generated_tasks() -> None:
+    shipped = {json.loads(line)["text"] for line in (DEMO_MODEL.parent / "corpus.jsonl").read_text().splitlines()}
+    written = set(make_corpus.documents(2026, num_excerpts=330, num_tables=220, num_additions=50))
+    # Excerpts are of this Python's own library, tables and additions are drawn after as many excerpts.
+    assert len(written) == pytest.approx(600, abs=5)
+    assert sum("?\n" in text and ":" in text for text in shipped) >= 200
+    if sys.version_info[:3] == (3, 11, 7):
+        assert written == shipped
 
 
 OPTIONS = CalibrationOptions()

@@ -6,12 +6,13 @@ import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 from kvtuner.calibration.divergence import TokenScores
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.evaluation.validation import JOURNAL, Validator, fp8_contestant
+from kvtuner.evaluation.validation import JOURNAL, SequenceSums, Validator, fp8_contestant
 from kvtuner.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def validator(folder: RunFolder, kl: torch.Tensor, asked: list[str]) -> Validato
     simulator = SimpleNamespace(measure=lambda specs, on_batch: TokenScores(kl, torch.ones_like(kl), nll))
 
     def simulate(split: str, offsets: str) -> Any:
+        assert split == "report"
         asked.append(offsets)
         return simulator
 
@@ -39,6 +41,18 @@ def test_a_contestant_is_measured_once_per_folder_and_offsets(tmp_path: Path) ->
     assert asked == ["small"]
     validator(folder, kl, asked).measure(fp8_contestant(2), "large")
     assert asked == ["small", "large"]
+
+
+def test_sums_are_of_sequences_and_quantiles_of_tokens() -> None:
+    kl = torch.tensor([[0.0, 1.0, 2.0, 5.0], [3.0, 0.5, 0.25, 0.25]], dtype=torch.float64)
+    agree = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 0.0]])
+    nll = torch.tensor([[1.0, 2.0, 3.0, math.nan], [0.5, 0.5, 1.0, math.nan]])
+    sums = SequenceSums.of(TokenScores(kl, agree, nll))
+    assert (sums.kl, sums.agree, sums.nll) == ((8.0, 4.0), (2.0, 3.0), (6.0, 2.0))
+    assert (sums.count, sums.nll_count) == ((4, 4), (3, 3))
+    assert sums.top1_agreement == 5 / 8
+    assert sums.perplexity == pytest.approx(math.exp(8 / 6))
+    assert sums.kl_p99 == np.quantile(kl.numpy(), 0.99, method="higher")
 
 
 def test_what_another_worker_has_measured_meanwhile_is_not_measured_again(tmp_path: Path) -> None:

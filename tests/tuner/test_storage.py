@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sqlite3
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -173,6 +175,49 @@ def test_a_lock_in_the_middle_of_a_study_loses_no_trial(
     result = refine(space, constraint, lambda _: 1.0, warm=warm, num_trials=5, storage=f"sqlite:///{path}")
     assert len(result.trials) == 5
     assert set(warm) <= {trial.configuration for trial in result.trials}
+
+
+def test_a_full_disk_is_said_and_loses_no_trial(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "study.db"
+    run(f"sqlite:///{path}")
+    connect = storage_module._connect
+
+    def full(file: Path) -> sqlite3.Connection:
+        connection = connect(file)
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+        connection.execute(f"PRAGMA max_page_count={pages}")
+        return connection
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage_module, "_connect", full)
+        assert "free some space" in refusal(run, f"sqlite:///{path}", num_trials=200)
+    monkeypatch.setattr("kvtuner.tuner.liveness.UNNAMED_GRACE_S", 0.2)
+    assert len(run(f"sqlite:///{path}", num_trials=200).trials) == 200
+
+
+def test_a_full_disk_under_a_journal_is_said(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"journal:///{tmp_path}/study.log"
+    run(url)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("optuna.storages.journal.JournalFileBackend.append_logs", full)
+        assert "free some space" in refusal(run, url, num_trials=9)
+    assert len(run(url, num_trials=9).trials) == 9
+
+
+def test_an_error_of_the_objective_is_not_taken_for_the_storages(
+    random_space: Space, make_constraint: Limit, tmp_path: Path
+) -> None:
+    space, constraint = random_space(3, 0), make_constraint("7bit", 3)
+
+    def objective(configuration: Configuration) -> float:
+        raise OSError("the model's own file")
+
+    with pytest.raises(OSError, match="the model's own file"):
+        refine(space, constraint, objective, warm=[solve(space, constraint)], storage=f"sqlite:///{tmp_path}/study.db")
 
 
 def test_a_path_that_is_a_folder_is_refused(run: Run, tmp_path: Path) -> None:
