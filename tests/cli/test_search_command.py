@@ -224,7 +224,8 @@ def test_trials_of_the_same_target_go_on_and_are_counted(search: Any, tmp_path: 
 
 def test_the_stored_quality_is_over_small_and_large_positions_alike(search: Any, tmp_path: Path) -> None:
     result = search(tmp_path / "run", "--budget", "3bit", trials=2)
-    quality = load_profile(tmp_path / "run/profile.json").quality
+    profile = load_profile(tmp_path / "run/profile.json")
+    quality, calibration = profile.quality, profile.provenance.calibration
     assert quality is not None
     small, large = result["quality"]
     mean = (small["winner"]["kl"]["mean"] + large["winner"]["kl"]["mean"]) / 2
@@ -234,6 +235,8 @@ def test_the_stored_quality_is_over_small_and_large_positions_alike(search: Any,
     assert quality.reference_perplexity == pytest.approx(reference, rel=1e-4)
     for stored, *rows in zip(quality.baselines, small["baselines"], large["baselines"], strict=True):
         assert stored.kl_mean == pytest.approx(sum(row["kl"]["mean"] for row in rows) / 2, rel=1e-4)
+    assert calibration is not None
+    assert calibration.position_range == (0, 511), "not the positions of the model's context"
     assert quality.split_tokens == 3 * 48, "not the scored tokens of the report split"
     uniforms = {("K8V8", False), ("K8V4", False), ("K4V4", False), ("K4V2", False), ("K2V2", False)}
     names = {(row["name"], row["transforms"]) for row in small["baselines"]}

@@ -1,12 +1,21 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import scipy.stats
+import torch
 
-from kvtuner.calibration.sensitivity import Scores
-from kvtuner.evaluation.assemble import keeps_budget, pair_additivity, rank_bytes
+from kvtuner.calibration.sensitivity import Candidate, LayerConstants, Scores, SensitivityTable
+from kvtuner.evaluation.assemble import (
+    keeps_budget,
+    pair_additivity,
+    rank_bytes,
+    rank_correlations,
+    sensitivity_rows,
+)
 from kvtuner.evaluation.ranks import Ranks
 from kvtuner.evaluation.validation import Contestant, fp8_contestant
 from kvtuner.geometry import ModelGeometry
@@ -69,3 +78,37 @@ def test_pairs_are_compared_with_the_sum_of_their_sides() -> None:
     assert found.num_pairs == 3
     assert (found.median, found.maximum) == (pytest.approx(0.1), pytest.approx(0.5))
     assert pair_additivity(table()) is None
+
+
+def table_of(scores: dict[Candidate, Scores]) -> SensitivityTable:
+    ones = torch.ones(GEOMETRY.num_kv_heads, GEOMETRY.head_dim, dtype=torch.float16)
+    return SensitivityTable({}, replace(GEOMETRY, num_layers=1), (LayerConstants(ones, ones, ones),), scores)
+
+
+def test_rank_correlations_are_of_candidates_that_have_an_isolated_kl() -> None:
+    kls = {2: 3.0, 4: 2.0, 8: 1.0}
+    scores = {
+        Candidate(0, side, bits, "none"): Scores(kl, -kl, kl**3, kl, kl) for side in "kv" for bits, kl in kls.items()
+    }
+    # Of these two the first has no KL; the second breaks the order of one score.
+    scores[Candidate(0, "k", 2, "hadamard")] = Scores(99.0, 99.0, 99.0, -99.0, None)
+    scores[Candidate(0, "v", 2, "hadamard")] = Scores(4.0, 0.0, 4.0, 0.5, 4.0)
+    rho = {(row.score, row.side): row.rho for row in rank_correlations(table_of(scores))}
+    assert rho["fisher", "k"] == pytest.approx(1.0)
+    assert rho["e_a", "k"] == pytest.approx(-1.0)
+    assert rho["e_k / e_v", "v"] == pytest.approx(1.0)
+    x, y = [3.0, 2.0, 1.0, 0.5], [3.0, 2.0, 1.0, 4.0]
+    assert rho["fisher", "v"] == pytest.approx(scipy.stats.spearmanr(x, y).statistic)
+    assert ("e_a", "v") not in rho
+
+
+def test_sensitivity_rows_show_the_best_transform_beside_none() -> None:
+    scores = {}
+    for side in "kv":
+        for bits in (2, 4, 8):
+            scores[Candidate(0, side, bits, "none")] = Scores(0, 0, 0, 2.0 * bits, None if bits == 8 else 2.0)
+            scores[Candidate(0, side, bits, "hadamard")] = Scores(0, 0, 0, 3.0 * bits, None if bits == 8 else 1.0)
+    rows = {(row.side, row.bits): row for row in sensitivity_rows(table_of(scores))}
+    assert rows.keys() == {(side, bits) for side in "kv" for bits in (2, 4, 8)}
+    assert [rows["k", bits].transform for bits in (2, 4, 8)] == ["hadamard", "hadamard", "none"]
+    assert (rows["v", 2].best.kl, rows["v", 2].plain.kl) == (1.0, 2.0)

@@ -1,0 +1,37 @@
+"""The examples run as their own words say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from kvtuner.calibration.model import ModelSource, read_config
+from kvtuner.cli.parser import build_parser, parse
+from kvtuner.exported_configs.build import LayerChoice, dump_profile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def test_text_is_generated_from_packed_rows(profile_of: Callable[..., Any], tmp_path: Path) -> None:
+    profile = profile_of(read_config(ModelSource("demo")), [LayerChoice(4, 4)] * 9)
+    (tmp_path / "profile.json").write_bytes(dump_profile(profile))
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "generate.py", "--profile", tmp_path / "profile.json", "--tokens", "8"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("def main(")
+    assert f"{profile.bytes_per_token():,} per token" in done.stdout
+
+
+def test_the_configuration_file_names_flags_that_exist() -> None:
+    args = parse(build_parser(), ["search", "--config", str(EXAMPLES / "search.yaml"), "--trials", "3"])
+    assert args.budget == yaml.safe_load((EXAMPLES / "search.yaml").read_text())["budget"]
+    assert (args.model, args.trials) == ("demo", 3)
