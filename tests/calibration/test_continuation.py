@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -129,7 +128,7 @@ def test_an_isolated_forward_needs_no_prompt(
     candidates = [Candidate(0, "k", 4, "none"), Candidate(2, "v", 2, "hadamard")]
     found = []
     for name, limit in (("kept", 1 << 30), ("whole", 0)):
-        monkeypatch.setattr(isolated, "run_prompt", partial(run_prompt, limit=limit))
+        monkeypatch.setattr(isolated, "PROMPT_BYTES", limit)
         folder = RunFolder(tmp_path / name)
         folder.create()
         found.append(
