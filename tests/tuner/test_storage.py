@@ -232,7 +232,7 @@ def test_a_damaged_journal_is_refused(run: Run, tmp_path: Path, content: bytes) 
 
 @pytest.mark.parametrize("url", ["study.db", "", "nosuchdatabase://host/name"])
 def test_urls_that_are_none_are_refused(run: Run, url: str) -> None:
-    refusal(run, url)
+    assert "sqlite:///PATH, journal:///PATH or a database" in refusal(run, url)
 
 
 def test_passwords_are_not_printed() -> None:
