@@ -202,7 +202,7 @@ class Worker:
 
     def _measure(self, trial: optuna.Trial, indices: tuple[int, ...]) -> float:
         configuration = self._space.configuration(indices)
-        measured = {other: value for other, value in self._tried.items() if value is not None}
+        measured = self._measured()
         with heartbeat(trial), self._gate.opened():
             if self._race is None or not measured or indices == self._start:
                 value = float(self._objective(configuration))
@@ -216,6 +216,10 @@ class Worker:
             )
         return value
 
+    def _measured(self) -> dict[tuple[int, ...], float]:
+        """Values that the study had when the trial began."""
+        return {indices: value for indices, value in self._tried.items() if value is not None}
+
     def is_wanted(self, params: Mapping[str, Any]) -> bool:
         """Whether parameters keep the budget and are new to the study."""
         indices = self._indices(params)
@@ -228,9 +232,8 @@ class Worker:
         """For every other trial what is best under scores corrected by all measurements; None to ask the sampler."""
         if number % 2:
             return None
-        measured = {indices: value for indices, value in self._tried.items() if value is not None}
         rng = np.random.default_rng([seed, number])
-        indices = self._surrogate.propose(measured, lambda indices: self.is_wanted(self._params(indices)), rng)
+        indices = self._surrogate.propose(self._measured(), lambda indices: self.is_wanted(self._params(indices)), rng)
         return None if indices is None else self._params(indices)
 
     def _reclaim(self, trial: FrozenTrial) -> bool:
