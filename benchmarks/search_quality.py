@@ -83,7 +83,7 @@ def prepare(args: argparse.Namespace) -> Arena:
     folder = RunFolder(args.out)
     table = calibrate(bench, folder)
     identity = sha256_of(table.identity)
-    objective = MeasuredKL(bench.simulator("select"), table, bench.options.quant, folder, identity)
+    objective = MeasuredKL(bench.simulator("select", reuse=True), table, bench.options.quant, folder, identity)
     return Arena(bench, table, objective, Validator(bench, folder, identity))
 
 

@@ -90,9 +90,9 @@ class Workbench:
             device=self.chain.input_device,
         )
 
-    def simulator(self, split: SplitName, offsets: Offsets = "random") -> Simulator:
-        """A simulator over a split."""
-        return Simulator(self.chain, self.batches(split, offsets), self.plan)
+    def simulator(self, split: SplitName, offsets: Offsets = "random", *, reuse: bool = False) -> Simulator:
+        """A simulator over a split; `reuse` for many configurations that are alike."""
+        return Simulator(self.chain, self.batches(split, offsets), self.plan, reuse=reuse)
 
     def identity(self) -> dict[str, Any]:
         """What decides every measurement; a run folder is bound to it."""

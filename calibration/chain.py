@@ -150,7 +150,15 @@ class DecoderChain:
         return Trace(residual, calls, output.last_hidden_state)
 
     @torch.no_grad()
-    def run(self, hidden: Tensor, calls: Sequence[LayerCall], listener: Listener, *, start: int = 0) -> Tensor:
+    def run(
+        self,
+        hidden: Tensor,
+        calls: Sequence[LayerCall],
+        listener: Listener,
+        *,
+        start: int = 0,
+        inputs: list[Tensor] | None = None,
+    ) -> Tensor:
         """Final hidden states when layers from `start` on run with `listener` as their attention.
 
         Args:
@@ -158,9 +166,12 @@ class DecoderChain:
             calls: of a trace of the same batch.
             listener: computes attention.
             start: first layer to run.
+            inputs: is given the input of every layer that runs.
         """
         with listening(listener):
             for layer_id in range(start, len(self.layers)):
+                if inputs is not None:
+                    inputs.append(hidden)
                 hidden = self.run_layer(layer_id, hidden, calls[layer_id])
         return self.finish(hidden)
 
@@ -196,10 +207,14 @@ class DecoderChain:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
+    @property
+    def vocab_size(self) -> int:
+        """Logits per token."""
+        return int(self.model.config.get_text_config(decoder=True).vocab_size)
+
     def rows_in_flight(self) -> int:
         """Token rows whose logits are held at a time."""
-        vocabulary = int(self.model.config.get_text_config(decoder=True).vocab_size)
-        return max(1, min(MAX_LOGIT_ROWS, LOGITS_IN_FLIGHT // vocabulary))
+        return max(1, min(MAX_LOGIT_ROWS, LOGITS_IN_FLIGHT // self.vocab_size))
 
     def _check_on_probe(self) -> None:
         device = self.input_device

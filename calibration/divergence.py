@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from kvtuner.calibration.chain import DecoderChain
+
+KEPT_BYTES = 1 << 22  # of log-probabilities: those of a small vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +31,29 @@ class TokenScores:
     nll: Tensor
 
 
+class Reference:
+    """What others are compared with."""
+
+    @torch.no_grad()
+    def __init__(self, chain: DecoderChain, final: Tensor) -> None:
+        """Take final hidden states, [batch, tokens, hidden_size]; log-probabilities are kept if they are few."""
+        self.final = final
+        self._chain = chain
+        is_small = 4 * final.shape[0] * final.shape[1] * chain.vocab_size <= KEPT_BYTES
+        self._kept = list(self._compute()) if is_small else None
+
+    def blocks(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Log-probabilities [rows, vocab_size], float32, and most likely tokens [rows], of a few rows at a time."""
+        return self._compute() if self._kept is None else self._kept
+
+    def _compute(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in self.final.flatten(0, 1).split(self._chain.rows_in_flight()):
+            log_p = self._chain.logits(rows).log_softmax(dim=-1)
+            yield log_p, log_p.argmax(dim=-1)
+
+
 @torch.no_grad()
-def compare(chain: DecoderChain, reference: Tensor, other: Tensor, next_ids: Tensor) -> TokenScores:
+def compare(chain: DecoderChain, reference: Reference, other: Tensor, next_ids: Tensor) -> TokenScores:
     """Compare final hidden states token by token, holding the logits of a few rows at a time.
 
     The divergence is summed as ``p * (exp(d) - 1 - d)`` with ``d = log q - log p``: every term is non-negative, so that
@@ -37,27 +62,26 @@ def compare(chain: DecoderChain, reference: Tensor, other: Tensor, next_ids: Ten
 
     Args:
         chain: for the output embeddings.
-        reference: [batch, tokens, hidden_size].
-        other: likewise.
+        reference: of hidden states of the same shape.
+        other: final hidden states, [batch, tokens, hidden_size].
         next_ids: the token that follows each row, [batch, tokens]; -1 where none does.
     """
-    shape = reference.shape[:2]
+    shape = other.shape[:2]
     kl, agree, nll = [], [], []
     rows = zip(
-        reference.flatten(0, 1).split(chain.rows_in_flight()),
+        reference.blocks(),
         other.flatten(0, 1).split(chain.rows_in_flight()),
         next_ids.flatten().split(chain.rows_in_flight()),
         strict=True,
     )
-    for reference_rows, other_rows, targets in rows:
-        log_p = chain.logits(reference_rows).log_softmax(dim=-1)
+    for (log_p, top), other_rows, targets in rows:
         log_q = chain.logits(other_rows).log_softmax(dim=-1)
         difference = log_q - log_p
         p = log_p.exp()
         near = p * (torch.expm1(difference) - difference)
         terms = torch.where(difference < 1.0, near, log_q.exp() - p - p * difference)
         kl.append(terms.sum(dim=-1, dtype=torch.float64))
-        agree.append((log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).double())
+        agree.append((top == log_q.argmax(dim=-1)).double())
         targets = targets.to(log_q.device)
         picked = log_q.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1).double()
         nll.append(torch.where(targets >= 0, -picked, torch.nan))

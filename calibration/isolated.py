@@ -6,12 +6,12 @@ over the sequences that run side by side. Knows no budgets.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.continuation import PROMPT_BYTES, run_prompt
-from kvtuner.calibration.divergence import compare, following
+from kvtuner.calibration.divergence import Reference, compare, following
 from kvtuner.calibration.finite import check_finite
 from kvtuner.calibration.sensitivity import SIDES, Candidate, LayerConstants, Scores
 from kvtuner.calibration.side_by_side import num_workers, run_side_by_side
@@ -97,14 +97,14 @@ def measure_isolated(
     num_tokens = 0
     waiting = iter(batches)
     while together := list(islice(waiting, num_workers(chain.model))):
-        runs: dict[int, tuple[Batch, Prompt, Trace]] = {}
+        runs: dict[int, _Run] = {}
         num_tokens += sum(batch.input_ids.shape[0] * (batch.input_ids.shape[1] - plan.split) for batch in together)
         for candidate in candidates:
             missing = [batch for batch in together if (batch.index, candidate) not in done]
             for batch in missing:
                 if batch.index not in runs:
-                    limit = PROMPT_BYTES - sum(prompt.num_bytes for _, prompt, _ in runs.values())
-                    runs[batch.index] = (batch, *run_prompt(chain, batch, plan.split, limit))
+                    limit = PROMPT_BYTES - sum(run.prompt.num_bytes for run in runs.values())
+                    runs[batch.index] = _run_exactly(chain, batch, plan, limit)
             spec = spec_of(candidate, constants, options)
             kls = _kl_sums(chain, [runs[batch.index] for batch in missing], candidate.layer, spec, plan)
             named = {"identity": identity, **asdict(candidate)}
@@ -118,17 +118,29 @@ def measure_isolated(
     return {candidate: total / num_tokens for candidate, total in totals.items()}
 
 
-def _kl_sums(
-    chain: DecoderChain, runs: Sequence[tuple[Batch, Prompt, Trace]], layer: int, spec: LayerSpec, plan: ReadPlan
-) -> list[float]:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One batch, run exactly."""
+
+    batch: Batch
+    prompt: Prompt
+    trace: Trace
+    reference: Reference
+
+
+def _run_exactly(chain: DecoderChain, batch: Batch, plan: ReadPlan, limit: int) -> _Run:
+    prompt, trace = run_prompt(chain, batch, plan.split, limit)
+    return _Run(batch, prompt, trace, Reference(chain, trace.final[:, plan.split - prompt.num_tokens :]))
+
+
+def _kl_sums(chain: DecoderChain, runs: Sequence[_Run], layer: int, spec: LayerSpec, plan: ReadPlan) -> list[float]:
     """KL of each run, summed over the scored tokens, when one layer is stored as `spec` says."""
 
-    def kl_sum(run: tuple[Batch, Prompt, Trace]) -> float:
-        batch, prompt, trace = run
-        listener = prompt.before(quantized_attention({layer: spec}, plan))
-        final = chain.run(trace.residual[layer], trace.calls, listener, start=layer)
-        scored = slice(plan.split - prompt.num_tokens, None)
-        kl = compare(chain, trace.final[:, scored], final[:, scored], following(batch.input_ids, plan.split)).kl
+    def kl_sum(run: _Run) -> float:
+        listener = run.prompt.before(quantized_attention({layer: spec}, plan))
+        final = chain.run(run.trace.residual[layer], run.trace.calls, listener, start=layer)
+        scored = final[:, plan.split - run.prompt.num_tokens :]
+        kl = compare(chain, run.reference, scored, following(run.batch.input_ids, plan.split)).kl
         check_finite(layer, divergences=kl)
         return float(kl.sum())
 

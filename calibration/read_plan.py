@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import get_args
 
 import torch
@@ -118,12 +119,20 @@ def attend(
     if start == 0:
         return _attend_rows(call, k, v, slice(None), None)
     tokens, blocks = k.shape[2], []
+    band = _causal_band(tokens, dtype, k.device)
     for first in range(start, tokens, ROWS_AT_A_TIME):
         last = min(first + ROWS_AT_A_TIME, tokens)
-        mask = torch.ones(last - first, last, dtype=torch.bool, device=k.device).tril(first)
+        mask = band[: last - first, tokens - first : tokens - first + last]
         rows = slice(first - call.first, last - call.first)
         blocks.append(_attend_rows(call, k[:, :, :last], v[:, :, :last], rows, mask))
     return torch.cat(blocks, dim=2)
+
+
+@lru_cache(maxsize=2)
+def _causal_band(tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What to add to the scores of `ROWS_AT_A_TIME` rows; from column ``tokens - t`` on, for rows from token t on."""
+    hidden = torch.full((ROWS_AT_A_TIME, tokens + ROWS_AT_A_TIME), float("-inf"), dtype=dtype, device=device)
+    return hidden.triu_(tokens + 1)
 
 
 def _attend_rows(call: AttentionCall, k: Tensor, v: Tensor, rows: slice, mask: Tensor | None) -> Tensor:

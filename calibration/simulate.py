@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvtuner.calibration.continuation import PROMPT_BYTES, Prompt, run_prompt
-from kvtuner.calibration.divergence import TokenScores, compare, following
+from kvtuner.calibration.divergence import Reference, TokenScores, compare, following
 from kvtuner.calibration.read_plan import AttentionCall, ReadPlan, attend, attend_by_plan
+from kvtuner.calibration.shared_layers import SharedLayers
 from kvtuner.calibration.side_by_side import num_workers, run_side_by_side
 
 if TYPE_CHECKING:
@@ -21,13 +22,23 @@ if TYPE_CHECKING:
     from kvtuner.calibration.seam import Listener
     from kvtuner.quant import QuantSpec
 
+REUSE_BYTES = 1 << 30
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerSpec:
-    """How one layer stores keys and values; None keeps a side in the served dtype."""
+    """How one layer stores keys and values; None keeps a side in the served dtype.
+
+    Only an object equals itself: configurations that share layers share their objects.
+    """
 
     k: QuantSpec | None = None
     v: QuantSpec | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is quantized."""
+        return self.k is None and self.v is None
 
 
 def read_back(spec: QuantSpec | None, x: Tensor) -> Tensor:
@@ -37,12 +48,12 @@ def read_back(spec: QuantSpec | None, x: Tensor) -> Tensor:
     return spec.simulate(x.transpose(1, 2)).transpose(1, 2)
 
 
-def quantized_attention(specs: Mapping[int, LayerSpec], plan: ReadPlan) -> Listener:
+def quantized_attention(specs: Mapping[int, LayerSpec | None], plan: ReadPlan) -> Listener:
     """Attention in which the layers of `specs` are stored as they say, and all others exactly."""
 
     def listen(layer_id: int, call: AttentionCall) -> Tensor:
         spec = specs.get(layer_id)
-        if spec is None or (spec.k is None and spec.v is None):
+        if spec is None or spec.is_exact:
             return attend(call)
         return attend_by_plan(call, plan, read_back(spec.k, call.k), read_back(spec.v, call.v))
 
@@ -58,14 +69,16 @@ class PreparedBatch:
         prompt: the tokens that run only once.
         embedded: input of the first layer for the others, [batch, rows, hidden_size].
         calls: the layers' other arguments; their tensors are those of one call.
-        reference: exact final hidden states of the scored tokens, [batch, tokens - split, hidden_size].
+        reference: of the exact final hidden states of the scored tokens, [batch, tokens - split, hidden_size].
+        shared: what measured configurations may have in common with others.
     """
 
     batch: Batch
     prompt: Prompt
     embedded: Tensor
     calls: Sequence[LayerCall]
-    reference: Tensor
+    reference: Reference
+    shared: SharedLayers[LayerSpec | None]
 
 
 class Simulator:
@@ -73,17 +86,27 @@ class Simulator:
 
     Keeps two hidden states per token (the embedding and the exact final state), what the layers are called with
     besides, which they share: the encoding of the positions, and the keys and values of the first sequences' prompts,
-    `PROMPT_BYTES` at most. Not logits.
+    `PROMPT_BYTES` at most. Not logits. With `reuse` also what runs of the last configurations put out, layer by layer.
     """
 
-    def __init__(self, chain: DecoderChain, batches: Iterable[Batch], plan: ReadPlan) -> None:
+    def __init__(self, chain: DecoderChain, batches: Iterable[Batch], plan: ReadPlan, *, reuse: bool = False) -> None:
         """Run the exact model over `batches`.
+
+        Args:
+            chain: the model.
+            batches: to measure on.
+            plan: what is read quantized.
+            reuse: do not run again the first layers that a configuration has in common with one that was measured; the
+                results are the same. Takes up to `REUSE_BYTES`.
 
         Raises:
             NonFiniteActivationError: it gives NaN or infinity; names the layer.
         """
         self.chain = chain
         self.plan = plan
+        batches = list(batches)
+        self._workers = num_workers(chain.model)
+        self._limit = REUSE_BYTES // len(batches) if reuse else 0
         self.prepared: list[PreparedBatch] = []
         for batch in batches:
             self.prepared.append(self._prepare(batch))
@@ -91,8 +114,9 @@ class Simulator:
     def _prepare(self, batch: Batch) -> PreparedBatch:
         limit = PROMPT_BYTES - sum(item.prompt.num_bytes for item in self.prepared)
         prompt, trace = run_prompt(self.chain, batch, self.plan.split, limit)
-        reference = trace.final[:, self.plan.split - prompt.num_tokens :].clone()
-        return PreparedBatch(batch, prompt, trace.residual[0], trace.calls, reference)
+        final = trace.final[:, self.plan.split - prompt.num_tokens :].clone()
+        reference = Reference(self.chain, final)
+        return PreparedBatch(batch, prompt, trace.residual[0], trace.calls, reference, SharedLayers(self._limit))
 
     def measure(
         self,
@@ -108,16 +132,15 @@ class Simulator:
             on_batch: told the number of tokens after each batch.
             batches: which of `prepared` to run, one at least.
         """
-        listener = quantized_attention(specs, self.plan)
+        layers = [specs.get(layer_id) for layer_id in range(len(self.chain.layers))]
 
         def score(item: PreparedBatch) -> TokenScores:
-            final = self.chain.run(item.embedded, item.calls, item.prompt.before(listener))
-            final = final[:, self.plan.split - item.prompt.num_tokens :]
+            final = self._final(item, layers)
             return compare(self.chain, item.reference, final, following(item.batch.input_ids, self.plan.split))
 
         parts = []
         items = self.prepared[batches]
-        for item, part in zip(items, run_side_by_side(score, items, num_workers(self.chain.model)), strict=True):
+        for item, part in zip(items, run_side_by_side(score, items, self._workers), strict=True):
             parts.append(part)
             if on_batch is not None:
                 on_batch(item.batch.num_tokens)
@@ -126,6 +149,18 @@ class Simulator:
             torch.cat([part.agree for part in parts]),
             torch.cat([part.nll for part in parts]),
         )
+
+    def _final(self, item: PreparedBatch, layers: Sequence[LayerSpec | None]) -> Tensor:
+        """Final hidden states of the scored tokens, [batch, tokens - split, hidden_size]."""
+        if all(spec is None or spec.is_exact for spec in layers):
+            return item.reference.final
+        listener = item.prompt.before(quantized_attention(dict(enumerate(layers)), self.plan))
+        start, hidden = item.shared.longest(layers)
+        inputs: list[Tensor] = []
+        hidden = item.embedded if hidden is None else hidden
+        final = self.chain.run(hidden, item.calls, listener, start=start, inputs=inputs)
+        item.shared.keep(layers, start, inputs)
+        return final[:, self.plan.split - item.prompt.num_tokens :]
 
     def kl(self, specs: Mapping[int, LayerSpec]) -> float:
         """Mean KL per scored token, nats."""

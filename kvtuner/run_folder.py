@@ -113,15 +113,7 @@ class RunFolder:
 
     def records(self, name: str) -> Iterator[dict[str, Any]]:
         """Lines of a log as they were appended; what a kill cut or anything changed is skipped."""
-        path = self.file(name)
-        if not path.exists():
-            return
-        with path.open("rb") as handle:
-            for line in handle:
-                with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):
-                    record = json.loads(line)
-                    if isinstance(record, dict) and record.pop(LINE_CHECKSUM, None) == _line_checksum(record):
-                        yield record
+        return LogReader(self, name).unread()
 
     def write_checked(self, name: str, payload: Mapping[str, Any]) -> None:
         """Write a JSON object with its own checksum."""
@@ -246,3 +238,33 @@ def _ends_with_newline(path: Path) -> bool:
 def _short(value: Any) -> str:
     text = canonical_json(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+class LogReader:
+    """Reads a log from where it stopped the last time."""
+
+    def __init__(self, folder: RunFolder, name: str) -> None:
+        """Begin with the first line of the log `name`, which need not exist yet."""
+        self._path = folder.file(name)
+        self._position = 0
+
+    def unread(self) -> Iterator[dict[str, Any]]:
+        """Lines since the last time; what a kill cut or anything changed is skipped."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as handle:
+            handle.seek(self._position)
+            for line in handle:
+                record = _read_line(line)
+                if record is not None or line.endswith(b"\n"):  # else it may still be written
+                    self._position += len(line)
+                if record is not None:
+                    yield record
+
+
+def _read_line(line: bytes) -> dict[str, Any] | None:
+    with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):
+        record = json.loads(line)
+        if isinstance(record, dict) and record.pop(LINE_CHECKSUM, None) == _line_checksum(record):
+            return record
+    return None

@@ -10,6 +10,7 @@ from kvtuner.calibration.simulate import LayerSpec
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import NATIVE_BITS
 from kvtuner.quant import QuantSpec
+from kvtuner.run_folder import LogReader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,20 +41,19 @@ def layer_specs(
     configuration: Sequence[Choice], table: SensitivityTable, options: QuantOptions
 ) -> Mapping[int, LayerSpec]:
     """What a simulator needs to know of a configuration."""
+    return {layer: _layer_spec(layer, choice, table, options) for layer, choice in enumerate(configuration)}
 
-    def spec(layer: int, side: Side, bits: int, transform: str) -> QuantSpec | None:
+
+def _layer_spec(layer: int, choice: Choice, table: SensitivityTable, options: QuantOptions) -> LayerSpec:
+    def spec(side: Side, bits: int, transform: str) -> QuantSpec | None:
         if bits == NATIVE_BITS:
             return None
         constants = table.constants_of(layer, side, transform)
         return QuantSpec(bits, constants, options.group_size(side), options.symmetric)
 
-    return {
-        layer: LayerSpec(
-            spec(layer, "k", choice.pair.k_bits, choice.k_transform),
-            spec(layer, "v", choice.pair.v_bits, choice.v_transform),
-        )
-        for layer, choice in enumerate(configuration)
-    }
+    return LayerSpec(
+        spec("k", choice.pair.k_bits, choice.k_transform), spec("v", choice.pair.v_bits, choice.v_transform)
+    )
 
 
 class MeasuredKL:
@@ -73,12 +73,16 @@ class MeasuredKL:
         self._options = options
         self._folder = folder
         self._identity = identity
+        self._specs: dict[tuple[int, str], LayerSpec] = {}
         sizes = [len(item.batch.input_ids) for item in simulator.prepared]
         self._batches = _stage_ends(len(sizes))
         self._ends = [sum(sizes[:batches]) for batches in self._batches]
         self.num_sequences = 0
         """How many sequences' KLs the values given so far are means of."""
-        self._known = self._journalled()
+        self._journal = LogReader(folder, JOURNAL)
+        self._known: dict[str, list[float]] = {}
+        """By configuration, the KLs of its first sequences."""
+        self._read_journal()
 
     def __call__(self, configuration: Sequence[Choice]) -> float:
         """Measure, or look up, one configuration on all sequences.
@@ -114,7 +118,7 @@ class MeasuredKL:
         last = len(self._ends) - 1 if stages is None else stages
         key = describe(configuration)
         if len(self._known.get(key, ())) < self._ends[last]:
-            self._known = self._journalled()  # by another worker meanwhile
+            self._read_journal()  # another worker may have measured it meanwhile
         known = self._known.get(key, [])
         if len(known) < self._ends[last]:
             done = self._ends.index(len(known))
@@ -126,7 +130,7 @@ class MeasuredKL:
 
     def _run(self, configuration: Sequence[Choice], batches: slice) -> list[float]:
         """Mean KL of every sequence of some batches."""
-        specs = layer_specs(configuration, self._table, self._options)
+        specs = {layer: self._spec(layer, choice) for layer, choice in enumerate(configuration)}
         found: list[float] = self._simulator.measure(specs, batches=batches).kl.mean(dim=1).tolist()
         for kl in found:
             if not math.isfinite(kl):
@@ -136,16 +140,20 @@ class MeasuredKL:
                 )
         return found
 
-    def _journalled(self) -> dict[str, list[float]]:
-        """By configuration, the KLs of its first sequences."""
-        known: dict[str, list[float]] = {}
-        for record in self._folder.records(JOURNAL):
+    def _spec(self, layer: int, choice: Choice) -> LayerSpec:
+        """One object for what is stored alike: by it a simulator knows what it need not run again."""
+        key = layer, describe([choice])
+        if key not in self._specs:
+            self._specs[key] = _layer_spec(layer, choice, self._table, self._options)
+        return self._specs[key]
+
+    def _read_journal(self) -> None:
+        for record in self._journal.unread():
             if record.get("identity") == self._identity:
-                before = known.setdefault(record["configuration"], [])
+                before = self._known.setdefault(record["configuration"], [])
                 last = record["first"] + len(record["kl"])
                 if record["first"] <= len(before) < last:  # a line before it may be damaged, or of another worker
                     before[record["first"] :] = record["kl"]
-        return known
 
 
 def _stage_ends(num_batches: int) -> list[int]:

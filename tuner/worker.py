@@ -34,8 +34,7 @@ POLL_S: Final = 0.2
 
 # User attributes of a trial; optuna-dashboard shows them.
 SOURCE: Final = "source"
-FEASIBLE: Final = "feasible"
-MEASURED: Final = "measured"
+OUTCOME: Final = "outcome"  # a dictionary: each attribute is a commit of its own
 TICKET: Final = "ticket"
 
 
@@ -188,10 +187,13 @@ class Worker:
         violation = self._constraint.violation(pairs)
         known = self._tried.get(indices)
         set_violation(trial, violation)
-        trial.set_user_attr("mean_bits", float(mean_bits(pairs, self._constraint.shape)))
-        trial.set_user_attr("bytes_per_token", bytes_per_token(pairs, self._constraint.shape))
-        trial.set_user_attr(FEASIBLE, violation <= 0)
-        trial.set_user_attr(MEASURED, violation <= 0 and known is None)
+        outcome = {
+            "mean_bits": float(mean_bits(pairs, self._constraint.shape)),
+            "bytes_per_token": bytes_per_token(pairs, self._constraint.shape),
+            "is_feasible": violation <= 0,
+            "is_measured": violation <= 0 and known is None,
+        }
+        trial.set_user_attr(OUTCOME, outcome)
         if violation > 0:
             # A finished trial needs a value; its constraint keeps it from winning.
             value = predicted_score(configuration)
@@ -263,9 +265,9 @@ class Worker:
         return TrialRecord(
             number=trial.number,
             configuration=self._space.configuration(self._indices(trial.params)),
-            value=trial.value if trial.user_attrs[FEASIBLE] else None,
+            value=trial.value if trial.user_attrs[OUTCOME]["is_feasible"] else None,
             source=trial.user_attrs.get(SOURCE, "sampler"),
-            is_measured=trial.user_attrs[MEASURED],
+            is_measured=trial.user_attrs[OUTCOME]["is_measured"],
         )
 
     def _is_decided(self, trial: FrozenTrial) -> bool:
@@ -277,7 +279,7 @@ class Worker:
         values: dict[tuple[int, ...], float | None] = {}
         for trial in trials:
             if trial.state != TrialState.FAIL and self._is_decided(trial):
-                is_measured = trial.state == TrialState.COMPLETE and trial.user_attrs[FEASIBLE]
+                is_measured = trial.state == TrialState.COMPLETE and trial.user_attrs[OUTCOME]["is_feasible"]
                 indices = self._indices(_all_params(trial))
                 values[indices] = trial.value if is_measured else values.get(indices)
         return values

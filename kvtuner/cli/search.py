@@ -49,7 +49,7 @@ def _search(run: SearchRun, targets: Sequence[Target]) -> list[dict[str, Any]]:
     """Make every target's profile; returns what ``--json`` prints."""
     identity = sha256_of(run.table.identity)
     with run.phases.phase("uniform table"):
-        simulator = run.bench.simulator("select")
+        simulator = run.bench.simulator("select", reuse=True)
         finder = Finder(run, MeasuredKL(simulator, run.table, run.bench.options.quant, run.folder, identity))
         uniform_kl = finder.uniform_table()
     family = finder.family(targets) if run.args.nested else [None] * len(targets)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
 
+from kvtuner.calibration import divergence, simulate
 from kvtuner.calibration.divergence import TokenScores
 from kvtuner.calibration.read_plan import READ_PLANS, ReadPlan
 from kvtuner.calibration.simulate import LayerSpec, Simulator, read_back
@@ -150,6 +151,9 @@ def test_a_cache_of_16_bits_does_not_diverge_at_all(
         assert (scores.kl == 0).all()
         assert (scores.agree == 1).all()
         assert simulator.kl(specs) == 0.0
+    for item in simulator.prepared:  # nor does a run of it
+        run = chain.run(item.embedded, item.calls, item.prompt.before(simulate.quantized_attention({}, simulator.plan)))
+        assert torch.equal(run[:, simulator.plan.split - item.prompt.num_tokens :], item.reference.final)
 
 
 @pytest.mark.parametrize("name", READ_PLANS)
@@ -191,6 +195,59 @@ def test_sequences_run_together_are_scored_as_if_alone(
         torch.testing.assert_close(other.kl, found[0].kl, rtol=1e-5, atol=1e-9)
         torch.testing.assert_close(other.nll, found[0].nll, rtol=1e-5, atol=1e-9, equal_nan=True)
         assert torch.equal(other.agree, found[0].agree)
+
+
+def different(layers: int, *bits: int) -> dict[int, LayerSpec]:
+    """Objects of their own for each layer."""
+    return {layer: LayerSpec(QuantSpec(bits[layer % len(bits)]), QuantSpec(2)) for layer in range(layers)}
+
+
+@pytest.mark.parametrize("name", READ_PLANS)
+def test_layers_that_configurations_begin_with_alike_run_once_and_results_are_the_same_bits(
+    name: str, family: str, chain_of: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    chain = chain_of(family, num_hidden_layers=4)
+    batches, plan = random_batches(3, TOKENS, batch_size=2), plan_of(name)
+    first, other = different(4, 2, 4), different(4, 8, 2)
+    alike = [first, {**first, 3: other[3]}, {**first, 1: other[1]}, {**other, 0: first[0]}, {0: first[0]}, first]
+    plain, sharing = Simulator(chain, batches, plan), Simulator(chain, batches, plan, reuse=True)
+    expected = [plain.measure(specs) for specs in alike]
+    before = chain.count.layer_tokens
+    found = []
+    layers_run = []
+    for specs in alike:
+        found.append(sharing.measure(specs))
+        layers_run.append((chain.count.layer_tokens - before) // (3 * (TOKENS - plan.split)))
+        before = chain.count.layer_tokens
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.kl, theirs.kl)
+        assert torch.equal(ours.nll[:, :-1], theirs.nll[:, :-1])
+    assert layers_run == [4, 1, 3, 2, 3, 1]
+
+
+def test_configurations_of_other_objects_share_nothing(
+    chain_of: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    chain = chain_of("llama-gqa")
+    simulator = Simulator(chain, random_batches(1, TOKENS), plan_of("decode"), reuse=True)
+    for bits in (2, 4, 2):
+        before = chain.count.layer_tokens
+        simulator.measure(different(3, bits))
+        assert chain.count.layer_tokens - before == 3 * (TOKENS - SPLIT)
+
+
+def test_shared_layers_are_kept_within_their_bytes(
+    chain_of: Callable[..., DecoderChain], random_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, batches = chain_of("llama-gqa"), random_batches(2, TOKENS)
+    state = (TOKENS - SPLIT) * chain.model.config.hidden_size * 4
+    monkeypatch.setattr(simulate, "REUSE_BYTES", 2 * 2 * state)
+    simulator = Simulator(chain, batches, plan_of("decode"), reuse=True)
+    common, rest = different(3, 2), different(3, 4)
+    for specs in (common, rest, {**rest, 0: common[0]}):
+        simulator.measure(specs)
+        assert [item.shared.num_bytes for item in simulator.prepared] == [2 * state] * 2
+    assert all(item.shared.num_bytes == 0 for item in Simulator(chain, batches, plan_of("decode")).prepared)
 
 
 def test_measuring_again_gives_the_same_bits(chain_of: Callable[..., DecoderChain], random_batches: Any) -> None:
@@ -259,7 +316,9 @@ def test_two_states_per_token_are_kept_and_nothing_else(
     chain_of: Callable[..., DecoderChain],
     random_batches: Any,
     peak_bytes: Callable[[Callable[[], object]], int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(divergence, "KEPT_BYTES", 0)
     tokens, width = 32, 1024
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
     chain = chain_of("llama-gqa", num_hidden_layers=12, hidden_size=width, intermediate_size=16, **heads)

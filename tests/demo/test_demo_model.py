@@ -21,7 +21,7 @@ from kvtuner.calibration.demo import make_corpus
 from kvtuner.calibration.demo.outliers import add_outliers
 from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
 from kvtuner.calibration.demo.train import KEY_BIAS, add_key_biases
-from kvtuner.calibration.divergence import compare, following
+from kvtuner.calibration.divergence import Reference, compare, following
 from kvtuner.calibration.model import DEMO_MODEL, LoadedModel, ModelSource, load_model
 from kvtuner.calibration.read_plan import ReadPlan
 from kvtuner.calibration.simulate import LayerSpec, Simulator, quantized_attention
@@ -182,7 +182,7 @@ def test_the_host_agrees_with_the_tuners_simulation(
                 if part.numel()
             ]
         hosted = chunks[-1].last_hidden_state
-        between = compare(bench.chain, simulated, hosted, following(ids, plan.split))
+        between = compare(bench.chain, Reference(bench.chain, simulated), hosted, following(ids, plan.split))
         apart.append(between.kl)
         agree.append(between.agree)
         own.append(compare(bench.chain, item.reference, simulated, following(ids, plan.split)).kl)

@@ -19,6 +19,7 @@ from kvtuner.tuner.exact import solve
 from kvtuner.tuner.samplers import POPULATION_SIZE, SAMPLER_NAMES, SamplerName
 from kvtuner.tuner.study import Guidance, refine
 from kvtuner.tuner.warm_starts import warm_starts
+from kvtuner.tuner.worker import OUTCOME
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -303,10 +304,12 @@ def test_trials_carry_what_a_dashboard_shows(
     trials = optuna.load_study(study_name="kvtuner", storage=storage).trials
     for trial, record in zip(trials, result.trials, strict=True):
         pairs = pairs_of(record.configuration)
-        assert trial.user_attrs["mean_bits"] == float(mean_bits(pairs, constraint.shape))
-        assert trial.user_attrs["bytes_per_token"] == sum(map(constraint.shape.pair_bytes, pairs))
-        assert trial.user_attrs["feasible"] == record.is_feasible == constraint.is_met(pairs)
-    assert {trial.user_attrs["feasible"] for trial in trials} == {True, False}
+        outcome = trial.user_attrs[OUTCOME]
+        assert outcome["mean_bits"] == float(mean_bits(pairs, constraint.shape))
+        assert outcome["bytes_per_token"] == sum(map(constraint.shape.pair_bytes, pairs))
+        assert outcome["is_feasible"] == record.is_feasible == constraint.is_met(pairs)
+        assert outcome["is_measured"] == record.is_measured
+    assert {trial.user_attrs[OUTCOME]["is_feasible"] for trial in trials} == {True, False}
 
 
 @pytest.mark.parametrize("sampler", ["nsga2", "tpe"])

@@ -25,7 +25,7 @@ from kvtuner.tuner import liveness
 from kvtuner.tuner.samplers import FIXED_PARAMS, make_sampler
 from kvtuner.tuner.storage import open_storage
 from kvtuner.tuner.study import StudyResult, refine
-from kvtuner.tuner.worker import FEASIBLE, TICKET, TrialRecord, Worker
+from kvtuner.tuner.worker import OUTCOME, TICKET, TrialRecord, Worker
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -299,7 +299,7 @@ def test_a_ticket_without_all_parameters_is_not_taken_for_a_decision(
 
     monkeypatch.setattr(worker, "_trials", torn)
     study.enqueue_trial(study.trials[0].params)
-    twin.set_user_attr(FEASIBLE, True)
+    twin.set_user_attr(OUTCOME, {"is_feasible": True})
     record = worker._run_trial(10, is_sampling=False)
     assert record is not None
     assert (record.value, record.is_measured) == (0.5, False)
