@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--sequence-length", type=int, default=512)
-    parser.add_argument("--sequences", type=int, nargs=3, default=[4, 6, 48])
+    parser.add_argument("--sequences", type=int, nargs=3, default=[4, 12, 48])
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)

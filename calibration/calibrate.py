@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvtuner.calibration.model import LoadedModel
 
 IDENTITY_FILE = "run.json"
-MEASUREMENT = 3
+MEASUREMENT = 4
 """Raised whenever the same model, data and options give other numbers: what was measured otherwise is not mixed in."""
 _SPLIT_SEEDS: dict[SplitName, int] = {"calibrate": 11, "select": 12, "report": 13}
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from kvtuner.search_spaces.space import Choice
 
 JOURNAL: Final = "measured.jsonl"
-MARGINS: Final = (1.4, 1.2)
-"""How many times the best one's KL ends a measurement after about a third and two thirds of the sequences.
+RACE: Final = ((1 / 6, 1.4), (1 / 3, 1.2), (1 / 2, 1.05))
+"""After about which share of the sequences how many times the best one's KL ends a measurement.
 
-The journal holds what runs with these stages have left: raise `MEASUREMENT` with their number.
+The journal holds what runs with these stages have left: raise `MEASUREMENT` when they change.
 """
 
 
@@ -75,7 +75,12 @@ class MeasuredKL:
         self._identity = identity
         self._specs: dict[tuple[int, str], LayerSpec] = {}
         sizes = [len(item.batch.input_ids) for item in simulator.prepared]
-        self._batches = _stage_ends(len(sizes))
+        stages: dict[int, float] = {}
+        for share, margin in RACE:
+            if batches := round(share * len(sizes)):
+                stages.setdefault(batches, margin)
+        self._batches = [0, *stages, len(sizes)]
+        self._margins = list(enumerate(stages.values(), start=1))
         self._ends = [sum(sizes[:batches]) for batches in self._batches]
         self.num_sequences = 0
         """How many sequences' KLs the values given so far are means of."""
@@ -97,15 +102,15 @@ class MeasuredKL:
     def against(self, configuration: Sequence[Choice], best: Sequence[Choice]) -> float:
         """The same, but of a configuration that soon turns out to be clearly worse than `best` only an estimate.
 
-        After about a third and two thirds of the batches, the ratio of its KL to that of `best` on the same sequences
-        is compared with `MARGINS`. Beyond them it is not measured further: its value is that ratio times the KL of
-        `best`. What other calls have measured of it makes no difference.
+        After each part of `RACE` the ratio of its KL to that of `best` on the same sequences is compared with the
+        margin. Beyond it it is not measured further: its value is that ratio times the KL of `best`. What other calls
+        have measured of it makes no difference.
 
         Raises:
             NonFiniteActivationError: as for a whole measurement.
         """
         rival = self._sequences(best)
-        for stages, margin in enumerate(MARGINS[: len(self._ends) - 2], start=1):
+        for stages, margin in self._margins:
             found = self._sequences(configuration, stages)
             so_far = sum(rival[: len(found)])
             if sum(found) > margin * so_far > 0:
@@ -154,9 +159,3 @@ class MeasuredKL:
                 last = record["first"] + len(record["kl"])
                 if record["first"] <= len(before) < last:  # a line before it may be damaged, or of another worker
                     before[record["first"] :] = record["kl"]
-
-
-def _stage_ends(num_batches: int) -> list[int]:
-    """Where stages of about equal numbers of batches end, from 0: one more than there are margins, or fewer."""
-    stages = min(len(MARGINS) + 1, num_batches)
-    return [num_batches * stage // stages for stage in range(stages + 1)]

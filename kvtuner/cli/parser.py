@@ -90,7 +90,7 @@ def _data(parser: argparse.ArgumentParser) -> None:
         "--sequences",
         type=_sequences,
         metavar="N[,N,N]",
-        help="sequences to calibrate, select and report on; 4,6,12 for demo, else 8,8,16",
+        help="sequences to calibrate, select and report on; 4,12,12 for demo, else 8,8,16",
     )
     _switch(group, "--deduplicate", "drop repeated documents instead of refusing them")
 

@@ -15,7 +15,7 @@ from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import PrecisionPair
 from kvtuner.run_folder import RunFolder
 from kvtuner.search_spaces.space import Choice
-from kvtuner.tuner.objective import JOURNAL, MARGINS, MeasuredKL
+from kvtuner.tuner.objective import JOURNAL, RACE, MeasuredKL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -83,27 +83,40 @@ def test_what_another_worker_has_measured_meanwhile_is_not_measured_again(tmp_pa
 @pytest.mark.parametrize(
     ("losers", "num_run"),
     [
-        ([9, 9, 1, 1, 1, 1], 2),  # beyond the first margin
-        ([1.4, 1.4, 2, 2, 1, 1], 4),  # within the first, beyond the second
-        ([1.4, 1.4, 1, 1, 9, 9], 6),  # within both
-        ([0.5] * 6, 6),
+        ([9] * 2 + [1] * 10, 2),  # beyond the first margin
+        ([1.4] * 2 + [2] * 2 + [1] * 8, 4),  # within the first, beyond the second
+        ([1.4] * 2 + [1] * 2 + [1.4] * 2 + [0.5] * 6, 6),  # within both, beyond the third
+        ([1.4] * 2 + [1] * 2 + [0.7] * 2 + [9] * 6, 12),  # within all
+        ([0.5] * 12, 12),
     ],
 )
 def test_a_race_ends_once_one_is_clearly_worse(losers: list[float], num_run: int, tmp_path: Path) -> None:
-    winners = [1.0, 1.0, 1.0, 1.0, 2.0, 3.0]
+    winners = [1.0] * 10 + [2.0, 3.0]
     folder, simulator = RunFolder(tmp_path), Simulated({16: winners, 8: losers})
     measured = objective(simulator, folder)
     best = measured(WINNER)
     value = measured.against(LOSER, WINNER)
-    assert simulator.run == measured.num_sequences == 6 + num_run
+    assert simulator.run == measured.num_sequences == 12 + num_run
     share = sum(losers[:num_run]) / sum(winners[:num_run])
-    assert value == pytest.approx(fmean(losers) if num_run == 6 else share * best)
-    if num_run < 6:
-        assert value > min(MARGINS) * best
+    assert value == pytest.approx(fmean(losers) if num_run == 12 else share * best)
+    if num_run < 12:
+        assert value > min(margin for _, margin in RACE) * best
     # What is left is measured where the value itself is wanted, and a race's value does not depend on it.
     assert measured(LOSER) == pytest.approx(fmean(losers))
-    assert simulator.run == 12
+    assert simulator.run == 24
     assert objective(simulator, folder).against(LOSER, WINNER) == value
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "ends"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (6, [1, 2, 3, 6]), (8, [1, 3, 4, 8])]
+)
+def test_a_race_of_few_sequences_has_fewer_stages(num_sequences: int, ends: list[int], tmp_path: Path) -> None:
+    even = {16: [1.0] * num_sequences, 8: [1.0] * num_sequences}
+    folder = RunFolder(tmp_path)
+    objective(Simulated(even), folder).against(LOSER, WINNER)
+    stages = [(record["first"], len(record["kl"])) for record in folder.records(JOURNAL)]
+    starts = [0, *ends[:-1]]
+    assert stages == [(0, num_sequences), *((start, end - start) for start, end in zip(starts, ends, strict=True))]
 
 
 def test_batches_are_never_split_by_a_race(tmp_path: Path) -> None:
@@ -118,21 +131,21 @@ def test_nothing_is_worse_by_a_factor_than_what_loses_nothing(tmp_path: Path) ->
 
 
 def test_what_a_damaged_line_held_is_measured_again(tmp_path: Path) -> None:
-    folder, simulator = RunFolder(tmp_path), Simulated({16: [1.0] * 6, 8: [1.3, 1.3, 1.0, 1.0, 1.0, 1.0]})
+    folder, simulator = RunFolder(tmp_path), Simulated({16: [1.0] * 12, 8: [1.3] * 2 + [0.9] * 10})
     value = objective(simulator, folder).against(LOSER, WINNER)
     lines = folder.file(JOURNAL).read_text().splitlines(keepends=True)
-    assert len(lines) == 4, "the winner, and the loser in three stages"
-    folder.file(JOURNAL).write_text(lines[0] + lines[1] + lines[3])
+    assert len(lines) == 5, "the winner, and the loser in four stages"
+    folder.file(JOURNAL).write_text(lines[0] + lines[1] + lines[3] + lines[4])
     simulator.run = 0
     assert objective(simulator, folder).against(LOSER, WINNER) == value
-    assert simulator.run == 4
+    assert simulator.run == 10
 
 
 def test_a_race_that_meets_no_number_is_an_error_that_keeps_what_was_measured(tmp_path: Path) -> None:
-    folder, simulator = RunFolder(tmp_path), Simulated({16: [1.0] * 6, 8: [1.0, 1.0, math.nan, 1.0, 1.0, 1.0]})
+    folder, simulator = RunFolder(tmp_path), Simulated({16: [1.0] * 12, 8: [1.0] * 2 + [math.nan] + [1.0] * 9})
     with pytest.raises(NonFiniteActivationError, match="is nan"):
         objective(simulator, folder).against(LOSER, WINNER)
-    assert [(r["first"], r["kl"]) for r in folder.records(JOURNAL)] == [(0, [1.0] * 6), (0, [1.0, 1.0])]
+    assert [(r["first"], r["kl"]) for r in folder.records(JOURNAL)] == [(0, [1.0] * 12), (0, [1.0, 1.0])]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
