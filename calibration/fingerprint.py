@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm import tqdm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,15 +27,18 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         tensors: by name. One that accelerate offloaded is on the meta device, without data: its name and shape count.
     """
     digest = hashlib.sha256()
-    for name, tensor in tensors.items():
-        digest.update(f"{name}{list(tensor.shape)}".encode())
-        if not tensor.is_meta:
-            digest.update(f"{tensor.dtype}{_checksum(tensor)}".encode())
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values() if not tensor.is_meta)
+    with tqdm(desc="hashing weights", total=num_bytes, unit="B", unit_scale=True, disable=None) as bar:
+        for name, tensor in tensors.items():
+            digest.update(f"{name}{list(tensor.shape)}".encode())
+            if not tensor.is_meta:
+                digest.update(f"{tensor.dtype}{_checksum(tensor, bar)}".encode())
     return "sha256:" + digest.hexdigest()
 
 
-def _checksum(tensor: Tensor) -> int:
+def _checksum(tensor: Tensor, bar: tqdm[Any]) -> int:
     crc = 0
     for block in tensor.detach().contiguous().reshape(-1).view(torch.uint8).split(BLOCK_BYTES):
         crc = zlib.crc32(block.cpu().numpy(), crc)
+        bar.update(len(block))
     return crc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -286,7 +287,8 @@ def _quiet_transformers() -> Iterator[None]:
     level = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     try:
         yield
     finally:

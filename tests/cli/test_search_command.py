@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import transformers
 
 from kvtuner.exported_configs.load import load_profile
 from kvtuner.precision import PrecisionPair
@@ -322,9 +323,13 @@ def test_every_long_step_has_a_bar_and_says_what_it_cost(
         "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--trials", "3",
         "--out", tmp_path / "run", "--no-report", "--json",
     )  # fmt: skip
+    monkeypatch.setattr(transformers.utils.logging, "_tqdm_active", True)
     status, _, err = run(*arguments, "--budget", "3bit")
     assert status == 0, err
-    for bar in ("statistics", "candidates", "isolated KL", "uniform K x V", "refine 3bit", "validation"):
+    for bar in (
+        "Loading weights", "hashing weights", "statistics", "candidates", "isolated KL", "uniform K x V", "refine 3bit",
+        "validation",
+    ):  # fmt: skip
         assert f"{bar}: 100%" in err, bar
     assert "forward passes" in err
     assert "a gain of" in err
