@@ -157,7 +157,7 @@ class DecoderChain:
         listener: Listener,
         *,
         start: int = 0,
-        inputs: list[Tensor] | None = None,
+        on_input: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """Final hidden states when layers from `start` on run with `listener` as their attention.
 
@@ -166,12 +166,12 @@ class DecoderChain:
             calls: of a trace of the same batch.
             listener: computes attention.
             start: first layer to run.
-            inputs: is given the input of every layer that runs.
+            on_input: is given the input of every layer that runs.
         """
         with listening(listener):
             for layer_id in range(start, len(self.layers)):
-                if inputs is not None:
-                    inputs.append(hidden)
+                if on_input is not None:
+                    on_input(layer_id, hidden)
                 hidden = self.run_layer(layer_id, hidden, calls[layer_id])
         return self.finish(hidden)
 

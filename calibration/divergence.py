@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.chain import DecoderChain
 
-KEPT_BYTES = 1 << 22  # of log-probabilities: those of a small vocabulary
+KEPT_BYTES = 1 << 27  # of log-probabilities, of all references of a split: those of a small vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,14 @@ class Reference:
     """What others are compared with."""
 
     @torch.no_grad()
-    def __init__(self, chain: DecoderChain, final: Tensor) -> None:
-        """Take final hidden states, [batch, tokens, hidden_size]; log-probabilities are kept if they are few."""
+    def __init__(self, chain: DecoderChain, final: Tensor, limit: int = 0) -> None:
+        """Take final hidden states, [batch, tokens, hidden_size].
+
+        Their log-probabilities are kept if they take no more than `limit` bytes, else computed for each comparison.
+        """
         self.final = final
         self._chain = chain
-        is_small = 4 * final.shape[0] * final.shape[1] * chain.vocab_size <= KEPT_BYTES
+        is_small = 4 * final.shape[0] * final.shape[1] * chain.vocab_size <= limit
         self._kept = list(self._compute()) if is_small else None
 
     def blocks(self) -> Iterable[tuple[Tensor, Tensor]]:

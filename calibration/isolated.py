@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.continuation import PROMPT_BYTES, run_prompt
-from kvtuner.calibration.divergence import Reference, compare, following
+from kvtuner.calibration.divergence import KEPT_BYTES, Reference, compare, following
 from kvtuner.calibration.finite import check_finite
 from kvtuner.calibration.sensitivity import SIDES, Candidate, LayerConstants, Scores
 from kvtuner.calibration.side_by_side import num_workers, run_side_by_side
@@ -104,7 +104,7 @@ def measure_isolated(
             for batch in missing:
                 if batch.index not in runs:
                     limit = PROMPT_BYTES - sum(run.prompt.num_bytes for run in runs.values())
-                    runs[batch.index] = _run_exactly(chain, batch, plan, limit)
+                    runs[batch.index] = _run_exactly(chain, batch, plan, limit, KEPT_BYTES // len(together))
             spec = spec_of(candidate, constants, options)
             kls = _kl_sums(chain, [runs[batch.index] for batch in missing], candidate.layer, spec, plan)
             named = {"identity": identity, **asdict(candidate)}
@@ -128,9 +128,10 @@ class _Run:
     reference: Reference
 
 
-def _run_exactly(chain: DecoderChain, batch: Batch, plan: ReadPlan, limit: int) -> _Run:
-    prompt, trace = run_prompt(chain, batch, plan.split, limit)
-    return _Run(batch, prompt, trace, Reference(chain, trace.final[:, plan.split - prompt.num_tokens :]))
+def _run_exactly(chain: DecoderChain, batch: Batch, plan: ReadPlan, prompt_limit: int, kept_limit: int) -> _Run:
+    prompt, trace = run_prompt(chain, batch, plan.split, prompt_limit)
+    scored = trace.final[:, plan.split - prompt.num_tokens :]
+    return _Run(batch, prompt, trace, Reference(chain, scored, kept_limit))
 
 
 def _kl_sums(chain: DecoderChain, runs: Sequence[_Run], layer: int, spec: LayerSpec, plan: ReadPlan) -> list[float]:

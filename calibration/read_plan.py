@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import get_args
 
 import torch
@@ -119,20 +118,13 @@ def attend(
     if start == 0:
         return _attend_rows(call, k, v, slice(None), None)
     tokens, blocks = k.shape[2], []
-    band = _causal_band(tokens, dtype, k.device)
     for first in range(start, tokens, ROWS_AT_A_TIME):
         last = min(first + ROWS_AT_A_TIME, tokens)
-        mask = band[: last - first, tokens - first : tokens - first + last]
+        # What is added to the scores: attention on a CPU would have to make it of a mask of booleans.
+        mask = torch.full((last - first, last), float("-inf"), dtype=dtype, device=k.device).triu_(first + 1)
         rows = slice(first - call.first, last - call.first)
         blocks.append(_attend_rows(call, k[:, :, :last], v[:, :, :last], rows, mask))
     return torch.cat(blocks, dim=2)
-
-
-@lru_cache(maxsize=2)
-def _causal_band(tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What to add to the scores of `ROWS_AT_A_TIME` rows; from column ``tokens - t`` on, for rows from token t on."""
-    hidden = torch.full((ROWS_AT_A_TIME, tokens + ROWS_AT_A_TIME), float("-inf"), dtype=dtype, device=device)
-    return hidden.triu_(tokens + 1)
 
 
 def _attend_rows(call: AttentionCall, k: Tensor, v: Tensor, rows: slice, mask: Tensor | None) -> Tensor:

@@ -32,13 +32,16 @@ def num_workers(model: torch.nn.Module) -> int:
 def run_side_by_side(work: Callable[[Item], Result], items: Sequence[Item], workers: int) -> Iterator[Result]:
     """Results of `work` in the order of `items`, up to `workers` at a time on one thread of torch each.
 
+    One thread also for a single item: with more, sums may round otherwise, and results would depend on what is measured
+    together. One worker keeps all threads.
+
     The first item that fails, in the order of items, decides the error. On an error or an interruption nothing new is
     begun, and what is under way is waited for. Context variables and gradient mode are each thread's own.
     """
-    workers = min(workers, len(items))
-    if workers <= 1:
+    if workers <= 1 or not items:
         yield from map(work, items)
         return
+    workers = min(workers, len(items))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     pool = ThreadPoolExecutor(workers, "kvtuner", initializer=torch.set_num_threads, initargs=(1,))

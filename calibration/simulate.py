@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtuner.calibration.continuation import PROMPT_BYTES, Prompt, run_prompt
-from kvtuner.calibration.divergence import Reference, TokenScores, compare, following
+from kvtuner.calibration.divergence import KEPT_BYTES, Reference, TokenScores, compare, following
 from kvtuner.calibration.read_plan import AttentionCall, ReadPlan, attend, attend_by_plan
 from kvtuner.calibration.shared_layers import SharedLayers
 from kvtuner.calibration.side_by_side import num_workers, run_side_by_side
@@ -78,15 +78,16 @@ class PreparedBatch:
     embedded: Tensor
     calls: Sequence[LayerCall]
     reference: Reference
-    shared: SharedLayers[LayerSpec | None]
+    shared: SharedLayers
 
 
 class Simulator:
     """Measures quantized caches on a fixed set of sequences.
 
     Keeps two hidden states per token (the embedding and the exact final state), what the layers are called with
-    besides, which they share: the encoding of the positions, and the keys and values of the first sequences' prompts,
-    `PROMPT_BYTES` at most. Not logits. With `reuse` also what runs of the last configurations put out, layer by layer.
+    besides, which they share: the encoding of the positions, the keys and values of the first sequences' prompts,
+    `PROMPT_BYTES` at most, and the log-probabilities of a small vocabulary, `KEPT_BYTES` at most. With `reuse` also
+    what layers put out under the last configurations.
     """
 
     def __init__(self, chain: DecoderChain, batches: Iterable[Batch], plan: ReadPlan, *, reuse: bool = False) -> None:
@@ -104,19 +105,19 @@ class Simulator:
         """
         self.chain = chain
         self.plan = plan
-        batches = list(batches)
         self._workers = num_workers(chain.model)
-        self._limit = REUSE_BYTES // len(batches) if reuse else 0
+        batches = list(batches)
+        reuse_limit = REUSE_BYTES // len(batches) if reuse else 0
         self.prepared: list[PreparedBatch] = []
         for batch in batches:
-            self.prepared.append(self._prepare(batch))
+            self.prepared.append(self._prepare(batch, KEPT_BYTES // len(batches), reuse_limit))
 
-    def _prepare(self, batch: Batch) -> PreparedBatch:
-        limit = PROMPT_BYTES - sum(item.prompt.num_bytes for item in self.prepared)
-        prompt, trace = run_prompt(self.chain, batch, self.plan.split, limit)
+    def _prepare(self, batch: Batch, kept_limit: int, reuse_limit: int) -> PreparedBatch:
+        prompt_limit = PROMPT_BYTES - sum(item.prompt.num_bytes for item in self.prepared)
+        prompt, trace = run_prompt(self.chain, batch, self.plan.split, prompt_limit)
         final = trace.final[:, self.plan.split - prompt.num_tokens :].clone()
-        reference = Reference(self.chain, final)
-        return PreparedBatch(batch, prompt, trace.residual[0], trace.calls, reference, SharedLayers(self._limit))
+        reference = Reference(self.chain, final, kept_limit)
+        return PreparedBatch(batch, prompt, trace.residual[0], trace.calls, reference, SharedLayers(reuse_limit))
 
     def measure(
         self,
@@ -156,10 +157,16 @@ class Simulator:
             return item.reference.final
         listener = item.prompt.before(quantized_attention(dict(enumerate(layers)), self.plan))
         start, hidden = item.shared.longest(layers)
-        inputs: list[Tensor] = []
         hidden = item.embedded if hidden is None else hidden
-        final = self.chain.run(hidden, item.calls, listener, start=start, inputs=inputs)
-        item.shared.keep(layers, start, inputs)
+        inputs: dict[int, Tensor] = {}
+        room = item.shared.room_for(hidden)
+
+        def keep(layer_id: int, hidden: Tensor) -> None:
+            if layer_id <= room:
+                inputs[layer_id] = hidden
+
+        final = self.chain.run(hidden, item.calls, listener, start=start, on_input=keep)
+        item.shared.keep(layers, inputs)
         return final[:, self.plan.split - item.prompt.num_tokens :]
 
     def kl(self, specs: Mapping[int, LayerSpec]) -> float:

@@ -252,12 +252,15 @@ class LogReader:
         """Lines since the last time; what a kill cut or anything changed is skipped."""
         if not self._path.exists():
             return
+        if self._path.stat().st_size < self._position:  # another file by the same name
+            self._position = 0
         with self._path.open("rb") as handle:
             handle.seek(self._position)
             for line in handle:
                 record = _read_line(line)
-                if record is not None or line.endswith(b"\n"):  # else it may still be written
-                    self._position += len(line)
+                if record is None and not line.endswith(b"\n"):
+                    return  # it may still be written
+                self._position += len(line)
                 if record is not None:
                     yield record
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
@@ -22,11 +23,8 @@ if TYPE_CHECKING:
     from kvtuner.search_spaces.space import Choice
 
 JOURNAL: Final = "measured.jsonl"
-RACE: Final = ((1 / 6, 1.4), (1 / 3, 1.2), (1 / 2, 1.05))
-"""After about which share of the sequences how many times the best one's KL ends a measurement.
-
-The journal holds what runs with these stages have left: raise `MEASUREMENT` when they change.
-"""
+RACE: Final = ((6, 1.4), (3, 1.2), (2, 1.05))
+"""After one in how many sequences a measurement ends beyond how many times the best one's KL."""
 
 
 def describe(configuration: Sequence[Choice]) -> str:
@@ -75,10 +73,8 @@ class MeasuredKL:
         self._identity = identity
         self._specs: dict[tuple[int, str], LayerSpec] = {}
         sizes = [len(item.batch.input_ids) for item in simulator.prepared]
-        stages: dict[int, float] = {}
-        for share, margin in RACE:
-            if batches := round(share * len(sizes)):
-                stages.setdefault(batches, margin)
+        stages = {-(-len(sizes) // part): margin for part, margin in RACE}  # of equals the strictest
+        stages.pop(len(sizes), None)
         self._batches = [0, *stages, len(sizes)]
         self._margins = list(enumerate(stages.values(), start=1))
         self._ends = [sum(sizes[:batches]) for batches in self._batches]
@@ -126,7 +122,8 @@ class MeasuredKL:
             self._read_journal()  # another worker may have measured it meanwhile
         known = self._known.get(key, [])
         if len(known) < self._ends[last]:
-            done = self._ends.index(len(known))
+            done = bisect_right(self._ends, len(known)) - 1
+            known = known[: self._ends[done]]
             found = self._run(configuration, slice(self._batches[done], self._batches[last]))
             record = {"identity": self._identity, "configuration": key, "first": len(known), "kl": found}
             self._folder.append(JOURNAL, record)

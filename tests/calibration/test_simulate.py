@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
 
-from kvtuner.calibration import divergence, simulate
+from kvtuner.calibration import simulate
 from kvtuner.calibration.divergence import TokenScores
 from kvtuner.calibration.read_plan import READ_PLANS, ReadPlan
 from kvtuner.calibration.simulate import LayerSpec, Simulator, read_back
@@ -312,13 +312,15 @@ def test_reading_back_quantizes_each_token_and_head_alone() -> None:
     assert torch.equal(read_back(None, x.bfloat16()), x.bfloat16().float())
 
 
-def test_two_states_per_token_are_kept_and_nothing_else(
+@pytest.mark.parametrize("kept", [0, 1 << 27])
+def test_two_states_per_token_are_kept_and_of_a_small_vocabulary_its_logarithms(
     chain_of: Callable[..., DecoderChain],
     random_batches: Any,
     peak_bytes: Callable[[Callable[[], object]], int],
     monkeypatch: pytest.MonkeyPatch,
+    kept: int,
 ) -> None:
-    monkeypatch.setattr(divergence, "KEPT_BYTES", 0)
+    monkeypatch.setattr(simulate, "KEPT_BYTES", kept)
     tokens, width = 32, 1024
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
     chain = chain_of("llama-gqa", num_hidden_layers=12, hidden_size=width, intermediate_size=16, **heads)
@@ -327,4 +329,26 @@ def test_two_states_per_token_are_kept_and_nothing_else(
         batches = random_batches(num_sequences, tokens)
         peaks[num_sequences] = peak_bytes(partial(Simulator, chain, batches, plan_of("decode")))
     kept_tokens = tokens + tokens - SPLIT
-    assert peaks[12] - peaks[4] <= 8 * 1.03 * kept_tokens * width * 4
+    row = 4 * chain.vocab_size + 8 if kept else 0
+    assert peaks[12] - peaks[4] <= 8 * (1.03 * kept_tokens * width * 4 + (tokens - SPLIT) * row)
+    assert not kept or peaks[12] - peaks[4] > 8 * kept_tokens * width * 4
+
+
+@pytest.mark.parametrize("room", [0, 2])
+def test_a_run_holds_no_more_states_than_can_be_kept(
+    room: int,
+    chain_of: Callable[..., DecoderChain],
+    random_batches: Any,
+    peak_bytes: Callable[[Callable[[], object]], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    width, peaks = 1024, {}
+    state = (TOKENS - SPLIT) * width * 4
+    monkeypatch.setattr(simulate, "REUSE_BYTES", room * state)
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+    for depth in (6, 24):
+        chain = chain_of("llama-gqa", num_hidden_layers=depth, hidden_size=width, intermediate_size=16, **heads)
+        simulator = Simulator(chain, random_batches(1, TOKENS), plan_of("decode"), reuse=True)
+        peaks[depth] = peak_bytes(partial(simulator.measure, different(depth, 4)))
+        assert simulator.prepared[0].shared.num_bytes == room * state
+    assert peaks[24] - peaks[6] < state

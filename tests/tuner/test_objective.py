@@ -15,7 +15,7 @@ from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import PrecisionPair
 from kvtuner.run_folder import RunFolder
 from kvtuner.search_spaces.space import Choice
-from kvtuner.tuner.objective import JOURNAL, RACE, MeasuredKL
+from kvtuner.tuner.objective import JOURNAL, RACE, MeasuredKL, describe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -108,7 +108,8 @@ def test_a_race_ends_once_one_is_clearly_worse(losers: list[float], num_run: int
 
 
 @pytest.mark.parametrize(
-    ("num_sequences", "ends"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (6, [1, 2, 3, 6]), (8, [1, 3, 4, 8])]
+    ("num_sequences", "ends"),
+    [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (5, [1, 2, 3, 5]), (8, [2, 3, 4, 8]), (13, [3, 5, 7, 13])],
 )
 def test_a_race_of_few_sequences_has_fewer_stages(num_sequences: int, ends: list[int], tmp_path: Path) -> None:
     even = {16: [1.0] * num_sequences, 8: [1.0] * num_sequences}
@@ -117,6 +118,14 @@ def test_a_race_of_few_sequences_has_fewer_stages(num_sequences: int, ends: list
     stages = [(record["first"], len(record["kl"])) for record in folder.records(JOURNAL)]
     starts = [0, *ends[:-1]]
     assert stages == [(0, num_sequences), *((start, end - start) for start, end in zip(starts, ends, strict=True))]
+
+
+def test_what_other_stages_have_left_is_used_as_far_as_it_reaches_whole_stages(tmp_path: Path) -> None:
+    folder, simulator = RunFolder(tmp_path), Simulated({16: [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]})
+    name = describe(WINNER)
+    folder.append(JOURNAL, {"identity": "mine", "configuration": name, "first": 0, "kl": [1.0, 2.0, 3.0, 4.0]})
+    assert objective(simulator, folder)(WINNER) == objective(simulator, folder)(WINNER) == 3.5
+    assert simulator.run == 3
 
 
 def test_batches_are_never_split_by_a_race(tmp_path: Path) -> None:
