@@ -109,12 +109,17 @@ def read_config(source: ModelSource) -> PretrainedConfig:
     """Read a model's configuration as it is.
 
     Raises:
-        UnsupportedModelError: unknown model.
+        UnsupportedModelError: unknown model, or a revision of a folder.
     """
     from transformers import AutoConfig
 
     if source.model.startswith(("/", ".", "~")) and not Path(source.path).exists():
         raise UnsupportedModelError(f"model folder {source.model} does not exist; give a folder or a hub id")
+    if source.revision is not None and Path(source.path).exists():  # transformers ignores it
+        raise UnsupportedModelError(
+            f"--revision {source.revision} needs a model on the hub, but {source.model} lies on this machine;"
+            " leave it out"
+        )
     with _quiet_transformers():
         try:
             config: PretrainedConfig = AutoConfig.from_pretrained(

@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import random
+import statistics
 import sysconfig
 import time
 from pathlib import Path
@@ -179,7 +180,7 @@ def recall_accuracy(model: PreTrainedModel, data: TrainingText, num_pairs: int, 
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train, evaluate every 250 steps and save the checkpoint in bf16."""
+    """Train; evaluate and save the checkpoint in bf16 every 250 steps and at the end."""
     torch.manual_seed(args.seed)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -218,11 +219,11 @@ def train(args: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
-        if (step + 1) % 50 == 0:
+        if (step + 1) % 50 == 0 or step + 1 == args.steps:
             rate = (step + 1) * 4096 / (time.monotonic() - start)
             line: dict[str, Any] = {
                 "step": step + 1,
-                "loss": round(sum(losses[-50:]) / 50, 4),
+                "loss": round(statistics.fmean(losses[-50:]), 4),
                 "tokens_per_s": round(rate),
             }
             if (step + 1) % 250 == 0 or step + 1 == args.steps:

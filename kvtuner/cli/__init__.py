@@ -45,6 +45,9 @@ def _run(command: str, args: object) -> int:
         if debug:
             raise
         print(f"\nkvtuner {command}: interrupted; run the same command again to resume", file=sys.stderr)
+        # Python remembers an interrupt that hit text being executed, such as a dataclass's, until other text is; under
+        # `python -m` it would end by the signal in place of the status.
+        exec("")
         return 130
     except BrokenPipeError:
         sys.stderr.close()

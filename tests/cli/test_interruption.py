@@ -2,24 +2,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
+import pkgutil
 import signal
 import sqlite3
+import subprocess
+import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvtuner.cli import main
 from kvtuner.exported_configs.load import load_profile
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--sequence-length", "64", "--sequences", "2,2,3", "--fisher-draws", "1")
 
 
@@ -45,10 +50,10 @@ def journal_keys(out: Path) -> list[tuple[object, ...]]:
     return keys
 
 
-def finished_trials(out: Path) -> int:
-    if not (out / "study.db").exists():
+def finished_trials(study: Path) -> int:
+    if not study.exists():
         return 0
-    with sqlite3.connect(f"file:{out / 'study.db'}?mode=ro", uri=True) as connection:
+    with sqlite3.connect(f"file:{study}?mode=ro", uri=True) as connection:
         try:
             return int(connection.execute("SELECT COUNT(*) FROM trials WHERE state = 'COMPLETE'").fetchone()[0])
         except sqlite3.Error:
@@ -58,15 +63,46 @@ def finished_trials(out: Path) -> int:
 PHASES: dict[str, Callable[[Path], bool]] = {
     "isolated forwards": lambda out: lines(out / "isolated.jsonl") >= 5,
     "uniform table": lambda out: lines(out / "measured.jsonl") >= 3,
-    "refinement": lambda out: finished_trials(out) >= 4,
+    "refinement": lambda out: finished_trials(out / "study.db") >= 4,
     "validation": lambda out: lines(out / "validation.jsonl") >= 2,
+    "report": lambda out: (out / "report-data.json").exists(),
 }
+
+
+# Where Ctrl-C is pressed in phases too short to be hit from outside: at the n-th call of a function.
+MOMENTS: dict[str, tuple[str, int]] = {
+    "model is built": ("transformers.LlamaForCausalLM.__init__", 1),
+    "weights are hashed": ("kvtuner.calibration.fingerprint._checksum", 10),
+    "statistics": ("kvtuner.calibration.statistics.LayerSums.add", 5),
+    "candidates": ("kvtuner.calibration.measure.CandidateMeasurement._score_layer", 5),
+    "validation": ("kvtuner.evaluation.validation.Validator.measure", 5),
+    "report is drawn": ("matplotlib.figure.Figure.savefig", 3),
+    "report is written": ("kvtuner.evaluation.report.write_atomically", 3),
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Callable[..., Path], corpus_file: Path
+) -> bytes:
+    """The profile of the search that `start` starts, by a run to its end."""
+    out = tmp_path_factory.mktemp("uninterrupted") / "run"
+    status = main([
+        "search", "--model", str(model_folder("llama-gqa")), "--data", str(corpus_file), *SMALL, "--budget", "3bit",
+        "--trials", "30", "--out", str(out), "--no-report", "--json",
+    ])  # fmt: skip
+    assert status == 0
+    return (out / "profile.json").read_bytes()
 
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_run_ended_in_any_phase_is_resumed_by_the_same_command(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, phase: str, how: signal.Signals
+    start: Callable[..., subprocess.Popen[str]],
+    uninterrupted: bytes,
+    tmp_path: Path,
+    phase: str,
+    how: signal.Signals,
 ) -> None:
     out = tmp_path / "run"
     process = start(out)
@@ -84,24 +120,83 @@ def test_a_run_ended_in_any_phase_is_resumed_by_the_same_command(
     stdout, err = second.communicate(timeout=300)
     assert second.returncode == 0, err
     assert load_profile(out / "profile.json").digest == json.loads(stdout)["digest"]
+    assert (out / "report.html").exists()
+    if phase != "refinement":  # its sampler goes on from a seed of its own
+        assert (out / "profile.json").read_bytes() == uninterrupted
     keys = journal_keys(out)
     assert len(keys) == len(set(keys))
     assert len(keys) >= isolated
-    assert finished_trials(out) == 30
+    assert finished_trials(out / "study.db") == 30
 
 
-def test_two_workers_share_one_run(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_storage", [False, True], ids=["run folder", "--storage"])
+def test_two_workers_share_one_run(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, has_storage: bool
+) -> None:
     out = tmp_path / "run"
-    workers = [start(out, "--json") for _ in range(2)]
+    study = tmp_path / "studies" / "shared.db" if has_storage else out / "study.db"
+    storage = ("--storage", f"sqlite:///{study}") if has_storage else ()
+    workers = [start(out, "--json", *storage) for _ in range(2)]
+    wait_for((out / "profile.json").exists, workers[0])
+    profile = (out / "profile.json").read_bytes()
     results = [worker.communicate(timeout=400) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], [err for _, err in results]
     digests = {json.loads(stdout)["digest"] for stdout, _ in results}
     assert digests == {load_profile(out / "profile.json").digest}
-    assert finished_trials(out) == 30
+    assert (out / "profile.json").read_bytes() == profile, "the other worker wrote another profile"
+    assert finished_trials(study) == 30
+    assert [file for file in tmp_path.rglob("*.db") if file != study] == []
     keys = journal_keys(out)
     assert len(keys) == len(set(keys))
     validated = [json.loads(line) for line in (out / "validation.jsonl").read_text().splitlines()]
     assert len(validated) == len({(record["offsets"], record["key"]) for record in validated})
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_ctrl_c_at_any_moment_ends_with_130_and_the_same_command_makes_the_same_profile(
+    run: Callable[..., tuple[int, str, str]],
+    finished: Path,
+    model_folder: Callable[..., Path],
+    corpus_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+) -> None:
+    out = tmp_path / "run"
+    command = (
+        "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--budget", "3bit",
+        "--trials", "2", "--out", out, *(() if "report" in moment else ("--no-report",)),
+    )  # fmt: skip
+    function, pressed_at = MOMENTS[moment]
+    real, calls = pkgutil.resolve_name(function), itertools.count(1)
+
+    def pressed(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == pressed_at:
+            signal.raise_signal(signal.SIGINT)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(function, pressed)
+    status, printed, err = run(*command)
+    monkeypatch.undo()
+    assert (status, printed) == (130, ""), err
+    assert err.endswith("kvtuner search: interrupted; run the same command again to resume\n")
+    assert "Traceback" not in err
+    status, _, err = run(*command)
+    assert status == 0, err
+    assert (out / "profile.json").read_bytes() == (finished / "profile.json").read_bytes()
+    assert (out / "report.html").exists() == ("report" in moment)
+
+
+def test_ctrl_c_while_a_library_executes_text_ends_with_130_too(tmp_path: Path) -> None:
+    # As when a dataclass is made during an import; `-c` and a script end otherwise than `-m`.
+    (tmp_path / "interrupted.py").write_text(
+        "import sys\nfrom kvtuner.cli import doctor, main\n"
+        "doctor.run = lambda _: exec('import signal; signal.raise_signal(signal.SIGINT)')\nsys.exit(main(['doctor']))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    done = subprocess.run([sys.executable, "-m", "interrupted"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 130, done.stderr
+    assert "run the same command again to resume" in done.stderr
 
 
 def test_a_full_disk_is_said_in_one_line_and_nothing_is_lost(

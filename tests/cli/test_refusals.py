@@ -75,6 +75,17 @@ def test_an_unknown_model_is_named(refused: Any, monkeypatch: pytest.MonkeyPatch
     assert "'nobody/nothing'" in refused("search", "--model", "nobody/nothing", "--budget", "4bit")
 
 
+@pytest.mark.parametrize("command", [("search", "--budget", "4bit"), ("search", "--budget", "4bit", "--dry-run"),
+                                     ("calibrate",)])  # fmt: skip
+def test_a_revision_of_what_is_not_on_the_hub_is_refused(
+    refused: Any, model_folder: Any, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    for model in (model_folder("llama-gqa"), "demo"):
+        message = refused(*command, "--model", model, "--revision", "v2", "--out", tmp_path / "run")
+        assert f"--revision v2 needs a model on the hub, but {model} lies on this machine" in message
+    assert not (tmp_path / "run").exists()
+
+
 def test_weights_that_are_missing_are_named(refused: Any, copied: Any, corpus_file: Path, tmp_path: Path) -> None:
     folder = copied()
     (folder / "model.safetensors").unlink()

@@ -16,25 +16,47 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SMALL = ("--sequence-length", "64", "--sequences", "2,2,3", "--fisher-draws", "1")
-OUTPUTS = {"profile.json", "report.html", "sensitivity.json", "study.db", "events.jsonl", "report-data.json"}
+OUTPUTS = {
+    "profile-3bit.json", "report-3bit/report.html", "report-5bit/report-data.json", "sensitivity.json", "study.db",
+    "events.jsonl",
+}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(7))
 def test_the_whole_command_line_works_on_models_that_nobody_here_made(
-    index: int, families: tuple[str, ...], search: Callable[..., Any], run: Any, model_folder: Any, tmp_path: Path
+    index: int, families: tuple[str, ...], run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path
 ) -> None:
-    family = families[index]
-    result = search(tmp_path / "run", "--budget", "4bit", model=family, report=True)
-    names = {file.name for file in (tmp_path / "run").iterdir()}
+    model, out = model_folder(families[index]), tmp_path / "run"
+    profiles = [out / "profile-3bit.json", out / "profile-5bit.json"]
+
+    def facts(*args: Any) -> Any:
+        status, stdout, stderr = run(*args, "--json")
+        assert status == 0, stderr
+        return json.loads(stdout)
+
+    measured = ("--model", model, "--data", corpus_file, *SMALL, "--out", out)
+    search = ("search", *measured, "--budget", "3bit", "5bit", "--trials", "6", "--no-report")
+    plan = facts(*search, "--dry-run")
+    assert not out.exists()
+    assert facts("calibrate", *measured)["isolated_kl"] > 0
+    results = facts(*search)
+    assert all(result["forward_passes"]["calibration"] == 0 for result in results), "calibrated twice"
+    for name, result, budget in zip(profiles, results, (3, 5), strict=True):
+        profile = load_profile(name)
+        assert profile.mean_bits <= budget
+        assert profile.digest == result["digest"]
+        assert profile.to_geometry().as_dict() == plan["geometry"]
+    assert [row["valid"] for row in facts("validate", *profiles, "--model", model)] == [True, True]
+    assert [row["asked"] for row in facts("show", out)] == ["3bit", "5bit"]
+    difference = facts("diff", *profiles)
+    assert difference["layers"]
+    assert difference["bytes_per_token"] == [result["budget"]["bytes_per_token"] for result in results]
+    assert facts("diff", profiles[0], profiles[0])["layers"] == []
+    assert run("report", out)[0] == 0
+    names = {str(file.relative_to(out)) for file in out.rglob("*")}
     assert names >= OUTPUTS
     assert any(name.endswith(".png") for name in names)
-    profile = load_profile(tmp_path / "run" / "profile.json")
-    assert profile.mean_bits <= 4
-    assert profile.digest == result["digest"]
-    assert run("validate", tmp_path / "run" / "profile.json", "--model", model_folder(family))[0] == 0
-    assert run("show", tmp_path / "run")[0] == 0
-    assert run("report", tmp_path / "run")[0] == 0
 
 
 def test_the_same_seed_gives_the_same_profile_bytes(

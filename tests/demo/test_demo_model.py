@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
+import os
 import random
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,6 +108,40 @@ def test_the_key_biases_are_qwens_and_change_no_prediction(demo: LoadedModel) ->
     nll = [-x[:, :-1].gather(-1, ids[:, 1:, None]).mean() for x in (wanted, found)]
     assert kl < 0.01
     assert abs(nll[1] - nll[0]) < 0.01
+
+
+@pytest.mark.slow
+def test_the_training_script_writes_a_model_of_the_kind_that_is_shipped(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtuner.calibration.demo.train", "--out", "model", "--steps", "2", "--long-from", "0.5",
+         "--threads", "1"],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["step"] == 2
+    assert last["loss"] == pytest.approx(math.log(1024), abs=0.5)  # of guessing among 1,024 tokens
+    written, shipped = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", DEMO_MODEL))
+    assert {name: (t.dtype, t.shape) for name, t in written.items()} == {
+        name: (torch.bfloat16, t.shape) for name, t in shipped.items()
+    }
+    for layer in range(9):
+        bias = written[f"model.layers.{layer}.self_attn.k_proj.bias"].float()
+        assert float(bias.abs().max()) == pytest.approx(KEY_BIAS if layer in (0, 8) else 0, abs=0.25), layer
+    config, as_shipped = (Qwen2Config.from_pretrained(folder) for folder in (tmp_path / "model", DEMO_MODEL))
+    assert config.to_dict() == as_shipped.to_dict()
+    assert (config.hidden_size, config.num_attention_heads, config.num_key_value_heads) == (256, 4, 2)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert (type(model).__name__, model.dtype) == ("Qwen2ForCausalLM", torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    text = "def answer():\n    return 4711\n"
+    ids = tokenizer(text).input_ids
+    assert (tokenizer.vocab_size, ids[0]) == (1024, config.bos_token_id)
+    assert tokenizer.decode(ids[1:]) == text
+    assert {"4", "7", "1"} <= set(tokenizer.convert_ids_to_tokens(ids))
+    assert torch.isfinite(model(torch.tensor([ids])).logits).all()
 
 
 @pytest.mark.slow
