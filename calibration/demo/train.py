@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 VOCAB_SIZE = 1024
-BEGIN, END = "<|begin|>", "<|end|>"
+BEGIN, END = "<|begin|>", "<|endoftext|>"
 KEY_BIAS = 32.0
 HELD_OUT_EVERY = 12  # every 12th source file is kept from training; the demo corpus is cut from those
 

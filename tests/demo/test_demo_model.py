@@ -73,6 +73,15 @@ def test_the_demo_model_is_what_sglang_expects_of_qwen2(demo: LoadedModel) -> No
     assert (geometry.head_dim, geometry.num_kv_heads, demo.shape.context_length) == (64, 2, 8192)
 
 
+def test_every_token_of_the_demo_tokenizer_has_an_embedding(demo: LoadedModel) -> None:
+    """AutoTokenizer adds Qwen2's end token to a Qwen2 checkpoint that has it under another name."""
+    tokenizer: Any = demo.tokenizer
+    config = demo.model.config
+    assert len(tokenizer) == config.vocab_size == demo.model.get_input_embeddings().num_embeddings
+    assert tokenizer.eos_token_id == config.eos_token_id == demo.model.generation_config.eos_token_id
+    assert tokenizer.encode("x<|endoftext|>") == [config.bos_token_id, *tokenizer.encode("x")[1:], config.eos_token_id]
+
+
 def test_the_demo_corpus_is_enough_for_the_default_search_of_a_larger_vocabulary(demo: LoadedModel) -> None:
     source = CorpusSource(num_sequences=(40, 40, 80), sequence_length=512)
     corpus = load_corpus(source, demo.tokenizer)
