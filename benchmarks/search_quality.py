@@ -72,15 +72,15 @@ class Arena:
         return sum(sums.kl) / sum(sums.count)
 
 
-def prepare(args: argparse.Namespace) -> Arena:
-    """Load, calibrate, and open the journals."""
-    loaded = load_model(ModelSource(args.model))
+def prepare(model: str, out: Path, args: argparse.Namespace) -> Arena:
+    """Load a model, calibrate it, and open the journals in its own folder."""
+    loaded = load_model(ModelSource(model))
     corpus = load_corpus(
         CorpusSource(data=args.data, sequence_length=args.sequence_length, num_sequences=tuple(args.sequences)),
         loaded.tokenizer,
     )
     bench = Workbench.prepare(loaded, corpus, CalibrationOptions())
-    folder = RunFolder(args.out)
+    folder = RunFolder(out)
     table = calibrate(bench, folder)
     identity = sha256_of(table.identity)
     objective = MeasuredKL(bench.simulator("select", reuse=True), table, bench.options.quant, folder, identity)
@@ -129,14 +129,19 @@ def searched(
     return arena.report_kl(study.best, sampler), arena.objective.num_sequences - before
 
 
+def starts(arena: Arena, space: SearchSpace, constraint: Constraint, trials: int) -> list[Configuration]:
+    """What `kvtuner search` starts its refinement from: the exact front, and the uniforms inside the budget."""
+    pairs = [PrecisionPair(*bits) for bits in product(ALL_BITS, ALL_BITS)]
+    uniforms = [uniform(arena.table, pair, "kl", constraint.shape, transforms=True) for pair in pairs]
+    return warm_starts(space, constraint, uniforms, min(trials, POPULATION_SIZE))
+
+
 def compare(arena: Arena, text: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row of the table."""
     geometry = arena.bench.loaded.shape.geometry
     constraint = Budget.parse(text).constraint(geometry)
     space = build_space(arena.table, "kl", constraint.shape)
-    pairs = [PrecisionPair(*bits) for bits in product(ALL_BITS, ALL_BITS)]
-    uniforms = [uniform(arena.table, pair, "kl", constraint.shape, transforms=True) for pair in pairs]
-    warm = warm_starts(space, constraint, uniforms, min(args.trials, POPULATION_SIZE))
+    warm = starts(arena, space, constraint, args.trials)
     plain_name, plain = best_uniform(arena, constraint, transforms=False)
     best_name, best = best_uniform(arena, constraint, transforms=True)
     row: dict[str, Any] = {
@@ -196,21 +201,26 @@ def markdown(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every comparison of searches is asked with."""
     parser.add_argument("--model", default="demo")
     parser.add_argument("--data", default="demo")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--budgets", nargs="+", default=["2.5bit", "3bit", "3.5bit", "4bit", "5bit", "6bit"])
     parser.add_argument("--trials", type=int, default=100)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--sequences", type=int, nargs=3, default=[4, 12, 48])
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--budgets", nargs="+", default=["2.5bit", "3bit", "3.5bit", "4bit", "5bit", "6bit"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    arena = prepare(args)
+    arena = prepare(args.model, args.out, args)
     rows = []
     for budget in args.budgets:
         rows.append(compare(arena, budget, args))

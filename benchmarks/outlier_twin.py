@@ -1,0 +1,57 @@
+"""A 4-bit search on a model and on its twin with outlier key channels, where plain 4-bit keys fail.
+
+    python benchmarks/outlier_twin.py --model demo --out runs/twin
+
+The twin (`kvtuner.calibration.demo.outliers`) is the same function. `ratio` is the searched KL of the twin over that
+of the model; both are measured on the report split, small and large position offsets pooled. Resumes where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import optuna
+from search_quality import Arena, add_arguments, prepare, searched, starts
+
+from kvtuner.calibration.demo.outliers import make_twin
+from kvtuner.precision import PrecisionPair
+from kvtuner.search_spaces.budget import Budget
+from kvtuner.search_spaces.space import build_space, uniform
+
+
+def row(arena: Arena, args: argparse.Namespace) -> dict[str, float]:
+    """KL of uniform K4V4 without and with the best transforms, and of the search at its 4 bits."""
+    constraint = Budget.parse("4bit").constraint(arena.bench.loaded.shape.geometry)
+    space = build_space(arena.table, "kl", constraint.shape)
+    kl = {}
+    for name, transforms in (("K4V4 plain", False), ("K4V4", True)):
+        pair = PrecisionPair(4, 4)
+        configuration = uniform(arena.table, pair, "kl", constraint.shape, transforms=transforms)
+        kl[name] = arena.report_kl(configuration, name, transforms=transforms)
+    warm = starts(arena, space, constraint, args.trials)
+    kl["searched"], _ = searched(
+        arena, space, constraint, warm, sampler="nsga2", guidance="surrogate", trials=args.trials, seed=args.seed
+    )
+    return kl
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    twin = args.out / "twin-model"
+    if not twin.exists():
+        make_twin(args.model, twin)
+    rows = {
+        name: row(prepare(model, args.out / name, args), args)
+        for name, model in (("model", args.model), ("twin", str(twin)))
+    }
+    print(json.dumps({**rows, "ratio": rows["twin"]["searched"] / rows["model"]["searched"]}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
