@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import yaml
 
 from kvtuner.calibration.model import ModelSource, read_config
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
+@pytest.mark.slow
 def test_text_is_generated_from_packed_rows(profile_of: Callable[..., Any], tmp_path: Path) -> None:
     profile = profile_of(read_config(ModelSource("demo")), [LayerChoice(4, 4)] * 9)
     (tmp_path / "profile.json").write_bytes(dump_profile(profile))

@@ -258,6 +258,7 @@ def test_a_candidate_that_drives_the_model_to_nan_is_named_and_not_journalled(
     assert not RunFolder(tmp_path).file(JOURNAL).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_heads", [1, 64])
 def test_memory_grows_with_depth_by_the_residual_stream_and_the_prompts_keys_and_values(
     num_heads: int,

@@ -268,6 +268,7 @@ def test_a_part_of_the_rows_is_scored_as_the_whole_would_be(
             assert_scores_agree(scores[candidate], expected)
 
 
+@pytest.mark.slow
 def test_scores_of_sampled_rows_are_those_of_all_rows_on_average(
     chain_of: Callable[..., DecoderChain], random_batches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,6 +413,7 @@ def test_gradients_that_overflow_are_an_error_that_names_the_layer(
         measurement.run(batches)
 
 
+@pytest.mark.slow
 def test_memory_grows_with_depth_by_the_residual_stream_alone(
     chain_of: Callable[..., DecoderChain],
     random_batches: Any,

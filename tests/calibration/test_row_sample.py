@@ -28,6 +28,7 @@ def test_one_token_of_four_is_drawn_and_sixty_four_at_least(tokens: int, rows: i
         assert sample.weights.tolist() == [1.0] * tokens
 
 
+@pytest.mark.slow
 def test_a_token_is_drawn_as_often_as_its_importance_says_and_weighs_the_inverse() -> None:
     importance, num_samples = heavy_tailed(300), 4000
     drawn, weights = torch.zeros(300), torch.zeros(300)
@@ -45,6 +46,7 @@ def test_a_token_is_drawn_as_often_as_its_importance_says_and_weighs_the_inverse
     torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-4, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("goes_with", [True, False])
 def test_weighted_sums_are_without_bias_and_steady_for_what_goes_with_the_importance(goes_with: bool) -> None:
     importance = heavy_tailed(400)

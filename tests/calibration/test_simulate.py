@@ -312,6 +312,7 @@ def test_reading_back_quantizes_each_token_and_head_alone() -> None:
     assert torch.equal(read_back(None, x.bfloat16()), x.bfloat16().float())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0, 1 << 27])
 def test_two_states_per_token_are_kept_and_of_a_small_vocabulary_its_logarithms(
     chain_of: Callable[..., DecoderChain],

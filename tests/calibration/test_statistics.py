@@ -157,6 +157,7 @@ def test_a_layer_that_gives_the_next_one_nan_is_named_itself(
         measure_constants(chain, random_batches(1, 16))
 
 
+@pytest.mark.slow
 def test_memory_grows_with_depth_by_the_residual_stream_alone(
     chain_of: Callable[..., DecoderChain],
     random_batches: Any,

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 SMALL = ("--sequence-length", "64", "--sequences", "2,2,3", "--fisher-draws", "1")
 OUTPUTS = {
     "profile-3bit.json", "report-3bit/report.html", "report-5bit/report-data.json", "sensitivity.json", "study.db",
@@ -22,7 +24,6 @@ OUTPUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("index", range(7))
 def test_the_whole_command_line_works_on_models_that_nobody_here_made(
     index: int, families: tuple[str, ...], run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path
@@ -101,7 +102,6 @@ def test_a_later_budget_does_not_calibrate_again(search: Callable[..., Any], tmp
     assert (tmp_path / "run/sensitivity.json").read_bytes() == table
 
 
-@pytest.mark.slow
 def test_a_nested_family_never_takes_bits_away(search: Callable[..., Any], tmp_path: Path) -> None:
     results = search(tmp_path / "run", "--budget", "2.5bit", "3.5bit", "6bit", "--nested", "--sampler", "none")
     profiles = [load_profile(result["profile"]) for result in results]
@@ -128,13 +128,12 @@ def test_a_hand_written_configuration_is_exported_as_it_is(search: Callable[...,
     )
 
 
-@pytest.mark.parametrize("flags", [("--score", "fisher"), pytest.param(("--score", "e_o"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flags", [("--score", "fisher"), ("--score", "e_o")])
 def test_cheap_scores_skip_the_isolated_forwards(search: Any, tmp_path: Path, flags: tuple[str, ...]) -> None:
     search(tmp_path / "run", "--budget", "3bit", *flags)
     assert not (tmp_path / "run/isolated.jsonl").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", [
     ("--read-plan", "hit"), ("--read-plan", "cache"), ("--symmetric",), ("--k-group-size", "16", "--v-group-size", "8"),
     ("--groups",), ("--pairs",), ("--sampler", "tpe"), ("--sampler", "random"), ("--batch-size", "2"),
@@ -197,9 +196,7 @@ def test_a_dry_run_foretells_the_forward_tokens(search: Any, run: Any, model_fol
     assert 0.3 * json.loads(out)["forward_tokens"]["total"] <= done <= json.loads(out)["forward_tokens"]["total"]
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(("--tp-size", "2"), marks=pytest.mark.slow), ("--tp-size", "2", "--pp-size", "2")]
-)
+@pytest.mark.parametrize("ranks", [("--tp-size", "2"), ("--tp-size", "2", "--pp-size", "2")])
 def test_bytes_on_a_rank_keep_the_budget_of_a_rank(
     search: Any, run: Any, tmp_path: Path, ranks: tuple[str, ...]
 ) -> None:
@@ -236,7 +233,6 @@ def test_a_dry_run_of_a_hand_written_configuration_states_its_bytes_and_work(run
     assert "hand-written" in run(*command)[1]
 
 
-@pytest.mark.slow
 def test_trials_of_the_same_target_go_on_and_are_counted(search: Any, tmp_path: Path) -> None:
     for asked, counted in ((2, 2), (4, 4), (3, 4)):  # of the study, not of the last command
         search(tmp_path / "run", "--budget", "3bit", trials=asked)
@@ -312,7 +308,6 @@ def test_the_report_may_be_left_to_a_command_of_its_own(
     assert (tmp_path / "run/report.html").exists()
 
 
-@pytest.mark.slow
 def test_pairs_are_compared_with_the_sum_of_their_sides_where_asked_for(search: Any, run: Any, tmp_path: Path) -> None:
     assert search(tmp_path / "plain", "--budget", "3bit", trials=2)["pair_additivity"] is None
     found = search(tmp_path / "pairs", "--budget", "3bit", "--pairs", trials=2)["pair_additivity"]
@@ -322,7 +317,6 @@ def test_pairs_are_compared_with_the_sum_of_their_sides_where_asked_for(search: 
     assert "K/V pairs" in (tmp_path / "pairs/report.html").read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [(), ("--nested", "--sampler", "none"), ("--keep", "0:K8V8")], ids=["unclear", "nested", "keep"]
 )
@@ -386,7 +380,7 @@ def test_a_search_goes_on_from_what_calibrate_measured(
     assert result["forward_passes"]["calibration"] == 0
 
 
-@pytest.mark.parametrize("transforms", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("transforms", [False, True])
 def test_a_uniform_that_takes_the_place_of_the_winner_says_so(
     search: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transforms: bool
 ) -> None:

@@ -182,6 +182,7 @@ def test_numbers_that_do_not_exist_are_dashes(make_report: MakeReport) -> None:
     assert "nan" not in page.text.lower().split()
 
 
+@pytest.mark.slow
 def test_the_same_data_gives_the_same_files_byte_for_byte(make_report: MakeReport, tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_report(ReportData.from_json(json.loads(json.dumps(make_report(5).to_json()))), tmp_path / name)
@@ -189,6 +190,7 @@ def test_the_same_data_gives_the_same_files_byte_for_byte(make_report: MakeRepor
     assert files["a"] == files["b"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_old_report_whole(
     make_report: MakeReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

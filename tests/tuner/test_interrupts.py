@@ -96,10 +96,8 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-SLOW = [pytest.param(statement, marks=pytest.mark.slow) for statement in (2, 3, 60, 61, 90, 150)]
-
-
-@pytest.mark.parametrize("statement", [1, 30, 62, 120, *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("statement", [1, 2, 3, 30, 60, 61, 62, 90, 120, 150])
 def test_an_interrupt_within_any_statement_leaves_a_study_that_resumes(
     make_space: Callable[..., Any],
     make_constraint: Callable[..., Any],

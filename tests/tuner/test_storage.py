@@ -23,6 +23,8 @@ from kvtuner.tuner.study import StudyResult, refine
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow
+
 Space = Callable[..., SearchSpace]
 Limit = Callable[..., Constraint]
 Run = Callable[..., StudyResult]

@@ -231,6 +231,7 @@ def test_a_race_is_run_against_the_best_so_far(
     assert len(raced) == sum(trial.is_measured for trial in whole.trials) - 1, "the first one has no rival"
 
 
+@pytest.mark.slow
 def test_estimates_of_a_race_never_win_and_the_first_warm_start_gets_none(
     space: SearchSpace, constraint: Constraint, landscape: Landscape, tmp_path: Path
 ) -> None:
@@ -279,6 +280,7 @@ def test_a_value_that_is_not_finite_stops_the_study_and_names_the_pairs(
     assert set(warm) <= {trial.configuration for trial in result.trials}
 
 
+@pytest.mark.slow
 def test_warm_starts_are_the_first_population_of_nsga2(
     space: SearchSpace, constraint: Constraint, landscape: Landscape, tmp_path: Path
 ) -> None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from optuna.trial import FrozenTrial
 
+pytestmark = pytest.mark.slow
+
 Space = Callable[..., SearchSpace]
 Limit = Callable[..., Constraint]
 PAIRS = [PrecisionPair(2, 2), PrecisionPair(4, 4), PrecisionPair(8, 8)]
@@ -121,7 +123,6 @@ def test_a_study_killed_at_any_moment_resumes_to_exactly_the_trials_asked(
     assert set(warm_of(space)) <= {trial.configuration for trial in result.trials}
 
 
-@pytest.mark.slow
 def test_a_study_killed_again_and_again_completes(space: SearchSpace, constraint: Constraint, tmp_path: Path) -> None:
     url, log = f"sqlite:///{tmp_path}/study.db", tmp_path / "log"
     for count in (2, 4, 6):
@@ -134,7 +135,6 @@ def test_a_study_killed_again_and_again_completes(space: SearchSpace, constraint
     assert {t.configuration for t in result.trials if t.source == "warm"} == set(warm_of(space))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["sqlite", "journal"])
 def test_two_workers_share_a_study_and_finish_exactly_the_trials_asked(
     space: SearchSpace, constraint: Constraint, tmp_path: Path, scheme: str
