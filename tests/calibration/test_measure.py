@@ -364,6 +364,7 @@ def test_progress_is_told_in_tokens_of_each_layer(chain_of: Callable[..., Decode
     assert told == [2 * TOKENS] * 3 + [TOKENS] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-gqa", "head-dim-80"])
 def test_the_fisher_score_is_the_isolated_kl_where_errors_are_small(
     name: str, chain_of: Callable[..., DecoderChain], random_batches: Any, tmp_path: Path

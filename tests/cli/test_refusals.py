@@ -173,6 +173,7 @@ def test_what_cannot_work_is_refused_before_weights_are_loaded(
     assert complaint in refused("search", "--model", folder, *flags, "--dry-run")
 
 
+@pytest.mark.slow
 def test_a_run_folder_of_another_profile_is_refused_and_kept(
     refused: Any, search: Any, model_folder: Any, tmp_path: Path
 ) -> None:
@@ -234,6 +235,7 @@ def test_a_missing_data_file_is_named(refused: Any, model_folder: Any, tmp_path:
     assert "does not exist" in message
 
 
+@pytest.mark.slow
 def test_a_run_folder_of_another_model_or_data_is_refused_by_field(
     refused: Any, search: Any, model_folder: Any, corpus_file: Path, sentences: Any, tmp_path: Path
 ) -> None:

@@ -191,6 +191,7 @@ def test_the_twin_with_outlier_channels_is_the_same_function_and_breaks_plain_fo
     assert kl["twin", "centered+balanced+hadamard"] < 1.5 * kl["demo", "centered+balanced+hadamard"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode", "cache"])
 def test_the_host_agrees_with_the_tuners_simulation(
     name: ReadPlanName, demo: LoadedModel, profile_of: Callable[..., Profile]

@@ -92,6 +92,7 @@ def hostile(data: ReportData) -> ReportData:
     )
 
 
+@pytest.mark.slow
 def test_the_page_holds_the_very_pictures_that_lie_beside_it(make_report: MakeReport, tmp_path: Path) -> None:
     page = write_report(make_report(6), tmp_path / "run")
     assert page == tmp_path / "run" / "report.html"
@@ -128,6 +129,7 @@ def test_the_page_loads_and_runs_nothing(make_report: MakeReport, disguise: Call
     assert policy == ["default-src 'none'; img-src data:; style-src 'unsafe-inline'"]
 
 
+@pytest.mark.slow
 def test_every_picture_has_words_and_a_size_and_shrinks_with_the_screen(
     make_report: MakeReport, tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[ReportData], b
     return draw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("picture", PICTURES.values(), ids=PICTURES)
 @pytest.mark.parametrize("num_layers", [1, pytest.param(80, marks=pytest.mark.slow)])
 def test_pictures_come_out_the_same_twice_and_carry_no_time_or_program(

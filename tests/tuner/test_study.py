@@ -101,6 +101,7 @@ def test_refinement_finds_what_the_additive_model_cannot_see(
     assert result.best_value < Landscape(constraint)(warm[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLER_NAMES)
 @pytest.mark.parametrize("guidance", GUIDANCES)
 def test_the_same_seed_gives_the_same_trials(
