@@ -18,8 +18,8 @@ import torch
 
 from kvtuner.calibration.demo.tasks import VALUE_DIGITS, RecallProblem, recall_problem
 from kvtuner.calibration.model import ModelSource, read_shape
-from kvtuner.exported_configs.build import AskedBudget, LayerChoice, build_profile
-from kvtuner.exported_configs.evidence import Libraries, ModelIdentity, Provenance
+from kvtuner.exported_configs.build import uniform_profile
+from kvtuner.exported_configs.evidence import ModelIdentity
 from kvtuner.exported_configs.load import load_profile
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
@@ -27,35 +27,7 @@ from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvtuner.calibration.model import ModelShape
     from kvtuner.exported_configs.profile import Profile
-
-
-def uniform_profile(shape: ModelShape, pair: PrecisionPair) -> Profile:
-    """A profile with the same widths everywhere and no transforms."""
-    geometry = shape.geometry
-    return build_profile(
-        geometry=geometry,
-        layers=[LayerChoice(pair.k_bits, pair.v_bits)] * geometry.num_layers,
-        k_group_size=geometry.head_dim,
-        v_group_size=geometry.v_head_dim,
-        symmetric=False,
-        model=ModelIdentity(
-            id="model",
-            revision=None,
-            config_sha256=shape.config_sha256,
-            architecture=shape.architecture,
-            dtype="float32",
-        ),
-        budget=AskedBudget(f"uniform {pair}"),
-        quality=None,
-        provenance=Provenance(
-            kvtuner_version="0",
-            calibration=None,
-            search=None,
-            libraries=Libraries(torch="0", transformers="0", optuna="0"),
-        ),
-    )
 
 
 @torch.no_grad()
@@ -122,7 +94,15 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(source.path)
     profiles: dict[str, Profile | None] = {"unquantized": None}
-    profiles |= {text: uniform_profile(shape, PrecisionPair.parse(text)) for text in args.uniform}
+    identity = ModelIdentity(
+        id="model",
+        revision=None,
+        config_sha256=shape.config_sha256,
+        architecture=shape.architecture,
+        dtype="float32",
+    )
+    for text in args.uniform:
+        profiles[text] = uniform_profile(shape.geometry, PrecisionPair.parse(text), identity)
     profiles |= {str(path): load_profile(path) for path in args.profile}
     rows = [
         {

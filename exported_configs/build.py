@@ -7,12 +7,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import torch
 from pydantic import ValidationError
 
+from kvtuner import __version__
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.arrays import encode_fp16
 from kvtuner.exported_configs.digest import digest_of
-from kvtuner.exported_configs.evidence import Budget
+from kvtuner.exported_configs.evidence import Budget, Libraries, Provenance
 from kvtuner.exported_configs.fields import MAX_PROFILE_BYTES, Section
 from kvtuner.exported_configs.profile import SCHEMA_VERSION, Profile, explain
 from kvtuner.exported_configs.stored import Defaults, Geometry, StoredLayer
@@ -29,7 +31,7 @@ from kvtuner.quant import IDENTITY, VALUE_TRANSFORMS, Transform
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtuner.exported_configs.evidence import ModelIdentity, Provenance, Quality
+    from kvtuner.exported_configs.evidence import ModelIdentity, Quality
     from kvtuner.geometry import ModelGeometry
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -114,6 +116,46 @@ def build_profile(
         budget=_reached(budget, geometry, layers, defaults),
         quality=quality,
         provenance=provenance,
+    )
+
+
+def uniform_profile(
+    geometry: ModelGeometry,
+    pair: PrecisionPair,
+    model: ModelIdentity,
+    *,
+    k_group_size: int | None = None,
+    v_group_size: int | None = None,
+    symmetric: bool = False,
+) -> Profile:
+    """A profile with the same widths in every layer and no transforms; nothing was measured.
+
+    Args:
+        geometry: of the model.
+        pair: the widths.
+        model: which model it is.
+        k_group_size: channels per scale of keys; head_dim by default.
+        v_group_size: channels per scale of values; v_head_dim by default.
+        symmetric: grids around zero.
+
+    Raises:
+        PrecisionError: bits or a group size that rows cannot hold.
+    """
+    return build_profile(
+        geometry=geometry,
+        layers=[LayerChoice(pair.k_bits, pair.v_bits)] * geometry.num_layers,
+        k_group_size=geometry.head_dim if k_group_size is None else k_group_size,
+        v_group_size=geometry.v_head_dim if v_group_size is None else v_group_size,
+        symmetric=symmetric,
+        model=model,
+        budget=AskedBudget(str(pair)),
+        quality=None,
+        provenance=Provenance(
+            kvtuner_version=__version__,
+            calibration=None,
+            search=None,
+            libraries=Libraries(torch=torch.__version__, transformers="none", optuna="none"),
+        ),
     )
 
 

@@ -65,7 +65,8 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    make_trainer: Any = trainers.BpeTrainer  # typed in some releases of tokenizers
+    trainer = make_trainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[BEGIN, END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
