@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from kvtuner.errors import CacheError, ProfileError
-from kvtuner.precision import NATIVE_BITS
-from kvtuner.quant import QuantSpec, pack_rows, quantize, unpack_rows
 
-BLOCK_TOKENS: Final = 2048
-"""Tokens packed or read back at a time: bounds the float32 copies that either makes."""
+if TYPE_CHECKING:
+    from kvtuner.runtime_loader.row_format import RowFormat
 
 MIN_GROWTH_TOKENS: Final = 16
 
@@ -83,49 +80,6 @@ def _allocate(like: Tensor, capacity: int) -> Tensor:
         return torch.empty((like.shape[0], capacity, *like.shape[2:]), dtype=like.dtype, device=like.device)
 
 
-@dataclass(frozen=True, slots=True)
-class RowFormat:
-    """How keys or values become rows.
-
-    Attributes:
-        num_heads: KV heads in a row: the whole model's.
-        head_dim: channels per head.
-        spec: None keeps [tokens, num_heads, head_dim] in the dtype it comes in.
-    """
-
-    num_heads: int
-    head_dim: int
-    spec: QuantSpec | None
-
-    @property
-    def bits(self) -> int:
-        """16 for native rows, whatever their dtype."""
-        return NATIVE_BITS if self.spec is None else self.spec.bits
-
-    def encode(self, states: Tensor) -> Tensor:
-        """Rows [batch, tokens, ...] of keys or values [batch, num_heads, tokens, head_dim]."""
-        tokens = states.transpose(1, 2)
-        if self.spec is None:
-            return tokens
-        return torch.cat([_pack(self.spec, block) for block in tokens.split(BLOCK_TOKENS, dim=1)], dim=1)
-
-    def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Keys or values [batch, num_heads, tokens, head_dim] in model space."""
-        if self.spec is None:
-            return rows.transpose(1, 2)
-        blocks = [self._unpack(self.spec, block).to(dtype) for block in rows.split(BLOCK_TOKENS, dim=1)]
-        return torch.cat([block.transpose(1, 2) for block in blocks], dim=2)
-
-    def _unpack(self, spec: QuantSpec, rows: Tensor) -> Tensor:
-        quantized = unpack_rows(rows, spec.bits, self.num_heads, self.head_dim, spec.group_size)
-        return spec.transform.invert(quantized.dequantize())
-
-
-def _pack(spec: QuantSpec, tokens: Tensor) -> Tensor:
-    stored = spec.transform.apply(tokens)
-    return pack_rows(quantize(stored, spec.bits, spec.group_size, symmetric=spec.symmetric))
-
-
 class StoredSide:
     """Keys, or values, of one layer."""
 
@@ -168,11 +122,11 @@ class StoredSide:
             [batch, num_heads, all tokens, head_dim], model space, in the dtype of `states`.
         """
         past = len(self.buffer)
-        self.buffer.append(self.format.encode(states))
+        self.buffer.append(self.format.pack(states.transpose(1, 2)))
         if fresh_is_exact and past == 0:
             return states
         rows = self.buffer.rows
         assert rows is not None
         if not fresh_is_exact:
-            return self.format.decode(rows, states.dtype)
-        return torch.cat((self.format.decode(rows[:, :past], states.dtype), states), dim=2)
+            return self.format.unpack(rows, states.dtype).transpose(1, 2)
+        return torch.cat((self.format.unpack(rows[:, :past], states.dtype).transpose(1, 2), states), dim=2)

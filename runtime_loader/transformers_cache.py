@@ -20,13 +20,15 @@ from kvtuner.errors import CacheError
 from kvtuner.exported_configs.evidence import ReadPlan
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
-from kvtuner.runtime_loader.packed_layer import RowFormat, StoredSide
+from kvtuner.runtime_loader.packed_layer import StoredSide
+from kvtuner.runtime_loader.row_format import rank_formats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvtuner.exported_configs.profile import Profile
     from kvtuner.geometry import ConfigLike
+    from kvtuner.runtime_loader.row_format import LayerFormat
 
 READ_PLANS: Final[tuple[ReadPlan, ...]] = get_args(ReadPlan)
 
@@ -45,10 +47,10 @@ class KVTunerLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, k: RowFormat, v: RowFormat) -> None:
+    def __init__(self, layer_format: LayerFormat) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-        self.k = StoredSide(k)
-        self.v = StoredSide(v)
+        self.k = StoredSide(layer_format.k)
+        self.v = StoredSide(layer_format.v)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({PrecisionPair(self.k.format.bits, self.v.format.bits)})"
@@ -195,7 +197,7 @@ class KVTunerCache(Cache):
             CacheError: an unknown read plan.
         """
         check_model(profile, config)
-        cache = cls([_layer(profile, layer_id) for layer_id in range(len(profile.pairs))], read_plan)
+        cache = cls([KVTunerLayer(layer) for layer in rank_formats(profile, range(len(profile.pairs)))], read_plan)
         cache.num_calibrated_positions = calibrated_positions(profile) if _is_centered(profile) else None
         return cache
 
@@ -252,14 +254,6 @@ class KVTunerCache(Cache):
     @property
     def _packed_layers(self) -> list[KVTunerLayer]:
         return cast("list[KVTunerLayer]", self.layers)
-
-
-def _layer(profile: Profile, layer_id: int) -> KVTunerLayer:
-    shape = profile.row_shape()
-    return KVTunerLayer(
-        RowFormat(shape.num_kv_heads, shape.head_dim, profile.quant_spec(layer_id, "k")),
-        RowFormat(shape.num_kv_heads, shape.v_head_dim, profile.quant_spec(layer_id, "v")),
-    )
 
 
 def _is_centered(profile: Profile) -> bool:

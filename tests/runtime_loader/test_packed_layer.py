@@ -8,8 +8,9 @@ import torch
 from kvtuner.errors import CacheError, ProfileError
 from kvtuner.precision import row_bytes
 from kvtuner.quant import QuantSpec, Transform, TransformKind, pack_rows, quantize
-from kvtuner.runtime_loader import packed_layer
-from kvtuner.runtime_loader.packed_layer import RowFormat, StoredSide, TokenBuffer
+from kvtuner.runtime_loader import row_format
+from kvtuner.runtime_loader.packed_layer import StoredSide, TokenBuffer
+from kvtuner.runtime_loader.row_format import RowFormat
 
 HADAMARD = Transform(TransformKind(hadamard=True))
 
@@ -53,7 +54,7 @@ def test_long_chunks_are_packed_and_read_in_blocks_with_the_same_result(
     keys = states(2, 3, 23, 64)
     whole, in_blocks = stored(QuantSpec(2)), stored(QuantSpec(2))
     expected = whole.extend(keys, fresh_is_exact=False)
-    monkeypatch.setattr(packed_layer, "BLOCK_TOKENS", 5)
+    monkeypatch.setattr(row_format, "BLOCK_TOKENS", 5)
     assert torch.equal(in_blocks.extend(keys, fresh_is_exact=False), expected)
     assert torch.equal(in_blocks.buffer.rows, whole.buffer.rows)
 

@@ -1,0 +1,226 @@
+"""Attention over packed rows: what a host needs of an implementation, and one in plain torch.
+
+The torch one is for processors and tests, and is what kernels are compared with. Knows nothing of servers or caches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from kvtuner.errors import CacheError
+from kvtuner.quant import IDENTITY, hadamard
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtuner.quant import Transform
+    from kvtuner.runtime_loader.row_format import RowFormat
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Keys or values of one layer in a pool of token slots.
+
+    Not a tensor on purpose: code that would read rows as keys fails at once.
+
+    Attributes:
+        rows: [slots, row_bytes] uint8, or [slots, num_heads, head_dim] in the served dtype at 16 bits.
+        format: what a row holds.
+    """
+
+    rows: Tensor
+    format: RowFormat
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(slots, num_heads, head_dim), as of the keys or values themselves."""
+        return (self.rows.shape[0], self.format.num_heads, self.format.head_dim)
+
+    def write(self, slots: Tensor, states: Tensor) -> None:
+        """Store keys or values [tokens, num_heads, head_dim] at token slots [tokens]."""
+        self.rows[slots] = self.format.pack(states).to(self.rows.dtype)
+
+    def read(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys or values [tokens, num_heads, head_dim] of token slots [tokens], in model space."""
+        return self.format.unpack(self.rows[slots], dtype)
+
+    def read_stored(self, slots: Tensor) -> Tensor:
+        """`read` in stored space, float32."""
+        return self.format.unpack_stored(self.rows[slots])
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How scores are made of queries and keys.
+
+    Attributes:
+        scale: factor of every product.
+        logit_cap: scores are ``cap * tanh(score / cap)``; 0 for none.
+    """
+
+    scale: float
+    logit_cap: float = 0.0
+
+    def __call__(self, products: Tensor) -> Tensor:
+        """Scores of products q . k."""
+        scores = products * self.scale
+        return self.logit_cap * torch.tanh(scores / self.logit_cap) if self.logit_cap > 0 else scores
+
+
+class PackedAttention(Protocol):
+    """What a server calls for every layer. Tensors lie on the device of the rows.
+
+    Attributes:
+        name: for the log and metrics.
+    """
+
+    name: str
+
+    def store(self, keys: StoredRows, values: StoredRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Transform, quantize, pack and write keys and values [tokens, num_kv_heads, head_dim] to slots [tokens]."""
+        ...
+
+    def decode(
+        self, q: Tensor, keys: StoredRows, values: StoredRows, indptr: Tensor, slots: Tensor, scores: Scores
+    ) -> Tensor:
+        """Attention of one query per request over what the pool holds of it.
+
+        Args:
+            q: [requests, num_heads, head_dim].
+            keys: of the layer.
+            values: of the layer.
+            indptr: [requests + 1]; request r reads ``slots[indptr[r]:indptr[r + 1]]``.
+            slots: token slots of all requests, one after the other.
+            scores: scale and cap.
+
+        Returns:
+            [requests, num_heads, v_head_dim] in the dtype of `q`; zeros for a request without tokens.
+        """
+        ...
+
+    def extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: StoredRows,
+        values: StoredRows,
+        bounds: ExtendBounds,
+        scores: Scores,
+    ) -> Tensor:
+        """Attention of new tokens over their request's stored prefix and, causally, over one another.
+
+        Args:
+            q: [tokens, num_heads, head_dim].
+            k: fresh keys [tokens, num_kv_heads, head_dim], read as they are.
+            v: fresh values.
+            keys: of the layer, for the prefix.
+            values: of the layer, for the prefix.
+            bounds: which tokens and slots are whose.
+            scores: scale and cap.
+
+        Returns:
+            [tokens, num_heads, v_head_dim] in the dtype of `q`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendBounds:
+    """Which of a batch's new tokens, and which slots, belong to which request.
+
+    Attributes:
+        tokens: [requests + 1]; request r has the new tokens ``tokens[r]`` to ``tokens[r + 1]``.
+        prefix: [requests + 1]; and the stored prefix ``slots[prefix[r]:prefix[r + 1]]``.
+        slots: token slots of all prefixes, one after the other.
+    """
+
+    tokens: Tensor
+    prefix: Tensor
+    slots: Tensor
+
+
+class TorchAttention:
+    """`PackedAttention` in plain torch, one request after the other."""
+
+    name = "torch"
+
+    def store(self, keys: StoredRows, values: StoredRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """See `PackedAttention.store`."""
+        keys.write(slots, k)
+        values.write(slots, v)
+
+    def decode(
+        self, q: Tensor, keys: StoredRows, values: StoredRows, indptr: Tensor, slots: Tensor, scores: Scores
+    ) -> Tensor:
+        """See `PackedAttention.decode`: in stored space, so that the history is never transformed back."""
+        k_transform, v_transform = _transform(keys), _transform(values)
+        num_kv_heads = keys.format.num_heads
+        queries = k_transform.apply_to_query(q, num_kv_heads)
+        output = q.new_zeros(len(q), q.shape[1], values.format.head_dim, dtype=torch.float32)
+        for request, (start, stop) in enumerate(_spans(indptr, len(q))):
+            if start == stop:
+                continue
+            read = slots[start:stop]
+            products = _products(queries[request : request + 1], keys.read_stored(read))
+            if scores.logit_cap > 0 and k_transform.mu is not None:
+                # Without a cap softmax cancels what all cached keys share.
+                products = products + _products(q[request : request + 1].float(), k_transform.mu.float().unsqueeze(0))
+            weights = torch.softmax(scores(products), dim=-1)
+            output[request] = _weighted(weights, values.read_stored(read))[0]
+        return (hadamard(output) if v_transform.kind.hadamard else output).to(q.dtype)
+
+    def extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: StoredRows,
+        values: StoredRows,
+        bounds: ExtendBounds,
+        scores: Scores,
+    ) -> Tensor:
+        """See `PackedAttention.extend`: the prefix is read back to model space, beside keys that hold their mean."""
+        output = q.new_empty(len(q), q.shape[1], values.format.head_dim)
+        num_requests = len(bounds.tokens) - 1
+        prefixes = _spans(bounds.prefix, num_requests)
+        for (start, stop), (first, last) in zip(_spans(bounds.tokens, num_requests), prefixes, strict=True):
+            if start == stop:
+                continue
+            prefix = bounds.slots[first:last]
+            all_keys = torch.cat((keys.read(prefix, torch.float32), k[start:stop].float()))
+            all_values = torch.cat((values.read(prefix, torch.float32), v[start:stop].float()))
+            products = _products(q[start:stop].float(), all_keys)
+            hidden = torch.ones(products.shape[-2:], dtype=torch.bool, device=q.device).triu(1 + last - first)
+            weights = torch.softmax(scores(products).masked_fill(hidden, -torch.inf), dim=-1)
+            output[start:stop] = _weighted(weights, all_values)
+        return output
+
+
+def _transform(stored: StoredRows) -> Transform:
+    return IDENTITY if stored.format.spec is None else stored.format.spec.transform
+
+
+def _spans(indptr: Tensor, num_requests: int) -> list[tuple[int, int]]:
+    bounds = indptr[: num_requests + 1].tolist()
+    if len(bounds) <= num_requests:
+        raise CacheError(f"{num_requests} requests need {num_requests + 1} bounds, but {len(bounds)} are given")
+    return list(itertools.pairwise(bounds))
+
+
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    """Q . k of [queries, num_heads, head_dim] and [tokens, num_kv_heads, head_dim]: [num_heads, queries, tokens]."""
+    grouped = q.transpose(0, 1).unflatten(0, (k.shape[1], -1))
+    products: Tensor = grouped @ k.permute(1, 2, 0).unsqueeze(1)
+    return products.flatten(0, 1)
+
+
+def _weighted(weights: Tensor, v: Tensor) -> Tensor:
+    """[queries, num_heads, channels]: sums of values [tokens, num_kv_heads, ...] by [num_heads, queries, tokens]."""
+    grouped = weights.unflatten(0, (v.shape[1], -1))
+    sums: Tensor = grouped @ v.transpose(0, 1).unsqueeze(1)
+    return sums.flatten(0, 1).transpose(0, 1)

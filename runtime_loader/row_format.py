@@ -1,0 +1,122 @@
+"""How keys or values of one layer become rows, on one rank. Knows nothing of caches, pools or read plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from kvtuner.errors import ProfileError
+from kvtuner.precision import NATIVE_BITS, row_bytes
+from kvtuner.quant import QuantSpec, pack_rows, quantize, unpack_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtuner.exported_configs.profile import Profile, Side
+
+BLOCK_TOKENS: Final = 2048
+"""Tokens packed or read back at a time: bounds the float32 copies that either makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """How keys or values become rows.
+
+    Attributes:
+        num_heads: KV heads in a row: those of one rank.
+        head_dim: channels per head.
+        spec: None keeps [tokens, num_heads, head_dim] in the dtype it comes in.
+    """
+
+    num_heads: int
+    head_dim: int
+    spec: QuantSpec | None
+
+    @property
+    def bits(self) -> int:
+        """16 for native rows, whatever their dtype."""
+        return NATIVE_BITS if self.spec is None else self.spec.bits
+
+    def row_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's row; `dtype` is that of native rows."""
+        if self.spec is None:
+            return self.num_heads * self.head_dim * dtype.itemsize
+        return row_bytes(self.num_heads, self.head_dim, self.spec.bits, self.spec.group_size)
+
+    def pack(self, states: Tensor) -> Tensor:
+        """Rows of keys or values [..., tokens, num_heads, head_dim].
+
+        Returns:
+            uint8 [..., tokens, row_bytes]; native ones as they are.
+        """
+        if self.spec is None:
+            return states
+        return torch.cat([_pack(self.spec, block) for block in states.split(BLOCK_TOKENS, dim=-3)], dim=-2)
+
+    def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys or values [..., tokens, num_heads, head_dim] of rows, in model space."""
+        if self.spec is None:
+            return rows.to(dtype)
+        transform = self.spec.transform
+        blocks = [transform.invert(self.unpack_stored(block)).to(dtype) for block in rows.split(BLOCK_TOKENS, dim=-2)]
+        return torch.cat(blocks, dim=-3)
+
+    def unpack_stored(self, rows: Tensor) -> Tensor:
+        """Keys or values [..., tokens, num_heads, head_dim], float32, in the space that they are stored in."""
+        if self.spec is None:
+            return rows.to(torch.float32)
+        spec = self.spec
+        return unpack_rows(rows, spec.bits, self.num_heads, self.head_dim, spec.group_size).dequantize()
+
+
+def _pack(spec: QuantSpec, states: Tensor) -> Tensor:
+    stored = spec.transform.apply(states)
+    return pack_rows(quantize(stored, spec.bits, spec.group_size, symmetric=spec.symmetric))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFormat:
+    """How one layer is stored on one rank."""
+
+    k: RowFormat
+    v: RowFormat
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of one token's keys and values; `dtype` is that of native rows."""
+        return self.k.row_bytes(dtype) + self.v.row_bytes(dtype)
+
+
+def rank_formats(profile: Profile, layers: range, *, tp_rank: int = 0, tp_size: int = 1) -> tuple[LayerFormat, ...]:
+    """How one rank stores its layers.
+
+    Args:
+        profile: of the whole model.
+        layers: global ids of the pipeline stage's layers.
+        tp_rank: among the ranks that share these layers' heads.
+        tp_size: number of those.
+
+    Raises:
+        GeometryError: heads that cannot be split among that many ranks.
+        ProfileError: layers that the profile does not have.
+    """
+    if not 0 <= layers.start < layers.stop <= profile.geometry.num_layers:
+        raise ProfileError(
+            f"the profile has layers 0 to {profile.geometry.num_layers - 1}, but this rank serves layers"
+            f" {layers.start} to {layers.stop - 1}; use a profile that was searched for this model"
+        )
+    heads = profile.to_geometry().kv_heads_of_rank(tp_rank, tp_size)
+    dims = {"k": profile.geometry.head_dim, "v": profile.geometry.v_head_dim}
+
+    def side(layer_id: int, name: Side) -> RowFormat:
+        return RowFormat(len(heads), dims[name], _of_heads(profile.quant_spec(layer_id, name), heads))
+
+    return tuple(LayerFormat(side(layer_id, "k"), side(layer_id, "v")) for layer_id in layers)
+
+
+def _of_heads(spec: QuantSpec | None, heads: range) -> QuantSpec | None:
+    if spec is None:
+        return None
+    transform = spec.transform.heads(heads.start, heads.stop)
+    return QuantSpec(spec.bits, transform, spec.group_size, spec.symmetric)
