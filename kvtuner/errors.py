@@ -45,3 +45,7 @@ class RunFolderError(KVTunerError):
 
 class CacheError(KVTunerError, ValueError):
     """A cache asked for what its content or its reader cannot give: another batch, dtype or read plan."""
+
+
+class ServingError(KVTunerError):
+    """A server that was asked to serve a profile and cannot: it must not start without it."""

@@ -1,0 +1,41 @@
+"""A profile inside SGLang: plugin, packed pool, attention backend. Alone in importing sglang."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvtuner.runtime_loader.sglang.request import Attend
+
+
+def engine(profile: str | Path, *, attend: Attend = "fresh", **arguments: Any) -> Any:
+    """An `sglang.Engine` that serves a profile.
+
+    Args:
+        profile: path of the file.
+        attend: whether a chunk of new tokens reads itself exactly or as it was stored.
+        **arguments: of `sglang.Engine`.
+
+    Raises:
+        KVTunerError: a profile, model or argument that cannot be served.
+    """
+    import sglang
+
+    from kvtuner.runtime_loader.sglang.request import REQUEST_VARIABLE, ServingRequest
+    from kvtuner.runtime_loader.sglang.serving import activate, deactivate
+
+    before = os.environ.get(REQUEST_VARIABLE)
+    request = ServingRequest(os.path.abspath(profile), None, attend)
+    activate(request)
+    request.to_environment(os.environ)  # for the schedulers that it starts
+    try:
+        return sglang.Engine(**arguments)
+    finally:
+        deactivate()
+        if before is None:
+            del os.environ[REQUEST_VARIABLE]
+        else:
+            os.environ[REQUEST_VARIABLE] = before

@@ -1,0 +1,82 @@
+"""Attention over a packed pool, on the Triton backend's metadata."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvtuner.runtime_loader.packed_attention import ExtendBounds, Scores
+from kvtuner.runtime_loader.sglang.compat.attention import TritonAttnBackend, refuse_unserved
+from kvtuner.runtime_loader.sglang.pool import PackedKVPool
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtuner.runtime_loader.packed_attention import StoredRows
+
+
+def make_backend(runner: Any) -> PackedAttnBackend | None:
+    """The backend of a model runner with a packed pool; None for any other pool, such as a draft's."""
+    return PackedAttnBackend(runner) if isinstance(runner.token_to_kv_pool, PackedKVPool) else None
+
+
+class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is not typed
+    """SGLang's Triton backend, reading packed rows where it calls its kernels."""
+
+    def __init__(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(runner, *args, **kwargs)
+        self.pool: PackedKVPool = runner.token_to_kv_pool
+        self.attention = self.pool.serving.attention
+        self.decode_attention_fwd = self._decode
+
+    def _decode(
+        self,
+        q: Tensor,
+        keys: StoredRows,
+        values: StoredRows,
+        o: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        attn_logits: Tensor,
+        attn_lse: Tensor,
+        num_kv_splits: Tensor,
+        max_kv_splits: int,
+        sm_scale: float,
+        *_: Any,
+        logit_cap: float = 0.0,
+        **arguments: Any,
+    ) -> None:
+        """Called as SGLang's decode kernel, with rows for buffers; writes `o` [requests, heads, channels]."""
+        refuse_unserved(arguments)
+        o.copy_(self.attention.decode(q, keys, values, kv_indptr, kv_indices, Scores(sm_scale, logit_cap)))
+
+    def _forward_extend_kernel(
+        self,
+        layer: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        keys: StoredRows,
+        values: StoredRows,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        custom_mask: Tensor | None,
+        is_causal: bool,
+        mask_indptr: Tensor | None,
+        max_len_extend: int,
+        k_descale: float,
+        v_descale: float,
+        sm_scale: float,
+        *,
+        logit_cap: float = 0.0,
+        **arguments: Any,
+    ) -> None:
+        """Called as SGLang's extend kernel, with rows for buffers; writes `o` [tokens, heads, channels]."""
+        refuse_unserved({**arguments, "custom_mask": custom_mask, "is_causal": is_causal})
+        if self.pool.serving.attend == "cache":
+            k, v = self.pool.as_stored(layer.layer_id, k, v)
+        else:
+            k, v = k.view(-1, *keys.shape[1:]), v.view(-1, *values.shape[1:])
+        bounds = ExtendBounds(qo_indptr, kv_indptr, kv_indices)
+        o.copy_(self.attention.extend(q, k, v, keys, values, bounds, Scores(sm_scale, logit_cap)))

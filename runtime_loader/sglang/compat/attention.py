@@ -1,0 +1,54 @@
+"""Seams of SGLang's attention: the Triton backend's class, its kernels' arguments, and who makes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.layers.attention import attention_registry
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+from kvtuner.errors import ServingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["TritonAttnBackend", "on_triton_backend", "refuse_unserved"]
+
+_SERVED = {
+    "is_causal": True,
+    "custom_mask": None,
+    "sinks": None,
+    "score_mod": None,
+    "aux_tensors": None,
+    "window_kv_offsets": None,
+}
+
+
+def on_triton_backend(make: Callable[[Any], Any | None]) -> None:
+    """Let `make` build the backend named triton of a model runner; where it gives None, SGLang's own is built."""
+    name = "triton"
+    stock = attention_registry.ATTENTION_BACKENDS.get(name)
+    if stock is None:
+        raise ServingError("this SGLang has no attention backend triton; install a version that kvtuner is tested with")
+    if getattr(stock, "is_kvtuner", False):
+        return
+
+    def create(runner: Any) -> Any:
+        made = make(runner)
+        return stock(runner) if made is None else made
+
+    create.is_kvtuner = True  # type: ignore[attr-defined]
+    attention_registry.ATTENTION_BACKENDS[name] = create
+
+
+def refuse_unserved(arguments: dict[str, Any]) -> None:
+    """Refuse what SGLang's kernels take and a packed pool does not know.
+
+    Raises:
+        ServingError: names the argument.
+    """
+    for name, served in _SERVED.items():
+        if arguments.get(name, served) is not served:
+            raise ServingError(f"this model's attention needs {name}, which a packed KV pool does not have")
+    if arguments.get("xai_temperature_len", -1) > 0 or arguments.get("sliding_window_size", -1) > 0:
+        raise ServingError("this model's attention has a window or a temperature, which a packed KV pool does not have")

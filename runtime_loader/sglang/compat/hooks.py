@@ -1,0 +1,59 @@
+"""Hooks that are there or refused: SGLang itself logs a hook that fails and serves without it."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from kvtuner.errors import ServingError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+AROUND = HookType.AROUND
+AFTER = HookType.AFTER
+
+
+def install(target: str, hook: Callable[..., Any], kind: Any, *parameters: str) -> None:
+    """Hook a function, now.
+
+    Args:
+        target: dotted path.
+        hook: as `kind` calls it.
+        kind: `AROUND` or `AFTER`.
+        *parameters: names that the target must take.
+
+    Raises:
+        ServingError: another plugin has the target, it is gone, or it takes other arguments.
+    """
+    hooks = HookRegistry._hooks.get(target, [])
+    if any(installed is hook for _, installed, _ in hooks):
+        return
+    if hooks or target in HookRegistry._patched:
+        raise ServingError(
+            f"another SGLang plugin already hooks {target}, which a packed KV pool needs for itself;"
+            " start with SGLANG_PLUGINS=kvtuner"
+        )
+    try:
+        original = pkgutil.resolve_name(target)
+        missing = [name for name in parameters if name not in inspect.signature(original).parameters]
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ServingError(
+            f"this SGLang has no {target} ({error}); install a version that kvtuner is tested with"
+        ) from error
+    if missing:
+        raise ServingError(
+            f"{target} of this SGLang does not take {missing[0]}; install a version that kvtuner is tested with"
+        )
+    HookRegistry.register(target, hook, kind)
+    HookRegistry.apply_hooks()
+    if target not in HookRegistry._patched:
+        raise ServingError(f"SGLang could not hook {target}; its log says why")
+
+
+def share(target: str, hook: Callable[..., Any], kind: Any) -> None:
+    """Register a hook that SGLang applies with those of other plugins, on a target that plugins may share."""
+    HookRegistry.register(target, hook, kind)

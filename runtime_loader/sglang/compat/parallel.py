@@ -1,0 +1,63 @@
+"""Seams of SGLang's parallel topology: this process's ranks, and words between all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from sglang.srt.runtime_context import get_parallel
+from torch.distributed import distributed_c10d
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Where this process stands.
+
+    Attributes:
+        tp_rank: among those that share a layer's heads.
+        tp_size: number of those.
+        pp_rank: pipeline stage.
+        world_rank: among all schedulers of the model.
+        world_size: number of those.
+    """
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    world_rank: int
+    world_size: int
+
+
+def ranks() -> Ranks:
+    """This process's ranks, once its groups are made."""
+    parallel = get_parallel()
+    return Ranks(
+        tp_rank=parallel.attn_tp_rank,
+        tp_size=parallel.attn_tp_size,
+        pp_rank=parallel.pp_rank,
+        world_rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+    )
+
+
+def tell_all(key: str, word: str, timeout_s: float) -> Mapping[int, str | None]:
+    """Tell every rank a word and hear theirs; None of a rank that says none within the time.
+
+    Through the rendezvous store and not by a collective: a rank that knows nothing of this must not hang the others.
+    """
+    store = distributed_c10d._get_default_store()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store.set(f"{key}/{rank}", word)
+    words: dict[int, str | None] = {}
+    for other in range(size):
+        try:
+            store.wait([f"{key}/{other}"], timedelta(seconds=timeout_s))
+            words[other] = store.get(f"{key}/{other}").decode()
+        except (RuntimeError, dist.DistStoreError):
+            words[other] = None
+    return words

@@ -1,0 +1,78 @@
+"""Seams of SGLang's KV pools: the dense pool's class, who builds it, and how many tokens fit."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.mem_cache.memory_pool import KvBufferDesc, MHATokenToKVPool, unwrap_write_loc
+
+from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.sglang.compat.hooks import AFTER, AROUND, install
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+__all__ = ["KvBufferDesc", "MHATokenToKVPool", "allocation", "on_pool", "write_slots"]
+
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_CAPACITY = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+
+
+def on_pool(
+    pool_class: type,
+    bytes_per_token: Callable[[Any, range], int],
+    refusing: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Build dense pools as `pool_class`, and size them by `bytes_per_token`.
+
+    Args:
+        pool_class: subclass of `MHATokenToKVPool` with its constructor.
+        bytes_per_token: of SGLang's pool configurator and the global layer ids of this rank.
+        refusing: around all of it.
+
+    Raises:
+        ServingError: a seam that another plugin has, or that is gone.
+    """
+
+    def build(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+        if not self.is_draft_worker:
+            kwargs["mha_pool_class"] = pool_class
+        with refusing():
+            return original(self, **kwargs)
+
+    def cell_size(original: Callable[..., int], self: Any, kvc: Any, num_layers: int) -> int:
+        if kvc.is_draft_worker:
+            return original(self, kvc, num_layers)
+        with refusing():
+            return bytes_per_token(kvc, range(kvc.layer_info.start_layer, kvc.layer_info.end_layer))
+
+    def check(result: Any, self: Any, **_: Any) -> None:
+        built = type(result.token_to_kv_pool)
+        with refusing():
+            if not self.is_draft_worker and built is not pool_class:
+                raise ServingError(
+                    f"SGLang built a {built.__name__} for this model, not a packed pool; only models with one dense KV"
+                    " pool can be served: drop --kvtuner-profile"
+                )
+
+    install(f"{_CONFIGURATOR}._build_mha_kv_pool", build, AROUND, "max_total_num_tokens", "mha_pool_class")
+    install(f"{_CAPACITY}._compute_cell_size", cell_size, AROUND, "kvc", "num_layers")
+    install(f"{_CONFIGURATOR}.configure", check, AFTER)
+
+
+def write_slots(loc_info: Any) -> torch.Tensor:
+    """Token slots that keys are written to, of a tensor or of SGLang's KVWriteLoc."""
+    slots: torch.Tensor = unwrap_write_loc(loc_info)[0]
+    return slots
+
+
+@contextmanager
+def allocation(pool: Any) -> Iterator[None]:
+    """Where a pool's buffers are allocated: under the memory saver, in the transfer engine's own memory pool."""
+    own = torch.cuda.use_mem_pool(pool.custom_mem_pool) if pool.enable_custom_mem_pool else nullcontext()
+    with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), own:
+        yield

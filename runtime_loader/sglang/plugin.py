@@ -1,0 +1,46 @@
+"""The entry point that SGLang calls in each of its processes. Heavy imports wait until a profile is asked for."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from kvtuner.errors import KVTunerError
+from kvtuner.runtime_loader.sglang.request import ServingRequest, add_flags, request_of_flags
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+
+def register() -> None:
+    """Add the flags; where a profile was asked for already, prepare this process to serve it.
+
+    SGLang logs and swallows the exceptions of plugins and would serve without them, so a refusal leaves as SystemExit.
+    """
+    try:
+        request = ServingRequest.from_environment(os.environ)
+        from kvtuner.runtime_loader.sglang.compat.args import on_flags
+
+        on_flags(add_flags, _parsed)
+        if request is not None:
+            _activate(request)
+    except Exception as error:
+        if os.environ.get("KVTUNER_PROFILE") or os.environ.get("KVTUNER_SERVING"):
+            raise SystemExit(f"kvtuner: {error}") from error
+        raise
+
+
+def _parsed(args: Namespace) -> None:
+    try:
+        request = request_of_flags(args, os.environ)
+        if request is not None:
+            request.to_environment(os.environ)
+            _activate(request)
+    except KVTunerError as error:
+        raise SystemExit(f"kvtuner: {error}") from None
+
+
+def _activate(request: ServingRequest) -> None:
+    from kvtuner.runtime_loader.sglang.serving import activate
+
+    activate(request)

@@ -1,0 +1,90 @@
+"""Which of SGLang's options a packed pool works with: whatever is not known to work is refused by name.
+
+The table in docs/serving.md is this one in words.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtuner.errors import ServingError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """An option and the values that work.
+
+    Attributes:
+        name: attribute of SGLang's resolved arguments; its flag is this with dashes.
+        works: values that a packed pool works with.
+        reason: why others do not.
+        flag: how the launcher spells it, where not like the attribute.
+    """
+
+    name: str
+    works: tuple[object, ...]
+    reason: str
+    flag: str | None = None
+
+
+OFF: Final = (None, False, "", "none", "null")
+
+RULES: Final = (
+    Rule("kv_cache_dtype", ("auto", "bf16", "bfloat16"), "the profile decides how the cache is stored"),
+    Rule("quantization_param_path", OFF, "it scales an fp8 cache"),
+    Rule("speculative_algorithm", OFF, "drafts share the target's pool and move its rows"),
+    Rule("disaggregation_mode", OFF, "the other side would have to hold the same profile, and SGLang does not compare"),
+    Rule("disaggregation_decode_enable_offload_kvcache", OFF, "it copies rows of one width"),
+    Rule("enable_hierarchical_cache", OFF, "its host pools hold rows of one width"),
+    Rule("dcp_size", (None, 1), "ranks would share tokens of one pool"),
+    Rule("attn_cp_size", (None, 1), "ranks would share tokens of one pool"),
+    Rule("enable_prefill_cp", OFF, "ranks would share tokens of one pool"),
+    Rule("enable_kv_cache_sharding", OFF, "it has a pool of its own"),
+    Rule("enable_unified_memory", OFF, "it has a pool of its own"),
+    Rule("enable_page_major_kv_layout", OFF, "it has a pool of its own"),
+    Rule("enable_hisparse", OFF, "it has a pool of its own"),
+    Rule("enable_lmcache", OFF, "it copies rows of one width"),
+    Rule("enable_flexkv", OFF, "it copies rows of one width"),
+    Rule("kv_canary", OFF, "it writes into the pool's buffers"),
+    Rule("prefill_only_disable_kv_cache", OFF, "there would be no cache"),
+    Rule("is_embedding", OFF, "there would be no cache"),
+    Rule("dllm_algorithm", OFF, "diffusion models read their cache in another order"),
+    Rule("enable_deterministic_inference", OFF, "its kernel reads fresh keys from the pool"),
+    Rule("enable_pdmux", OFF, "it was never tried"),
+    Rule("enable_two_batch_overlap", OFF, "it was never tried"),
+    Rule("attn_dp_size", (None, 1), "it was never tried", flag="--enable-dp-attention"),
+    Rule("enable_lora", OFF, "it was never tried"),
+    Rule("use_ray", OFF, "its actors do not load plugins"),
+)
+
+VARIABLES: Final = {
+    "SGLANG_USE_HND_KVCACHE": "packed rows hold all heads of a token",
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "it sizes rows of one width",
+}
+
+
+def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ) -> None:
+    """Check SGLang's resolved arguments and environment.
+
+    Raises:
+        ServingError: the first option that a packed pool does not work with, or that this SGLang does not know.
+    """
+    for rule in RULES:
+        try:
+            value = getattr(arguments, rule.name)
+        except AttributeError as error:
+            raise ServingError(
+                f"this SGLang has no option {rule.name}; install a version that kvtuner is tested with"
+            ) from error
+        if value not in rule.works:
+            flag = rule.flag or f"--{rule.name.replace('_', '-')}"
+            shown = "" if value is True else f" {value}"
+            raise ServingError(f"{flag}{shown} does not work with a packed KV pool: {rule.reason}; drop it")
+    for name, reason in VARIABLES.items():
+        if environ.get(name, "").lower() in ("1", "true", "yes"):
+            raise ServingError(f"{name} does not work with a packed KV pool: {reason}; unset it")

@@ -1,0 +1,99 @@
+"""A scheduler process: its pool and backend are made here, checked and announced."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.packed_attention import TorchAttention
+from kvtuner.runtime_loader.row_format import rank_formats
+from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
+from kvtuner.runtime_loader.sglang.serving import active, refusing
+
+if TYPE_CHECKING:
+    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.runtime_loader.packed_attention import PackedAttention
+    from kvtuner.runtime_loader.sglang.request import Attend
+
+AGREEMENT_VARIABLE: Final = "KVTUNER_AGREEMENT_S"
+"""Seconds that a rank waits for the others' word; 120 by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankServing:
+    """What this rank serves with.
+
+    Attributes:
+        profile: of the whole model.
+        attend: what a chunk reads of itself.
+        attention: implementation in use.
+    """
+
+    profile: Profile
+    attend: Attend
+    attention: PackedAttention
+
+
+_serving: RankServing | None = None
+
+
+def serving_of_rank() -> RankServing:
+    """What this rank serves with, once the size of its pool was asked for.
+
+    Raises:
+        ServingError: nothing was.
+    """
+    if _serving is None:
+        raise ServingError("SGLang built its KV pool before it asked how many tokens fit")
+    return _serving
+
+
+def install() -> None:
+    """Hook this process's pool, capacity and attention.
+
+    Raises:
+        ServingError: a seam that another plugin has, or that is gone.
+    """
+    from kvtuner.runtime_loader.sglang.backend import make_backend
+    from kvtuner.runtime_loader.sglang.compat.attention import on_triton_backend
+    from kvtuner.runtime_loader.sglang.compat.pool import on_pool
+    from kvtuner.runtime_loader.sglang.pool import PackedKVPool
+
+    on_pool(PackedKVPool, _bytes_per_token, refusing)
+    on_triton_backend(make_backend)
+
+
+def _bytes_per_token(kvc: Any, layers: range) -> int:
+    """Real bytes of one token on this rank: what SGLang divides its memory by."""
+    global _serving
+    serving = active()
+    if _serving is None:
+        profile = serving.profile(kvc.model_config)
+        _agree(f"{profile.digest} attend={serving.attend}")
+        _serving = RankServing(profile, serving.attend, _attention_for(kvc.device))
+    here = ranks()
+    formats = rank_formats(_serving.profile, layers, tp_rank=here.tp_rank, tp_size=here.tp_size)
+    return sum(entry.bytes_per_token(kvc.kv_cache_dtype) for entry in formats)
+
+
+def _agree(word: str) -> None:
+    words = tell_all("kvtuner/profile", word, float(os.environ.get(AGREEMENT_VARIABLE, "120")))
+    for rank, other in words.items():
+        if other != word:
+            said = "nothing: was its server started with the same --kvtuner-profile?" if other is None else other
+            raise ServingError(
+                f"ranks must serve one profile, but rank {ranks().world_rank} has {word} and rank {rank} says {said}"
+            )
+
+
+def _attention_for(device: str) -> PackedAttention:
+    if torch.device(device).type == "cpu":
+        return TorchAttention()
+    raise ServingError(
+        f"this version has no kernels for {device}: profiles run on SGLang's CPU test platform and on the transformers"
+        " host only"
+    )

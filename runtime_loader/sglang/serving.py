@@ -1,0 +1,185 @@
+"""What this process serves, from the request to the pool: set up once, refused in one line."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+
+from kvtuner.cache_kind import refuse_other_caches
+from kvtuner.errors import KVTunerError, ServingError
+from kvtuner.exported_configs.build import uniform_profile
+from kvtuner.exported_configs.evidence import ModelIdentity
+from kvtuner.exported_configs.load import load_profile
+from kvtuner.geometry import ModelGeometry
+from kvtuner.precision import PrecisionPair
+from kvtuner.run_folder import sha256_of
+from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
+from kvtuner.runtime_loader.sglang.compat import args as seam
+from kvtuner.runtime_loader.sglang.compat.versions import check_version
+from kvtuner.runtime_loader.sglang.rules import refuse_flags
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.runtime_loader.sglang.request import Attend, ServingRequest
+
+_DTYPES: Final[dict[torch.dtype, Literal["bfloat16", "float16", "float32"]]] = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+}
+
+logger: Final = logging.getLogger("kvtuner")
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A request with its profile at hand.
+
+    Attributes:
+        request: what was asked for.
+        loaded: the profile of a request that names one.
+    """
+
+    request: ServingRequest
+    loaded: Profile | None
+
+    @property
+    def attend(self) -> Attend:
+        """What a chunk reads of itself."""
+        return self.request.attend
+
+    def profile(self, model_config: Any) -> Profile:
+        """The profile to serve a model with, checked against it.
+
+        Args:
+            model_config: SGLang's.
+
+        Raises:
+            UnsupportedModelError: a model without a plain KV cache.
+            ProfileError: a profile of another model.
+            PrecisionError: uniform flags that this model's heads cannot have.
+        """
+        config = model_config.hf_config
+        refuse_other_caches(config, context_length=model_config.context_len)
+        if self.loaded is not None:
+            check_model(self.loaded, config)
+            return self.loaded
+        uniform = self.request.uniform
+        assert uniform is not None
+        identity = ModelIdentity(
+            id=os.path.basename(os.path.normpath(model_config.model_path)),
+            revision=None,
+            config_sha256=sha256_of(config.to_json_string(use_diff=False)),
+            architecture=config.architectures[0],
+            dtype=_DTYPES[model_config.dtype],
+        )
+        return uniform_profile(
+            ModelGeometry.from_config(config),
+            PrecisionPair(uniform.nbits_key, uniform.nbits_value),
+            identity,
+            k_group_size=uniform.q_group_size,
+            v_group_size=uniform.q_group_size,
+            symmetric=not uniform.asym,
+        )
+
+
+_active: Serving | None = None
+_hooked = False
+
+
+def active() -> Serving:
+    """What this process serves.
+
+    Raises:
+        ServingError: nothing was asked for.
+    """
+    if _active is None:
+        raise ServingError("no profile is active in this process")
+    return _active
+
+
+def activate(request: ServingRequest) -> None:
+    """Prepare this process, a launcher or a scheduler, to serve a request.
+
+    Raises:
+        KVTunerError: an SGLang that does not fit, or a profile that cannot be read.
+    """
+    global _active, _hooked
+    check_version()
+    _active = Serving(request, None if request.profile is None else load_profile(request.profile))
+    if not _hooked:
+        seam.on_resolution(_choose_backend, _check)
+        seam.on_scheduler(_start_scheduler)
+        _hooked = True
+
+
+def deactivate() -> None:
+    """Let this process start servers without a profile again."""
+    global _active
+    _active = None
+
+
+def _choose_backend(server_args: Any) -> None:
+    if _active is None:
+        return
+    with refusing():
+        for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+            chosen = getattr(server_args, name)  # what the user asked for, whatever SGLang made of it
+            if chosen not in (None, "triton"):
+                flag = f"--{name.replace('_', '-')}"
+                raise ServingError(f"{flag} {chosen} cannot read a packed KV pool; drop it, or use {flag} triton")
+        seam.decide(server_args, attention_backend="triton")
+
+
+def _check(server_args: Any) -> None:
+    if _active is None:
+        return
+    with refusing():
+        arguments = seam.resolved(server_args)
+        refuse_flags(arguments)
+        serving = active()
+        model_config = seam.model_config_of(server_args)
+        profile = serving.profile(model_config)
+        profile.row_shape(arguments.tp_size // arguments.attn_dp_size)
+        _warn_beyond_calibration(profile, model_config.context_len)
+
+
+def _warn_beyond_calibration(profile: Profile, context_length: int) -> None:
+    limit = calibrated_positions(profile)
+    if limit is not None and context_length > limit:
+        logger.warning(
+            "kvtuner: the profile was calibrated over %d positions, the server's context has %d: longer requests may"
+            " lose accuracy; search with --context-length %d, or serve with --context-length %d",
+            limit,
+            context_length,
+            context_length,
+            limit,
+        )
+
+
+def _start_scheduler(_: Any) -> None:
+    if _active is None:
+        return
+    # Imports what only a scheduler needs: its pools and attention.
+    from kvtuner.runtime_loader.sglang.scheduler import install
+
+    with refusing():
+        install()
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """End a launched server in one line where its profile cannot be served; the caller of an engine gets the error."""
+    try:
+        yield
+    except KVTunerError as error:
+        if _active is not None and not _active.request.from_launcher:
+            raise
+        raise SystemExit(f"kvtuner: {error}") from None
