@@ -1,0 +1,339 @@
+"""Real SGLang servers on a processor, and the transformers host that they must agree with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvtuner.exported_configs.build import LayerChoice, dump_profile
+from kvtuner.geometry import ModelGeometry
+from kvtuner.quant import Transform, TransformKind
+from kvtuner.runtime_loader.transformers_cache import KVTunerCache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvtuner.exported_configs.profile import Profile
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 400
+"""Longest start of a server, most of it imports in three processes that share the cores with other tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(item.path).parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.sglang)
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sglang_is_installed() -> None:
+    try:
+        importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.fail("install SGLang as the README's test block does, or leave these out: -m 'not sglang'")
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """For SGLang's processes: on a processor, one thread each, nothing of this process's own requests."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVTUNER_")}
+    path = os.pathsep.join([str(ROOT / "examples" / "sglang_on_cpu"), str(ROOT)])
+    return {**kept, "PYTHONPATH": path, "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1", "OMP_NUM_THREADS": "1", **changes}
+
+
+@pytest.fixture(scope="session")
+def on_a_processor() -> dict[str, str]:
+    """`environment()`, for other programs of SGLang."""
+    return environment()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def launch_command(model: Path, *flags: str, port: int = 0) -> list[str]:
+    return [
+        sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu",
+        "--dtype", "float32", "--disable-cuda-graph", "--port", str(port or free_port()),
+        "--max-total-tokens", "2048", "--max-running-requests", "8", "--mem-fraction-static", "0.5", *flags,
+    ]  # fmt: skip
+
+
+@dataclass
+class Server:
+    """A running server, by one node or several."""
+
+    port: int
+    logs: list[Path]
+
+    @property
+    def log(self) -> str:
+        return "".join(path.read_text(errors="replace") for path in self.logs)
+
+    def post(self, path: str, body: Any = None, timeout_s: float = 120) -> Any:
+        data = json.dumps(body or {}).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            text = answer.read().decode()
+        return json.loads(text) if text.startswith(("{", "[")) else text
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+            return str(answer.read().decode())
+
+    def flush(self) -> None:
+        self.post("/flush_cache")
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int, *, top: int = 0) -> list[dict[str, Any]]:
+        """Greedy continuations of exactly `num_tokens` tokens, all at once."""
+        sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+        ids = [list(prompt) for prompt in prompts]
+        body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": top}
+        answers: list[dict[str, Any]] = self.post("/generate", body)
+        return answers
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    try:
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    except psutil.NoSuchProcess:
+        family = []
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.send_signal(signal.SIGKILL)
+    process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`with serve(model, *flags, nodes=1, **variables) as server:`, killed at the end with all of its processes."""
+
+    @contextmanager
+    def start(model: Path, *flags: str, nodes: int = 1, **variables: str) -> Iterator[Server]:
+        folder = tmp_path_factory.mktemp("server")
+        port, rendezvous = free_port(), free_port()
+        processes, logs = [], []
+        for rank in range(nodes):
+            node = ["--nnodes", str(nodes), "--node-rank", str(rank), "--dist-init-addr", f"127.0.0.1:{rendezvous}"]
+            command = launch_command(model, *flags, *(node if nodes > 1 else []), port=port if rank == 0 else 0)
+            logs.append(folder / f"node{rank}.log")
+            with logs[-1].open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment(**variables)
+                    )
+                )
+        server = Server(port, logs)
+        try:
+            wait_until_ready(server, processes)
+            yield server
+        finally:
+            for process in processes:
+                kill_tree(process)
+
+    return start
+
+
+def wait_until_ready(server: Server, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        for process in processes:
+            if process.poll() is not None:
+                pytest.fail(f"the server ended with {process.returncode}:\n{server.log[-6000:]}")
+        try:
+            server.get("/health")
+            if "ready to roll" in server.log:
+                return
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(0.5)
+    pytest.fail(f"no server after {START_S} s:\n{server.log[-6000:]}")
+
+
+@pytest.fixture(scope="session")
+def save_profile(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Profile], Path]:
+    """Write a profile to a file of its own."""
+
+    def save(profile: Profile) -> Path:
+        path = tmp_path_factory.mktemp("profile") / "profile.json"
+        path.write_bytes(dump_profile(profile))
+        return path
+
+    return save
+
+
+KEY_KINDS = (
+    "none",
+    "hadamard",
+    "balanced",
+    "centered",
+    "balanced+hadamard",
+    "centered+hadamard",
+    "centered+balanced",
+    "centered+balanced+hadamard",
+)
+
+
+@pytest.fixture(scope="session")
+def mixed_layers() -> Callable[[Any], list[LayerChoice]]:
+    """Choices for the layers of a configuration: widths and transforms of every kind, one after the other."""
+
+    def choose(config: Any) -> list[LayerChoice]:
+        geometry = ModelGeometry.from_config(config)
+        generator = torch.Generator().manual_seed(11)
+        shape = (geometry.num_kv_heads, geometry.head_dim)
+        choices = []
+        for layer in range(geometry.num_layers):
+            kind = TransformKind.parse(KEY_KINDS[(layer + 7) % 8])
+            mu = (0.3 * torch.randn(shape, generator=generator)).half() if kind.centered else None
+            lam = (0.4 * torch.randn(shape, generator=generator)).exp().half() if kind.balanced else None
+            v_transform = Transform(TransformKind(hadamard=layer % 2 == 0))
+            k_bits, v_bits = (4, 8, 4, 8)[layer % 4], (4, 4, 8)[layer % 3]
+            choices.append(LayerChoice(k_bits, v_bits, Transform(kind, mu, lam), v_transform))
+        choices[-1] = LayerChoice(16, 16)
+        return choices
+
+    return choose
+
+
+@dataclass
+class Agreement:
+    """How near a server is to the transformers host, in its own units.
+
+    Attributes:
+        divergence: mean KL of the server from the host, nats per token.
+        own: mean KL of the host with the profile from the unquantized model.
+        same_argmax: share of positions.
+        positions: how many were compared.
+    """
+
+    divergence: float
+    own: float
+    same_argmax: float
+    positions: int
+
+
+@pytest.fixture(scope="session")
+def compare() -> Callable[..., Agreement]:
+    """`compare(server, model_folder, profile, prompts, num_tokens)`: greedy continuations of a server and of the host.
+
+    The host reads the server's own tokens, so that one flipped code does not end the comparison; prompts are
+    prefilled at once on both sides.
+    """
+
+    @torch.no_grad()
+    def log_probs(model: Any, cache: Any, ids: Sequence[int], fed: Sequence[int]) -> torch.Tensor:
+        rows = [model(torch.tensor([ids]), past_key_values=cache, use_cache=True)]
+        for token in fed[:-1]:
+            rows.append(model(torch.tensor([[token]]), past_key_values=rows[-1].past_key_values, use_cache=True))
+        return torch.stack([row.logits[0, -1] for row in rows]).double().log_softmax(-1)
+
+    def run(
+        server: Server, folder: Path, profile: Profile, prompts: Sequence[Sequence[int]], num_tokens: int
+    ) -> Agreement:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        vocab_size = model.config.vocab_size
+        found, wanted, exact = [], [], []
+        server.flush()
+        for ids, answer in zip(prompts, server.generate(prompts, num_tokens, top=vocab_size), strict=True):
+            meta = answer["meta_info"]
+            assert meta["cached_tokens"] == 0, "the cuts differ"
+            served = torch.full((num_tokens, vocab_size), torch.nan, dtype=torch.float64)
+            for position, top in enumerate(meta["output_top_logprobs"]):
+                served[position, [token for _, token, _ in top]] = torch.tensor([p for p, _, _ in top]).double()
+            found.append(served)
+            cache = KVTunerCache.from_profile(profile, model.config)
+            wanted.append(log_probs(model, cache, ids, answer["output_ids"]))
+            exact.append(log_probs(model, None, ids, answer["output_ids"]))
+        p, q, unquantized = torch.cat(wanted), torch.cat(found), torch.cat(exact)
+        assert not q.isnan().any(), "the server left out tokens"
+        return Agreement(
+            divergence=(p.exp() * (p - q)).sum(-1).mean().item(),
+            own=(unquantized.exp() * (unquantized - p)).sum(-1).mean().item(),
+            same_argmax=(p.argmax(-1) == q.argmax(-1)).double().mean().item(),
+            positions=len(p),
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def prompts() -> Callable[..., list[list[int]]]:
+    """`prompts(*lengths, vocab_size=320, seed=0)`: random token ids."""
+
+    def make(*lengths: int, vocab_size: int = 320, seed: int = 0) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randint(2, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+    return make
+
+
+@pytest.fixture
+def launched_nodes(tmp_path: Path) -> Callable[..., tuple[list[int], str]]:
+    """`launched_nodes(model, flags_of_each_node, *flags, **variables)`: how nodes end that must not start."""
+
+    def run(model: Path, own: Sequence[Sequence[str]], *flags: str, **variables: str) -> tuple[list[int], str]:
+        rendezvous, processes = free_port(), []
+        for rank, mine in enumerate(own):
+            node = ["--nnodes", str(len(own)), "--node-rank", str(rank), "--dist-init-addr", f"127.0.0.1:{rendezvous}"]
+            with (tmp_path / f"node{rank}.log").open("wb") as log:
+                command = launch_command(model, *flags, *mine, *node)
+                processes.append(
+                    subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment(**variables)
+                    )
+                )
+        try:
+            statuses = [process.wait(START_S) for process in processes]
+        finally:
+            for process in processes:
+                kill_tree(process)
+        return statuses, "".join(path.read_text(errors="replace") for path in sorted(tmp_path.glob("node*.log")))
+
+    return run
+
+
+@pytest.fixture
+def refused() -> Callable[..., str]:
+    """`refused(model, *flags, **variables)`: a server that ends by itself, non-zero; its one line of `kvtuner:`."""
+
+    def run(model: Path, *flags: str, extra_path: str = "", **variables: str) -> str:
+        env = environment(**variables)
+        ended = subprocess.run(
+            launch_command(model, *flags),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+            env={**env, "PYTHONPATH": os.pathsep.join(filter(None, [extra_path, env["PYTHONPATH"]]))},
+        )
+        assert ended.returncode != 0
+        output = ended.stdout + ended.stderr
+        assert "ready to roll" not in output
+        lines = [line for line in output.splitlines() if line.startswith("kvtuner: ")]
+        assert len(lines) == 1, output[-4000:]
+        return lines[0].removeprefix("kvtuner: ")
+
+    return run

@@ -1,0 +1,110 @@
+"""A served profile gives what the transformers host gives, as the design defines agreement."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import AutoConfig
+
+from kvtuner.exported_configs.build import LayerChoice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+LENGTHS = (5, 33, 1, 60, 17, 48)
+FAMILIES = {
+    "llama-gqa": {"num_hidden_layers": 9},
+    "qwen2-bias": {"num_hidden_layers": 5},
+    "qwen3-qk-norm": {"num_hidden_layers": 5},
+    "qwen3-moe": {"num_hidden_layers": 5},
+}
+
+
+def assert_agrees(agreement: Any) -> None:
+    assert agreement.positions == 240
+    assert agreement.divergence <= 0.02 * agreement.own + 1e-6, agreement
+    assert agreement.same_argmax >= 0.995, agreement
+
+
+@pytest.mark.parametrize(("name", "symmetric"), [*((name, False) for name in FAMILIES), ("llama-gqa", True)])
+def test_a_mixed_profile_agrees_with_the_transformers_host(
+    name: str,
+    symmetric: bool,
+    serve: Any,
+    compare: Any,
+    prompts: Any,
+    model_folder: Callable[..., Path],
+    profile_of: Any,
+    save_profile: Any,
+    mixed_layers: Any,
+) -> None:
+    folder = model_folder(name, **FAMILIES[name])
+    config = AutoConfig.from_pretrained(folder)
+    profile = profile_of(config, mixed_layers(config), symmetric=symmetric)
+    with serve(folder, "--kvtuner-profile", str(save_profile(profile)), "--enable-metrics") as server:
+        agreement = compare(server, folder, profile, prompts(*LENGTHS), 40)
+        metrics = server.get("/metrics")
+    assert agreement.own > 1e-4
+    assert_agrees(agreement)
+    assert f'kvtuner_kv_capacity_tokens{{digest="{profile.digest}",pp_rank="0",tp_rank="0"}} 2048.0' in metrics
+
+
+def test_16_bits_everywhere_is_plain_transformers(
+    serve: Any, compare: Any, prompts: Any, model_folder: Any, profile_of: Any, save_profile: Any
+) -> None:
+    folder = model_folder("llama-gqa", **FAMILIES["llama-gqa"])
+    config = AutoConfig.from_pretrained(folder)
+    profile = profile_of(config, [LayerChoice(16, 16)] * 9)
+    with serve(folder, "--kvtuner-profile", str(save_profile(profile))) as server:
+        agreement = compare(server, folder, profile, prompts(*LENGTHS), 40)
+    assert agreement.own < 1e-12
+    assert agreement.divergence < 1e-6
+    assert agreement.same_argmax == 1
+
+
+@pytest.mark.parametrize(("bits", "asym"), [(8, "true"), (4, "false")])
+def test_uniform_flags_serve_a_profile_of_their_own(
+    bits: int, asym: str, serve: Any, compare: Any, prompts: Any, model_folder: Any, profile_of: Any
+) -> None:
+    folder = model_folder("qwen3-qk-norm", **FAMILIES["qwen3-qk-norm"])
+    config = AutoConfig.from_pretrained(folder)
+    profile = profile_of(config, [LayerChoice(bits, bits)] * 5, symmetric=asym == "false")
+    flags = (
+        "--enable-kvtuner-quant", "--kvtuner-nbits-key", str(bits), "--kvtuner-nbits-value", str(bits),
+        "--kvtuner-asym", asym, "--kvtuner-q-group-size", "32", "--kvtuner-axis-key", "0", "--kvtuner-axis-value", "0",
+        "--kvtuner-residual-length", "0",
+    )  # fmt: skip
+    with serve(folder, *flags) as server:
+        agreement = compare(server, folder, profile, prompts(*LENGTHS), 40)
+        log = server.log
+    assert profile.digest in log
+    assert f"0-4:K{bits}V{bits}" in log
+    assert_agrees(agreement)
+
+
+def test_the_demo_model_answers_from_a_searched_profile(serve: Any, tmp_path: Path) -> None:
+    import random
+
+    from kvtuner.calibration.demo.tasks import recall_problem
+    from kvtuner.calibration.model import DEMO_MODEL
+    from kvtuner.cli import main
+
+    run = tmp_path / "run"
+    asked = ["search", "--model", "demo", "--budget", "4bit", "--sequences", "2,2,3", "--sampler", "none"]
+    assert main([*asked, "--out", str(run), "--no-report", "--json"]) == 0
+    with serve(DEMO_MODEL, "--kvtuner-profile", str(run / "profile.json")) as server:
+        right = 0
+        for seed in range(5):
+            problem = recall_problem(random.Random(seed), 30, 1)
+            key, value = problem.table[problem.questions[0]]
+            body = {"prompt": f"{problem.prompt}{key}:", "max_tokens": 3, "temperature": 0, "model": "demo"}
+            right += server.post("/v1/completions", body)["choices"][0]["text"] == value
+        log = server.log
+    profile = json.loads((run / "profile.json").read_text())
+    assert right == 5
+    assert profile["digest"] in log
+    # Native rows are float32 here; this profile has none.
+    assert f"{profile['budget']['bytes_per_token']:,} bytes per token" in log

@@ -1,0 +1,70 @@
+"""SGLang's offline engine serves a profile, by a variable or by `engine`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvtuner.runtime_loader.transformers_cache import KVTunerCache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROGRAM = """
+import json, os, sys
+import sglang
+from kvtuner.runtime_loader.sglang import engine
+
+if __name__ == "__main__":
+    model, profile, ids = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    arguments = dict(
+        model_path=model, device="cpu", dtype="float32", disable_cuda_graph=True, max_total_tokens=1024,
+        max_running_requests=4, mem_fraction_static=0.5, log_level="info",
+    )
+    llm = engine(profile, **arguments) if profile else sglang.Engine(**arguments)
+    answer = llm.generate(input_ids=ids, sampling_params={"temperature": 0, "max_new_tokens": 12, "ignore_eos": True})
+    print("ANSWER", json.dumps(answer["output_ids"]), [name for name in os.environ if name == "KVTUNER_SERVING"])
+    llm.shutdown()
+"""
+
+
+@pytest.mark.parametrize("way", ["variable", "function"])
+def test_an_engine_answers_as_the_transformers_host(
+    way: str,
+    model_folder: Any,
+    profile_of: Any,
+    mixed_layers: Any,
+    save_profile: Any,
+    prompts: Any,
+    on_a_processor: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    folder = model_folder("llama-gqa", num_hidden_layers=4)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    profile = profile_of(AutoConfig.from_pretrained(folder), mixed_layers(model.config))
+    path = str(save_profile(profile))
+    (ids,) = prompts(30)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    variables = {"KVTUNER_PROFILE": path} if way == "variable" else {}
+    done = subprocess.run(
+        [sys.executable, str(program), str(folder), "" if way == "variable" else path, json.dumps(ids)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**on_a_processor, **variables},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = next(line for line in done.stdout.splitlines() if line.startswith("ANSWER "))
+    cache = KVTunerCache.from_profile(profile, model.config)
+    expected = model.generate(
+        torch.tensor([ids]), max_new_tokens=12, do_sample=False, past_key_values=cache, eos_token_id=None
+    )
+    assert said == f"ANSWER {json.dumps(expected[0, 30:].tolist())} []"
+    assert profile.digest in done.stdout + done.stderr

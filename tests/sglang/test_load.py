@@ -1,0 +1,94 @@
+"""A server under load: many requests of all lengths, SGLang's own benchmark, and the OpenAI client."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import openai
+import psutil
+import pytest
+from transformers import AutoConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder: Any) -> Path:
+    path: Path = model_folder("llama-gqa", num_hidden_layers=3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, profile_of: Any, mixed_layers: Any, save_profile: Any, serve: Any) -> Iterator[Any]:
+    config = AutoConfig.from_pretrained(folder)
+    profile = profile_of(config, mixed_layers(config))
+    with serve(folder, "--kvtuner-profile", str(save_profile(profile)), "--page-size", "16") as running:
+        yield running
+
+
+def resident_bytes(server: Any) -> int:
+    """Memory of the scheduler processes of this server, which hold the pool."""
+    port = str(server.port)
+    launcher = next(
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "sglang.launch_server" in (line := process.info["cmdline"] or []) and port in line
+    )
+    return sum(process.memory_info().rss for process in launcher.children(recursive=True))
+
+
+@pytest.mark.parametrize("num_requests", [80, pytest.param(500, marks=pytest.mark.soak)])
+def test_nothing_fails_and_nothing_grows(num_requests: int, server: Any, prompts: Any) -> None:
+    rng = random.Random(num_requests)
+    lengths = [rng.choice((1, 3, 15, 16, 17, 60, 130, 250)) for _ in range(num_requests)]
+    asked = list(zip(prompts(*lengths, seed=num_requests), [rng.randint(1, 24) for _ in lengths], strict=True))
+
+    def ask(request: tuple[list[int], int]) -> bool:
+        ids, num_tokens = request
+        (answer,) = server.generate([ids], num_tokens)
+        return len(answer["output_ids"]) == num_tokens
+
+    middle = num_requests // 2
+    with ThreadPoolExecutor(12) as pool:
+        first = list(pool.map(ask, asked[:middle]))
+        before = resident_bytes(server)
+        second = list(pool.map(ask, asked[middle:]))
+    assert all(first + second)
+    assert resident_bytes(server) < 1.1 * before
+    server.flush()
+    state = json.loads(server.get("/server_info"))
+    assert state["max_total_num_tokens"] == 2048
+    # An empty pool: one request that needs nearly all of it.
+    (answer,) = server.generate(prompts(400, seed=1), 100)
+    assert len(answer["output_ids"]) == 100
+
+
+def test_sglangs_own_benchmark_runs_against_it(
+    server: Any, folder: Path, on_a_processor: dict[str, str], tmp_path: Path
+) -> None:
+    out = tmp_path / "result.jsonl"
+    command = [
+        sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang", "--base-url",
+        f"http://127.0.0.1:{server.port}", "--model", str(folder), "--dataset-name", "random-ids",
+        "--num-prompts", "10", "--random-input-len", "40", "--random-output-len", "8", "--request-rate", "inf",
+        "--output-file", str(out),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=on_a_processor)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(out.read_text())["completed"] == 10
+
+
+def test_the_openai_client_is_answered(server: Any) -> None:
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    answer = client.completions.create(model="tiny", prompt="The baker counts", max_tokens=5, temperature=0)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 5
+    pieces = list(client.completions.create(model="tiny", prompt="The fox", max_tokens=4, temperature=0, stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces)

@@ -1,0 +1,120 @@
+"""What a request reads does not depend on what was served before it: by `cache` never, by `fresh` as cuts say."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+from urllib.request import Request, urlopen
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvtuner.runtime_loader.transformers_cache import KVTunerCache
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvtuner.exported_configs.profile import Profile
+
+TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def served(
+    model_folder: Any, profile_of: Any, mixed_layers: Any, save_profile: Any
+) -> tuple[Path, Profile, tuple[str, ...]]:
+    """A model, its mixed profile, and the flags that serve it."""
+    folder = model_folder("llama-gqa", num_hidden_layers=4)
+    config = AutoConfig.from_pretrained(folder)
+    profile = profile_of(config, mixed_layers(config))
+    return folder, profile, ("--kvtuner-profile", str(save_profile(profile)))
+
+
+@pytest.fixture(scope="module")
+def requests(prompts: Any) -> list[list[int]]:
+    """Prompts that share beginnings of many lengths, longer than a chunk and shorter than a page among them."""
+    stem = prompts(150)[0]
+    tails = prompts(*range(1, 25), seed=5)
+    return [stem[: 6 * index] + tail for index, tail in enumerate(tails)]
+
+
+@pytest.fixture(scope="module")
+def alone(served: Any, requests: Any, serve: Any) -> list[list[int]]:
+    """What each request is answered when it is the only one, without a prefix cache or chunks, reading the cache."""
+    folder, _, flags = served
+    single = ("--disable-radix-cache", "--max-running-requests", "1", "--chunked-prefill-size", "-1")
+    with serve(folder, *flags, *single, "--kvtuner-attend", "cache") as server:
+        return [server.generate([ids], TOKENS)[0]["output_ids"] for ids in requests]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_by_cache_answers_do_not_depend_on_hits_chunks_company_eviction_or_aborts(
+    page_size: int, served: Any, requests: Any, alone: Any, serve: Any, prompts: Any
+) -> None:
+    folder, _, flags = served
+    small = (
+        "--page-size", str(page_size), "--chunked-prefill-size", "64",
+        "--max-total-tokens", "1024", "--max-running-requests", "6",
+    )  # fmt: skip
+    with serve(folder, *flags, *small, "--kvtuner-attend", "cache") as server:
+        for _ in range(2):
+            with ThreadPoolExecutor(8) as pool:
+                answers = list(pool.map(lambda ids: server.generate([ids], TOKENS)[0], requests))
+            assert [answer["output_ids"] for answer in answers] == alone
+            churn = prompts(*[160] * 10, seed=77)
+            server.generate(churn, 4)
+            abort_in_mid_stream(server, churn[0])
+        again = server.generate([requests[-1]], TOKENS)[0]
+        again = server.generate([requests[-1]], TOKENS)[0]
+        log = server.log
+    assert again["output_ids"] == alone[-1]
+    assert again["meta_info"]["cached_tokens"] >= (len(requests[-1]) - 1) // page_size * page_size
+    assert "#cached-token: " in log
+
+
+def abort_in_mid_stream(server: Any, ids: list[int]) -> None:
+    """Hang up while a long answer comes, and see that its tokens are given back."""
+    sampling = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+    body = json.dumps({"input_ids": ids, "stream": True, "sampling_params": sampling}).encode()
+    request = Request(f"http://127.0.0.1:{server.port}/generate", body, {"Content-Type": "application/json"})
+    with urlopen(request, timeout=60) as answer:
+        assert answer.readline().startswith(b"data: ")
+    deadline = time.monotonic() + 60
+    while json.loads(server.get("/v1/loads"))["loads"][0]["num_running_reqs"]:
+        assert time.monotonic() < deadline, "the aborted request goes on"
+        time.sleep(0.2)
+
+
+@torch.no_grad()
+def host_answer(model: Any, profile: Profile, chunks: list[list[int]], num_tokens: int) -> list[int]:
+    """Greedy tokens of the transformers host, the prompt read in the given cuts."""
+    cache = KVTunerCache.from_profile(profile, model.config)
+    with cache.reading("hit"):
+        for chunk in chunks:
+            logits = model(torch.tensor([chunk]), past_key_values=cache).logits[0, -1]
+    tokens = []
+    for _ in range(num_tokens):
+        tokens.append(int(logits.argmax()))
+        logits = model(torch.tensor([tokens[-1:]]), past_key_values=cache).logits[0, -1]
+    return tokens
+
+
+def test_by_fresh_answers_are_the_transformers_hosts_with_the_same_cuts(served: Any, serve: Any, prompts: Any) -> None:
+    folder, profile, flags = served
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    (long,) = prompts(150, seed=3)
+    hit = [*long[:100], *prompts(20, seed=4)[0]]
+    with serve(folder, *flags, "--chunked-prefill-size", "64", "--page-size", "1") as server:
+        server.flush()
+        chunked = server.generate([long], TOKENS)[0]
+        after_hit = server.generate([hit], TOKENS)[0]
+    assert chunked["meta_info"]["cached_tokens"] == 0
+    assert chunked["output_ids"] == host_answer(model, profile, [long[:64], long[64:128], long[128:]], TOKENS)
+    assert after_hit["meta_info"]["cached_tokens"] == 100
+    # What was hit had been written in the cuts of the request before.
+    assert after_hit["output_ids"] == host_answer(model, profile, [hit[:64], hit[64:100], hit[100:]], TOKENS)
+    whole = host_answer(model, profile, [long], TOKENS)
+    assert whole != chunked["output_ids"], "the cuts must matter for this test to show anything"

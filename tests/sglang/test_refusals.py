@@ -1,0 +1,143 @@
+"""A server that was asked for a profile and cannot serve it ends in one line, and never serves without it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import AutoConfig
+
+from kvtuner.exported_configs.build import LayerChoice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture
+def tiny(model_folder: Callable[..., Path]) -> Path:
+    return model_folder("llama-gqa")
+
+
+@pytest.fixture
+def fitting(tiny: Path, profile_of: Any, save_profile: Any) -> Path:
+    path: Path = save_profile(profile_of(AutoConfig.from_pretrained(tiny), [LayerChoice(4, 4)] * 3))
+    return path
+
+
+def test_a_missing_file(tiny: Path, refused: Any, tmp_path: Path) -> None:
+    path = tmp_path / "none.json"
+    assert refused(tiny, "--kvtuner-profile", str(path)).startswith(f"{path}: cannot be read (No such file")
+
+
+def test_an_invalid_profile(tiny: Path, refused: Any, fitting: Path, tmp_path: Path) -> None:
+    path = tmp_path / "edited.json"
+    path.write_text(fitting.read_text().replace('"bits": 4', '"bits": 8', 1))
+    assert "the file was edited or damaged" in refused(tiny, "--kvtuner-profile", str(path))
+
+
+def test_a_profile_of_another_model(model_folder: Any, refused: Any, fitting: Path) -> None:
+    other = model_folder("qwen2-bias")
+    assert "has num_layers 3, but this model has 2" in refused(other, "--kvtuner-profile", str(fitting))
+
+
+def test_a_model_with_windows(model_folder: Any, refused: Any) -> None:
+    windowed = model_folder("mistral-no-window", sliding_window=64)
+    line = refused(windowed, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16")
+    assert "a window of 64 tokens, shorter than the context of 512" in line
+
+
+def test_an_option_that_a_packed_pool_does_not_work_with(tiny: Path, refused: Any, fitting: Path) -> None:
+    line = refused(tiny, "--kvtuner-profile", str(fitting), "--enable-hierarchical-cache")
+    assert line.startswith("--enable-hierarchical-cache does not work with a packed KV pool: its host pools hold rows")
+
+
+def test_an_attention_backend_that_cannot_read_packed_rows(tiny: Path, refused: Any, fitting: Path) -> None:
+    line = refused(tiny, "--kvtuner-profile", str(fitting), "--attention-backend", "torch_native")
+    assert line.startswith("--attention-backend torch_native cannot read a packed KV pool")
+
+
+PLUGIN = """
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+def register():
+    HookRegistry.register("{target}", lambda original, *a, **k: original(*a, **k), HookType.AROUND)
+"""
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",
+        "sglang.srt.runtime_context.publish",
+    ],
+)
+def test_another_plugin_on_the_same_target(
+    target: str, tiny: Path, fitting: Path, refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other_plugin.py").write_text(PLUGIN.format(target=target))
+    metadata = tmp_path / "other_plugin-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-plugin\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[sglang.srt.plugins]\naaa = other_plugin:register\n")
+    line = refused(tiny, "--kvtuner-profile", str(fitting), extra_path=str(tmp_path))
+    assert line.startswith(f"another SGLang plugin already hooks {target}")
+
+
+@pytest.mark.parametrize("name", ["KVCacheConfigurator._build_mha_kv_pool", "KVCacheConfigurator.configure"])
+def test_a_seam_that_is_gone(name: str, tiny: Path, fitting: Path, refused: Any, tmp_path: Path) -> None:
+    class_name, _, function = name.partition(".")
+    (tmp_path / "later_sglang.py").write_text(
+        "def register():\n"
+        "    from sglang.srt.mem_cache import kv_cache_configurator as module\n"
+        f"    setattr(module.{class_name}, 'renamed', module.{class_name}.{function})\n"
+        f"    delattr(module.{class_name}, '{function}')\n"
+    )
+    metadata = tmp_path / "later_sglang-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: later-sglang\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[sglang.srt.plugins]\naaa = later_sglang:register\n")
+    line = refused(tiny, "--kvtuner-profile", str(fitting), extra_path=str(tmp_path))
+    assert line.startswith("this SGLang has no sglang.srt.mem_cache.kv_cache_configurator.")
+
+
+@pytest.mark.parametrize("variable", ["KVTUNER_PROFILE", "KVTUNER_ATTEND"])
+def test_the_variables_of_an_engine(variable: str, tiny: Path, fitting: Path, refused: Any, tmp_path: Path) -> None:
+    variables = {"KVTUNER_PROFILE": str(fitting), variable: str(tmp_path / "wrong")}
+    line = refused(tiny, **variables)
+    assert "cannot be read" in line if variable == "KVTUNER_PROFILE" else "must be one of fresh, cache" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--enable-kvtuner-quant", "--kvtuner-axis-key", "1"), "--kvtuner-axis-key 0 works"),
+        (("--enable-kvtuner-quant", "--kvtuner-residual-length", "64"), "--kvtuner-residual-length 0 works"),
+        (("--kvtuner-nbits-key", "4"), "--kvtuner-nbits-key needs --enable-kvtuner-quant"),
+        (("--enable-kvtuner-quant", "--kvtuner-profile", "p.json"), "exclude each other"),
+        (("--kvtuner-attend", "cache"), "--kvtuner-attend needs --kvtuner-profile or --enable-kvtuner-quant"),
+    ],
+)
+def test_flags_that_contradict_each_other(flags: tuple[str, ...], message: str) -> None:
+    from argparse import ArgumentParser
+
+    from kvtuner.errors import ServingError
+    from kvtuner.runtime_loader.sglang.request import add_flags, request_of_flags
+
+    parser = ArgumentParser()
+    add_flags(parser)
+    with pytest.raises(ServingError) as refusal:
+        request_of_flags(parser.parse_args(flags), {})
+    assert message in str(refusal.value)
+
+
+def test_without_a_profile_the_plugin_changes_nothing_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "import kvtuner.runtime_loader.sglang.plugin\n"
+        "print([name for name in ('torch', 'sglang', 'transformers', 'pydantic', 'optuna') if name in sys.modules])"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"
