@@ -27,7 +27,20 @@ from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from kvtuner.calibration.model import ModelShape
     from kvtuner.exported_configs.profile import Profile
+
+
+def uniform_of(shape: ModelShape, pair: PrecisionPair) -> Profile:
+    """A profile of the model with the same widths everywhere and no transforms."""
+    identity = ModelIdentity(
+        id="model",
+        revision=None,
+        config_sha256=shape.config_sha256,
+        architecture=shape.architecture,
+        dtype="float32",
+    )
+    return uniform_profile(shape.geometry, pair, identity)
 
 
 @torch.no_grad()
@@ -94,15 +107,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(source.path)
     profiles: dict[str, Profile | None] = {"unquantized": None}
-    identity = ModelIdentity(
-        id="model",
-        revision=None,
-        config_sha256=shape.config_sha256,
-        architecture=shape.architecture,
-        dtype="float32",
-    )
-    for text in args.uniform:
-        profiles[text] = uniform_profile(shape.geometry, PrecisionPair.parse(text), identity)
+    profiles |= {text: uniform_of(shape, PrecisionPair.parse(text)) for text in args.uniform}
     profiles |= {str(path): load_profile(path) for path in args.profile}
     rows = [
         {

@@ -158,7 +158,7 @@ def test_recall_of_forty_pairs_is_whole_unquantized_and_lost_at_two_bits(demo: L
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
-    two_bits = recall.uniform_profile(demo.shape, PrecisionPair(2, 2))
+    two_bits = recall.uniform_of(demo.shape, PrecisionPair(2, 2))
     match = {
         name: recall.exact_match(model, demo.tokenizer, profile, num_pairs=40, num_problems=12, num_questions=5, seed=1)
         for name, profile in (("unquantized", None), ("K2V2", two_bits))
