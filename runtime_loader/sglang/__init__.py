@@ -25,17 +25,16 @@ def engine(profile: str | Path, *, attend: Attend = "fresh", **arguments: Any) -
     import sglang
 
     from kvtuner.runtime_loader.sglang.request import REQUEST_VARIABLE, ServingRequest
-    from kvtuner.runtime_loader.sglang.serving import activate, deactivate
+    from kvtuner.runtime_loader.sglang.serving import activate, exchange
 
-    before = os.environ.get(REQUEST_VARIABLE)
+    served, variable = exchange(None), os.environ.get(REQUEST_VARIABLE)
     request = ServingRequest(os.path.abspath(profile), None, attend)
-    activate(request)
-    request.to_environment(os.environ)  # for the schedulers that it starts
     try:
+        activate(request)
+        request.to_environment(os.environ)  # for the schedulers that it starts
         return sglang.Engine(**arguments)
     finally:
-        deactivate()
-        if before is None:
-            del os.environ[REQUEST_VARIABLE]
-        else:
-            os.environ[REQUEST_VARIABLE] = before
+        exchange(served)
+        os.environ.pop(REQUEST_VARIABLE, None)
+        if variable is not None:
+            os.environ[REQUEST_VARIABLE] = variable

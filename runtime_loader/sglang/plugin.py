@@ -6,7 +6,13 @@ import os
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import KVTunerError
-from kvtuner.runtime_loader.sglang.request import ServingRequest, add_flags, request_of_flags
+from kvtuner.runtime_loader.sglang.request import (
+    PROFILE_VARIABLE,
+    REQUEST_VARIABLE,
+    ServingRequest,
+    add_flags,
+    request_of_flags,
+)
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -25,7 +31,7 @@ def register() -> None:
         if request is not None:
             _activate(request)
     except Exception as error:
-        if os.environ.get("KVTUNER_PROFILE") or os.environ.get("KVTUNER_SERVING"):
+        if os.environ.get(PROFILE_VARIABLE) or os.environ.get(REQUEST_VARIABLE):
             raise SystemExit(f"kvtuner: {error}") from error
         raise
 
@@ -33,10 +39,12 @@ def register() -> None:
 def _parsed(args: Namespace) -> None:
     try:
         request = request_of_flags(args, os.environ)
-        if request is not None:
-            request.to_environment(os.environ)
-            _activate(request)
-    except KVTunerError as error:
+        if request is None:
+            os.environ.pop(REQUEST_VARIABLE, None)  # of an earlier launch in this process
+            return
+        request.to_environment(os.environ)
+        _activate(request)
+    except (KVTunerError, ImportError, ValueError) as error:
         raise SystemExit(f"kvtuner: {error}") from None
 
 

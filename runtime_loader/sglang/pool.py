@@ -139,10 +139,6 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
         for rows in (*self.k_buffer, *self.v_buffer):
             rows[tgt_loc] = rows[src_loc]
 
-    def load_cpu_copy(self, kv_cache_cpu: Any, indices: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Write rows back that `get_cpu_copy` gave; whole rows, scales included."""
-        super().load_cpu_copy(kv_cache_cpu, indices, *args, **kwargs)
-
     def set_kv_buffer_prefix_valid(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Only drafts call this; refused."""
         raise ServingError("speculative decoding does not work with a packed KV pool; drop --speculative-algorithm")

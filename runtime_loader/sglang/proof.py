@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from kvtuner.errors import ServingError
-from kvtuner.precision import NATIVE_BITS, PrecisionPair
+from kvtuner.precision import PrecisionPair
+from kvtuner.runtime_loader.packed_attention import ExtendBounds, Scores
 from kvtuner.runtime_loader.sglang.compat.metrics import set_gauge
 
 if TYPE_CHECKING:
-    from kvtuner.runtime_loader.packed_attention import StoredRows
+    from torch import Tensor
+
+    from kvtuner.runtime_loader.packed_attention import PackedAttention, StoredRows
     from kvtuner.runtime_loader.sglang.compat.parallel import Ranks
     from kvtuner.runtime_loader.sglang.pool import PackedKVPool
 
@@ -20,33 +24,62 @@ logger: Final = logging.getLogger("kvtuner")
 
 
 def self_test(pool: PackedKVPool) -> None:
-    """Write known keys and values through the implementation in use, compare the rows with `quant.py`'s, clear them.
+    """Write keys and values through the implementation in use and read them, compare with `quant.py`, clear them.
 
     Raises:
-        ServingError: names the first layer whose rows differ.
+        ServingError: names the first layer whose rows, or whose attention over them, differ.
     """
     generator = torch.Generator().manual_seed(0)
     slots = torch.arange(pool.page_size, device=pool.device)
-    for local, (keys, values) in enumerate(zip(pool.keys, pool.values, strict=True)):
-        written = []
+    for layer_id, (keys, values) in enumerate(zip(pool.keys, pool.values, strict=True), pool.start_layer):
+
+        def states(shape: tuple[int, ...]) -> Tensor:
+            return torch.randn((pool.page_size, *shape[1:]), generator=generator).to(pool.device, pool.model_dtype)
+
+        q, k, v = states(keys.shape), 4 * states(keys.shape), 4 * states(values.shape)
+        pool.serving.attention.store(keys, values, slots, k, v)
+        for name, stored, fresh in (("keys", keys, k), ("values", values, v)):
+            if not torch.equal(stored.rows[slots], stored.format.pack(fresh)):
+                raise _failed(pool, f"{name} of layer {layer_id} are not stored as quant.py stores them")
+        if not _reads_right(pool.serving.attention, q, keys, values, slots):
+            raise _failed(pool, f"attention of layer {layer_id} is not attention over what its rows hold")
         for stored in (keys, values):
-            states = torch.randn((pool.page_size, *stored.shape[1:]), generator=generator)
-            written.append((4 * states).to(pool.device, pool.model_dtype))
-        pool.serving.attention.store(keys, values, slots, *written)
-        for name, stored, states in (("keys", keys, written[0]), ("values", values, written[1])):
-            if not torch.equal(stored.rows[slots], stored.format.pack(states)):
-                raise ServingError(
-                    f"the self-test of {pool.serving.attention.name} failed: {name} of layer {local + pool.start_layer}"
-                    " are not stored as quant.py stores them; report this, and serve without a profile"
-                )
             stored.rows[slots] = torch.zeros_like(stored.rows[slots])
+
+
+def _reads_right(attention: PackedAttention, q: Tensor, keys: StoredRows, values: StoredRows, slots: Tensor) -> bool:
+    """Whether the first query, by decoding and as a new token behind a prefix, reads what quant.py reads of rows."""
+    one, scale = q[:1], keys.shape[-1] ** -0.5
+    k, v = (stored.format.unpack(stored.rows[slots], torch.float32) for stored in (keys, values))
+    weights = torch.softmax(torch.einsum("qhd,khd->hqk", one.float(), k) * scale, dim=-1)
+    expected = torch.einsum("hqk,khd->qhd", weights, v)
+    ends = torch.tensor([0, len(slots)], device=slots.device)
+    decoded = attention.decode(one, keys, values, ends, slots, Scores(scale))
+    # The new token is the last that was stored: as a prefix of one less and itself, nearly the same is read.
+    prefix, last = slots[:-1], slots[-1:]
+    k, v = (stored.read(last, one.dtype) for stored in (keys, values))
+    bounds = ExtendBounds(torch.tensor([0, 1], device=slots.device), ends - (ends > 0).long(), prefix)
+    extended = attention.extend(one, k, v, keys, values, bounds, Scores(scale))
+    tolerance = {torch.float32: 1e-4, torch.float16: 1e-2}.get(one.dtype, 4e-2) * expected.abs().max()
+    return all(bool(((found.float() - expected).abs() <= tolerance).all()) for found in (decoded, extended))
+
+
+def _failed(pool: PackedKVPool, what: str) -> ServingError:
+    return ServingError(
+        f"the self-test of {pool.serving.attention.name} failed: {what}; report this, and serve without a profile"
+    )
+
+
+def announce_capacity(available_bytes: int, num_tokens: int) -> None:
+    """Say what the memory that SGLang leaves for the pool is good for, before --max-total-tokens caps it."""
+    logger.info("%s bytes are available for the KV cache: %s tokens", f"{available_bytes:,}", f"{num_tokens:,}")
 
 
 def announce(pool: PackedKVPool, ranks: Ranks) -> None:
     """Say in the log what this rank stores, and set its metrics."""
     profile = pool.serving.profile
     bytes_per_token = bytes_of_a_token(pool)
-    unquantized = sum(_native_bytes(stored, pool.model_dtype) for stored in (*pool.keys, *pool.values))
+    unquantized = pool.model_dtype.itemsize * sum(math.prod(stored.shape[1:]) for stored in (*pool.keys, *pool.values))
     lines = [
         f"KV cache of rank {ranks.world_rank} (TP {ranks.tp_rank}/{ranks.tp_size}, stage {ranks.pp_rank})"
         f" by profile {profile.digest} of {profile.model.id}",
@@ -72,11 +105,6 @@ def bytes_of_a_token(pool: PackedKVPool) -> int:
     return sum(stored.rows[0].nbytes for stored in (*pool.keys, *pool.values))
 
 
-def _native_bytes(stored: StoredRows, dtype: torch.dtype) -> int:
-    _, heads, channels = stored.shape
-    return heads * channels * dtype.itemsize
-
-
 def layer_ranges(pool: PackedKVPool) -> str:
     """Bits of this rank's layers by their global ids, such as ``0:K8V8,1-6:K4V2``."""
     pairs = [
@@ -88,8 +116,4 @@ def layer_ranges(pool: PackedKVPool) -> str:
             ranges[-1] = (ranges[-1][0], layer_id, pair)
         else:
             ranges.append((layer_id, layer_id, pair))
-    return ",".join(f"{first if first == last else f'{first}-{last}'}:{_name(pair)}" for first, last, pair in ranges)
-
-
-def _name(pair: PrecisionPair) -> str:
-    return "bf16" if pair.k_bits == pair.v_bits == NATIVE_BITS else str(pair)
+    return ",".join(f"{first if first == last else f'{first}-{last}'}:{pair}" for first, last, pair in ranges)

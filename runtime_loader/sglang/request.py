@@ -1,7 +1,7 @@
 """What a server was asked to serve, as it travels to its processes. Imports nothing heavy: every SGLang start runs it.
 
 The launcher's flags become one environment variable that spawned schedulers inherit; each of them reads the profile
-itself and compares its digest.
+itself, ranks compare its digest, and the launcher hears it from each before it serves.
 """
 
 from __future__ import annotations
@@ -132,15 +132,15 @@ def request_of_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> Se
         raise ServingError(f"{_UNIFORM_FLAGS[min(given)]} needs --enable-kvtuner-quant; add it, or drop the flag")
     if args.enable_kvtuner_quant and args.kvtuner_profile:
         raise ServingError("--enable-kvtuner-quant and --kvtuner-profile exclude each other; drop one of them")
-    attend = args.kvtuner_attend or _attend(environ)
-    if args.enable_kvtuner_quant:
-        return ServingRequest(None, _uniform(given), attend, from_launcher=True)
+    uniform = _uniform(given) if args.enable_kvtuner_quant else None
     path = args.kvtuner_profile or environ.get(PROFILE_VARIABLE)
-    if path:
-        return ServingRequest(os.path.abspath(path), None, attend, from_launcher=True)
-    if args.kvtuner_attend:
-        raise ServingError("--kvtuner-attend needs --kvtuner-profile or --enable-kvtuner-quant; add one")
-    return None
+    if uniform is None and not path:
+        if args.kvtuner_attend:
+            raise ServingError("--kvtuner-attend needs --kvtuner-profile or --enable-kvtuner-quant; add one")
+        return None
+    attend = args.kvtuner_attend or _attend(environ)
+    profile = os.path.abspath(path) if uniform is None and path else None
+    return ServingRequest(profile, uniform, attend, from_launcher=True)
 
 
 def _uniform(given: dict[str, object]) -> Uniform:

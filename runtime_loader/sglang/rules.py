@@ -1,4 +1,4 @@
-"""Which of SGLang's options a packed pool works with: whatever is not known to work is refused by name.
+"""Options of SGLang that a packed pool does not work with or was never tried with: refused by name.
 
 The table in docs/serving.md is this one in words.
 """
@@ -23,13 +23,11 @@ class Rule:
         name: attribute of SGLang's resolved arguments; its flag is this with dashes.
         works: values that a packed pool works with.
         reason: why others do not.
-        flag: how the launcher spells it, where not like the attribute.
     """
 
     name: str
     works: tuple[object, ...]
     reason: str
-    flag: str | None = None
 
 
 OFF: Final = (None, False, "", "none", "null")
@@ -57,9 +55,22 @@ RULES: Final = (
     Rule("enable_deterministic_inference", OFF, "its kernel reads fresh keys from the pool"),
     Rule("enable_pdmux", OFF, "it was never tried"),
     Rule("enable_two_batch_overlap", OFF, "it was never tried"),
-    Rule("attn_dp_size", (None, 1), "it was never tried", flag="--enable-dp-attention"),
+    Rule("attn_dp_size", (None, 1), "it was never tried"),
+    Rule("dp_size", (None, 1), "it was never tried"),
     Rule("enable_lora", OFF, "it was never tried"),
+    Rule("lora_paths", OFF, "it was never tried"),
+    Rule("enable_mixed_chunk", OFF, "it was never tried"),
+    Rule("radix_cache_backend", OFF, "it was never tried"),
+    Rule("elastic_ep_backend", OFF, "it was never tried"),
+    Rule("encoder_only", OFF, "there would be no cache"),
+    Rule("enable_unified_cache_external_linker", OFF, "it shares pages with servers of other profiles"),
     Rule("use_ray", OFF, "its actors do not load plugins"),
+)
+
+BACKENDS: Final = (
+    Rule("attention_backend", ("triton",), "no other backend can read packed rows"),
+    Rule("prefill_attention_backend", (None, "triton"), "no other backend can read packed rows"),
+    Rule("decode_attention_backend", (None, "triton"), "no other backend can read packed rows"),
 )
 
 VARIABLES: Final = {
@@ -74,17 +85,22 @@ def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ) -> Non
     Raises:
         ServingError: the first option that a packed pool does not work with, or that this SGLang does not know.
     """
-    for rule in RULES:
+    if str(arguments.device).partition(":")[0] != "cpu":
+        raise ServingError(
+            f"this version has no kernels for {arguments.device}: profiles run in SGLang on a processor"
+            " (examples/sglang_on_cpu) and on the transformers host; drop --kvtuner-profile"
+        )
+    for rule in (*BACKENDS, *RULES):
         try:
             value = getattr(arguments, rule.name)
         except AttributeError as error:
             raise ServingError(
                 f"this SGLang has no option {rule.name}; install a version that kvtuner is tested with"
             ) from error
-        if value not in rule.works:
-            flag = rule.flag or f"--{rule.name.replace('_', '-')}"
+        if value not in rule.works and value not in ([], {}):
+            flag = f"--{rule.name.replace('_', '-')}"
             shown = "" if value is True else f" {value}"
             raise ServingError(f"{flag}{shown} does not work with a packed KV pool: {rule.reason}; drop it")
     for name, reason in VARIABLES.items():
-        if environ.get(name, "").lower() in ("1", "true", "yes"):
+        if environ.get(name, "").lower() in ("1", "true", "t", "yes", "y", "on"):
             raise ServingError(f"{name} does not work with a packed KV pool: {reason}; unset it")

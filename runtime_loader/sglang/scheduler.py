@@ -6,13 +6,12 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.packed_attention import TorchAttention
 from kvtuner.runtime_loader.row_format import rank_formats
+from kvtuner.runtime_loader.sglang.compat.args import on_introduction
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
-from kvtuner.runtime_loader.sglang.serving import active, refusing
+from kvtuner.runtime_loader.sglang.serving import PROFILE_KEY, active, refusing
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile import Profile
@@ -62,8 +61,10 @@ def install() -> None:
     from kvtuner.runtime_loader.sglang.compat.attention import on_triton_backend
     from kvtuner.runtime_loader.sglang.compat.pool import on_pool
     from kvtuner.runtime_loader.sglang.pool import PackedKVPool
+    from kvtuner.runtime_loader.sglang.proof import announce_capacity
 
-    on_pool(PackedKVPool, _bytes_per_token, refusing)
+    on_introduction(lambda: {PROFILE_KEY: serving_of_rank().profile.digest})
+    on_pool(PackedKVPool, _bytes_per_token, announce_capacity, refusing)
     on_triton_backend(make_backend)
 
 
@@ -71,10 +72,15 @@ def _bytes_per_token(kvc: Any, layers: range) -> int:
     """Real bytes of one token on this rank: what SGLang divides its memory by."""
     global _serving
     serving = active()
+    if kvc.kv_cache_dtype != kvc.model_config.dtype:
+        raise ServingError(
+            f"the checkpoint or --kv-cache-dtype asks for a cache of {kvc.kv_cache_dtype}, but the model is served in"
+            f" {kvc.model_config.dtype}, which 16-bit layers keep; serve with --kv-cache-dtype auto"
+        )
     if _serving is None:
         profile = serving.profile(kvc.model_config)
         _agree(f"{profile.digest} attend={serving.attend}")
-        _serving = RankServing(profile, serving.attend, _attention_for(kvc.device))
+        _serving = RankServing(profile, serving.attend, TorchAttention())
     here = ranks()
     formats = rank_formats(_serving.profile, layers, tp_rank=here.tp_rank, tp_size=here.tp_size)
     return sum(entry.bytes_per_token(kvc.kv_cache_dtype) for entry in formats)
@@ -88,12 +94,3 @@ def _agree(word: str) -> None:
             raise ServingError(
                 f"ranks must serve one profile, but rank {ranks().world_rank} has {word} and rank {rank} says {said}"
             )
-
-
-def _attention_for(device: str) -> PackedAttention:
-    if torch.device(device).type == "cpu":
-        return TorchAttention()
-    raise ServingError(
-        f"this version has no kernels for {device}: profiles run on SGLang's CPU test platform and on the transformers"
-        " host only"
-    )

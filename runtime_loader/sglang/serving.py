@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from kvtuner.cache_kind import refuse_other_caches
-from kvtuner.errors import KVTunerError, ServingError
+from kvtuner.errors import KVTunerError, ProfileError, ServingError
 from kvtuner.exported_configs.build import uniform_profile
 from kvtuner.exported_configs.evidence import ModelIdentity
 from kvtuner.exported_configs.load import load_profile
@@ -24,7 +24,7 @@ from kvtuner.runtime_loader.sglang.compat.versions import check_version
 from kvtuner.runtime_loader.sglang.rules import refuse_flags
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvtuner.exported_configs.profile import Profile
     from kvtuner.runtime_loader.sglang.request import Attend, ServingRequest
@@ -34,6 +34,9 @@ _DTYPES: Final[dict[torch.dtype, Literal["bfloat16", "float16", "float32"]]] = {
     torch.float16: "float16",
     torch.float32: "float32",
 }
+
+PROFILE_KEY: Final = "kvtuner_profile"
+"""Under which a scheduler tells its launcher the digest of what it serves."""
 
 logger: Final = logging.getLogger("kvtuner")
 
@@ -67,9 +70,15 @@ class Serving:
             PrecisionError: uniform flags that this model's heads cannot have.
         """
         config = model_config.hf_config
+        architecture = config.architectures[0]
         refuse_other_caches(config, context_length=model_config.context_len)
         if self.loaded is not None:
             check_model(self.loaded, config)
+            if self.loaded.model.architecture != architecture:
+                raise ProfileError(
+                    f"the profile of {self.loaded.model.id} is for {self.loaded.model.architecture}, but this model is"
+                    f" {architecture}; use a profile that was searched for this model"
+                )
             return self.loaded
         uniform = self.request.uniform
         assert uniform is not None
@@ -77,7 +86,7 @@ class Serving:
             id=os.path.basename(os.path.normpath(model_config.model_path)),
             revision=None,
             config_sha256=sha256_of(config.to_json_string(use_diff=False)),
-            architecture=config.architectures[0],
+            architecture=architecture,
             dtype=_DTYPES[model_config.dtype],
         )
         return uniform_profile(
@@ -91,7 +100,7 @@ class Serving:
 
 
 _active: Serving | None = None
-_hooked = False
+_hooked: set[str] = set()
 
 
 def active() -> Serving:
@@ -111,19 +120,25 @@ def activate(request: ServingRequest) -> None:
     Raises:
         KVTunerError: an SGLang that does not fit, or a profile that cannot be read.
     """
-    global _active, _hooked
-    check_version()
-    _active = Serving(request, None if request.profile is None else load_profile(request.profile))
-    if not _hooked:
-        seam.on_resolution(_choose_backend, _check)
-        seam.on_scheduler(_start_scheduler)
-        _hooked = True
-
-
-def deactivate() -> None:
-    """Let this process start servers without a profile again."""
     global _active
-    _active = None
+    check_version()
+    loaded = None if request.profile is None else load_profile(request.profile)
+    _once("resolution", lambda: seam.on_resolution(_choose_backend, _check))
+    _once("scheduler", lambda: seam.on_scheduler(_start_scheduler))
+    _active = Serving(request, loaded)
+
+
+def _once(name: str, hook: Callable[[], None]) -> None:
+    if name not in _hooked:
+        hook()
+        _hooked.add(name)
+
+
+def exchange(serving: Serving | None) -> Serving | None:
+    """Let this process serve something else, or nothing, from now on; gives what it served until now."""
+    global _active
+    before, _active = _active, serving
+    return before
 
 
 def _choose_backend(server_args: Any) -> None:
@@ -136,6 +151,20 @@ def _choose_backend(server_args: Any) -> None:
                 flag = f"--{name.replace('_', '-')}"
                 raise ServingError(f"{flag} {chosen} cannot read a packed KV pool; drop it, or use {flag} triton")
         seam.decide(server_args, attention_backend="triton")
+        _once("ready", lambda: seam.on_ready(_hear))
+
+
+def _hear(schedulers: list[dict[str, Any]]) -> None:
+    """A scheduler that did not load the plugin would serve unquantized, and knows nothing of it."""
+    if _active is None:
+        return
+    with refusing():
+        for number, said in enumerate(schedulers):
+            if PROFILE_KEY not in said:
+                raise ServingError(
+                    f"scheduler {number} does not serve the profile: its process did not load SGLang's plugin kvtuner;"
+                    " install kvtuner where the server runs, and unset SGLANG_PLUGINS or name kvtuner in it"
+                )
 
 
 def _check(server_args: Any) -> None:
@@ -164,13 +193,14 @@ def _warn_beyond_calibration(profile: Profile, context_length: int) -> None:
         )
 
 
-def _start_scheduler(_: Any) -> None:
+def _start_scheduler(server_args: Any) -> None:
     if _active is None:
         return
-    # Imports what only a scheduler needs: its pools and attention.
-    from kvtuner.runtime_loader.sglang.scheduler import install
-
     with refusing():
+        # Imports what only a scheduler needs: its pools and attention.
+        from kvtuner.runtime_loader.sglang.scheduler import install
+
+        refuse_flags(seam.resolved(server_args))  # again: some are decided after all resolution hooks
         install()
 
 
@@ -179,7 +209,7 @@ def refusing() -> Iterator[None]:
     """End a launched server in one line where its profile cannot be served; the caller of an engine gets the error."""
     try:
         yield
-    except KVTunerError as error:
+    except (KVTunerError, ImportError, AttributeError) as error:
         if _active is not None and not _active.request.from_launcher:
             raise
         raise SystemExit(f"kvtuner: {error}") from None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from kvtuner.runtime_loader.sglang.compat.hooks import share
+from kvtuner.runtime_loader.sglang.compat.hooks import AFTER, install, is_applied, share
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -19,7 +19,9 @@ def on_flags(add: Callable[[ArgumentParser], None], parsed: Callable[[Namespace]
     """Call `add` with the launcher's parser, and `parsed` with what it read, before anything is resolved."""
 
     def add_cli_args(_: object, parser: ArgumentParser) -> None:
-        add(parser)
+        # Where the other hook was lost, the parser must refuse the flags: nothing would come of them.
+        if is_applied(f"{_SERVER_ARGS}.from_cli_args", from_cli_args):
+            add(parser)
 
     def from_cli_args(original: Callable[..., Any], cls: type, args: Namespace) -> Any:
         parsed(args)
@@ -65,9 +67,26 @@ def model_config_of(server_args: Any) -> Any:
     return of(server_args)
 
 
+def on_ready(check: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Call `check` in the launcher with what its schedulers say of themselves, before anything is served."""
+
+    def ready(result: list[dict[str, Any]], *_: Any, **__: Any) -> None:
+        check(result)
+
+    install("sglang.srt.entrypoints.engine._wait_for_scheduler_ready", ready, AFTER)
+
+
+def on_introduction(say: Callable[[], dict[str, str]]) -> None:
+    """Add to what a scheduler says of itself to its launcher."""
+
+    def get_init_info(result: dict[str, Any], _: Any) -> dict[str, Any]:
+        return {**result, **say()}
+
+    install("sglang.srt.managers.scheduler.Scheduler.get_init_info", get_init_info, AFTER)
+
+
 def on_scheduler(start: Callable[[Any], None]) -> None:
     """Call `start` with the resolved arguments in every scheduler process, before it builds anything."""
-    from kvtuner.runtime_loader.sglang.compat.hooks import AFTER, install
 
     def publish(_: object, server_args: Any, *, role: str, **__: Any) -> None:
         if role == "scheduler":

@@ -18,7 +18,7 @@ AFTER = HookType.AFTER
 
 
 def install(target: str, hook: Callable[..., Any], kind: Any, *parameters: str) -> None:
-    """Hook a function, now.
+    """Hook a function now, and no other plugin's targets.
 
     Args:
         target: dotted path.
@@ -29,10 +29,7 @@ def install(target: str, hook: Callable[..., Any], kind: Any, *parameters: str) 
     Raises:
         ServingError: another plugin has the target, it is gone, or it takes other arguments.
     """
-    hooks = HookRegistry._hooks.get(target, [])
-    if any(installed is hook for _, installed, _ in hooks):
-        return
-    if hooks or target in HookRegistry._patched:
+    if HookRegistry._hooks.get(target) or target in HookRegistry._patched:
         raise ServingError(
             f"another SGLang plugin already hooks {target}, which a packed KV pool needs for itself;"
             " start with SGLANG_PLUGINS=kvtuner"
@@ -49,11 +46,22 @@ def install(target: str, hook: Callable[..., Any], kind: Any, *parameters: str) 
             f"{target} of this SGLang does not take {missing[0]}; install a version that kvtuner is tested with"
         )
     HookRegistry.register(target, hook, kind)
-    HookRegistry.apply_hooks()
-    if target not in HookRegistry._patched:
-        raise ServingError(f"SGLang could not hook {target}; its log says why")
+    HookRegistry._apply_target(target, HookRegistry._hooks[target])
+    HookRegistry._patched.add(target)
+    if not is_applied(target, hook):
+        raise ServingError(f"SGLang did not hook {target}; install a version that kvtuner is tested with")
 
 
 def share(target: str, hook: Callable[..., Any], kind: Any) -> None:
     """Register a hook that SGLang applies with those of other plugins, on a target that plugins may share."""
     HookRegistry.register(target, hook, kind)
+
+
+def is_applied(target: str, hook: Callable[..., Any]) -> bool:
+    """Whether a call of the target reaches the hook."""
+    function = pkgutil.resolve_name(target)
+    while function is not None:
+        if any(cell.cell_contents is hook for cell in getattr(function, "__closure__", None) or ()):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 from sglang.srt.runtime_context import get_parallel
@@ -12,6 +13,8 @@ from torch.distributed import distributed_c10d
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+FAREWELL_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +26,12 @@ class Ranks:
         tp_size: number of those.
         pp_rank: pipeline stage.
         world_rank: among all schedulers of the model.
-        world_size: number of those.
     """
 
     tp_rank: int
     tp_size: int
     pp_rank: int
     world_rank: int
-    world_size: int
 
 
 def ranks() -> Ranks:
@@ -41,7 +42,6 @@ def ranks() -> Ranks:
         tp_size=parallel.attn_tp_size,
         pp_rank=parallel.pp_rank,
         world_rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
     )
 
 
@@ -52,12 +52,23 @@ def tell_all(key: str, word: str, timeout_s: float) -> Mapping[int, str | None]:
     """
     store = distributed_c10d._get_default_store()
     rank, size = dist.get_rank(), dist.get_world_size()
+    deadline = time.monotonic() + timeout_s
     store.set(f"{key}/{rank}", word)
     words: dict[int, str | None] = {}
     for other in range(size):
-        try:
-            store.wait([f"{key}/{other}"], timedelta(seconds=timeout_s))
-            words[other] = store.get(f"{key}/{other}").decode()
-        except (RuntimeError, dist.DistStoreError):
-            words[other] = None
+        words[other] = _said(store, f"{key}/{other}", deadline - time.monotonic())
+    store.set(f"{key}/{rank}/heard", "")
+    if set(words.values()) != {word}:
+        # Whoever leaves now may take the store along, which others still ask.
+        deadline = time.monotonic() + FAREWELL_S
+        for other in range(size):
+            _said(store, f"{key}/{other}/heard", deadline - time.monotonic())
     return words
+
+
+def _said(store: Any, key: str, timeout_s: float) -> str | None:
+    try:
+        store.wait([key], timedelta(seconds=max(timeout_s, 0.01)))
+        return str(store.get(key).decode())
+    except RuntimeError:
+        return None

@@ -25,6 +25,7 @@ _CAPACITY = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator
 def on_pool(
     pool_class: type,
     bytes_per_token: Callable[[Any, range], int],
+    announce_capacity: Callable[[int, int], None],
     refusing: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Build dense pools as `pool_class`, and size them by `bytes_per_token`.
@@ -32,6 +33,7 @@ def on_pool(
     Args:
         pool_class: subclass of `MHATokenToKVPool` with its constructor.
         bytes_per_token: of SGLang's pool configurator and the global layer ids of this rank.
+        announce_capacity: told the bytes available for the pool, and how many tokens SGLang makes of them.
         refusing: around all of it.
 
     Raises:
@@ -50,6 +52,9 @@ def on_pool(
         with refusing():
             return bytes_per_token(kvc, range(kvc.layer_info.start_layer, kvc.layer_info.end_layer))
 
+    def sized(result: Any, self: Any, available_bytes: int, page_size: int) -> None:
+        announce_capacity(max(available_bytes - self._fixed_overhead_bytes, 0), result.max_total_num_tokens)
+
     def check(result: Any, self: Any, **_: Any) -> None:
         built = type(result.token_to_kv_pool)
         with refusing():
@@ -61,6 +66,7 @@ def on_pool(
 
     install(f"{_CONFIGURATOR}._build_mha_kv_pool", build, AROUND, "max_total_num_tokens", "mha_pool_class")
     install(f"{_CAPACITY}._compute_cell_size", cell_size, AROUND, "kvc", "num_layers")
+    install(f"{_CAPACITY}.calculate_pool_sizes", sized, AFTER, "available_bytes", "page_size")
     install(f"{_CONFIGURATOR}.configure", check, AFTER)
 
 

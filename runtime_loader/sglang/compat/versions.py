@@ -7,8 +7,7 @@ from typing import Final
 
 from kvtuner.errors import ServingError
 
-TESTED: Final = ("0.5.23",)
-FIRST, BEYOND = (0, 5, 22), (0, 5, 24)
+TESTED: Final = "0.5.23"
 
 
 def check_version() -> None:
@@ -18,9 +17,7 @@ def check_version() -> None:
         ServingError: names the version found and those that work.
     """
     found = version("sglang")
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdigit())
-    if not FIRST <= numbers < BEYOND:
+    if found.partition("+")[0].partition(".post")[0] != TESTED:
         raise ServingError(
-            f"this kvtuner serves with sglang >=0.5.22,<0.5.24 (tested: {', '.join(TESTED)}), but {found} is installed;"
-            " install one of those, or a newer kvtuner"
+            f"this kvtuner serves with sglang {TESTED}, but {found} is installed; install that one, or a newer kvtuner"
         )

@@ -1,0 +1,46 @@
+"""What one rank stores: its heads with their own constants, its layers, the formula's bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.build import LayerChoice
+from kvtuner.quant import Transform, TransformKind
+from kvtuner.runtime_loader.row_format import rank_formats
+
+
+@pytest.fixture
+def profile(model_of: Any, profile_of: Any) -> Any:
+    config = model_of("llama-gqa-64", torch.float32).config
+    generator = torch.Generator().manual_seed(0)
+    mu, lam = (torch.rand((2, 64), generator=generator).half() + 0.5 for _ in range(2))
+    centered = Transform(TransformKind(centered=True, balanced=True), mu, lam)
+    return profile_of(config, [LayerChoice(4, 2, centered), LayerChoice(16, 8)])
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "heads"),
+    [(1, [[0, 1]]), (2, [[0], [1]]), (4, [[0], [0], [1], [1]])],
+    ids=["all", "split", "replicated"],
+)
+def test_a_rank_has_its_heads_with_their_own_constants(profile: Any, tp_size: int, heads: list[list[int]]) -> None:
+    whole = profile.quant_spec(0, "k").transform
+    for tp_rank, mine in enumerate(heads):
+        first, second = rank_formats(profile, range(2), tp_rank=tp_rank, tp_size=tp_size)
+        assert first.k.num_heads == first.v.num_heads == second.v.num_heads == len(mine)
+        assert torch.equal(first.k.spec.transform.mu, whole.mu[mine])
+        assert torch.equal(first.k.spec.transform.lam, whole.lam[mine])
+        stored = first.bytes_per_token(torch.bfloat16) + second.bytes_per_token(torch.bfloat16)
+        assert stored == profile.bytes_per_token(tp_size)
+        assert second.bytes_per_token(torch.float32) - second.bytes_per_token(torch.bfloat16) == 2 * 64 * len(mine)
+
+
+def test_a_stage_has_its_layers_and_no_others(profile: Any) -> None:
+    (only,) = rank_formats(profile, range(1, 2))
+    assert (only.k.bits, only.v.bits) == (16, 8)
+    with pytest.raises(ProfileError, match="the profile has layers 0 to 1, but this rank serves layers 1 to 2"):
+        rank_formats(profile, range(1, 3))
