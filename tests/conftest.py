@@ -236,6 +236,7 @@ def profile_of() -> Callable[..., Profile]:
         last_position: int | None = None,
     ) -> Profile:
         geometry = ModelGeometry.from_config(config)
+        architecture = (getattr(config, "architectures", None) or ["Tiny"])[0]
         return build_profile(
             geometry=geometry,
             layers=layers,
@@ -243,7 +244,7 @@ def profile_of() -> Callable[..., Profile]:
             v_group_size=group_size or geometry.v_head_dim,
             symmetric=symmetric,
             model=evidence.ModelIdentity(
-                id="tiny", revision=None, config_sha256=digest, architecture="Tiny", dtype="bfloat16"
+                id="tiny", revision=None, config_sha256=digest, architecture=architecture, dtype="bfloat16"
             ),
             budget=AskedBudget("by hand"),
             quality=None,

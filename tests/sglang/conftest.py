@@ -104,7 +104,7 @@ class Server:
             return str(answer.read().decode())
 
     def flush(self) -> None:
-        self.post("/flush_cache")
+        self.post("/flush_cache?timeout=30")
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int, *, top: int = 0) -> list[dict[str, Any]]:
         """Greedy continuations of exactly `num_tokens` tokens, all at once."""
@@ -116,6 +116,7 @@ class Server:
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """End a launcher of a session of its own with all that it started, whatever is left of them."""
     try:
         family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     except psutil.NoSuchProcess:
@@ -123,6 +124,8 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     for member in family:
         with suppress(psutil.NoSuchProcess):
             member.send_signal(signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait(30)
 
 
@@ -142,7 +145,12 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
             with logs[-1].open("wb") as log:
                 processes.append(
                     subprocess.Popen(
-                        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment(**variables)
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        env=environment(**variables),
+                        start_new_session=True,
                     )
                 )
         server = Server(port, logs)
@@ -210,7 +218,7 @@ def mixed_layers() -> Callable[[Any], list[LayerChoice]]:
             mu = (0.3 * torch.randn(shape, generator=generator)).half() if kind.centered else None
             lam = (0.4 * torch.randn(shape, generator=generator)).exp().half() if kind.balanced else None
             v_transform = Transform(TransformKind(hadamard=layer % 2 == 0))
-            k_bits, v_bits = (4, 8, 4, 8)[layer % 4], (4, 4, 8)[layer % 3]
+            k_bits, v_bits = (4, 8)[layer % 2], (4, 4, 8, 16)[layer % 4]
             choices.append(LayerChoice(k_bits, v_bits, Transform(kind, mu, lam), v_transform))
         choices[-1] = LayerChoice(16, 16)
         return choices
@@ -302,7 +310,12 @@ def launched_nodes(tmp_path: Path) -> Callable[..., tuple[list[int], str]]:
                 command = launch_command(model, *flags, *mine, *node)
                 processes.append(
                     subprocess.Popen(
-                        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment(**variables)
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        env=environment(**variables),
+                        start_new_session=True,
                     )
                 )
         try:

@@ -15,12 +15,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LENGTHS = (5, 33, 1, 60, 17, 48)
-FAMILIES = {
-    "llama-gqa": {"num_hidden_layers": 9},
-    "qwen2-bias": {"num_hidden_layers": 5},
-    "qwen3-qk-norm": {"num_hidden_layers": 5},
-    "qwen3-moe": {"num_hidden_layers": 5},
-}
+FAMILIES = ("llama-gqa", "qwen2-bias", "qwen3-qk-norm", "qwen3-moe")
+LAYERS = 9
+"""One for every kind of key transform, and one of 16 bits."""
 
 
 def assert_agrees(agreement: Any) -> None:
@@ -41,7 +38,7 @@ def test_a_mixed_profile_agrees_with_the_transformers_host(
     save_profile: Any,
     mixed_layers: Any,
 ) -> None:
-    folder = model_folder(name, **FAMILIES[name])
+    folder = model_folder(name, num_hidden_layers=LAYERS)
     config = AutoConfig.from_pretrained(folder)
     profile = profile_of(config, mixed_layers(config), symmetric=symmetric)
     with serve(folder, "--kvtuner-profile", str(save_profile(profile)), "--enable-metrics") as server:
@@ -55,9 +52,9 @@ def test_a_mixed_profile_agrees_with_the_transformers_host(
 def test_16_bits_everywhere_is_plain_transformers(
     serve: Any, compare: Any, prompts: Any, model_folder: Any, profile_of: Any, save_profile: Any
 ) -> None:
-    folder = model_folder("llama-gqa", **FAMILIES["llama-gqa"])
+    folder = model_folder("llama-gqa", num_hidden_layers=LAYERS)
     config = AutoConfig.from_pretrained(folder)
-    profile = profile_of(config, [LayerChoice(16, 16)] * 9)
+    profile = profile_of(config, [LayerChoice(16, 16)] * LAYERS)
     with serve(folder, "--kvtuner-profile", str(save_profile(profile))) as server:
         agreement = compare(server, folder, profile, prompts(*LENGTHS), 40)
     assert agreement.own < 1e-12
@@ -69,9 +66,9 @@ def test_16_bits_everywhere_is_plain_transformers(
 def test_uniform_flags_serve_a_profile_of_their_own(
     bits: int, asym: str, serve: Any, compare: Any, prompts: Any, model_folder: Any, profile_of: Any
 ) -> None:
-    folder = model_folder("qwen3-qk-norm", **FAMILIES["qwen3-qk-norm"])
+    folder = model_folder("qwen3-qk-norm", num_hidden_layers=LAYERS)
     config = AutoConfig.from_pretrained(folder)
-    profile = profile_of(config, [LayerChoice(bits, bits)] * 5, symmetric=asym == "false")
+    profile = profile_of(config, [LayerChoice(bits, bits)] * LAYERS, symmetric=asym == "false")
     flags = (
         "--enable-kvtuner-quant", "--kvtuner-nbits-key", str(bits), "--kvtuner-nbits-value", str(bits),
         "--kvtuner-asym", asym, "--kvtuner-q-group-size", "32", "--kvtuner-axis-key", "0", "--kvtuner-axis-value", "0",
@@ -81,7 +78,7 @@ def test_uniform_flags_serve_a_profile_of_their_own(
         agreement = compare(server, folder, profile, prompts(*LENGTHS), 40)
         log = server.log
     assert profile.digest in log
-    assert f"0-4:K{bits}V{bits}" in log
+    assert f"0-{LAYERS - 1}:K{bits}V{bits}" in log
     assert_agrees(agreement)
 
 

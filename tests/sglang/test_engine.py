@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvtuner.exported_configs.build import LayerChoice
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
@@ -68,3 +69,22 @@ def test_an_engine_answers_as_the_transformers_host(
     )
     assert said == f"ANSWER {json.dumps(expected[0, 30:].tolist())} []"
     assert profile.digest in done.stdout + done.stderr
+
+
+def test_an_engine_whose_schedulers_load_no_plugin_is_refused(
+    model_folder: Any, profile_of: Any, save_profile: Any, on_a_processor: dict[str, str], tmp_path: Path
+) -> None:
+    folder = model_folder("llama-gqa")
+    path = save_profile(profile_of(AutoConfig.from_pretrained(folder), [LayerChoice(4, 4)] * 3))
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, str(program), str(folder), str(path), "[5, 6, 7]"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**on_a_processor, "SGLANG_PLUGINS": "sglang_on_cpu"},
+    )
+    assert done.returncode != 0
+    assert "ANSWER" not in done.stdout
+    assert "ServingError: scheduler 0 does not serve the profile: its process did not load" in done.stderr

@@ -35,6 +35,12 @@ TOPOLOGIES = {
 }
 
 
+def assert_agrees(agreement: Any) -> None:
+    assert agreement.own > 1e-4
+    assert agreement.divergence <= 0.02 * agreement.own + 1e-6, agreement
+    assert agreement.same_argmax >= 0.995, agreement
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_ranks_agree_with_the_transformers_host(
     topology: str, uneven: Any, serve: Any, compare: Any, prompts: Any, save_profile: Any
@@ -44,9 +50,7 @@ def test_ranks_agree_with_the_transformers_host(
     with serve(folder, "--kvtuner-profile", str(save_profile(profile)), *flags, nodes=nodes) as server:
         agreement = compare(server, folder, profile, prompts(5, 33, 1, 60, 17, 48), 40)
         log = server.log
-    assert agreement.own > 1e-4
-    assert agreement.divergence <= 0.02 * agreement.own + 1e-6, agreement
-    assert agreement.same_argmax >= 0.995, agreement
+    assert_agrees(agreement)
     tp_size = 2 if "--tp-size" in flags else 1
     stages = [range(2), range(2, 5)] if "--pp-size" in flags else [range(5)]
     said = sorted(int(text.replace(",", "")) for text in re.findall(r"  ([\d,]+) bytes per token", log))

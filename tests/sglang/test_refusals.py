@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from argparse import ArgumentParser
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from transformers import AutoConfig
 
+from kvtuner.errors import ServingError
 from kvtuner.exported_configs.build import LayerChoice
+from kvtuner.runtime_loader.sglang.request import add_flags, request_of_flags
+from kvtuner.runtime_loader.sglang.rules import BACKENDS, RULES, Rule, refuse_flags
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,11 +126,6 @@ def test_the_variables_of_an_engine(variable: str, tiny: Path, fitting: Path, re
     ],
 )
 def test_flags_that_contradict_each_other(flags: tuple[str, ...], message: str) -> None:
-    from argparse import ArgumentParser
-
-    from kvtuner.errors import ServingError
-    from kvtuner.runtime_loader.sglang.request import add_flags, request_of_flags
-
     parser = ArgumentParser()
     add_flags(parser)
     with pytest.raises(ServingError) as refusal:
@@ -133,11 +133,47 @@ def test_flags_that_contradict_each_other(flags: tuple[str, ...], message: str) 
     assert message in str(refusal.value)
 
 
-def test_without_a_profile_the_plugin_changes_nothing_and_imports_nothing_heavy() -> None:
-    code = (
-        "import sys\n"
-        "import kvtuner.runtime_loader.sglang.plugin\n"
-        "print([name for name in ('torch', 'sglang', 'transformers', 'pydantic', 'optuna') if name in sys.modules])"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == "[]"
+@pytest.mark.parametrize("rule", [*BACKENDS, *RULES], ids=lambda rule: rule.name)
+def test_every_rule_refuses_its_option_by_name(rule: Rule) -> None:
+    fine = {each.name: each.works[-1] for each in (*BACKENDS, *RULES)}
+    refuse_flags(SimpleNamespace(device="cpu", **fine), {})
+    with pytest.raises(ServingError, match=f"--{rule.name.replace('_', '-')} 7 does not work with a packed KV pool"):
+        refuse_flags(SimpleNamespace(device="cpu", **{**fine, rule.name: 7}), {})
+    del fine[rule.name]
+    with pytest.raises(ServingError, match=f"this SGLang has no option {rule.name}"):
+        refuse_flags(SimpleNamespace(device="cpu", **fine), {})
+
+
+def test_a_gpu_is_refused_while_there_are_no_kernels() -> None:
+    with pytest.raises(ServingError, match="no kernels for cuda"):
+        refuse_flags(SimpleNamespace(device="cuda"), {})
+
+
+def test_an_option_that_sglang_decides_after_its_hooks(tiny: Path, refused: Any, fitting: Path) -> None:
+    line = refused(tiny, "--kvtuner-profile", str(fitting), "--lora-paths", f"one={tiny}")
+    assert line.startswith(("--enable-lora", "--lora-paths"))
+
+
+def test_a_profile_of_another_architecture(model_folder: Any, refused: Any, fitting: Path) -> None:
+    twin = model_folder("mistral-no-window", num_hidden_layers=3, num_key_value_heads=2)
+    line = refused(twin, "--kvtuner-profile", str(fitting))
+    assert "is for LlamaForCausalLM, but this model is MistralForCausalLM" in line
+
+
+REGISTER = """
+import sys
+from sglang.srt.plugins.hook_registry import HookRegistry
+before = set(sys.modules)
+from kvtuner.runtime_loader.sglang.plugin import register
+register()
+print(sorted(HookRegistry._hooks))
+print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))
+"""
+
+
+def test_without_a_profile_the_plugin_adds_its_flags_and_no_more(on_a_processor: dict[str, str]) -> None:
+    done = subprocess.run([sys.executable, "-c", REGISTER], capture_output=True, text=True, env=on_a_processor)
+    hooks, modules = done.stdout.splitlines()
+    arguments = "sglang.srt.server_args.ServerArgs"
+    assert hooks == str([f"{arguments}.add_cli_args", f"{arguments}.from_cli_args"])
+    assert modules == "['kvtuner']"

@@ -1,0 +1,29 @@
+"""Tokens that fit are the memory that SGLang leaves, divided by the byte formula of the tuner's own report."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from kvtuner.exported_configs.build import LayerChoice
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_tokens_are_the_available_bytes_divided_by_the_formula(
+    page_size: int, serve: Any, model_folder: Any, profile_of: Any, save_profile: Any
+) -> None:
+    folder = model_folder("llama-gqa", num_hidden_layers=4)
+    profile = profile_of(AutoConfig.from_pretrained(folder), [LayerChoice(4, 4)] * 4)
+    # SGLang takes the profiled number where the cap is above it.
+    flags = ("--max-total-tokens", "100000000", "--mem-fraction-static", "0.01", "--page-size", str(page_size))
+    with serve(folder, "--kvtuner-profile", str(save_profile(profile)), *flags) as server:
+        log = server.log
+    said = re.search(r"([\d,]+) bytes are available for the KV cache: ([\d,]+) tokens", log)
+    assert said is not None
+    available, tokens = (int(group.replace(",", "")) for group in said.groups())
+    assert tokens == available // profile.bytes_per_token() // page_size * page_size
+    assert f"max_total_num_tokens={tokens}," in log
+    assert tokens > 100_000

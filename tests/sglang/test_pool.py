@@ -1,0 +1,26 @@
+"""The pool alone, on the second of two ranks and a middle stage: bytes, constants of its heads, moves and copies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from kvtuner.exported_configs.build import LayerChoice
+
+
+def test_a_pool_of_one_rank_keeps_moves_and_copies_whole_rows(
+    model_folder: Any, profile_of: Any, mixed_layers: Any, save_profile: Any, on_a_processor: dict[str, str]
+) -> None:
+    config = AutoConfig.from_pretrained(model_folder("llama-gqa", num_hidden_layers=5))
+    choices = mixed_layers(config)
+    choices[3] = LayerChoice(16, 2)
+    path = save_profile(profile_of(config, choices))
+    program = Path(__file__).with_name("pool_program.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(path)], capture_output=True, text=True, timeout=300, env=on_a_processor
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
