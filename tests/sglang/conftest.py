@@ -129,6 +129,29 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     process.wait(30)
 
 
+def start_nodes(
+    model: Path, folder: Path, flags: Sequence[Sequence[str]], port: int, variables: dict[str, str]
+) -> tuple[list[subprocess.Popen[bytes]], list[Path]]:
+    """Start a launcher for each node's flags, the first on `port`; their processes and logs in `folder`."""
+    rendezvous, processes, logs = free_port(), [], []
+    for rank, mine in enumerate(flags):
+        node = ["--nnodes", str(len(flags)), "--node-rank", str(rank), "--dist-init-addr", f"127.0.0.1:{rendezvous}"]
+        command = launch_command(model, *mine, *(node if len(flags) > 1 else []), port=0 if rank else port)
+        logs.append(folder / f"node{rank}.log")
+        with logs[-1].open("wb") as log:
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment(**variables),
+                    start_new_session=True,
+                )
+            )
+    return processes, logs
+
+
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """`with serve(model, *flags, nodes=1, **variables) as server:`, killed at the end with all of its processes."""
@@ -136,23 +159,8 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     @contextmanager
     def start(model: Path, *flags: str, nodes: int = 1, **variables: str) -> Iterator[Server]:
         folder = tmp_path_factory.mktemp("server")
-        port, rendezvous = free_port(), free_port()
-        processes, logs = [], []
-        for rank in range(nodes):
-            node = ["--nnodes", str(nodes), "--node-rank", str(rank), "--dist-init-addr", f"127.0.0.1:{rendezvous}"]
-            command = launch_command(model, *flags, *(node if nodes > 1 else []), port=port if rank == 0 else 0)
-            logs.append(folder / f"node{rank}.log")
-            with logs[-1].open("wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        env=environment(**variables),
-                        start_new_session=True,
-                    )
-                )
+        port = free_port()
+        processes, logs = start_nodes(model, folder, [flags] * nodes, port, variables)
         server = Server(port, logs)
         try:
             wait_until_ready(server, processes)
@@ -303,27 +311,13 @@ def launched_nodes(tmp_path: Path) -> Callable[..., tuple[list[int], str]]:
     """`launched_nodes(model, flags_of_each_node, *flags, **variables)`: how nodes end that must not start."""
 
     def run(model: Path, own: Sequence[Sequence[str]], *flags: str, **variables: str) -> tuple[list[int], str]:
-        rendezvous, processes = free_port(), []
-        for rank, mine in enumerate(own):
-            node = ["--nnodes", str(len(own)), "--node-rank", str(rank), "--dist-init-addr", f"127.0.0.1:{rendezvous}"]
-            with (tmp_path / f"node{rank}.log").open("wb") as log:
-                command = launch_command(model, *flags, *mine, *node)
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
-                        env=environment(**variables),
-                        start_new_session=True,
-                    )
-                )
+        processes, logs = start_nodes(model, tmp_path, [(*flags, *mine) for mine in own], free_port(), variables)
         try:
             statuses = [process.wait(START_S) for process in processes]
         finally:
             for process in processes:
                 kill_tree(process)
-        return statuses, "".join(path.read_text(errors="replace") for path in sorted(tmp_path.glob("node*.log")))
+        return statuses, "".join(path.read_text(errors="replace") for path in logs)
 
     return run
 
