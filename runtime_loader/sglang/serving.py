@@ -20,6 +20,7 @@ from kvtuner.precision import PrecisionPair
 from kvtuner.run_folder import sha256_of
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 from kvtuner.runtime_loader.sglang.compat import args as seam
+from kvtuner.runtime_loader.sglang.compat.model import model_config_of, refuse_other_pools
 from kvtuner.runtime_loader.sglang.compat.versions import check_version
 from kvtuner.runtime_loader.sglang.rules import refuse_flags
 
@@ -72,6 +73,7 @@ class Serving:
         config = model_config.hf_config
         architecture = config.architectures[0]
         refuse_other_caches(config, context_length=model_config.context_len)
+        refuse_other_pools(model_config)
         if self.loaded is not None:
             check_model(self.loaded, config)
             if self.loaded.model.architecture != architecture:
@@ -174,7 +176,7 @@ def _check(server_args: Any) -> None:
         arguments = seam.resolved(server_args)
         refuse_flags(arguments)
         serving = active()
-        model_config = seam.model_config_of(server_args)
+        model_config = model_config_of(server_args)
         profile = serving.profile(model_config)
         profile.row_shape(arguments.tp_size // arguments.attn_dp_size)
         _warn_beyond_calibration(profile, model_config.context_len)

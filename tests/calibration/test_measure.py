@@ -151,8 +151,9 @@ def naive_scores(
 
 
 def assert_scores_agree(found: Scores, expected: Scores) -> None:
-    # e_o divides by outputs that may be next to zero, where float32's own rounding is a large relative error.
-    for name, rel in (("e_self", 2e-4), ("e_a", 2e-4), ("e_o", 1e-2), ("fisher", 2e-4)):
+    # e_o divides by outputs that may be next to zero, where float32's own rounding is a large relative error. Fisher
+    # squares a sum of differences of either sign: 4e-4 was seen at 8 bits on another processor.
+    for name, rel in (("e_self", 2e-4), ("e_a", 2e-4), ("e_o", 1e-2), ("fisher", 2e-3)):
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=rel, abs=1e-12), name
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -71,11 +72,36 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def launch_command(model: Path, *flags: str, port: int = 0) -> list[str]:
+@dataclass(frozen=True)
+class Place:
+    """Where a node runs, and by which command.
+
+    Attributes:
+        address: at which others reach it.
+        enter: command that runs another one there.
+        launcher: SGLang's.
+    """
+
+    address: str = "127.0.0.1"
+    enter: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server")
+
+
+HERE = Place()
+
+
+@pytest.fixture(scope="session")
+def here() -> Place:
+    """On the loopback interface, beside all others."""
+    return HERE
+
+
+def launch_command(model: Path, *flags: str, port: int = 0, place: Place = HERE) -> list[str]:
     return [
-        sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu",
+        *place.enter, *place.launcher, "--model-path", str(model), "--device", "cpu",
         "--dtype", "float32", "--disable-cuda-graph", "--port", str(port or free_port()),
-        "--max-total-tokens", "2048", "--max-running-requests", "8", "--mem-fraction-static", "0.5", *flags,
+        "--max-total-tokens", "2048", "--max-running-requests", "8", "--mem-fraction-static", "0.5",
+        "--host", place.address, *flags,
     ]  # fmt: skip
 
 
@@ -85,30 +111,35 @@ class Server:
 
     port: int
     logs: list[Path]
+    host: str = HERE.address
 
     @property
     def log(self) -> str:
         return "".join(path.read_text(errors="replace") for path in self.logs)
 
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
     def post(self, path: str, body: Any = None, timeout_s: float = 120) -> Any:
         data = json.dumps(body or {}).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
-        )
+        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             text = answer.read().decode()
         return json.loads(text) if text.startswith(("{", "[")) else text
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as answer:
             return str(answer.read().decode())
 
     def flush(self) -> None:
         self.post("/flush_cache?timeout=30")
 
-    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int, *, top: int = 0) -> list[dict[str, Any]]:
-        """Greedy continuations of exactly `num_tokens` tokens, all at once."""
-        sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, *, top: int = 0, ignore_eos: bool = True
+    ) -> list[dict[str, Any]]:
+        """Greedy continuations of `num_tokens` tokens, all at once."""
+        sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": ignore_eos}
         ids = [list(prompt) for prompt in prompts]
         body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": top}
         answers: list[dict[str, Any]] = self.post("/generate", body)
@@ -130,13 +161,21 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 def start_nodes(
-    model: Path, folder: Path, flags: Sequence[Sequence[str]], port: int, variables: dict[str, str]
+    model: Path,
+    folder: Path,
+    flags: Sequence[Sequence[str]],
+    port: int,
+    variables: dict[str, str],
+    places: Sequence[Place] = (),
 ) -> tuple[list[subprocess.Popen[bytes]], list[Path]]:
     """Start a launcher for each node's flags, the first on `port`; their processes and logs in `folder`."""
-    rendezvous, processes, logs = free_port(), [], []
-    for rank, mine in enumerate(flags):
-        node = ["--nnodes", str(len(flags)), "--node-rank", str(rank), "--dist-init-addr", f"127.0.0.1:{rendezvous}"]
-        command = launch_command(model, *mine, *(node if len(flags) > 1 else []), port=0 if rank else port)
+    places = places or [HERE] * len(flags)
+    processes, logs = [], []
+    meeting = f"{places[0].address}:{free_port()}"
+    for rank, (mine, place) in enumerate(zip(flags, places, strict=True)):
+        node = ["--nnodes", str(len(flags)), "--node-rank", str(rank), "--dist-init-addr", meeting]
+        own_port = 0 if rank else port
+        command = launch_command(model, *mine, *(node if len(flags) > 1 else []), port=own_port, place=place)
         logs.append(folder / f"node{rank}.log")
         with logs[-1].open("wb") as log:
             processes.append(
@@ -154,14 +193,14 @@ def start_nodes(
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """`with serve(model, *flags, nodes=1, **variables) as server:`, killed at the end with all of its processes."""
+    """`with serve(model, *flags, places=[...], **variables) as server:`, a node in each place, killed at the end."""
 
     @contextmanager
-    def start(model: Path, *flags: str, nodes: int = 1, **variables: str) -> Iterator[Server]:
+    def start(model: Path, *flags: str, places: Sequence[Place] = (HERE,), **variables: str) -> Iterator[Server]:
         folder = tmp_path_factory.mktemp("server")
         port = free_port()
-        processes, logs = start_nodes(model, folder, [flags] * nodes, port, variables)
-        server = Server(port, logs)
+        processes, logs = start_nodes(model, folder, [flags] * len(places), port, variables, places)
+        server = Server(port, logs, places[0].address)
         try:
             wait_until_ready(server, processes)
             yield server
@@ -307,6 +346,42 @@ def prompts() -> Callable[..., list[list[int]]]:
 
 
 @pytest.fixture
+def apart() -> Iterator[list[Place]]:
+    """Two places with a network, addresses and shared memory of their own behind a bridge, as two machines have."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and iproute2")
+    own = os.getpid()
+    bridge, names, net = f"kvt{own}b", [f"kvt{own}n{index}" for index in range(2)], f"10.231.{own % 256}"
+
+    def ip(*words: str) -> None:
+        done = subprocess.run(["ip", *words], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no network namespaces here: ip {' '.join(words)}: {done.stderr.strip()}")
+
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+        ip("addr", "add", f"{net}.254/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        for index, name in enumerate(names):
+            ip("netns", "add", name)
+            ip("link", "add", f"kvt{own}v{index}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", f"kvt{own}v{index}", "master", bridge, "up")
+            ip("-n", name, "addr", "add", f"{net}.{index + 1}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "route", "add", "default", "via", f"{net}.254")
+        # SGLang takes ranks that see the same shared memory for one node's.
+        own_memory = ("sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh")
+        yield [
+            Place(f"{net}.{index + 1}", ("ip", "netns", "exec", name, *own_memory)) for index, name in enumerate(names)
+        ]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        subprocess.run(["ip", "link", "delete", bridge], capture_output=True)
+
+
+@pytest.fixture
 def launched_nodes(tmp_path: Path) -> Callable[..., tuple[list[int], str]]:
     """`launched_nodes(model, flags_of_each_node, *flags, **variables)`: how nodes end that must not start."""
 
@@ -326,7 +401,7 @@ def launched_nodes(tmp_path: Path) -> Callable[..., tuple[list[int], str]]:
 def refused() -> Callable[..., str]:
     """`refused(model, *flags, **variables)`: a server that ends by itself, non-zero; its one line of `kvtuner:`."""
 
-    def run(model: Path, *flags: str, extra_path: str = "", **variables: str) -> str:
+    def run(model: Path, *flags: str, extra_path: str = "", begins: str = "kvtuner: ", **variables: str) -> str:
         env = environment(**variables)
         ended = subprocess.run(
             launch_command(model, *flags),
@@ -339,8 +414,8 @@ def refused() -> Callable[..., str]:
         assert ended.returncode != 0
         output = ended.stdout + ended.stderr
         assert "ready to roll" not in output
-        lines = [line for line in output.splitlines() if line.startswith("kvtuner: ")]
+        lines = [line for line in output.splitlines() if line.startswith(begins)]
         assert len(lines) == 1, output[-4000:]
-        return lines[0].removeprefix("kvtuner: ")
+        return lines[0].removeprefix(begins)
 
     return run

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +14,32 @@ from transformers import AutoConfig
 from kvtuner.exported_configs.build import LayerChoice
 
 
-@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize(("page_size", "way"), [(1, "flag"), (64, "configuration file")])
 def test_tokens_are_the_available_bytes_divided_by_the_formula(
-    page_size: int, serve: Any, model_folder: Any, profile_of: Any, save_profile: Any
+    page_size: int,
+    way: str,
+    serve: Any,
+    here: Any,
+    model_folder: Any,
+    profile_of: Any,
+    save_profile: Any,
+    tmp_path: Path,
 ) -> None:
     folder = model_folder("llama-gqa", num_hidden_layers=4)
     profile = profile_of(AutoConfig.from_pretrained(folder), [LayerChoice(4, 4)] * 4)
+    path = save_profile(profile)
     # SGLang takes the profiled number where the cap is above it.
     flags = ("--max-total-tokens", "100000000", "--mem-fraction-static", "0.01", "--page-size", str(page_size))
-    with serve(folder, "--kvtuner-profile", str(save_profile(profile)), *flags) as server:
+    if way == "flag":
+        asked, place = ("--kvtuner-profile", str(path)), here
+    else:
+        file = tmp_path / "server.yaml"
+        file.write_text(f"kvtuner-profile: {path}\nkvtuner-attend: cache\n")
+        asked = ("--config", str(file))
+        place = replace(here, launcher=(str(Path(sys.executable).with_name("sglang")), "serve"))
+    with serve(folder, *asked, *flags, places=[place]) as server:
         log = server.log
+    assert f"attend {'fresh' if way == 'flag' else 'cache'}," in log
     said = re.search(r"([\d,]+) bytes are available for the KV cache: ([\d,]+) tokens", log)
     assert said is not None
     available, tokens = (int(group.replace(",", "")) for group in said.groups())

@@ -72,7 +72,7 @@ def test_sglangs_own_benchmark_runs_against_it(
     out = tmp_path / "result.jsonl"
     command = [
         sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang", "--base-url",
-        f"http://127.0.0.1:{server.port}", "--model", str(folder), "--dataset-name", "random-ids",
+        server.url, "--model", str(folder), "--dataset-name", "random-ids",
         "--num-prompts", "10", "--random-input-len", "40", "--random-output-len", "8", "--request-rate", "inf",
         "--output-file", str(out),
     ]  # fmt: skip
@@ -82,7 +82,7 @@ def test_sglangs_own_benchmark_runs_against_it(
 
 
 def test_the_openai_client_is_answered(server: Any) -> None:
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     answer = client.completions.create(model="tiny", prompt="The baker counts", max_tokens=5, temperature=0)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 5

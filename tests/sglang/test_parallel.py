@@ -12,6 +12,8 @@ from kvtuner.exported_configs.build import LayerChoice
 from kvtuner.quant import Transform, TransformKind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvtuner.exported_configs.profile import Profile
 
 LAYERS = {"num_hidden_layers": 5}
@@ -35,28 +37,38 @@ TOPOLOGIES = {
 }
 
 
-def assert_agrees(agreement: Any) -> None:
-    assert agreement.own > 1e-4
-    assert agreement.divergence <= 0.02 * agreement.own + 1e-6, agreement
-    assert agreement.same_argmax >= 0.995, agreement
+@pytest.fixture
+def serves_alike(uneven: Any, serve: Any, compare: Any, prompts: Any, save_profile: Any) -> Callable[..., None]:
+    """`serves_alike(flags, places)`: nodes in these places agree with the host, and say what they store."""
+
+    def check(flags: tuple[str, ...], places: list[Any], **variables: str) -> None:
+        folder, profile = uneven
+        with serve(
+            folder, "--kvtuner-profile", str(save_profile(profile)), *flags, places=places, **variables
+        ) as server:
+            agreement = compare(server, folder, profile, prompts(5, 33, 1, 60, 17, 48), 40)
+            log = server.log
+        assert agreement.own > 1e-4
+        assert agreement.divergence <= 0.02 * agreement.own + 1e-6, agreement
+        assert agreement.same_argmax >= 0.995, agreement
+        tp_size = 2 if "--tp-size" in flags else 1
+        stages = [range(2), range(2, 5)] if "--pp-size" in flags else [range(5)]
+        said = sorted(int(text.replace(",", "")) for text in re.findall(r"  ([\d,]+) bytes per token", log))
+        shape = profile.row_shape(tp_size)
+        expected = [sum(shape.pair_bytes(profile.pairs[layer]) for layer in stage) for stage in stages]
+        assert said == sorted(expected * tp_size)
+
+    return check
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_ranks_agree_with_the_transformers_host(
-    topology: str, uneven: Any, serve: Any, compare: Any, prompts: Any, save_profile: Any
-) -> None:
-    folder, profile = uneven
+def test_ranks_agree_with_the_transformers_host(topology: str, serves_alike: Any, here: Any) -> None:
     nodes, flags = TOPOLOGIES[topology]
-    with serve(folder, "--kvtuner-profile", str(save_profile(profile)), *flags, nodes=nodes) as server:
-        agreement = compare(server, folder, profile, prompts(5, 33, 1, 60, 17, 48), 40)
-        log = server.log
-    assert_agrees(agreement)
-    tp_size = 2 if "--tp-size" in flags else 1
-    stages = [range(2), range(2, 5)] if "--pp-size" in flags else [range(5)]
-    said = sorted(int(text.replace(",", "")) for text in re.findall(r"  ([\d,]+) bytes per token", log))
-    shape = profile.row_shape(tp_size)
-    expected = [sum(shape.pair_bytes(profile.pairs[layer]) for layer in stage) for stage in stages]
-    assert said == sorted(expected * tp_size)
+    serves_alike(flags, [here] * nodes)
+
+
+def test_nodes_that_share_neither_network_nor_memory(serves_alike: Any, apart: Any) -> None:
+    serves_alike(("--tp-size", "2"), apart, GLOO_SOCKET_IFNAME="eth0")
 
 
 def test_nodes_with_different_profiles_refuse_to_start_and_name_both(

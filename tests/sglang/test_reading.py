@@ -42,37 +42,52 @@ def requests(prompts: Any) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def alone(served: Any, requests: Any, serve: Any) -> list[list[int]]:
+def growing(prompts: Any) -> list[list[int]]:
+    """Prompts that all fit into a small pool, but not with their answers."""
+    return list(prompts(*[40] * 6, seed=9))
+
+
+LONG_ANSWER = 110
+# Tokens that a request may end before count less: more requests are let in than can grow to their end.
+MANY = {"ignore_eos": False}
+
+
+@pytest.fixture(scope="module")
+def alone(served: Any, requests: Any, growing: Any, serve: Any) -> tuple[list[list[int]], list[list[int]]]:
     """What each request is answered when it is the only one, without a prefix cache or chunks, reading the cache."""
     folder, _, flags = served
     single = ("--disable-radix-cache", "--max-running-requests", "1", "--chunked-prefill-size", "-1")
     with serve(folder, *flags, *single, "--kvtuner-attend", "cache") as server:
-        return [server.generate([ids], TOKENS)[0]["output_ids"] for ids in requests]
+        short = [server.generate([ids], TOKENS)[0]["output_ids"] for ids in requests]
+        return short, [server.generate([ids], LONG_ANSWER, **MANY)[0]["output_ids"] for ids in growing]
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_by_cache_answers_do_not_depend_on_hits_chunks_company_eviction_or_aborts(
-    page_size: int, served: Any, requests: Any, alone: Any, serve: Any, prompts: Any
+def test_by_cache_answers_do_not_depend_on_hits_chunks_company_eviction_retraction_or_aborts(
+    page_size: int, served: Any, requests: Any, growing: Any, alone: Any, serve: Any, prompts: Any
 ) -> None:
     folder, _, flags = served
     small = (
-        "--page-size", str(page_size), "--chunked-prefill-size", "64",
-        "--max-total-tokens", "1024", "--max-running-requests", "6",
+        "--page-size", str(page_size), "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1",
+        "--max-total-tokens", "512", "--max-running-requests", "6",
     )  # fmt: skip
+    short, long = alone
     with serve(folder, *flags, *small, "--kvtuner-attend", "cache") as server:
         for _ in range(2):
             with ThreadPoolExecutor(8) as pool:
                 answers = list(pool.map(lambda ids: server.generate([ids], TOKENS)[0], requests))
-            assert [answer["output_ids"] for answer in answers] == alone
+            assert [answer["output_ids"] for answer in answers] == short
             churn = prompts(*[160] * 10, seed=77)
             server.generate(churn, 4)
             abort_in_mid_stream(server, churn[0])
+        assert [answer["output_ids"] for answer in server.generate(growing, LONG_ANSWER, **MANY)] == long
+        assert "KV cache pool is full. Retract requests." in server.log
         server.generate([requests[-1]], TOKENS)
         again = server.generate([requests[-1]], TOKENS)[0]
         server.flush()
         used = json.loads(server.get("/v1/loads"))["loads"][0]["num_used_tokens"]
     assert used == 0, "aborted requests left tokens behind"
-    assert again["output_ids"] == alone[-1]
+    assert again["output_ids"] == short[-1]
     assert again["meta_info"]["cached_tokens"] >= (len(requests[-1]) - 1) // page_size * page_size
 
 
@@ -80,7 +95,7 @@ def abort_in_mid_stream(server: Any, ids: list[int]) -> None:
     """Hang up while a long answer comes, and see that its tokens are given back."""
     sampling = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
     body = json.dumps({"input_ids": ids, "stream": True, "sampling_params": sampling}).encode()
-    request = Request(f"http://127.0.0.1:{server.port}/generate", body, {"Content-Type": "application/json"})
+    request = Request(f"{server.url}/generate", body, {"Content-Type": "application/json"})
     with urlopen(request, timeout=60) as answer:
         assert answer.readline().startswith(b"data: ")
     deadline = time.monotonic() + 60

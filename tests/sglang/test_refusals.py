@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from argparse import ArgumentParser
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import transformers
 from transformers import AutoConfig
 
 from kvtuner.errors import ServingError
@@ -18,7 +20,6 @@ from kvtuner.runtime_loader.sglang.rules import BACKENDS, RULES, Rule, refuse_fl
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -54,6 +55,31 @@ def test_a_model_with_windows(model_folder: Any, refused: Any) -> None:
     assert "a window of 64 tokens, shorter than the context of 512" in line
 
 
+OTHER_CACHES = {
+    "multi-head latent attention": (
+        "DeepseekV2",
+        {"kv_lora_rank": 16, "q_lora_rank": None, "first_k_dense_replace": 2},
+    ),
+    "layers without a KV cache (linear attention or state spaces)": (
+        "Qwen3Next",
+        {"num_experts": 0, "linear_num_key_heads": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_CACHES)
+def test_a_model_with_another_cache(what: str, refused: Any, make_tokenizer: Any, tmp_path: Path) -> None:
+    family, fields = OTHER_CACHES[what]
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = getattr(transformers, f"{family}Config")(**sizes, vocab_size=320, max_position_embeddings=512, **fields)
+    config.architectures = [f"{family}ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    flags = ("--enable-kvtuner-quant", "--kvtuner-q-group-size", "16")
+    # With a radix cache SGLang itself refuses linear attention on a processor.
+    assert what in refused(tmp_path, *flags, "--disable-radix-cache")
+
+
 def test_an_option_that_a_packed_pool_does_not_work_with(tiny: Path, refused: Any, fitting: Path) -> None:
     line = refused(tiny, "--kvtuner-profile", str(fitting), "--enable-hierarchical-cache")
     assert line.startswith("--enable-hierarchical-cache does not work with a packed KV pool: its host pools hold rows")
@@ -64,7 +90,22 @@ def test_an_attention_backend_that_cannot_read_packed_rows(tiny: Path, refused: 
     assert line.startswith("--attention-backend torch_native cannot read a packed KV pool")
 
 
-PLUGIN = """
+@pytest.fixture
+def other_plugin(tmp_path: Path) -> Callable[[str], str]:
+    """`other_plugin(source)`: a folder for the path, with a plugin of SGLang whose `register` is this source."""
+
+    def write(source: str) -> str:
+        (tmp_path / "other_plugin.py").write_text(source)
+        metadata = tmp_path / "other_plugin-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-plugin\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text("[sglang.srt.plugins]\naaa = other_plugin:register\n")
+        return str(tmp_path)
+
+    return write
+
+
+HOOK = """
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 def register():
@@ -80,32 +121,45 @@ def register():
     ],
 )
 def test_another_plugin_on_the_same_target(
-    target: str, tiny: Path, fitting: Path, refused: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str, tiny: Path, fitting: Path, refused: Any, other_plugin: Any
 ) -> None:
-    (tmp_path / "other_plugin.py").write_text(PLUGIN.format(target=target))
-    metadata = tmp_path / "other_plugin-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-plugin\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[sglang.srt.plugins]\naaa = other_plugin:register\n")
-    line = refused(tiny, "--kvtuner-profile", str(fitting), extra_path=str(tmp_path))
+    path = other_plugin(HOOK.format(target=target))
+    line = refused(tiny, "--kvtuner-profile", str(fitting), extra_path=path)
     assert line.startswith(f"another SGLang plugin already hooks {target}")
 
 
-@pytest.mark.parametrize("name", ["KVCacheConfigurator._build_mha_kv_pool", "KVCacheConfigurator.configure"])
-def test_a_seam_that_is_gone(name: str, tiny: Path, fitting: Path, refused: Any, tmp_path: Path) -> None:
-    class_name, _, function = name.partition(".")
-    (tmp_path / "later_sglang.py").write_text(
-        "def register():\n"
-        "    from sglang.srt.mem_cache import kv_cache_configurator as module\n"
-        f"    setattr(module.{class_name}, 'renamed', module.{class_name}.{function})\n"
-        f"    delattr(module.{class_name}, '{function}')\n"
-    )
-    metadata = tmp_path / "later_sglang-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: later-sglang\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[sglang.srt.plugins]\naaa = later_sglang:register\n")
-    line = refused(tiny, "--kvtuner-profile", str(fitting), extra_path=str(tmp_path))
-    assert line.startswith("this SGLang has no sglang.srt.mem_cache.kv_cache_configurator.")
+RENAME = """
+def register():
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    KVCacheConfigurator.renamed = KVCacheConfigurator._build_mha_kv_pool
+    del KVCacheConfigurator._build_mha_kv_pool
+"""
+
+
+def test_a_seam_that_is_gone(tiny: Path, fitting: Path, refused: Any, other_plugin: Any) -> None:
+    line = refused(tiny, "--kvtuner-profile", str(fitting), extra_path=other_plugin(RENAME))
+    assert line.startswith("this SGLang has no sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build")
+
+
+def test_every_seam_that_is_gone_or_takes_other_arguments(on_a_processor: dict[str, str]) -> None:
+    program = Path(__file__).with_name("seams_program.py")
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=on_a_processor)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+LOSE = """
+def register():
+    from sglang.srt.server_args import ServerArgs
+    del ServerArgs.from_cli_args
+"""
+
+
+def test_flags_that_nobody_would_read_are_unknown_to_the_parser(
+    tiny: Path, fitting: Path, refused: Any, other_plugin: Any
+) -> None:
+    path = other_plugin(LOSE)
+    line = refused(tiny, "--kvtuner-profile", str(fitting), extra_path=path, begins="sglang serve: error: ")
+    assert line.startswith("unrecognized arguments: --kvtuner-profile")
 
 
 @pytest.mark.parametrize("variable", ["KVTUNER_PROFILE", "KVTUNER_ATTEND"])

@@ -60,13 +60,6 @@ def decide(server_args: Any, **fields: Any) -> None:
     declare_resolution(server_args, "kvtuner", **fields)
 
 
-def model_config_of(server_args: Any) -> Any:
-    """SGLang's ModelConfig, during resolution."""
-    from sglang.srt.arg_groups.model_override_base import model_config_of as of
-
-    return of(server_args)
-
-
 def on_ready(check: Callable[[list[dict[str, Any]]], None]) -> None:
     """Call `check` in the launcher with what its schedulers say of themselves, before anything is served."""
 

@@ -8,11 +8,25 @@ from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
 from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.sglang.compat.hooks import check_leading
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["TritonAttnBackend", "on_triton_backend", "refuse_unserved"]
+
+_BACKEND = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
+_KERNELS = "sglang.kernels.ops.attention"
+
+# What the backend passes by position.
+_DECODE = (
+    "q", "k_buffer", "v_buffer", "o", "kv_indptr", "kv_indices", "attn_logits", "attn_lse", "num_kv_splits",
+    "max_kv_splits", "sm_scale", "k_scale", "v_scale",
+)  # fmt: skip
+_EXTEND = (
+    "q_extend", "k_extend", "v_extend", "o_extend", "k_buffer", "v_buffer", "qo_indptr", "kv_indptr", "kv_indices",
+    "custom_mask", "is_causal", "mask_indptr", "max_len_extend", "k_scale", "v_scale", "sm_scale",
+)  # fmt: skip
 
 _SERVED = {
     "is_causal": True,
@@ -25,8 +39,15 @@ _SERVED = {
 
 
 def on_triton_backend(make: Callable[[Any], Any | None]) -> None:
-    """Let `make` build the backend named triton of a model runner; where it gives None, SGLang's own is built."""
+    """Let `make` build the backend named triton of a model runner; where it gives None, SGLang's own is built.
+
+    Raises:
+        ServingError: the backend is gone, or calls its kernels otherwise.
+    """
     name = "triton"
+    check_leading(f"{_BACKEND}._forward_extend_kernel", "self", "layer")
+    check_leading(f"{_KERNELS}.decode_attention.decode_attention_fwd", *_DECODE)
+    check_leading(f"{_KERNELS}.extend_attention.extend_attention_fwd", *_EXTEND)
     stock = attention_registry.ATTENTION_BACKENDS.get(name)
     if stock is None:
         raise ServingError("this SGLang has no attention backend triton; install a version that kvtuner is tested with")

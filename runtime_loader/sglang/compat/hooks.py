@@ -34,13 +34,8 @@ def install(target: str, hook: Callable[..., Any], kind: Any, *parameters: str) 
             f"another SGLang plugin already hooks {target}, which a packed KV pool needs for itself;"
             " start with SGLANG_PLUGINS=kvtuner"
         )
-    try:
-        original = pkgutil.resolve_name(target)
-        missing = [name for name in parameters if name not in inspect.signature(original).parameters]
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ServingError(
-            f"this SGLang has no {target} ({error}); install a version that kvtuner is tested with"
-        ) from error
+    taken = _parameters(target)
+    missing = [name for name in parameters if name not in taken]
     if missing:
         raise ServingError(
             f"{target} of this SGLang does not take {missing[0]}; install a version that kvtuner is tested with"
@@ -52,14 +47,40 @@ def install(target: str, hook: Callable[..., Any], kind: Any, *parameters: str) 
         raise ServingError(f"SGLang did not hook {target}; install a version that kvtuner is tested with")
 
 
+def check_leading(target: str, *parameters: str) -> None:
+    """Check that a function, which is called or replaced by position, begins with these parameters.
+
+    Raises:
+        ServingError: it is gone, or begins otherwise.
+    """
+    taken = _parameters(target)
+    if taken[: len(parameters)] != parameters:
+        raise ServingError(
+            f"{target} of this SGLang takes ({', '.join(taken)}), not ({', '.join(parameters)}, ...); install a version"
+            " that kvtuner is tested with"
+        )
+
+
+def _parameters(target: str) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(pkgutil.resolve_name(target)).parameters)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ServingError(
+            f"this SGLang has no {target} ({error}); install a version that kvtuner is tested with"
+        ) from error
+
+
 def share(target: str, hook: Callable[..., Any], kind: Any) -> None:
     """Register a hook that SGLang applies with those of other plugins, on a target that plugins may share."""
     HookRegistry.register(target, hook, kind)
 
 
 def is_applied(target: str, hook: Callable[..., Any]) -> bool:
-    """Whether a call of the target reaches the hook."""
-    function = pkgutil.resolve_name(target)
+    """Whether there is a target, and a call of it reaches the hook."""
+    try:
+        function = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError):
+        return False
     while function is not None:
         if any(cell.cell_contents is hook for cell in getattr(function, "__closure__", None) or ()):
             return True

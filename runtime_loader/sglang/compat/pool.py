@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import KvBufferDesc, MHATokenToKVPool, unwrap_write_loc
 
 from kvtuner.errors import ServingError
-from kvtuner.runtime_loader.sglang.compat.hooks import AFTER, AROUND, install
+from kvtuner.runtime_loader.sglang.compat.hooks import AFTER, AROUND, check_leading, install
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,6 +19,19 @@ if TYPE_CHECKING:
 __all__ = ["KvBufferDesc", "MHATokenToKVPool", "allocation", "on_pool", "write_slots"]
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
+_OVERRIDDEN: Final = {
+    "_create_buffers": (),
+    "_build_kv_buffer_descs": (),
+    "_init_data_ptrs_and_strides": (),
+    "get_key_buffer": ("layer_id",),
+    "get_value_buffer": ("layer_id",),
+    "get_kv_buffer": ("layer_id",),
+    "set_kv_buffer": ("layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale", "layer_id_override"),
+    "move_kv_cache": ("tgt_loc", "src_loc"),
+    "get_device_pool_infos": (),
+    "set_kv_buffer_prefix_valid": (),
+}
 _CAPACITY = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 
 
@@ -64,6 +77,8 @@ def on_pool(
                     " pool can be served: drop --kvtuner-profile"
                 )
 
+    for name, parameters in _OVERRIDDEN.items():
+        check_leading(f"{_POOL}.{name}", "self", *parameters)
     install(f"{_CONFIGURATOR}._build_mha_kv_pool", build, AROUND, "max_total_num_tokens", "mha_pool_class")
     install(f"{_CAPACITY}._compute_cell_size", cell_size, AROUND, "kvc", "num_layers")
     install(f"{_CAPACITY}.calculate_pool_sizes", sized, AFTER, "available_bytes", "page_size")

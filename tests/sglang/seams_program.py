@@ -1,0 +1,68 @@
+"""Run by test_refusals.py in a process of its own: every seam lost or changed in turn, each refused by its name."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pkgutil
+from typing import TYPE_CHECKING
+
+from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.sglang import scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SRT = "sglang.srt"
+SEAMS = [
+    f"{SRT}.managers.scheduler.Scheduler.get_init_info",
+    f"{SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",
+    f"{SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator.configure",
+    f"{SRT}.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+    f"{SRT}.model_executor.pool_configurator.DefaultPoolConfigurator.calculate_pool_sizes",
+    f"{SRT}.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer",
+    f"{SRT}.mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache",
+    f"{SRT}.mem_cache.memory_pool.MHATokenToKVPool._build_kv_buffer_descs",
+    f"{SRT}.layers.attention.triton_backend.TritonAttnBackend._forward_extend_kernel",
+    "sglang.kernels.ops.attention.decode_attention.decode_attention_fwd",
+    "sglang.kernels.ops.attention.extend_attention.extend_attention_fwd",
+]
+
+
+FIXED = ("configure", "get_init_info")
+"""Called by SGLang alone, whatever their parameters."""
+INHERITED = "calculate_pool_sizes"
+"""Without its own, a class has an abstract one."""
+
+
+def changed(first: object, *, renamed: object = None) -> None:
+    """Takes other arguments than any release did."""
+
+
+def refuse(seam: str, fault: Callable[..., None] | None) -> None:
+    path, _, name = seam.rpartition(".")
+    owner = pkgutil.resolve_name(path)
+    assert callable(getattr(owner, name)), seam
+    if fault is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, fault)
+    try:
+        scheduler.install()
+    except ServingError as error:
+        assert seam in str(error), (seam, error)
+        assert "install a version that kvtuner is tested with" in str(error), error
+    else:
+        raise AssertionError(f"installed without {seam}, or with another")
+
+
+pkgutil.resolve_name("sglang.srt.managers.scheduler")  # what children share
+for seam in SEAMS:
+    for fault in (None, changed):
+        name = seam.rpartition(".")[2]
+        if name != INHERITED if fault is None else name not in FIXED:
+            # A process for each: what was hooked before the refusal stays hooked.
+            child = multiprocessing.get_context("fork").Process(target=refuse, args=(seam, fault))
+            child.start()
+            child.join()
+            assert child.exitcode == 0, (seam, fault)
+scheduler.install()  # and with all of them
