@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from typing import TYPE_CHECKING, Final
@@ -9,11 +10,13 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kvtuner.errors import ServingError
-from kvtuner.precision import PrecisionPair
+from kvtuner.precision import NATIVE_BITS, PrecisionPair
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, Scores
 from kvtuner.runtime_loader.sglang.compat.metrics import set_gauge
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from kvtuner.runtime_loader.packed_attention import PackedAttention, StoredRows
@@ -77,27 +80,35 @@ def announce_capacity(available_bytes: int, num_tokens: int) -> None:
 
 def announce(pool: PackedKVPool, ranks: Ranks) -> None:
     """Say in the log what this rank stores, and set its metrics."""
-    profile = pool.serving.profile
+    serving, profile = pool.serving, pool.serving.profile
+    pairs = layer_pairs(pool)
     bytes_per_token = bytes_of_a_token(pool)
-    unquantized = pool.model_dtype.itemsize * sum(math.prod(stored.shape[1:]) for stored in (*pool.keys, *pool.values))
+    bf16_bytes = NATIVE_BITS // 8 * sum(math.prod(stored.shape[1:]) for stored in (*pool.keys, *pool.values))
+    bf16_tokens = pool.size * bytes_per_token // bf16_bytes
     lines = [
         f"KV cache of rank {ranks.world_rank} (TP {ranks.tp_rank}/{ranks.tp_size}, stage {ranks.pp_rank})"
         f" by profile {profile.digest} of {profile.model.id}",
-        f"  attention {pool.serving.attention.name}, attend {pool.serving.attend}, self-test passed",
-        f"  {bytes_per_token:,} bytes per token, {unquantized:,} in {str(pool.model_dtype).removeprefix('torch.')}"
-        f" ({unquantized / bytes_per_token:.2f}x)",
-        f"  {pool.size:,} tokens in bytes that hold {pool.size * bytes_per_token // unquantized:,} unquantized",
-        f"  {layer_ranges(pool)}",
+        f"  attention {serving.attention.name}, attend {serving.attend}, self-test passed",
+        f"  {bytes_per_token:,} bytes per token, {bf16_bytes:,} in bf16 ({bf16_bytes / bytes_per_token:.2f}x)",
+        f"  {pool.size:,} tokens, in bytes that hold {bf16_tokens:,} in bf16",
+        f"  {layer_ranges(pairs)}",
     ]
     logger.info("\n".join(lines))
-    labels = {"digest": profile.digest, "tp_rank": str(ranks.tp_rank), "pp_rank": str(ranks.pp_rank)}
+    rank = {"digest": profile.digest, "tp_rank": str(ranks.tp_rank), "pp_rank": str(ranks.pp_rank)}
     gauges = {
         "kvtuner_kv_bytes_per_token": ("Stored bytes of one token on this rank.", bytes_per_token),
-        "kvtuner_kv_bytes_per_token_unquantized": ("The same in the served dtype.", unquantized),
+        "kvtuner_kv_bytes_per_token_bf16": ("The same in bf16.", bf16_bytes),
         "kvtuner_kv_capacity_tokens": ("Tokens that the pool holds.", pool.size),
+        "kvtuner_kv_capacity_tokens_bf16": ("Tokens that its bytes would hold in bf16.", bf16_tokens),
     }
     for name, (what, value) in gauges.items():
-        set_gauge(name, what, labels, value)
+        set_gauge(name, what, rank, value)
+    how = {"model": profile.model.id, "attention": serving.attention.name, "attend": serving.attend}
+    set_gauge("kvtuner_info", "How this rank serves the profile.", {**rank, **how}, 1)
+    for layer_id, pair in pairs.items():
+        for side, bits in (("k", pair.k_bits), ("v", pair.v_bits)):
+            labels = {**rank, "layer": str(layer_id), "side": side}
+            set_gauge("kvtuner_kv_bits", "Bits of a layer's keys or values.", labels, bits)
 
 
 def bytes_of_a_token(pool: PackedKVPool) -> int:
@@ -105,15 +116,16 @@ def bytes_of_a_token(pool: PackedKVPool) -> int:
     return sum(stored.rows[0].nbytes for stored in (*pool.keys, *pool.values))
 
 
-def layer_ranges(pool: PackedKVPool) -> str:
-    """Bits of this rank's layers by their global ids, such as ``0:K8V8,1-6:K4V2``."""
-    pairs = [
-        PrecisionPair(keys.format.bits, values.format.bits) for keys, values in zip(pool.keys, pool.values, strict=True)
-    ]
-    ranges: list[tuple[int, int, PrecisionPair]] = []
-    for layer_id, pair in enumerate(pairs, pool.start_layer):
-        if ranges and ranges[-1][2] == pair:
-            ranges[-1] = (ranges[-1][0], layer_id, pair)
-        else:
-            ranges.append((layer_id, layer_id, pair))
-    return ",".join(f"{first if first == last else f'{first}-{last}'}:{pair}" for first, last, pair in ranges)
+def layer_pairs(pool: PackedKVPool) -> dict[int, PrecisionPair]:
+    """Bits of this rank's layers by their global ids, of the rows themselves."""
+    return {
+        layer_id: PrecisionPair(keys.format.bits, values.format.bits)
+        for layer_id, (keys, values) in enumerate(zip(pool.keys, pool.values, strict=True), pool.start_layer)
+    }
+
+
+def layer_ranges(pairs: Mapping[int, PrecisionPair]) -> str:
+    """Such as ``0:K8V8,1-6:K4V2``, of layers in order."""
+    ranges = [list(group) for _, group in itertools.groupby(pairs, key=lambda layer_id: pairs[layer_id])]
+    names = [f"{ids[0]}" if len(ids) == 1 else f"{ids[0]}-{ids[-1]}" for ids in ranges]
+    return ",".join(f"{name}:{pairs[ids[0]]}" for name, ids in zip(names, ranges, strict=True))

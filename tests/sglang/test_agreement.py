@@ -46,7 +46,14 @@ def test_a_mixed_profile_agrees_with_the_transformers_host(
         metrics = server.get("/metrics")
     assert agreement.own > 1e-4
     assert_agrees(agreement)
-    assert f'kvtuner_kv_capacity_tokens{{digest="{profile.digest}",pp_rank="0",tp_rank="0"}} 2048.0' in metrics
+    rank = f'digest="{profile.digest}",pp_rank="0",tp_rank="0"'
+    how = f'attend="fresh",attention="torch",digest="{profile.digest}",model="tiny",pp_rank="0",tp_rank="0"'
+    assert f"kvtuner_kv_capacity_tokens{{{rank}}} 2048.0" in metrics
+    assert f"kvtuner_info{{{how}}} 1.0" in metrics
+    for layer_id, pair in enumerate(profile.pairs):
+        for side, bits in (("k", pair.k_bits), ("v", pair.v_bits)):
+            labels = f'digest="{profile.digest}",layer="{layer_id}",pp_rank="0",side="{side}",tp_rank="0"'
+            assert f"kvtuner_kv_bits{{{labels}}} {bits:.1f}" in metrics
 
 
 def test_16_bits_everywhere_is_plain_transformers(
@@ -92,16 +99,15 @@ def test_the_demo_model_answers_from_a_searched_profile(serve: Any, tmp_path: Pa
     run = tmp_path / "run"
     asked = ["search", "--model", "demo", "--budget", "4bit", "--sequences", "2,2,3", "--sampler", "none"]
     assert main([*asked, "--out", str(run), "--no-report", "--json"]) == 0
-    with serve(DEMO_MODEL, "--kvtuner-profile", str(run / "profile.json")) as server:
-        right = 0
-        for seed in range(5):
-            problem = recall_problem(random.Random(seed), 30, 1)
-            key, value = problem.table[problem.questions[0]]
-            body = {"prompt": f"{problem.prompt}{key}:", "max_tokens": 3, "temperature": 0, "model": "demo"}
-            right += server.post("/v1/completions", body)["choices"][0]["text"] == value
-        log = server.log
     profile = json.loads((run / "profile.json").read_text())
-    assert right == 5
-    assert profile["digest"] in log
-    # Native rows are float32 here; this profile has none.
-    assert f"{profile['budget']['bytes_per_token']:,} bytes per token" in log
+    problems = [recall_problem(random.Random(seed), 30, 1) for seed in range(5)]
+    for dtype in ("float32", "bfloat16"):
+        with serve(DEMO_MODEL, "--kvtuner-profile", str(run / "profile.json"), "--dtype", dtype) as server:
+            for problem in problems:
+                key, value = problem.table[problem.questions[0]]
+                body = {"prompt": f"{problem.prompt}{key}:", "max_tokens": 3, "temperature": 0, "model": "demo"}
+                assert server.post("/v1/completions", body)["choices"][0]["text"] == value, dtype
+            log = server.log
+        assert profile["digest"] in log
+        # The profile has no 16-bit layers, which would take four bytes in float32.
+        assert f"{profile['budget']['bytes_per_token']:,} bytes per token" in log
