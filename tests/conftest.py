@@ -148,7 +148,7 @@ def build_model(name: str, seed: int = 0, **changes: Any) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    prefix, own = FAMILIES[name]
+    prefix, own = FAMILIES.get(name, (name, {}))
     config = getattr(transformers, f"{prefix}Config")(**{**COMMON, **own, **changes})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()

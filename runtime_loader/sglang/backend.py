@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, Scores
-from kvtuner.runtime_loader.sglang.compat.attention import TritonAttnBackend, refuse_unserved
+from kvtuner.runtime_loader.sglang.compat.attention import TritonAttnBackend, check_layers, refuse_unserved
 from kvtuner.runtime_loader.sglang.pool import PackedKVPool
+from kvtuner.runtime_loader.sglang.serving import refusing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +17,11 @@ if TYPE_CHECKING:
 
 def make_backend(runner: Any) -> PackedAttnBackend | None:
     """The backend of a model runner with a packed pool; None for any other pool, such as a draft's."""
-    return PackedAttnBackend(runner) if isinstance(runner.token_to_kv_pool, PackedKVPool) else None
+    if not isinstance(runner.token_to_kv_pool, PackedKVPool):
+        return None
+    with refusing():
+        check_layers(runner.model, runner.model_config.context_len)
+    return PackedAttnBackend(runner)
 
 
 class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is not typed
@@ -27,6 +32,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         self.pool: PackedKVPool = runner.token_to_kv_pool
         self.attention = self.pool.serving.attention
         self.decode_attention_fwd = self._decode
+        self.sliding_window_size = None  # `check_layers` left none
 
     def _decode(
         self,

@@ -37,10 +37,15 @@ def register() -> None:
 
 
 def _parsed(args: Namespace) -> None:
+    if not hasattr(args, "kvtuner_profile"):
+        return  # of a parser that has none of the flags, and says nothing about profiles
     try:
         request = request_of_flags(args, os.environ)
         if request is None:
-            os.environ.pop(REQUEST_VARIABLE, None)  # of an earlier launch in this process
+            if os.environ.pop(REQUEST_VARIABLE, None):  # of an earlier launch in this process, or of its parent
+                from kvtuner.runtime_loader.sglang.serving import exchange
+
+                exchange(None)
             return
         request.to_environment(os.environ)
         _activate(request)

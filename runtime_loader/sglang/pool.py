@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -22,15 +21,13 @@ if TYPE_CHECKING:
 
     from kvtuner.runtime_loader.row_format import RowFormat
 
-logger: Final = logging.getLogger("kvtuner")
-
 
 class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typed
     """SGLang's dense pool with packed rows.
 
     `k_buffer` and `v_buffer` hold one tensor per layer of this rank, [slots, row_bytes] uint8 or, at 16 bits,
     [slots, heads, channels]; scales lie in the rows, so that whoever moves a row moves its scales. The dtype that
-    SGLang sees is uint8: models whose kernels write straight into a bf16 pool then go through `set_kv_buffer`.
+    SGLang sees is uint8: on CUDA, models whose kernels write straight into a bf16 pool then go through `set_kv_buffer`.
 
     Attributes:
         keys: by layer of this rank.
@@ -88,10 +85,6 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
     def get_value_buffer(self, layer_id: int) -> StoredRows:
         """Values of a layer by its global id, once a pending transfer has brought them."""
         return self._at(self.values, layer_id)
-
-    def get_kv_buffer(self, layer_id: int) -> tuple[StoredRows, StoredRows]:
-        """Keys and values of a layer by its global id."""
-        return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
     def _at(self, stored: Sequence[StoredRows], layer_id: int) -> StoredRows:
         local: int = layer_id - self.start_layer

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.sglang.compat.parallel import Ranks
     from kvtuner.runtime_loader.sglang.pool import PackedKVPool
 
+TESTED_TOKENS: Final = 16
+"""More than one, whatever the page size: attention over one token is that token's value."""
+TESTED_CAP: Final = 2.0
+
 logger: Final = logging.getLogger("kvtuner")
 
 
@@ -33,11 +37,11 @@ def self_test(pool: PackedKVPool) -> None:
         ServingError: names the first layer whose rows, or whose attention over them, differ.
     """
     generator = torch.Generator().manual_seed(0)
-    slots = torch.arange(pool.page_size, device=pool.device)
+    slots = torch.arange(min(TESTED_TOKENS, pool.size), device=pool.device)
     for layer_id, (keys, values) in enumerate(zip(pool.keys, pool.values, strict=True), pool.start_layer):
 
         def states(shape: tuple[int, ...]) -> Tensor:
-            return torch.randn((pool.page_size, *shape[1:]), generator=generator).to(pool.device, pool.model_dtype)
+            return torch.randn((len(slots), *shape[1:]), generator=generator).to(pool.device, pool.model_dtype)
 
         q, k, v = states(keys.shape), 4 * states(keys.shape), 4 * states(values.shape)
         pool.serving.attention.store(keys, values, slots, k, v)
@@ -52,19 +56,23 @@ def self_test(pool: PackedKVPool) -> None:
 
 def _reads_right(attention: PackedAttention, q: Tensor, keys: StoredRows, values: StoredRows, slots: Tensor) -> bool:
     """Whether the first query, by decoding and as a new token behind a prefix, reads what quant.py reads of rows."""
-    one, scale = q[:1], keys.shape[-1] ** -0.5
+    one = q[:1]
     k, v = (stored.format.unpack(stored.rows[slots], torch.float32) for stored in (keys, values))
-    weights = torch.softmax(torch.einsum("qhd,khd->hqk", one.float(), k) * scale, dim=-1)
-    expected = torch.einsum("hqk,khd->qhd", weights, v)
+    products = torch.einsum("qhd,khd->hqk", one.float(), k)
     ends = torch.tensor([0, len(slots)], device=slots.device)
-    decoded = attention.decode(one, keys, values, ends, slots, Scores(scale))
     # The new token is the last that was stored: as a prefix of one less and itself, nearly the same is read.
     prefix, last = slots[:-1], slots[-1:]
-    k, v = (stored.read(last, one.dtype) for stored in (keys, values))
+    new_k, new_v = (stored.read(last, one.dtype) for stored in (keys, values))
     bounds = ExtendBounds(torch.tensor([0, 1], device=slots.device), ends - (ends > 0).long(), prefix)
-    extended = attention.extend(one, k, v, keys, values, bounds, Scores(scale))
-    tolerance = {torch.float32: 1e-4, torch.float16: 1e-2}.get(one.dtype, 4e-2) * expected.abs().max()
-    return all(bool(((found.float() - expected).abs() <= tolerance).all()) for found in (decoded, extended))
+    for cap in (0.0, TESTED_CAP):
+        scores = Scores(keys.shape[-1] ** -0.5, cap)
+        expected = torch.einsum("hqk,khd->qhd", torch.softmax(scores(products), dim=-1), v)
+        tolerance = {torch.float32: 1e-4, torch.float16: 1e-2}.get(one.dtype, 4e-2) * expected.abs().max()
+        decoded = attention.decode(one, keys, values, ends, slots, scores)
+        extended = attention.extend(one, new_k, new_v, keys, values, bounds, scores)
+        if any(bool(((found.float() - expected).abs() > tolerance).any()) for found in (decoded, extended)):
+            return False
+    return True
 
 
 def _failed(pool: PackedKVPool, what: str) -> ServingError:

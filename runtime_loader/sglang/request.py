@@ -66,8 +66,8 @@ class ServingRequest:
         if stored:
             try:
                 fields = json.loads(stored)
-                uniform = fields.pop("uniform")
-                return cls(**fields, uniform=Uniform(**uniform) if uniform else None)
+                uniform, attend = fields.pop("uniform"), _attend({ATTEND_VARIABLE: fields.pop("attend")})
+                return cls(**fields, uniform=Uniform(**uniform) if uniform else None, attend=attend)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise ServingError(f"{REQUEST_VARIABLE} cannot be read ({error}); unset it") from error
         path = environ.get(PROFILE_VARIABLE)

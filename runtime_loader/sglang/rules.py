@@ -20,14 +20,21 @@ class Rule:
     """An option and the values that work.
 
     Attributes:
-        name: attribute of SGLang's resolved arguments; its flag is this with dashes.
+        name: attribute of SGLang's resolved arguments.
         works: values that a packed pool works with.
         reason: why others do not.
+        set_by: the flag, where it is not the name with dashes.
     """
 
     name: str
     works: tuple[object, ...]
     reason: str
+    set_by: str = ""
+
+    @property
+    def flag(self) -> str:
+        """What to drop."""
+        return self.set_by or f"--{self.name.replace('_', '-')}"
 
 
 OFF: Final = (None, False, "", "none", "null")
@@ -55,11 +62,20 @@ RULES: Final = (
     Rule("enable_deterministic_inference", OFF, "its kernel reads fresh keys from the pool"),
     Rule("enable_pdmux", OFF, "it was never tried"),
     Rule("enable_two_batch_overlap", OFF, "it was never tried"),
-    Rule("attn_dp_size", (None, 1), "it was never tried"),
-    Rule("dp_size", (None, 1), "it was never tried"),
+    Rule("enable_single_batch_overlap", OFF, "it was never tried"),
+    Rule("enable_torch_compile", OFF, "it was never tried"),
+    Rule("enable_memory_saver", OFF, "it was never tried"),
+    Rule("enable_streaming_session", OFF, "it was never tried"),
+    Rule("enable_session_radix_cache", OFF, "it was never tried"),
+    Rule("enable_dynamic_chunking", OFF, "it was never tried"),
+    Rule("enable_nvidia_megakernel", OFF, "its kernels read a bf16 pool"),
+    Rule("enable_amd_monokernel", OFF, "its kernels read a bf16 pool"),
+    Rule("dwdp_size", (None, 1), "it was never tried"),
+    Rule("attn_dp_size", (None, 1), "it was never tried", set_by="--enable-dp-attention: its --dp-size"),
+    Rule("dp_size", (None, 1), "replicas do not tell the launcher what they serve; start a server for each"),
     Rule("enable_lora", OFF, "it was never tried"),
     Rule("lora_paths", OFF, "it was never tried"),
-    Rule("enable_mixed_chunk", OFF, "it was never tried"),
+    Rule("uno_lora_path", OFF, "it was never tried"),
     Rule("radix_cache_backend", OFF, "it was never tried"),
     Rule("elastic_ep_backend", OFF, "it was never tried"),
     Rule("encoder_only", OFF, "there would be no cache"),
@@ -98,9 +114,8 @@ def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ) -> Non
                 f"this SGLang has no option {rule.name}; install a version that kvtuner is tested with"
             ) from error
         if value not in rule.works and value not in ([], {}):
-            flag = f"--{rule.name.replace('_', '-')}"
             shown = "" if value is True else f" {value}"
-            raise ServingError(f"{flag}{shown} does not work with a packed KV pool: {rule.reason}; drop it")
+            raise ServingError(f"{rule.flag}{shown} does not work with a packed KV pool: {rule.reason}; drop it")
     for name, reason in VARIABLES.items():
         if environ.get(name, "").lower() in ("1", "true", "t", "yes", "y", "on"):
             raise ServingError(f"{name} does not work with a packed KV pool: {reason}; unset it")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.packed_attention import TorchAttention
 from kvtuner.runtime_loader.row_format import rank_formats
-from kvtuner.runtime_loader.sglang.compat.args import on_introduction
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
+from kvtuner.runtime_loader.sglang.compat.processes import on_introduction
 from kvtuner.runtime_loader.sglang.serving import PROFILE_KEY, active, refusing
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ def _bytes_per_token(kvc: Any, layers: range) -> int:
     if kvc.kv_cache_dtype != kvc.model_config.dtype:
         raise ServingError(
             f"the checkpoint or --kv-cache-dtype asks for a cache of {kvc.kv_cache_dtype}, but the model is served in"
-            f" {kvc.model_config.dtype}, which 16-bit layers keep; serve with --kv-cache-dtype auto"
+            f" {kvc.model_config.dtype}, which 16-bit layers keep; serve with"
+            f" --kv-cache-dtype {str(kvc.model_config.dtype).removeprefix('torch.')}"
         )
     if _serving is None:
         profile = serving.profile(kvc.model_config)
@@ -86,8 +87,15 @@ def _bytes_per_token(kvc: Any, layers: range) -> int:
     return sum(entry.bytes_per_token(kvc.kv_cache_dtype) for entry in formats)
 
 
+def _agreement_seconds() -> float:
+    text = os.environ.get(AGREEMENT_VARIABLE) or "120"
+    if not text.isdecimal():
+        raise ServingError(f"{AGREEMENT_VARIABLE} must be a whole number of seconds, not {text!r}")
+    return float(text)
+
+
 def _agree(word: str) -> None:
-    words = tell_all("kvtuner/profile", word, float(os.environ.get(AGREEMENT_VARIABLE, "120")))
+    words = tell_all("kvtuner/profile", word, _agreement_seconds())
     for rank, other in words.items():
         if other != word:
             said = "nothing: was its server started with the same --kvtuner-profile?" if other is None else other

@@ -20,7 +20,9 @@ from kvtuner.precision import PrecisionPair
 from kvtuner.run_folder import sha256_of
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 from kvtuner.runtime_loader.sglang.compat import args as seam
+from kvtuner.runtime_loader.sglang.compat.hooks import check_alone
 from kvtuner.runtime_loader.sglang.compat.model import model_config_of, refuse_other_pools
+from kvtuner.runtime_loader.sglang.compat.processes import on_ready, on_scheduler
 from kvtuner.runtime_loader.sglang.compat.versions import check_version
 from kvtuner.runtime_loader.sglang.rules import refuse_flags
 
@@ -102,6 +104,7 @@ class Serving:
 
 
 _active: Serving | None = None
+_checked_digest: str | None = None
 _hooked: set[str] = set()
 
 
@@ -126,7 +129,7 @@ def activate(request: ServingRequest) -> None:
     check_version()
     loaded = None if request.profile is None else load_profile(request.profile)
     _once("resolution", lambda: seam.on_resolution(_choose_backend, _check))
-    _once("scheduler", lambda: seam.on_scheduler(_start_scheduler))
+    _once("scheduler", lambda: on_scheduler(_start_scheduler))
     _active = Serving(request, loaded)
 
 
@@ -153,7 +156,7 @@ def _choose_backend(server_args: Any) -> None:
                 flag = f"--{name.replace('_', '-')}"
                 raise ServingError(f"{flag} {chosen} cannot read a packed KV pool; drop it, or use {flag} triton")
         seam.decide(server_args, attention_backend="triton")
-        _once("ready", lambda: seam.on_ready(_hear))
+        _once("ready", lambda: on_ready(_hear))
 
 
 def _hear(schedulers: list[dict[str, Any]]) -> None:
@@ -167,18 +170,26 @@ def _hear(schedulers: list[dict[str, Any]]) -> None:
                     f"scheduler {number} does not serve the profile: its process did not load SGLang's plugin kvtuner;"
                     " install kvtuner where the server runs, and unset SGLANG_PLUGINS or name kvtuner in it"
                 )
+            if said[PROFILE_KEY] != _checked_digest:
+                raise ServingError(
+                    f"scheduler {number} serves {said[PROFILE_KEY]}, but the launcher checked {_checked_digest}: the"
+                    " file changed meanwhile; start again"
+                )
 
 
 def _check(server_args: Any) -> None:
+    global _checked_digest
     if _active is None:
         return
     with refusing():
+        check_alone()
         arguments = seam.resolved(server_args)
         refuse_flags(arguments)
         serving = active()
         model_config = model_config_of(server_args)
         profile = serving.profile(model_config)
-        profile.row_shape(arguments.tp_size // arguments.attn_dp_size)
+        profile.row_shape(arguments.tp_size // arguments.attn_dp_size)  # refuses heads that cannot be split so
+        _checked_digest = profile.digest
         _warn_beyond_calibration(profile, model_config.context_len)
 
 
@@ -199,6 +210,7 @@ def _start_scheduler(server_args: Any) -> None:
     if _active is None:
         return
     with refusing():
+        check_alone()
         # Imports what only a scheduler needs: its pools and attention.
         from kvtuner.runtime_loader.sglang.scheduler import install
 
@@ -208,10 +220,13 @@ def _start_scheduler(server_args: Any) -> None:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """End a launched server in one line where its profile cannot be served; the caller of an engine gets the error."""
+    """End a launched server with one line where its profile cannot be served; an engine's process gets the error.
+
+    Around our own code only: an error of SGLang's own is SGLang's to report.
+    """
     try:
         yield
-    except (KVTunerError, ImportError, AttributeError) as error:
+    except (KVTunerError, ImportError) as error:
         if _active is not None and not _active.request.from_launcher:
             raise
         raise SystemExit(f"kvtuner: {error}") from None

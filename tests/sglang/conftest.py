@@ -55,7 +55,7 @@ def sglang_is_installed() -> None:
 
 def environment(**changes: str) -> dict[str, str]:
     """For SGLang's processes: on a processor, one thread each, nothing of this process's own requests."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVTUNER_")}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVTUNER_", "SGLANG_"))}
     path = os.pathsep.join([str(ROOT / "examples" / "sglang_on_cpu"), str(ROOT)])
     return {**kept, "PYTHONPATH": path, "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1", "OMP_NUM_THREADS": "1", **changes}
 
@@ -308,7 +308,8 @@ def compare() -> Callable[..., Agreement]:
     def run(
         server: Server, folder: Path, profile: Profile, prompts: Sequence[Sequence[int]], num_tokens: int
     ) -> Agreement:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        # Of transformers' implementations this one knows logit caps.
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         vocab_size = model.config.vocab_size
         found, wanted, exact = [], [], []
         server.flush()

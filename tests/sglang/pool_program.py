@@ -1,6 +1,7 @@
 """Run by test_pool.py in a process of its own: a packed pool without a server, moved and copied in every way."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -12,7 +13,7 @@ from kvtuner.runtime_loader.sglang import pool as pool_module
 from kvtuner.runtime_loader.sglang import scheduler
 from kvtuner.runtime_loader.sglang.compat.parallel import Ranks
 
-START, STOP, SIZE, PAGE = 1, 4, 48, 16
+START, STOP, SIZE, PAGE = 1, 4, 48, int(sys.argv[2])
 
 profile = load_profile(sys.argv[1])
 scheduler._serving = scheduler.RankServing(profile, "fresh", TorchAttention())
@@ -79,15 +80,21 @@ class Wrong(TorchAttention):
 
 class Deaf(TorchAttention):
     def decode(self, q, keys, values, indptr, slots, scores):
-        return super().decode(q, keys, values, indptr, slots.flip(0).roll(1) * 0, scores)
+        return super().decode(0 * q, keys, values, indptr, slots, scores)
 
 
 class Blind(TorchAttention):
     def extend(self, q, k, v, keys, values, bounds, scores):
-        return 1.5 * super().extend(q, k, v, keys, values, bounds, scores)
+        none = replace(bounds, prefix=0 * bounds.prefix)
+        return super().extend(q, k, v, keys, values, none, scores)
 
 
-for wrong, what in ((Wrong, "keys of layer 1"), (Deaf, "attention of layer 1"), (Blind, "attention of layer 1")):
+class Boundless(TorchAttention):
+    def decode(self, q, keys, values, indptr, slots, scores):
+        return super().decode(q, keys, values, indptr, slots, replace(scores, logit_cap=0.0))
+
+
+for wrong, what in ((Wrong, "keys of layer 1"), *((each, "attention of layer 1") for each in (Deaf, Blind, Boundless))):
     scheduler._serving = scheduler.RankServing(profile, "fresh", wrong())
     try:
         pool_module.PackedKVPool(

@@ -48,12 +48,36 @@ def test_a_mixed_profile_agrees_with_the_transformers_host(
     assert_agrees(agreement)
     rank = f'digest="{profile.digest}",pp_rank="0",tp_rank="0"'
     how = f'attend="fresh",attention="torch",digest="{profile.digest}",model="tiny",pp_rank="0",tp_rank="0"'
+    shape, channels = profile.row_shape(1), config.num_key_value_heads * profile.geometry.head_dim
+    sides = [(shape.k_bytes, pair.k_bits) for pair in profile.pairs] + [
+        (shape.v_bytes, pair.v_bits) for pair in profile.pairs
+    ]
+    stored = sum(4 * channels if bits == 16 else packed(bits) for packed, bits in sides)  # native rows are float32
+    bf16 = 2 * channels * len(sides)
     assert f"kvtuner_kv_capacity_tokens{{{rank}}} 2048.0" in metrics
+    assert f"kvtuner_kv_bytes_per_token_bf16{{{rank}}} {bf16:.1f}" in metrics
+    assert f"kvtuner_kv_capacity_tokens_bf16{{{rank}}} {2048 * stored // bf16:.1f}" in metrics
     assert f"kvtuner_info{{{how}}} 1.0" in metrics
     for layer_id, pair in enumerate(profile.pairs):
         for side, bits in (("k", pair.k_bits), ("v", pair.v_bits)):
             labels = f'digest="{profile.digest}",layer="{layer_id}",pp_rank="0",side="{side}",tp_rank="0"'
             assert f"kvtuner_kv_bits{{{labels}}} {bits:.1f}" in metrics
+
+
+def test_windows_that_cover_the_context_are_none_and_a_logit_cap_is_kept(
+    serve: Any, compare: Any, prompts: Any, model_folder: Any, profile_of: Any, save_profile: Any, mixed_layers: Any
+) -> None:
+    folder = model_folder(
+        "Gemma2", num_hidden_layers=LAYERS, head_dim=32, query_pre_attn_scalar=32, sliding_window=512,
+        attn_logit_softcapping=5.0, final_logit_softcapping=None, hidden_act="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    config = AutoConfig.from_pretrained(folder)
+    profile = profile_of(config, mixed_layers(config))
+    with serve(folder, "--kvtuner-profile", str(save_profile(profile))) as server:
+        agreement = compare(server, folder, profile, prompts(*LENGTHS), 40)
+    assert agreement.own > 1e-4
+    assert_agrees(agreement)
 
 
 def test_16_bits_everywhere_is_plain_transformers(

@@ -29,7 +29,7 @@ def test_tokens_are_the_available_bytes_divided_by_the_formula(
     profile = profile_of(AutoConfig.from_pretrained(folder), [LayerChoice(4, 4)] * 4)
     path = save_profile(profile)
     # SGLang takes the profiled number where the cap is above it.
-    flags = ("--max-total-tokens", "100000000", "--mem-fraction-static", "0.01", "--page-size", str(page_size))
+    flags = ("--max-total-tokens", "100000000", "--mem-fraction-static", "0.1", "--page-size", str(page_size))
     if way == "flag":
         asked, place = ("--kvtuner-profile", str(path)), here
     else:

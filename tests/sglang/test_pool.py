@@ -7,13 +7,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.build import LayerChoice
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
 def test_a_pool_of_one_rank_keeps_moves_and_copies_whole_rows(
-    model_folder: Any, profile_of: Any, mixed_layers: Any, save_profile: Any, on_a_processor: dict[str, str]
+    page_size: int,
+    model_folder: Any,
+    profile_of: Any,
+    mixed_layers: Any,
+    save_profile: Any,
+    on_a_processor: dict[str, str],
 ) -> None:
     config = AutoConfig.from_pretrained(model_folder("llama-gqa", num_hidden_layers=5))
     choices = mixed_layers(config)
@@ -21,6 +28,10 @@ def test_a_pool_of_one_rank_keeps_moves_and_copies_whole_rows(
     path = save_profile(profile_of(config, choices))
     program = Path(__file__).with_name("pool_program.py")
     done = subprocess.run(
-        [sys.executable, str(program), str(path)], capture_output=True, text=True, timeout=300, env=on_a_processor
+        [sys.executable, str(program), str(path), str(page_size)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=on_a_processor,
     )
     assert done.returncode == 0, done.stderr[-3000:]

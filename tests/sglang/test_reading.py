@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile import Profile
 
+pytestmark = pytest.mark.xdist_group("reading")  # one worker, or each would start the servers that tests share
+
 TOKENS = 12
 
 
@@ -48,18 +50,32 @@ def growing(prompts: Any) -> list[list[int]]:
 
 
 LONG_ANSWER = 110
+TIE = 0.01
+"""Nats between the two likeliest tokens that a flipped code may turn round."""
 # Tokens that a request may end before count less: more requests are let in than can grow to their end.
 MANY = {"ignore_eos": False}
 
 
 @pytest.fixture(scope="module")
-def alone(served: Any, requests: Any, growing: Any, serve: Any) -> tuple[list[list[int]], list[list[int]]]:
+def alone(served: Any, requests: Any, growing: Any, serve: Any) -> tuple[list[Any], list[Any]]:
     """What each request is answered when it is the only one, without a prefix cache or chunks, reading the cache."""
     folder, _, flags = served
     single = ("--disable-radix-cache", "--max-running-requests", "1", "--chunked-prefill-size", "-1")
     with serve(folder, *flags, *single, "--kvtuner-attend", "cache") as server:
-        short = [server.generate([ids], TOKENS)[0]["output_ids"] for ids in requests]
-        return short, [server.generate([ids], LONG_ANSWER, **MANY)[0]["output_ids"] for ids in growing]
+        short = [server.generate([ids], TOKENS, top=2)[0] for ids in requests]
+        return short, [server.generate([ids], LONG_ANSWER, top=2, **MANY)[0] for ids in growing]
+
+
+def assert_same(found: list[Any], alone: list[Any]) -> None:
+    """The same tokens, unless the two likeliest were all but equal: company changes how matrix products are summed."""
+    for answer, single in zip(found, alone, strict=True):
+        pairs = enumerate(zip(answer["output_ids"], single["output_ids"], strict=False))
+        parting = next((position for position, (a, b) in pairs if a != b), None)
+        if parting is None:
+            assert len(answer["output_ids"]) == len(single["output_ids"])
+            continue
+        (first, _, _), (second, _, _) = single["meta_info"]["output_top_logprobs"][parting]
+        assert first - second < TIE, (parting, first, second)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -70,24 +86,25 @@ def test_by_cache_answers_do_not_depend_on_hits_chunks_company_eviction_retracti
     small = (
         "--page-size", str(page_size), "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1",
         "--max-total-tokens", "512", "--max-running-requests", "6",
+        *(["--enable-mixed-chunk"] if page_size == 16 else []),
     )  # fmt: skip
     short, long = alone
     with serve(folder, *flags, *small, "--kvtuner-attend", "cache") as server:
         for _ in range(2):
             with ThreadPoolExecutor(8) as pool:
                 answers = list(pool.map(lambda ids: server.generate([ids], TOKENS)[0], requests))
-            assert [answer["output_ids"] for answer in answers] == short
+            assert_same(answers, short)
             churn = prompts(*[160] * 10, seed=77)
             server.generate(churn, 4)
             abort_in_mid_stream(server, churn[0])
-        assert [answer["output_ids"] for answer in server.generate(growing, LONG_ANSWER, **MANY)] == long
+        assert_same(server.generate(growing, LONG_ANSWER, **MANY), long)
         assert "KV cache pool is full. Retract requests." in server.log
         server.generate([requests[-1]], TOKENS)
         again = server.generate([requests[-1]], TOKENS)[0]
         server.flush()
         used = json.loads(server.get("/v1/loads"))["loads"][0]["num_used_tokens"]
     assert used == 0, "aborted requests left tokens behind"
-    assert again["output_ids"] == short[-1]
+    assert_same([again], short[-1:])
     assert again["meta_info"]["cached_tokens"] >= (len(requests[-1]) - 1) // page_size * page_size
 
 

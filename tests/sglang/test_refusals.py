@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -91,18 +92,47 @@ def test_an_attention_backend_that_cannot_read_packed_rows(tiny: Path, refused: 
 
 
 @pytest.fixture
-def other_plugin(tmp_path: Path) -> Callable[[str], str]:
-    """`other_plugin(source)`: a folder for the path, with a plugin of SGLang whose `register` is this source."""
+def other_plugin(tmp_path: Path) -> Callable[..., str]:
+    """`other_plugin(source, name="aaa")`: a folder for the path, with a plugin of SGLang that loads in that order."""
 
-    def write(source: str) -> str:
+    def write(source: str, name: str = "aaa") -> str:
         (tmp_path / "other_plugin.py").write_text(source)
         metadata = tmp_path / "other_plugin-1.0.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-plugin\nVersion: 1.0\n")
-        (metadata / "entry_points.txt").write_text("[sglang.srt.plugins]\naaa = other_plugin:register\n")
+        (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = other_plugin:register\n")
         return str(tmp_path)
 
     return write
+
+
+def test_a_plugin_that_comes_later_for_the_same_target(
+    tiny: Path, fitting: Path, refused: Any, other_plugin: Any
+) -> None:
+    target = "sglang.srt.runtime_context.publish"
+    path = other_plugin(HOOK.format(target=target), name="zzz")
+    line = refused(tiny, extra_path=path, KVTUNER_PROFILE=str(fitting))
+    assert line.startswith(f"another SGLang plugin hooks {target}")
+
+
+LATE = """
+from sglang.srt.arg_groups.overrides import declare_resolution
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+def register():
+    @register_resolution_hook("handle_other_validations")
+    def late(server_args, previous):
+        previous(server_args)
+        declare_resolution(server_args, "late", enable_dynamic_chunking=True)
+"""
+
+
+def test_an_option_that_is_decided_after_the_launchers_check(
+    tiny: Path, fitting: Path, refused: Any, other_plugin: Any
+) -> None:
+    path = other_plugin(LATE, name="zzz")
+    line = refused(tiny, extra_path=path, KVTUNER_PROFILE=str(fitting))
+    assert line.startswith("--enable-dynamic-chunking does not work")
 
 
 HOOK = """
@@ -125,7 +155,7 @@ def test_another_plugin_on_the_same_target(
 ) -> None:
     path = other_plugin(HOOK.format(target=target))
     line = refused(tiny, "--kvtuner-profile", str(fitting), extra_path=path)
-    assert line.startswith(f"another SGLang plugin already hooks {target}")
+    assert line.startswith(f"another SGLang plugin hooks {target}")
 
 
 RENAME = """
@@ -143,7 +173,9 @@ def test_a_seam_that_is_gone(tiny: Path, fitting: Path, refused: Any, other_plug
 
 def test_every_seam_that_is_gone_or_takes_other_arguments(on_a_processor: dict[str, str]) -> None:
     program = Path(__file__).with_name("seams_program.py")
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env=on_a_processor)
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, timeout=300, env=on_a_processor
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -191,21 +223,65 @@ def test_flags_that_contradict_each_other(flags: tuple[str, ...], message: str) 
 def test_every_rule_refuses_its_option_by_name(rule: Rule) -> None:
     fine = {each.name: each.works[-1] for each in (*BACKENDS, *RULES)}
     refuse_flags(SimpleNamespace(device="cpu", **fine), {})
-    with pytest.raises(ServingError, match=f"--{rule.name.replace('_', '-')} 7 does not work with a packed KV pool"):
+    with pytest.raises(ServingError, match=f"{rule.flag} 7 does not work with a packed KV pool"):
         refuse_flags(SimpleNamespace(device="cpu", **{**fine, rule.name: 7}), {})
     del fine[rule.name]
     with pytest.raises(ServingError, match=f"this SGLang has no option {rule.name}"):
         refuse_flags(SimpleNamespace(device="cpu", **fine), {})
 
 
+WORDS = (
+    "compile", "memory_saver", "session", "kernel", "multimodal", "radix", "kv", "cache", "pool", "page", "attention",
+    "attn", "swa", "offload", "elastic", "dp", "cp_", "speculative", "dllm", "lora", "encoder", "embed", "pd",
+    "overlap", "mixed", "ray", "determin", "sparse", "chunk", "quantization",
+)  # fmt: skip
+GOVERNED = {  # options of others that have a rule
+    "speculative_": "speculative_algorithm",
+    "disaggregation_": "disaggregation_mode",
+    "hicache_": "enable_hierarchical_cache",
+    "lora_": "enable_lora",
+    "elastic_ep_": "elastic_ep_backend",
+    "dllm_": "dllm_algorithm",
+    "kv_canary_": "kv_canary",
+    "encoder_": "encoder_only",
+    "decoupled_spec_": "speculative_algorithm",
+    "hisparse_": "enable_hisparse",
+    "lmcache_": "enable_lmcache",
+    "flexkv_": "enable_flexkv",
+    "pdmux_": "enable_pdmux",
+    "unified_cache_external_linker_": "enable_unified_cache_external_linker",
+    "enable_dp_": "attn_dp_size",
+    "torch_compile_": "enable_torch_compile",
+}
+
+
+def test_every_option_of_sglang_that_may_touch_the_cache_was_looked_at(on_a_processor: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OPTIONS], capture_output=True, text=True, timeout=300, env=on_a_processor
+    )
+    options = set(json.loads(done.stdout.splitlines()[-1]))
+    rules = {rule.name for rule in (*BACKENDS, *RULES)}
+    assert rules - options <= {"attn_dp_size"}, "rules for options that this SGLang does not have"
+    assert set(GOVERNED.values()) <= rules
+    touching = {name for name in options if any(word in name for word in WORDS)}
+    harmless = set(Path(__file__).with_name("harmless_options.txt").read_text().split())
+    assert not harmless & rules
+    unseen = {name for name in touching - rules - harmless if not name.startswith(tuple(GOVERNED))}
+    assert not unseen, sorted(unseen)
+
+
+OPTIONS = """
+import argparse, json
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+print(json.dumps(sorted({action.dest for action in parser._actions})))
+"""
+
+
 def test_a_gpu_is_refused_while_there_are_no_kernels() -> None:
     with pytest.raises(ServingError, match="no kernels for cuda"):
         refuse_flags(SimpleNamespace(device="cuda"), {})
-
-
-def test_an_option_that_sglang_decides_after_its_hooks(tiny: Path, refused: Any, fitting: Path) -> None:
-    line = refused(tiny, "--kvtuner-profile", str(fitting), "--lora-paths", f"one={tiny}")
-    assert line.startswith(("--enable-lora", "--lora-paths"))
 
 
 def test_a_profile_of_another_architecture(model_folder: Any, refused: Any, fitting: Path) -> None:
@@ -226,7 +302,9 @@ print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} - se
 
 
 def test_without_a_profile_the_plugin_adds_its_flags_and_no_more(on_a_processor: dict[str, str]) -> None:
-    done = subprocess.run([sys.executable, "-c", REGISTER], capture_output=True, text=True, env=on_a_processor)
+    done = subprocess.run(
+        [sys.executable, "-c", REGISTER], capture_output=True, text=True, timeout=300, env=on_a_processor
+    )
     hooks, modules = done.stdout.splitlines()
     arguments = "sglang.srt.server_args.ServerArgs"
     assert hooks == str([f"{arguments}.add_cli_args", f"{arguments}.from_cli_args"])

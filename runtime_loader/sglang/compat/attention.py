@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.sglang.compat.hooks import check_leading
@@ -13,7 +15,11 @@ from kvtuner.runtime_loader.sglang.compat.hooks import check_leading
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["TritonAttnBackend", "on_triton_backend", "refuse_unserved"]
+    from torch.nn import Module
+
+__all__ = ["TritonAttnBackend", "check_layers", "on_triton_backend", "refuse_unserved"]
+
+logger: Final = logging.getLogger("kvtuner")
 
 _BACKEND = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
 _KERNELS = "sglang.kernels.ops.attention"
@@ -60,6 +66,34 @@ def on_triton_backend(make: Callable[[Any], Any | None]) -> None:
 
     create.is_kvtuner = True  # type: ignore[attr-defined]
     attention_registry.ATTENTION_BACKENDS[name] = create
+
+
+def check_layers(model: Module, context_length: int) -> None:
+    """Check that every attention layer of a loaded model reads its whole past, and nothing else.
+
+    A window that is at least as long as the context is none, and is taken off the layer.
+
+    Raises:
+        ServingError: names the layer and what it has.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "sinks", None) is not None:
+            raise ServingError(f"{name} of this model has attention sinks, which a packed KV pool does not have")
+        if not isinstance(module, RadixAttention):
+            continue
+        if module.attn_type != AttentionType.DECODER or module.is_cross_attention:
+            raise ServingError(f"{name} of this model is not a decoder's attention; serve it without a profile")
+        if module.xai_temperature_len > 0:
+            raise ServingError(f"{name} of this model scales its scores by position; serve it without a profile")
+        if module.sliding_window_size > -1:
+            if module.sliding_window_size + 1 < context_length:
+                raise ServingError(
+                    f"{name} of this model has a window of {module.sliding_window_size + 1} tokens, shorter than the"
+                    f" context of {context_length}; serve with --context-length {module.sliding_window_size + 1}"
+                )
+            module.sliding_window_size = -1
+        if module.k_scale is not None or module.v_scale is not None:
+            logger.warning("kvtuner: the checkpoint's KV scales of %s are not used: packed rows have their own", name)
 
 
 def refuse_unserved(arguments: dict[str, Any]) -> None:

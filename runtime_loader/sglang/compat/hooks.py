@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 AROUND = HookType.AROUND
 AFTER = HookType.AFTER
+
+
+_installed: Final[dict[str, Callable[..., Any]]] = {}
 
 
 def install(target: str, hook: Callable[..., Any], kind: Any, *parameters: str) -> None:
@@ -30,10 +33,7 @@ def install(target: str, hook: Callable[..., Any], kind: Any, *parameters: str) 
         ServingError: another plugin has the target, it is gone, or it takes other arguments.
     """
     if HookRegistry._hooks.get(target) or target in HookRegistry._patched:
-        raise ServingError(
-            f"another SGLang plugin already hooks {target}, which a packed KV pool needs for itself;"
-            " start with SGLANG_PLUGINS=kvtuner"
-        )
+        raise _not_alone(target)
     taken = _parameters(target)
     missing = [name for name in parameters if name not in taken]
     if missing:
@@ -43,8 +43,27 @@ def install(target: str, hook: Callable[..., Any], kind: Any, *parameters: str) 
     HookRegistry.register(target, hook, kind)
     HookRegistry._apply_target(target, HookRegistry._hooks[target])
     HookRegistry._patched.add(target)
+    _installed[target] = hook
     if not is_applied(target, hook):
         raise ServingError(f"SGLang did not hook {target}; install a version that kvtuner is tested with")
+
+
+def check_alone() -> None:
+    """Check that no plugin that was loaded later wants a target that is ours: SGLang would leave its hook out.
+
+    Raises:
+        ServingError: names the target.
+    """
+    for target, hook in _installed.items():
+        if len(HookRegistry._hooks[target]) > 1 or not is_applied(target, hook):
+            raise _not_alone(target)
+
+
+def _not_alone(target: str) -> ServingError:
+    return ServingError(
+        f"another SGLang plugin hooks {target}, which a packed KV pool needs for itself; leave that plugin out: set"
+        " SGLANG_PLUGINS to kvtuner and, where there is one, your platform's plugin"
+    )
 
 
 def check_leading(target: str, *parameters: str) -> None:

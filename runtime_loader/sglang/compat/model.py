@@ -35,5 +35,12 @@ def refuse_other_pools(model_config: Any) -> None:
         )
     if model_config.is_hybrid_swa:
         raise UnsupportedModelError(
-            f"SGLang keeps layers of {architecture} in a pool of windows; add --disable-hybrid-swa-memory"
+            f"SGLang keeps layers of {architecture} in a pool of windows; serve it without a profile"
         )
+    if model_config.is_multimodal:
+        raise UnsupportedModelError(
+            f"{architecture} reads more than text, which was never tried with a packed KV pool; serve it without a"
+            " profile"
+        )
+    if not model_config.is_generation:
+        raise UnsupportedModelError(f"{architecture} generates no text; serve it without a profile")

@@ -26,7 +26,6 @@ _OVERRIDDEN: Final = {
     "_init_data_ptrs_and_strides": (),
     "get_key_buffer": ("layer_id",),
     "get_value_buffer": ("layer_id",),
-    "get_kv_buffer": ("layer_id",),
     "set_kv_buffer": ("layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale", "layer_id_override"),
     "move_kv_cache": ("tgt_loc", "src_loc"),
     "get_device_pool_infos": (),
@@ -56,7 +55,7 @@ def on_pool(
     def build(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
         if not self.is_draft_worker:
             kwargs["mha_pool_class"] = pool_class
-        with refusing():
+        with refusing():  # of the pool's own constructor
             return original(self, **kwargs)
 
     def cell_size(original: Callable[..., int], self: Any, kvc: Any, num_layers: int) -> int:

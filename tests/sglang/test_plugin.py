@@ -1,0 +1,33 @@
+"""The plugin inside SGLang's own functions, without a server: each check in a fresh process."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from kvtuner.exported_configs.build import LayerChoice
+
+PROGRAM = Path(__file__).with_name("plugin_program.py")
+HELPERS = ("parse", "refusal")
+CHECKS = [
+    node.name
+    for node in ast.parse(PROGRAM.read_text()).body
+    if isinstance(node, ast.FunctionDef) and node.name not in HELPERS
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_in_sglang(
+    check: str, model_folder: Any, profile_of: Any, save_profile: Any, on_a_processor: dict[str, str]
+) -> None:
+    folder = model_folder("llama-gqa")
+    path = save_profile(profile_of(AutoConfig.from_pretrained(folder), [LayerChoice(4, 4)] * 3))
+    command = [sys.executable, str(PROGRAM), check, str(path), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=on_a_processor)
+    assert done.returncode == 0, done.stderr[-3000:]
