@@ -20,8 +20,8 @@ def engine(profile: str | Path, *, attend: Attend = "fresh", **arguments: Any) -
         **arguments: of `sglang.Engine`.
 
     Raises:
-        KVTunerError: a profile, model or argument that cannot be served. What a scheduler finds out later, such as ranks
-            that disagree, ends it, and SGLang then ends the caller's process as for any lost scheduler.
+        KVTunerError: a profile, model or argument that cannot be served. What a scheduler finds out later, such as
+            ranks that disagree, ends it, and SGLang then ends the caller's process as for any lost scheduler.
     """
     import sglang
 

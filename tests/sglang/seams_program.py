@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.sglang import scheduler
+from kvtuner.runtime_loader.sglang.compat.processes import on_ready, on_scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 SRT = "sglang.srt"
 SEAMS = [
+    f"{SRT}.runtime_context.publish",
+    f"{SRT}.entrypoints.engine._wait_for_scheduler_ready",
     f"{SRT}.managers.scheduler.Scheduler.get_init_info",
     f"{SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",
     f"{SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator.configure",
@@ -22,13 +25,15 @@ SEAMS = [
     f"{SRT}.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer",
     f"{SRT}.mem_cache.memory_pool.MHATokenToKVPool.move_kv_cache",
     f"{SRT}.mem_cache.memory_pool.MHATokenToKVPool._build_kv_buffer_descs",
+    f"{SRT}.mem_cache.memory_pool.MHATokenToKVPool._create_buffers",
+    f"{SRT}.mem_cache.memory_pool.MHATokenToKVPool._init_data_ptrs_and_strides",
     f"{SRT}.layers.attention.triton_backend.TritonAttnBackend._forward_extend_kernel",
     "sglang.kernels.ops.attention.decode_attention.decode_attention_fwd",
     "sglang.kernels.ops.attention.extend_attention.extend_attention_fwd",
 ]
 
 
-FIXED = ("configure", "get_init_info")
+FIXED = ("configure", "get_init_info", "_wait_for_scheduler_ready", "_create_buffers", "_init_data_ptrs_and_strides")
 """Called by SGLang alone, whatever their parameters."""
 INHERITED = "calculate_pool_sizes"
 """Without its own, a class has an abstract one."""
@@ -36,6 +41,13 @@ INHERITED = "calculate_pool_sizes"
 
 def changed(first: object, *, renamed: object = None) -> None:
     """Takes other arguments than any release did."""
+
+
+def install() -> None:
+    """All that a launcher and a scheduler hook."""
+    on_scheduler(lambda _: None)
+    on_ready(lambda _: None)
+    scheduler.install()
 
 
 def refuse(seam: str, fault: Callable[..., None] | None) -> None:
@@ -47,7 +59,7 @@ def refuse(seam: str, fault: Callable[..., None] | None) -> None:
     else:
         setattr(owner, name, fault)
     try:
-        scheduler.install()
+        install()
     except ServingError as error:
         assert seam in str(error), (seam, error)
         assert "install a version that kvtuner is tested with" in str(error), error
@@ -55,7 +67,8 @@ def refuse(seam: str, fault: Callable[..., None] | None) -> None:
         raise AssertionError(f"installed without {seam}, or with another")
 
 
-pkgutil.resolve_name("sglang.srt.managers.scheduler")  # what children share
+for each in ("managers.scheduler", "entrypoints.engine"):
+    pkgutil.resolve_name(f"{SRT}.{each}")  # what children share
 for seam in SEAMS:
     for fault in (None, changed):
         name = seam.rpartition(".")[2]
@@ -65,4 +78,4 @@ for seam in SEAMS:
             child.start()
             child.join()
             assert child.exitcode == 0, (seam, fault)
-scheduler.install()  # and with all of them
+install()  # and with all of them

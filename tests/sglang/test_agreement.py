@@ -93,6 +93,20 @@ def test_16_bits_everywhere_is_plain_transformers(
     assert agreement.same_argmax == 1
 
 
+def test_without_a_profile_a_server_is_sglangs_own(
+    serve: Any, compare: Any, prompts: Any, model_folder: Any, profile_of: Any
+) -> None:
+    folder = model_folder("llama-gqa")
+    config = AutoConfig.from_pretrained(folder)
+    plain = profile_of(config, [LayerChoice(16, 16)] * config.num_hidden_layers)
+    with serve(folder) as server:
+        agreement = compare(server, folder, plain, prompts(*LENGTHS), 40)
+        log = server.log
+    assert agreement.divergence < 1e-6
+    assert "KV cache of rank" not in log
+    assert "max_total_num_tokens=2048" in log
+
+
 @pytest.mark.parametrize(("bits", "asym"), [(8, "true"), (4, "false")])
 def test_uniform_flags_serve_a_profile_of_their_own(
     bits: int, asym: str, serve: Any, compare: Any, prompts: Any, model_folder: Any, profile_of: Any
