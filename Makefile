@@ -10,7 +10,7 @@ check: lint ## what every commit passes
 	$(PYTEST) -m "not slow and not gpu" tests
 
 test: lint ## what CI runs
-	$(PYTEST) -m "not gpu and not soak" tests
+	$(PYTEST) -m "not gpu and not full" tests
 
 test-full: lint ## everything; a machine with a GPU runs the gpu tests too
 	$(PYTEST) tests

@@ -26,7 +26,12 @@ def assert_agrees(agreement: Any) -> None:
     assert agreement.same_argmax >= 0.995, agreement
 
 
-@pytest.mark.parametrize(("name", "symmetric"), [*((name, False) for name in FAMILIES), ("llama-gqa", True)])
+SYMMETRIC = [pytest.param(name, True, marks=pytest.mark.full) for name in FAMILIES[1:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "symmetric"), [*((each, False) for each in FAMILIES), (FAMILIES[0], True), *SYMMETRIC]
+)
 def test_a_mixed_profile_agrees_with_the_transformers_host(
     name: str,
     symmetric: bool,
@@ -105,6 +110,28 @@ def test_without_a_profile_a_server_is_sglangs_own(
     assert agreement.divergence < 1e-6
     assert "KV cache of rank" not in log
     assert "max_total_num_tokens=2048" in log
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("bits", "symmetric"), [(16, False), (8, False), (8, True), (4, False), (4, True)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_agrees_at_every_uniform_width(
+    name: str,
+    bits: int,
+    symmetric: bool,
+    serve: Any,
+    compare: Any,
+    prompts: Any,
+    model_folder: Any,
+    profile_of: Any,
+    save_profile: Any,
+) -> None:
+    folder = model_folder(name, num_hidden_layers=LAYERS)
+    config = AutoConfig.from_pretrained(folder)
+    profile = profile_of(config, [LayerChoice(bits, bits)] * LAYERS, symmetric=symmetric)
+    with serve(folder, "--kvtuner-profile", str(save_profile(profile))) as server:
+        agreement = compare(server, folder, profile, prompts(*LENGTHS), 40)
+    assert_agrees(agreement)
 
 
 @pytest.mark.parametrize(("bits", "asym"), [(8, "true"), (4, "false")])

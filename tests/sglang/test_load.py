@@ -47,7 +47,7 @@ def resident_bytes(server: Any) -> int:
     return sum(process.memory_info().rss for process in launcher.children(recursive=True))
 
 
-@pytest.mark.parametrize("num_requests", [80, pytest.param(2000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_requests", [80, pytest.param(2000, marks=pytest.mark.full)])
 def test_nothing_fails_and_nothing_grows(num_requests: int, server: Any, prompts: Any) -> None:
     rng = random.Random(num_requests)
     lengths = [rng.choice((1, 3, 15, 16, 17, 60, 130, 250)) for _ in range(num_requests)]
