@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # tensors this small: on a busy machine waiting for it takes a hundred times the work.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 
+# Kernels are interpreted where there is no GPU. Triton asks when a kernel is defined.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would what they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,215 @@
+"""Lane instructions per KV element of the decode loop, counted in machine code for GPUs that need not be here.
+
+    python benchmarks/sass.py --arch 90
+    python benchmarks/sass.py --arch 80 89 90 100 --json
+
+No GPU is needed: Triton compiles for any, and its own cuobjdump disassembles. The limit beside each row is what an H200
+can issue while its memory delivers the elements (132 SMs, 4 instructions a cycle, 32 lanes, 1.755 GHz, 4.3 TB/s): a
+kernel above it is bound by instructions, not by memory. The baseline dequantizes to bf16 and then multiplies, over the
+same rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import dequantize_then_dot
+
+from kvtuner.precision import PrecisionPair, RowShape, effective_bits
+from kvtuner.quant import QuantSpec
+from kvtuner.runtime_loader.kernels import decode
+from kvtuner.runtime_loader.kernels.attention import DecodeLaunch, decode_facts
+from kvtuner.runtime_loader.kernels.side import KernelSide
+from kvtuner.runtime_loader.packed_attention import StoredRows
+from kvtuner.runtime_loader.row_format import RowFormat
+
+H200_LANES_PER_S: Final = 132 * 4 * 32 * 1.755e9
+H200_BYTES_PER_S: Final = 4.3e12
+PAIRS: Final = ("K4V4", "K8V8", "K8V4", "K4V2", "K2V2")
+LAUNCH: Final = DecodeLaunch(tokens=64, warps=1, stages=3, asm=True)
+BASELINE: Final = DecodeLaunch(tokens=32, warps=4, stages=2, asm=False)
+"""What SGLang's own kernel is launched with."""
+POINTERS: Final = {
+    "q_ptr": "*bf16",
+    "k_rows_ptr": "*i16",
+    "k_words_ptr": "*i32",
+    "v_rows_ptr": "*i16",
+    "v_words_ptr": "*i32",
+    "bias_ptr": "*fp32",
+    "indptr_ptr": "*i32",
+    "slots_ptr": "*i64",
+    "partial_ptr": "*fp32",
+    "lse_ptr": "*fp32",
+}
+NUMBERS: Final = {"q_stride_b": "i32", "q_stride_h": "i32", "scale": "fp32", "cap": "fp32", "num_splits": "i32"}
+ALIGNED: Final = (*POINTERS, "q_stride_b", "q_stride_h")
+"""Multiples of 16, as Triton finds them when it launches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Heads of one rank and their channels."""
+
+    num_kv_heads: int = 8
+    gqa: int = 4
+    head_dim: int = 128
+    group_size: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one compiled kernel does."""
+
+    kernel: str
+    arch: int
+    k_bits: int
+    v_bits: int
+    head_dim: int
+    group_size: int
+    num_kv_heads: int
+    gqa: int
+    launch_row: dict[str, Any]
+    baseline: bool
+    lane_instructions_per_element: float
+    int_to_float: int
+    spills: int
+    registers: int
+    async_copies_16B: int  # the name that was asked for
+    limit: float
+
+
+def side_of(shape: Shape, bits: int) -> KernelSide:
+    """Rows that take no memory."""
+    row_format = RowFormat(shape.num_kv_heads, shape.head_dim, QuantSpec(bits, group_size=shape.group_size))
+    rows = torch.empty(1024, row_format.row_bytes(torch.bfloat16), dtype=torch.uint8, device="meta")
+    return KernelSide.of(StoredRows(rows, row_format))
+
+
+def compiled(function: Any, facts: dict[str, Any], arch: int, launch: DecodeLaunch) -> Any:
+    """A kernel for an architecture that need not be here."""
+    names = function.arg_names
+    kinds = {name: POINTERS.get(name) or NUMBERS.get(name, "constexpr") for name in names}
+    constants = {(names.index(name),): value for name, value in facts.items() if name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ALIGNED if name in names}
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    return triton.compile(
+        ASTSource(function, kinds, constants, aligned), target=GPUTarget("cuda", arch, 32), options=options
+    )
+
+
+def disassembled(binary: bytes) -> tuple[str, str]:
+    """Machine code, and what it takes."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        code, usage = (
+            subprocess.run([str(tool), flag, file.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("-sass", "-res-usage")
+        )
+    return code, usage
+
+
+def loop_of(code: str) -> list[str]:
+    """Instructions of the longest loop with a matrix product: from the target of a jump back to the jump."""
+    lines = [
+        (int(match[1], 16), re.sub(r"^@!?U?P\w+\s+", "", match[2]))
+        for match in re.finditer(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", code, re.MULTILINE)
+    ]
+    loops = []
+    for address, text in lines:
+        jump = re.match(r"BRA\S*\s+(?:\S+,\s*)?(?:`\(\S+\)|0x([0-9a-f]+))", text)
+        if jump and jump[1] and int(jump[1], 16) < address:
+            loops.append([each for at, each in lines if int(jump[1], 16) <= at <= address])
+    return max((loop for loop in loops if any("MMA" in each for each in loop)), key=len)
+
+
+def measure(pair: PrecisionPair, shape: Shape, arch: int, *, baseline: bool) -> Row:
+    """Compile and count."""
+    launch = BASELINE if baseline else LAUNCH
+    keys, values = side_of(shape, pair.k_bits), side_of(shape, pair.v_bits)
+    facts = {**decode_facts(keys, values, shape.num_kv_heads, shape.gqa, launch), "CAPPED": False}
+    function = dequantize_then_dot.decode_split if baseline else decode.decode_split
+    kernel = compiled(function, facts, arch, launch)
+    code, usage = disassembled(kernel.asm["cubin"])
+    loop = loop_of(code)
+    names = collections.Counter(text.split()[0] for text in loop)
+    kinds = collections.Counter({name.partition(".")[0]: 0 for name in names})
+    for name, count in names.items():
+        kinds[name.partition(".")[0]] += count
+    elements = 2 * launch.tokens * shape.head_dim
+    group = shape.group_size
+    stored = effective_bits([pair], RowShape(shape.num_kv_heads, shape.head_dim, shape.head_dim, group, group))
+    registers = re.search(r"REG:(\d+)", usage)
+    return Row(
+        kernel=function.__name__,
+        arch=arch,
+        k_bits=pair.k_bits,
+        v_bits=pair.v_bits,
+        head_dim=shape.head_dim,
+        group_size=group,
+        num_kv_heads=shape.num_kv_heads,
+        gqa=shape.gqa,
+        launch_row=asdict(launch),
+        baseline=baseline,
+        lane_instructions_per_element=round(len(loop) * 32 * launch.warps / elements, 3),
+        int_to_float=sum(kinds[name] for name in ("I2F", "I2FP")),
+        spills=kinds["LDL"] + kinds["STL"],
+        registers=int(registers[1]) if registers else -1,
+        async_copies_16B=sum(n for name, n in names.items() if name.startswith("LDGSTS") and ".128" in name),
+        limit=round(H200_LANES_PER_S * float(stored) / 8 / H200_BYTES_PER_S, 2),
+    )
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", default=[90], help="compute capability without the dot")
+    parser.add_argument("--pairs", nargs="+", default=list(PAIRS))
+    parser.add_argument("--kv-heads", type=int, nargs="+", default=[8])
+    parser.add_argument("--gqa", type=int, default=4)
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--without-baseline", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET is set: what is interpreted cannot be compiled; unset it")
+    rows = [
+        measure(PrecisionPair.parse(pair), Shape(heads, args.gqa, 128, args.group_size), arch, baseline=baseline)
+        for arch in args.arch
+        for heads in args.kv_heads
+        for pair in args.pairs
+        for baseline in ((False,) if args.without_baseline else (False, True))
+    ]
+    if args.json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+        return
+    print("arch  pair  heads  kernel    instructions/element  H200 limit  registers  spills  int to float  16 B copies")
+    for row in rows:
+        name = "baseline" if row.baseline else "ours"
+        print(
+            f"{row.arch:<6}K{row.k_bits}V{row.v_bits}{row.num_kv_heads:7}  {name:<10}"
+            f"{row.lane_instructions_per_element:>20.2f}{row.limit:12.2f}{row.registers:11}{row.spills:8}"
+            f"{row.int_to_float:14}{row.async_copies_16B:13}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Triton kernels over packed rows. Alone in importing triton; knows nothing of servers."""

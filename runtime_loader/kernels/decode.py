@@ -1,0 +1,252 @@
+"""Split-KV flash decoding over packed rows: one query per request, every pair of widths, two launches.
+
+Scale and minimum are folded. With code c, key = s * c + m, and units unpacked as OFFSET + f * c, f a power of two,
+
+    q . key   = s * (q / f . (OFFSET + f * c) - OFFSET * sum(q / f)) + m * sum(q)
+    sum p * v = (sum w * (OFFSET + f * c) - OFFSET * sum w) / f + sum p * m          with w = p * s, rounded once
+
+so that codes enter the tensor cores exactly. The exponent of w is that of a softmax whose scores are those of p plus
+log2(s): the running maximum of those keeps w at most 1, whatever the scales are, and fp16 holds it. A group whose scale
+is 0 has codes 0, so that any other scale gives the same: 2 ** -24 is taken.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvtuner.runtime_loader.kernels.transform import hadamard
+from kvtuner.runtime_loader.kernels.unpack import OFFSET, codes_of, factor_of, log2_and_inverse, scale_and_minimum
+
+
+@triton.jit
+def _softcap(x, cap):
+    """Cap * tanh(x / cap) of scores in units of log2."""
+    y = tl.exp2(-2.0 * tl.abs(x) / cap * 1.4426950408889634)
+    z = cap * (1.0 - y) / (1.0 + y)
+    return tl.where(x < 0, -z, z)
+
+
+@triton.jit
+def decode_split(
+    q_ptr, q_stride_b, q_stride_h, k_rows_ptr, k_words_ptr, v_rows_ptr, v_words_ptr, bias_ptr, indptr_ptr, slots_ptr,
+    partial_ptr, lse_ptr, scale, cap, num_splits,
+    HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    K_ROW: tl.constexpr, K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUPS: tl.constexpr, K_UNITS: tl.constexpr,
+    V_ROW: tl.constexpr, V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUPS: tl.constexpr, V_UNITS: tl.constexpr,
+    CAPPED: tl.constexpr, ASM: tl.constexpr, ONES: tl.constexpr,
+):  # fmt: skip
+    """One split of one request: TILE query heads that read one KV head.
+
+    Queries are those of stored space. K_UNITS and V_UNITS are units of a head padded to a power of
+    two, at least 16. Partial outputs are [requests, num_heads, num_splits, V_DIM] float32, in stored space, with the
+    log2 of their weight; a split without tokens has -inf and nothing else.
+    """
+    K_SLOTS: tl.constexpr = 16 // K_BITS
+    V_SLOTS: tl.constexpr = 16 // V_BITS
+    K_IN_GROUP: tl.constexpr = K_SLOTS // K_GROUPS
+    V_IN_GROUP: tl.constexpr = V_SLOTS // V_GROUPS
+    K_WIDE: tl.constexpr = K_DIM // K_SLOTS
+    V_WIDE: tl.constexpr = V_DIM // V_SLOTS
+    TILES: tl.constexpr = (GQA + TILE - 1) // TILE
+    kv_head = tl.program_id(0) // TILES
+    split = tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
+    in_group = (tl.program_id(0) % TILES) * TILE + tl.arange(0, TILE)
+    heads = kv_head * GQA + in_group
+    mine = in_group < GQA
+    begin = tl.load(indptr_ptr + request).to(tl.int64)
+    length = (tl.load(indptr_ptr + request + 1) - begin).to(tl.int32)
+    per_split = tl.cdiv(tl.cdiv(tl.maximum(length, MIN_SPLIT * num_splits), num_splits), TOKENS) * TOKENS
+    first = split * per_split
+    last = tl.minimum(first + per_split, length)
+    place = (request * (HEADS * GQA) + heads) * num_splits + split
+    if last <= first:
+        tl.store(lse_ptr + place, tl.full([TILE], float("-inf"), tl.float32), mask=mine)
+        return
+    k_unit = tl.arange(0, K_UNITS)
+    v_unit = tl.arange(0, V_UNITS)
+    k_real = k_unit < K_WIDE
+    v_real = v_unit < V_WIDE
+    q_base = q_ptr + request * q_stride_b + heads[:, None] * q_stride_h + k_unit[None, :]
+    q = ()
+    q_sums = ()
+    q_offsets = ()
+    for group in tl.static_range(K_GROUPS):
+        q_sum = tl.zeros([TILE], tl.float32)
+        q_offset = tl.zeros([TILE], tl.float32)
+        for slot in tl.static_range(K_IN_GROUP):
+            channels = q_base + (group * K_IN_GROUP + slot) * K_WIDE
+            part = tl.load(channels, mask=mine[:, None] & k_real[None, :], other=0.0)
+            if K_BITS != 16:
+                part = part.to(tl.float32) * (1 / factor_of(group * K_IN_GROUP + slot, K_BITS))
+                part = tl.minimum(tl.maximum(part, -65504.0), 65504.0).to(tl.float16)
+                exact = tl.sum(part.to(tl.float32), 1)
+                q_sum += exact * factor_of(group * K_IN_GROUP + slot, K_BITS)
+                q_offset -= exact * OFFSET
+            q = q + (part,)
+        q_sums = q_sums + (q_sum,)
+        q_offsets = q_offsets + (q_offset,)
+    bias = tl.zeros([TILE], tl.float32)
+    if CAPPED:
+        bias = tl.load(bias_ptr + request * (HEADS * GQA) + heads, mask=mine, other=0.0)
+    acc = ()
+    for _ in tl.static_range(V_SLOTS):
+        acc = acc + (tl.zeros([TILE, V_UNITS], tl.float32),)
+    w_sums = ()
+    for _ in tl.static_range(V_GROUPS):
+        w_sums = w_sums + (tl.zeros([TILE, ONES], tl.float32),)
+    lows = ()
+    for _ in tl.static_range(V_GROUPS):
+        lows = lows + (tl.zeros([TILE], tl.float32),)
+    ones = tl.full([TOKENS, ONES], 1.0, tl.float16)
+    top = tl.full([TILE], -1e30, tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    for start in tl.range(first, last, TOKENS):
+        tokens = start + tl.arange(0, TOKENS)
+        live = tokens < last
+        slots = tl.load(slots_ptr + begin + tokens, mask=live, other=0).to(tl.int64)
+        # Added to scores in units of log2: the value's scale, and whether there is a token at all.
+        louder = tl.zeros([TOKENS], tl.float32)
+        inverse = tl.full([TOKENS], 1.0, tl.float32)
+        steps = ()
+        minima = ()
+        if V_BITS != 16:
+            largest = tl.full([TOKENS], 2.0**-24, tl.float32)
+            for group in tl.static_range(V_GROUPS):
+                words = tl.load(
+                    v_words_ptr + slots * (V_ROW // 2) + (HEADS * V_WIDE // 2 + kv_head * V_GROUPS + group),
+                    mask=live, other=0,
+                )  # fmt: skip
+                step, minimum = scale_and_minimum(words)
+                steps = steps + (step,)
+                minima = minima + (minimum,)
+                largest = tl.maximum(largest, step)
+            louder, inverse = log2_and_inverse(largest, ASM)
+        louder = tl.where(live, louder, float("-inf"))
+        if K_BITS == 16:
+            keys = tl.load(
+                k_rows_ptr + slots[None, :] * K_ROW + kv_head * K_DIM + k_unit[:, None],
+                mask=live[None, :] & k_real[:, None], other=0.0,
+            )  # fmt: skip
+            scores = tl.dot(q[0], keys.to(q[0].dtype)) * scale
+        else:
+            units = tl.load(
+                k_rows_ptr + slots[None, :] * K_ROW + kv_head * K_WIDE + k_unit[:, None], mask=k_real[:, None], other=0
+            )
+            codes = codes_of(units, K_BITS, ASM)
+            scores = tl.zeros([TILE, TOKENS], tl.float32)
+            for group in tl.static_range(K_GROUPS):
+                words = tl.load(
+                    k_words_ptr + slots * (K_ROW // 2) + (HEADS * K_WIDE // 2 + kv_head * K_GROUPS + group),
+                    mask=live, other=0,
+                )  # fmt: skip
+                step, minimum = scale_and_minimum(words)
+                products = tl.broadcast_to(q_offsets[group][:, None], (TILE, TOKENS))
+                for slot in tl.static_range(K_IN_GROUP):
+                    products = tl.dot(q[group * K_IN_GROUP + slot], codes[group * K_IN_GROUP + slot], products)
+                low = q_sums[group][:, None] * (minimum * scale)[None, :]
+                if group == 0 and not CAPPED:
+                    low += louder[None, :]
+                scores += products * (step * scale)[None, :] + low
+        if CAPPED:
+            scores = _softcap(scores + bias[:, None] * scale, cap)
+        if CAPPED or K_BITS == 16:
+            scores += louder[None, :]
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - new_top)
+        top = new_top
+        u = tl.exp2(scores - top[:, None])
+        total = total * shrink + tl.sum(u * inverse[None, :], 1)
+        new_acc = ()
+        if V_BITS == 16:
+            values = tl.load(
+                v_rows_ptr + slots[:, None] * V_ROW + kv_head * V_DIM + v_unit[None, :],
+                mask=live[:, None] & v_real[None, :], other=0.0,
+            )  # fmt: skip
+            new_acc = (tl.dot(u.to(values.dtype), values, acc[0] * shrink[:, None]),)
+        else:
+            units = tl.load(
+                v_rows_ptr + slots[:, None] * V_ROW + kv_head * V_WIDE + v_unit[None, :], mask=v_real[None, :], other=0
+            )
+            codes = codes_of(units, V_BITS, ASM)
+            new_w_sums = ()
+            new_lows = ()
+            for group in tl.static_range(V_GROUPS):
+                if V_GROUPS == 1:
+                    w = u.to(tl.float16)
+                else:
+                    w = (u * (steps[group] * inverse)[None, :]).to(tl.float16)
+                new_w_sums = new_w_sums + (tl.dot(w, ones, w_sums[group] * shrink[:, None]),)
+                new_lows = new_lows + (lows[group] * shrink + tl.sum(u * (inverse * minima[group])[None, :], 1),)
+                for slot in tl.static_range(V_IN_GROUP):
+                    shrunk = acc[group * V_IN_GROUP + slot] * shrink[:, None]
+                    new_acc = new_acc + (tl.dot(w, codes[group * V_IN_GROUP + slot], shrunk),)
+            w_sums = new_w_sums
+            lows = new_lows
+        acc = new_acc
+    out = partial_ptr + place[:, None] * V_DIM + v_unit[None, :]
+    for slot in tl.static_range(V_SLOTS):
+        outcome = acc[slot]
+        if V_BITS != 16:
+            w_sum = tl.max(w_sums[slot // V_IN_GROUP], 1)  # all columns are alike
+            outcome = (outcome - OFFSET * w_sum[:, None]) * (1 / factor_of(slot, V_BITS))
+            outcome += lows[slot // V_IN_GROUP][:, None]
+        tl.store(out + slot * V_WIDE, outcome / total[:, None], mask=mine[:, None] & v_real[None, :])
+    tl.store(lse_ptr + place, top + tl.log2(total), mask=mine)
+
+
+@triton.jit
+def prepare_queries(
+    q_ptr, q_stride_b, q_stride_h, lam_ptr, mu_ptr, out_ptr, bias_ptr,
+    HEADS: tl.constexpr, GQA: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BALANCED: tl.constexpr,
+    STAGES: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """Queries of one KV head in the space of its keys, [requests, num_heads, DIM]; with BIASED also q . mu."""
+    TILE: tl.constexpr = triton.next_power_of_2(GQA)
+    kv_head = tl.program_id(0)
+    request = tl.program_id(1).to(tl.int64)
+    in_group = tl.arange(0, TILE)
+    channels = tl.arange(0, PADDED)[None, :]
+    heads = kv_head * GQA + in_group[:, None]
+    mask = (in_group[:, None] < GQA) & (channels < DIM)
+    q = tl.load(q_ptr + request * q_stride_b + heads * q_stride_h + channels, mask=mask, other=0.0).to(tl.float32)
+    constants = kv_head * DIM + channels
+    if BIASED:
+        mu = tl.load(mu_ptr + constants, mask=channels < DIM, other=0.0)
+        bias = tl.sum(q * mu, 1)
+        tl.store(bias_ptr + request * (HEADS * GQA) + kv_head * GQA + in_group, bias, mask=in_group < GQA)
+    if BALANCED:
+        q = q * tl.load(lam_ptr + constants, mask=channels < DIM, other=0.0)
+    if STAGES > 0:
+        q = hadamard(q, TILE, PADDED, STAGES)
+    q = tl.minimum(tl.maximum(q, -65504.0), 65504.0)
+    tl.store(out_ptr + (request * (HEADS * GQA) + heads) * DIM + channels, q.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def merge_splits(
+    partial_ptr, lse_ptr, out_ptr, out_stride_b, out_stride_h, num_splits,
+    DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One query head: its splits weighted, and the values' Hadamard undone, once."""
+    request = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0)
+    place = (request * tl.num_programs(0) + head) * num_splits
+    split = tl.arange(0, SPLITS)
+    channels = tl.arange(0, PADDED)
+    lse = tl.load(lse_ptr + place + split, mask=split < num_splits, other=float("-inf"))
+    some = lse > float("-inf")
+    share = tl.where(some, tl.exp2(lse - tl.max(tl.where(some, lse, -1e30), 0)), 0.0)
+    parts = tl.load(
+        partial_ptr + (place + split[:, None]) * DIM + channels[None, :],
+        mask=some[:, None] & (channels < DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    total = tl.sum(share, 0)
+    out = tl.sum(parts * share[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    if STAGES > 0:
+        out = tl.reshape(hadamard(tl.reshape(out, (1, PADDED)), 1, PADDED, STAGES), (PADDED,))
+    tl.store(
+        out_ptr + request * out_stride_b + head * out_stride_h + channels,
+        out.to(out_ptr.dtype.element_ty), mask=channels < DIM,
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""What the kernels need to know of keys or values of one layer: prepared once, fixed while serving."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from kvtuner.quant import IDENTITY, hadamard_block
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtuner.runtime_loader.packed_attention import StoredRows
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSide:
+    """Keys or values of one layer as kernels take them.
+
+    Attributes:
+        rows: int16 units [slots, row units]; native rows as they are.
+        words: the same rows as int32.
+        mu: float32 [num_heads, head_dim]; any tensor where the transform has none, and so for the next two.
+        lam: lambda.
+        inverse: 1 / lambda, by IEEE division.
+        row: stride of a row, in elements of `rows`.
+        head_dim: channels per head.
+        bits: 16 for native rows.
+        groups: scales of a head.
+        stages: of the Hadamard's butterfly; 0 for none.
+        centered: whether there is a mu.
+        balanced: whether there is a lambda.
+        symmetric: the kind of grid that is written.
+    """
+
+    rows: Tensor
+    words: Tensor
+    mu: Tensor
+    lam: Tensor
+    inverse: Tensor
+    row: int
+    head_dim: int
+    bits: int
+    groups: int
+    stages: int
+    centered: bool
+    balanced: bool
+    symmetric: bool
+
+    @classmethod
+    def of(cls, stored: StoredRows) -> KernelSide:
+        """Prepare a pool's rows."""
+        row_format, spec = stored.format, stored.format.spec
+        transform = IDENTITY if spec is None else spec.transform
+        rows = stored.rows if spec is None else stored.rows.view(torch.int16)
+        mu = rows if transform.mu is None else _constant(transform.mu, rows)
+        lam = rows if transform.lam is None else _constant(transform.lam, rows)
+        stages = hadamard_block(row_format.head_dim).bit_length() - 1 if transform.kind.hadamard else 0
+        return cls(
+            rows=rows,
+            words=rows if spec is None else stored.rows.view(torch.int32),
+            mu=mu,
+            lam=lam,
+            inverse=rows if transform.lam is None else torch.ones_like(lam) / lam,
+            row=rows.stride(0),
+            head_dim=row_format.head_dim,
+            bits=row_format.bits,
+            groups=1 if spec is None or spec.group_size is None else row_format.head_dim // spec.group_size,
+            stages=stages,
+            centered=transform.kind.centered,
+            balanced=transform.kind.balanced,
+            symmetric=spec is not None and spec.symmetric,
+        )
+
+    @property
+    def padded(self) -> int:
+        """Channels of a head, as the next power of two."""
+        return int(triton.next_power_of_2(self.head_dim))
+
+    @property
+    def units(self) -> int:
+        """Units of a head (or native channels), as a power of two that a tensor core takes."""
+        return max(16, int(triton.next_power_of_2(self.head_dim * self.bits // 16)))
+
+
+def _constant(values: Tensor, rows: Tensor) -> Tensor:
+    return values.to(rows.device, torch.float32).contiguous()

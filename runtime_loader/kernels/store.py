@@ -1,0 +1,139 @@
+"""One launch that transforms, quantizes, packs and scatters the keys and values of a batch of tokens.
+
+Codes and scale words equal those of `quant.py` for the same input. So nothing here may be contracted
+(`enable_fp_fusion` is off at launch), division is IEEE's, and the Hadamard adds in the same order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvtuner.runtime_loader.kernels.transform import hadamard
+
+
+@triton.jit
+def _fp16_down(x):
+    """Largest fp16 at or below float32 x, as its bits."""
+    nearest = x.to(tl.float16)
+    word = nearest.to(tl.int16, bitcast=True)
+    step = tl.where(word < 0, 1, -1).to(tl.int16)
+    return tl.where(nearest.to(tl.float32) > x, word + step, word)
+
+
+@triton.jit
+def _round(x):
+    """Half to even, for |x| < 2**22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _stored(x, mu_ptr, inverse_ptr, constants, live, CENTERED: tl.constexpr, BALANCED: tl.constexpr):
+    """(x - mu) * (1 / lambda), channels last."""
+    y = x.to(tl.float32)
+    if CENTERED:
+        y = y - tl.load(mu_ptr + constants, mask=live, other=0.0)
+    if BALANCED:
+        y = y * tl.load(inverse_ptr + constants, mask=live, other=0.0)
+    return y
+
+
+@triton.jit
+def _store_side(
+    x_ptr, x_stride_t, x_stride_h, rows_ptr, mu_ptr, inverse_ptr, tokens, slots, live, head,
+    ROW: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
+    CENTERED: tl.constexpr, BALANCED: tl.constexpr, STAGES: tl.constexpr, SYMMETRIC: tl.constexpr,
+    PADDED: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """One head's keys or values of TOKENS tokens; ROW is the stride of a row in elements of `rows_ptr`."""
+    x_ptr += head * x_stride_h
+    channels = tl.arange(0, PADDED)[None, :]
+    if BITS == 16:
+        mask = live[:, None] & (channels < DIM)
+        x = tl.load(x_ptr + tokens[:, None] * x_stride_t + channels, mask=mask, other=0.0)
+        tl.store(rows_ptr + slots[:, None] * ROW + head * DIM + channels, x, mask=mask)
+    else:
+        # Slot j of unit u is channel j * UNITS + u; units are padded to a power of two.
+        SLOTS: tl.constexpr = 16 // BITS
+        UNITS: tl.constexpr = DIM // SLOTS
+        SPREAD: tl.constexpr = PADDED // SLOTS
+        LEVELS: tl.constexpr = (1 << BITS) - 1
+        unit = tl.arange(0, SPREAD)[None, None, :]
+        slot = tl.arange(0, SLOTS)[None, :, None]
+        real = unit < UNITS
+        channel = tl.where(real, slot * UNITS + unit, 0)
+        if STAGES > 0:
+            mask = channels < DIM
+            x = tl.load(x_ptr + tokens[:, None] * x_stride_t + channels, mask=live[:, None] & mask, other=0.0)
+            y = _stored(x, mu_ptr, inverse_ptr, head * DIM + channels, mask, CENTERED, BALANCED)
+            y = hadamard(tl.where(mask, y, 0.0), TOKENS, PADDED, STAGES)
+            if PADDED == DIM:
+                y = tl.reshape(y, (TOKENS, SLOTS, SPREAD))
+            else:
+                index = tl.broadcast_to(tl.reshape(channel, (1, PADDED)), (TOKENS, PADDED))
+                y = tl.reshape(tl.gather(y, index, 1), (TOKENS, SLOTS, SPREAD))
+        else:
+            mask = live[:, None, None] & real
+            x = tl.load(x_ptr + tokens[:, None, None] * x_stride_t + channel, mask=mask, other=0.0)
+            y = _stored(x, mu_ptr, inverse_ptr, head * DIM + channel, real, CENTERED, BALANCED)
+        real = tl.reshape(tl.broadcast_to(real, (TOKENS, SLOTS, SPREAD)), (TOKENS, GROUPS, PADDED // GROUPS))
+        y = tl.reshape(y, (TOKENS, GROUPS, PADDED // GROUPS))
+        wrong = tl.max(tl.where(real & ~(tl.abs(y) <= 3.4028234663852886e38), 1, 0), 2)
+        y = tl.where(wrong[:, :, None] != 0, 0.0, y)
+        y = tl.minimum(tl.maximum(y, -65504.0), 65504.0)
+        low = tl.min(tl.where(real, y, 65504.0), 2) + 0.0
+        high = tl.max(tl.where(real, y, -65504.0), 2) + 0.0
+        if SYMMETRIC:
+            HALF: tl.constexpr = 1 << (BITS - 1)
+            largest = tl.maximum(tl.abs(low), tl.abs(high))
+            wanted = tl.minimum(tl.div_rn(largest, tl.full(largest.shape, HALF - 1, tl.float32)), 65504.0 / HALF)
+            scale = (-_fp16_down(-wanted).to(tl.float16, bitcast=True)).to(tl.int16, bitcast=True)
+            minimum = (scale.to(tl.float16, bitcast=True).to(tl.float32) * (-HALF)).to(tl.float16)
+        else:
+            minimum = _fp16_down(low).to(tl.float16, bitcast=True)
+            span = high - minimum.to(tl.float32)
+            nearest = tl.div_rn(span, tl.full(span.shape, LEVELS, tl.float32)).to(tl.float16)
+            short = nearest.to(tl.float32) * LEVELS < span
+            scale = nearest.to(tl.int16, bitcast=True)
+            scale = tl.where(short, scale + 1, scale)
+        step = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        inverse = tl.where(step == 0.0, 0.0, tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step))
+        codes = (y - minimum.to(tl.float32)[:, :, None]) * inverse[:, :, None]
+        codes = _round(tl.minimum(tl.maximum(codes, 0.0), LEVELS)).to(tl.int32)
+        codes = tl.reshape(codes, (TOKENS, SLOTS, SPREAD)) << (slot * BITS)
+        units = tl.sum(codes, 1).to(tl.int16)
+        unit = tl.arange(0, SPREAD)[None, :]
+        row = rows_ptr + slots[:, None] * ROW
+        tl.store(row + head * UNITS + unit, units, mask=live[:, None] & (unit < UNITS))
+        words = row + HEADS * UNITS + 2 * (head * GROUPS + tl.arange(0, GROUPS)[None, :])
+        # NaN marks a group that held one; its bits are torch's.
+        minimum = tl.where(wrong != 0, 0x7E00, minimum.to(tl.int16, bitcast=True)).to(tl.int16)
+        tl.store(words, scale.to(tl.int16), mask=live[:, None])
+        tl.store(words + 1, minimum, mask=live[:, None])
+
+
+@triton.jit
+def store_rows(
+    k_ptr, k_stride_t, k_stride_h, k_rows_ptr, k_mu_ptr, k_inverse_ptr,
+    v_ptr, v_stride_t, v_stride_h, v_rows_ptr, slots_ptr, num_tokens,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    K_ROW: tl.constexpr, K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUPS: tl.constexpr, K_CENTERED: tl.constexpr,
+    K_BALANCED: tl.constexpr, K_STAGES: tl.constexpr, K_SYMMETRIC: tl.constexpr, K_PADDED: tl.constexpr,
+    V_ROW: tl.constexpr, V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUPS: tl.constexpr, V_STAGES: tl.constexpr,
+    V_SYMMETRIC: tl.constexpr, V_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Keys or values, by the third axis, of one head and a block of tokens."""
+    head = tl.program_id(0)
+    tokens = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    live = tokens < num_tokens
+    slots = tl.load(slots_ptr + tokens, mask=live, other=0).to(tl.int64)
+    if tl.program_id(2) == 0:
+        _store_side(
+            k_ptr, k_stride_t, k_stride_h, k_rows_ptr, k_mu_ptr, k_inverse_ptr, tokens, slots, live, head,
+            K_ROW, HEADS, K_DIM, K_BITS, K_GROUPS, K_CENTERED, K_BALANCED, K_STAGES, K_SYMMETRIC, K_PADDED, TOKENS,
+        )  # fmt: skip
+    else:
+        _store_side(
+            v_ptr, v_stride_t, v_stride_h, v_rows_ptr, v_ptr, v_ptr, tokens, slots, live, head,
+            V_ROW, HEADS, V_DIM, V_BITS, V_GROUPS, False, False, V_STAGES, V_SYMMETRIC, V_PADDED, TOKENS,
+        )  # fmt: skip

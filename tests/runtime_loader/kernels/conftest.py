@@ -1,0 +1,55 @@
+"""Rows of every kind for kernels that run in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kvtuner.quant import QuantSpec, Transform, TransformKind
+from kvtuner.runtime_loader.packed_attention import StoredRows
+from kvtuner.runtime_loader.row_format import RowFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SPARE = 255
+"""Of rows that nobody wrote: their scale words are NaN."""
+
+
+@pytest.fixture
+def row_format() -> Callable[..., RowFormat]:
+    """`row_format(num_heads, head_dim, bits, kind="none", group_size=None, symmetric=False)`: random constants."""
+
+    def make(
+        num_heads: int,
+        head_dim: int,
+        bits: int,
+        kind: str = "none",
+        group_size: int | None = None,
+        symmetric: bool = False,
+    ) -> RowFormat:
+        if bits == 16:
+            return RowFormat(num_heads, head_dim, None)
+        generator = torch.Generator().manual_seed(bits)
+        parts, shape = TransformKind.parse(kind), (num_heads, head_dim)
+        mu = (0.3 * torch.randn(shape, generator=generator)).half() if parts.centered else None
+        lam = (0.4 * torch.randn(shape, generator=generator)).exp().half() if parts.balanced else None
+        return RowFormat(num_heads, head_dim, QuantSpec(bits, Transform(parts, mu, lam), group_size, symmetric))
+
+    return make
+
+
+@pytest.fixture
+def poisoned() -> Callable[..., StoredRows]:
+    """`poisoned(row_format, num_slots, dtype)`: rows in which whatever is not written reads NaN."""
+
+    def make(row_format: RowFormat, num_slots: int, dtype: torch.dtype = torch.float16) -> StoredRows:
+        if row_format.spec is None:
+            shape = (num_slots, row_format.num_heads, row_format.head_dim)
+            return StoredRows(torch.full(shape, torch.nan, dtype=dtype), row_format)
+        row_bytes = row_format.row_bytes(dtype)
+        return StoredRows(torch.full((num_slots, row_bytes), SPARE, dtype=torch.uint8), row_format)
+
+    return make

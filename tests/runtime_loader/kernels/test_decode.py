@@ -1,0 +1,80 @@
+"""The decode kernel attends over packed rows as the torch implementation does."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from kvtuner.runtime_loader.kernels.attention import DecodeLaunch, decode
+from kvtuner.runtime_loader.kernels.side import KernelSide
+from kvtuner.runtime_loader.packed_attention import Scores, StoredRows, TorchAttention
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+LENGTHS = (0, 1, 33, 70)
+LAUNCH = DecodeLaunch(tokens=16, warps=4, stages=1, asm=False, min_split=16)
+NUM_SPLITS = 3
+# Queries and weights are rounded to fp16 once each, 2 ** -11 relative. Scores of some ten nats make 5e-3 of a weight of
+# that, and values that differ by orders of magnitude let one weight decide.
+TOLERANCE = 1e-2
+
+
+def assert_agrees(keys: StoredRows, values: StoredRows, gqa: int, cap: float = 0.0) -> None:
+    generator = torch.Generator().manual_seed(7)
+    num_heads, head_dim = keys.format.num_heads, keys.format.head_dim
+    slots = torch.randperm(len(keys.rows), generator=generator)[: sum(LENGTHS)]
+    keys.write(slots, torch.randn(len(slots), num_heads, head_dim, generator=generator).half())
+    # Scales of values that differ by orders of magnitude, and some that are subnormal.
+    size = torch.exp(3 * torch.randn(len(slots), 1, 1, generator=generator))
+    size[::7] = 1e-6
+    values.write(slots, (size * torch.randn(len(slots), *values.shape[1:], generator=generator)).half())
+    q = torch.randn(len(LENGTHS), num_heads * gqa, head_dim, generator=generator)
+    indptr = torch.tensor([0, *itertools.accumulate(LENGTHS)])
+    scores = Scores(head_dim**-0.5, cap)
+    expected = TorchAttention().decode(q, keys, values, indptr, slots, scores)
+    sides = KernelSide.of(keys), KernelSide.of(values)
+    found = decode(q, *sides, num_heads, indptr, slots, scores, LAUNCH, NUM_SPLITS)
+    assert (found[0] == 0).all()
+    largest = expected.abs().amax(dim=(1, 2), keepdim=True).clamp(min=1e-6)
+    error = ((found - expected).abs() / largest).max().item()
+    assert error < TOLERANCE
+
+
+@pytest.mark.parametrize("k_bits", [2, 4, 8, 16])
+@pytest.mark.parametrize("v_bits", [2, 4, 8, 16])
+def test_every_pair(k_bits: int, v_bits: int, row_format: Any, poisoned: Any) -> None:
+    keys = poisoned(row_format(2, 64, k_bits, "centered+balanced+hadamard"), 130)
+    assert_agrees(keys, poisoned(row_format(2, 64, v_bits, "hadamard"), 130), 4)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "gqa"), [(1, 128, 7), (3, 80, 1), (2, 96, 2), (1, 256, 4), (1, 64, 20)]
+)
+@pytest.mark.parametrize("cap", [0.0, 5.0])
+@pytest.mark.slow
+def test_every_shape(num_heads: int, head_dim: int, gqa: int, cap: float, row_format: Any, poisoned: Any) -> None:
+    keys = poisoned(row_format(num_heads, head_dim, 4, "centered+balanced+hadamard"), 130)
+    assert_agrees(keys, poisoned(row_format(num_heads, head_dim, 2, "hadamard"), 130), gqa, cap)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_groups(bits: int, row_format: Any, poisoned: Any) -> None:
+    keys = poisoned(row_format(2, 128, bits, "none", 128 * bits // 16), 130)
+    assert_agrees(keys, poisoned(row_format(2, 128, bits, "none", 64, symmetric=True), 130), 2)
+
+
+def test_a_value_that_was_nan_is_nan_for_its_request_alone(row_format: Any, poisoned: Any) -> None:
+    keys, values = (poisoned(row_format(1, 64, 4), 12) for _ in range(2))
+    states = torch.randn(8, 1, 64, generator=torch.Generator().manual_seed(0)).half()
+    keys.write(torch.arange(8), states)
+    states[2, 0, 0] = torch.nan
+    values.write(torch.arange(8), states)
+    sides = KernelSide.of(keys), KernelSide.of(values)
+    q = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(1)).half()
+    indptr, slots = torch.tensor([0, 4, 8]), torch.arange(8)
+    found = decode(q, *sides, 1, indptr, slots, Scores(0.125), LAUNCH, NUM_SPLITS)
+    assert found[0].isnan().all()
+    assert not found[1].isnan().any()

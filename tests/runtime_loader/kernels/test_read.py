@@ -1,0 +1,33 @@
+"""The read kernel gives what `RowFormat.unpack` gives, rounding for rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvtuner.quant import KEY_TRANSFORMS
+from kvtuner.runtime_loader.kernels.attention import read
+from kvtuner.runtime_loader.kernels.side import KernelSide
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+SHAPES = [(2, 64), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((3, 80), (2, 96), (1, 128)))]
+
+
+@pytest.mark.parametrize("kind", KEY_TRANSFORMS)
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+@pytest.mark.parametrize(("num_heads", "head_dim"), SHAPES)
+def test_rows_read_back_are_those_of_quant(
+    num_heads: int, head_dim: int, bits: int, kind: str, row_format: Any, poisoned: Any
+) -> None:
+    stored = poisoned(row_format(num_heads, head_dim, bits, kind, group_size=head_dim // 2 if bits < 8 else None), 40)
+    generator = torch.Generator().manual_seed(5)
+    slots = torch.randperm(40, generator=generator)[:23]
+    states = torch.randn(23, num_heads, head_dim, generator=generator).half()
+    states[4, 0, 1] = torch.nan
+    stored.write(slots, states)
+    out = torch.empty(23, num_heads, head_dim)
+    read(KernelSide.of(stored), num_heads, slots, out)
+    torch.testing.assert_close(out, stored.read(slots, torch.float32), rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,83 @@
+"""The store kernel writes the bytes of `quant.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from kvtuner.quant import KEY_TRANSFORMS
+from kvtuner.runtime_loader.kernels.attention import STORED_TOKENS, store
+from kvtuner.runtime_loader.kernels.side import KernelSide
+
+if TYPE_CHECKING:
+    from kvtuner.runtime_loader.packed_attention import StoredRows
+    from kvtuner.runtime_loader.row_format import RowFormat
+
+# numpy's, of lanes that the kernel then throws away
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+SHAPES = [(2, 64), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((3, 80), (2, 96), (1, 128)))]
+
+TOKENS = 2 * STORED_TOKENS - 1
+SLOTS = 20
+V_BITS = {2: 4, 4: 8, 8: 2, 16: 4}
+
+
+def hard_states(num_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Every kind of group that has a rule of its own."""
+    x = torch.randn(TOKENS, num_heads, head_dim, generator=torch.Generator().manual_seed(3))
+    x[1, 0, 3], x[2, 0, 5], x[3], x[4] = torch.nan, torch.inf, 0.0, -0.0
+    x[5] *= 1e-6
+    x[6, :, ::2] = 100.0
+    return x.to(dtype)
+
+
+def assert_stored(k_format: RowFormat, v_format: RowFormat, poisoned: Any, dtype: torch.dtype) -> None:
+    k = hard_states(k_format.num_heads, k_format.head_dim, dtype)
+    v = 3 * hard_states(v_format.num_heads, v_format.head_dim, dtype).flip(0)
+    slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))[:TOKENS]
+    expected, found = ([poisoned(each, SLOTS, dtype) for each in (k_format, v_format)] for _ in range(2))
+    for stored, states in zip(expected, (k, v), strict=True):
+        stored.write(slots, states)
+    store(*(KernelSide.of(stored) for stored in found), slots, k, v)
+    for name, wanted, got in zip(("keys", "values"), expected, found, strict=True):
+        written = payload(wanted)
+        assert torch.equal(wanted.rows.view(torch.uint8)[:, :written], got.rows.view(torch.uint8)[:, :written]), name
+
+
+def payload(stored: StoredRows) -> Any:
+    """Bytes of a row without its padding, which the kernel leaves alone."""
+    spec = stored.format.spec
+    if spec is None:
+        return slice(None).stop
+    heads, dim = stored.format.num_heads, stored.format.head_dim
+    return heads * dim * spec.bits // 8 + 4 * heads * (dim // (spec.group_size or dim))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("kind", KEY_TRANSFORMS)
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+@pytest.mark.parametrize(("num_heads", "head_dim"), SHAPES)
+def test_rows_are_those_of_quant(
+    num_heads: int, head_dim: int, bits: int, kind: str, symmetric: bool, row_format: Any, poisoned: Any
+) -> None:
+    v_kind = "hadamard" if "hadamard" in kind else "none"
+    keys = row_format(num_heads, head_dim, bits, kind, symmetric=symmetric)
+    values = row_format(num_heads, head_dim, V_BITS[bits], v_kind, symmetric=not symmetric)
+    assert_stored(keys, values, poisoned, torch.float16)
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (2, 64), (2, 256), (4, 64), (4, 128)])
+def test_groups_have_words_of_their_own(bits: int, group_size: int, row_format: Any, poisoned: Any) -> None:
+    keys = row_format(1, 256, bits, "centered+balanced+hadamard", group_size)
+    assert_stored(keys, row_format(1, 256, 8, "none", 128), poisoned, torch.float32)
+
+
+def test_no_tokens_are_no_launch(row_format: Any, poisoned: Any) -> None:
+    stored = poisoned(row_format(1, 64, 4), 3)
+    side = KernelSide.of(stored)
+    none = torch.zeros(0, 1, 64)
+    store(side, side, torch.zeros(0, dtype=torch.int64), none, none)
+    assert (stored.rows == 255).all()
