@@ -17,7 +17,7 @@ def engine(profile: str | Path, *, attend: Attend = "fresh", **arguments: Any) -
     Args:
         profile: path of the file.
         attend: whether a chunk of new tokens reads itself exactly or as it was stored.
-        **arguments: of `sglang.Engine`.
+        **arguments: of `sglang.Engine`, but for a finished `server_args`, which nobody could check.
 
     Raises:
         KVTunerError: a profile, model or argument that cannot be served. What a scheduler finds out later, such as
@@ -25,9 +25,12 @@ def engine(profile: str | Path, *, attend: Attend = "fresh", **arguments: Any) -
     """
     import sglang
 
+    from kvtuner.errors import ServingError
     from kvtuner.runtime_loader.sglang.request import REQUEST_VARIABLE, ServingRequest
     from kvtuner.runtime_loader.sglang.serving import activate, exchange
 
+    if "server_args" in arguments:
+        raise ServingError("engine() takes SGLang's arguments one by one, not server_args: those are checked already")
     served, variable = exchange(None), os.environ.get(REQUEST_VARIABLE)
     request = ServingRequest(os.path.abspath(profile), None, attend)
     try:

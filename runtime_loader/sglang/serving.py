@@ -125,12 +125,12 @@ def activate(request: ServingRequest) -> None:
     Raises:
         KVTunerError: an SGLang that does not fit, or a profile that cannot be read.
     """
-    global _active
+    global _active, _checked_digest
     check_version()
     loaded = None if request.profile is None else load_profile(request.profile)
     _once("resolution", lambda: seam.on_resolution(_choose_backend, _check))
     _once("scheduler", lambda: on_scheduler(_start_scheduler))
-    _active = Serving(request, loaded)
+    _active, _checked_digest = Serving(request, loaded), None
 
 
 def _once(name: str, hook: Callable[[], None]) -> None:
@@ -170,6 +170,8 @@ def _hear(schedulers: list[dict[str, Any]]) -> None:
                     f"scheduler {number} does not serve the profile: its process did not load SGLang's plugin kvtuner;"
                     " install kvtuner where the server runs, and unset SGLANG_PLUGINS or name kvtuner in it"
                 )
+            if _checked_digest is None:
+                raise ServingError("SGLang resolved its arguments before the profile was asked for; ask for it first")
             if said[PROFILE_KEY] != _checked_digest:
                 raise ServingError(
                     f"scheduler {number} serves {said[PROFILE_KEY]}, but the launcher checked {_checked_digest}: the"

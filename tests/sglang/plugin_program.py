@@ -90,6 +90,7 @@ def layers_that_do_not_read_their_whole_past_are_refused() -> None:
     assert "window of 511 tokens, shorter than the context of 512" in refusal(
         attention.check_layers, model(sliding_window_size=510), 512
     )
+    assert "sinks" in refusal(attention.check_layers, model(attention_sink_bias=torch.zeros(2)), 512)
     covering = model(sliding_window_size=511)
     attention.check_layers(covering, 512)
     assert covering["attn"].sliding_window_size == -1
@@ -114,8 +115,34 @@ def another_kind_of_pool_is_refused() -> None:
     assert "SGLang built a object for this model, not a packed pool" in line
 
 
+def an_engine_with_finished_arguments_is_refused() -> None:
+    from kvtuner.runtime_loader.sglang import engine
+
+    assert "not server_args" in refusal(engine, PROFILE, server_args=parse())
+
+
+def models_that_generate_no_text_or_read_more_are_refused() -> None:
+    from sglang.srt.configs.model_config import AttentionArch
+
+    from kvtuner.errors import UnsupportedModelError
+    from kvtuner.runtime_loader.sglang.compat import model
+
+    model.mambaish_config = lambda _: None  # type: ignore[assignment]
+    plain = {"is_hybrid_swa": False, "is_multimodal": False, "is_generation": True}
+    shape = {"hf_config": SimpleNamespace(architectures=["X"]), "attention_arch": AttentionArch.MHA}
+    model.refuse_other_pools(SimpleNamespace(**shape, **plain))
+    for name, value in plain.items():
+        try:
+            model.refuse_other_pools(SimpleNamespace(**shape, **{**plain, name: not value}))
+        except UnsupportedModelError as error:
+            assert "X" in str(error)
+        else:
+            raise AssertionError(name)
+
+
 def schedulers_that_serve_something_else_are_refused() -> None:
     parse("--kvtuner-profile", PROFILE)
+    assert "before the profile was asked for" in refusal(serving._hear, [{"kvtuner_profile": "sha256:1"}])
     serving._checked_digest = "sha256:1"
     serving._hear([{"kvtuner_profile": "sha256:1"}])
     assert "scheduler 1 serves sha256:2, but the launcher checked sha256:1" in refusal(

@@ -76,8 +76,9 @@ def check_layers(model: Module, context_length: int) -> None:
     Raises:
         ServingError: names the layer and what it has.
     """
+    scaled: set[float | None] = set()
     for name, module in model.named_modules():
-        if getattr(module, "sinks", None) is not None:
+        if any(getattr(module, sinks, None) is not None for sinks in ("sinks", "attention_sink_bias")):
             raise ServingError(f"{name} of this model has attention sinks, which a packed KV pool does not have")
         if not isinstance(module, RadixAttention):
             continue
@@ -92,8 +93,9 @@ def check_layers(model: Module, context_length: int) -> None:
                     f" context of {context_length}; serve with --context-length {module.sliding_window_size + 1}"
                 )
             module.sliding_window_size = -1
-        if module.k_scale is not None or module.v_scale is not None:
-            logger.warning("kvtuner: the checkpoint's KV scales of %s are not used: packed rows have their own", name)
+        scaled |= {module.k_scale_float, module.v_scale_float} - {None, 1.0}  # 1.0 where the checkpoint has none
+    if scaled:
+        logger.warning("kvtuner: the checkpoint's scales for an fp8 cache are not used: packed rows have their own")
 
 
 def refuse_unserved(arguments: dict[str, Any]) -> None:
