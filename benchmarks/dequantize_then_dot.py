@@ -15,9 +15,11 @@ def dequantized(
     UNITS: tl.constexpr = DIM * BITS // 16
     units = tl.load(rows_ptr + slots * ROW + kv_head * UNITS + channels % UNITS)
     codes = (units >> (channels // UNITS * BITS).to(tl.int16)) & ((1 << BITS) - 1)
-    words = tl.load(
-        words_ptr + slots * (ROW // 2) + HEADS * UNITS // 2 + kv_head * GROUPS + channels // (DIM // GROUPS)
-    )
+    words_ptr += HEADS * UNITS // 2 + kv_head * GROUPS
+    if GROUPS == 1:
+        words = tl.load(words_ptr + slots * (ROW // 2))
+    else:
+        words = tl.load(words_ptr + slots * (ROW // 2) + channels // (DIM // GROUPS))
     step = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     minimum = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return (codes.to(tl.float32) * step + minimum).to(tl.bfloat16)

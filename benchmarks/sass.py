@@ -6,7 +6,7 @@
 No GPU is needed: Triton compiles for any, and its own cuobjdump disassembles. The limit beside each row is what an H200
 can issue while its memory delivers the elements (132 SMs, 4 instructions a cycle, 32 lanes, 1.755 GHz, 4.3 TB/s): a
 kernel above it is bound by instructions, not by memory. The baseline dequantizes to bf16 and then multiplies, over the
-same rows.
+same rows, launched as SGLang launches its own kernel and as ours is.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import dequantize_then_dot
 from kvtuner.precision import PrecisionPair, RowShape, effective_bits
 from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.kernels import decode
-from kvtuner.runtime_loader.kernels.attention import DecodeLaunch, decode_facts
+from kvtuner.runtime_loader.kernels.attention import LAUNCH, DecodeLaunch, decode_facts
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.packed_attention import StoredRows
 from kvtuner.runtime_loader.row_format import RowFormat
@@ -43,9 +43,9 @@ from kvtuner.runtime_loader.row_format import RowFormat
 H200_LANES_PER_S: Final = 132 * 4 * 32 * 1.755e9
 H200_BYTES_PER_S: Final = 4.3e12
 PAIRS: Final = ("K4V4", "K8V8", "K8V4", "K4V2", "K2V2")
-LAUNCH: Final = DecodeLaunch(tokens=64, warps=1, stages=3, asm=True)
-BASELINE: Final = DecodeLaunch(tokens=32, warps=4, stages=2, asm=False)
-"""What SGLang's own kernel is launched with."""
+SGLANG: Final = DecodeLaunch(tokens=32, warps=4, stages=2, asm=False)
+"""How SGLang launches its own decode kernel for grouped queries."""
+KERNELS: Final = ((LAUNCH, False), (SGLANG, True), (LAUNCH, True))
 POINTERS: Final = {
     "q_ptr": "*bf16",
     "k_rows_ptr": "*i16",
@@ -141,9 +141,8 @@ def loop_of(code: str) -> list[str]:
     return max((loop for loop in loops if any("MMA" in each for each in loop)), key=len)
 
 
-def measure(pair: PrecisionPair, shape: Shape, arch: int, *, baseline: bool) -> Row:
+def measure(pair: PrecisionPair, shape: Shape, arch: int, launch: DecodeLaunch, *, baseline: bool) -> Row:
     """Compile and count."""
-    launch = BASELINE if baseline else LAUNCH
     keys, values = side_of(shape, pair.k_bits), side_of(shape, pair.v_bits)
     facts = {**decode_facts(keys, values, shape.num_kv_heads, shape.gqa, launch), "CAPPED": False}
     function = dequantize_then_dot.decode_split if baseline else decode.decode_split
@@ -192,22 +191,24 @@ def main() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: what is interpreted cannot be compiled; unset it")
     rows = [
-        measure(PrecisionPair.parse(pair), Shape(heads, args.gqa, 128, args.group_size), arch, baseline=baseline)
+        measure(
+            PrecisionPair.parse(pair), Shape(heads, args.gqa, 128, args.group_size), arch, launch, baseline=baseline
+        )
         for arch in args.arch
         for heads in args.kv_heads
         for pair in args.pairs
-        for baseline in ((False,) if args.without_baseline else (False, True))
+        for launch, baseline in (KERNELS[:1] if args.without_baseline else KERNELS)
     ]
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return
-    print("arch  pair  heads  kernel    instructions/element  H200 limit  registers  spills  int to float  16 B copies")
+    print("arch  pair  heads  kernel    tokens/warps/stages  per element  H200 limit  registers  spills  converted")
     for row in rows:
-        name = "baseline" if row.baseline else "ours"
+        launch = "/".join(str(row.launch_row[name]) for name in ("tokens", "warps", "stages"))
         print(
-            f"{row.arch:<6}K{row.k_bits}V{row.v_bits}{row.num_kv_heads:7}  {name:<10}"
-            f"{row.lane_instructions_per_element:>20.2f}{row.limit:12.2f}{row.registers:11}{row.spills:8}"
-            f"{row.int_to_float:14}{row.async_copies_16B:13}"
+            f"{row.arch:<6}K{row.k_bits}V{row.v_bits}{row.num_kv_heads:7}  {'baseline' if row.baseline else 'ours':<10}"
+            f"{launch:<19}{row.lane_instructions_per_element:>13.2f}{row.limit:12.2f}{row.registers:11}{row.spills:8}"
+            f"{row.int_to_float:11}"
         )
 
 

@@ -47,12 +47,16 @@ class DecodeLaunch:
     min_split: int = 256
 
 
+LAUNCH: Final = DecodeLaunch(tokens=64, warps=1, stages=3, asm=True)
+"""Of sm_80 and later, for every pair of packed widths."""
+
+
 def store(keys: KernelSide, values: KernelSide, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Write keys and values [tokens, num_heads, head_dim], channels contiguous, to token slots [tokens]."""
     num_tokens, num_heads = k.shape[:2]
     if not num_tokens:
         return
-    store_rows[(num_heads, triton.cdiv(num_tokens, STORED_TOKENS), 2)](
+    store_rows[(triton.cdiv(num_tokens, STORED_TOKENS), num_heads, 2)](
         k, k.stride(0), k.stride(1), keys.rows, keys.mu, keys.inverse,
         v, v.stride(0), v.stride(1), values.rows, slots, num_tokens,
         **store_facts(keys, values, num_heads), **EXACT,
@@ -103,16 +107,17 @@ def decode(
     num_requests, num_heads, head_dim = q.shape
     gqa, capped = num_heads // num_kv_heads, scores.logit_cap > 0
     biased = capped and keys.centered
-    queries, bias = q, torch.zeros(1, device=q.device)
+    dim = values.head_dim
+    partial = torch.empty(num_requests, num_heads, num_splits, dim, dtype=torch.float32, device=q.device)
+    queries, bias = q, partial  # read only where they are made
     if keys.stages or keys.balanced or capped:
         queries = torch.empty(q.shape, dtype=q.dtype if keys.bits == 16 else torch.float16, device=q.device)
-        bias = torch.zeros(num_requests, num_heads, dtype=torch.float32, device=q.device)
+        if capped:
+            bias = torch.zeros(num_requests, num_heads, dtype=torch.float32, device=q.device)
         prepare_queries[(num_kv_heads, num_requests)](
             q, q.stride(0), q.stride(1), keys.lam, keys.mu, queries, bias, HEADS=num_kv_heads, GQA=gqa, DIM=head_dim,
             PADDED=keys.padded, BALANCED=keys.balanced, STAGES=keys.stages, BIASED=biased,
         )  # fmt: skip
-    dim = values.head_dim
-    partial = torch.empty(num_requests, num_heads, num_splits, dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(num_requests, num_heads, num_splits, dtype=torch.float32, device=q.device)
     decode_split[(num_kv_heads * triton.cdiv(gqa, TILE), num_splits, num_requests)](
         queries, queries.stride(0), queries.stride(1), keys.rows, keys.words, values.rows, values.words, bias, indptr,
@@ -131,7 +136,7 @@ def read(side: KernelSide, num_kv_heads: int, slots: Tensor, out: Tensor) -> Non
     """Read token slots [tokens] back to model space, into `out` [tokens, num_kv_heads, head_dim]."""
     if not len(slots):
         return
-    read_side[(num_kv_heads, triton.cdiv(len(slots), READ_TOKENS))](
+    read_side[(triton.cdiv(len(slots), READ_TOKENS), num_kv_heads)](
         side.rows, side.words, side.mu, side.lam, slots, out, out.stride(0), out.stride(1), len(slots),
         HEADS=num_kv_heads, ROW=side.row, DIM=side.head_dim, BITS=side.bits, GROUPS=side.groups,
         CENTERED=side.centered, BALANCED=side.balanced, STAGES=side.stages, PADDED=side.padded, TOKENS=READ_TOKENS,

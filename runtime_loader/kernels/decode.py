@@ -1,4 +1,4 @@
-"""Split-KV flash decoding over packed rows: one query per request, every pair of widths, two launches.
+"""Split-KV flash decoding over packed rows: one query per request, every pair of widths.
 
 Scale and minimum are folded. With code c, key = s * c + m, and units unpacked as OFFSET + f * c, f a power of two,
 
@@ -20,6 +20,12 @@ from kvtuner.runtime_loader.kernels.unpack import OFFSET, codes_of, factor_of, l
 
 
 @triton.jit
+def fp16_saturated(x):
+    """The nearest fp16, at most 65504; NaN stays NaN, which minimum and maximum of a GPU would lose."""
+    return tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x)).to(tl.float16)
+
+
+@triton.jit
 def _softcap(x, cap):
     """Cap * tanh(x / cap) of scores in units of log2."""
     y = tl.exp2(-2.0 * tl.abs(x) / cap * 1.4426950408889634)
@@ -27,7 +33,7 @@ def _softcap(x, cap):
     return tl.where(x < 0, -z, z)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def decode_split(
     q_ptr, q_stride_b, q_stride_h, k_rows_ptr, k_words_ptr, v_rows_ptr, v_words_ptr, bias_ptr, indptr_ptr, slots_ptr,
     partial_ptr, lse_ptr, scale, cap, num_splits,
@@ -80,7 +86,7 @@ def decode_split(
             part = tl.load(channels, mask=mine[:, None] & k_real[None, :], other=0.0)
             if K_BITS != 16:
                 part = part.to(tl.float32) * (1 / factor_of(group * K_IN_GROUP + slot, K_BITS))
-                part = tl.minimum(tl.maximum(part, -65504.0), 65504.0).to(tl.float16)
+                part = fp16_saturated(part)
                 exact = tl.sum(part.to(tl.float32), 1)
                 q_sum += exact * factor_of(group * K_IN_GROUP + slot, K_BITS)
                 q_offset -= exact * OFFSET
@@ -129,7 +135,7 @@ def decode_split(
                 k_rows_ptr + slots[None, :] * K_ROW + kv_head * K_DIM + k_unit[:, None],
                 mask=live[None, :] & k_real[:, None], other=0.0,
             )  # fmt: skip
-            scores = tl.dot(q[0], keys.to(q[0].dtype)) * scale
+            scores = tl.dot(q[0], keys.to(q[0].dtype), input_precision="ieee") * scale
         else:
             units = tl.load(
                 k_rows_ptr + slots[None, :] * K_ROW + kv_head * K_WIDE + k_unit[:, None], mask=k_real[:, None], other=0
@@ -164,7 +170,7 @@ def decode_split(
                 v_rows_ptr + slots[:, None] * V_ROW + kv_head * V_DIM + v_unit[None, :],
                 mask=live[:, None] & v_real[None, :], other=0.0,
             )  # fmt: skip
-            new_acc = (tl.dot(u.to(values.dtype), values, acc[0] * shrink[:, None]),)
+            new_acc = (tl.dot(u.to(values.dtype), values, acc[0] * shrink[:, None], input_precision="ieee"),)
         else:
             units = tl.load(
                 v_rows_ptr + slots[:, None] * V_ROW + kv_head * V_WIDE + v_unit[None, :], mask=v_real[None, :], other=0
@@ -220,11 +226,12 @@ def prepare_queries(
         q = q * tl.load(lam_ptr + constants, mask=channels < DIM, other=0.0)
     if STAGES > 0:
         q = hadamard(q, TILE, PADDED, STAGES)
-    q = tl.minimum(tl.maximum(q, -65504.0), 65504.0)
+    if out_ptr.dtype.element_ty == tl.float16:
+        q = fp16_saturated(q)
     tl.store(out_ptr + (request * (HEADS * GQA) + heads) * DIM + channels, q.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def merge_splits(
     partial_ptr, lse_ptr, out_ptr, out_stride_b, out_stride_h, num_splits,
     DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
@@ -236,14 +243,14 @@ def merge_splits(
     split = tl.arange(0, SPLITS)
     channels = tl.arange(0, PADDED)
     lse = tl.load(lse_ptr + place + split, mask=split < num_splits, other=float("-inf"))
-    some = lse > float("-inf")
-    share = tl.where(some, tl.exp2(lse - tl.max(tl.where(some, lse, -1e30), 0)), 0.0)
+    some = (split < num_splits) & (lse != float("-inf"))  # NaN is some: it must be seen
+    share = tl.where(some, tl.exp2(lse - tl.max(tl.where(lse > float("-inf"), lse, -1e30), 0)), 0.0)
     parts = tl.load(
         partial_ptr + (place + split[:, None]) * DIM + channels[None, :],
         mask=some[:, None] & (channels < DIM)[None, :], other=0.0,
     )  # fmt: skip
     total = tl.sum(share, 0)
-    out = tl.sum(parts * share[:, None], 0) / tl.where(total > 0.0, total, 1.0)
+    out = tl.sum(parts * share[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     if STAGES > 0:
         out = tl.reshape(hadamard(tl.reshape(out, (1, PADDED)), 1, PADDED, STAGES), (PADDED,))
     tl.store(

@@ -9,7 +9,7 @@ from kvtuner.runtime_loader.kernels.transform import hadamard
 from kvtuner.runtime_loader.kernels.unpack import scale_and_minimum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def read_side(
     rows_ptr, words_ptr, mu_ptr, lam_ptr, slots_ptr, out_ptr, out_stride_t, out_stride_h, num_tokens,
     HEADS: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
@@ -19,8 +19,8 @@ def read_side(
     """One head of TOKENS tokens to [tokens, heads, DIM], with the roundings of `QuantSpec`."""
     SLOTS: tl.constexpr = 16 // BITS
     UNITS: tl.constexpr = DIM // SLOTS
-    head = tl.program_id(0)
-    tokens = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1)
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     live = tokens < num_tokens
     slots = tl.load(slots_ptr + tokens, mask=live, other=0).to(tl.int64)
     channels = tl.arange(0, PADDED)

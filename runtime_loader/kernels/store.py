@@ -112,7 +112,7 @@ def _store_side(
         tl.store(words + 1, minimum, mask=live[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def store_rows(
     k_ptr, k_stride_t, k_stride_h, k_rows_ptr, k_mu_ptr, k_inverse_ptr,
     v_ptr, v_stride_t, v_stride_h, v_rows_ptr, slots_ptr, num_tokens,
@@ -123,8 +123,8 @@ def store_rows(
     V_SYMMETRIC: tl.constexpr, V_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Keys or values, by the third axis, of one head and a block of tokens."""
-    head = tl.program_id(0)
-    tokens = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1)
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     live = tokens < num_tokens
     slots = tl.load(slots_ptr + tokens, mask=live, other=0).to(tl.int64)
     if tl.program_id(2) == 0:

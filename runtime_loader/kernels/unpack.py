@@ -25,7 +25,7 @@ def factor_of(slot, bits):
 def _two_bytes(units):
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $2, 0x64646464, 0x4240; prmt.b32 $1, $2, 0x64646464, 0x4341;",
-        "=r,=r,r",
+        "=&r,=&r,r",
         [units],
         dtype=(tl.float16, tl.float16),
         is_pure=True,
@@ -44,7 +44,7 @@ def _four_nibbles(units):
         lop3.b32 $2, high, 0x000f000f, 0x64006400, 0xea;
         lop3.b32 $3, high, 0x00f000f0, 0x64006400, 0xea;
         }""",
-        "=r,=r,=r,=r,r",
+        "=&r,=&r,=&r,=&r,r",
         [units],
         dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
         is_pure=True,
@@ -67,7 +67,7 @@ def _eight_crumbs(units):
         lop3.b32 $6, high, 0x00300030, 0x64006400, 0xea;
         lop3.b32 $7, high, 0x00c000c0, 0x64006400, 0xea;
         }""",
-        "=r,=r,=r,=r,=r,=r,=r,=r,r",
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
         [units],
         dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
         is_pure=True,

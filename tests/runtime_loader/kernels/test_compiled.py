@@ -42,10 +42,11 @@ def test_the_decode_loop_is_short_converts_nothing_and_copies_codes_by_sixteen_b
 
 
 def test_the_count_sees_what_a_baseline_wastes() -> None:
-    ours, baseline = run(str(ROOT / "benchmarks" / "sass.py"), "--pairs", "K4V4", "--json")
-    assert baseline["baseline"] and not ours["baseline"]
-    assert baseline["int_to_float"] > 0
-    assert baseline["lane_instructions_per_element"] > 3 * ours["lane_instructions_per_element"]
+    ours, *baselines = run(str(ROOT / "benchmarks" / "sass.py"), "--pairs", "K4V4", "--json")
+    assert [row["baseline"] for row in (ours, *baselines)] == [False, True, True]
+    for baseline in baselines:
+        assert baseline["int_to_float"] > 0
+        assert baseline["lane_instructions_per_element"] > 3 * ours["lane_instructions_per_element"]
 
 
 def test_the_store_kernel_is_not_contracted_and_other_vendors_have_a_kernel() -> None:

@@ -66,15 +66,23 @@ def test_groups(bits: int, row_format: Any, poisoned: Any) -> None:
     assert_agrees(keys, poisoned(row_format(2, 128, bits, "none", 64, symmetric=True), 130), 2)
 
 
-def test_a_value_that_was_nan_is_nan_for_its_request_alone(row_format: Any, poisoned: Any) -> None:
-    keys, values = (poisoned(row_format(1, 64, 4), 12) for _ in range(2))
-    states = torch.randn(8, 1, 64, generator=torch.Generator().manual_seed(0)).half()
-    keys.write(torch.arange(8), states)
-    states[2, 0, 0] = torch.nan
-    values.write(torch.arange(8), states)
-    sides = KernelSide.of(keys), KernelSide.of(values)
-    q = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(1)).half()
-    indptr, slots = torch.tensor([0, 4, 8]), torch.arange(8)
-    found = decode(q, *sides, 1, indptr, slots, Scores(0.125), LAUNCH, NUM_SPLITS)
-    assert found[0].isnan().all()
+@pytest.mark.parametrize("num_splits", [1, NUM_SPLITS])
+@pytest.mark.parametrize("where", ["keys", "values", "queries"])
+def test_nan_is_seen_by_its_request_and_by_no_other(
+    where: str, num_splits: int, row_format: Any, poisoned: Any
+) -> None:
+    keys, values = (poisoned(row_format(1, 64, 4), 90) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    slots, q = torch.arange(80), torch.randn(2, 2, 64, generator=generator)
+    for stored, name in ((keys, "keys"), (values, "values")):
+        states = torch.randn(80, 1, 64, generator=generator)
+        if where == name:
+            states[3, 0, 0] = torch.nan
+        stored.write(slots, states)
+    if where == "queries":
+        q[0, 0, 5] = torch.nan
+    sides, indptr = (KernelSide.of(keys), KernelSide.of(values)), torch.tensor([0, 40, 80])
+    found = decode(q, *sides, 1, indptr, slots, Scores(0.125), LAUNCH, num_splits)
+    assert found[0, 0].isnan().all()
+    assert found[0, 1].isnan().all() == (where != "queries")
     assert not found[1].isnan().any()
