@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-pytestmark = pytest.mark.xdist_group("load")  # one worker, one server
-
-
 @pytest.fixture(scope="module")
 def folder(model_folder: Any) -> Path:
     path: Path = model_folder("llama-gqa", num_hidden_layers=3)

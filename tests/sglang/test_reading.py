@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile import Profile
 
-pytestmark = pytest.mark.xdist_group("reading")  # one worker, or each would start the servers that tests share
-
 TOKENS = 12
 
 
