@@ -33,6 +33,12 @@ def _softcap(x, cap):
     return tl.where(x < 0, -z, z)
 
 
+@triton.jit
+def scales_of(words_ptr, slots, live, ROW: tl.constexpr):
+    """Scales and minima of one group of tokens, 0 where there is none; ROW is in units."""
+    return scale_and_minimum(tl.load(words_ptr + slots * (ROW // 2), mask=live, other=0))
+
+
 @triton.jit(do_not_specialize=["num_splits"])
 def decode_split(
     q_ptr, q_stride_b, q_stride_h, k_rows_ptr, k_words_ptr, v_rows_ptr, v_words_ptr, bias_ptr, indptr_ptr, slots_ptr,
@@ -120,11 +126,8 @@ def decode_split(
         if V_BITS != 16:
             largest = tl.full([TOKENS], 2.0**-24, tl.float32)
             for group in tl.static_range(V_GROUPS):
-                words = tl.load(
-                    v_words_ptr + slots * (V_ROW // 2) + (HEADS * V_WIDE // 2 + kv_head * V_GROUPS + group),
-                    mask=live, other=0,
-                )  # fmt: skip
-                step, minimum = scale_and_minimum(words)
+                place_in_row = HEADS * V_WIDE // 2 + kv_head * V_GROUPS + group
+                step, minimum = scales_of(v_words_ptr + place_in_row, slots, live, V_ROW)
                 steps = steps + (step,)
                 minima = minima + (minimum,)
                 largest = tl.maximum(largest, step)
@@ -143,11 +146,8 @@ def decode_split(
             codes = codes_of(units, K_BITS, ASM)
             scores = tl.zeros([TILE, TOKENS], tl.float32)
             for group in tl.static_range(K_GROUPS):
-                words = tl.load(
-                    k_words_ptr + slots * (K_ROW // 2) + (HEADS * K_WIDE // 2 + kv_head * K_GROUPS + group),
-                    mask=live, other=0,
-                )  # fmt: skip
-                step, minimum = scale_and_minimum(words)
+                place_in_row = HEADS * K_WIDE // 2 + kv_head * K_GROUPS + group
+                step, minimum = scales_of(k_words_ptr + place_in_row, slots, live, K_ROW)
                 products = tl.broadcast_to(q_offsets[group][:, None], (TILE, TOKENS))
                 for slot in tl.static_range(K_IN_GROUP):
                     products = tl.dot(q[group * K_IN_GROUP + slot], codes[group * K_IN_GROUP + slot], products)
