@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import os
 import re
@@ -32,10 +33,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import dequantize_then_dot
 
-from kvtuner.precision import PrecisionPair, RowShape, effective_bits
+from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, effective_bits
 from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.kernels import decode
-from kvtuner.runtime_loader.kernels.attention import LAUNCH, DecodeLaunch, decode_facts
+from kvtuner.runtime_loader.kernels.launch import decode_facts
+from kvtuner.runtime_loader.kernels.settings import DecodeLaunch, Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.packed_attention import StoredRows
 from kvtuner.runtime_loader.row_format import RowFormat
@@ -45,22 +47,13 @@ H200_BYTES_PER_S: Final = 4.3e12
 PAIRS: Final = ("K4V4", "K8V8", "K8V4", "K4V2", "K2V2")
 SGLANG: Final = DecodeLaunch(tokens=32, warps=4, stages=2, asm=False)
 """How SGLang launches its own decode kernel for grouped queries."""
-KERNELS: Final = ((LAUNCH, False), (SGLANG, True), (LAUNCH, True))
-POINTERS: Final = {
-    "q_ptr": "*bf16",
-    "k_rows_ptr": "*i16",
-    "k_words_ptr": "*i32",
-    "v_rows_ptr": "*i16",
-    "v_words_ptr": "*i32",
-    "bias_ptr": "*fp32",
-    "indptr_ptr": "*i32",
-    "slots_ptr": "*i64",
-    "partial_ptr": "*fp32",
-    "lse_ptr": "*fp32",
-}
-NUMBERS: Final = {"q_stride_b": "i32", "q_stride_h": "i32", "scale": "fp32", "cap": "fp32", "num_splits": "i32"}
-ALIGNED: Final = (*POINTERS, "q_stride_b", "q_stride_h")
-"""Multiples of 16, as Triton finds them when it launches."""
+NUMBERS: Final = {"scale": "fp32", "cap": "fp32"}
+UNALIGNED: Final = ("num_splits", "num_requests", "num_tokens")
+"""Of the others, pointers and strides are multiples of 16, as Triton finds them when it launches."""
+
+
+PLAIN: Final = {"EXTEND": False, "CAPPED": False, "BIASED": False}
+"""One query per request, scores as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,27 +84,50 @@ class Row:
     int_to_float: int
     spills: int
     registers: int
+    shared_bytes: int
     async_copies_16B: int  # the name that was asked for
     limit: float
 
 
 def side_of(shape: Shape, bits: int) -> KernelSide:
     """Rows that take no memory."""
-    row_format = RowFormat(shape.num_kv_heads, shape.head_dim, QuantSpec(bits, group_size=shape.group_size))
+    spec = None if bits == NATIVE_BITS else QuantSpec(bits, group_size=shape.group_size)
+    row_format = RowFormat(shape.num_kv_heads, shape.head_dim, spec)
+    if spec is None:
+        native = torch.empty(1024, shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16, device="meta")
+        return KernelSide.of(StoredRows(native, row_format))
     rows = torch.empty(1024, row_format.row_bytes(torch.bfloat16), dtype=torch.uint8, device="meta")
     return KernelSide.of(StoredRows(rows, row_format))
 
 
-def compiled(function: Any, facts: dict[str, Any], arch: int, launch: DecodeLaunch) -> Any:
-    """A kernel for an architecture that need not be here."""
+def kind_of(name: str, facts: dict[str, Any]) -> str:
+    """An argument's type, as a server passes it."""
+    if name in facts:
+        return "constexpr"
+    if not name.endswith("_ptr"):
+        return NUMBERS.get(name, "i32")
+    if "rows" in name or "words" in name:
+        native = facts.get(f"{name[0].upper()}_BITS", facts.get("BITS")) == NATIVE_BITS
+        return "*bf16" if native else "*i16" if "rows" in name else "*i32"
+    if "indptr" in name or "count" in name:
+        return "*i32"
+    kinds = {"slots_ptr": "*i64", "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*bf16"}
+    return kinds.get(name, "*fp32")
+
+
+def compiled(function: Any, facts: dict[str, Any], target: GPUTarget, **options: Any) -> Any:
+    """A kernel for a device that need not be here; facts that it does not take are left out."""
     names = function.arg_names
-    kinds = {name: POINTERS.get(name) or NUMBERS.get(name, "constexpr") for name in names}
+    kinds = {name: kind_of(name, facts) for name in names}
     constants = {(names.index(name),): value for name, value in facts.items() if name in names}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ALIGNED if name in names}
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    return triton.compile(
-        ASTSource(function, kinds, constants, aligned), target=GPUTarget("cuda", arch, 32), options=options
-    )
+    divisible = [name for name in names if kinds[name] not in ("constexpr", "fp32") and name not in UNALIGNED]
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
+    return triton.compile(ASTSource(function, kinds, constants, aligned), target=target, options=options)
+
+
+def nvidia(arch: int) -> GPUTarget:
+    """By compute capability without the dot."""
+    return GPUTarget("cuda", arch, 32)
 
 
 def disassembled(binary: bytes) -> tuple[str, str]:
@@ -144,9 +160,9 @@ def loop_of(code: str) -> list[str]:
 def measure(pair: PrecisionPair, shape: Shape, arch: int, launch: DecodeLaunch, *, baseline: bool) -> Row:
     """Compile and count."""
     keys, values = side_of(shape, pair.k_bits), side_of(shape, pair.v_bits)
-    facts = {**decode_facts(keys, values, shape.num_kv_heads, shape.gqa, launch), "CAPPED": False}
+    facts = {**decode_facts(keys, values, shape.gqa, launch), **PLAIN}
     function = dequantize_then_dot.decode_split if baseline else decode.decode_split
-    kernel = compiled(function, facts, arch, launch)
+    kernel = compiled(function, facts, nvidia(arch), num_warps=launch.warps, num_stages=launch.stages)
     code, usage = disassembled(kernel.asm["cubin"])
     loop = loop_of(code)
     names = collections.Counter(text.split()[0] for text in loop)
@@ -172,6 +188,7 @@ def measure(pair: PrecisionPair, shape: Shape, arch: int, launch: DecodeLaunch, 
         int_to_float=sum(kinds[name] for name in ("I2F", "I2FP")),
         spills=kinds["LDL"] + kinds["STL"],
         registers=int(registers[1]) if registers else -1,
+        shared_bytes=kernel.metadata.shared,
         async_copies_16B=sum(n for name, n in names.items() if name.startswith("LDGSTS") and ".128" in name),
         limit=round(H200_LANES_PER_S * float(stored) / 8 / H200_BYTES_PER_S, 2),
     )
@@ -190,15 +207,14 @@ def main() -> None:
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: what is interpreted cannot be compiled; unset it")
-    rows = [
-        measure(
-            PrecisionPair.parse(pair), Shape(heads, args.gqa, 128, args.group_size), arch, launch, baseline=baseline
-        )
-        for arch in args.arch
-        for heads in args.kv_heads
-        for pair in args.pairs
-        for launch, baseline in (KERNELS[:1] if args.without_baseline else KERNELS)
-    ]
+    rows = []
+    for arch, heads, name in itertools.product(args.arch, args.kv_heads, args.pairs):
+        pair, shape = PrecisionPair.parse(name), Shape(heads, args.gqa, 128, args.group_size)
+        committed = Device(f"sm_{arch}", 0).launch(side_of(shape, pair.k_bits), side_of(shape, pair.v_bits), args.gqa)
+        kernels = [(committed, False)]
+        if not args.without_baseline:
+            kernels += [(SGLANG, True), (committed, True)]
+        rows += [measure(pair, shape, arch, launch, baseline=baseline) for launch, baseline in kernels]
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.row_format import RowFormat
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class StoredRows:
     """Keys or values of one layer in a pool of token slots.
 
-    Not a tensor on purpose: code that would read rows as keys fails at once.
+    Not a tensor on purpose: code that would read rows as keys fails at once. Compared by identity.
 
     Attributes:
         rows: [slots, row_bytes] uint8, or [slots, num_heads, head_dim] in the served dtype at 16 bits.
@@ -76,9 +76,24 @@ class PackedAttention(Protocol):
 
     Attributes:
         name: for the log and metrics.
+        rounding: relative error of queries and weights over packed rows, beside that of the served dtype.
     """
 
     name: str
+    rounding: float
+
+    def prepare(self, layers: list[tuple[StoredRows, StoredRows]], num_heads: int, max_requests: int) -> None:
+        """Get ready, once, before anything is captured in a graph.
+
+        Args:
+            layers: keys and values of every layer.
+            num_heads: query heads.
+            max_requests: most requests that decode at once.
+
+        Raises:
+            ServingError: a layer that this implementation cannot read: names it.
+        """
+        ...
 
     def store(self, keys: StoredRows, values: StoredRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Transform, quantize, pack and write keys and values [tokens, num_kv_heads, head_dim] to slots [tokens]."""
@@ -124,9 +139,38 @@ class PackedAttention(Protocol):
             scores: scale and cap.
 
         Returns:
-            [tokens, num_heads, v_head_dim] in the dtype of `q`.
+            [tokens, num_heads, v_head_dim] in the dtype of `q`; anything for tokens of no request, which pad a batch.
         """
         ...
+
+    def read_prefix(self, q: Tensor, keys: StoredRows, values: StoredRows, bounds: ExtendBounds) -> PrefixStates | None:
+        """The stored prefixes in model space, where the host's own attention reads them faster than `extend` would.
+
+        Args:
+            q: as of `extend`, and so for the others.
+            keys: of the layer.
+            values: of the layer.
+            bounds: which tokens and slots are whose.
+
+        Returns:
+            None where `extend` is to be called.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStates:
+    """Prefixes read back.
+
+    Attributes:
+        k: [slots, num_kv_heads, head_dim] in the dtype of queries.
+        v: likewise.
+        slots: where they lie in `k` and `v`, in the place of the pool's.
+    """
+
+    k: Tensor
+    v: Tensor
+    slots: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +180,24 @@ class ExtendBounds:
     Attributes:
         tokens: [requests + 1]; request r has the new tokens ``tokens[r]`` to ``tokens[r + 1]``.
         prefix: [requests + 1]; and the stored prefix ``slots[prefix[r]:prefix[r + 1]]``.
-        slots: token slots of all prefixes, one after the other.
+        slots: token slots of all prefixes, one after the other; there may be more, of which none is read.
+        longest: most new tokens of a request, for who must not ask the device.
     """
 
     tokens: Tensor
     prefix: Tensor
     slots: Tensor
+    longest: int
 
 
 class TorchAttention:
     """`PackedAttention` in plain torch, one request after the other."""
 
     name = "torch"
+    rounding = 0.0
+
+    def prepare(self, layers: list[tuple[StoredRows, StoredRows]], num_heads: int, max_requests: int) -> None:
+        """See `PackedAttention.prepare`: there is nothing to do."""
 
     def store(self, keys: StoredRows, values: StoredRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """See `PackedAttention.store`."""
@@ -199,6 +249,9 @@ class TorchAttention:
             weights = torch.softmax(scores(products).masked_fill(hidden, -torch.inf), dim=-1)
             output[start:stop] = _weighted(weights, all_values)
         return output
+
+    def read_prefix(self, q: Tensor, keys: StoredRows, values: StoredRows, bounds: ExtendBounds) -> PrefixStates | None:
+        """See `PackedAttention.read_prefix`: never."""
 
 
 def _transform(stored: StoredRows) -> Transform:

@@ -1,144 +1,138 @@
-"""Packed rows stored, decoded and read back by Triton kernels."""
+"""`PackedAttention` by Triton kernels."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
 
-from kvtuner.runtime_loader.kernels.decode import decode_split, merge_splits, prepare_queries
-from kvtuner.runtime_loader.kernels.read import read_side
-from kvtuner.runtime_loader.kernels.store import store_rows
+from kvtuner.runtime_loader.kernels import launch
+from kvtuner.runtime_loader.kernels.scratch import Scratch
+from kvtuner.runtime_loader.kernels.settings import Device
+from kvtuner.runtime_loader.kernels.side import KernelSide
+from kvtuner.runtime_loader.packed_attention import PrefixStates
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvtuner.runtime_loader.kernels.side import Facts, KernelSide
-    from kvtuner.runtime_loader.packed_attention import Scores
+    from kvtuner.runtime_loader.kernels.settings import DecodeLaunch
+    from kvtuner.runtime_loader.packed_attention import ExtendBounds, Scores, StoredRows
 
-TILE: Final = 16
-"""Query heads of a program: the least that a tensor core takes."""
-STORED_TOKENS: Final = 4
-READ_TOKENS: Final = 16
-EXACT: Final[dict[str, Any]] = {"enable_fp_fusion": False, "num_warps": 4}
-"""Compiler options of kernels that round as `quant.py` does: a product and a sum stay two roundings."""
-LOG2_E: Final = math.log2(math.e)
+WORKSPACE_BYTES: Final = 512 << 20
+"""Most that a prefix takes when it is read back, keys and values: 128k tokens of Llama-3.1-8B."""
+WORTH_READING: Final = 128
+"""Pairs of query and head that share a KV head from which a prefix is read back: docs/kernels.md says why."""
 
-
-@dataclass(frozen=True, slots=True)
-class DecodeLaunch:
-    """How the decode kernel is launched.
-
-    Attributes:
-        tokens: of a block.
-        warps: of a program.
-        stages: of its pipeline.
-        asm: unpack by inline assembly of NVIDIA's.
-        min_split: tokens below which a request is not split.
-    """
-
-    tokens: int
-    warps: int
-    stages: int
-    asm: bool
-    min_split: int = 256
+SPARE_BYTES: Final = 4096
+"""Of a scratch, for the alignment of its pieces."""
 
 
-LAUNCH: Final = DecodeLaunch(tokens=64, warps=1, stages=3, asm=True)
-"""Of sm_80 and later, for every pair of packed widths."""
+class TritonAttention:
+    """`PackedAttention` by kernels, for one rank's layers on one device.
 
-
-def store(keys: KernelSide, values: KernelSide, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write keys and values [tokens, num_heads, head_dim], channels contiguous, to token slots [tokens]."""
-    num_tokens, num_heads = k.shape[:2]
-    if not num_tokens:
-        return
-    store_rows[(triton.cdiv(num_tokens, STORED_TOKENS), num_heads, 2)](
-        k, k.stride(0), k.stride(1), keys.rows, keys.mu, keys.inverse,
-        v, v.stride(0), v.stride(1), values.rows, slots, num_tokens,
-        **store_facts(keys, values, num_heads), **EXACT,
-    )  # fmt: skip
-
-
-def store_facts(keys: KernelSide, values: KernelSide, num_heads: int) -> Facts:
-    """The kernel's constants."""
-    facts: Facts = {"HEADS": num_heads, "TOKENS": STORED_TOKENS}
-    for name, side in (("K", keys), ("V", values)):
-        own = {
-            "ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups, "STAGES": side.stages,
-            "SYMMETRIC": side.symmetric, "PADDED": side.padded,
-        }  # fmt: skip
-        facts |= {f"{name}_{key}": value for key, value in own.items()}
-    return {**facts, "K_CENTERED": keys.centered, "K_BALANCED": keys.balanced}
-
-
-def decode_facts(keys: KernelSide, values: KernelSide, num_kv_heads: int, gqa: int, launch: DecodeLaunch) -> Facts:
-    """The decode kernel's constants, but for the logit cap."""
-    facts: Facts = {
-        "HEADS": num_kv_heads, "GQA": gqa, "TILE": TILE, "TOKENS": launch.tokens, "MIN_SPLIT": launch.min_split,
-        "ASM": launch.asm, "ONES": 8,
-    }  # fmt: skip
-    for name, side in (("K", keys), ("V", values)):
-        own = {"ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups, "UNITS": side.units}
-        facts |= {f"{name}_{key}": value for key, value in own.items()}
-    return facts
-
-
-def decode(
-    q: Tensor, keys: KernelSide, values: KernelSide, num_kv_heads: int, indptr: Tensor, slots: Tensor, scores: Scores,
-    launch: DecodeLaunch, num_splits: int,
-) -> Tensor:  # fmt: skip
-    """Attention of one query per request over packed rows; as `PackedAttention.decode`.
+    Nothing is measured, compiled differently or allocated for the length of a request, so that decoding can be captured
+    in a CUDA graph.
 
     Args:
-        q: [requests, num_heads, head_dim], channels contiguous.
-        keys: of the layer.
-        values: of the layer.
-        num_kv_heads: of keys and values.
-        indptr: [requests + 1]; request r reads ``slots[indptr[r]:indptr[r + 1]]``.
-        slots: token slots of all requests, one after the other.
-        scores: scale and cap.
-        launch: settings of the kernel.
-        num_splits: most parts of a request.
+        device: of the rows.
+
+    Raises:
+        ServingError: a device on which no kernel runs.
     """
-    num_requests, num_heads, head_dim = q.shape
-    gqa, capped = num_heads // num_kv_heads, scores.logit_cap > 0
-    biased = capped and keys.centered
-    dim = values.head_dim
-    partial = torch.empty(num_requests, num_heads, num_splits, dim, dtype=torch.float32, device=q.device)
-    queries, bias = q, partial  # read only where they are made
-    if keys.stages or keys.balanced or capped:
-        queries = torch.empty(q.shape, dtype=q.dtype if keys.bits == 16 else torch.float16, device=q.device)
-        if capped:
-            bias = torch.zeros(num_requests, num_heads, dtype=torch.float32, device=q.device)
-        prepare_queries[(num_kv_heads, num_requests)](
-            q, q.stride(0), q.stride(1), keys.lam, keys.mu, queries, bias, HEADS=num_kv_heads, GQA=gqa, DIM=head_dim,
-            PADDED=keys.padded, BALANCED=keys.balanced, STAGES=keys.stages, BIASED=biased,
-        )  # fmt: skip
-    lse = torch.empty(num_requests, num_heads, num_splits, dtype=torch.float32, device=q.device)
-    decode_split[(num_kv_heads * triton.cdiv(gqa, TILE), num_splits, num_requests)](
-        queries, queries.stride(0), queries.stride(1), keys.rows, keys.words, values.rows, values.words, bias, indptr,
-        slots, partial, lse, scores.scale * LOG2_E, scores.logit_cap * LOG2_E, num_splits, CAPPED=capped,
-        num_warps=launch.warps, num_stages=launch.stages, **decode_facts(keys, values, num_kv_heads, gqa, launch),
-    )  # fmt: skip
-    out = torch.empty(num_requests, num_heads, dim, dtype=q.dtype, device=q.device)
-    merge_splits[(num_heads, num_requests)](
-        partial, lse, out, out.stride(0), out.stride(1), num_splits, DIM=dim, PADDED=values.padded,
-        SPLITS=triton.next_power_of_2(num_splits), STAGES=values.stages,
-    )  # fmt: skip
-    return out
+
+    name = "triton"
+    rounding = 2.0**-11
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = Device.of(device)
+        self._sides: WeakKeyDictionary[StoredRows, KernelSide] = WeakKeyDictionary()
+        self._scratch = Scratch(0, device)
+
+    def prepare(self, layers: list[tuple[StoredRows, StoredRows]], num_heads: int, max_requests: int) -> None:
+        """See `PackedAttention.prepare`."""
+        kinds = set()
+        for keys, values in layers:
+            settings, tiles = self._settings(self._side(keys), self._side(values), num_heads)
+            kinds.add((settings, tiles, keys.format.head_dim, values.format.head_dim))
+        most = max(
+            num_requests * (self._device.splits(settings, num_requests, tiles) * (v_head_dim + 1) + head_dim + 1)
+            for settings, tiles, head_dim, v_head_dim in kinds
+            for num_requests in range(1, max_requests + 1)
+        )
+        self._scratch = Scratch(torch.float32.itemsize * num_heads * most + SPARE_BYTES, layers[0][0].rows.device)
+
+    def store(self, keys: StoredRows, values: StoredRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """See `PackedAttention.store`."""
+        launch.store(self._side(keys), self._side(values), slots, _dense(k), _dense(v))
+
+    def decode(
+        self, q: Tensor, keys: StoredRows, values: StoredRows, indptr: Tensor, slots: Tensor, scores: Scores
+    ) -> Tensor:
+        """See `PackedAttention.decode`."""
+        k_side, v_side = self._side(keys), self._side(values)
+        settings, tiles = self._settings(k_side, v_side, q.shape[1])
+        out = q.new_empty(len(q), q.shape[1], values.format.head_dim)
+        if len(q):
+            num_splits = self._device.splits(settings, len(q), tiles)
+            launch.decode(
+                _dense(q), k_side, v_side, indptr, slots, scores, settings, num_splits,
+                self._scratch.restart(), out,
+            )  # fmt: skip
+        return out
+
+    def extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: StoredRows,
+        values: StoredRows,
+        bounds: ExtendBounds,
+        scores: Scores,
+    ) -> Tensor:
+        """See `PackedAttention.extend`: what rows say and what new tokens say of one another, merged."""
+        k_side, v_side = self._side(keys), self._side(values)
+        settings, tiles = self._settings(k_side, v_side, q.shape[1], bounds.longest)
+        out = q.new_empty(len(q), q.shape[1], values.format.head_dim)
+        if len(q):
+            num_splits = self._device.splits(settings, len(bounds.tokens) - 1, tiles)
+            launch.extend(
+                _dense(q), _dense(k.to(q.dtype)), _dense(v.to(q.dtype)), k_side, v_side, bounds, scores,
+                settings, num_splits, self._scratch.restart(), out,
+            )  # fmt: skip
+        return out
+
+    def read_prefix(self, q: Tensor, keys: StoredRows, values: StoredRows, bounds: ExtendBounds) -> PrefixStates | None:
+        """See `PackedAttention.read_prefix`: a long extend of a prefix that fits in the workspace."""
+        num_kv_heads = keys.format.num_heads
+        per_token = num_kv_heads * (keys.format.head_dim + values.format.head_dim) * q.dtype.itemsize
+        if len(bounds.slots) * per_token > WORKSPACE_BYTES:
+            return None
+        if len(bounds.slots) and bounds.longest * (q.shape[1] // num_kv_heads) < WORTH_READING:
+            return None
+        states = []
+        for stored in (keys, values):
+            out = q.new_empty(max(1, len(bounds.slots)), *stored.shape[1:])
+            launch.read(self._side(stored), bounds.slots, bounds.prefix[-1:], out)
+            states.append(out)
+        return PrefixStates(states[0], states[1], torch.arange(len(bounds.slots), device=q.device))
+
+    def _settings(
+        self, keys: KernelSide, values: KernelSide, num_heads: int, num_queries: int = 1
+    ) -> tuple[DecodeLaunch, int]:
+        """How rows are read, and the programs that a part of one request's queries takes."""
+        gqa = num_heads // keys.num_heads
+        return self._device.launch(keys, values, gqa), keys.num_heads * triton.cdiv(num_queries * gqa, launch.TILE)
+
+    def _side(self, stored: StoredRows) -> KernelSide:
+        side = self._sides.get(stored)
+        if side is None:
+            side = self._sides[stored] = KernelSide.of(stored)
+        return side
 
 
-def read(side: KernelSide, num_kv_heads: int, slots: Tensor, out: Tensor) -> None:
-    """Read token slots [tokens] back to model space, into `out` [tokens, num_kv_heads, head_dim]."""
-    if not len(slots):
-        return
-    read_side[(triton.cdiv(len(slots), READ_TOKENS), num_kv_heads)](
-        side.rows, side.words, side.mu, side.lam, slots, out, out.stride(0), out.stride(1), len(slots),
-        HEADS=num_kv_heads, ROW=side.row, DIM=side.head_dim, BITS=side.bits, GROUPS=side.groups,
-        CENTERED=side.centered, BALANCED=side.balanced, STAGES=side.stages, PADDED=side.padded, TOKENS=READ_TOKENS,
-        **EXACT,
-    )  # fmt: skip
+def _dense(states: Tensor) -> Tensor:
+    """With channels side by side, as kernels read them."""
+    return states if states.stride(-1) == 1 else states.contiguous()

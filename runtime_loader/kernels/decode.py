@@ -1,4 +1,4 @@
-"""Split-KV flash decoding over packed rows: one query per request, every pair of widths.
+"""Split-KV flash decoding over packed rows: one query per request, or several behind a prefix; every pair of widths.
 
 Scale and minimum are folded. With code c, key = s * c + m, and units unpacked as OFFSET + f * c, f a power of two,
 
@@ -26,7 +26,28 @@ def fp16_saturated(x):
 
 
 @triton.jit
-def _softcap(x, cap):
+def queries_of(request, q_indptr_ptr, HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, EXTEND: tl.constexpr):
+    """What a program attends with: its KV head, TILE queries and heads, which of them are real, and whether any is.
+
+    The first axis of the grid is KV heads, and tiles of each. Heads of a query lie side by side, so that a tile is full
+    where many queries share a KV head.
+    """
+    tiles = tl.num_programs(0) // HEADS
+    kv_head = tl.program_id(0) // tiles
+    pairs = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    if EXTEND:
+        first = tl.load(q_indptr_ptr + request).to(tl.int64)
+        num_queries = (tl.load(q_indptr_ptr + request + 1) - first).to(tl.int32)
+        queries = first + pairs // GQA
+    else:
+        num_queries = 1
+        queries = request + tl.zeros([TILE], tl.int64)
+    any_mine = tl.program_id(0) % tiles * TILE < num_queries * GQA
+    return kv_head, queries, kv_head * GQA + pairs % GQA, pairs < num_queries * GQA, any_mine
+
+
+@triton.jit
+def softcap(x, cap):
     """Cap * tanh(x / cap) of scores in units of log2."""
     y = tl.exp2(-2.0 * tl.abs(x) / cap * 1.4426950408889634)
     z = cap * (1.0 - y) / (1.0 + y)
@@ -41,18 +62,20 @@ def scales_of(words_ptr, slots, live, ROW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_splits"])
 def decode_split(
-    q_ptr, q_stride_b, q_stride_h, k_rows_ptr, k_words_ptr, v_rows_ptr, v_words_ptr, bias_ptr, indptr_ptr, slots_ptr,
-    partial_ptr, lse_ptr, scale, cap, num_splits,
+    q_ptr, q_stride_t, q_stride_h, q_indptr_ptr, k_rows_ptr, k_words_ptr, v_rows_ptr, v_words_ptr, bias_ptr,
+    indptr_ptr, slots_ptr, partial_ptr, lse_ptr, scale, cap, num_splits,
     HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, MIN_SPLIT: tl.constexpr,
     K_ROW: tl.constexpr, K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUPS: tl.constexpr, K_UNITS: tl.constexpr,
     V_ROW: tl.constexpr, V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUPS: tl.constexpr, V_UNITS: tl.constexpr,
-    CAPPED: tl.constexpr, ASM: tl.constexpr, ONES: tl.constexpr,
+    EXTEND: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
-    """One split of one request: TILE query heads that read one KV head.
+    """One split of one request's rows: TILE pairs of query and head that read one KV head.
 
-    Queries are those of stored space. K_UNITS and V_UNITS are units of a head padded to a power of
-    two, at least 16. Partial outputs are [requests, num_heads, num_splits, V_DIM] float32, in stored space, with the
-    log2 of their weight; a split without tokens has -inf and nothing else.
+    Request r has the query r or, where it extends its rows, those from ``q_indptr[r]`` to ``q_indptr[r + 1]``. Queries
+    are those of stored space; a bias is their product with mu. K_UNITS and V_UNITS are units of a head padded to a
+    power of two, at least 16. Partial outputs are [queries, num_heads, parts, V_DIM] float32, in stored space, with the
+    log2 of their weight; a split without tokens has -inf and nothing else. Parts are splits and, where requests
+    extend, one more for what `attend_fresh` adds.
     """
     K_SLOTS: tl.constexpr = 16 // K_BITS
     V_SLOTS: tl.constexpr = 16 // V_BITS
@@ -60,19 +83,18 @@ def decode_split(
     V_IN_GROUP: tl.constexpr = V_SLOTS // V_GROUPS
     K_WIDE: tl.constexpr = K_DIM // K_SLOTS
     V_WIDE: tl.constexpr = V_DIM // V_SLOTS
-    TILES: tl.constexpr = (GQA + TILE - 1) // TILE
-    kv_head = tl.program_id(0) // TILES
     split = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
-    in_group = (tl.program_id(0) % TILES) * TILE + tl.arange(0, TILE)
-    heads = kv_head * GQA + in_group
-    mine = in_group < GQA
+    kv_head, queries, heads, mine, any_mine = queries_of(request, q_indptr_ptr, HEADS, GQA, TILE, EXTEND)
+    if not any_mine:
+        return
     begin = tl.load(indptr_ptr + request).to(tl.int64)
     length = (tl.load(indptr_ptr + request + 1) - begin).to(tl.int32)
     per_split = tl.cdiv(tl.cdiv(tl.maximum(length, MIN_SPLIT * num_splits), num_splits), TOKENS) * TOKENS
     first = split * per_split
     last = tl.minimum(first + per_split, length)
-    place = (request * (HEADS * GQA) + heads) * num_splits + split
+    of_head = queries * (HEADS * GQA) + heads
+    place = of_head * (num_splits + 1 if EXTEND else num_splits) + split
     if last <= first:
         tl.store(lse_ptr + place, tl.full([TILE], float("-inf"), tl.float32), mask=mine)
         return
@@ -80,7 +102,7 @@ def decode_split(
     v_unit = tl.arange(0, V_UNITS)
     k_real = k_unit < K_WIDE
     v_real = v_unit < V_WIDE
-    q_base = q_ptr + request * q_stride_b + heads[:, None] * q_stride_h + k_unit[None, :]
+    q_base = q_ptr + queries[:, None] * q_stride_t + heads[:, None] * q_stride_h + k_unit[None, :]
     q = ()
     q_sums = ()
     q_offsets = ()
@@ -100,8 +122,8 @@ def decode_split(
         q_sums = q_sums + (q_sum,)
         q_offsets = q_offsets + (q_offset,)
     bias = tl.zeros([TILE], tl.float32)
-    if CAPPED:
-        bias = tl.load(bias_ptr + request * (HEADS * GQA) + heads, mask=mine, other=0.0)
+    if BIASED:
+        bias = scale * tl.load(bias_ptr + of_head, mask=mine, other=0.0)
     acc = ()
     for _ in tl.static_range(V_SLOTS):
         acc = acc + (tl.zeros([TILE, V_UNITS], tl.float32),)
@@ -156,7 +178,7 @@ def decode_split(
                     low += louder[None, :]
                 scores += products * (step * scale)[None, :] + low
         if CAPPED:
-            scores = _softcap(scores + bias[:, None] * scale, cap)
+            scores = softcap(scores + bias[:, None], cap)
         if CAPPED or K_BITS == 16:
             scores += louder[None, :]
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -199,61 +221,86 @@ def decode_split(
             outcome = (outcome - OFFSET * w_sum[:, None]) * (1 / factor_of(slot, V_BITS))
             outcome += lows[slot // V_IN_GROUP][:, None]
         tl.store(out + slot * V_WIDE, outcome / total[:, None], mask=mine[:, None] & v_real[None, :])
+    if not CAPPED:
+        top += bias  # what every score of this split has more
     tl.store(lse_ptr + place, top + tl.log2(total), mask=mine)
 
 
 @triton.jit
 def prepare_queries(
-    q_ptr, q_stride_b, q_stride_h, lam_ptr, mu_ptr, out_ptr, bias_ptr,
+    q_ptr, q_stride_t, q_stride_h, lam_ptr, mu_ptr, out_ptr, bias_ptr,
     HEADS: tl.constexpr, GQA: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BALANCED: tl.constexpr,
     STAGES: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """Queries of one KV head in the space of its keys, [requests, num_heads, DIM]; with BIASED also q . mu."""
+    """Queries of one KV head in the space of its keys, [queries, num_heads, DIM]; with BIASED also q . mu."""
     TILE: tl.constexpr = triton.next_power_of_2(GQA)
-    kv_head = tl.program_id(0)
-    request = tl.program_id(1).to(tl.int64)
+    query = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
     in_group = tl.arange(0, TILE)
     channels = tl.arange(0, PADDED)[None, :]
     heads = kv_head * GQA + in_group[:, None]
     mask = (in_group[:, None] < GQA) & (channels < DIM)
-    q = tl.load(q_ptr + request * q_stride_b + heads * q_stride_h + channels, mask=mask, other=0.0).to(tl.float32)
+    q = tl.load(q_ptr + query * q_stride_t + heads * q_stride_h + channels, mask=mask, other=0.0).to(tl.float32)
     constants = kv_head * DIM + channels
     if BIASED:
         mu = tl.load(mu_ptr + constants, mask=channels < DIM, other=0.0)
         bias = tl.sum(q * mu, 1)
-        tl.store(bias_ptr + request * (HEADS * GQA) + kv_head * GQA + in_group, bias, mask=in_group < GQA)
+        tl.store(bias_ptr + query * (HEADS * GQA) + kv_head * GQA + in_group, bias, mask=in_group < GQA)
     if BALANCED:
         q = q * tl.load(lam_ptr + constants, mask=channels < DIM, other=0.0)
     if STAGES > 0:
         q = hadamard(q, TILE, PADDED, STAGES)
     if out_ptr.dtype.element_ty == tl.float16:
         q = fp16_saturated(q)
-    tl.store(out_ptr + (request * (HEADS * GQA) + heads) * DIM + channels, q.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + (query * (HEADS * GQA) + heads) * DIM + channels, q.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "num_requests"])
 def merge_splits(
-    partial_ptr, lse_ptr, out_ptr, out_stride_b, out_stride_h, num_splits,
-    DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    partial_ptr, lse_ptr, q_indptr_ptr, out_ptr, out_stride_t, out_stride_h, num_splits, num_requests,
+    DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, EXTEND: tl.constexpr,
 ):  # fmt: skip
-    """One query head: its splits weighted, and the values' Hadamard undone, once."""
-    request = tl.program_id(1).to(tl.int64)
-    head = tl.program_id(0)
-    place = (request * tl.num_programs(0) + head) * num_splits
-    split = tl.arange(0, SPLITS)
+    """One head of one query: its splits weighted, the values' Hadamard undone, once, and its fresh part added."""
+    query = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    parts = num_splits + 1 if EXTEND else num_splits
+    place = (query * tl.num_programs(1) + head) * parts
     channels = tl.arange(0, PADDED)
-    lse = tl.load(lse_ptr + place + split, mask=split < num_splits, other=float("-inf"))
-    some = (split < num_splits) & (lse != float("-inf"))  # NaN is some: it must be seen
-    share = tl.where(some, tl.exp2(lse - tl.max(tl.where(lse > float("-inf"), lse, -1e30), 0)), 0.0)
-    parts = tl.load(
-        partial_ptr + (place + split[:, None]) * DIM + channels[None, :],
-        mask=some[:, None] & (channels < DIM)[None, :], other=0.0,
-    )  # fmt: skip
-    total = tl.sum(share, 0)
-    out = tl.sum(parts * share[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    real = channels < DIM
+    num_queries = tl.num_programs(0)
+    if EXTEND:
+        num_queries = tl.load(q_indptr_ptr + num_requests).to(tl.int32)  # the others are padding: nothing was written
+    top = tl.full([1], -1e30, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    out = tl.zeros([1, PADDED], tl.float32)
+    for first in tl.range(0, num_splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        mask = (split < num_splits) & (query < num_queries)
+        lse = tl.load(lse_ptr + place + split, mask=mask, other=float("-inf"))
+        some = mask & (lse != float("-inf"))  # NaN is some: it must be seen
+        new_top = tl.maximum(top, tl.max(tl.where(lse > float("-inf"), lse, -1e30), 0))
+        share = tl.where(some, tl.exp2(lse - new_top), 0.0)
+        of_split = tl.load(
+            partial_ptr + (place + split[:, None]) * DIM + channels[None, :],
+            mask=some[:, None] & real[None, :], other=0.0,
+        )  # fmt: skip
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(share, 0)
+        out = out * shrink[:, None] + tl.sum(of_split * share[:, None], 0)[None, :]
+        top = new_top
     if STAGES > 0:
-        out = tl.reshape(hadamard(tl.reshape(out, (1, PADDED)), 1, PADDED, STAGES), (PADDED,))
+        out = hadamard(out, 1, PADDED, STAGES)
+    if EXTEND:
+        mask = query < num_queries
+        lse = tl.load(lse_ptr + place + num_splits, mask=mask, other=0.0)
+        fresh = tl.load(partial_ptr + (place + num_splits) * DIM + channels, mask=mask & real, other=0.0)
+        new_top = tl.maximum(top, lse)
+        shrink = tl.exp2(top - new_top)
+        share = tl.exp2(lse - new_top)
+        total = total * shrink + share
+        out = out * shrink[:, None] + fresh[None, :] * share[:, None]
+    out = tl.reshape(out / tl.where(total == 0.0, 1.0, total)[:, None], (PADDED,))
     tl.store(
-        out_ptr + request * out_stride_b + head * out_stride_h + channels,
-        out.to(out_ptr.dtype.element_ty), mask=channels < DIM,
+        out_ptr + query * out_stride_t + head * out_stride_h + channels,
+        out.to(out_ptr.dtype.element_ty), mask=real,
     )  # fmt: skip

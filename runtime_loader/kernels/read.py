@@ -9,19 +9,19 @@ from kvtuner.runtime_loader.kernels.transform import hadamard
 from kvtuner.runtime_loader.kernels.unpack import scale_and_minimum
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def read_side(
-    rows_ptr, words_ptr, mu_ptr, lam_ptr, slots_ptr, out_ptr, out_stride_t, out_stride_h, num_tokens,
+    rows_ptr, words_ptr, mu_ptr, lam_ptr, slots_ptr, out_ptr, out_stride_t, out_stride_h, count_ptr,
     HEADS: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
     CENTERED: tl.constexpr, BALANCED: tl.constexpr, STAGES: tl.constexpr, PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One head of TOKENS tokens to [tokens, heads, DIM], with the roundings of `QuantSpec`."""
+    """One head of TOKENS of the first `count` tokens to [tokens, heads, DIM], with the roundings of `QuantSpec`."""
     SLOTS: tl.constexpr = 16 // BITS
     UNITS: tl.constexpr = DIM // SLOTS
     head = tl.program_id(1)
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    live = tokens < num_tokens
+    live = tokens < tl.load(count_ptr)
     slots = tl.load(slots_ptr + tokens, mask=live, other=0).to(tl.int64)
     channels = tl.arange(0, PADDED)
     real = channels < DIM

@@ -29,6 +29,7 @@ class KernelSide:
         lam: lambda.
         inverse: 1 / lambda, by IEEE division.
         row: stride of a row, in elements of `rows`.
+        num_heads: KV heads.
         head_dim: channels per head.
         bits: 16 for native rows.
         groups: scales of a head.
@@ -44,6 +45,7 @@ class KernelSide:
     lam: Tensor
     inverse: Tensor
     row: int
+    num_heads: int
     head_dim: int
     bits: int
     groups: int
@@ -68,6 +70,7 @@ class KernelSide:
             lam=lam,
             inverse=rows if transform.lam is None else torch.ones_like(lam) / lam,
             row=rows.stride(0),
+            num_heads=row_format.num_heads,
             head_dim=row_format.head_dim,
             bits=row_format.bits,
             groups=1 if spec is None or spec.group_size is None else row_format.head_dim // spec.group_size,

@@ -31,6 +31,10 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         super().__init__(runner, *args, **kwargs)
         self.pool: PackedKVPool = runner.token_to_kv_pool
         self.attention = self.pool.serving.attention
+        with refusing():
+            self.attention.prepare(
+                list(zip(self.pool.keys, self.pool.values, strict=True)), self.num_head, runner.req_to_token_pool.size
+            )
         self.decode_attention_fwd = self._decode
         self.sliding_window_size = None  # `check_layers` left none
 
@@ -78,11 +82,22 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         logit_cap: float = 0.0,
         **arguments: Any,
     ) -> None:
-        """Called as SGLang's extend kernel, with rows for buffers; writes `o` [tokens, heads, channels]."""
+        """Called as SGLang's extend kernel, with rows for buffers; writes `o` [tokens, heads, channels].
+
+        SGLang's own kernel attends where the implementation in use reads the prefix back for it.
+        """
         refuse_unserved({**arguments, "custom_mask": custom_mask, "is_causal": is_causal})
         if self.pool.serving.attend == "cache":
             k, v = self.pool.as_stored(layer.layer_id, k, v)
         else:
             k, v = k.view(-1, *keys.shape[1:]), v.view(-1, *values.shape[1:])
-        bounds = ExtendBounds(qo_indptr, kv_indptr, kv_indices)
-        o.copy_(self.attention.extend(q, k, v, keys, values, bounds, Scores(sm_scale, logit_cap)))
+        bounds = ExtendBounds(qo_indptr, kv_indptr, kv_indices, max_len_extend)
+        prefix = self.attention.read_prefix(q, keys, values, bounds)
+        if prefix is None:
+            o.copy_(self.attention.extend(q, k, v, keys, values, bounds, Scores(sm_scale, logit_cap)))
+            return
+        super()._forward_extend_kernel(
+            layer, q, k.to(q.dtype), v.to(q.dtype), o, prefix.k, prefix.v, qo_indptr, kv_indptr, prefix.slots,
+            custom_mask, is_causal, mask_indptr, max_len_extend, 1.0, 1.0, sm_scale, logit_cap=logit_cap,
+            **{**arguments, "page_size": 1, "identity_kv_indices": True},
+        )  # fmt: skip

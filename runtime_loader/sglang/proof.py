@@ -63,11 +63,12 @@ def _reads_right(attention: PackedAttention, q: Tensor, keys: StoredRows, values
     # The new token is the last that was stored: as a prefix of one less and itself, nearly the same is read.
     prefix, last = slots[:-1], slots[-1:]
     new_k, new_v = (stored.read(last, one.dtype) for stored in (keys, values))
-    bounds = ExtendBounds(torch.tensor([0, 1], device=slots.device), ends - (ends > 0).long(), prefix)
+    bounds = ExtendBounds(torch.tensor([0, 1], device=slots.device), ends - (ends > 0).long(), prefix, longest=1)
     for cap in (0.0, TESTED_CAP):
         scores = Scores(keys.shape[-1] ** -0.5, cap)
         expected = torch.einsum("hqk,khd->qhd", torch.softmax(scores(products), dim=-1), v)
-        tolerance = {torch.float32: 1e-4, torch.float16: 1e-2}.get(one.dtype, 4e-2) * expected.abs().max()
+        tolerance = max({torch.float32: 1e-4, torch.float16: 1e-2}.get(one.dtype, 4e-2), 16 * attention.rounding)
+        tolerance *= expected.abs().max().item()
         decoded = attention.decode(one, keys, values, ends, slots, scores)
         extended = attention.extend(one, new_k, new_v, keys, values, bounds, scores)
         if any(bool(((found.float() - expected).abs() > tolerance).any()) for found in (decoded, extended)):

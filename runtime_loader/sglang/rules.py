@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ServingError
@@ -20,7 +21,7 @@ class Rule:
     """An option and the values that work.
 
     Attributes:
-        name: attribute of SGLang's resolved arguments.
+        name: attribute of SGLang's resolved arguments; with dots, of what they hold.
         works: values that a packed pool works with.
         reason: why others do not.
         set_by: the flag, where it is not the name with dashes.
@@ -76,6 +77,12 @@ RULES: Final = (
     Rule("enable_lora", OFF, "it was never tried"),
     Rule("lora_paths", OFF, "it was never tried"),
     Rule("uno_lora_path", OFF, "it was never tried"),
+    Rule(
+        "cuda_graph_config.prefill.backend",
+        ("breakable", "disabled"),
+        "how a prefix is read is decided outside of graphs",
+        set_by="--cuda-graph-backend-prefill",
+    ),
     Rule("radix_cache_backend", OFF, "it was never tried"),
     Rule("elastic_ep_backend", OFF, "it was never tried"),
     Rule("encoder_only", OFF, "there would be no cache"),
@@ -101,14 +108,14 @@ def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ) -> Non
     Raises:
         ServingError: the first option that a packed pool does not work with, or that this SGLang does not know.
     """
-    if str(arguments.device).partition(":")[0] != "cpu":
+    if str(arguments.device).partition(":")[0] not in ("cuda", "cpu"):
         raise ServingError(
-            f"this version has no kernels for {arguments.device}: profiles run in SGLang on a processor"
-            " (examples/sglang_on_cpu) and on the transformers host; drop --kvtuner-profile"
+            f"there are no kernels for {arguments.device}: profiles run in SGLang on GPUs of NVIDIA and AMD, on a"
+            " processor (examples/sglang_on_cpu), and on the transformers host; drop --kvtuner-profile"
         )
     for rule in (*BACKENDS, *RULES):
         try:
-            value = getattr(arguments, rule.name)
+            value = attrgetter(rule.name)(arguments)
         except AttributeError as error:
             raise ServingError(
                 f"this SGLang has no option {rule.name}; install a version that kvtuner is tested with"

@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.packed_attention import TorchAttention
 from kvtuner.runtime_loader.row_format import rank_formats
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.packed_attention import PackedAttention
     from kvtuner.runtime_loader.sglang.request import Attend
 
+IMPLEMENTATION_VARIABLE: Final = "KVTUNER_ATTENTION"
+"""Implementation of a server on a processor: torch, or triton for the kernels in Triton's interpreter."""
 AGREEMENT_VARIABLE: Final = "KVTUNER_AGREEMENT_S"
 """Seconds that a rank waits for the others' word; 120 by default."""
 
@@ -81,10 +85,29 @@ def _bytes_per_token(kvc: Any, layers: range) -> int:
     if _serving is None:
         profile = serving.profile(kvc.model_config)
         _agree(f"{profile.digest} attend={serving.attend}")
-        _serving = RankServing(profile, serving.attend, TorchAttention())
+        _serving = RankServing(profile, serving.attend, _implementation(torch.device(kvc.device)))
     here = ranks()
     formats = rank_formats(_serving.profile, layers, tp_rank=here.tp_rank, tp_size=here.tp_size)
     return sum(entry.bytes_per_token(kvc.kv_cache_dtype) for entry in formats)
+
+
+def _implementation(device: torch.device) -> PackedAttention:
+    """Kernels on a GPU; on a processor plain torch, or what the environment says.
+
+    Raises:
+        ServingError: another device, another word, or kernels where they do not run.
+    """
+    by_device = {"cuda": "triton", "cpu": "torch"}
+    name = os.environ.get(IMPLEMENTATION_VARIABLE) or by_device.get(device.type)
+    if name not in by_device.values() or (name == "torch" and device.type != "cpu"):
+        raise ServingError(f"{IMPLEMENTATION_VARIABLE}={name} is no implementation of attention on {device}; unset it")
+    if name == "torch":
+        return TorchAttention()
+    try:
+        from kvtuner.runtime_loader.kernels.attention import TritonAttention
+    except ImportError as error:
+        raise ServingError(f"the kernels need Triton 3.6 or newer: {error}; install it") from error
+    return TritonAttention(device)
 
 
 def _agreement_seconds() -> float:

@@ -99,7 +99,7 @@ def test_extend_reads_the_prefix_from_rows_and_new_tokens_as_they_are(
     keys, values, slots, k, v = filled(heads, head_dim, k_spec, v_spec, lengths)
     q = random(sum(fresh), heads[0], head_dim, seed=9)
     k_new, v_new = (random(sum(fresh), heads[1], head_dim, seed=seed) for seed in (10, 11))
-    bounds = ExtendBounds(torch.tensor([0, 1, 6, 9]), torch.tensor([0, 9, 9, 13]), torch.cat(slots))
+    bounds = ExtendBounds(torch.tensor([0, 1, 6, 9]), torch.tensor([0, 9, 9, 13]), torch.cat(slots), 5)
     found = TorchAttention().extend(q, k_new, v_new, keys, values, bounds, Scores(0.13, logit_cap))
     parts = zip(q.split(fresh), k.split(lengths), v.split(lengths), k_new.split(fresh), v_new.split(fresh), strict=True)
     expected = torch.cat(

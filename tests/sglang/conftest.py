@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -295,25 +295,37 @@ def compare() -> Callable[..., Agreement]:
     """`compare(server, model_folder, profile, prompts, num_tokens)`: greedy continuations of a server and of the host.
 
     The host reads the server's own tokens, so that one flipped code does not end the comparison; prompts are
-    prefilled at once on both sides.
+    prefilled at once on both sides or, where the server cuts them into chunks of `chunk` tokens, one after the other
+    in such chunks.
     """
 
     @torch.no_grad()
-    def log_probs(model: Any, cache: Any, ids: Sequence[int], fed: Sequence[int]) -> torch.Tensor:
-        rows = [model(torch.tensor([ids]), past_key_values=cache, use_cache=True)]
+    def log_probs(
+        model: Any, cache: Any, ids: Sequence[int], fed: Sequence[int], chunk: int | None = None
+    ) -> torch.Tensor:
+        with nullcontext() if chunk is None else cache.reading("hit"):
+            for piece in torch.tensor([ids]).split(chunk or len(ids), dim=1):
+                rows = [model(piece, past_key_values=cache, use_cache=True)]
         for token in fed[:-1]:
             rows.append(model(torch.tensor([[token]]), past_key_values=rows[-1].past_key_values, use_cache=True))
         return torch.stack([row.logits[0, -1] for row in rows]).double().log_softmax(-1)
 
     def run(
-        server: Server, folder: Path, profile: Profile, prompts: Sequence[Sequence[int]], num_tokens: int
+        server: Server,
+        folder: Path,
+        profile: Profile,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        chunk: int | None = None,
     ) -> Agreement:
         # Of transformers' implementations this one knows logit caps.
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         vocab_size = model.config.vocab_size
         found, wanted, exact = [], [], []
         server.flush()
-        for ids, answer in zip(prompts, server.generate(prompts, num_tokens, top=vocab_size), strict=True):
+        batches = [prompts] if chunk is None else [[ids] for ids in prompts]
+        answers = [answer for batch in batches for answer in server.generate(batch, num_tokens, top=vocab_size)]
+        for ids, answer in zip(prompts, answers, strict=True):
             meta = answer["meta_info"]
             assert meta["cached_tokens"] == 0, "the cuts differ"
             served = torch.full((num_tokens, vocab_size), torch.nan, dtype=torch.float64)
@@ -321,7 +333,7 @@ def compare() -> Callable[..., Agreement]:
                 served[position, [token for _, token, _ in top]] = torch.tensor([p for p, _, _ in top]).double()
             found.append(served)
             cache = KVTunerCache.from_profile(profile, model.config)
-            wanted.append(log_probs(model, cache, ids, answer["output_ids"]))
+            wanted.append(log_probs(model, cache, ids, answer["output_ids"], chunk))
             exact.append(log_probs(model, None, ids, answer["output_ids"]))
         p, q, unquantized = torch.cat(wanted), torch.cat(found), torch.cat(exact)
         assert not q.isnan().any(), "the server left out tokens"

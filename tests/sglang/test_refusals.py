@@ -222,12 +222,27 @@ def test_flags_that_contradict_each_other(flags: tuple[str, ...], message: str) 
 @pytest.mark.parametrize("rule", [*BACKENDS, *RULES], ids=lambda rule: rule.name)
 def test_every_rule_refuses_its_option_by_name(rule: Rule) -> None:
     fine = {each.name: each.works[-1] for each in (*BACKENDS, *RULES)}
-    refuse_flags(SimpleNamespace(device="cpu", **fine), {})
+    for device in ("cpu", "cuda", "cuda:1"):
+        refuse_flags(arguments(device=device, **fine), {})
     with pytest.raises(ServingError, match=f"{rule.flag} 7 does not work with a packed KV pool"):
-        refuse_flags(SimpleNamespace(device="cpu", **{**fine, rule.name: 7}), {})
+        refuse_flags(arguments(device="cpu", **{**fine, rule.name: 7}), {})
     del fine[rule.name]
     with pytest.raises(ServingError, match=f"this SGLang has no option {rule.name}"):
-        refuse_flags(SimpleNamespace(device="cpu", **fine), {})
+        refuse_flags(arguments(device="cpu", **fine), {})
+
+
+def arguments(**values: object) -> SimpleNamespace:
+    """As SGLang resolves them; a dot leads into what an argument holds."""
+    found = SimpleNamespace()
+    for name, value in values.items():
+        *path, last = name.split(".")
+        holder = found
+        for step in path:
+            if not hasattr(holder, step):
+                setattr(holder, step, SimpleNamespace())
+            holder = getattr(holder, step)
+        setattr(holder, last, value)
+    return found
 
 
 WORDS = (
@@ -255,13 +270,17 @@ GOVERNED = {  # options of others that have a rule
 }
 
 
+DECIDED = {"attn_dp_size", "cuda_graph_config.prefill.backend"}
+"""What SGLang makes of other options; no flag has the name."""
+
+
 def test_every_option_of_sglang_that_may_touch_the_cache_was_looked_at(on_a_processor: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", OPTIONS], capture_output=True, text=True, timeout=300, env=on_a_processor
     )
     options = set(json.loads(done.stdout.splitlines()[-1]))
     rules = {rule.name for rule in (*BACKENDS, *RULES)}
-    assert rules - options <= {"attn_dp_size"}, "rules for options that this SGLang does not have"
+    assert rules - options <= DECIDED, "rules for options that this SGLang does not have"
     assert set(GOVERNED.values()) <= rules
     touching = {name for name in options if any(word in name for word in WORDS)}
     harmless = set(Path(__file__).with_name("harmless_options.txt").read_text().split())
@@ -279,9 +298,20 @@ print(json.dumps(sorted({action.dest for action in parser._actions})))
 """
 
 
-def test_a_gpu_is_refused_while_there_are_no_kernels() -> None:
-    with pytest.raises(ServingError, match="no kernels for cuda"):
-        refuse_flags(SimpleNamespace(device="cuda"), {})
+@pytest.mark.parametrize("device", ["xpu", "npu:0"])
+def test_a_device_without_kernels(device: str) -> None:
+    with pytest.raises(ServingError, match=f"no kernels for {device}"):
+        refuse_flags(SimpleNamespace(device=device), {})
+
+
+def test_an_implementation_that_there_is_not(tiny: Path, refused: Any, fitting: Path) -> None:
+    line = refused(tiny, "--kvtuner-profile", str(fitting), KVTUNER_ATTENTION="flash")
+    assert line == "KVTUNER_ATTENTION=flash is no implementation of attention on cpu; unset it"
+
+
+def test_kernels_on_a_processor_without_the_interpreter(tiny: Path, refused: Any, fitting: Path) -> None:
+    line = refused(tiny, "--kvtuner-profile", str(fitting), KVTUNER_ATTENTION="triton", TRITON_INTERPRET="0")
+    assert "the Triton kernels do not run on cpu" in line
 
 
 def test_a_profile_of_another_architecture(model_folder: Any, refused: Any, fitting: Path) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
@@ -18,51 +18,91 @@ import sass
 
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import QuantSpec, Transform, TransformKind
-from kvtuner.runtime_loader.kernels import decode
-from kvtuner.runtime_loader.kernels.attention import EXACT, DecodeLaunch, decode_facts, store_facts
+from kvtuner.runtime_loader.kernels import decode, extend, read, store
+from kvtuner.runtime_loader.kernels.launch import EXACT, FRESH, MERGED_SPLITS, decode_facts, fresh_options, store_facts
+from kvtuner.runtime_loader.kernels.settings import Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
-from kvtuner.runtime_loader.kernels.store import store_rows
 from kvtuner.runtime_loader.packed_attention import StoredRows
 from kvtuner.runtime_loader.row_format import RowFormat
 
-STORE_POINTERS = {
-    "k_ptr": "*bf16", "k_rows_ptr": "*i16", "k_mu_ptr": "*fp32", "k_inverse_ptr": "*fp32", "v_ptr": "*bf16",
-    "v_rows_ptr": "*i16", "slots_ptr": "*i64",
-}  # fmt: skip
+HOPPER, AMD = sass.nvidia(90), GPUTarget("hip", "gfx942", 64)
+HEADS, GQA = 8, 4
 
 
-def store_instructions(k_bits: int, v_bits: int) -> dict[str, int]:
-    """Instructions of the store kernel's PTX for sm_90, with every transform and both kinds of grid."""
-    ones = torch.ones(8, 128, dtype=torch.float16)
-    full = Transform(TransformKind(True, True, True), ones, ones)
-    sides = [
-        KernelSide.of(StoredRows(torch.empty(9, 2048, dtype=torch.uint8, device="meta"), RowFormat(8, 128, spec)))
-        for spec in (QuantSpec(k_bits, full), QuantSpec(v_bits, symmetric=True))
-    ]
-    facts = store_facts(*sides, 8)
-    names = store_rows.arg_names
-    kinds = {name: STORE_POINTERS.get(name, "constexpr" if name in facts else "i32") for name in names}
-    constants = {(names.index(name),): value for name, value in facts.items()}
-    kernel = triton.compile(ASTSource(store_rows, kinds, constants), target=GPUTarget("cuda", 90, 32), options=EXACT)
+def transformed(bits: int, head_dim: int, *, symmetric: bool = False) -> KernelSide:
+    """Rows with every transform."""
+    ones = torch.ones(HEADS, head_dim, dtype=torch.float16)
+    spec = QuantSpec(bits, Transform(TransformKind(True, True, True), ones, ones), symmetric=symmetric)
+    row_format = RowFormat(HEADS, head_dim, spec)
+    rows = torch.empty(9, row_format.row_bytes(torch.bfloat16), dtype=torch.uint8, device="meta")
+    return KernelSide.of(StoredRows(rows, row_format))
+
+
+def instructions(kernel: Any) -> dict[str, int]:
+    """Of its PTX."""
     lines = (line.strip() for line in kernel.asm["ptx"].splitlines())
     return collections.Counter(line.split()[0] for line in lines if line and line[0].isalpha())
 
 
-def compiles_for_amd(pair: PrecisionPair) -> bool:
-    """Whether the decode kernel without assembly gives machine code for an MI300."""
-    launch = DecodeLaunch(tokens=64, warps=4, stages=2, asm=False)
-    keys, values = (sass.side_of(sass.Shape(), bits) for bits in (pair.k_bits, pair.v_bits))
-    facts = {**decode_facts(keys, values, 8, 4, launch), "CAPPED": False}
-    names = decode.decode_split.arg_names
-    kinds = {name: sass.POINTERS.get(name) or sass.NUMBERS.get(name, "constexpr") for name in names}
-    constants = {(names.index(name),): value for name, value in facts.items()}
-    source = ASTSource(decode.decode_split, kinds, constants)
-    kernel = triton.compile(source, target=GPUTarget("hip", "gfx942", 64), options={"num_warps": 4})
-    return "hsaco" in kernel.asm
+def stored(k_bits: int, v_bits: int, head_dim: int = 128) -> Any:
+    """The store kernel, with every transform and both kinds of grid."""
+    sides = transformed(k_bits, head_dim), transformed(v_bits, head_dim, symmetric=True)
+    return sass.compiled(store.store_rows, store_facts(*sides), HOPPER, **EXACT)
 
 
+def read_back(bits: int, head_dim: int) -> Any:
+    """The read kernel, with every transform."""
+    side = transformed(bits, head_dim)
+    facts = {
+        "HEADS": HEADS, "ROW": side.row, "DIM": head_dim, "BITS": bits, "GROUPS": side.groups, "CENTERED": True,
+        "BALANCED": True, "STAGES": side.stages, "PADDED": side.padded, "TOKENS": 16,
+    }  # fmt: skip
+    return sass.compiled(read.read_side, facts, HOPPER, **EXACT)
+
+
+def attending(pair: PrecisionPair, head_dim: int, target: GPUTarget, arch: str, **kind: bool) -> Any:
+    """The kernel that reads rows, as the table launches it."""
+    shape = sass.Shape(HEADS, GQA, head_dim, head_dim)
+    keys, values = (sass.side_of(shape, bits) for bits in (pair.k_bits, pair.v_bits))
+    launch = Device(arch, 0).launch(keys, values, GQA)
+    facts = {**decode_facts(keys, values, GQA, launch), **sass.PLAIN, **kind}
+    return sass.compiled(decode.decode_split, facts, target, num_warps=launch.warps, num_stages=launch.stages)
+
+
+def around(head_dim: int) -> list[Any]:
+    """What runs before and after it."""
+    side = transformed(4, head_dim)
+    size = {"DIM": head_dim, "PADDED": side.padded}
+    prepare = {"HEADS": HEADS, "GQA": GQA, "BALANCED": True, "STAGES": side.stages, "BIASED": True, **size}
+    fresh = {"HEADS": HEADS, "GQA": GQA, "K_DIM": head_dim, "K_PADDED": side.padded, "V_DIM": head_dim}
+    fresh |= {"V_PADDED": side.padded, "CAPPED": True, **FRESH}
+    kernels = [
+        sass.compiled(decode.prepare_queries, prepare, HOPPER),
+        sass.compiled(extend.attend_fresh, fresh, HOPPER, **fresh_options(side, side)),
+    ]
+    for extending in (True, False):
+        merge = {"SPLITS": MERGED_SPLITS, "STAGES": side.stages, "EXTEND": extending, **size}
+        kernels.append(sass.compiled(decode.merge_splits, merge, HOPPER))
+    return kernels
+
+
+def spills(kernel: Any) -> int:
+    """Of registers, to memory."""
+    code, _ = sass.disassembled(kernel.asm["cubin"])
+    return code.count("LDL") + code.count("STL")
+
+
+pairs = [PrecisionPair(k, v) for k, v in itertools.product((16, 4), (16, 4))]
 found = {
-    "store": [store_instructions(*bits) for bits in ((2, 8), (4, 2), (8, 4))],
-    "amd": [compiles_for_amd(PrecisionPair.parse(pair)) for pair in ("K8V4", "K2V2")],
+    "store": [instructions(stored(*bits)) for bits in ((2, 8), (4, 2), (8, 4))],
+    "store, other head_dims": [spills(stored(4, 2, head_dim)) for head_dim in (80, 96)],
+    "read": [instructions(read_back(bits, head_dim)) for bits, head_dim in ((2, 128), (4, 80), (8, 96))],
+    "extending": [
+        spills(attending(pair, 128, HOPPER, "sm_90", EXTEND=True, CAPPED=capped, BIASED=pair.k_bits != 16))
+        for pair in pairs
+        for capped in (True, False)
+    ],
+    "around": [spills(kernel) for head_dim in (80, 128, 256) for kernel in around(head_dim)],
+    "amd": ["hsaco" in attending(PrecisionPair.parse(pair), 128, AMD, "gfx942").asm for pair in ("K8V4", "K2V2")],
 }
 sys.stdout.write(json.dumps(found))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.kernels.settings import DecodeLaunch, Device
+
 ROOT = Path(__file__).resolve().parents[3]
-pytestmark = pytest.mark.slow
+compiling = pytest.mark.slow
 
 
 def run(*command: str) -> Any:
@@ -26,6 +31,7 @@ def run(*command: str) -> Any:
     return json.loads(done.stdout)
 
 
+@compiling
 @pytest.mark.parametrize(
     "options",
     [("--arch", "80", "89", "90", "100"), ("--kv-heads", "4", "2", "1")],
@@ -41,6 +47,7 @@ def test_the_decode_loop_is_short_converts_nothing_and_copies_codes_by_sixteen_b
         assert row["async_copies_16B"] == code_bytes // (16 * 32 * row["launch_row"]["warps"]), row
 
 
+@compiling
 def test_the_count_sees_what_a_baseline_wastes() -> None:
     ours, *baselines = run(str(ROOT / "benchmarks" / "sass.py"), "--pairs", "K4V4", "--json")
     assert [row["baseline"] for row in (ours, *baselines)] == [False, True, True]
@@ -49,9 +56,56 @@ def test_the_count_sees_what_a_baseline_wastes() -> None:
         assert baseline["lane_instructions_per_element"] > 3 * ours["lane_instructions_per_element"]
 
 
-def test_the_store_kernel_is_not_contracted_and_other_vendors_have_a_kernel() -> None:
-    found = run(str(Path(__file__).with_name("compile_program.py")))
-    for instructions in found["store"]:
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return run(str(Path(__file__).with_name("compile_program.py")))
+
+
+@compiling
+def test_the_kernels_that_round_as_quant_does_are_not_contracted(found: Any) -> None:
+    for instructions in (*found["store"], *found["read"]):
         assert not [name for name in instructions if name.startswith(("fma", "div.full", "div.approx", "rcp"))]
+    for instructions in found["store"]:
         assert instructions["div.rn.f32"] > 0
+
+
+@compiling
+def test_kernels_beside_the_decode_loop_compile_without_spills(found: Any) -> None:
+    assert found["store, other head_dims"] == [0] * 2
+    assert found["extending"] == [0] * 8
+    assert found["around"] == [0] * 12
+
+
+@compiling
+def test_other_vendors_have_a_kernel(found: Any) -> None:
     assert found["amd"] == [True] * 2
+
+
+def test_every_pair_and_head_dim_has_a_launch_row_on_every_architecture() -> None:
+    table = json.loads((ROOT / "runtime_loader" / "kernels" / "launches.json").read_text())
+    rows = [(arch, row["k_bits"], row["v_bits"], row["head_dim"]) for row in table["rows"] for arch in row["archs"]]
+    assert len(set(rows)) == len(rows)
+    archs = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942")
+    assert set(rows) == set(itertools.product(archs, (2, 4, 8, 16), (2, 4, 8, 16), (64, 80, 96, 128, 256)))
+
+
+def test_settings_are_chosen_by_pair_and_refused_by_name() -> None:
+    def side(bits: int, head_dim: int = 128) -> Any:
+        return SimpleNamespace(bits=bits, head_dim=head_dim)
+
+    hopper = Device("sm_90", 132)
+    launch = hopper.launch(side(4), side(2), 4)
+    assert launch.asm
+    assert not Device("gfx942", 304).launch(side(4), side(2), 4).asm
+    for device, keys in ((Device("sm_75", 40), side(4)), (hopper, side(4, 48))):
+        with pytest.raises(ServingError, match=rf"no kernel for K4V2 with head_dim {keys.head_dim} .*{device.arch}"):
+            device.launch(keys, side(2, keys.head_dim), 4)
+
+
+@pytest.mark.parametrize("num_requests", [1, 3, 32, 200, 5000])
+def test_splits_fill_the_device_at_any_batch(num_requests: int) -> None:
+    launch = DecodeLaunch(tokens=64, warps=1, stages=3, asm=True, resident=8)
+    splits = Device("sm_90", 132).splits(launch, num_requests, 8)
+    assert 1 <= splits <= 128
+    assert num_requests * 8 * splits >= 132 * 7  # nearly all that fit at once
+    assert num_requests < 64 or splits <= 8

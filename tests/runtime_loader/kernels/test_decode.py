@@ -8,18 +8,35 @@ from typing import Any
 import pytest
 import torch
 
-from kvtuner.runtime_loader.kernels.attention import DecodeLaunch, decode
+from kvtuner.runtime_loader.kernels import launch
+from kvtuner.runtime_loader.kernels.scratch import Scratch
+from kvtuner.runtime_loader.kernels.settings import INTERPRETED
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.packed_attention import Scores, StoredRows, TorchAttention
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 LENGTHS = (0, 1, 33, 70)
-LAUNCH = DecodeLaunch(tokens=16, warps=4, stages=1, asm=False, min_split=16)
 NUM_SPLITS = 3
 # Queries and weights are rounded to fp16 once each, 2 ** -11 relative. Scores of some ten nats make 5e-3 of a weight of
 # that, and values that differ by orders of magnitude let one weight decide.
 TOLERANCE = 1e-2
+
+
+def decode(
+    q: torch.Tensor,
+    keys: StoredRows,
+    values: StoredRows,
+    indptr: torch.Tensor,
+    slots: torch.Tensor,
+    scores: Scores,
+    num_splits: int = NUM_SPLITS,
+) -> torch.Tensor:
+    out, scratch = torch.full_like(q, torch.nan), Scratch(1 << 20, q.device)
+    launch.decode(
+        q, KernelSide.of(keys), KernelSide.of(values), indptr, slots, scores, INTERPRETED, num_splits, scratch, out
+    )
+    return out
 
 
 def assert_agrees(keys: StoredRows, values: StoredRows, gqa: int, cap: float = 0.0) -> None:
@@ -35,8 +52,7 @@ def assert_agrees(keys: StoredRows, values: StoredRows, gqa: int, cap: float = 0
     indptr = torch.tensor([0, *itertools.accumulate(LENGTHS)])
     scores = Scores(head_dim**-0.5, cap)
     expected = TorchAttention().decode(q, keys, values, indptr, slots, scores)
-    sides = KernelSide.of(keys), KernelSide.of(values)
-    found = decode(q, *sides, num_heads, indptr, slots, scores, LAUNCH, NUM_SPLITS)
+    found = decode(q, keys, values, indptr, slots, scores)
     assert (found[0] == 0).all()
     largest = expected.abs().amax(dim=(1, 2), keepdim=True).clamp(min=1e-6)
     error = ((found - expected).abs() / largest).max().item()
@@ -81,8 +97,7 @@ def test_nan_is_seen_by_its_request_and_by_no_other(
         stored.write(slots, states)
     if where == "queries":
         q[0, 0, 5] = torch.nan
-    sides, indptr = (KernelSide.of(keys), KernelSide.of(values)), torch.tensor([0, 40, 80])
-    found = decode(q, *sides, 1, indptr, slots, Scores(0.125), LAUNCH, num_splits)
+    found = decode(q, keys, values, torch.tensor([0, 40, 80]), slots, Scores(0.125), num_splits)
     assert found[0, 0].isnan().all()
     assert found[0, 1].isnan().all() == (where != "queries")
     assert not found[1].isnan().any()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtuner.quant import KEY_TRANSFORMS
-from kvtuner.runtime_loader.kernels.attention import read
+from kvtuner.runtime_loader.kernels.launch import read
 from kvtuner.runtime_loader.kernels.side import KernelSide
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -29,5 +29,5 @@ def test_rows_read_back_are_those_of_quant(
     states[4, 0, 1] = torch.nan
     stored.write(slots, states)
     out = torch.empty(23, num_heads, head_dim)
-    read(KernelSide.of(stored), num_heads, slots, out)
+    read(KernelSide.of(stored), slots, torch.tensor([23]), out)
     torch.testing.assert_close(out, stored.read(slots, torch.float32), rtol=0, atol=0, equal_nan=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtuner.quant import KEY_TRANSFORMS
-from kvtuner.runtime_loader.kernels.attention import STORED_TOKENS, store
+from kvtuner.runtime_loader.kernels.launch import STORED_TOKENS, store
 from kvtuner.runtime_loader.kernels.side import KernelSide
 
 if TYPE_CHECKING:

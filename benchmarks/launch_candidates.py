@@ -1,0 +1,14 @@
+"""Launch settings that are tried, by counting instructions and by time."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvtuner.runtime_loader.kernels.settings import DecodeLaunch
+
+CANDIDATES: Final = tuple(
+    DecodeLaunch(tokens, warps, stages, asm=True)
+    for tokens, warps, stages in (
+        (64, 1, 3), (32, 1, 3), (32, 1, 4), (128, 4, 3), (64, 2, 3), (64, 4, 2), (32, 4, 2), (16, 1, 2)
+    )
+)  # fmt: skip

@@ -1,0 +1,197 @@
+"""Launches of the kernels: what they need to know of two sides, a batch and a device."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import triton
+
+from kvtuner.runtime_loader.kernels.decode import decode_split, merge_splits, prepare_queries
+from kvtuner.runtime_loader.kernels.extend import attend_fresh
+from kvtuner.runtime_loader.kernels.read import read_side
+from kvtuner.runtime_loader.kernels.store import store_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtuner.runtime_loader.kernels.scratch import Scratch
+    from kvtuner.runtime_loader.kernels.settings import DecodeLaunch
+    from kvtuner.runtime_loader.kernels.side import Facts, KernelSide
+    from kvtuner.runtime_loader.packed_attention import ExtendBounds, Scores
+
+TILE: Final = 16
+"""Pairs of query and head of a program: the least that a tensor core takes."""
+STORED_TOKENS: Final = 4
+READ_TOKENS: Final = 16
+MERGED_SPLITS: Final = 16
+FRESH: Final = {"TILE": 64, "TOKENS": 32}
+EXACT: Final[dict[str, Any]] = {"enable_fp_fusion": False, "num_warps": 4}
+"""Compiler options of kernels that round as `quant.py` does: a product and a sum stay two roundings."""
+LOG2_E: Final = math.log2(math.e)
+
+
+def store(keys: KernelSide, values: KernelSide, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write keys and values [tokens, num_heads, head_dim], channels contiguous, to token slots [tokens]."""
+    num_tokens = len(k)
+    if not num_tokens:
+        return
+    store_rows[(triton.cdiv(num_tokens, STORED_TOKENS), keys.num_heads, 2)](
+        k, k.stride(0), k.stride(1), keys.rows, keys.mu, keys.inverse,
+        v, v.stride(0), v.stride(1), values.rows, slots, num_tokens,
+        **store_facts(keys, values), **EXACT,
+    )  # fmt: skip
+
+
+def store_facts(keys: KernelSide, values: KernelSide) -> Facts:
+    """The kernel's constants."""
+    facts: Facts = {"HEADS": keys.num_heads, "TOKENS": STORED_TOKENS}
+    for name, side in (("K", keys), ("V", values)):
+        own = {
+            "ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups, "STAGES": side.stages,
+            "SYMMETRIC": side.symmetric, "PADDED": side.padded,
+        }  # fmt: skip
+        facts |= {f"{name}_{key}": value for key, value in own.items()}
+    return {**facts, "K_CENTERED": keys.centered, "K_BALANCED": keys.balanced}
+
+
+def decode_facts(keys: KernelSide, values: KernelSide, gqa: int, launch: DecodeLaunch) -> Facts:
+    """The decode kernel's constants, but for what a call changes: EXTEND, CAPPED and BIASED."""
+    facts: Facts = {
+        "HEADS": keys.num_heads, "GQA": gqa, "TILE": TILE, "TOKENS": launch.tokens, "MIN_SPLIT": launch.min_split,
+        "ASM": launch.asm, "ONES": 8,
+    }  # fmt: skip
+    for name, side in (("K", keys), ("V", values)):
+        own = {"ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups, "UNITS": side.units}
+        facts |= {f"{name}_{key}": value for key, value in own.items()}
+    return facts
+
+
+def decode(
+    q: Tensor, keys: KernelSide, values: KernelSide, indptr: Tensor, slots: Tensor, scores: Scores,
+    launch: DecodeLaunch, num_splits: int, scratch: Scratch, out: Tensor,
+) -> None:  # fmt: skip
+    """Attention of one query per request over packed rows; as `PackedAttention.decode`.
+
+    Args:
+        q: [requests, num_heads, head_dim], channels contiguous.
+        keys: of the layer.
+        values: of the layer.
+        indptr: [requests + 1] or longer; request r reads ``slots[indptr[r]:indptr[r + 1]]``.
+        slots: token slots of all requests, one after the other.
+        scores: scale and cap.
+        launch: settings of the kernel.
+        num_splits: most parts of a request.
+        scratch: for what lies between the launches.
+        out: [requests, num_heads, v_head_dim], channels contiguous; written.
+    """
+    biased = keys.centered and scores.logit_cap > 0  # softmax cancels it otherwise
+    queries, bias = _prepare(q, keys, scratch, biased=biased)
+    partial, lse = _attend_rows(
+        q, queries, bias, keys, values, indptr, slots, scores, launch, num_splits, scratch,
+        num_requests=len(q), biased=biased,
+    )  # fmt: skip
+    _merge(partial, lse, indptr, values, num_splits, len(q), out, extend=False)
+
+
+def extend(
+    q: Tensor, k: Tensor, v: Tensor, keys: KernelSide, values: KernelSide, bounds: ExtendBounds, scores: Scores,
+    launch: DecodeLaunch, num_splits: int, scratch: Scratch, out: Tensor,
+) -> None:  # fmt: skip
+    """Attention of new tokens over their request's packed rows and, causally, over one another.
+
+    As `PackedAttention.extend`. The two are merged by the sums of their exponents, so that `q . mu`, which cached keys
+    alone have lost, is added to what rows say; the values' Hadamard is undone on their part alone.
+
+    Args:
+        q: [tokens, num_heads, head_dim], channels contiguous, as `k` and `v` are.
+        k: [tokens, num_kv_heads, head_dim], in the dtype of `q`.
+        v: likewise.
+        keys: of the layer.
+        values: of the layer.
+        bounds: which tokens and slots are whose.
+        scores: scale and cap.
+        launch: settings of the kernel that reads rows.
+        num_splits: most parts of a prefix.
+        scratch: for what lies between the launches.
+        out: [tokens, num_heads, v_head_dim], channels contiguous; written, with zeros for tokens of no request.
+    """
+    queries, bias = _prepare(q, keys, scratch, biased=keys.centered)
+    num_requests = len(bounds.tokens) - 1
+    partial, lse = _attend_rows(
+        q, queries, bias, keys, values, bounds.prefix, bounds.slots, scores, launch, num_splits, scratch,
+        num_requests=num_requests, biased=keys.centered, bounds=bounds,
+    )  # fmt: skip
+    gqa = q.shape[1] // keys.num_heads
+    tile = FRESH["TILE"] if bounds.longest * gqa > TILE else TILE
+    attend_fresh[(keys.num_heads * triton.cdiv(bounds.longest * gqa, tile), num_requests)](
+        q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), bounds.tokens,
+        partial, lse, scores.scale * LOG2_E, scores.logit_cap * LOG2_E, num_splits,
+        HEADS=keys.num_heads, GQA=gqa, TILE=tile, TOKENS=FRESH["TOKENS"], K_DIM=keys.head_dim, K_PADDED=keys.padded,
+        V_DIM=values.head_dim, V_PADDED=values.padded, CAPPED=scores.logit_cap > 0,
+        **fresh_options(keys, values),
+    )  # fmt: skip
+    _merge(partial, lse, bounds.tokens, values, num_splits, num_requests, out, extend=True)
+
+
+def fresh_options(keys: KernelSide, values: KernelSide) -> dict[str, int]:
+    """The compiler's, for the kernel of new tokens: a wide head's accumulator needs more registers."""
+    return {"num_warps": 8 if max(keys.padded, values.padded) > 128 else 4, "num_stages": 2}
+
+
+def read(side: KernelSide, slots: Tensor, count: Tensor, out: Tensor) -> None:
+    """Read the first `count` [1] of token slots [tokens] back to model space, into `out` [tokens, heads, head_dim]."""
+    if not len(slots):
+        return
+    read_side[(triton.cdiv(len(slots), READ_TOKENS), side.num_heads)](
+        side.rows, side.words, side.mu, side.lam, slots, out, out.stride(0), out.stride(1), count,
+        HEADS=side.num_heads, ROW=side.row, DIM=side.head_dim, BITS=side.bits, GROUPS=side.groups,
+        CENTERED=side.centered, BALANCED=side.balanced, STAGES=side.stages, PADDED=side.padded, TOKENS=READ_TOKENS,
+        **EXACT,
+    )  # fmt: skip
+
+
+def _prepare(q: Tensor, keys: KernelSide, scratch: Scratch, *, biased: bool) -> tuple[Tensor, Tensor]:
+    """Queries in the space of stored keys, and q . mu; `q` itself where it is both."""
+    if not (keys.stages or keys.balanced or biased):
+        return q, q
+    queries = scratch.take(q.shape, torch.float16)
+    bias = scratch.take(q.shape[:2], torch.float32) if biased else q
+    prepare_queries[(len(q), keys.num_heads)](
+        q, q.stride(0), q.stride(1), keys.lam, keys.mu, queries, bias, HEADS=keys.num_heads,
+        GQA=q.shape[1] // keys.num_heads, DIM=keys.head_dim, PADDED=keys.padded, BALANCED=keys.balanced,
+        STAGES=keys.stages, BIASED=biased,
+    )  # fmt: skip
+    return queries, bias
+
+
+def _attend_rows(
+    q: Tensor, queries: Tensor, bias: Tensor, keys: KernelSide, values: KernelSide, indptr: Tensor,
+    slots: Tensor, scores: Scores, launch: DecodeLaunch, num_splits: int, scratch: Scratch, *, num_requests: int,
+    biased: bool, bounds: ExtendBounds | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Partial outputs and their weights, with room for a part of fresh tokens where there are `bounds`."""
+    num_queries, num_heads = q.shape[:2]
+    gqa, extending = num_heads // keys.num_heads, bounds is not None
+    parts = num_splits + extending
+    partial = scratch.take((num_queries, num_heads, parts, values.head_dim), torch.float32)
+    lse = scratch.take((num_queries, num_heads, parts), torch.float32)
+    tiles = triton.cdiv(gqa * (1 if bounds is None else bounds.longest), TILE)
+    decode_split[(keys.num_heads * tiles, num_splits, num_requests)](
+        queries, queries.stride(0), queries.stride(1), indptr if bounds is None else bounds.tokens, keys.rows,
+        keys.words, values.rows, values.words, bias, indptr, slots, partial, lse, scores.scale * LOG2_E,
+        scores.logit_cap * LOG2_E, num_splits, EXTEND=extending, CAPPED=scores.logit_cap > 0, BIASED=biased,
+        num_warps=launch.warps, num_stages=launch.stages, **decode_facts(keys, values, gqa, launch),
+    )  # fmt: skip
+    return partial, lse
+
+
+def _merge(
+    partial: Tensor, lse: Tensor, q_indptr: Tensor, values: KernelSide, num_splits: int, num_requests: int,
+    out: Tensor, *, extend: bool,
+) -> None:  # fmt: skip
+    merge_splits[(len(out), out.shape[1])](
+        partial, lse, q_indptr, out, out.stride(0), out.stride(1), num_splits, num_requests, DIM=values.head_dim,
+        PADDED=values.padded, SPLITS=MERGED_SPLITS, STAGES=values.stages, EXTEND=extend,
+    )  # fmt: skip

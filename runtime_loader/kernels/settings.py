@@ -1,0 +1,128 @@
+"""Launch settings of the kernel that reads rows: a committed table, and what a device fills itself with."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from kvtuner.errors import ServingError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvtuner.runtime_loader.kernels.side import KernelSide
+
+TABLE: Final = "launches.json"
+"""Made by benchmarks/launch_table.py."""
+LEAST_SPLITS: Final = 8
+"""For batches whose requests differ in length; fewer where there are many."""
+MOST_SPLITS: Final = 128
+ROUNDS: Final = 2
+"""How often a device that is full of programs is filled again."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLaunch:
+    """How the kernel that reads rows is launched.
+
+    Attributes:
+        tokens: of a block.
+        warps: of a program.
+        stages: of its pipeline.
+        asm: unpack by inline assembly of NVIDIA's.
+        min_split: tokens below which a request is not split.
+        resident: programs that a processor of the device holds at once.
+    """
+
+    tokens: int
+    warps: int
+    stages: int
+    asm: bool
+    min_split: int = 256
+    resident: int = 4
+
+
+INTERPRETED: Final = DecodeLaunch(tokens=16, warps=4, stages=1, asm=False, min_split=16, resident=1)
+"""Of Triton's interpreter: small blocks, so that short requests have several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where kernels run.
+
+    Attributes:
+        arch: such as sm_90; "interpreter" for Triton's.
+        processors: multiprocessors.
+    """
+
+    arch: str
+    processors: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> Device:
+        """The device at hand.
+
+        Raises:
+            ServingError: a processor without Triton's interpreter.
+        """
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            name = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
+            arch = name.partition(":")[0] or f"sm_{properties.major}{properties.minor}"
+            return cls(arch, properties.multi_processor_count)
+        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+            return cls("interpreter", 1)
+        raise ServingError(
+            f"the Triton kernels do not run on {device.type}; use a GPU, or set TRITON_INTERPRET=1 to run them in"
+            " Triton's interpreter, which is slow"
+        )
+
+    def launch(self, keys: KernelSide, values: KernelSide, gqa: int) -> DecodeLaunch:
+        """The table's settings for a layer.
+
+        Raises:
+            ServingError: there are none: names the pair and the device.
+        """
+        if self.arch == "interpreter":
+            return INTERPRETED
+        rows = _table().get((self.arch, keys.bits, values.bits, keys.head_dim), {})
+        fitting = [each for each in rows if each <= gqa]
+        if not fitting or keys.head_dim != values.head_dim:
+            raise ServingError(
+                f"there is no kernel for K{keys.bits}V{values.bits} with head_dim {keys.head_dim} and"
+                f" {values.head_dim} on {self.arch}; serve without a profile, or make a row of"
+                f" runtime_loader/kernels/{TABLE} (docs/kernels.md)"
+            )
+        return rows[max(fitting)]
+
+    def splits(self, launch: DecodeLaunch, num_requests: int, tiles: int) -> int:
+        """Parts of a request: enough to fill the device `ROUNDS` times.
+
+        Args:
+            launch: settings of the kernel.
+            num_requests: of the batch.
+            tiles: programs of a part of one request.
+        """
+        wanted = -(-ROUNDS * launch.resident * self.processors // max(1, num_requests * tiles))
+        least = max(1, min(LEAST_SPLITS, 1024 // max(1, num_requests)))
+        return min(max(wanted, least), MOST_SPLITS)
+
+
+@cache
+def _table() -> Mapping[tuple[str, int, int, int], dict[int, DecodeLaunch]]:
+    """Settings by architecture, bits and head_dim, then by the least GQA that they are for."""
+    text = resources.files("kvtuner.runtime_loader.kernels").joinpath(TABLE).read_text()
+    content: dict[str, Any] = json.loads(text)
+    table: dict[tuple[str, int, int, int], dict[int, DecodeLaunch]] = {}
+    for row in content["rows"]:
+        launch = DecodeLaunch(**row["launch"])
+        for arch in row["archs"]:
+            of_gqa = table.setdefault((arch, row["k_bits"], row["v_bits"], row["head_dim"]), {})
+            of_gqa[row["gqa"]] = launch
+    return table

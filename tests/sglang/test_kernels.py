@@ -1,0 +1,46 @@
+"""A server whose attention is the Triton kernels, in Triton's interpreter, agrees with the transformers host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import AutoConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+CHUNK = 64
+LENGTHS = (150, 33)
+"""The second chunk of the first is long enough for its prefix to be read back, the third is not."""
+TOKENS = 5
+CAPPED = {
+    "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 512, "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": None, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fields"), [("llama-gqa", {}), ("Gemma2", CAPPED)])
+def test_decoding_short_and_long_extends_agree(
+    name: str,
+    fields: dict[str, Any],
+    serve: Any,
+    compare: Any,
+    prompts: Any,
+    model_folder: Callable[..., Path],
+    profile_of: Any,
+    save_profile: Any,
+    mixed_layers: Any,
+) -> None:
+    folder = model_folder(name, num_hidden_layers=9, **fields)
+    config = AutoConfig.from_pretrained(folder)
+    profile = profile_of(config, mixed_layers(config))
+    flags = ("--kvtuner-profile", str(save_profile(profile)), "--chunked-prefill-size", str(CHUNK))
+    with serve(folder, *flags, KVTUNER_ATTENTION="triton") as server:
+        agreement = compare(server, folder, profile, prompts(*LENGTHS), TOKENS, chunk=CHUNK)
+        log = server.log
+    assert "attention triton, attend fresh, self-test passed" in log
+    assert agreement.own > 1e-4
+    assert agreement.divergence <= 0.02 * agreement.own + 1e-6, agreement
+    assert agreement.same_argmax == 1, agreement
