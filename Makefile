@@ -4,7 +4,7 @@ BIN = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"
 WORKERS ?= auto
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8
 
-.PHONY: check test test-full lint format demo demo-model schema
+.PHONY: check test test-full gpu lint format demo demo-model schema
 
 check: lint ## what every commit passes
 	$(PYTEST) -m "not slow and not gpu" tests
@@ -14,6 +14,9 @@ test: lint ## what CI runs
 
 test-full: lint ## everything; a machine with a GPU runs the gpu tests too
 	$(PYTEST) tests
+
+gpu: ## on a machine with one: are the kernels right, and how fast
+	$(PYTHON) benchmarks/gpu.py
 
 lint:
 	$(PYTHON) -m ruff check .

@@ -1,0 +1,103 @@
+"""Everything that only a GPU shows, in one command: first that the kernels are right, then how fast they are.
+
+    make gpu                                # or: python benchmarks/gpu.py
+    python benchmarks/gpu.py --smoke        # on a processor, in Triton's interpreter: that the command itself works
+    python benchmarks/gpu.py --sweep K4V4   # launch settings of a pair by time, for the committed table
+
+Needs torch and triton, and nothing from a network. Results are written as JSON and Markdown to
+benchmarks/results/<gpu>/, after every section, so that a run that is cut off has lost nothing. Exits 1 where a kernel
+is wrong; its speed is not measured then. Parts for which no time is left are named in the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+SECTIONS: Final = ("correct", "decode", "pages", "stores", "extends", "model", "sweep")
+LIMIT_S: Final = 520
+"""Of all: nothing is begun after it."""
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=[name for name in SECTIONS if name != "sweep"])
+    parser.add_argument("--sweep", nargs="+", metavar="PAIR", default=[], help="pairs whose launch settings are timed")
+    parser.add_argument("--out", type=Path, help="folder; benchmarks/results/<gpu> by default")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds after which nothing is begun")
+    args = parser.parse_args()
+    if args.smoke:
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    import torch
+
+    if not args.smoke and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here; --smoke runs everything, tiny, on a processor")
+    from gpu_parts import baselines, correct, model, report, speed
+    from gpu_parts.machine import Machine
+
+    from kvtuner.precision import PrecisionPair
+
+    machine = Machine(torch.device("cpu"), torch.float16) if args.smoke else Machine(
+        torch.device("cuda"), torch.bfloat16
+    )  # fmt: skip
+    out = args.out or ROOT / "benchmarks" / "results" / machine.name
+    start = time.monotonic()
+    results: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "seconds": 0.0,
+        "machine": machine.facts(), "sglang_missing": baselines.sglang_kernels()[1], "left_out": [],
+        "copy_bytes_per_s": machine.copy_bytes_per_s(), **{name: [] for name in SECTIONS},
+    }  # fmt: skip
+
+    def save() -> None:
+        results["seconds"] = time.monotonic() - start
+        report.save(out, results)
+
+    def record(name: str, rows: Iterable[dict[str, Any]]) -> None:
+        for row in rows:
+            results[name].append(row)
+            print(name, *(f"{key}={value}" for key, value in row.items()), flush=True)
+            if time.monotonic() - start > args.limit_s:
+                results["left_out"].append(f"the rest of {name}")
+                break
+        save()
+
+    sections: dict[str, list[Callable[[], Iterable[dict[str, Any]]]]] = {
+        "correct": [lambda: correct.run(machine)],
+        "decode": [lambda place=place: speed.decode(machine, *place) for place in speed.grid(machine)],
+        "pages": [lambda: speed.pages(machine)],
+        "stores": [lambda: speed.stores(machine)],
+        "extends": [lambda: speed.extends(machine)],
+        "model": [lambda: model.run(machine)],
+        "sweep": [lambda pair=pair: speed.sweep(machine, PrecisionPair.parse(pair)) for pair in args.sweep],
+    }
+    asked = [name for name in SECTIONS if name in args.only or (name == "sweep" and args.sweep)]
+    for name in asked:
+        for section in sections[name]:
+            if time.monotonic() - start > args.limit_s:
+                results["left_out"].append(name)
+                break
+            record(name, section())
+        if not all(row["passed"] for row in results["correct"]):
+            print(f"a kernel is wrong: {out / 'results.md'}", file=sys.stderr)
+            return 1
+    save()
+    print(f"{out / 'results.md'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""What the kernels are compared with: attention over bf16, and the straightforward kernel over the same rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import dequantize_then_dot
+import torch
+import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvtuner.precision import PrecisionPair
+from kvtuner.runtime_loader.kernels import launch
+from kvtuner.runtime_loader.kernels.decode import merge_splits
+from kvtuner.runtime_loader.kernels.settings import DecodeLaunch, Device
+from kvtuner.runtime_loader.kernels.side import KernelSide
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from gpu_parts.machine import Machine
+    from gpu_parts.pools import Shape
+    from kvtuner.runtime_loader.packed_attention import StoredRows
+
+NATIVE: Final = PrecisionPair(16, 16)
+SGLANG_SPLITS: Final = (8, 32)
+"""Its default, and what fills more of a device at batch 1."""
+SGLANG_LAUNCH: Final = DecodeLaunch(tokens=32, warps=4, stages=2, asm=False)
+SDPA: Final = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+
+Decode = "Callable[[Tensor, Tensor, Tensor], object]"
+"""Of queries [requests, num_heads, head_dim], indptr and slots."""
+
+
+def sglang_kernels() -> tuple[Any, str]:
+    """SGLang's decode kernel, or None and why it is not here."""
+    try:
+        from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
+    except Exception as error:  # whatever a foreign package's import does where it does not fit
+        return None, f"{type(error).__name__}: {error}".splitlines()[0]
+    return decode_attention_fwd, ""
+
+
+def by_sglang(
+    kernel: Any, machine: Machine, shape: Shape, keys: StoredRows, values: StoredRows, num_requests: int, splits: int
+) -> Callable[[Tensor, Tensor, Tensor], object]:
+    """SGLang's own Triton kernel over bf16 rows."""
+    size = (num_requests, shape.num_heads, splits)
+    logits = torch.empty(*size, shape.head_dim, dtype=torch.float32, device=machine.device)
+    lse = torch.empty(size, dtype=torch.float32, device=machine.device)
+    num_splits = torch.full((num_requests,), splits, dtype=torch.int32, device=machine.device)
+    out = torch.empty(num_requests, shape.num_heads, shape.head_dim, dtype=machine.dtype, device=machine.device)
+
+    def run(q: Tensor, indptr: Tensor, slots: Tensor) -> None:
+        kernel(
+            q, keys.rows, values.rows, out, indptr, slots, logits, lse, num_splits, splits, shape.head_dim**-0.5,
+            1.0, 1.0,
+        )  # fmt: skip
+
+    return run
+
+
+def by_torch(
+    machine: Machine, shape: Shape, num_requests: int, length: int, copies: int
+) -> dict[str, list[Callable[[], object]]]:
+    """Torch's attention over contiguous bf16 keys and values, by each of its kernels: no pages, no gather.
+
+    Queries that share a KV head are given as so many queries of one head, since torch would copy keys for each.
+    """
+    size = (copies, num_requests, shape.num_kv_heads, length, shape.head_dim)
+    k, v = (torch.empty(size, dtype=machine.dtype, device=machine.device).normal_() for _ in range(2))
+    q = torch.randn(num_requests, shape.num_kv_heads, shape.gqa, shape.head_dim, device=machine.device)
+    q = q.to(machine.dtype)
+
+    def with_kernel(backend: SDPBackend, copy: int) -> Callable[[], object]:
+        def run() -> None:
+            with sdpa_kernel(backend):
+                scaled_dot_product_attention(q, k[copy], v[copy])
+
+        return run
+
+    backends = (SDPBackend.MATH,) if machine.smoke else SDPA
+    return {
+        f"torch {backend.name.split('_')[0].lower()}": [with_kernel(backend, copy) for copy in range(copies)]
+        for backend in backends
+    }
+
+
+def by_dequantizing(
+    machine: Machine, shape: Shape, keys: StoredRows, values: StoredRows, num_requests: int
+) -> Callable[[Tensor, Tensor, Tensor], object]:
+    """Codes to float32, to bf16, then the product, launched as SGLang launches its kernel."""
+    sides = KernelSide.of(keys), KernelSide.of(values)
+    splits = Device.of(machine.device).splits(SGLANG_LAUNCH, num_requests, shape.num_kv_heads)
+    size = (num_requests, shape.num_heads, splits)
+    partial = torch.empty(*size, shape.head_dim, dtype=torch.float32, device=machine.device)
+    lse = torch.empty(size, dtype=torch.float32, device=machine.device)
+    out = torch.empty(num_requests, shape.num_heads, shape.head_dim, dtype=machine.dtype, device=machine.device)
+    names = dequantize_then_dot.decode_split.arg_names
+    facts = launch.decode_facts(*sides, shape.gqa, SGLANG_LAUNCH)
+    facts = {name: value for name, value in facts.items() if name in names}
+
+    def run(q: Tensor, indptr: Tensor, slots: Tensor) -> None:
+        dequantize_then_dot.decode_split[(shape.num_kv_heads, splits, num_requests)](
+            q, q.stride(0), q.stride(1), sides[0].rows, sides[0].words, sides[1].rows, sides[1].words, indptr, slots,
+            partial, lse, shape.head_dim**-0.5 * launch.LOG2_E, splits, **facts, num_warps=SGLANG_LAUNCH.warps,
+            num_stages=SGLANG_LAUNCH.stages,
+        )  # fmt: skip
+        merge_splits[(num_requests, shape.num_heads)](
+            partial, lse, indptr, out, out.stride(0), out.stride(1), splits, num_requests, DIM=shape.head_dim,
+            PADDED=triton.next_power_of_2(shape.head_dim), SPLITS=launch.MERGED_SPLITS, STAGES=0, EXTEND=False,
+        )  # fmt: skip
+
+    return run

@@ -1,0 +1,113 @@
+"""The device at hand: what it is, how fast it copies, and how long something takes on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import statistics
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+REPLAYS: Final = 30
+WARM_UP: Final = 5
+COPIED_BYTES: Final = 2 << 30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the benchmark runs.
+
+    Attributes:
+        device: a GPU, or a processor with Triton's interpreter for a smoke test.
+        dtype: of queries, and of rows at 16 bits.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def smoke(self) -> bool:
+        """Whether nothing that is measured means anything."""
+        return self.device.type == "cpu"
+
+    @property
+    def name(self) -> str:
+        """Of its results' folder."""
+        name = "smoke" if self.smoke else torch.cuda.get_device_name(self.device)
+        return name.replace("NVIDIA ", "").replace(" ", "-")
+
+    @property
+    def l2_bytes(self) -> int:
+        """Of the last cache."""
+        return 1 << 10 if self.smoke else int(torch.cuda.get_device_properties(self.device).L2_cache_size)
+
+    @property
+    def free_bytes(self) -> int:
+        """What may still be allocated."""
+        if self.smoke:
+            return 1 << 20
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def facts(self) -> dict[str, Any]:
+        """Versions and sizes, for the record."""
+        versions = {}
+        for package in ("torch", "triton", "sglang"):
+            try:
+                versions[package] = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                versions[package] = None
+        facts = {"device": self.name, "python": platform.python_version(), **versions, "cuda": torch.version.cuda}
+        if not self.smoke:
+            properties = torch.cuda.get_device_properties(self.device)
+            facts |= {
+                "arch": f"sm_{properties.major}{properties.minor}", "processors": properties.multi_processor_count,
+                "memory_bytes": properties.total_memory, "l2_bytes": self.l2_bytes,
+            }  # fmt: skip
+        return facts
+
+    def seconds(self, runs: Sequence[Callable[[], object]]) -> float:
+        """Median seconds of one of several runs, one after the other in a CUDA graph.
+
+        They should differ in what they read, and read more than the last cache holds in all.
+        """
+        if self.smoke:
+            start = time.perf_counter()
+            for run in runs:
+                run()
+            return (time.perf_counter() - start) / len(runs)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for run in runs[:2]:  # compiles, outside of the graph
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for run in runs:
+                run()
+        for _ in range(WARM_UP):
+            graph.replay()
+        times = []
+        for _ in range(REPLAYS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1000)
+        del graph
+        return statistics.median(times) / len(runs)
+
+    def copy_bytes_per_s(self) -> float:
+        """Bytes read plus bytes written by a large copy."""
+        size = 1 << 16 if self.smoke else COPIED_BYTES
+        source, target = (torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2))
+        source.random_(255)
+        return 2 * size / self.seconds([lambda: target.copy_(source)])
