@@ -2,11 +2,13 @@
 
     python benchmarks/sass.py --arch 90
     python benchmarks/sass.py --arch 80 89 90 100 --json
+    python benchmarks/sass.py --rows
 
 No GPU is needed: Triton compiles for any, and its own cuobjdump disassembles. The limit beside each row is what an H200
 can issue while its memory delivers the elements (132 SMs, 4 instructions a cycle, 32 lanes, 1.755 GHz, 4.3 TB/s): a
 kernel above it is bound by instructions, not by memory. The baseline dequantizes to bf16 and then multiplies, over the
-same rows, launched as SGLang launches its own kernel and as ours is.
+same rows, launched as SGLang launches its own kernel and as ours is. With --rows the kernels that write and read rows
+are counted, whole, beside what memory would let them have of a bf16 tensor that is read, or written.
 """
 
 from __future__ import annotations
@@ -34,9 +36,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 import dequantize_then_dot
 
 from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, effective_bits
-from kvtuner.quant import QuantSpec
-from kvtuner.runtime_loader.kernels import decode
-from kvtuner.runtime_loader.kernels.launch import decode_facts
+from kvtuner.quant import QuantSpec, Transform, TransformKind
+from kvtuner.runtime_loader.kernels import decode, read, store
+from kvtuner.runtime_loader.kernels.launch import (
+    EXACT,
+    READ_TOKENS,
+    STORED_TOKENS,
+    decode_facts,
+    read_facts,
+    store_facts,
+)
 from kvtuner.runtime_loader.kernels.settings import DecodeLaunch, Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.packed_attention import StoredRows
@@ -47,6 +56,7 @@ H200_BYTES_PER_S: Final = 4.3e12
 PAIRS: Final = ("K4V4", "K8V8", "K8V4", "K4V2", "K2V2")
 SGLANG: Final = DecodeLaunch(tokens=32, warps=4, stages=2, asm=False)
 """How SGLang launches its own decode kernel for grouped queries."""
+INSTRUCTION: Final = re.compile(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", re.MULTILINE)
 NUMBERS: Final = {"scale": "fp32", "cap": "fp32"}
 UNALIGNED: Final = ("num_splits", "num_requests", "num_tokens")
 """Of the others, pointers and strides are multiples of 16, as Triton finds them when it launches."""
@@ -145,10 +155,7 @@ def disassembled(binary: bytes) -> tuple[str, str]:
 
 def loop_of(code: str) -> list[str]:
     """Instructions of the longest loop with a matrix product: from the target of a jump back to the jump."""
-    lines = [
-        (int(match[1], 16), re.sub(r"^@!?U?P\w+\s+", "", match[2]))
-        for match in re.finditer(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", code, re.MULTILINE)
-    ]
+    lines = [(int(match[1], 16), re.sub(r"^@!?U?P\w+\s+", "", match[2])) for match in INSTRUCTION.finditer(code)]
     loops = []
     for address, text in lines:
         jump = re.match(r"BRA\S*\s+(?:\S+,\s*)?(?:`\(\S+\)|0x([0-9a-f]+))", text)
@@ -194,6 +201,39 @@ def measure(pair: PrecisionPair, shape: Shape, arch: int, launch: DecodeLaunch, 
     )
 
 
+def rows_kernels(arch: int) -> list[dict[str, Any]]:
+    """The kernels that write and read rows, as they are launched."""
+    shape, found = Shape(), []
+    elements = shape.num_kv_heads * shape.head_dim
+    native = side_of(shape, NATIVE_BITS)
+    for bits, kind in itertools.product((8, 4, 2), ("none", "centered", "hadamard", "centered+balanced+hadamard")):
+        parts = TransformKind.parse(kind)
+        ones = torch.ones(shape.num_kv_heads, shape.head_dim, dtype=torch.float16)
+        transform = Transform(parts, ones if parts.centered else None, ones if parts.balanced else None)
+        row_format = RowFormat(shape.num_kv_heads, shape.head_dim, QuantSpec(bits, transform))
+        num_bytes = row_format.row_bytes(torch.bfloat16)
+        side = KernelSide.of(StoredRows(torch.empty(9, num_bytes, dtype=torch.uint8, device="meta"), row_format))
+        # A program of the store kernel writes keys or values: what the other is, is taken off.
+        for function, facts, off, tokens in (
+            (store.store_rows, store_facts(side, native), store_facts(native, native), STORED_TOKENS),
+            (read.read_side, read_facts(side), None, READ_TOKENS),
+        ):
+            kernel = compiled(function, facts, nvidia(arch), **EXACT)
+            code, _ = disassembled(kernel.asm["cubin"])
+            count = len(INSTRUCTION.findall(code))
+            if off is not None:
+                other, _ = disassembled(compiled(function, off, nvidia(arch), **EXACT).asm["cubin"])
+                count -= len(INSTRUCTION.findall(other))
+            per_element = count * 32 * EXACT["num_warps"] / (tokens * shape.head_dim)
+            found.append({
+                "kernel": function.__name__, "arch": arch, "bits": bits, "kind": kind,
+                "lane_instructions_per_element": round(per_element, 1),
+                "spills": code.count("LDL") + code.count("STL"),
+                "limit": round(H200_LANES_PER_S * (num_bytes / elements + 2) / H200_BYTES_PER_S, 1),
+            })  # fmt: skip
+    return found
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -203,10 +243,23 @@ def main() -> None:
     parser.add_argument("--gqa", type=int, default=4)
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--without-baseline", action="store_true")
+    parser.add_argument("--rows", action="store_true", help="count the kernels that write and read rows instead")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: what is interpreted cannot be compiled; unset it")
+    if args.rows:
+        counts = [row for arch in args.arch for row in rows_kernels(arch)]
+        if args.json:
+            print(json.dumps(counts, indent=1))
+            return
+        print("kernel      arch  bits  kind                         per element  H200 limit  spills")
+        for row in counts:
+            print(
+                f"{row['kernel']:<12}{row['arch']:<6}{row['bits']:<6}{row['kind']:<29}"
+                f"{row['lane_instructions_per_element']:>11.1f}{row['limit']:12.1f}{row['spills']:8}"
+            )
+        return
     rows = []
     for arch, heads, name in itertools.product(args.arch, args.kv_heads, args.pairs):
         pair, shape = PrecisionPair.parse(name), Shape(heads, args.gqa, 128, args.group_size)

@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 
 TILE: Final = 16
 """Pairs of query and head of a program: the least that a tensor core takes."""
-STORED_TOKENS: Final = 4
+STORED_TOKENS: Final = 8
 READ_TOKENS: Final = 16
 MERGED_SPLITS: Final = 16
 FRESH: Final = {"TILE": 64, "TOKENS": 32}
-EXACT: Final[dict[str, Any]] = {"enable_fp_fusion": False, "num_warps": 4}
-"""Compiler options of kernels that round as `quant.py` does: a product and a sum stay two roundings."""
+EXACT: Final[dict[str, Any]] = {"enable_fp_fusion": False, "num_warps": 1}
+"""Compiler options of kernels that round as `quant.py` does: a product and a sum stay two roundings.
+
+With one warp a group's minimum and maximum stay inside it: a quarter of the instructions of four (docs/kernels.md).
+"""
 LOG2_E: Final = math.log2(math.e)
 
 
@@ -146,10 +149,17 @@ def read(side: KernelSide, slots: Tensor, count: Tensor, out: Tensor) -> None:
         return
     read_side[(triton.cdiv(len(slots), READ_TOKENS), side.num_heads)](
         side.rows, side.words, side.mu, side.lam, slots, out, out.stride(0), out.stride(1), count,
-        HEADS=side.num_heads, ROW=side.row, DIM=side.head_dim, BITS=side.bits, GROUPS=side.groups,
-        CENTERED=side.centered, BALANCED=side.balanced, STAGES=side.stages, PADDED=side.padded, TOKENS=READ_TOKENS,
-        **EXACT,
+        **read_facts(side), **EXACT,
     )  # fmt: skip
+
+
+def read_facts(side: KernelSide) -> Facts:
+    """The read kernel's constants."""
+    return {
+        "HEADS": side.num_heads, "ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups,
+        "CENTERED": side.centered, "BALANCED": side.balanced, "STAGES": side.stages, "PADDED": side.padded,
+        "TOKENS": READ_TOKENS,
+    }  # fmt: skip
 
 
 def _prepare(q: Tensor, keys: KernelSide, scratch: Scratch, *, biased: bool) -> tuple[Tensor, Tensor]:

@@ -22,15 +22,16 @@ def _fp16_down(x):
 
 
 @triton.jit
-def _round(x):
-    """Half to even, for |x| < 2**22."""
-    return (x + 12582912.0) - 12582912.0
+def _saturated(x):
+    return tl.minimum(tl.maximum(x, -65504.0), 65504.0)
 
 
 @triton.jit
 def _stored(x, mu_ptr, inverse_ptr, constants, live, CENTERED: tl.constexpr, BALANCED: tl.constexpr):
     """(x - mu) * (1 / lambda), channels last."""
     y = x.to(tl.float32)
+    constants = tl.broadcast_to(constants, x.shape)
+    live = tl.broadcast_to(live, x.shape)
     if CENTERED:
         y = y - tl.load(mu_ptr + constants, mask=live, other=0.0)
     if BALANCED:
@@ -53,36 +54,46 @@ def _store_side(
         x = tl.load(x_ptr + tokens[:, None] * x_stride_t + channels, mask=mask, other=0.0)
         tl.store(rows_ptr + slots[:, None] * ROW + head * DIM + channels, x, mask=mask)
     else:
-        # Slot j of unit u is channel j * UNITS + u; units are padded to a power of two.
+        # Slot j of unit u is channel j * UNITS + u; units are padded to a power of two. Slots come first, so that a
+        # thread holds all of a unit's, and lanes are spread over tokens.
         SLOTS: tl.constexpr = 16 // BITS
         UNITS: tl.constexpr = DIM // SLOTS
         SPREAD: tl.constexpr = PADDED // SLOTS
         LEVELS: tl.constexpr = (1 << BITS) - 1
         unit = tl.arange(0, SPREAD)[None, None, :]
-        slot = tl.arange(0, SLOTS)[None, :, None]
+        slot = tl.arange(0, SLOTS)[:, None, None]
         real = unit < UNITS
-        channel = tl.where(real, slot * UNITS + unit, 0)
+        channel = slot * UNITS + unit
+        if PADDED != DIM:
+            channel = tl.where(real, channel, 0)  # which hides from the compiler that channels lie side by side
         if STAGES > 0:
             mask = channels < DIM
             x = tl.load(x_ptr + tokens[:, None] * x_stride_t + channels, mask=live[:, None] & mask, other=0.0)
             y = _stored(x, mu_ptr, inverse_ptr, head * DIM + channels, mask, CENTERED, BALANCED)
             y = hadamard(tl.where(mask, y, 0.0), TOKENS, PADDED, STAGES)
-            if PADDED == DIM:
-                y = tl.reshape(y, (TOKENS, SLOTS, SPREAD))
-            else:
-                index = tl.broadcast_to(tl.reshape(channel, (1, PADDED)), (TOKENS, PADDED))
-                y = tl.reshape(tl.gather(y, index, 1), (TOKENS, SLOTS, SPREAD))
+            if PADDED != DIM:
+                index = tl.reshape(tl.permute(channel, (1, 0, 2)), (1, PADDED))
+                y = tl.gather(y, tl.broadcast_to(index, (TOKENS, PADDED)), 1)
+            y = tl.permute(tl.reshape(y, (TOKENS, SLOTS, SPREAD)), (1, 0, 2))
         else:
-            mask = live[:, None, None] & real
-            x = tl.load(x_ptr + tokens[:, None, None] * x_stride_t + channel, mask=mask, other=0.0)
+            mask = live[None, :, None]
+            if PADDED != DIM:
+                mask = mask & real
+            x = tl.load(x_ptr + tokens[None, :, None] * x_stride_t + channel, mask=mask, other=0.0)
             y = _stored(x, mu_ptr, inverse_ptr, head * DIM + channel, real, CENTERED, BALANCED)
-        real = tl.reshape(tl.broadcast_to(real, (TOKENS, SLOTS, SPREAD)), (TOKENS, GROUPS, PADDED // GROUPS))
-        y = tl.reshape(y, (TOKENS, GROUPS, PADDED // GROUPS))
-        wrong = tl.max(tl.where(real & ~(tl.abs(y) <= 3.4028234663852886e38), 1, 0), 2)
-        y = tl.where(wrong[:, :, None] != 0, 0.0, y)
-        y = tl.minimum(tl.maximum(y, -65504.0), 65504.0)
-        low = tl.min(tl.where(real, y, 65504.0), 2) + 0.0
-        high = tl.max(tl.where(real, y, -65504.0), 2) + 0.0
+        y = tl.reshape(y, (GROUPS, SLOTS // GROUPS, TOKENS, SPREAD))
+        if PADDED == DIM:
+            lowest, highest, spoilt = y, y, y - y
+        else:
+            real = tl.reshape(real, (1, 1, 1, SPREAD))
+            lowest, highest, spoilt = (
+                tl.where(real, y, 65504.0),
+                tl.where(real, y, -65504.0),
+                tl.where(real, y - y, 0.0),
+            )
+        wrong = tl.sum(tl.sum(spoilt, 1), 2) != 0.0  # NaN - NaN and infinity - infinity are NaN
+        low = tl.where(wrong, 0.0, _saturated(tl.min(tl.min(lowest, 1), 2))) + 0.0
+        high = tl.where(wrong, 0.0, _saturated(tl.max(tl.max(highest, 1), 2))) + 0.0
         if SYMMETRIC:
             HALF: tl.constexpr = 1 << (BITS - 1)
             largest = tl.maximum(tl.abs(low), tl.abs(high))
@@ -98,18 +109,19 @@ def _store_side(
             scale = tl.where(short, scale + 1, scale)
         step = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         inverse = tl.where(step == 0.0, 0.0, tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step))
-        codes = (y - minimum.to(tl.float32)[:, :, None]) * inverse[:, :, None]
-        codes = _round(tl.minimum(tl.maximum(codes, 0.0), LEVELS)).to(tl.int32)
-        codes = tl.reshape(codes, (TOKENS, SLOTS, SPREAD)) << (slot * BITS)
-        units = tl.sum(codes, 1).to(tl.int16)
+        y = (y - minimum.to(tl.float32)[:, None, :, None]) * inverse[:, None, :, None]
+        # Half to even; the low 16 bits of a float32 near 1.5 * 2**23 are those of the integer that it is.
+        codes = (tl.minimum(tl.maximum(y, 0.0), LEVELS) + 12582912.0).to(tl.int32, bitcast=True)
+        codes = tl.sum(codes << tl.reshape(slot * BITS, (GROUPS, SLOTS // GROUPS, 1, 1)), 1)
+        units = tl.sum(tl.where(wrong[:, :, None], 0, codes), 0).to(tl.int16)
+        row = rows_ptr + slots * ROW
         unit = tl.arange(0, SPREAD)[None, :]
-        row = rows_ptr + slots[:, None] * ROW
-        tl.store(row + head * UNITS + unit, units, mask=live[:, None] & (unit < UNITS))
-        words = row + HEADS * UNITS + 2 * (head * GROUPS + tl.arange(0, GROUPS)[None, :])
+        tl.store(row[:, None] + head * UNITS + unit, units, mask=live[:, None] & (unit < UNITS))
+        words = row[None, :] + HEADS * UNITS + 2 * (head * GROUPS + tl.arange(0, GROUPS)[:, None])
         # NaN marks a group that held one; its bits are torch's.
-        minimum = tl.where(wrong != 0, 0x7E00, minimum.to(tl.int16, bitcast=True)).to(tl.int16)
-        tl.store(words, scale.to(tl.int16), mask=live[:, None])
-        tl.store(words + 1, minimum, mask=live[:, None])
+        minimum = tl.where(wrong, 0x7E00, minimum.to(tl.int16, bitcast=True)).to(tl.int16)
+        tl.store(words, scale.to(tl.int16), mask=live[None, :])
+        tl.store(words + 1, minimum, mask=live[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -19,7 +19,15 @@ import sass
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import QuantSpec, Transform, TransformKind
 from kvtuner.runtime_loader.kernels import decode, extend, read, store
-from kvtuner.runtime_loader.kernels.launch import EXACT, FRESH, MERGED_SPLITS, decode_facts, fresh_options, store_facts
+from kvtuner.runtime_loader.kernels.launch import (
+    EXACT,
+    FRESH,
+    MERGED_SPLITS,
+    decode_facts,
+    fresh_options,
+    read_facts,
+    store_facts,
+)
 from kvtuner.runtime_loader.kernels.settings import Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.packed_attention import StoredRows
@@ -52,12 +60,7 @@ def stored(k_bits: int, v_bits: int, head_dim: int = 128) -> Any:
 
 def read_back(bits: int, head_dim: int) -> Any:
     """The read kernel, with every transform."""
-    side = transformed(bits, head_dim)
-    facts = {
-        "HEADS": HEADS, "ROW": side.row, "DIM": head_dim, "BITS": bits, "GROUPS": side.groups, "CENTERED": True,
-        "BALANCED": True, "STAGES": side.stages, "PADDED": side.padded, "TOKENS": 16,
-    }  # fmt: skip
-    return sass.compiled(read.read_side, facts, HOPPER, **EXACT)
+    return sass.compiled(read.read_side, read_facts(transformed(bits, head_dim)), HOPPER, **EXACT)
 
 
 def attending(pair: PrecisionPair, head_dim: int, target: GPUTarget, arch: str, **kind: bool) -> Any:
@@ -95,7 +98,7 @@ def spills(kernel: Any) -> int:
 pairs = [PrecisionPair(k, v) for k, v in itertools.product((16, 4), (16, 4))]
 found = {
     "store": [instructions(stored(*bits)) for bits in ((2, 8), (4, 2), (8, 4))],
-    "store, other head_dims": [spills(stored(4, 2, head_dim)) for head_dim in (80, 96)],
+    "store, other head_dims": [spills(stored(4, 2, head_dim)) for head_dim in (80, 96, 256)],
     "read": [instructions(read_back(bits, head_dim)) for bits, head_dim in ((2, 128), (4, 80), (8, 96))],
     "extending": [
         spills(attending(pair, 128, HOPPER, "sm_90", EXTEND=True, CAPPED=capped, BIASED=pair.k_bits != 16))

@@ -56,6 +56,16 @@ def test_the_count_sees_what_a_baseline_wastes() -> None:
         assert baseline["lane_instructions_per_element"] > 3 * ours["lane_instructions_per_element"]
 
 
+@compiling
+def test_what_writing_and_reading_rows_takes() -> None:
+    rows = run(str(ROOT / "benchmarks" / "sass.py"), "--rows", "--json")
+    assert {row["spills"] for row in rows} == {0}
+    plain = [row for row in rows if row["kind"] in ("none", "centered")]
+    assert len(plain) == 12
+    for row in plain:  # a bf16 tensor's store may take 27.6 while memory delivers
+        assert row["lane_instructions_per_element"] <= 27.6, row
+
+
 @pytest.fixture(scope="module")
 def found() -> Any:
     return run(str(Path(__file__).with_name("compile_program.py")))
@@ -71,7 +81,7 @@ def test_the_kernels_that_round_as_quant_does_are_not_contracted(found: Any) -> 
 
 @compiling
 def test_kernels_beside_the_decode_loop_compile_without_spills(found: Any) -> None:
-    assert found["store, other head_dims"] == [0] * 2
+    assert found["store, other head_dims"] == [0] * 3
     assert found["extending"] == [0] * 8
     assert found["around"] == [0] * 12
 
