@@ -6,16 +6,18 @@
 
 Needs torch and triton, and nothing from a network. Results are written as JSON and Markdown to
 benchmarks/results/<gpu>/, after every section, so that a run that is cut off has lost nothing. Exits 1 where a kernel
-is wrong; its speed is not measured then. Parts for which no time is left are named in the results.
+is wrong, and then no time means anything, or where something was left out, which the results name.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,7 +47,7 @@ def main() -> int:
 
     if not args.smoke and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; --smoke runs everything, tiny, on a processor")
-    from gpu_parts import baselines, correct, model, report, speed
+    from gpu_parts import baselines, correct, model, pools, report, speed
     from gpu_parts.machine import Machine
 
     from kvtuner.precision import PrecisionPair
@@ -66,36 +68,50 @@ def main() -> int:
         results["seconds"] = time.monotonic() - start
         report.save(out, results)
 
-    def record(name: str, rows: Iterable[dict[str, Any]]) -> None:
-        for row in rows:
-            results[name].append(row)
-            print(name, *(f"{key}={value}" for key, value in row.items()), flush=True)
-            if time.monotonic() - start > args.limit_s:
-                results["left_out"].append(f"the rest of {name}")
-                break
-        save()
+    def out_of_time() -> bool:
+        return time.monotonic() - start > args.limit_s
 
-    sections: dict[str, list[Callable[[], Iterable[dict[str, Any]]]]] = {
-        "correct": [lambda: correct.run(machine)],
-        "decode": [lambda place=place: speed.decode(machine, *place) for place in speed.grid(machine)],
-        "pages": [lambda: speed.pages(machine)],
-        "stores": [lambda: speed.stores(machine)],
-        "extends": [lambda: speed.extends(machine)],
-        "model": [lambda: model.run(machine)],
-        "sweep": [lambda pair=pair: speed.sweep(machine, PrecisionPair.parse(pair)) for pair in args.sweep],
-    }
-    asked = [name for name in SECTIONS if name in args.only or (name == "sweep" and args.sweep)]
-    for name in asked:
-        for section in sections[name]:
-            if time.monotonic() - start > args.limit_s:
-                results["left_out"].append(name)
+    def record(name: str, rows: Iterable[dict[str, Any]]) -> None:
+        try:
+            for row in rows:
+                if name != "correct" and out_of_time():
+                    results["left_out"].append(f"the rest of {name}, for want of time")
+                    break
+                results[name].append(row)
+                print(name, *(f"{key}={value}" for key, value in row.items()), flush=True)
+        except Exception as error:  # what was measured before it is kept, and the next section has its turn
+            results["left_out"].append(f"the rest of {name}: {type(error).__name__}: {error}".splitlines()[0])
+            traceback.print_exc()
+        finally:
+            save()
+
+    def decoding(shape: pools.Shape) -> list[Callable[[], Iterable[dict[str, Any]]]]:
+        return [functools.partial(speed.decode, machine, *place) for place in speed.grid(machine, shape)]
+
+    sections: list[tuple[str, list[Callable[[], Iterable[dict[str, Any]]]]]] = [
+        ("correct", [lambda: correct.run(machine)]),
+        ("decode", decoding(pools.LLAMA)),
+        ("model", [lambda: model.run(machine)]),
+        ("stores", [lambda: speed.stores(machine)]),
+        ("pages", [lambda: speed.pages(machine)]),
+        ("extends", [lambda: speed.extends(machine)]),
+        ("decode", [] if args.smoke else decoding(pools.QWEN)),
+        ("sweep", [functools.partial(speed.sweep, machine, PrecisionPair.parse(pair)) for pair in args.sweep]),
+    ]
+    for name, parts in sections:
+        for part in parts if name in args.only or name == "sweep" else []:
+            if out_of_time():
+                results["left_out"].append(f"{name}, for want of time")
                 break
-            record(name, section())
-        if not all(row["passed"] for row in results["correct"]):
-            print(f"a kernel is wrong: {out / 'results.md'}", file=sys.stderr)
-            return 1
+            record(name, part())
     save()
     print(f"{out / 'results.md'}")
+    if not all(row["passed"] for row in results["correct"]):
+        print("a kernel is wrong: no time means anything", file=sys.stderr)
+        return 1
+    if results["left_out"] or ("correct" in args.only and not results["correct"]):
+        print(f"left out: {'; '.join(results['left_out'])}", file=sys.stderr)
+        return 1
     return 0
 
 

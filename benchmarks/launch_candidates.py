@@ -9,6 +9,6 @@ from kvtuner.runtime_loader.kernels.settings import DecodeLaunch
 CANDIDATES: Final = tuple(
     DecodeLaunch(tokens, warps, stages, asm=True)
     for tokens, warps, stages in (
-        (64, 1, 3), (32, 1, 3), (32, 1, 4), (128, 4, 3), (64, 2, 3), (64, 4, 2), (32, 4, 2), (16, 1, 2)
+        (64, 1, 3), (32, 1, 3), (128, 4, 3), (64, 4, 2), (32, 4, 2), (16, 1, 2)
     )
 )  # fmt: skip

@@ -2,9 +2,10 @@
 
     python benchmarks/launch_table.py --out runtime_loader/kernels/launches.json
 
-No GPU is needed: candidates are compiled and their machine code counted (sass.py). Of those that spill nothing, fit in
-the shared memory of the architecture and leave room for four warps on a processor, the one with the fewest lane
-instructions per element is taken, on the first architecture; on the others the first of that order that fits there.
+No GPU is needed: candidates are compiled for sm_90 and their machine code counted (sass.py). The first is taken where
+it spills nothing, fits in the shared memory of the architecture and leaves room for four warps on a processor;
+otherwise that of the others which does, with the fewest lane instructions per element. Likewise for several queries of
+a request.
 What a GPU would choose by time is another matter: `benchmarks/gpu.py --sweep` measures it.
 """
 
@@ -17,84 +18,116 @@ import json
 import multiprocessing
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import triton
 from tqdm import tqdm
-from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import sass
 from launch_candidates import CANDIDATES
 
-from kvtuner.precision import PrecisionPair
-from kvtuner.runtime_loader.kernels import decode
-from kvtuner.runtime_loader.kernels.launch import decode_facts
+from kvtuner.precision import NATIVE_BITS, PrecisionPair
 from kvtuner.runtime_loader.kernels.settings import DecodeLaunch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 BITS: Final = (2, 4, 8, 16)
 HEAD_DIMS: Final = (64, 80, 96, 128, 256)
-REGISTERS: Final = 65536
+REGISTERS: Final = 16384
+"""Of a quarter of a processor, which holds whole warps, in steps of 8 for each thread."""
 LEAST_WARPS: Final = 4
 RESERVED_BYTES: Final = 1024
 """Of shared memory, for each program."""
-SHARED: Final = {80: (164, 163), 89: (100, 99), 90: (228, 227), 100: (228, 227)}
-"""KiB of a processor, and most of a program, by compute capability (CUDA C++ Programming Guide, technical specs)."""
+LIMITS: Final = {80: (164, 163, 64, 32), 89: (100, 99, 48, 24), 90: (228, 227, 64, 32), 100: (228, 227, 64, 32)}
+"""By compute capability: KiB of a processor and most of a program, most warps and programs of a processor.
+
+CUDA C++ Programming Guide, technical specifications.
+"""
 ALIKE: Final = {80: ["sm_80", "sm_87"], 89: ["sm_86", "sm_89", "sm_120"], 90: ["sm_90"], 100: ["sm_100", "sm_103"]}
 """Architectures with the same limits."""
-AMD: Final = ("gfx942", 64 << 10, DecodeLaunch(tokens=32, warps=4, stages=1, asm=False, resident=4))
+AMD: Final = DecodeLaunch(tokens=32, warps=4, stages=1, asm=False)
+"""Not chosen: the plain kernel with the least shared memory."""
+COMPILED: Final = 90
+"""The architecture that is counted: others differ by what a processor holds, not by how much a program takes."""
 
 
-def weighed(pair: PrecisionPair, head_dim: int, arch: int, launch: DecodeLaunch) -> dict[str, Any] | None:
-    """A row for one candidate; None where it does not fit."""
-    shape = sass.Shape(head_dim=head_dim, group_size=head_dim)
-    try:
-        row = sass.measure(pair, shape, arch, launch, baseline=False)
-    except triton.runtime.errors.OutOfResources:
-        return None
-    of_processor, of_program = (1024 * size for size in SHARED[arch])
-    resident = min(
-        REGISTERS // (row.registers * 32 * launch.warps), of_processor // (row.shared_bytes + RESERVED_BYTES)
-    )
-    if row.spills or row.shared_bytes > of_program or resident * launch.warps < LEAST_WARPS:
-        return None
-    return {
-        "k_bits": pair.k_bits, "v_bits": pair.v_bits, "head_dim": head_dim, "gqa": 1,
-        "launch": asdict(replace(launch, resident=resident)),
-        "lane_instructions_per_element": row.lane_instructions_per_element, "registers": row.registers,
-        "shared_bytes": row.shared_bytes,
-    }  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What one candidate takes."""
+
+    launch: DecodeLaunch
+    row: sass.Row
+
+    def resident(self, arch: int) -> int:
+        """Programs that a processor of an architecture holds; 0 where it cannot run or leaves too few warps."""
+        of_processor, of_program, most_warps, most_programs = LIMITS[arch]
+        warps = 4 * (REGISTERS // (-(-self.row.registers // 8) * 8 * 32))
+        in_memory = (of_processor << 10) // (self.row.shared_bytes + RESERVED_BYTES)
+        resident = min(min(warps, most_warps) // self.launch.warps, in_memory, most_programs)
+        fits = not self.row.spills and self.row.shared_bytes <= of_program << 10
+        return resident if fits and resident * self.launch.warps >= LEAST_WARPS else 0
 
 
-def rows_of(pair: PrecisionPair, head_dim: int, archs: list[int]) -> list[dict[str, Any]]:
-    """Rows of one pair and head_dim, one for each set of architectures that are launched alike."""
-    found = {each: weighed(pair, head_dim, archs[0], each) for each in CANDIDATES}
-    fitting = {each: row["lane_instructions_per_element"] for each, row in found.items() if row is not None}
-    order = sorted(fitting, key=fitting.__getitem__)
+def weights(pair: PrecisionPair, shape: sass.Shape, **kind: bool) -> list[Weight]:
+    """Candidates, the best first: the first of all where it spills nothing, or those that follow by what they take."""
+
+    def weigh(launch: DecodeLaunch) -> Weight | None:
+        try:
+            return Weight(launch, sass.measure(pair, shape, COMPILED, launch, **kind))
+        except triton.runtime.errors.OutOfResources:
+            return None
+
+    first = weigh(CANDIDATES[0])
+    if first is not None and all(first.resident(arch) for arch in LIMITS):
+        return [first]
+    found = [first, *map(weigh, CANDIDATES[1:])]
+    return sorted(filter(None, found), key=lambda weight: weight.row.lane_instructions_per_element)
+
+
+def best(ordered: list[Weight], arch: int) -> Weight:
+    """The first that an architecture can run."""
+    return next(weight for weight in ordered if weight.resident(arch))
+
+
+def key_of(pair: PrecisionPair, shape: sass.Shape) -> dict[str, int]:
+    """What a row is looked up by, beside its architectures."""
+    groups = shape.head_dim // shape.group_size
+    return {"k_bits": pair.k_bits, "v_bits": pair.v_bits, "head_dim": shape.head_dim, "groups": groups, "gqa": 1}
+
+
+def rows_of(pair: PrecisionPair, shape: sass.Shape) -> list[dict[str, Any]]:
+    """Rows of one pair and shape, one for each set of architectures that are launched alike."""
+    decoding, extending = weights(pair, shape), weights(pair, shape, EXTEND=True)
     rows: list[dict[str, Any]] = []
-    for arch in archs:
-        weights = found if arch == archs[0] else {}
-        row = next(filter(None, (weights.get(each) or weighed(pair, head_dim, arch, each) for each in order)))
-        alike = [other for other in rows if other["launch"] == row["launch"]]
+    for arch, names in ALIKE.items():
+        chosen, other = best(decoding, arch), best(extending, arch)
+        row = {
+            "archs": list(names), **key_of(pair, shape),
+            "launch": asdict(replace(chosen.launch, resident=chosen.resident(arch))),
+            "extend": asdict(replace(other.launch, resident=other.resident(arch))),
+            "lane_instructions_per_element": chosen.row.lane_instructions_per_element,
+            "registers": chosen.row.registers, "shared_bytes": chosen.row.shared_bytes,
+        }  # fmt: skip
+        alike = [each for each in rows if (each["launch"], each["extend"]) == (row["launch"], row["extend"])]
         if alike:
-            alike[0]["archs"] += ALIKE[arch]
+            alike[0]["archs"] += names
         else:
-            rows.append({"archs": list(ALIKE[arch]), **row})
-    name, most, launch = AMD
-    shape = sass.Shape(head_dim=head_dim, group_size=head_dim)
-    keys, values = (sass.side_of(shape, bits) for bits in (pair.k_bits, pair.v_bits))
-    facts = {**decode_facts(keys, values, shape.gqa, launch), **sass.PLAIN}
-    target = GPUTarget("hip", name, 64)
-    kernel = sass.compiled(decode.decode_split, facts, target, num_warps=launch.warps, num_stages=launch.stages)
-    if kernel.metadata.shared <= most:
-        rows.append({
-            "archs": [name], "k_bits": pair.k_bits, "v_bits": pair.v_bits, "head_dim": head_dim, "gqa": 1,
-            "launch": asdict(launch), "shared_bytes": kernel.metadata.shared,
-        })  # fmt: skip
-    return rows
+            rows.append(row)
+    return [*rows, {"archs": ["gfx942"], **key_of(pair, shape), "launch": asdict(AMD), "extend": asdict(AMD)}]
+
+
+def kinds(pairs: list[PrecisionPair], head_dims: list[int]) -> Iterator[tuple[PrecisionPair, sass.Shape]]:
+    """Pairs, head dimensions, and one, two or four groups of whole slots, where there can be."""
+    for pair, head_dim, groups in itertools.product(pairs, head_dims, (1, 2, 4)):
+        packed = [bits for bits in (pair.k_bits, pair.v_bits) if bits != NATIVE_BITS]
+        power_of_two = head_dim & (head_dim - 1) == 0
+        if groups == 1 or (packed and power_of_two and all(16 // bits >= groups for bits in packed)):
+            yield pair, sass.Shape(head_dim=head_dim, group_size=head_dim // groups)
 
 
 def main() -> None:
@@ -103,15 +136,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--pairs", nargs="+", default=[f"K{k}V{v}" for k, v in itertools.product(BITS, BITS)])
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS))
-    parser.add_argument("--arch", type=int, nargs="+", default=[90, 80, 89, 100], help="the first decides")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: what is interpreted cannot be compiled; unset it")
-    kinds = list(itertools.product(map(PrecisionPair.parse, args.pairs), args.head_dims))
+    listed = list(kinds([PrecisionPair.parse(pair) for pair in args.pairs], args.head_dims))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-        futures = [pool.submit(rows_of, *kind, args.arch) for kind in kinds]
+        futures = [pool.submit(rows_of, *kind) for kind in listed]
         for future in tqdm(concurrent.futures.as_completed(futures), total=len(futures), unit="kind"):
             future.result()
     rows = [row for future in futures for row in future.result()]

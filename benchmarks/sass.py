@@ -92,6 +92,7 @@ class Row:
     baseline: bool
     lane_instructions_per_element: float
     int_to_float: int
+    shared_stores: int
     spills: int
     registers: int
     shared_bytes: int
@@ -153,6 +154,11 @@ def disassembled(binary: bytes) -> tuple[str, str]:
     return code, usage
 
 
+def spills_of(code: str) -> int:
+    """Registers written to memory or read from it, in all of a kernel."""
+    return sum(match[2].split()[0].startswith(("LDL", "STL")) for match in INSTRUCTION.finditer(code))
+
+
 def loop_of(code: str) -> list[str]:
     """Instructions of the longest loop with a matrix product: from the target of a jump back to the jump."""
     lines = [(int(match[1], 16), re.sub(r"^@!?U?P\w+\s+", "", match[2])) for match in INSTRUCTION.finditer(code)]
@@ -164,10 +170,12 @@ def loop_of(code: str) -> list[str]:
     return max((loop for loop in loops if any("MMA" in each for each in loop)), key=len)
 
 
-def measure(pair: PrecisionPair, shape: Shape, arch: int, launch: DecodeLaunch, *, baseline: bool) -> Row:
-    """Compile and count."""
+def measure(
+    pair: PrecisionPair, shape: Shape, arch: int, launch: DecodeLaunch, *, baseline: bool = False, **kind: bool
+) -> Row:
+    """Compile and count; `kind` says what else than `PLAIN` the kernel does."""
     keys, values = side_of(shape, pair.k_bits), side_of(shape, pair.v_bits)
-    facts = {**decode_facts(keys, values, shape.gqa, launch), **PLAIN}
+    facts = {**decode_facts(keys, values, shape.gqa, launch), **PLAIN, **kind}
     function = dequantize_then_dot.decode_split if baseline else decode.decode_split
     kernel = compiled(function, facts, nvidia(arch), num_warps=launch.warps, num_stages=launch.stages)
     code, usage = disassembled(kernel.asm["cubin"])
@@ -193,7 +201,8 @@ def measure(pair: PrecisionPair, shape: Shape, arch: int, launch: DecodeLaunch, 
         baseline=baseline,
         lane_instructions_per_element=round(len(loop) * 32 * launch.warps / elements, 3),
         int_to_float=sum(kinds[name] for name in ("I2F", "I2FP")),
-        spills=kinds["LDL"] + kinds["STL"],
+        shared_stores=kinds["STS"],
+        spills=spills_of(code),
         registers=int(registers[1]) if registers else -1,
         shared_bytes=kernel.metadata.shared,
         async_copies_16B=sum(n for name, n in names.items() if name.startswith("LDGSTS") and ".128" in name),
@@ -228,7 +237,7 @@ def rows_kernels(arch: int) -> list[dict[str, Any]]:
             found.append({
                 "kernel": function.__name__, "arch": arch, "bits": bits, "kind": kind,
                 "lane_instructions_per_element": round(per_element, 1),
-                "spills": code.count("LDL") + code.count("STL"),
+                "spills": spills_of(code),
                 "limit": round(H200_LANES_PER_S * (num_bytes / elements + 2) / H200_BYTES_PER_S, 1),
             })  # fmt: skip
     return found

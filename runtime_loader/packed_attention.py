@@ -100,7 +100,14 @@ class PackedAttention(Protocol):
         ...
 
     def decode(
-        self, q: Tensor, keys: StoredRows, values: StoredRows, indptr: Tensor, slots: Tensor, scores: Scores
+        self,
+        q: Tensor,
+        keys: StoredRows,
+        values: StoredRows,
+        indptr: Tensor,
+        slots: Tensor,
+        scores: Scores,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Attention of one query per request over what the pool holds of it.
 
@@ -111,6 +118,7 @@ class PackedAttention(Protocol):
             indptr: [requests + 1]; request r reads ``slots[indptr[r]:indptr[r + 1]]``.
             slots: token slots of all requests, one after the other.
             scores: scale and cap.
+            out: to write to, instead of memory of its own.
 
         Returns:
             [requests, num_heads, v_head_dim] in the dtype of `q`; zeros for a request without tokens.
@@ -126,6 +134,7 @@ class PackedAttention(Protocol):
         values: StoredRows,
         bounds: ExtendBounds,
         scores: Scores,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Attention of new tokens over their request's stored prefix and, causally, over one another.
 
@@ -137,13 +146,16 @@ class PackedAttention(Protocol):
             values: of the layer, for the prefix.
             bounds: which tokens and slots are whose.
             scores: scale and cap.
+            out: to write to, instead of memory of its own.
 
         Returns:
             [tokens, num_heads, v_head_dim] in the dtype of `q`; anything for tokens of no request, which pad a batch.
         """
         ...
 
-    def read_prefix(self, q: Tensor, keys: StoredRows, values: StoredRows, bounds: ExtendBounds) -> PrefixStates | None:
+    def read_prefix(
+        self, q: Tensor, keys: StoredRows, values: StoredRows, bounds: ExtendBounds
+    ) -> tuple[Tensor, Tensor] | None:
         """The stored prefixes in model space, where the host's own attention reads them faster than `extend` would.
 
         Args:
@@ -153,24 +165,10 @@ class PackedAttention(Protocol):
             bounds: which tokens and slots are whose.
 
         Returns:
-            None where `extend` is to be called.
+            Keys and values [slots, num_kv_heads, head_dim] in the dtype of `q`, one after the other as in
+            `bounds.slots`, or None where `extend` is to be called.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixStates:
-    """Prefixes read back.
-
-    Attributes:
-        k: [slots, num_kv_heads, head_dim] in the dtype of queries.
-        v: likewise.
-        slots: where they lie in `k` and `v`, in the place of the pool's.
-    """
-
-    k: Tensor
-    v: Tensor
-    slots: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +203,14 @@ class TorchAttention:
         values.write(slots, v)
 
     def decode(
-        self, q: Tensor, keys: StoredRows, values: StoredRows, indptr: Tensor, slots: Tensor, scores: Scores
+        self,
+        q: Tensor,
+        keys: StoredRows,
+        values: StoredRows,
+        indptr: Tensor,
+        slots: Tensor,
+        scores: Scores,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See `PackedAttention.decode`: in stored space, so that the history is never transformed back."""
         k_transform, v_transform = _transform(keys), _transform(values)
@@ -222,7 +227,8 @@ class TorchAttention:
                 products = products + _products(q[request : request + 1].float(), k_transform.mu.float().unsqueeze(0))
             weights = torch.softmax(scores(products), dim=-1)
             output[request] = _weighted(weights, values.read_stored(read))[0]
-        return (hadamard(output) if v_transform.kind.hadamard else output).to(q.dtype)
+        output = (hadamard(output) if v_transform.kind.hadamard else output).to(q.dtype)
+        return output if out is None else out.copy_(output)
 
     def extend(
         self,
@@ -233,9 +239,10 @@ class TorchAttention:
         values: StoredRows,
         bounds: ExtendBounds,
         scores: Scores,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See `PackedAttention.extend`: the prefix is read back to model space, beside keys that hold their mean."""
-        output = q.new_empty(len(q), q.shape[1], values.format.head_dim)
+        output = q.new_empty(len(q), q.shape[1], values.format.head_dim) if out is None else out
         num_requests = len(bounds.tokens) - 1
         prefixes = _spans(bounds.prefix, num_requests)
         for (start, stop), (first, last) in zip(_spans(bounds.tokens, num_requests), prefixes, strict=True):
@@ -250,7 +257,9 @@ class TorchAttention:
             output[start:stop] = _weighted(weights, all_values)
         return output
 
-    def read_prefix(self, q: Tensor, keys: StoredRows, values: StoredRows, bounds: ExtendBounds) -> PrefixStates | None:
+    def read_prefix(
+        self, q: Tensor, keys: StoredRows, values: StoredRows, bounds: ExtendBounds
+    ) -> tuple[Tensor, Tensor] | None:
         """See `PackedAttention.read_prefix`: never."""
 
 

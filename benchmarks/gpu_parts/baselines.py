@@ -29,10 +29,11 @@ NATIVE: Final = PrecisionPair(16, 16)
 SGLANG_SPLITS: Final = (8, 32)
 """Its default, and what fills more of a device at batch 1."""
 SGLANG_LAUNCH: Final = DecodeLaunch(tokens=32, warps=4, stages=2, asm=False)
-SDPA: Final = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-
-Decode = "Callable[[Tensor, Tensor, Tensor], object]"
-"""Of queries [requests, num_heads, head_dim], indptr and slots."""
+SDPA: Final = {
+    "torch flash": SDPBackend.FLASH_ATTENTION,
+    "torch cudnn": SDPBackend.CUDNN_ATTENTION,
+    "torch efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 
 def sglang_kernels() -> tuple[Any, str]:
@@ -46,47 +47,48 @@ def sglang_kernels() -> tuple[Any, str]:
 
 def by_sglang(
     kernel: Any, machine: Machine, shape: Shape, keys: StoredRows, values: StoredRows, num_requests: int, splits: int
-) -> Callable[[Tensor, Tensor, Tensor], object]:
-    """SGLang's own Triton kernel over bf16 rows."""
+) -> Callable[..., Tensor]:
+    """SGLang's own Triton kernel over bf16 rows: these, or those that it is given."""
     size = (num_requests, shape.num_heads, splits)
     logits = torch.empty(*size, shape.head_dim, dtype=torch.float32, device=machine.device)
     lse = torch.empty(size, dtype=torch.float32, device=machine.device)
     num_splits = torch.full((num_requests,), splits, dtype=torch.int32, device=machine.device)
     out = torch.empty(num_requests, shape.num_heads, shape.head_dim, dtype=machine.dtype, device=machine.device)
 
-    def run(q: Tensor, indptr: Tensor, slots: Tensor) -> None:
+    def run(q: Tensor, indptr: Tensor, slots: Tensor, keys: StoredRows = keys, values: StoredRows = values) -> Tensor:
         kernel(
             q, keys.rows, values.rows, out, indptr, slots, logits, lse, num_splits, splits, shape.head_dim**-0.5,
             1.0, 1.0,
         )  # fmt: skip
+        return out
 
     return run
 
 
+def of_torch(machine: Machine) -> list[str]:
+    """Names of torch's kernels."""
+    return ["torch math"] if machine.smoke else list(SDPA)
+
+
 def by_torch(
-    machine: Machine, shape: Shape, num_requests: int, length: int, copies: int
-) -> dict[str, list[Callable[[], object]]]:
-    """Torch's attention over contiguous bf16 keys and values, by each of its kernels: no pages, no gather.
+    machine: Machine, name: str, shape: Shape, q: Tensor, length: int, copies: int
+) -> list[Callable[[], object]]:
+    """Attention over contiguous bf16 keys and values, others every time: no pages, no gather.
 
     Queries that share a KV head are given as so many queries of one head, since torch would copy keys for each.
     """
-    size = (copies, num_requests, shape.num_kv_heads, length, shape.head_dim)
+    size = (copies, len(q), shape.num_kv_heads, length, shape.head_dim)
     k, v = (torch.empty(size, dtype=machine.dtype, device=machine.device).normal_() for _ in range(2))
-    q = torch.randn(num_requests, shape.num_kv_heads, shape.gqa, shape.head_dim, device=machine.device)
-    q = q.to(machine.dtype)
+    grouped = q.unflatten(1, (shape.num_kv_heads, shape.gqa))
 
-    def with_kernel(backend: SDPBackend, copy: int) -> Callable[[], object]:
-        def run() -> None:
-            with sdpa_kernel(backend):
-                scaled_dot_product_attention(q, k[copy], v[copy])
+    def with_kernel(copy: int) -> Callable[[], object]:
+        def run() -> Tensor:
+            with sdpa_kernel(SDPA.get(name, SDPBackend.MATH)):
+                return scaled_dot_product_attention(grouped, k[copy], v[copy])
 
         return run
 
-    backends = (SDPBackend.MATH,) if machine.smoke else SDPA
-    return {
-        f"torch {backend.name.split('_')[0].lower()}": [with_kernel(backend, copy) for copy in range(copies)]
-        for backend in backends
-    }
+    return [with_kernel(copy) for copy in range(copies)]
 
 
 def by_dequantizing(
@@ -103,7 +105,7 @@ def by_dequantizing(
     facts = launch.decode_facts(*sides, shape.gqa, SGLANG_LAUNCH)
     facts = {name: value for name, value in facts.items() if name in names}
 
-    def run(q: Tensor, indptr: Tensor, slots: Tensor) -> None:
+    def run(q: Tensor, indptr: Tensor, slots: Tensor) -> Tensor:
         dequantize_then_dot.decode_split[(shape.num_kv_heads, splits, num_requests)](
             q, q.stride(0), q.stride(1), sides[0].rows, sides[0].words, sides[1].rows, sides[1].words, indptr, slots,
             partial, lse, shape.head_dim**-0.5 * launch.LOG2_E, splits, **facts, num_warps=SGLANG_LAUNCH.warps,
@@ -113,5 +115,6 @@ def by_dequantizing(
             partial, lse, indptr, out, out.stride(0), out.stride(1), splits, num_requests, DIM=shape.head_dim,
             PADDED=triton.next_power_of_2(shape.head_dim), SPLITS=launch.MERGED_SPLITS, STAGES=0, EXTEND=False,
         )  # fmt: skip
+        return out
 
     return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import platform
 import statistics
 import time
@@ -83,6 +84,7 @@ class Machine:
                 run()
             return (time.perf_counter() - start) / len(runs)
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for run in runs[:2]:  # compiles, outside of the graph
                 run()
@@ -94,14 +96,14 @@ class Machine:
                 run()
         for _ in range(WARM_UP):
             graph.replay()
-        times = []
-        for _ in range(REPLAYS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+        # Replays wait in a queue, so that none begins with the time that its launch takes.
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+        events[0].record()
+        for event in events[1:]:
             graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1000)
+            event.record()
+        events[-1].synchronize()
+        times = [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(events)]
         del graph
         return statistics.median(times) / len(runs)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
-from torch.nn.functional import rms_norm, silu
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from gpu_parts import baselines
 from gpu_parts.pools import LLAMA, TINY, Shape, batch_of, filled, row_format
+from gpu_parts.speed import timed
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.kernels.attention import TritonAttention
 from kvtuner.runtime_loader.packed_attention import Scores
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gpu_parts.machine import Machine
+    from gpu_parts.speed import Row
     from kvtuner.runtime_loader.packed_attention import StoredRows
 
 SPARE_BYTES: Final = 3 << 30
@@ -42,8 +45,34 @@ class Sizes:
 LLAMA_8B: Final = Sizes(LLAMA, 32, 4096, 14336, 128256)
 TINY_MODEL: Final = Sizes(TINY, 2, 64, 96, 50)
 
-MIXED: Final = [PrecisionPair.parse(pair) for pair in ("K8V8", "K8V4", "K4V4", "K4V4", "K4V2", "K4V2", "K4V4", "K8V4")]
-"""Layers in turn: what a search gives looks like this."""
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How layers are stored: pairs in turn, and the transform of keys."""
+
+    name: str
+    pairs: tuple[PrecisionPair, ...]
+    transform: str = "none"
+
+    def bytes_per_token(self, machine: Machine, sizes: Sizes) -> int:
+        """Of all layers."""
+        pairs = [self.pairs[layer % len(self.pairs)] for layer in range(sizes.num_layers)]
+        widths = [bits for pair in pairs for bits in (pair.k_bits, pair.v_bits)]
+        return sum(row_format(sizes.shape, bits).row_bytes(machine.dtype) for bits in widths)
+
+
+def _pairs(*names: str) -> tuple[PrecisionPair, ...]:
+    return tuple(PrecisionPair.parse(name) for name in names)
+
+
+KINDS: Final = (
+    Kind("bf16", _pairs("K16V16")),
+    Kind("K8V8", _pairs("K8V8")),
+    Kind("K4V4", _pairs("K4V4")),
+    Kind("K4V4, all transforms", _pairs("K4V4"), "centered+balanced+hadamard"),
+    Kind("K4V2", _pairs("K4V2")),
+    Kind("mixed", _pairs("K8V8", "K8V4", "K4V4", "K4V4", "K4V2", "K4V2", "K4V4", "K8V4"), "hadamard"),
+)
 
 
 class Weights:
@@ -73,13 +102,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def step_of(
-    machine: Machine,
-    sizes: Sizes,
-    weights: Weights,
-    pairs: list[PrecisionPair],
-    num_requests: int,
-    length: int,
-    native: Any = None,
+    machine: Machine, sizes: Sizes, weights: Weights, kind: Kind, num_requests: int, length: int, rival: str = "ours"
 ) -> Callable[[], object]:
     """One token for every request, each with `length` tokens in the pool.
 
@@ -87,15 +110,15 @@ def step_of(
         machine: at hand.
         sizes: of the model.
         weights: of the model.
-        pairs: of layers, in turn.
+        kind: how layers are stored.
         num_requests: of the batch.
         length: tokens of each.
-        native: SGLang's kernel in the place of ours, over 16-bit rows.
+        rival: who attends; others than ours read 16-bit rows, torch as if requests lay one after the other.
     """
     shape = sizes.shape
     num_slots, attention = num_requests * length, TritonAttention(machine.device)
     layers = [
-        filled(machine, attention, shape, pairs[layer % len(pairs)], num_slots, "none")
+        filled(machine, attention, shape, kind.pairs[layer % len(kind.pairs)], num_slots, kind.transform)
         for layer in range(sizes.num_layers)
     ]
     attention.prepare(layers, shape.num_heads, num_requests)
@@ -106,22 +129,24 @@ def step_of(
     cos, sin = angle.cos().to(machine.dtype), angle.sin().to(machine.dtype)
     heads, scores = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), Scores(shape.head_dim**-0.5)
 
-    def attend(q: Tensor, keys: StoredRows, values: StoredRows) -> Tensor:
+    def by_kernel(q: Tensor, keys: StoredRows, values: StoredRows) -> Tensor:
         return attention.decode(q, keys, values, batch.indptr, slots, scores)
 
-    out = torch.empty(num_requests, shape.num_heads, shape.head_dim, dtype=machine.dtype, device=machine.device)
-    size = (num_requests, shape.num_heads, baselines.SGLANG_SPLITS[0])
-    logits, lse = (torch.empty(*size, *more, device=machine.device) for more in ((shape.head_dim,), ()))
-    num_splits = torch.full((num_requests,), size[-1], dtype=torch.int32, device=machine.device)
+    def by_torch(q: Tensor, keys: StoredRows, values: StoredRows) -> Tensor:
+        k, v = (side.rows.view(num_requests, length, *side.shape[1:]).transpose(1, 2) for side in (keys, values))
+        with sdpa_kernel(baselines.SDPA.get(rival, SDPBackend.MATH)):
+            out = scaled_dot_product_attention(q.unflatten(1, (shape.num_kv_heads, shape.gqa)), k, v)
+        return out.flatten(1, 2)
 
-    def attend_natively(q: Tensor, keys: StoredRows, values: StoredRows) -> Tensor:
-        native(
-            q, keys.rows, values.rows, out, batch.indptr, slots, logits, lse, num_splits, size[-1],
-            shape.head_dim**-0.5, 1.0, 1.0,
-        )  # fmt: skip
-        return out
+    attend: Callable[[Tensor, StoredRows, StoredRows], Tensor] = by_kernel
+    if rival.startswith("torch"):
+        attend = by_torch
+    elif rival.startswith("sglang"):
+        kernel, _ = baselines.sglang_kernels()
+        native = baselines.by_sglang(kernel, machine, shape, *layers[0], num_requests, baselines.SGLANG_SPLITS[0])
 
-    read = attend if native is None else attend_natively
+        def attend(q: Tensor, keys: StoredRows, values: StoredRows) -> Tensor:
+            return native(q, batch.indptr, slots, keys, values)
 
     def step() -> Tensor:
         x = weights.embedding[tokens]
@@ -130,7 +155,7 @@ def step_of(
             q, k, v = states.split(heads, 1)
             q, k = rotated(q, cos, sin), rotated(k, cos, sin)
             attention.store(keys, values, last, k, v)
-            x = x + read(q, keys, values).flatten(1) @ output.T
+            x = x + attend(q, keys, values).flatten(1) @ output.T
             gate, value = (rms_norm(x, x.shape[-1:], weights.norm) @ up.T).chunk(2, -1)
             x = x + (silu(gate) * value) @ down.T
         return (rms_norm(x, x.shape[-1:], weights.norm) @ weights.head.T).argmax(-1)
@@ -138,38 +163,25 @@ def step_of(
     return step
 
 
-def run(machine: Machine) -> Iterator[dict[str, Any]]:
-    """Steps at the batch that bf16 holds, and with the pool full; each with every pair."""
+def run(machine: Machine) -> Iterator[Row]:
+    """Steps at the batch that bf16 holds, and with the pool full; with every kind, and every rival in bf16."""
     sizes = TINY_MODEL if machine.smoke else LLAMA_8B
     weights = Weights(machine, sizes)
     room = machine.free_bytes - SPARE_BYTES
-    kinds: dict[str, list[PrecisionPair]] = {
-        pair: [PrecisionPair.parse(pair)] for pair in ("K16V16", "K8V8", "K4V4", "K4V2")
-    }
-    kinds["mixed"] = MIXED
-    kernel, _ = baselines.sglang_kernels()
-    bf16_tokens = room // bytes_per_token(machine, sizes, kinds["K16V16"])
+    in_bf16 = ["ours", *baselines.of_torch(machine)]
+    in_bf16 += ["sglang triton"] if baselines.sglang_kernels()[0] is not None else []
+    bf16_tokens = room // KINDS[0].bytes_per_token(machine, sizes)
     equal = (2, 12) if machine.smoke else (min(EQUAL[0], bf16_tokens // EQUAL[1]), EQUAL[1])
-    for name, pairs in kinds.items():
-        per_token = bytes_per_token(machine, sizes, pairs)
+    for kind in KINDS:
+        per_token = kind.bytes_per_token(machine, sizes)
         full = (2, 16) if machine.smoke else (min(MOST_REQUESTS, room // per_token // FULL_LENGTH), FULL_LENGTH)
         for what, (num_requests, length) in (("equal batch", equal), ("full pool", full)):
-            natives = [("ours", None)]
-            if name == "K16V16" and kernel is not None:
-                natives.append(("sglang triton", kernel))
-            for which, native in natives:
-                step = step_of(machine, sizes, weights, pairs, num_requests, length, native)
-                seconds = machine.seconds([step])
-                row = {"what": what, "pair": name, "kernel": which, "batch": num_requests, "length": length}
-                speed = {"seconds": seconds, "tokens_per_s": num_requests / seconds}
-                yield {**row, "bytes_per_token": per_token, **speed}
-                del step
-
-
-def bytes_per_token(machine: Machine, sizes: Sizes, pairs: list[PrecisionPair]) -> int:
-    """Of all layers."""
-    return sum(
-        row_format(sizes.shape, bits).row_bytes(machine.dtype)
-        for layer in range(sizes.num_layers)
-        for bits in (pairs[layer % len(pairs)].k_bits, pairs[layer % len(pairs)].v_bits)
-    )
+            for rival in in_bf16 if kind is KINDS[0] else ["ours"]:
+                row = {"what": what, "kind": kind.name, "kernel": rival, "batch": num_requests, "length": length}
+                row["bytes_per_token"] = per_token
+                found = timed(
+                    machine, row,
+                    lambda *args: [step_of(machine, sizes, weights, *args)], kind, num_requests, length, rival,
+                )  # fmt: skip
+                speed = num_requests / found["seconds"] if found["seconds"] else None
+                yield {**found, "tokens_per_s": speed}

@@ -46,7 +46,9 @@ QWEN: Final = Shape("Qwen2.5-7B", 4, 7, 128)
 TINY: Final = Shape("tiny", 1, 2, 64)
 
 
-def row_format(shape: Shape, bits: int, kind: str = "none", group_size: int | None = None) -> RowFormat:
+def row_format(
+    shape: Shape, bits: int, kind: str = "none", group_size: int | None = None, *, symmetric: bool = False
+) -> RowFormat:
     """How rows are stored; constants of transforms are random and those of a seed."""
     if bits == NATIVE_BITS:
         return RowFormat(shape.num_kv_heads, shape.head_dim, None)
@@ -54,7 +56,7 @@ def row_format(shape: Shape, bits: int, kind: str = "none", group_size: int | No
     generator = torch.Generator().manual_seed(bits)
     mu = torch.randn(size, generator=generator).half() if parts.centered else None
     lam = (0.4 * torch.randn(size, generator=generator)).exp().half() if parts.balanced else None
-    return RowFormat(*size, QuantSpec(bits, Transform(parts, mu, lam), group_size))
+    return RowFormat(*size, QuantSpec(bits, Transform(parts, mu, lam), group_size, symmetric))
 
 
 def empty_rows(machine: Machine, form: RowFormat, num_slots: int) -> StoredRows:

@@ -16,6 +16,14 @@ GOALS: Final = {
     ("Llama-3.1-8B", 1, 131072): {"K4V4": 2.0},
 }
 """Of an H200: times as fast as the fastest bf16."""
+SHORT: Final = 2048
+"""Tokens up to which a context is short."""
+FLOOR: Final = 0.95
+"""What no pair may be slower than in a short context."""
+MODEL_GOALS: Final = {"equal batch": 1.7, "full pool": 2.2}
+"""Of K4V4."""
+STORE_GOAL: Final = 1.2
+"""Times a bf16 store."""
 
 
 def save(folder: Path, results: dict[str, Any]) -> None:
@@ -38,12 +46,19 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     if results["sglang_missing"]:
         yield f"SGLang's own kernel is not in this comparison: {results['sglang_missing']}."
     if results["left_out"]:
-        yield f"**Left out, for want of time: {', '.join(results['left_out'])}.**"
+        yield f"**Left out: {'; '.join(results['left_out'])}.**"
     yield ""
     failed = [row for row in results["correct"] if not row["passed"]]
-    yield f"## Correct: {len(results['correct']) - len(failed)} of {len(results['correct'])} cases"
+    if not results["correct"]:
+        yield "## Correct: **not checked**"
+    else:
+        yield f"## Correct: {len(results['correct']) - len(failed)} of {len(results['correct'])} cases"
     yield ""
-    yield from (f"- **{row['case']}: error {row['error']:.3g}, limit {row['limit']:g}**" for row in failed)
+    if failed:
+        yield "**A kernel is wrong: no time below means anything.**"
+        yield ""
+    for row in failed:
+        yield f"- **{row['case']}: {row.get('why', '')} error {row['error']:.3g}, limit {row['limit']:g}**"
     for what in dict.fromkeys(row["case"].split()[0] for row in results["correct"]):
         listed = [row for row in results["correct"] if row["case"].split()[0] == what]
         yield f"- {what}: {len(listed)} cases, largest error {max(row['error'] for row in listed):.3g}"
@@ -51,60 +66,119 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     copied = results["copy_bytes_per_s"]
     yield f"A large copy moves {copied / 1e12:.2f} TB/s, read and written."
     yield from _decode(results["decode"], copied)
-    yield from _plain("Pages of a random pool", results["pages"], ("pair", "page_size"), "seconds")
-    yield from _plain("Store", results["stores"], ("tokens", "pair", "kind", "kernel"), "seconds")
-    yield from _plain("Extend", results["extends"], ("pair", "prefix", "tokens", "way"), "seconds")
-    yield from _plain(
-        "A decoding step of all layers", results["model"], ("what", "pair", "kernel", "batch", "length"),
-        "tokens_per_s", "tokens per second",
-    )  # fmt: skip
-    yield from _plain("Launch settings", results["sweep"], ("pair", "batch", "length", "launch", "splits"), "seconds")
+    yield from _model(results["model"])
+    yield from _stores(results["stores"])
+    yield from _pages(results["pages"])
+    yield from _plain("Extend", results["extends"], ("pair", "prefix", "tokens", "way"), copied)
+    yield from _plain("Launch settings", results["sweep"], ("pair", "batch", "length", "launch", "splits"), copied)
 
 
-def fastest_bf16(rows: Iterable[Row]) -> Row:
-    """Of one shape, batch and length."""
-    return min((row for row in rows if row["pair"] == "K16V16" and row["seconds"]), key=lambda row: row["seconds"])
+def fastest(rows: Iterable[Row]) -> Row | None:
+    """Of those that ran."""
+    return min((row for row in rows if row["seconds"]), key=lambda row: row["seconds"], default=None)
+
+
+def goal(value: float, wanted: float | None, *, at_most: bool = False) -> str:
+    """A ratio, and whether it is what was wanted."""
+    if wanted is None:
+        return f"{value:.2f}x"
+    met = value <= wanted if at_most else value >= wanted
+    return f"{value:.2f}x, {'met' if met else '**missed**'}: {wanted}x"
 
 
 def _decode(rows: list[Row], copied: float) -> Iterator[str]:
     if not rows:
         return
+    yield from _title("Decode: one layer, random slots, page size 1, rows from memory")
+    yield "Times as fast as the fastest bf16 of the same batch, in brackets TB/s and the share of the copy's."
     yield ""
-    yield "## Decode: one layer, random slots, page size 1, rows from memory"
-    yield ""
-    yield "Times as fast as the fastest bf16 of the same batch, in brackets the share of the copy's bytes per second."
-    yield ""
-    pairs = list(dict.fromkeys(row["pair"] for row in rows if row["pair"] != "K16V16"))
-    yield "| shape | batch | length | fastest bf16 | " + " | ".join(pairs) + " | dequantize, then dot (K4V4) | goals |"
-    yield "|---" * (len(pairs) + 6) + "|"
+    columns = list(dict.fromkeys((row["pair"], row["kernel"], row["kind"]) for row in rows if row["pair"] != "K16V16"))
+    heads = [pair + ("" if kernel == "ours" else f", {kernel}") + ("" if kind == "none" else f", {kind}")
+             for pair, kernel, kind in columns]  # fmt: skip
+    yield from _head(["shape", "batch", "length", "fastest bf16", *heads, "did not run"])
     for key in dict.fromkeys((row["shape"], row["batch"], row["length"]) for row in rows):
         of_place = [row for row in rows if (row["shape"], row["batch"], row["length"]) == key]
-        best = fastest_bf16(of_place)
-        cells = [f"{best['seconds'] * 1e6:.1f} us, {best['kernel']} ({_share(best, copied)})"]
-        for kernel, names in (("ours", pairs), ("dequantize then dot", ["K4V4"])):
-            for pair in names:
-                row = next((row for row in of_place if (row["pair"], row["kernel"]) == (pair, kernel)), None)
-                cells.append("-" if row is None else f"{best['seconds'] / row['seconds']:.2f}x ({_share(row, copied)})")
-        goals = ", ".join(f"{pair} {goal}x" for pair, goal in GOALS.get(key, {}).items())
-        yield f"| {key[0]} | {key[1]} | {key[2]} | " + " | ".join(cells) + f" | {goals} |"
+        best = fastest(row for row in of_place if row["pair"] == "K16V16")
+        if best is None:
+            continue
+        cells = [f"{best['seconds'] * 1e6:.1f} us, {best['kernel']} ({_rate(best, copied)})"]
+        for column in columns:
+            row = fastest(row for row in of_place if (row["pair"], row["kernel"], row["kind"]) == column)
+            floor = FLOOR if key[2] <= SHORT else None
+            wanted = GOALS.get(key, {}).get(column[0], floor) if column[1] == "ours" else None
+            ratio = "-" if row is None else goal(best["seconds"] / row["seconds"], wanted)
+            cells.append(ratio if row is None else f"{ratio} ({_rate(row, copied)})")
+        missing = ", ".join(f"{row['kernel']} ({row['why']})" for row in of_place if not row["seconds"])
+        yield f"| {key[0]} | {key[1]} | {key[2]} | " + " | ".join(cells) + f" | {missing} |"
 
 
-def _share(row: Row, copied: float) -> str:
-    return f"{row['bytes'] / row['seconds'] / copied:.0%}"
-
-
-def _plain(title: str, rows: list[Row], columns: tuple[str, ...], value: str, unit: str = "us") -> Iterator[str]:
+def _model(rows: list[Row]) -> Iterator[str]:
     if not rows:
         return
-    yield ""
-    yield f"## {title}"
-    yield ""
-    yield "| " + " | ".join(columns) + f" | {unit} |"
-    yield "|---" * (len(columns) + 1) + "|"
+    yield from _title("A decoding step of all layers")
+    columns = ("what", "kind", "kernel", "batch", "length", "bytes_per_token")
+    yield from _head([*columns, "tokens per second", "of the fastest bf16"])
     for row in rows:
-        number = row[value]
-        shown = row.get("why", "-") if number is None else f"{number * 1e6:.1f}" if unit == "us" else f"{number:,.0f}"
-        yield "| " + " | ".join(_cell(row[column]) for column in columns) + f" | {shown} |"
+        best = fastest(each for each in rows if (each["what"], each["kind"]) == (row["what"], "bf16"))
+        shown = [str(row[column]) for column in columns]
+        if not row["seconds"] or best is None:
+            yield "| " + " | ".join([*shown, row.get("why", "-"), "-"]) + " |"
+            continue
+        wanted = MODEL_GOALS[row["what"]] if row["kind"] == "K4V4" else None
+        ratio = goal(row["tokens_per_s"] / best["tokens_per_s"], wanted)
+        yield "| " + " | ".join([*shown, f"{row['tokens_per_s']:,.0f}", ratio]) + " |"
+
+
+def _stores(rows: list[Row]) -> Iterator[str]:
+    if not rows:
+        return
+    yield from _title("Store, keys and values in one launch")
+    yield from _head(["tokens", "pair", "kind", "kernel", "us", "of the fastest bf16 store"])
+    for row in rows:
+        best = fastest(each for each in rows if (each["tokens"], each["pair"]) == (row["tokens"], "K16V16"))
+        ratio = "-" if best is None or not row["seconds"] else goal(
+            row["seconds"] / best["seconds"], None if row["pair"] == "K16V16" else STORE_GOAL, at_most=True
+        )  # fmt: skip
+        yield f"| {row['tokens']} | {row['pair']} | {row['kind']} | {row['kernel']} | {_us(row)} | {ratio} |"
+
+
+def _pages(rows: list[Row]) -> Iterator[str]:
+    if not rows:
+        return
+    yield from _title("Pages anywhere in the pool")
+    yield from _head(["pair", "batch", "length", "page size", "us", "speed of page size 16"])
+    for row in rows:
+        wide = next((each for each in rows if each["pair"] == row["pair"] and each["page_size"] == 16), row)
+        share = f"{wide['seconds'] / row['seconds']:.2f}x"
+        yield f"| {row['pair']} | {row['batch']} | {row['length']} | {row['page_size']} | {_us(row)} | {share} |"
+
+
+def _plain(title: str, rows: list[Row], columns: tuple[str, ...], copied: float) -> Iterator[str]:
+    if not rows:
+        return
+    yield from _title(title)
+    yield from _head([*columns, "us"])
+    for row in rows:
+        rate = f" ({_rate(row, copied)})" if "bytes" in row and row["seconds"] else ""
+        yield "| " + " | ".join(_cell(row[column]) for column in columns) + f" | {_us(row)}{rate} |"
+
+
+def _title(title: str) -> Iterator[str]:
+    yield from ("", f"## {title}", "")
+
+
+def _head(columns: list[str]) -> Iterator[str]:
+    yield "| " + " | ".join(columns) + " |"
+    yield "|---" * len(columns) + "|"
+
+
+def _rate(row: Row, copied: float) -> str:
+    rate = row["bytes"] / row["seconds"]
+    return f"{rate / 1e12:.2f} TB/s, {rate / copied:.0%}"
+
+
+def _us(row: Row) -> str:
+    return f"{row['seconds'] * 1e6:.1f}" if row["seconds"] else str(row.get("why", "-"))
 
 
 def _cell(value: Any) -> str:

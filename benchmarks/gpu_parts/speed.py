@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import triton
 from launch_candidates import CANDIDATES
+from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_parts import baselines
-from gpu_parts.pools import LLAMA, QWEN, TINY, Shape, batch_of, empty_rows, filled, row_format, states
+from gpu_parts.pools import LLAMA, TINY, Shape, batch_of, empty_rows, filled, row_format, states
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.attention import TritonAttention
@@ -26,76 +29,85 @@ if TYPE_CHECKING:
 
     from gpu_parts.machine import Machine
     from kvtuner.runtime_loader.kernels.settings import DecodeLaunch
+    from kvtuner.runtime_loader.packed_attention import StoredRows
 
 PAIRS: Final = tuple(PrecisionPair.parse(pair) for pair in ("K16V16", "K8V8", "K8V4", "K4V4", "K4V2", "K2V2"))
 BATCHES: Final = (1, 8, 32, 128)
 LENGTHS: Final = (1024, 4096, 16384, 32768, 131072)
-MOST_TIMES: Final = 256
-COLD: Final = 2.5
+MOST_TIMES: Final = 1024
+COLD: Final = 8
 """Last caches that the runs of a graph read in all."""
 SPARE_BYTES: Final = 4 << 30
+TRANSFORMED: Final = "centered+balanced+hadamard"
 Row = dict[str, Any]
 
 
-def grid(machine: Machine) -> Iterator[tuple[Shape, int, int]]:
-    """Shapes, batches and lengths whose bf16 keys and values fit."""
+def grid(machine: Machine, shape: Shape) -> Iterator[tuple[Shape, int, int]]:
+    """Batches and lengths of a shape whose bf16 keys and values fit."""
     if machine.smoke:
         yield TINY, 2, 24
         return
     room = machine.free_bytes - SPARE_BYTES
-    for shape in (LLAMA, QWEN):
-        for num_requests in BATCHES:
-            for length in LENGTHS:
-                if 4 * shape.elements(num_requests * length) < room:  # beside those of torch
-                    yield shape, num_requests, length
+    for num_requests in BATCHES:
+        for length in LENGTHS:
+            if 4 * shape.elements(num_requests * length) < room:  # beside those of torch
+                yield shape, num_requests, length
 
 
 def times_of(machine: Machine, num_bytes: float) -> int:
     """How often a batch is run so that its rows come from memory."""
-    return 2 if machine.smoke else min(MOST_TIMES, max(1, round(COLD * machine.l2_bytes / num_bytes)))
+    return 2 if machine.smoke else min(MOST_TIMES, math.ceil(COLD * machine.l2_bytes / num_bytes))
+
+
+def timed(machine: Machine, row: Row, runs: Callable[..., list[Callable[[], object]]], *args: Any) -> Row:
+    """A row with the seconds of what `runs` gives for `args` or, where a rival cannot run, why."""
+    try:
+        return {**row, "seconds": machine.seconds(runs(*args))}
+    except RuntimeError as error:  # torch has no such kernel for the shape or the device, or there is no memory
+        return {**row, "seconds": None, "why": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
 def decode(machine: Machine, shape: Shape, num_requests: int, length: int) -> Iterator[Row]:
-    """One row for every pair and baseline; seconds of one layer."""
-    base = {"shape": shape.name, "batch": num_requests, "length": length}
+    """One row for every baseline and pair; seconds of one layer."""
     num_tokens = num_requests * length
+    base = {"shape": shape.name, "batch": num_requests, "length": length, "kind": "none"}
     q = states(machine, num_requests, shape.num_heads, shape.head_dim, 3)
-    scores = Scores(shape.head_dim**-0.5)
-    for pair in PAIRS:
-        attention = TritonAttention(machine.device)
-        probe = [row_format(shape, bits) for bits in (pair.k_bits, pair.v_bits)]
-        per_token = sum(form.row_bytes(machine.dtype) for form in probe)
+    num_bytes = num_tokens * shape.elements(1) * machine.dtype.itemsize
+    copies = times_of(machine, num_bytes)
+    for name in baselines.of_torch(machine):
+        row = {**base, "pair": "K16V16", "kernel": name, "bytes": num_bytes}
+        yield timed(machine, row, baselines.by_torch, machine, name, shape, q, length, copies)
+    for pair, kind in (*((pair, "none") for pair in PAIRS), (PrecisionPair(4, 4), TRANSFORMED)):
+        per_token = sum(row_format(shape, bits).row_bytes(machine.dtype) for bits in (pair.k_bits, pair.v_bits))
         times = times_of(machine, num_tokens * per_token)
         num_slots = max(num_tokens, min(times * num_tokens, 1 << 22))
-        keys, values = filled(machine, attention, shape, pair, num_slots)
+        attention = TritonAttention(machine.device)
+        rows = filled(machine, attention, shape, pair, num_slots, kind)
+        attention.prepare([rows], shape.num_heads, num_requests)
         batch = batch_of(machine, num_requests, length, num_slots, times)
-        attention.prepare([(keys, values)], shape.num_heads, num_requests)
-        rivals: dict[str, Callable[..., object]] = {
-            "ours": functools.partial(_decoded, attention, (keys, values), scores)
-        }
-        if pair == baselines.NATIVE:
-            kernel, _ = baselines.sglang_kernels()
-            if kernel is not None:
-                for splits in baselines.SGLANG_SPLITS:
-                    rivals[f"sglang triton, {splits} splits"] = baselines.by_sglang(
-                        kernel, machine, shape, keys, values, num_requests, splits
-                    )
-        elif pair.k_bits == pair.v_bits == 4:
-            rivals["dequantize then dot"] = baselines.by_dequantizing(machine, shape, keys, values, num_requests)
-        for name, rival in rivals.items():
+        for name, rival in rivals(machine, shape, pair, kind, attention, rows, num_requests).items():
             runs = [functools.partial(rival, q, batch.indptr, slots) for slots in batch.slots]
-            yield {**base, "pair": str(pair), "kernel": name, "bytes": num_tokens * per_token,
-                   "seconds": machine.seconds(runs)}  # fmt: skip
-        del keys, values, rivals, runs, attention
-    num_bytes = num_tokens * shape.elements(1) * machine.dtype.itemsize
-    for name, runs in baselines.by_torch(
-        machine, shape, num_requests, length, min(32, times_of(machine, num_bytes))
-    ).items():
-        row = {**base, "pair": "K16V16", "kernel": name, "bytes": num_bytes}
-        try:
-            yield {**row, "seconds": machine.seconds(runs)}
-        except RuntimeError as error:  # torch has no such kernel for the shape or the device
-            yield {**row, "seconds": None, "why": str(error).splitlines()[0]}
+            row = {**base, "kind": kind, "pair": str(pair), "kernel": name, "bytes": num_tokens * per_token}
+            yield timed(machine, row, list, runs)
+            del runs, rival
+        del rows, attention
+
+
+def rivals(
+    machine: Machine, shape: Shape, pair: PrecisionPair, kind: str, attention: TritonAttention,
+    rows: tuple[StoredRows, StoredRows], num_requests: int,
+) -> dict[str, Callable[[Tensor, Tensor, Tensor], object]]:  # fmt: skip
+    """Ours, and whoever else reads the same rows."""
+    found = {"ours": functools.partial(_decoded, attention, rows, Scores(shape.head_dim**-0.5))}
+    kernel, _ = baselines.sglang_kernels()
+    if pair == baselines.NATIVE and kernel is not None:
+        for splits in baselines.SGLANG_SPLITS:
+            found[f"sglang triton, {splits} splits"] = baselines.by_sglang(
+                kernel, machine, shape, *rows, num_requests, splits
+            )
+    if pair == PrecisionPair(4, 4) and kind == "none":
+        found["dequantize then dot"] = baselines.by_dequantizing(machine, shape, *rows, num_requests)
+    return found
 
 
 def _decoded(attention: TritonAttention, rows: Any, scores: Scores, q: Tensor, indptr: Tensor, slots: Tensor) -> Tensor:
@@ -158,46 +170,63 @@ def _indexed(native: Any, slots: Any, k: Any, v: Any) -> None:
 
 
 def extends(machine: Machine) -> Iterator[Row]:
-    """New tokens behind a prefix: read by the kernel, or read back for another attention, of which that is the start.
+    """New tokens behind a prefix: rows read by the kernel, or read back for another attention.
 
-    What the second costs beside the reading is bf16 attention over the prefix, here torch's.
+    What the second costs beside reading is bf16 attention over prefix and new tokens, here torch's. Beside reading back
+    alone there is a gather of bf16 keys and values.
     """
-    shape, length, counts = (TINY, 24, (2, 5)) if machine.smoke else (LLAMA, 16384, (1, 4, 8, 16, 32, 64, 128, 512))
-    for pair in (PrecisionPair(4, 4), PrecisionPair(8, 8)):
+    shape, length, counts = (TINY, 24, (2, 5)) if machine.smoke else (LLAMA, 16384, (1, 4, 16, 32, 64, 128, 256, 512))
+    base = {"shape": shape.name, "prefix": length, "tokens": None}
+    times = times_of(machine, length * shape.elements(1))
+    prefix = torch.tensor([0, length], dtype=torch.int32, device=machine.device)
+    q_like = states(machine, 1, shape.num_heads, shape.head_dim)
+    backs = [q_like.new_empty(length, shape.num_kv_heads, shape.head_dim) for _ in range(2)]
+    moved = 2 * shape.elements(length) * machine.dtype.itemsize
+    for pair in (baselines.NATIVE, PrecisionPair(8, 8), PrecisionPair(4, 4)):
         attention = TritonAttention(machine.device)
-        keys, values = filled(machine, attention, shape, pair, length)
-        slots = batch_of(machine, 1, length, length, 1).slots[0]
-        prefix = torch.tensor([0, length], dtype=torch.int32, device=machine.device)
-        q_like = states(machine, 1, shape.num_heads, shape.head_dim)
-        backs = [q_like.new_empty(length, *side.shape[1:]) for side in (keys, values)]
-        sides = KernelSide.of(keys), KernelSide.of(values)
-
-        def read_back(sides: Any = sides, backs: Any = backs, slots: Any = slots, prefix: Any = prefix) -> None:
-            for side, back in zip(sides, backs, strict=True):
-                launch.read(side, slots, prefix[-1:], back)
-
-        base = {"shape": shape.name, "prefix": length, "pair": str(pair)}
-        num_bytes = shape.elements(length) * machine.dtype.itemsize + keys.rows.nbytes + values.rows.nbytes
-        alone = {**base, "tokens": None, "way": "read back alone", "bytes": num_bytes}
-        yield {**alone, "seconds": machine.seconds([read_back])}
+        rows = filled(machine, attention, shape, pair, length * times)
+        slots = batch_of(machine, 1, length, length * times, times).slots
+        if pair == baselines.NATIVE:
+            gathers = [functools.partial(_gathered, rows, each, backs) for each in slots]
+            row = {**base, "pair": str(pair), "way": "gather of bf16", "bytes": moved}
+            yield timed(machine, row, list, gathers)
+        sides = KernelSide.of(rows[0]), KernelSide.of(rows[1])
+        row_bytes = sum(side.format.row_bytes(machine.dtype) for side in rows)
+        row = {**base, "pair": str(pair), "way": "read back alone", "bytes": moved // 2 + length * row_bytes}
+        reads = [functools.partial(_read_back, sides, each, prefix, backs) for each in slots]
+        yield timed(machine, row, list, reads)
         for count in counts:
             q, k, v = (
                 states(machine, count, heads, shape.head_dim, heads)
                 for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
             )
-            bounds = ExtendBounds(prefix.new_tensor([0, count]), prefix, slots, count)
+            row = {**base, "tokens": count, "pair": str(pair)}
+            bounds = [ExtendBounds(prefix.new_tensor([0, count]).long(), prefix, each, count) for each in slots]
             scores = Scores(shape.head_dim**-0.5)
-            fused = functools.partial(attention.extend, q, k, v, keys, values, bounds, scores)
-            yield {**base, "tokens": count, "way": "kernel", "seconds": machine.seconds([fused])}
+            fused = [functools.partial(attention.extend, q, k, v, *rows, each, scores) for each in bounds]
+            yield timed(machine, {**row, "way": "kernel"}, list, fused)
+            other = [functools.partial(_read_then_torch, sides, each, prefix, backs, q, k, v) for each in slots]
+            yield timed(machine, {**row, "way": "read back, then torch"}, list, other)
+        del rows, attention, sides
 
-            def with_torch(q: Any = q, backs: Any = backs, read_back: Any = read_back) -> None:
-                read_back()
-                k_back, v_back = (back.transpose(0, 1).unsqueeze(0) for back in backs)
-                torch.nn.functional.scaled_dot_product_attention(
-                    q.transpose(0, 1).unsqueeze(0), k_back, v_back, enable_gqa=True
-                )
 
-            yield {**base, "tokens": count, "way": "read back, then torch", "seconds": machine.seconds([with_torch])}
+def _gathered(rows: tuple[StoredRows, StoredRows], slots: Tensor, backs: list[Tensor]) -> None:
+    for side, back in zip(rows, backs, strict=True):
+        torch.index_select(side.rows, 0, slots, out=back)
+
+
+def _read_back(sides: tuple[KernelSide, KernelSide], slots: Tensor, prefix: Tensor, backs: list[Tensor]) -> None:
+    for side, back in zip(sides, backs, strict=True):
+        launch.read(side, slots, prefix[-1:], back)
+
+
+def _read_then_torch(
+    sides: tuple[KernelSide, KernelSide], slots: Tensor, prefix: Tensor, backs: list[Tensor], q: Tensor, k: Tensor,
+    v: Tensor,
+) -> Tensor:  # fmt: skip
+    _read_back(sides, slots, prefix, backs)
+    all_k, all_v = (torch.cat(pair).transpose(0, 1).unsqueeze(0) for pair in ((backs[0], k), (backs[1], v)))
+    return scaled_dot_product_attention(q.transpose(0, 1).unsqueeze(0), all_k, all_v, enable_gqa=True)
 
 
 def sweep(machine: Machine, pair: PrecisionPair) -> Iterator[Row]:
@@ -215,13 +244,16 @@ def sweep(machine: Machine, pair: PrecisionPair) -> Iterator[Row]:
         scratch, out = Scratch(64 << 20, machine.device), torch.empty_like(q)
         for candidate in CANDIDATES:
             settings = dataclasses.replace(candidate, asm=candidate.asm and not machine.smoke)
-            for splits in sorted({device.splits(settings, num_requests, shape.num_kv_heads), 4, 16, 64}):
+            programs = [1, 4, 8, 16, 32]  # for each processor
+            for splits in sorted(
+                {each * device.processors // (num_requests * shape.num_kv_heads) or 1 for each in programs}
+            ):
                 run = functools.partial(
                     _launched, q, sides, batch.indptr, Scores(shape.head_dim**-0.5), settings, splits, scratch, out
                 )
-                row = {"shape": shape.name, "batch": num_requests, "length": length, "pair": str(pair),
-                       "launch": dataclasses.asdict(settings), "splits": splits}  # fmt: skip
+                row = {"shape": shape.name, "batch": num_requests, "length": length, "pair": str(pair)}
+                row |= {"launch": dataclasses.asdict(settings), "splits": splits}
                 try:
                     yield {**row, "seconds": machine.seconds([functools.partial(run, slots) for slots in batch.slots])}
-                except Exception as error:  # a setting that does not fit this device
+                except (RuntimeError, triton.runtime.errors.OutOfResources) as error:  # does not fit this device
                     yield {**row, "seconds": None, "why": f"{type(error).__name__}: {error}".splitlines()[0]}

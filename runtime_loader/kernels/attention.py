@@ -12,7 +12,6 @@ from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.scratch import Scratch
 from kvtuner.runtime_loader.kernels.settings import Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
-from kvtuner.runtime_loader.packed_attention import PrefixStates
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +21,11 @@ if TYPE_CHECKING:
 
 WORKSPACE_BYTES: Final = 512 << 20
 """Most that a prefix takes when it is read back, keys and values: 128k tokens of Llama-3.1-8B."""
-WORTH_READING: Final = 128
+WORTH_READING: Final = 256
 """Pairs of query and head that share a KV head from which a prefix is read back: docs/kernels.md says why."""
+HOST_TOKENS: Final = 128
+MOST_PREPARED: Final = 512
+"""Requests that decode at once for which scratch is kept; for more it is allocated for the call."""
 
 SPARE_BYTES: Final = 4096
 """Of a scratch, for the alignment of its pieces."""
@@ -59,7 +61,7 @@ class TritonAttention:
         most = max(
             num_requests * (self._device.splits(settings, num_requests, tiles) * (v_head_dim + 1) + head_dim + 1)
             for settings, tiles, head_dim, v_head_dim in kinds
-            for num_requests in range(1, max_requests + 1)
+            for num_requests in range(1, min(max_requests, MOST_PREPARED) + 1)
         )
         self._scratch = Scratch(torch.float32.itemsize * num_heads * most + SPARE_BYTES, layers[0][0].rows.device)
 
@@ -68,12 +70,20 @@ class TritonAttention:
         launch.store(self._side(keys), self._side(values), slots, _dense(k), _dense(v))
 
     def decode(
-        self, q: Tensor, keys: StoredRows, values: StoredRows, indptr: Tensor, slots: Tensor, scores: Scores
+        self,
+        q: Tensor,
+        keys: StoredRows,
+        values: StoredRows,
+        indptr: Tensor,
+        slots: Tensor,
+        scores: Scores,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See `PackedAttention.decode`."""
         k_side, v_side = self._side(keys), self._side(values)
         settings, tiles = self._settings(k_side, v_side, q.shape[1])
-        out = q.new_empty(len(q), q.shape[1], values.format.head_dim)
+        if out is None:
+            out = q.new_empty(len(q), q.shape[1], values.format.head_dim)
         if len(q):
             num_splits = self._device.splits(settings, len(q), tiles)
             launch.decode(
@@ -91,40 +101,48 @@ class TritonAttention:
         values: StoredRows,
         bounds: ExtendBounds,
         scores: Scores,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See `PackedAttention.extend`: what rows say and what new tokens say of one another, merged."""
         k_side, v_side = self._side(keys), self._side(values)
-        settings, tiles = self._settings(k_side, v_side, q.shape[1], bounds.longest)
-        out = q.new_empty(len(q), q.shape[1], values.format.head_dim)
+        num_requests, gqa = len(bounds.tokens) - 1, q.shape[1] // k_side.num_heads
+        settings = self._device.launch(k_side, v_side, gqa, extend=True)
+        if out is None:
+            out = q.new_empty(len(q), q.shape[1], values.format.head_dim)
         if len(q):
-            num_splits = self._device.splits(settings, len(bounds.tokens) - 1, tiles)
+            tiles = k_side.num_heads * launch.tiles_of(len(q), num_requests, gqa, launch.TILE)
+            num_splits = self._device.splits(settings, 1, tiles, least=1)
             launch.extend(
                 _dense(q), _dense(k.to(q.dtype)), _dense(v.to(q.dtype)), k_side, v_side, bounds, scores,
                 settings, num_splits, self._scratch.restart(), out,
             )  # fmt: skip
         return out
 
-    def read_prefix(self, q: Tensor, keys: StoredRows, values: StoredRows, bounds: ExtendBounds) -> PrefixStates | None:
-        """See `PackedAttention.read_prefix`: a long extend of a prefix that fits in the workspace."""
-        num_kv_heads = keys.format.num_heads
-        per_token = num_kv_heads * (keys.format.head_dim + values.format.head_dim) * q.dtype.itemsize
-        if len(bounds.slots) * per_token > WORKSPACE_BYTES:
-            return None
-        if len(bounds.slots) and bounds.longest * (q.shape[1] // num_kv_heads) < WORTH_READING:
-            return None
-        states = []
-        for stored in (keys, values):
-            out = q.new_empty(max(1, len(bounds.slots)), *stored.shape[1:])
-            launch.read(self._side(stored), bounds.slots, bounds.prefix[-1:], out)
-            states.append(out)
-        return PrefixStates(states[0], states[1], torch.arange(len(bounds.slots), device=q.device))
+    def read_prefix(
+        self, q: Tensor, keys: StoredRows, values: StoredRows, bounds: ExtendBounds
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `PackedAttention.read_prefix`: long extends, of prefixes that fit in the workspace.
 
-    def _settings(
-        self, keys: KernelSide, values: KernelSide, num_heads: int, num_queries: int = 1
-    ) -> tuple[DecodeLaunch, int]:
-        """How rows are read, and the programs that a part of one request's queries takes."""
+        The host's kernel is taken to have a program for every query head and `HOST_TOKENS` new tokens, as SGLang's has:
+        too few of them leave a device idle.
+        """
+        num_kv_heads, num_slots = keys.format.num_heads, len(bounds.slots)
+        per_token = num_kv_heads * (keys.format.head_dim + values.format.head_dim) * q.dtype.itemsize
+        if num_slots * per_token > WORKSPACE_BYTES:
+            return None
+        num_requests, pairs = len(bounds.tokens) - 1, bounds.longest * (q.shape[1] // num_kv_heads)
+        programs = num_requests * q.shape[1] * triton.cdiv(bounds.longest, HOST_TOKENS)
+        if num_slots and (pairs < WORTH_READING or 2 * programs < self._device.processors):
+            return None
+        k, v = (q.new_empty(max(1, num_slots), *stored.shape[1:]) for stored in (keys, values))
+        for stored, out in ((keys, k), (values, v)):
+            launch.read(self._side(stored), bounds.slots, bounds.prefix[-1:], out)
+        return k, v
+
+    def _settings(self, keys: KernelSide, values: KernelSide, num_heads: int) -> tuple[DecodeLaunch, int]:
+        """How rows are read, and the programs that a part of one query takes."""
         gqa = num_heads // keys.num_heads
-        return self._device.launch(keys, values, gqa), keys.num_heads * triton.cdiv(num_queries * gqa, launch.TILE)
+        return self._device.launch(keys, values, gqa), keys.num_heads * triton.cdiv(gqa, launch.TILE)
 
     def _side(self, stored: StoredRows) -> KernelSide:
         side = self._sides.get(stored)

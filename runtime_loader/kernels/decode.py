@@ -1,9 +1,9 @@
 """Split-KV flash decoding over packed rows: one query per request, or several behind a prefix; every pair of widths.
 
-Scale and minimum are folded. With code c, key = s * c + m, and units unpacked as OFFSET + f * c, f a power of two,
+Scale and minimum are folded. With code c, key = s * c + m, and codes unpacked as f * c, f a power of two,
 
-    q . key   = s * (q / f . (OFFSET + f * c) - OFFSET * sum(q / f)) + m * sum(q)
-    sum p * v = (sum w * (OFFSET + f * c) - OFFSET * sum w) / f + sum p * m          with w = p * s, rounded once
+    q . key   = s * (q / f . f * c) + m * sum(q)
+    sum p * v = sum w * (f * c) / f + sum p * m          with w = p * s, rounded once
 
 so that codes enter the tensor cores exactly. The exponent of w is that of a softmax whose scores are those of p plus
 log2(s): the running maximum of those keeps w at most 1, whatever the scales are, and fp16 holds it. A group whose scale
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kvtuner.runtime_loader.kernels.transform import hadamard
-from kvtuner.runtime_loader.kernels.unpack import OFFSET, codes_of, factor_of, log2_and_inverse, scale_and_minimum
+from kvtuner.runtime_loader.kernels.unpack import ONE, codes_of, factor_of, log2_and_inverse, scale_and_minimum
 
 
 @triton.jit
@@ -26,24 +26,46 @@ def fp16_saturated(x):
 
 
 @triton.jit
-def queries_of(request, q_indptr_ptr, HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, EXTEND: tl.constexpr):
-    """What a program attends with: its KV head, TILE queries and heads, which of them are real, and whether any is.
+def _first_tile(request, q_indptr_ptr, GQA: tl.constexpr, TILE: tl.constexpr):
+    """Where the tiles of a request begin, counted without those before it: at most one of each is left empty."""
+    return (tl.load(q_indptr_ptr + request) * GQA // TILE).to(tl.int32) + request
 
-    The first axis of the grid is KV heads, and tiles of each. Heads of a query lie side by side, so that a tile is full
-    where many queries share a KV head.
+
+@triton.jit
+def queries_of(
+    q_indptr_ptr, num_requests, HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, EXTEND: tl.constexpr
+):
+    """What a program attends with: its request, KV head, TILE queries and heads, which are real, and whether any is.
+
+    The first axis of the grid is KV heads, and tiles of each; where requests have one query, the third axis is
+    requests. Heads of a query lie side by side, so that a tile is full where many queries share a KV head.
     """
     tiles = tl.num_programs(0) // HEADS
     kv_head = tl.program_id(0) // tiles
-    pairs = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    tile = tl.program_id(0) % tiles
     if EXTEND:
+        low = 0
+        high = num_requests
+        while low < high:  # the last request whose tiles begin no later than this one
+            middle = (low + high + 1) // 2
+            later = _first_tile(middle, q_indptr_ptr, GQA, TILE) > tile
+            low = tl.where(later, low, middle)
+            high = tl.where(later, middle - 1, high)
+        any_mine = low < num_requests
+        request = tl.minimum(low, num_requests - 1).to(tl.int64)
+        tile -= _first_tile(request.to(tl.int32), q_indptr_ptr, GQA, TILE)
         first = tl.load(q_indptr_ptr + request).to(tl.int64)
         num_queries = (tl.load(q_indptr_ptr + request + 1) - first).to(tl.int32)
+        pairs = tile * TILE + tl.arange(0, TILE)
         queries = first + pairs // GQA
+        any_mine = any_mine & (tile * TILE < num_queries * GQA)
     else:
+        request = tl.program_id(2).to(tl.int64)
         num_queries = 1
+        pairs = tile * TILE + tl.arange(0, TILE)
         queries = request + tl.zeros([TILE], tl.int64)
-    any_mine = tl.program_id(0) % tiles * TILE < num_queries * GQA
-    return kv_head, queries, kv_head * GQA + pairs % GQA, pairs < num_queries * GQA, any_mine
+        any_mine = tile * TILE < GQA
+    return request, kv_head, queries, kv_head * GQA + pairs % GQA, pairs < num_queries * GQA, any_mine
 
 
 @triton.jit
@@ -60,14 +82,14 @@ def scales_of(words_ptr, slots, live, ROW: tl.constexpr):
     return scale_and_minimum(tl.load(words_ptr + slots * (ROW // 2), mask=live, other=0))
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "num_requests"])
 def decode_split(
     q_ptr, q_stride_t, q_stride_h, q_indptr_ptr, k_rows_ptr, k_words_ptr, v_rows_ptr, v_words_ptr, bias_ptr,
-    indptr_ptr, slots_ptr, partial_ptr, lse_ptr, scale, cap, num_splits,
+    indptr_ptr, slots_ptr, partial_ptr, lse_ptr, scale, cap, num_splits, num_requests,
     HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, MIN_SPLIT: tl.constexpr,
     K_ROW: tl.constexpr, K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUPS: tl.constexpr, K_UNITS: tl.constexpr,
     V_ROW: tl.constexpr, V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUPS: tl.constexpr, V_UNITS: tl.constexpr,
-    EXTEND: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr, ONES: tl.constexpr,
+    EXTEND: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One split of one request's rows: TILE pairs of query and head that read one KV head.
 
@@ -84,8 +106,7 @@ def decode_split(
     K_WIDE: tl.constexpr = K_DIM // K_SLOTS
     V_WIDE: tl.constexpr = V_DIM // V_SLOTS
     split = tl.program_id(1)
-    request = tl.program_id(2).to(tl.int64)
-    kv_head, queries, heads, mine, any_mine = queries_of(request, q_indptr_ptr, HEADS, GQA, TILE, EXTEND)
+    request, kv_head, queries, heads, mine, any_mine = queries_of(q_indptr_ptr, num_requests, HEADS, GQA, TILE, EXTEND)
     if not any_mine:
         return
     begin = tl.load(indptr_ptr + request).to(tl.int64)
@@ -105,35 +126,26 @@ def decode_split(
     q_base = q_ptr + queries[:, None] * q_stride_t + heads[:, None] * q_stride_h + k_unit[None, :]
     q = ()
     q_sums = ()
-    q_offsets = ()
     for group in tl.static_range(K_GROUPS):
         q_sum = tl.zeros([TILE], tl.float32)
-        q_offset = tl.zeros([TILE], tl.float32)
         for slot in tl.static_range(K_IN_GROUP):
             channels = q_base + (group * K_IN_GROUP + slot) * K_WIDE
             part = tl.load(channels, mask=mine[:, None] & k_real[None, :], other=0.0)
             if K_BITS != 16:
                 part = part.to(tl.float32) * (1 / factor_of(group * K_IN_GROUP + slot, K_BITS))
                 part = fp16_saturated(part)
-                exact = tl.sum(part.to(tl.float32), 1)
-                q_sum += exact * factor_of(group * K_IN_GROUP + slot, K_BITS)
-                q_offset -= exact * OFFSET
+                q_sum += tl.sum(part.to(tl.float32), 1) * factor_of(group * K_IN_GROUP + slot, K_BITS)
             q = q + (part,)
         q_sums = q_sums + (q_sum,)
-        q_offsets = q_offsets + (q_offset,)
     bias = tl.zeros([TILE], tl.float32)
     if BIASED:
         bias = scale * tl.load(bias_ptr + of_head, mask=mine, other=0.0)
     acc = ()
     for _ in tl.static_range(V_SLOTS):
         acc = acc + (tl.zeros([TILE, V_UNITS], tl.float32),)
-    w_sums = ()
-    for _ in tl.static_range(V_GROUPS):
-        w_sums = w_sums + (tl.zeros([TILE, ONES], tl.float32),)
     lows = ()
     for _ in tl.static_range(V_GROUPS):
         lows = lows + (tl.zeros([TILE], tl.float32),)
-    ones = tl.full([TOKENS, ONES], 1.0, tl.float16)
     top = tl.full([TILE], -1e30, tl.float32)
     total = tl.zeros([TILE], tl.float32)
     for start in tl.range(first, last, TOKENS):
@@ -170,13 +182,13 @@ def decode_split(
             for group in tl.static_range(K_GROUPS):
                 place_in_row = HEADS * K_WIDE // 2 + kv_head * K_GROUPS + group
                 step, minimum = scales_of(k_words_ptr + place_in_row, slots, live, K_ROW)
-                products = tl.broadcast_to(q_offsets[group][:, None], (TILE, TOKENS))
+                products = tl.zeros([TILE, TOKENS], tl.float32)
                 for slot in tl.static_range(K_IN_GROUP):
                     products = tl.dot(q[group * K_IN_GROUP + slot], codes[group * K_IN_GROUP + slot], products)
                 low = q_sums[group][:, None] * (minimum * scale)[None, :]
                 if group == 0 and not CAPPED:
                     low += louder[None, :]
-                scores += products * (step * scale)[None, :] + low
+                scores += products * (step * (scale / ONE))[None, :] + low
         if CAPPED:
             scores = softcap(scores + bias[:, None], cap)
         if CAPPED or K_BITS == 16:
@@ -198,28 +210,23 @@ def decode_split(
                 v_rows_ptr + slots[:, None] * V_ROW + kv_head * V_WIDE + v_unit[None, :], mask=v_real[None, :], other=0
             )
             codes = codes_of(units, V_BITS, ASM)
-            new_w_sums = ()
             new_lows = ()
             for group in tl.static_range(V_GROUPS):
                 if V_GROUPS == 1:
                     w = u.to(tl.float16)
                 else:
                     w = (u * (steps[group] * inverse)[None, :]).to(tl.float16)
-                new_w_sums = new_w_sums + (tl.dot(w, ones, w_sums[group] * shrink[:, None]),)
                 new_lows = new_lows + (lows[group] * shrink + tl.sum(u * (inverse * minima[group])[None, :], 1),)
                 for slot in tl.static_range(V_IN_GROUP):
                     shrunk = acc[group * V_IN_GROUP + slot] * shrink[:, None]
                     new_acc = new_acc + (tl.dot(w, codes[group * V_IN_GROUP + slot], shrunk),)
-            w_sums = new_w_sums
             lows = new_lows
         acc = new_acc
     out = partial_ptr + place[:, None] * V_DIM + v_unit[None, :]
     for slot in tl.static_range(V_SLOTS):
         outcome = acc[slot]
         if V_BITS != 16:
-            w_sum = tl.max(w_sums[slot // V_IN_GROUP], 1)  # all columns are alike
-            outcome = (outcome - OFFSET * w_sum[:, None]) * (1 / factor_of(slot, V_BITS))
-            outcome += lows[slot // V_IN_GROUP][:, None]
+            outcome = outcome * (1 / (ONE * factor_of(slot, V_BITS))) + lows[slot // V_IN_GROUP][:, None]
         tl.store(out + slot * V_WIDE, outcome / total[:, None], mask=mine[:, None] & v_real[None, :])
     if not CAPPED:
         top += bias  # what every score of this split has more

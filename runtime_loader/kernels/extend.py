@@ -8,10 +8,10 @@ import triton.language as tl
 from kvtuner.runtime_loader.kernels.decode import queries_of, softcap
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "num_requests"])
 def attend_fresh(
     q_ptr, q_stride_t, q_stride_h, k_ptr, k_stride_t, k_stride_h, v_ptr, v_stride_t, v_stride_h, q_indptr_ptr,
-    partial_ptr, lse_ptr, scale, cap, num_splits,
+    partial_ptr, lse_ptr, scale, cap, num_splits, num_requests,
     HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
     K_DIM: tl.constexpr, K_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -19,8 +19,7 @@ def attend_fresh(
 
     Queries, keys and values are those of model space. Partial outputs are in model space too.
     """
-    request = tl.program_id(1).to(tl.int64)
-    kv_head, queries, heads, mine, any_mine = queries_of(request, q_indptr_ptr, HEADS, GQA, TILE, True)
+    request, kv_head, queries, heads, mine, any_mine = queries_of(q_indptr_ptr, num_requests, HEADS, GQA, TILE, True)
     if not any_mine:
         return
     first = tl.load(q_indptr_ptr + request).to(tl.int64)

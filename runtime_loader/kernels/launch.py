@@ -63,7 +63,7 @@ def decode_facts(keys: KernelSide, values: KernelSide, gqa: int, launch: DecodeL
     """The decode kernel's constants, but for what a call changes: EXTEND, CAPPED and BIASED."""
     facts: Facts = {
         "HEADS": keys.num_heads, "GQA": gqa, "TILE": TILE, "TOKENS": launch.tokens, "MIN_SPLIT": launch.min_split,
-        "ASM": launch.asm, "ONES": 8,
+        "ASM": launch.asm,
     }  # fmt: skip
     for name, side in (("K", keys), ("V", values)):
         own = {"ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups, "UNITS": side.units}
@@ -127,15 +127,19 @@ def extend(
         num_requests=num_requests, biased=keys.centered, bounds=bounds,
     )  # fmt: skip
     gqa = q.shape[1] // keys.num_heads
-    tile = FRESH["TILE"] if bounds.longest * gqa > TILE else TILE
-    attend_fresh[(keys.num_heads * triton.cdiv(bounds.longest * gqa, tile), num_requests)](
+    attend_fresh[(keys.num_heads * tiles_of(len(q), num_requests, gqa, FRESH["TILE"]),)](
         q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), bounds.tokens,
-        partial, lse, scores.scale * LOG2_E, scores.logit_cap * LOG2_E, num_splits,
-        HEADS=keys.num_heads, GQA=gqa, TILE=tile, TOKENS=FRESH["TOKENS"], K_DIM=keys.head_dim, K_PADDED=keys.padded,
+        partial, lse, scores.scale * LOG2_E, scores.logit_cap * LOG2_E, num_splits, num_requests,
+        HEADS=keys.num_heads, GQA=gqa, K_DIM=keys.head_dim, K_PADDED=keys.padded,
         V_DIM=values.head_dim, V_PADDED=values.padded, CAPPED=scores.logit_cap > 0,
-        **fresh_options(keys, values),
+        **FRESH, **fresh_options(keys, values),
     )  # fmt: skip
     _merge(partial, lse, bounds.tokens, values, num_splits, num_requests, out, extend=True)
+
+
+def tiles_of(num_queries: int, num_requests: int, gqa: int, tile: int) -> int:
+    """Tiles of all requests' pairs of query and head, however the queries are shared among them."""
+    return num_queries * gqa // tile + num_requests
 
 
 def fresh_options(keys: KernelSide, values: KernelSide) -> dict[str, int]:
@@ -187,12 +191,15 @@ def _attend_rows(
     parts = num_splits + extending
     partial = scratch.take((num_queries, num_heads, parts, values.head_dim), torch.float32)
     lse = scratch.take((num_queries, num_heads, parts), torch.float32)
-    tiles = triton.cdiv(gqa * (1 if bounds is None else bounds.longest), TILE)
-    decode_split[(keys.num_heads * tiles, num_splits, num_requests)](
+    if bounds is None:
+        grid = (keys.num_heads * triton.cdiv(gqa, TILE), num_splits, num_requests)
+    else:
+        grid = (keys.num_heads * tiles_of(num_queries, num_requests, gqa, TILE), num_splits, 1)
+    decode_split[grid](
         queries, queries.stride(0), queries.stride(1), indptr if bounds is None else bounds.tokens, keys.rows,
         keys.words, values.rows, values.words, bias, indptr, slots, partial, lse, scores.scale * LOG2_E,
-        scores.logit_cap * LOG2_E, num_splits, EXTEND=extending, CAPPED=scores.logit_cap > 0, BIASED=biased,
-        num_warps=launch.warps, num_stages=launch.stages, **decode_facts(keys, values, gqa, launch),
+        scores.logit_cap * LOG2_E, num_splits, num_requests, EXTEND=extending, CAPPED=scores.logit_cap > 0,
+        BIASED=biased, num_warps=launch.warps, num_stages=launch.stages, **decode_facts(keys, values, gqa, launch),
     )  # fmt: skip
     return partial, lse
 

@@ -9,7 +9,7 @@ from kvtuner.runtime_loader.kernels.transform import hadamard
 from kvtuner.runtime_loader.kernels.unpack import scale_and_minimum
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["count_ptr"])
 def read_side(
     rows_ptr, words_ptr, mu_ptr, lam_ptr, slots_ptr, out_ptr, out_stride_t, out_stride_h, count_ptr,
     HEADS: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 TABLE: Final = "launches.json"
 """Made by benchmarks/launch_table.py."""
-LEAST_SPLITS: Final = 8
-"""For batches whose requests differ in length; fewer where there are many."""
-MOST_SPLITS: Final = 128
+LEAST_SPLITS: Final = 16
+MOST_SPLITS: Final = 256
 ROUNDS: Final = 2
 """How often a device that is full of programs is filled again."""
 
@@ -50,6 +49,7 @@ class DecodeLaunch:
 
 INTERPRETED: Final = DecodeLaunch(tokens=16, warps=4, stages=1, asm=False, min_split=16, resident=1)
 """Of Triton's interpreter: small blocks, so that short requests have several."""
+INTERPRETED_SPLITS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,46 +83,50 @@ class Device:
             " Triton's interpreter, which is slow"
         )
 
-    def launch(self, keys: KernelSide, values: KernelSide, gqa: int) -> DecodeLaunch:
-        """The table's settings for a layer.
+    def launch(self, keys: KernelSide, values: KernelSide, gqa: int, *, extend: bool = False) -> DecodeLaunch:
+        """The table's settings for a layer, for one query of a request or, to extend, for several.
 
         Raises:
             ServingError: there are none: names the pair and the device.
         """
         if self.arch == "interpreter":
             return INTERPRETED
-        rows = _table().get((self.arch, keys.bits, values.bits, keys.head_dim), {})
+        groups = max(keys.groups, values.groups)
+        rows = _table().get((self.arch, keys.bits, values.bits, keys.head_dim, groups), {})
         fitting = [each for each in rows if each <= gqa]
         if not fitting or keys.head_dim != values.head_dim:
             raise ServingError(
                 f"there is no kernel for K{keys.bits}V{values.bits} with head_dim {keys.head_dim} and"
-                f" {values.head_dim} on {self.arch}; serve without a profile, or make a row of"
-                f" runtime_loader/kernels/{TABLE} (docs/kernels.md)"
+                f" {values.head_dim}, {groups} scales for a head, on {self.arch}; serve without a profile, or make a"
+                f" row of runtime_loader/kernels/{TABLE} (docs/kernels.md)"
             )
-        return rows[max(fitting)]
+        return rows[max(fitting)][extend]
 
-    def splits(self, launch: DecodeLaunch, num_requests: int, tiles: int) -> int:
-        """Parts of a request: enough to fill the device `ROUNDS` times.
+    def splits(self, launch: DecodeLaunch, num_requests: int, tiles: int, least: int = LEAST_SPLITS) -> int:
+        """Parts of a request: as many as fill the device `ROUNDS` times, and not a part of a round more.
 
         Args:
             launch: settings of the kernel.
             num_requests: of the batch.
             tiles: programs of a part of one request.
+            least: parts of each, for requests that differ in length; fewer where there are many.
         """
-        wanted = -(-ROUNDS * launch.resident * self.processors // max(1, num_requests * tiles))
-        least = max(1, min(LEAST_SPLITS, 1024 // max(1, num_requests)))
+        if self.arch == "interpreter":
+            return INTERPRETED_SPLITS
+        wanted = ROUNDS * launch.resident * self.processors // max(1, num_requests * tiles)
+        least = max(1, min(least, 1024 // max(1, num_requests)))
         return min(max(wanted, least), MOST_SPLITS)
 
 
 @cache
-def _table() -> Mapping[tuple[str, int, int, int], dict[int, DecodeLaunch]]:
-    """Settings by architecture, bits and head_dim, then by the least GQA that they are for."""
+def _table() -> Mapping[tuple[str, int, int, int, int], dict[int, tuple[DecodeLaunch, DecodeLaunch]]]:
+    """Settings by architecture, bits, head_dim and groups, then by the least GQA that they are for."""
     text = resources.files("kvtuner.runtime_loader.kernels").joinpath(TABLE).read_text()
     content: dict[str, Any] = json.loads(text)
-    table: dict[tuple[str, int, int, int], dict[int, DecodeLaunch]] = {}
+    table: dict[tuple[str, int, int, int, int], dict[int, tuple[DecodeLaunch, DecodeLaunch]]] = {}
     for row in content["rows"]:
-        launch = DecodeLaunch(**row["launch"])
+        launches = DecodeLaunch(**row["launch"]), DecodeLaunch(**row["extend"])
         for arch in row["archs"]:
-            of_gqa = table.setdefault((arch, row["k_bits"], row["v_bits"], row["head_dim"]), {})
-            of_gqa[row["gqa"]] = launch
+            key = (arch, row["k_bits"], row["v_bits"], row["head_dim"], row["groups"])
+            table.setdefault(key, {})[row["gqa"]] = launches
     return table

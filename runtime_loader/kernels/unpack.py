@@ -1,8 +1,9 @@
-"""Codes of halfword-sliced units as numbers a tensor core takes, without an integer-to-float conversion.
+"""Codes of halfword-sliced units as numbers a tensor core takes, without any conversion.
 
-A code's bits below those of 1024 in fp16 are 1024 + factor * code, exactly: the factor is 1 where the code lies in the
-lowest bits and grows with the place where it was found, which saves the shift. Whoever multiplies subtracts the 1024
-and divides by the factor.
+The bits of a code, alone in a halfword, are a subnormal fp16: 2 ** -24 for every one of the integer that they are.
+Where the code lies higher than in the lowest bits it is larger by a power of two, which saves the shift. Tensor cores
+multiply subnormal fp16 exactly (Fasi et al., Numerical behavior of NVIDIA tensor cores, PeerJ CS 2021), so whoever
+multiplies divides by both factors afterwards, and nothing was rounded.
 """
 
 from __future__ import annotations
@@ -12,89 +13,67 @@ from typing import Final
 import triton
 import triton.language as tl
 
-OFFSET: Final = tl.constexpr(1024.0)
+ONE: Final = tl.constexpr(2.0**-24)
+"""What a code of 1 in the lowest bits is."""
 
 
 @triton.constexpr_function
 def factor_of(slot, bits):
-    """By how much the codes of a slot are too large."""
+    """How many times `ONE` the codes of a slot are."""
     return 2.0 ** (slot * bits % 8)
 
 
-@triton.jit
-def _two_bytes(units):
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $2, 0x64646464, 0x4240; prmt.b32 $1, $2, 0x64646464, 0x4341;",
-        "=&r,=&r,r",
-        [units],
-        dtype=(tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
+# One result for each piece of assembly: of several, Triton 3.8 gives all but the first another layout, and moves them
+# through shared memory.
 
 
 @triton.jit
-def _four_nibbles(units):
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 high;
-        shr.b32 high, $4, 8;
-        lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
-        lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xea;
-        lop3.b32 $2, high, 0x000f000f, 0x64006400, 0xea;
-        lop3.b32 $3, high, 0x00f000f0, 0x64006400, 0xea;
-        }""",
-        "=&r,=&r,=&r,=&r,r",
-        [units],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
+def _codes(units, ASM: tl.constexpr):
+    """One instruction on two units in a register."""
+    return tl.inline_asm_elementwise(ASM, "=r,r", [units], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
-def _eight_crumbs(units):
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 high;
-        shr.b32 high, $8, 8;
-        lop3.b32 $0, $8, 0x00030003, 0x64006400, 0xea;
-        lop3.b32 $1, $8, 0x000c000c, 0x64006400, 0xea;
-        lop3.b32 $2, $8, 0x00300030, 0x64006400, 0xea;
-        lop3.b32 $3, $8, 0x00c000c0, 0x64006400, 0xea;
-        lop3.b32 $4, high, 0x00030003, 0x64006400, 0xea;
-        lop3.b32 $5, high, 0x000c000c, 0x64006400, 0xea;
-        lop3.b32 $6, high, 0x00300030, 0x64006400, 0xea;
-        lop3.b32 $7, high, 0x00c000c0, 0x64006400, 0xea;
-        }""",
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
-        [units],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
-        is_pure=True,
-        pack=2,
-    )
+def _high_bytes(units):
+    """In the place of low ones, beside bits of the other unit that masks take off."""
+    return tl.inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", [units], dtype=tl.int16, is_pure=True, pack=2)
 
 
 @triton.jit
 def codes_of(units, BITS: tl.constexpr, ASM: tl.constexpr):
-    """int16 units to 16 / BITS float16 tensors of OFFSET + factor_of(slot, BITS) * code, one for each slot.
+    """int16 units to 16 / BITS float16 tensors of ONE * factor_of(slot, BITS) * code, one for each slot.
 
     With ASM two units of a register are unpacked at once; without, the same numbers in plain Triton, for interpreters
     and other vendors.
     """
-    if ASM:
-        if BITS == 8:
-            codes = _two_bytes(units)
-        elif BITS == 4:
-            codes = _four_nibbles(units)
-        else:
-            codes = _eight_crumbs(units)
-    else:
+    if not ASM:
         codes = ()
         for slot in tl.static_range(16 // BITS):
             byte = units >> (slot * BITS // 8 * 8)
             code = byte & (((1 << BITS) - 1) << (slot * BITS % 8))
-            codes = codes + ((code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True),)
+            codes = codes + (code.to(tl.int16).to(tl.float16, bitcast=True),)
+    elif BITS == 8:
+        codes = (_codes(units, "prmt.b32 $0, $1, 0, 0x4240;"), _codes(units, "prmt.b32 $0, $1, 0, 0x4341;"))
+    else:
+        high = _high_bytes(units)
+        if BITS == 4:
+            codes = (
+                _codes(units, "and.b32 $0, $1, 0x000f000f;"),
+                _codes(units, "and.b32 $0, $1, 0x00f000f0;"),
+                _codes(high, "and.b32 $0, $1, 0x000f000f;"),
+                _codes(high, "and.b32 $0, $1, 0x00f000f0;"),
+            )
+        else:
+            codes = (
+                _codes(units, "and.b32 $0, $1, 0x00030003;"),
+                _codes(units, "and.b32 $0, $1, 0x000c000c;"),
+                _codes(units, "and.b32 $0, $1, 0x00300030;"),
+                _codes(units, "and.b32 $0, $1, 0x00c000c0;"),
+                _codes(high, "and.b32 $0, $1, 0x00030003;"),
+                _codes(high, "and.b32 $0, $1, 0x000c000c;"),
+                _codes(high, "and.b32 $0, $1, 0x00300030;"),
+                _codes(high, "and.b32 $0, $1, 0x00c000c0;"),
+            )
     return codes
 
 

@@ -57,7 +57,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
     ) -> None:
         """Called as SGLang's decode kernel, with rows for buffers; writes `o` [requests, heads, channels]."""
         refuse_unserved(arguments)
-        o.copy_(self.attention.decode(q, keys, values, kv_indptr, kv_indices, Scores(sm_scale, logit_cap)))
+        self.attention.decode(q, keys, values, kv_indptr, kv_indices, Scores(sm_scale, logit_cap), out=o)
 
     def _forward_extend_kernel(
         self,
@@ -94,10 +94,10 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         bounds = ExtendBounds(qo_indptr, kv_indptr, kv_indices, max_len_extend)
         prefix = self.attention.read_prefix(q, keys, values, bounds)
         if prefix is None:
-            o.copy_(self.attention.extend(q, k, v, keys, values, bounds, Scores(sm_scale, logit_cap)))
+            self.attention.extend(q, k, v, keys, values, bounds, Scores(sm_scale, logit_cap), out=o)
             return
         super()._forward_extend_kernel(
-            layer, q, k.to(q.dtype), v.to(q.dtype), o, prefix.k, prefix.v, qo_indptr, kv_indptr, prefix.slots,
-            custom_mask, is_causal, mask_indptr, max_len_extend, 1.0, 1.0, sm_scale, logit_cap=logit_cap,
+            layer, q, k.to(q.dtype), v.to(q.dtype), o, *prefix, qo_indptr, kv_indptr, kv_indices, custom_mask,
+            is_causal, mask_indptr, max_len_extend, 1.0, 1.0, sm_scale, logit_cap=logit_cap,
             **{**arguments, "page_size": 1, "identity_kv_indices": True},
         )  # fmt: skip

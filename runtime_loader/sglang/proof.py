@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -19,13 +20,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kvtuner.runtime_loader.packed_attention import PackedAttention, StoredRows
+    from kvtuner.runtime_loader.packed_attention import StoredRows
     from kvtuner.runtime_loader.sglang.compat.parallel import Ranks
     from kvtuner.runtime_loader.sglang.pool import PackedKVPool
+    from kvtuner.runtime_loader.sglang.scheduler import RankServing
 
 TESTED_TOKENS: Final = 16
 """More than one, whatever the page size: attention over one token is that token's value."""
-TESTED_CAP: Final = 2.0
+MANY_TOKENS: Final = 1 << 14
+"""New tokens for which a prefix is worth reading back."""
 
 logger: Final = logging.getLogger("kvtuner")
 
@@ -43,30 +46,43 @@ def self_test(pool: PackedKVPool) -> None:
         def states(shape: tuple[int, ...]) -> Tensor:
             return torch.randn((len(slots), *shape[1:]), generator=generator).to(pool.device, pool.model_dtype)
 
-        q, k, v = states(keys.shape), 4 * states(keys.shape), 4 * states(values.shape)
+        heads, k_dim = pool.serving.gqa * keys.format.num_heads, keys.format.head_dim
+        q, k, v = states((0, heads, k_dim)), 4 * states(keys.shape), 4 * states(values.shape)
         pool.serving.attention.store(keys, values, slots, k, v)
         for name, stored, fresh in (("keys", keys, k), ("values", values, v)):
             if not torch.equal(stored.rows[slots], stored.format.pack(fresh)):
                 raise _failed(pool, f"{name} of layer {layer_id} are not stored as quant.py stores them")
-        if not _reads_right(pool.serving.attention, q, keys, values, slots):
+        if not _reads_right(pool.serving, q, keys, values, slots):
             raise _failed(pool, f"attention of layer {layer_id} is not attention over what its rows hold")
         for stored in (keys, values):
             stored.rows[slots] = torch.zeros_like(stored.rows[slots])
 
 
-def _reads_right(attention: PackedAttention, q: Tensor, keys: StoredRows, values: StoredRows, slots: Tensor) -> bool:
-    """Whether the first query, by decoding and as a new token behind a prefix, reads what quant.py reads of rows."""
-    one = q[:1]
+def _reads_right(serving: RankServing, q: Tensor, keys: StoredRows, values: StoredRows, slots: Tensor) -> bool:
+    """Whether the first query, by decoding and as a new token behind a prefix, reads what quant.py reads of rows.
+
+    And the prefix alone, where the implementation reads it back. Heads and dtypes are those of serving, so that a
+    kernel is compiled here and not for the first request.
+    """
+    attention, one = serving.attention, q[:1]
     k, v = (stored.format.unpack(stored.rows[slots], torch.float32) for stored in (keys, values))
-    products = torch.einsum("qhd,khd->hqk", one.float(), k)
-    ends = torch.tensor([0, len(slots)], device=slots.device)
+    gqa = serving.gqa
+    products = torch.einsum("qhd,khd->hqk", one.float(), k.repeat_interleave(gqa, dim=1))
+    ends = torch.tensor([0, len(slots)], dtype=torch.int32, device=slots.device)
     # The new token is the last that was stored: as a prefix of one less and itself, nearly the same is read.
     prefix, last = slots[:-1], slots[-1:]
     new_k, new_v = (stored.read(last, one.dtype) for stored in (keys, values))
-    bounds = ExtendBounds(torch.tensor([0, 1], device=slots.device), ends - (ends > 0).long(), prefix, longest=1)
-    for cap in (0.0, TESTED_CAP):
+    bounds = ExtendBounds(
+        torch.tensor([0, 1], device=slots.device), ends - (ends > 0).to(ends.dtype), prefix, longest=1
+    )
+    read_back = attention.read_prefix(one, keys, values, replace(bounds, longest=MANY_TOKENS))
+    for stored, found in zip((keys, values), read_back or (), strict=read_back is not None):
+        if not torch.equal(found, stored.read(prefix, one.dtype)):
+            return False
+    for cap in sorted({0.0, serving.logit_cap}):
         scores = Scores(keys.shape[-1] ** -0.5, cap)
-        expected = torch.einsum("hqk,khd->qhd", torch.softmax(scores(products), dim=-1), v)
+        weights = torch.softmax(scores(products), dim=-1)
+        expected = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(gqa, dim=1))
         tolerance = max({torch.float32: 1e-4, torch.float16: 1e-2}.get(one.dtype, 4e-2), 16 * attention.rounding)
         tolerance *= expected.abs().max().item()
         decoded = attention.decode(one, keys, values, ends, slots, scores)

@@ -110,7 +110,7 @@ def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ) -> Non
     """
     if str(arguments.device).partition(":")[0] not in ("cuda", "cpu"):
         raise ServingError(
-            f"there are no kernels for {arguments.device}: profiles run in SGLang on GPUs of NVIDIA and AMD, on a"
+            f"there are no kernels for {arguments.device}: profiles run in SGLang on GPUs of NVIDIA, on a"
             " processor (examples/sglang_on_cpu), and on the transformers host; drop --kvtuner-profile"
         )
     for rule in (*BACKENDS, *RULES):

@@ -34,11 +34,15 @@ class RankServing:
         profile: of the whole model.
         attend: what a chunk reads of itself.
         attention: implementation in use.
+        gqa: query heads of a KV head.
+        logit_cap: of the model's scores; 0 for none.
     """
 
     profile: Profile
     attend: Attend
     attention: PackedAttention
+    gqa: int
+    logit_cap: float
 
 
 _serving: RankServing | None = None
@@ -82,12 +86,15 @@ def _bytes_per_token(kvc: Any, layers: range) -> int:
             f" {kvc.model_config.dtype}, which 16-bit layers keep; serve with"
             f" --kv-cache-dtype {str(kvc.model_config.dtype).removeprefix('torch.')}"
         )
-    if _serving is None:
-        profile = serving.profile(kvc.model_config)
-        _agree(f"{profile.digest} attend={serving.attend}")
-        _serving = RankServing(profile, serving.attend, _implementation(torch.device(kvc.device)))
+    profile = serving.profile(kvc.model_config) if _serving is None else _serving.profile
     here = ranks()
-    formats = rank_formats(_serving.profile, layers, tp_rank=here.tp_rank, tp_size=here.tp_size)
+    formats = rank_formats(profile, layers, tp_rank=here.tp_rank, tp_size=here.tp_size)
+    if _serving is None:
+        _agree(f"{profile.digest} attend={serving.attend}")
+        num_heads = profile.geometry.num_attention_heads // here.tp_size
+        cap = getattr(kvc.model_config.hf_text_config, "attn_logit_softcapping", None) or 0.0
+        attention = _implementation(torch.device(kvc.device))
+        _serving = RankServing(profile, serving.attend, attention, num_heads // formats[0].k.num_heads, float(cap))
     return sum(entry.bytes_per_token(kvc.kv_cache_dtype) for entry in formats)
 
 
@@ -103,6 +110,8 @@ def _implementation(device: torch.device) -> PackedAttention:
         raise ServingError(f"{IMPLEMENTATION_VARIABLE}={name} is no implementation of attention on {device}; unset it")
     if name == "torch":
         return TorchAttention()
+    if torch.version.hip:
+        raise ServingError("the kernels were never tried on a GPU of AMD; serve without a profile")
     try:
         from kvtuner.runtime_loader.kernels.attention import TritonAttention
     except ImportError as error:

@@ -16,7 +16,7 @@ from kvtuner.runtime_loader.sglang.compat.parallel import Ranks
 START, STOP, SIZE, PAGE = 1, 4, 48, int(sys.argv[2])
 
 profile = load_profile(sys.argv[1])
-scheduler._serving = scheduler.RankServing(profile, "fresh", TorchAttention())
+scheduler._serving = scheduler.RankServing(profile, "fresh", TorchAttention(), gqa=2, logit_cap=2.0)
 pool_module.ranks = lambda: Ranks(tp_rank=1, tp_size=2, pp_rank=0, world_rank=1)
 pool_module.announce = lambda *_: None
 pool = pool_module.PackedKVPool(
@@ -94,8 +94,14 @@ class Boundless(TorchAttention):
         return super().decode(q, keys, values, indptr, slots, replace(scores, logit_cap=0.0))
 
 
-for wrong, what in ((Wrong, "keys of layer 1"), *((each, "attention of layer 1") for each in (Deaf, Blind, Boundless))):
-    scheduler._serving = scheduler.RankServing(profile, "fresh", wrong())
+class Mistaken(TorchAttention):
+    def read_prefix(self, q, keys, values, bounds):
+        return tuple(stored.read(bounds.slots, q.dtype).roll(1, 0) for stored in (keys, values))
+
+
+READERS = (Deaf, Blind, Boundless, Mistaken)
+for wrong, what in ((Wrong, "keys of layer 1"), *((each, "attention of layer 1") for each in READERS)):
+    scheduler._serving = scheduler.RankServing(profile, "fresh", wrong(), gqa=2, logit_cap=2.0)
     try:
         pool_module.PackedKVPool(
             SIZE, page_size=PAGE, dtype=torch.bfloat16, head_num=1, head_dim=16, layer_num=2, device="cpu",

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 CHUNK = 64
 LENGTHS = (150, 33)
-"""The second chunk of the first is long enough for its prefix to be read back, the third is not."""
+"""With four queries for a KV head the second chunk of the first is long enough for its prefix to be read back, the
+third is not."""
 TOKENS = 5
 CAPPED = {
     "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 512, "attn_logit_softcapping": 5.0,
@@ -33,7 +34,7 @@ def test_decoding_short_and_long_extends_agree(
     save_profile: Any,
     mixed_layers: Any,
 ) -> None:
-    folder = model_folder(name, num_hidden_layers=9, **fields)
+    folder = model_folder(name, num_hidden_layers=9, num_key_value_heads=1, **fields)
     config = AutoConfig.from_pretrained(folder)
     profile = profile_of(config, mixed_layers(config))
     flags = ("--kvtuner-profile", str(save_profile(profile)), "--chunked-prefill-size", str(CHUNK))

@@ -67,7 +67,7 @@ def attending(pair: PrecisionPair, head_dim: int, target: GPUTarget, arch: str, 
     """The kernel that reads rows, as the table launches it."""
     shape = sass.Shape(HEADS, GQA, head_dim, head_dim)
     keys, values = (sass.side_of(shape, bits) for bits in (pair.k_bits, pair.v_bits))
-    launch = Device(arch, 0).launch(keys, values, GQA)
+    launch = Device(arch, 0).launch(keys, values, GQA, extend=kind.get("EXTEND", False))
     facts = {**decode_facts(keys, values, GQA, launch), **sass.PLAIN, **kind}
     return sass.compiled(decode.decode_split, facts, target, num_warps=launch.warps, num_stages=launch.stages)
 
@@ -92,7 +92,7 @@ def around(head_dim: int) -> list[Any]:
 def spills(kernel: Any) -> int:
     """Of registers, to memory."""
     code, _ = sass.disassembled(kernel.asm["cubin"])
-    return code.count("LDL") + code.count("STL")
+    return sass.spills_of(code)
 
 
 pairs = [PrecisionPair(k, v) for k, v in itertools.product((16, 4), (16, 4))]
@@ -104,7 +104,8 @@ found = {
         spills(attending(pair, 128, HOPPER, "sm_90", EXTEND=True, CAPPED=capped, BIASED=pair.k_bits != 16))
         for pair in pairs
         for capped in (True, False)
-    ],
+    ]
+    + [spills(attending(PrecisionPair(8, 4), head_dim, HOPPER, "sm_90", EXTEND=True)) for head_dim in (64, 128, 256)],
     "around": [spills(kernel) for head_dim in (80, 128, 256) for kernel in around(head_dim)],
     "amd": ["hsaco" in attending(PrecisionPair.parse(pair), 128, AMD, "gfx942").asm for pair in ("K8V4", "K2V2")],
 }

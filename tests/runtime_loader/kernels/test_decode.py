@@ -101,3 +101,17 @@ def test_nan_is_seen_by_its_request_and_by_no_other(
     assert found[0, 0].isnan().all()
     assert found[0, 1].isnan().all() == (where != "queries")
     assert not found[1].isnan().any()
+
+
+def test_nothing_is_lost_over_a_long_split(row_format: Any, poisoned: Any) -> None:
+    """Values that cancel leave an output far below them; each one's error must cancel as well."""
+    keys, values = (poisoned(row_format(1, 64, 4), 3000) for _ in range(2))
+    generator = torch.Generator().manual_seed(2)
+    slots = torch.randperm(3000, generator=generator)
+    for stored in (keys, values):
+        stored.write(slots, torch.randn(3000, 1, 64, generator=generator))
+    q, indptr = torch.randn(1, 2, 64, generator=generator), torch.tensor([0, 3000])
+    expected = TorchAttention().decode(q, keys, values, indptr, slots, Scores(0.02))
+    assert expected.norm() < 0.05 * values.read(slots, torch.float32).norm(dim=-1).mean() * 2**0.5
+    found = decode(q, keys, values, indptr, slots, Scores(0.02), num_splits=1)
+    assert (found - expected).norm() < 2e-3 * expected.norm()

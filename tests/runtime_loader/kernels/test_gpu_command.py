@@ -12,7 +12,15 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "benchmarks"))
 pytestmark = pytest.mark.slow
+
+from gpu_parts import correct, report  # noqa: E402
+from gpu_parts.machine import Machine  # noqa: E402
+from gpu_parts.pools import Shape  # noqa: E402
+
+from kvtuner.precision import PrecisionPair  # noqa: E402
+
 SECTIONS = ("correct", "decode", "pages", "stores", "extends", "model", "sweep")
 
 
@@ -27,7 +35,13 @@ def test_a_smoke_run_checks_and_times_everything(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "results.json").read_text())
     assert all(results[name] for name in SECTIONS)
-    assert {row["case"].split()[0] for row in results["correct"]} == {"store", "read", "decode", "extend", "graph"}
+    assert {row["case"].split()[0] for row in results["correct"]} == {
+        "store",
+        "read",
+        "decode",
+        "extend",
+        "graph",
+    }
     assert all(row["passed"] for row in results["correct"])
     for name in SECTIONS[1:]:
         assert all(row["seconds"] > 0 for row in results[name]), name
@@ -35,10 +49,13 @@ def test_a_smoke_run_checks_and_times_everything(tmp_path: Path) -> None:
 
 
 def test_a_run_out_of_time_says_what_it_left_out(tmp_path: Path) -> None:
-    assert gpu("--smoke", "--limit-s", "0", "--out", str(tmp_path)).returncode == 0
-    left_out = json.loads((tmp_path / "results.json").read_text())["left_out"]
-    assert left_out[0] == "correct"
-    assert "Left out, for want of time" in (tmp_path / "results.md").read_text()
+    done = gpu("--smoke", "--limit-s", "0", "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert "left out: correct, for want of time; decode, for want of time" in done.stderr
+    assert json.loads((tmp_path / "results.json").read_text())["left_out"][0] == "correct, for want of time"
+    text = (tmp_path / "results.md").read_text()
+    assert "Left out: correct, for want of time" in text
+    assert "Correct: **not checked**" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -46,3 +63,60 @@ def test_without_a_gpu_it_names_the_way_out() -> None:
     done = gpu()
     assert done.returncode == 2
     assert "--smoke" in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_every_kernel_is_right_on_a_gpu(tmp_path: Path) -> None:
+    done = gpu("--only", "correct", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_an_error_is_that_of_the_worst_head() -> None:
+    generator = torch.Generator().manual_seed(0)
+    wanted = torch.randn(4, 2, 64, generator=generator).double()
+    wanted[0] *= 1000  # a request whose size hides the others'
+    found = wanted.clone()
+    assert correct.error_of(found, wanted) == 0
+    found[3, 1] *= 1.02
+    assert correct.error_of(found, wanted) == pytest.approx(0.02)
+    found[2, 0, 0] = torch.nan
+    assert not correct.error_of(found, wanted) <= 1e9
+
+
+def test_a_case_that_fails_or_cannot_run_is_said_and_the_others_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, shape = PrecisionPair(4, 8), Shape("", 1, 2, 64)
+    good = correct.Case("decode", pair, shape, lengths=(20, 1))
+    impossible = correct.Case("decode", pair, Shape("", 1, 2, 6), lengths=(20, 1))
+    monkeypatch.setattr(correct, "cases", lambda smoke: [impossible, good])
+    bad, fine = correct.run(Machine(torch.device("cpu"), torch.float16))
+    assert fine["passed"]
+    assert not bad["passed"]
+    assert "Error" in bad["why"]
+    machine = {"device": "smoke"}
+    results = {"machine": machine, "command": "", "time": "", "seconds": 1.0, "sglang_missing": "", "left_out": []}
+    empty = {name: [] for name in SECTIONS} | {"correct": [bad, fine], "copy_bytes_per_s": 1.0}
+    text = "\n".join(report.lines({**results, **empty}))
+    assert "Correct: 1 of 2 cases" in text
+    assert "**A kernel is wrong: no time below means anything.**" in text
+    assert bad["why"] in text
+
+
+def test_ratios_are_to_the_fastest_bf16_that_ran() -> None:
+    place = {"shape": "Llama-3.1-8B", "batch": 32, "length": 16384, "kind": "none", "bytes": 4e6}
+    rows = [
+        {**place, "pair": "K16V16", "kernel": "torch flash", "seconds": 5e-4},
+        {**place, "pair": "K16V16", "kernel": "ours", "seconds": 6e-4},
+        {**place, "pair": "K16V16", "kernel": "torch cudnn", "seconds": None, "why": "no such kernel"},
+        {**place, "pair": "K4V4", "kernel": "ours", "seconds": 2e-4},
+        {**place, "pair": "K8V8", "kernel": "ours", "seconds": 4e-4},
+        {**place, "pair": "K4V4", "kernel": "dequantize then dot", "seconds": 1e-3},
+    ]
+    line = list(report._decode(rows, 1e12))[-1]
+    assert "500.0 us, torch flash" in line
+    assert "2.50x, met: 2.5x (0.02 TB/s, 2%)" in line
+    assert "1.25x, **missed**: 1.7x" in line
+    assert "0.50x (0.00 TB/s" in line
+    assert "torch cudnn (no such kernel)" in line
+    short = [{**row, "length": 1024, "seconds": row["seconds"]} for row in rows]
+    assert "1.25x, met: 0.95x" in list(report._decode(short, 1e12))[-1]

@@ -1,0 +1,51 @@
+"""Memory between launches: one address for every layer, and never less than what was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvtuner.runtime_loader.kernels.attention import TritonAttention
+from kvtuner.runtime_loader.kernels.scratch import Scratch
+from kvtuner.runtime_loader.packed_attention import Scores, TorchAttention
+
+
+def test_pieces_lie_apart_and_come_again_at_the_same_address() -> None:
+    scratch = Scratch(2048, torch.device("cpu"))
+    a, b = scratch.take((3, 5), torch.float32), scratch.take((7,), torch.float16)
+    a.fill_(1.0)
+    b.fill_(2.0)
+    assert (a == 1).all()
+    assert a.data_ptr() % 16 == b.data_ptr() % 16
+    assert scratch.restart().take((15,), torch.float32).data_ptr() == a.data_ptr()
+
+
+def test_what_does_not_fit_has_memory_of_its_own() -> None:
+    scratch = Scratch(256, torch.device("cpu"))
+    small = scratch.take((16,), torch.float32)
+    large = scratch.take((1000,), torch.float32)
+    large.fill_(3.0)
+    small.fill_(1.0)
+    assert (large == 3).all()
+    assert large.shape == (1000,)
+
+
+def test_layers_of_all_kinds_share_it_at_every_batch(row_format: Any, poisoned: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    kinds = ((4, 8, "centered+hadamard", 3.0), (16, 2, "none", 0.0), (8, 16, "balanced", 3.0))
+    layers = [(poisoned(row_format(2, 64, k, kind), 40), poisoned(row_format(2, 64, v), 40)) for k, v, kind, _ in kinds]
+    for side in (side for layer in layers for side in layer):
+        side.write(torch.arange(40), torch.randn(40, 2, 64, generator=generator).half())
+    implementation = TritonAttention(torch.device("cpu"))
+    implementation.prepare(layers, num_heads=4, max_requests=3)
+    slots = torch.randperm(40, generator=generator)
+    for num_requests in (3, 1, 2):
+        indptr = torch.tensor([0, 20, 21, 40][: num_requests + 1])
+        q = torch.randn(num_requests, 4, 64, generator=generator)
+        for (keys, values), (*_, cap) in zip(layers, kinds, strict=True):
+            scores = Scores(0.125, cap)
+            expected = TorchAttention().decode(q, keys, values, indptr, slots, scores)
+            out = torch.full_like(q, torch.nan)
+            assert implementation.decode(q, keys, values, indptr, slots, scores, out) is out
+            assert (out - expected).abs().max() < 1e-2 * expected.abs().max()
