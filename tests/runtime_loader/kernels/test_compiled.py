@@ -42,7 +42,8 @@ def test_the_decode_loop_is_short_converts_nothing_and_copies_codes_by_sixteen_b
     assert len(rows) == 5 * (len(options) - 1)
     for row in rows:
         assert row["lane_instructions_per_element"] <= 2.9, row
-        assert row["int_to_float"] == row["spills"] == row["shared_stores"] == 0, row
+        assert row["int_to_float"] == row["spills"] == 0, row
+        assert row["shared_stores"] <= 4, row  # scales alone, with some compilers; codes would be dozens
         code_bytes = row["launch_row"]["tokens"] * row["head_dim"] * (row["k_bits"] + row["v_bits"]) // 8
         assert row["async_copies_16B"] == code_bytes // (16 * 32 * row["launch_row"]["warps"]), row
 
