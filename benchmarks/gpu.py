@@ -104,9 +104,10 @@ def main() -> int:
                 results["left_out"].append(f"{name}, for want of time")
                 break
             record(name, part())
-    save()
     print(f"{out / 'results.md'}")
-    if not all(row["passed"] for row in results["correct"]):
+    results["left_out"] += [row["case"] for row in results["correct"] if row["passed"] is None]
+    save()
+    if any(row["passed"] is False for row in results["correct"]):
         print("a kernel is wrong: no time means anything", file=sys.stderr)
         return 1
     if results["left_out"] or ("correct" in args.only and not results["correct"]):

@@ -120,6 +120,8 @@ def kind_of(name: str, facts: dict[str, Any]) -> str:
     if "rows" in name or "words" in name:
         native = facts.get(f"{name[0].upper()}_BITS", facts.get("BITS")) == NATIVE_BITS
         return "*bf16" if native else "*i16" if "rows" in name else "*i32"
+    if name == "q_indptr_ptr" and facts.get("EXTEND", True):
+        return "*i64"
     if "indptr" in name or "count" in name:
         return "*i32"
     kinds = {"slots_ptr": "*i64", "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*bf16"}

@@ -63,7 +63,8 @@ def timed(machine: Machine, row: Row, runs: Callable[..., list[Callable[[], obje
     """A row with the seconds of what `runs` gives for `args` or, where a rival cannot run, why."""
     try:
         return {**row, "seconds": machine.seconds(runs(*args))}
-    except RuntimeError as error:  # torch has no such kernel for the shape or the device, or there is no memory
+    except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
+        # Torch has no such kernel for the shape or the device, or there is not enough memory of some kind.
         return {**row, "seconds": None, "why": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 

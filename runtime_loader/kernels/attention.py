@@ -109,6 +109,8 @@ class TritonAttention:
         settings = self._device.launch(k_side, v_side, gqa, extend=True)
         if out is None:
             out = q.new_empty(len(q), q.shape[1], values.format.head_dim)
+        if num_requests == 0:
+            return out.zero_()
         if len(q):
             tiles = k_side.num_heads * launch.tiles_of(len(q), num_requests, gqa, launch.TILE)
             num_splits = self._device.splits(settings, 1, tiles, least=1)

@@ -87,10 +87,11 @@ def _bytes_per_token(kvc: Any, layers: range) -> int:
             f" --kv-cache-dtype {str(kvc.model_config.dtype).removeprefix('torch.')}"
         )
     profile = serving.profile(kvc.model_config) if _serving is None else _serving.profile
+    if _serving is None:
+        _agree(f"{profile.digest} attend={serving.attend}")
     here = ranks()
     formats = rank_formats(profile, layers, tp_rank=here.tp_rank, tp_size=here.tp_size)
     if _serving is None:
-        _agree(f"{profile.digest} attend={serving.attend}")
         num_heads = profile.geometry.num_attention_heads // here.tp_size
         cap = getattr(kvc.model_config.hf_text_config, "attn_logit_softcapping", None) or 0.0
         attention = _implementation(torch.device(kvc.device))

@@ -35,6 +35,8 @@ from kvtuner.runtime_loader.row_format import RowFormat
 
 HOPPER, AMD = sass.nvidia(90), GPUTarget("hip", "gfx942", 64)
 HEADS, GQA = 8, 4
+WHOLE = [(bits, head_dim) for bits in (2, 4, 8) for head_dim in (64, 80, 96, 256) if head_dim * bits // 8 % 16 == 0]
+"""Widths and head dimensions whose codes of a head are whole pieces of 16 bytes."""
 
 
 def transformed(bits: int, head_dim: int, *, symmetric: bool = False) -> KernelSide:
@@ -95,6 +97,14 @@ def spills(kernel: Any) -> int:
     return sass.spills_of(code)
 
 
+def copies(bits: int, head_dim: int) -> tuple[int, float]:
+    """Asynchronous copies of 16 bytes in the decode loop, and how many its codes are."""
+    shape = sass.Shape(HEADS, GQA, head_dim, head_dim)
+    launch = Device("sm_90", 0).launch(sass.side_of(shape, bits), sass.side_of(shape, bits), GQA)
+    row = sass.measure(PrecisionPair(bits, bits), shape, 90, launch)
+    return row.async_copies_16B, launch.tokens * 2 * head_dim * bits // 8 / (16 * 32 * launch.warps)
+
+
 pairs = [PrecisionPair(k, v) for k, v in itertools.product((16, 4), (16, 4))]
 found = {
     "store": [instructions(stored(*bits)) for bits in ((2, 8), (4, 2), (8, 4))],
@@ -107,6 +117,7 @@ found = {
     ]
     + [spills(attending(PrecisionPair(8, 4), head_dim, HOPPER, "sm_90", EXTEND=True)) for head_dim in (64, 128, 256)],
     "around": [spills(kernel) for head_dim in (80, 128, 256) for kernel in around(head_dim)],
+    "copies": [copies(bits, head_dim) for bits, head_dim in WHOLE],
     "amd": ["hsaco" in attending(PrecisionPair.parse(pair), 128, AMD, "gfx942").asm for pair in ("K8V4", "K2V2")],
 }
 sys.stdout.write(json.dumps(found))

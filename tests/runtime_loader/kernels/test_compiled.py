@@ -88,6 +88,12 @@ def test_kernels_beside_the_decode_loop_compile_without_spills(found: Any) -> No
 
 
 @compiling
+def test_codes_of_every_head_dim_are_copied_by_sixteen_bytes(found: Any) -> None:
+    assert len(found["copies"]) == 9
+    assert all(copies >= needed for copies, needed in found["copies"])
+
+
+@compiling
 def test_other_vendors_have_a_kernel(found: Any) -> None:
     assert found["amd"] == [True] * 2
 
