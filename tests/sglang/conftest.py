@@ -359,6 +359,15 @@ def prompts() -> Callable[..., list[list[int]]]:
 
 
 @pytest.fixture
+def capped() -> dict[str, Any]:
+    """Fields of a Gemma 2 with a logit cap, and windows that cover its context."""
+    return {
+        "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 512, "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": None, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    }  # fmt: skip
+
+
+@pytest.fixture
 def apart() -> Iterator[list[Place]]:
     """Two places with a network, addresses and shared memory of their own behind a bridge, as two machines have."""
     if shutil.which("ip") is None or os.geteuid() != 0:

@@ -70,13 +70,16 @@ def test_a_mixed_profile_agrees_with_the_transformers_host(
 
 
 def test_windows_that_cover_the_context_are_none_and_a_logit_cap_is_kept(
-    serve: Any, compare: Any, prompts: Any, model_folder: Any, profile_of: Any, save_profile: Any, mixed_layers: Any
+    serve: Any,
+    compare: Any,
+    prompts: Any,
+    model_folder: Any,
+    profile_of: Any,
+    save_profile: Any,
+    mixed_layers: Any,
+    capped: dict[str, Any],
 ) -> None:
-    folder = model_folder(
-        "Gemma2", num_hidden_layers=LAYERS, head_dim=32, query_pre_attn_scalar=32, sliding_window=512,
-        attn_logit_softcapping=5.0, final_logit_softcapping=None, hidden_act="gelu_pytorch_tanh",
-        tie_word_embeddings=True,
-    )  # fmt: skip
+    folder = model_folder("Gemma2", num_hidden_layers=LAYERS, **capped)
     config = AutoConfig.from_pretrained(folder)
     profile = profile_of(config, mixed_layers(config))
     with serve(folder, "--kvtuner-profile", str(save_profile(profile))) as server:

@@ -7,15 +7,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 pytestmark = pytest.mark.slow
 
-from gpu_parts import correct, report  # noqa: E402
+import gpu as gpu_command  # noqa: E402
+from gpu_parts import correct, report, speed  # noqa: E402
 from gpu_parts.machine import Machine  # noqa: E402
 from gpu_parts.pools import Shape  # noqa: E402
 
@@ -56,6 +61,27 @@ def test_a_run_out_of_time_says_what_it_left_out(tmp_path: Path) -> None:
     text = (tmp_path / "results.md").read_text()
     assert "Left out: correct, for want of time" in text
     assert "Correct: **not checked**" in text
+
+
+def test_a_section_that_breaks_keeps_its_rows_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Machine) -> Iterator[dict[str, object]]:
+        yield {"pair": "K4V4", "batch": 1, "length": 1, "page_size": 16, "seconds": 1.0}
+        raise ValueError("a fault put in")
+
+    monkeypatch.setattr(speed, "stores", lambda _: iter(()))
+    monkeypatch.setattr(speed, "pages", broken)
+    monkeypatch.setattr(
+        speed, "extends", lambda _: iter([{"pair": "K4V4", "prefix": 1, "tokens": 1, "way": "kernel", "seconds": 1.0}])
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["gpu.py", "--smoke", "--only", "pages", "stores", "extends", "--out", str(tmp_path)]
+    )
+    assert gpu_command.main() == 1
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert len(results["pages"]) == len(results["extends"]) == 1
+    assert results["left_out"] == ["the rest of pages: ValueError: a fault put in"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
