@@ -11,12 +11,13 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.sglang.request import Attend
 
 
-def engine(profile: str | Path, *, attend: Attend = "fresh", **arguments: Any) -> Any:
+def engine(profile: str | Path, *, attend: Attend = "fresh", hicache_only: bool = False, **arguments: Any) -> Any:
     """An `sglang.Engine` that serves a profile.
 
     Args:
         profile: path of the file.
         attend: whether a chunk of new tokens reads itself exactly or as it was stored.
+        hicache_only: leave the device pool in the model's dtype, and quantize what leaves it for host and storage.
         **arguments: of `sglang.Engine`, but for a finished `server_args`, which nobody could check.
 
     Raises:
@@ -32,7 +33,7 @@ def engine(profile: str | Path, *, attend: Attend = "fresh", **arguments: Any) -
     if "server_args" in arguments:
         raise ServingError("engine() takes SGLang's arguments one by one, not server_args: those are checked already")
     served, variable = exchange(None), os.environ.get(REQUEST_VARIABLE)
-    request = ServingRequest(os.path.abspath(profile), None, attend)
+    request = ServingRequest(os.path.abspath(profile), None, attend, hicache_only=hicache_only)
     try:
         activate(request)
         request.to_environment(os.environ)  # for the schedulers that it starts

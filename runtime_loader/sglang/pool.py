@@ -137,5 +137,5 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
         raise ServingError("speculative decoding does not work with a packed KV pool; drop --speculative-algorithm")
 
     def get_device_pool_infos(self) -> NoReturn:
-        """Refused: a host pool made from this would hold rows of one width, and lose scales without a word."""
-        raise ServingError("a packed KV pool has no host tiers yet; drop --enable-hierarchical-cache")
+        """Refused: a host pool made from this would hold rows of one width; `PackedHostPool` takes their place."""
+        raise ServingError("SGLang's own host pools cannot hold packed rows; report this, with the server's flags")

@@ -6,15 +6,15 @@ itself, ranks compare its digest, and the launcher hears it from each before it 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from kvtuner.errors import ServingError
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Mapping, MutableMapping
 
 Attend = Literal["fresh", "cache"]
@@ -22,6 +22,7 @@ Attend = Literal["fresh", "cache"]
 ATTENDS: Final = get_args(Attend)
 PROFILE_VARIABLE: Final = "KVTUNER_PROFILE"
 ATTEND_VARIABLE: Final = "KVTUNER_ATTEND"
+HICACHE_VARIABLE: Final = "KVTUNER_HICACHE_ONLY"
 REQUEST_VARIABLE: Final = "KVTUNER_SERVING"
 
 
@@ -44,12 +45,14 @@ class ServingRequest:
         uniform: widths of a profile that is built for the model.
         attend: whether a chunk reads itself exactly (``fresh``) or as it was stored (``cache``).
         from_launcher: asked for by flags: a refusal then ends the process in one line.
+        hicache_only: keep the device pool in the model's dtype, and quantize what leaves it for host and storage.
     """
 
     profile: str | None
     uniform: Uniform | None = None
     attend: Attend = "fresh"
     from_launcher: bool = False
+    hicache_only: bool = False
 
     def to_environment(self, environ: MutableMapping[str, str]) -> None:
         """Leave the request for the processes that this one starts."""
@@ -71,7 +74,9 @@ class ServingRequest:
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise ServingError(f"{REQUEST_VARIABLE} cannot be read ({error}); unset it") from error
         path = environ.get(PROFILE_VARIABLE)
-        return cls(os.path.abspath(path), attend=_attend(environ)) if path else None
+        if not path:
+            return None
+        return cls(os.path.abspath(path), attend=_attend(environ), hicache_only=_hicache_only(environ))
 
 
 def _attend(environ: Mapping[str, str]) -> Attend:
@@ -79,6 +84,13 @@ def _attend(environ: Mapping[str, str]) -> Attend:
     if attend not in ATTENDS:
         raise ServingError(f"{ATTEND_VARIABLE} must be one of {', '.join(ATTENDS)}, not {attend!r}")
     return cast("Attend", attend)
+
+
+def _hicache_only(environ: Mapping[str, str]) -> bool:
+    text = environ.get(HICACHE_VARIABLE) or "0"
+    if text not in ("0", "1"):
+        raise ServingError(f"{HICACHE_VARIABLE} must be 0 or 1, not {text!r}")
+    return text == "1"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -95,29 +107,84 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="what a chunk of new tokens reads of itself: its exact keys and values (fresh, the default), or what was"
         " stored, which makes answers independent of chunks and cache hits (cache)",
     )
+    for family in FAMILIES:
+        group.add_argument(family.switch, action="store_true", help=family.what)
+        for name, how in _WIDTHS.items():
+            group.add_argument(family.flag(name), **how)
     group.add_argument(
-        "--enable-kvtuner-quant", action="store_true", help="without a profile: the same bits in every layer"
+        "--kvtuner-hicache-only",
+        action="store_true",
+        help="with --kvtuner-profile: leave the device pool as it is, and store by the profile what moves to host and"
+        f" storage (also: {HICACHE_VARIABLE}=1)",
     )
-    widths = (2, 4, 8)
-    group.add_argument("--kvtuner-nbits-key", type=int, choices=widths, help="uniform bits of keys (default 4)")
-    group.add_argument("--kvtuner-nbits-value", type=int, choices=widths, help="uniform bits of values (default 4)")
-    group.add_argument(
-        "--kvtuner-asym", choices=("true", "false"), help="asymmetric quantization (default false: symmetric)"
-    )
-    group.add_argument("--kvtuner-axis-key", type=int, help="0: per token (default); 1, per channel, is refused")
-    group.add_argument("--kvtuner-axis-value", type=int, help="0: per token (default); 1, per channel, is refused")
-    group.add_argument("--kvtuner-q-group-size", type=int, help="channels per scale (default 64)")
-    group.add_argument("--kvtuner-residual-length", type=int, help="0 (default); more is refused")
+    _add_storage_flags(parser)
 
 
-_UNIFORM_FLAGS: Final = {
-    "kvtuner_nbits_key": "--kvtuner-nbits-key",
-    "kvtuner_nbits_value": "--kvtuner-nbits-value",
-    "kvtuner_asym": "--kvtuner-asym",
-    "kvtuner_axis_key": "--kvtuner-axis-key",
-    "kvtuner_axis_value": "--kvtuner-axis-value",
-    "kvtuner_q_group_size": "--kvtuner-q-group-size",
-    "kvtuner_residual_length": "--kvtuner-residual-length",
+def _add_storage_flags(parser: argparse.ArgumentParser) -> None:
+    """Of SGLang's own: a name that people know for the storage's options, and one more storage."""
+    parser.add_argument(
+        "--hicache-storage-backend-config",
+        dest="hicache_storage_backend_extra_config",
+        default=argparse.SUPPRESS,
+        help="the same as --hicache-storage-backend-extra-config",
+    )
+    for action in parser._actions:
+        if action.dest == "hicache_storage_backend" and action.choices is not None:
+            action.choices = [*action.choices, "juicefs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Flags that ask for the same widths in every layer.
+
+    Attributes:
+        switch: the flag that all others need.
+        prefix: of their names.
+        what: help of the switch.
+        hicache_only: where they quantize.
+    """
+
+    switch: str
+    prefix: str
+    what: str
+    hicache_only: bool
+
+    def flag(self, name: str) -> str:
+        """Such as ``--kvtuner-nbits-key`` of nbits_key."""
+        return f"--{self.prefix}-{name.replace('_', '-')}"
+
+    def given(self, args: argparse.Namespace) -> dict[str, Any]:
+        """What was said, by the names of `_WIDTHS`."""
+        prefix = self.prefix.replace("-", "_")
+        said = {name: getattr(args, f"{prefix}_{name}") for name in _WIDTHS}
+        return {name: value for name, value in said.items() if value is not None}
+
+
+FAMILIES: Final = (
+    Family("--enable-kvtuner-quant", "kvtuner", "without a profile: the same bits in every layer", False),
+    Family(
+        "--enable-kvtuner-hicache",
+        "kvtuner-hicache",
+        "without a profile: leave the device pool as it is, and store at the same bits in every layer what moves to"
+        " host and storage; needs --enable-hierarchical-cache",
+        True,
+    ),
+)
+
+_BITS: Final = (2, 4, 8)
+_WIDTHS: Final[dict[str, dict[str, Any]]] = {
+    "nbits_key": {"type": int, "choices": _BITS, "help": "uniform bits of keys (default 4)"},
+    "nbits_value": {"type": int, "choices": _BITS, "help": "uniform bits of values (default 4)"},
+    "asym": {
+        "nargs": "?",
+        "const": "true",
+        "choices": ("true", "false"),
+        "help": "asymmetric quantization (default false: symmetric)",
+    },
+    "axis_key": {"type": int, "help": "0: per token (default); 1, per channel, is refused"},
+    "axis_value": {"type": int, "help": "0: per token (default); 1, per channel, is refused"},
+    "q_group_size": {"type": int, "help": "channels per scale (default 64)"},
+    "residual_length": {"type": int, "help": "0 (default); more is refused"},
 }
 
 
@@ -127,38 +194,57 @@ def request_of_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> Se
     Raises:
         ServingError: flags that contradict each other or ask for what no pool can hold.
     """
-    given = {name: getattr(args, name) for name in _UNIFORM_FLAGS if getattr(args, name) is not None}
-    if given and not args.enable_kvtuner_quant:
-        raise ServingError(f"{_UNIFORM_FLAGS[min(given)]} needs --enable-kvtuner-quant; add it, or drop the flag")
-    if args.enable_kvtuner_quant and args.kvtuner_profile:
-        raise ServingError("--enable-kvtuner-quant and --kvtuner-profile exclude each other; drop one of them")
-    uniform = _uniform(given) if args.enable_kvtuner_quant else None
-    path = args.kvtuner_profile or environ.get(PROFILE_VARIABLE)
-    if uniform is None and not path:
-        if args.kvtuner_attend:
-            raise ServingError("--kvtuner-attend needs --kvtuner-profile or --enable-kvtuner-quant; add one")
-        return None
-    attend = args.kvtuner_attend or _attend(environ)
-    profile = os.path.abspath(path) if uniform is None and path else None
-    return ServingRequest(profile, uniform, attend, from_launcher=True)
-
-
-def _uniform(given: dict[str, object]) -> Uniform:
-    for name in ("kvtuner_axis_key", "kvtuner_axis_value"):
-        if given.get(name, 0) != 0:
-            flag = _UNIFORM_FLAGS[name]
+    asked: list[str] = ["--kvtuner-profile"] if args.kvtuner_profile else []
+    family = None
+    for each in FAMILIES:
+        given = each.given(args)
+        if getattr(args, each.switch.removeprefix("--").replace("-", "_")):
+            asked.append(each.switch)
+            family = each
+        elif given:
+            raise ServingError(f"{each.flag(min(given))} needs {each.switch}; add it, or drop the flag")
+    if len(asked) > 1:
+        raise ServingError(f"{asked[0]} and {asked[1]} exclude each other; drop one of them")
+    path = None if family else args.kvtuner_profile or environ.get(PROFILE_VARIABLE)
+    if family is None and not path:
+        for name in ("attend", "hicache_only"):
+            if getattr(args, f"kvtuner_{name}"):
+                way = " or --enable-kvtuner-quant; add one" if name == "attend" else "; add it"
+                raise ServingError(f"--kvtuner-{name.replace('_', '-')} needs --kvtuner-profile{way}")
+        if getattr(args, "hicache_storage_backend", None) == "juicefs":
             raise ServingError(
-                f"{flag} {given[name]} is per-channel quantization, which needs tail pages that no pool has yet;"
+                "--hicache-storage-backend juicefs is for quantized pages: add --kvtuner-profile or"
+                " --enable-kvtuner-hicache, or use --hicache-storage-backend file"
+            )
+        return None
+    hicache_only = family.hicache_only if family else args.kvtuner_hicache_only or _hicache_only(environ)
+    if family is not None and args.kvtuner_hicache_only:
+        raise ServingError(f"--kvtuner-hicache-only needs --kvtuner-profile, not {family.switch}; drop one of them")
+    if hicache_only and args.kvtuner_attend:
+        raise ServingError(
+            "--kvtuner-attend is a choice of packed device pools; with one in the model's dtype a chunk reads itself"
+            " exactly: drop it"
+        )
+    attend = "fresh" if hicache_only else args.kvtuner_attend or _attend(environ)
+    uniform = _uniform(family, family.given(args)) if family else None
+    profile = os.path.abspath(path) if path else None
+    return ServingRequest(profile, uniform, attend, from_launcher=True, hicache_only=hicache_only)
+
+
+def _uniform(family: Family, given: dict[str, Any]) -> Uniform:
+    for name in ("axis_key", "axis_value"):
+        axis, flag = given.pop(name, 0), family.flag(name)
+        if axis != 0:
+            raise ServingError(
+                f"{flag} {axis} is per-channel quantization, which needs tail pages that no pool has yet;"
                 f" {flag} 0 works"
             )
-    if given.get("kvtuner_residual_length", 0) != 0:
-        raise ServingError(
-            f"--kvtuner-residual-length {given['kvtuner_residual_length']} needs tail pages that no pool has yet;"
-            " --kvtuner-residual-length 0 works"
+    residual, flag = given.pop("residual_length", 0), family.flag("residual_length")
+    if residual != 0:
+        reason = (
+            "would keep tokens of a page apart from it; the device pool holds what was not moved exactly as it is"
+            if family.hicache_only
+            else "needs tail pages that no pool has yet"
         )
-    fields = {
-        name.removeprefix("kvtuner_"): value
-        for name, value in given.items()
-        if name not in ("kvtuner_axis_key", "kvtuner_axis_value", "kvtuner_residual_length", "kvtuner_asym")
-    }
-    return Uniform(asym=given.get("kvtuner_asym") == "true", **fields)  # type: ignore[arg-type]
+        raise ServingError(f"{flag} {residual} {reason}; {flag} 0 works")
+    return Uniform(asym=given.pop("asym", "false") == "true", **given)

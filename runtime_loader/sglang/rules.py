@@ -25,12 +25,14 @@ class Rule:
         works: values that a packed pool works with.
         reason: why others do not.
         set_by: the flag, where it is not the name with dashes.
+        of_attention: that only who reads packed rows needs it.
     """
 
     name: str
     works: tuple[object, ...]
     reason: str
     set_by: str = ""
+    of_attention: bool = False
 
     @property
     def flag(self) -> str:
@@ -46,7 +48,7 @@ RULES: Final = (
     Rule("speculative_algorithm", OFF, "drafts share the target's pool and move its rows"),
     Rule("disaggregation_mode", OFF, "the other side would have to hold the same profile, and SGLang does not compare"),
     Rule("disaggregation_decode_enable_offload_kvcache", OFF, "it copies rows of one width"),
-    Rule("enable_hierarchical_cache", OFF, "its host pools hold rows of one width"),
+    Rule("enable_hierarchical_cache", (*OFF, True), "it is on or off"),
     Rule("dcp_size", (None, 1), "ranks would share tokens of one pool"),
     Rule("attn_cp_size", (None, 1), "ranks would share tokens of one pool"),
     Rule("enable_prefill_cp", OFF, "ranks would share tokens of one pool"),
@@ -54,7 +56,7 @@ RULES: Final = (
     Rule("enable_unified_memory", OFF, "it has a pool of its own"),
     Rule("enable_page_major_kv_layout", OFF, "it has a pool of its own"),
     Rule("enable_hisparse", OFF, "it has a pool of its own"),
-    Rule("enable_lmcache", OFF, "it copies rows of one width"),
+    Rule("enable_lmcache", OFF, "it copies keys and values of one width, and leaves their scales behind"),
     Rule("enable_flexkv", OFF, "it copies rows of one width"),
     Rule("kv_canary", OFF, "it writes into the pool's buffers"),
     Rule("prefill_only_disable_kv_cache", OFF, "there would be no cache"),
@@ -82,6 +84,7 @@ RULES: Final = (
         ("breakable", "disabled"),
         "how a prefix is read is decided outside of graphs",
         set_by="--cuda-graph-backend-prefill",
+        of_attention=True,
     ),
     Rule("radix_cache_backend", OFF, "it was never tried"),
     Rule("elastic_ep_backend", OFF, "it was never tried"),
@@ -90,30 +93,50 @@ RULES: Final = (
     Rule("use_ray", OFF, "its actors do not load plugins"),
 )
 
+HICACHE_RULES: Final = (
+    Rule("hicache_mem_layout", ("layer_first", "page_first", "page_first_direct"), "it splits pages by heads or sides"),
+    Rule("hicache_io_backend", ("kernel", "direct"), "it is of another vendor's devices"),
+    Rule("hicache_host_memory_mode", ("cache",), "it was never tried"),
+)
+
 BACKENDS: Final = (
-    Rule("attention_backend", ("triton",), "no other backend can read packed rows"),
-    Rule("prefill_attention_backend", (None, "triton"), "no other backend can read packed rows"),
-    Rule("decode_attention_backend", (None, "triton"), "no other backend can read packed rows"),
+    Rule("attention_backend", ("triton",), "no other backend can read packed rows", of_attention=True),
+    Rule("prefill_attention_backend", (None, "triton"), "no other backend can read packed rows", of_attention=True),
+    Rule("decode_attention_backend", (None, "triton"), "no other backend can read packed rows", of_attention=True),
 )
 
 VARIABLES: Final = {
-    "SGLANG_USE_HND_KVCACHE": "packed rows hold all heads of a token",
+    "SGLANG_USE_HND_KVCACHE": "rows hold all heads of a token",
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "it sizes rows of one width",
 }
 
 
-def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ) -> None:
+def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ, *, hicache_only: bool = False) -> None:
     """Check SGLang's resolved arguments and environment.
 
+    Args:
+        arguments: resolved.
+        environ: of the process.
+        hicache_only: whether the device pool stays in the model's dtype.
+
     Raises:
-        ServingError: the first option that a packed pool does not work with, or that this SGLang does not know.
+        ServingError: the first option that a packed pool or host tier does not work with, or that this SGLang does not
+            know.
     """
+    what = "a quantized host tier" if hicache_only else "a packed KV pool"
     if str(arguments.device).partition(":")[0] not in ("cuda", "cpu"):
         raise ServingError(
             f"there are no kernels for {arguments.device}: profiles run in SGLang on GPUs of NVIDIA, on a"
             " processor (examples/sglang_on_cpu), and on the transformers host; drop --kvtuner-profile"
         )
-    for rule in (*BACKENDS, *RULES):
+    rules = [rule for rule in (*BACKENDS, *RULES) if not (hicache_only and rule.of_attention)]
+    if getattr(arguments, "enable_hierarchical_cache", None):
+        rules += HICACHE_RULES
+    elif hicache_only:
+        raise ServingError(
+            "HiCache is not enabled, so KVTuner HiCache would not be used: add --enable-hierarchical-cache"
+        )
+    for rule in rules:
         try:
             value = attrgetter(rule.name)(arguments)
         except AttributeError as error:
@@ -122,7 +145,7 @@ def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ) -> Non
             ) from error
         if value not in rule.works and value not in ([], {}):
             shown = "" if value is True else f" {value}"
-            raise ServingError(f"{rule.flag}{shown} does not work with a packed KV pool: {rule.reason}; drop it")
+            raise ServingError(f"{rule.flag}{shown} does not work with {what}: {rule.reason}; drop it")
     for name, reason in VARIABLES.items():
         if environ.get(name, "").lower() in ("1", "true", "t", "yes", "y", "on"):
-            raise ServingError(f"{name} does not work with a packed KV pool: {reason}; unset it")
+            raise ServingError(f"{name} does not work with {what}: {reason}; unset it")

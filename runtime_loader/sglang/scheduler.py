@@ -59,34 +59,88 @@ def serving_of_rank() -> RankServing:
     return _serving
 
 
-def install() -> None:
-    """Hook this process's pool, capacity and attention.
+def install(*, packed: bool, tiers: bool) -> None:
+    """Hook this process's pool, capacity and attention, or its host tiers alone.
+
+    Args:
+        packed: whether the device pool holds packed rows.
+        tiers: whether there is a host pool.
 
     Raises:
         ServingError: a seam that another plugin has, or that is gone.
     """
     from kvtuner.runtime_loader.sglang.backend import make_backend
     from kvtuner.runtime_loader.sglang.compat.attention import on_triton_backend
-    from kvtuner.runtime_loader.sglang.compat.pool import on_pool
+    from kvtuner.runtime_loader.sglang.compat.pool import MHATokenToKVPool, on_built, on_pool
     from kvtuner.runtime_loader.sglang.pool import PackedKVPool
     from kvtuner.runtime_loader.sglang.proof import announce_capacity
 
-    on_introduction(lambda: {PROFILE_KEY: serving_of_rank().profile.digest})
-    on_pool(PackedKVPool, _bytes_per_token, announce_capacity, refusing)
-    on_triton_backend(make_backend)
+    on_introduction(lambda: {PROFILE_KEY: _profile().digest})
+    if packed:
+        on_pool(PackedKVPool, _bytes_per_token, announce_capacity, refusing)
+        on_triton_backend(make_backend)
+    on_built(PackedKVPool if packed else MHATokenToKVPool, _begin_tiers if tiers else lambda *_: None, refusing)
+    if tiers:
+        from kvtuner.runtime_loader.sglang import tier
+
+        tier.install(refusing)
 
 
-def _bytes_per_token(kvc: Any, layers: range) -> int:
-    """Real bytes of one token on this rank: what SGLang divides its memory by."""
-    global _serving
+def _begin_tiers(kvc: Any, pool: Any) -> None:
+    """A device pool was built: what lies below it, SGLang asks for later."""
+    from kvtuner.runtime_loader.sglang import tier
+
     serving = active()
+    packed, device = not serving.request.hicache_only, torch.device(kvc.device)
+    if not packed:
+        _check_dtype(kvc)
+        profile = _profile(kvc.model_config)
+        _agree(f"{profile.digest} below the device")
+    rank = tier.TieredRank(
+        profile=_profile(),
+        attend=serving.attend,
+        packed=packed,
+        model=kvc.model,
+        config=kvc.model_config,
+        kernels=_implementation_name(device) == "triton",
+        agreement_s=_agreement_seconds(),
+    )
+    tier.begin(rank, pool)
+
+
+def _check_dtype(kvc: Any) -> None:
+    """Check that 16-bit layers, or a device pool that stays as it is, are in the model's dtype."""
     if kvc.kv_cache_dtype != kvc.model_config.dtype:
         raise ServingError(
             f"the checkpoint or --kv-cache-dtype asks for a cache of {kvc.kv_cache_dtype}, but the model is served in"
             f" {kvc.model_config.dtype}, which 16-bit layers keep; serve with"
             f" --kv-cache-dtype {str(kvc.model_config.dtype).removeprefix('torch.')}"
         )
-    profile = serving.profile(kvc.model_config) if _serving is None else _serving.profile
+
+
+_served_profile: Profile | None = None
+
+
+def _profile(model_config: Any = None) -> Profile:
+    """What this rank serves: found once, for the first that knows the model.
+
+    Raises:
+        ServingError: nobody did.
+    """
+    global _served_profile
+    if _served_profile is None:
+        if model_config is None:
+            raise ServingError("SGLang built no KV pool before it said that it is ready")
+        _served_profile = active().profile(model_config)
+    return _served_profile
+
+
+def _bytes_per_token(kvc: Any, layers: range) -> int:
+    """Real bytes of one token on this rank: what SGLang divides its memory by."""
+    global _serving
+    serving = active()
+    _check_dtype(kvc)
+    profile = _profile(kvc.model_config)
     if _serving is None:
         _agree(f"{profile.digest} attend={serving.attend}")
     here = ranks()
@@ -99,7 +153,7 @@ def _bytes_per_token(kvc: Any, layers: range) -> int:
     return sum(entry.bytes_per_token(kvc.kv_cache_dtype) for entry in formats)
 
 
-def _implementation(device: torch.device) -> PackedAttention:
+def _implementation_name(device: torch.device) -> str:
     """Kernels on a GPU; on a processor plain torch, or what the environment says.
 
     Raises:
@@ -107,12 +161,16 @@ def _implementation(device: torch.device) -> PackedAttention:
     """
     by_device = {"cuda": "triton", "cpu": "torch"}
     name = os.environ.get(IMPLEMENTATION_VARIABLE) or by_device.get(device.type)
-    if name not in by_device.values() or (name == "torch" and device.type != "cpu"):
+    if name is None or name not in by_device.values() or (name == "torch" and device.type != "cpu"):
         raise ServingError(f"{IMPLEMENTATION_VARIABLE}={name} is no implementation of attention on {device}; unset it")
-    if name == "torch":
-        return TorchAttention()
-    if torch.version.hip:
+    if name == "triton" and torch.version.hip:
         raise ServingError("the kernels were never tried on a GPU of AMD; serve without a profile")
+    return name
+
+
+def _implementation(device: torch.device) -> PackedAttention:
+    if _implementation_name(device) == "torch":
+        return TorchAttention()
     try:
         from kvtuner.runtime_loader.kernels.attention import TritonAttention
     except ImportError as error:

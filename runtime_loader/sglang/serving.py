@@ -149,6 +149,9 @@ def exchange(serving: Serving | None) -> Serving | None:
 def _choose_backend(server_args: Any) -> None:
     if _active is None:
         return
+    _once("ready", lambda: on_ready(_hear))
+    if _active.request.hicache_only:
+        return
     with refusing():
         for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
             chosen = getattr(server_args, name)  # what the user asked for, whatever SGLang made of it
@@ -156,7 +159,6 @@ def _choose_backend(server_args: Any) -> None:
                 flag = f"--{name.replace('_', '-')}"
                 raise ServingError(f"{flag} {chosen} cannot read a packed KV pool; drop it, or use {flag} triton")
         seam.decide(server_args, attention_backend="triton")
-        _once("ready", lambda: on_ready(_hear))
 
 
 def _hear(schedulers: list[dict[str, Any]]) -> None:
@@ -186,13 +188,23 @@ def _check(server_args: Any) -> None:
     with refusing():
         check_alone()
         arguments = seam.resolved(server_args)
-        refuse_flags(arguments)
+        _refuse(arguments)
         serving = active()
         model_config = model_config_of(server_args)
         profile = serving.profile(model_config)
         profile.row_shape(arguments.tp_size // arguments.attn_dp_size)  # refuses heads that cannot be split so
         _checked_digest = profile.digest
         _warn_beyond_calibration(profile, model_config.context_len)
+
+
+def _refuse(arguments: Any) -> None:
+    refuse_flags(arguments, hicache_only=active().request.hicache_only)
+    if arguments.enable_hierarchical_cache and arguments.hicache_storage_backend is not None:
+        # Not above: what a server without storage does not need.
+        from kvtuner.runtime_loader.sglang.compat.hicache import extra_config
+        from kvtuner.runtime_loader.sglang.storage import check_storage
+
+        check_storage(arguments.hicache_storage_backend, extra_config(arguments.hicache_storage_backend_extra_config))
 
 
 def _warn_beyond_calibration(profile: Profile, context_length: int) -> None:
@@ -216,8 +228,9 @@ def _start_scheduler(server_args: Any) -> None:
         # Imports what only a scheduler needs: its pools and attention.
         from kvtuner.runtime_loader.sglang.scheduler import install
 
-        refuse_flags(seam.resolved(server_args))  # again: some are decided after all resolution hooks
-        install()
+        arguments = seam.resolved(server_args)
+        _refuse(arguments)  # again: some are decided after all resolution hooks
+        install(packed=not active().request.hicache_only, tiers=arguments.enable_hierarchical_cache)
 
 
 @contextmanager

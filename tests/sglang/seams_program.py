@@ -30,6 +30,11 @@ SEAMS = [
     f"{SRT}.layers.attention.triton_backend.TritonAttnBackend._forward_extend_kernel",
     "sglang.kernels.ops.attention.decode_attention.decode_attention_fwd",
     "sglang.kernels.ops.attention.extend_attention.extend_attention_fwd",
+    f"{SRT}.mem_cache.hybrid_cache.hybrid_pool_assembler.build_kv_host_pool",
+    f"{SRT}.mem_cache.pool_host.base.HostKVCache.backup_from_device_all_layer",
+    f"{SRT}.mem_cache.pool_host.base.HostKVCache.set_from_flat_data_page",
+    f"{SRT}.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend",
+    f"{SRT}.mem_cache.hicache_storage.HiCacheFile._get_suffixed_key",
 ]
 
 
@@ -47,7 +52,7 @@ def install() -> None:
     """All that a launcher and a scheduler hook."""
     on_scheduler(lambda _: None)
     on_ready(lambda _: None)
-    scheduler.install()
+    scheduler.install(packed=True, tiers=True)
 
 
 def refuse(seam: str, fault: Callable[..., None] | None) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from kvtuner.errors import ServingError
 from kvtuner.exported_configs.build import LayerChoice
 from kvtuner.runtime_loader.sglang.request import add_flags, request_of_flags
-from kvtuner.runtime_loader.sglang.rules import BACKENDS, RULES, Rule, refuse_flags
+from kvtuner.runtime_loader.sglang.rules import BACKENDS, HICACHE_RULES, RULES, Rule, refuse_flags
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,8 +82,9 @@ def test_a_model_with_another_cache(what: str, refused: Any, make_tokenizer: Any
 
 
 def test_an_option_that_a_packed_pool_does_not_work_with(tiny: Path, refused: Any, fitting: Path) -> None:
-    line = refused(tiny, "--kvtuner-profile", str(fitting), "--enable-hierarchical-cache")
-    assert line.startswith("--enable-hierarchical-cache does not work with a packed KV pool: its host pools hold rows")
+    flags = ("--enable-hierarchical-cache", "--hicache-mem-layout", "page_head")
+    line = refused(tiny, "--kvtuner-profile", str(fitting), *flags)
+    assert line.startswith("--hicache-mem-layout page_head does not work with a packed KV pool: it splits pages by")
 
 
 def test_an_attention_backend_that_cannot_read_packed_rows(tiny: Path, refused: Any, fitting: Path) -> None:
@@ -209,6 +210,15 @@ def test_the_variables_of_an_engine(variable: str, tiny: Path, fitting: Path, re
         (("--kvtuner-nbits-key", "4"), "--kvtuner-nbits-key needs --enable-kvtuner-quant"),
         (("--enable-kvtuner-quant", "--kvtuner-profile", "p.json"), "exclude each other"),
         (("--kvtuner-attend", "cache"), "--kvtuner-attend needs --kvtuner-profile or --enable-kvtuner-quant"),
+        (("--enable-kvtuner-hicache", "--kvtuner-hicache-axis-value", "1"), "--kvtuner-hicache-axis-value 0 works"),
+        (("--enable-kvtuner-hicache", "--kvtuner-hicache-residual-length", "128"), "hicache-residual-length 0 works"),
+        (("--kvtuner-hicache-asym",), "--kvtuner-hicache-asym needs --enable-kvtuner-hicache"),
+        (("--enable-kvtuner-hicache", "--kvtuner-nbits-key", "4"), "--kvtuner-nbits-key needs --enable-kvtuner-quant"),
+        (("--enable-kvtuner-hicache", "--kvtuner-profile", "p.json"), "exclude each other"),
+        (("--enable-kvtuner-hicache", "--enable-kvtuner-quant"), "exclude each other"),
+        (("--enable-kvtuner-quant", "--kvtuner-hicache-only"), "--kvtuner-hicache-only needs --kvtuner-profile, not"),
+        (("--kvtuner-hicache-only",), "--kvtuner-hicache-only needs --kvtuner-profile"),
+        (("--kvtuner-hicache-only", "--kvtuner-profile", "p", "--kvtuner-attend", "cache"), "reads itself exactly"),
     ],
 )
 def test_flags_that_contradict_each_other(flags: tuple[str, ...], message: str) -> None:
@@ -219,16 +229,31 @@ def test_flags_that_contradict_each_other(flags: tuple[str, ...], message: str) 
     assert message in str(refusal.value)
 
 
-@pytest.mark.parametrize("rule", [*BACKENDS, *RULES], ids=lambda rule: rule.name)
+EVERY_RULE = (*BACKENDS, *RULES, *HICACHE_RULES)
+
+
+@pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.name)
 def test_every_rule_refuses_its_option_by_name(rule: Rule) -> None:
-    fine = {each.name: each.works[-1] for each in (*BACKENDS, *RULES)}
+    fine = {each.name: each.works[-1] for each in EVERY_RULE}
     for device in ("cpu", "cuda", "cuda:1"):
-        refuse_flags(arguments(device=device, **fine), {})
-    with pytest.raises(ServingError, match=f"{rule.flag} 7 does not work with a packed KV pool"):
-        refuse_flags(arguments(device="cpu", **{**fine, rule.name: 7}), {})
+        for hicache_only in (False, True):
+            refuse_flags(arguments(device=device, **fine), {}, hicache_only=hicache_only)
+    for hicache_only in (False, True)[: 1 if rule.of_attention else 2]:
+        what = "a quantized host tier" if hicache_only else "a packed KV pool"
+        with pytest.raises(ServingError, match=f"{rule.flag} 7 does not work with {what}"):
+            refuse_flags(arguments(device="cpu", **{**fine, rule.name: 7}), {}, hicache_only=hicache_only)
+    if rule.of_attention:
+        refuse_flags(arguments(device="cpu", **{**fine, rule.name: 7}), {}, hicache_only=True)
     del fine[rule.name]
     with pytest.raises(ServingError, match=f"this SGLang has no option {rule.name}"):
         refuse_flags(arguments(device="cpu", **fine), {})
+
+
+def test_options_of_a_host_tier_do_not_matter_without_one() -> None:
+    fine = {each.name: each.works[-1] for each in (*BACKENDS, *RULES)}
+    refuse_flags(arguments(device="cpu", **{**fine, "enable_hierarchical_cache": False}), {})
+    with pytest.raises(ServingError, match="KVTuner HiCache would not be used: add --enable-hierarchical-cache"):
+        refuse_flags(arguments(device="cpu", **{**fine, "enable_hierarchical_cache": False}), {}, hicache_only=True)
 
 
 def arguments(**values: object) -> SimpleNamespace:
@@ -279,7 +304,7 @@ def test_every_option_of_sglang_that_may_touch_the_cache_was_looked_at(on_a_proc
         [sys.executable, "-c", OPTIONS], capture_output=True, text=True, timeout=300, env=on_a_processor
     )
     options = set(json.loads(done.stdout.splitlines()[-1]))
-    rules = {rule.name for rule in (*BACKENDS, *RULES)}
+    rules = {rule.name for rule in EVERY_RULE}
     assert rules - options <= DECIDED, "rules for options that this SGLang does not have"
     assert set(GOVERNED.values()) <= rules
     touching = {name for name in options if any(word in name for word in WORDS)}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-__all__ = ["KvBufferDesc", "MHATokenToKVPool", "allocation", "on_pool", "write_slots"]
+__all__ = ["KvBufferDesc", "MHATokenToKVPool", "allocation", "on_built", "on_pool", "write_slots"]
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
@@ -67,21 +67,35 @@ def on_pool(
     def sized(result: Any, self: Any, available_bytes: int, page_size: int) -> None:
         announce_capacity(max(available_bytes - self._fixed_overhead_bytes, 0), result.max_total_num_tokens)
 
-    def check(result: Any, self: Any, **_: Any) -> None:
-        built = type(result.token_to_kv_pool)
-        with refusing():
-            if not self.is_draft_worker and built is not pool_class:
-                raise ServingError(
-                    f"SGLang built a {built.__name__} for this model, not a packed pool; only models with one dense KV"
-                    " pool can be served: drop --kvtuner-profile"
-                )
-
     for name, parameters in _OVERRIDDEN.items():
         check_leading(f"{_POOL}.{name}", "self", *parameters)
     install(f"{_CONFIGURATOR}._build_mha_kv_pool", build, AROUND, "max_total_num_tokens", "mha_pool_class")
     install(f"{_CAPACITY}._compute_cell_size", cell_size, AROUND, "kvc", "num_layers")
     install(f"{_CAPACITY}.calculate_pool_sizes", sized, AFTER, "available_bytes", "page_size")
-    install(f"{_CONFIGURATOR}.configure", check, AFTER)
+
+
+def on_built(
+    pool_class: type, built: Callable[[Any, Any], None], refusing: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Call `built(configurator, pool)` with what configured a KV pool, and the pool; of another class it is refused.
+
+    Raises:
+        ServingError: a seam that another plugin has, or that is gone.
+    """
+
+    def configured(result: Any, self: Any, **_: Any) -> None:
+        if self.is_draft_worker:
+            return
+        pool = result.token_to_kv_pool
+        with refusing():
+            if type(pool) is not pool_class:
+                raise ServingError(
+                    f"SGLang built a {type(pool).__name__} for this model, not a {pool_class.__name__}; only models"
+                    " with one dense KV pool can be served: drop --kvtuner-profile"
+                )
+            built(self, pool)
+
+    install(f"{_CONFIGURATOR}.configure", configured, AFTER)
 
 
 def write_slots(loc_info: Any) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import sass
 
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import QuantSpec, Transform, TransformKind
-from kvtuner.runtime_loader.kernels import decode, extend, read, store
+from kvtuner.runtime_loader.kernels import decode, extend, pages, read, store
 from kvtuner.runtime_loader.kernels.launch import (
     EXACT,
     FRESH,
@@ -28,6 +29,7 @@ from kvtuner.runtime_loader.kernels.launch import (
     read_facts,
     store_facts,
 )
+from kvtuner.runtime_loader.kernels.page_mover import BLOCK_WORDS, SPAN_FIELDS
 from kvtuner.runtime_loader.kernels.settings import Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.packed_attention import StoredRows
@@ -105,11 +107,18 @@ def copies(bits: int, head_dim: int) -> tuple[int, float]:
     return row.async_copies_16B, launch.tokens * 2 * head_dim * bits // 8 / (16 * 32 * launch.warps)
 
 
+def moving(*, to_host: bool) -> list[str]:
+    """What the kernel that moves pages does to memory."""
+    facts = {"TO_HOST": to_host, "FIELDS": SPAN_FIELDS, "BLOCK": BLOCK_WORDS}
+    return re.findall(r"[ls][dt][.]global\S*", sass.compiled(pages.copy_pages, facts, HOPPER).asm["ptx"])
+
+
 pairs = [PrecisionPair(k, v) for k, v in itertools.product((16, 4), (16, 4))]
 found = {
     "store": [instructions(stored(*bits)) for bits in ((2, 8), (4, 2), (8, 4))],
     "store, other head_dims": [spills(stored(4, 2, head_dim)) for head_dim in (80, 96, 256)],
     "read": [instructions(read_back(bits, head_dim)) for bits, head_dim in ((2, 128), (4, 80), (8, 96))],
+    "pages": [moving(to_host=to_host) for to_host in (True, False)],
     "extending": [
         spills(attending(pair, 128, HOPPER, "sm_90", EXTEND=True, CAPPED=capped, BIASED=pair.k_bits != 16))
         for pair in pairs

@@ -94,6 +94,12 @@ def test_codes_of_every_head_dim_are_copied_by_sixteen_bytes(found: Any) -> None
 
 
 @compiling
+def test_pages_move_sixteen_bytes_at_a_time(found: Any) -> None:
+    for moves in found["pages"]:
+        assert "ld.global.v2.b64" in moves
+        assert {move for move in moves if move.startswith("st")} == {"st.global.v2.b64"}
+
+
 def test_other_vendors_have_a_kernel(found: Any) -> None:
     assert found["amd"] == [True] * 2
 

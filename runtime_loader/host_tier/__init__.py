@@ -1,0 +1,1 @@
+"""Tiers below the device: pages of packed rows in host memory, and as they are stored. Knows nothing of servers."""

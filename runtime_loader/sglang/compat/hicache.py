@@ -1,0 +1,175 @@
+"""Seams of SGLang's hierarchical cache: who builds the host pool, what it must do, and who opens a storage."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.mem_cache.pool_host.base import HostKVCache
+from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS, get_allocator_type
+from sglang.srt.runtime_context import get_memory
+
+from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.sglang.compat.hooks import AROUND, check_leading, install
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+__all__ = [
+    "HiCacheFile", "HiCacheStorage", "HostKVCache", "HostOptions", "allocate", "allocator_type", "extra_config",
+    "host_options", "on_host_pool", "on_storage",
+]  # fmt: skip
+
+_ASSEMBLER: Final = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
+_FACTORY: Final = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory"
+_HOST_POOL: Final = "sglang.srt.mem_cache.pool_host.base.HostKVCache"
+_OVERRIDDEN: Final = {
+    "get_size_per_token": (),
+    "init_kv_buffer": (),
+    "load_to_device_per_layer": ("device_pool", "host_indices", "device_indices", "layer_id", "io_backend"),
+    "backup_from_device_all_layer": ("device_pool", "host_indices", "device_indices", "io_backend"),
+    "get_data_page": ("index", "flat"),
+    "get_dummy_flat_data_page": (),
+    "set_from_flat_data_page": ("index", "data_page"),
+    "is_stride_page_aligned": ("page_size_bytes",),
+    "clear": (),
+}
+_FILE: Final = "sglang.srt.mem_cache.hicache_storage.HiCacheFile"
+_FILE_USED: Final = {
+    "get": ("key", "target_location", "target_sizes"),
+    "_get_suffixed_key": ("key",),
+    "clear": (),
+}
+
+allocator_type = get_allocator_type
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """What the server was asked for below the device.
+
+    Attributes:
+        ratio: host tokens per device token.
+        size_gb: of the host pool, 10**9 bytes; 0 where the ratio says it.
+        layout: as SGLang names it.
+        io_backend: likewise.
+        write_policy: likewise.
+        storage: backend, or None.
+        extra: the storage's own options, as given.
+    """
+
+    ratio: float
+    size_gb: float
+    layout: str
+    io_backend: str
+    write_policy: str
+    storage: str | None
+    extra: str | None
+
+
+def host_options() -> HostOptions:
+    """What is published of them in this process."""
+    memory = get_memory()
+    return HostOptions(
+        ratio=memory.hicache_ratio,
+        size_gb=memory.hicache_size,
+        layout=memory.hicache_mem_layout,
+        io_backend=memory.hicache_io_backend,
+        write_policy=memory.hicache_write_policy,
+        storage=memory.hicache_storage_backend,
+        extra=memory.hicache_storage_backend_extra_config,
+    )
+
+
+def extra_config(text: str | None) -> dict[str, Any]:
+    """The storage's own options, as SGLang reads them: JSON, or a file after an @.
+
+    Raises:
+        ServingError: neither.
+    """
+    flag = "--hicache-storage-backend-extra-config"
+    try:
+        parsed, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
+    except (OSError, ValueError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ServingError(f"{flag} cannot be read ({error}); it is a JSON object, or @ and a file's name") from error
+    if not isinstance(parsed, dict):
+        raise ServingError(f"{flag} must be a JSON object, not {text!r}")
+    return parsed
+
+
+def allocate(pool: Any, num_bytes: int, device: torch.device) -> Tensor:
+    """Host memory of a pool, zeroed by the system, that the device reaches."""
+    buffer: Tensor = ALLOC_MEMORY_FUNCS[device.type](
+        (num_bytes,), dtype=torch.uint8, device="cpu", pin_memory=pool.pin_memory, allocator=pool.allocator
+    )
+    return buffer
+
+
+def on_host_pool(make: Callable[..., Any], refusing: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let `make` build the host pool of a device pool: `make(device_pool, page_size=, label=, size_gb=)`.
+
+    Raises:
+        ServingError: a seam that another plugin has, or that is gone.
+    """
+
+    def build(
+        original: Callable[..., Any],
+        *,
+        kv_pool: Any,
+        page_size: int,
+        use_mla: bool | None = None,
+        override_kv_cache_dim: int | None = None,
+        host_size: float | None = None,
+        mtp_draft_device_pools: tuple[Any, ...] = (),
+        pool_label: str = "kv",
+    ) -> Any:
+        with refusing():
+            if mtp_draft_device_pools:
+                raise ServingError(
+                    "a quantized host tier does not hold the rows of drafts; drop --speculative-algorithm"
+                )
+            return make(kv_pool, page_size=page_size, label=pool_label, size_gb=host_size)
+
+    for name, parameters in _OVERRIDDEN.items():
+        check_leading(f"{_HOST_POOL}.{name}", "self", *parameters)
+    install(f"{_ASSEMBLER}.build_kv_host_pool", build, AROUND, "kv_pool", "page_size", "host_size", "pool_label")
+
+
+def on_storage(file_class: type, opened: Callable[[Callable[[str, Any], Any], str, Any, Any], Any]) -> None:
+    """Let `opened(create, backend, config, host_pool)` open storages, and files be of `file_class`.
+
+    `create(backend, config)` opens one as SGLang does.
+
+    Raises:
+        ServingError: a seam that another plugin has, or that is gone.
+    """
+
+    def create_backend(
+        original: Callable[..., Any],
+        cls: Any,
+        backend_name: str,
+        storage_config: Any,
+        mem_pool_host: Any,
+        **kwargs: Any,
+    ) -> Any:
+        def create(name: str, config: Any) -> Any:
+            return original(cls, name, config, mem_pool_host, **kwargs)
+
+        return opened(create, backend_name, storage_config, mem_pool_host)
+
+    for name, parameters in _FILE_USED.items():
+        check_leading(f"{_FILE}.{name}", "self", *parameters)
+    install(f"{_FACTORY}.create_backend", create_backend, AROUND, "backend_name", "storage_config", "mem_pool_host")
+    from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+    registered = StorageBackendFactory._registry.get("file")
+    if registered is None:
+        raise ServingError("this SGLang has no storage backend file; install a version that kvtuner is tested with")
+    registered["loader"] = lambda: file_class

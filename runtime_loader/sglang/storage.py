@@ -1,0 +1,282 @@
+"""Storages below the host pool: every page sealed on its way out and checked on its way in."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.host_tier.stored_page import fault_of, seal
+from kvtuner.runtime_loader.sglang.compat.hicache import HiCacheFile, HiCacheStorage
+from kvtuner.runtime_loader.sglang.host_pool import PackedHostPool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from kvtuner.runtime_loader.host_tier.stored_page import Fault
+
+STORAGES: Final = ("file", "juicefs", "mooncake", "dynamic")
+"""Backends that pages of this kind were tried with; `dynamic` is the user's own."""
+FILE_VARIABLE: Final = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+JUICEFS_FOLDER: Final = "kvtuner-hicache"
+LONGEST_NAME: Final = 255
+
+logger: Final = logging.getLogger("kvtuner")
+
+
+def is_zero_copy(backend: str | None, config: Mapping[str, Any]) -> bool:
+    """Whether a storage reads and writes the host pool's own memory."""
+    return backend == "mooncake" or (backend == "dynamic" and bool(config.get("interface_v1", 0)))
+
+
+def check_storage(backend: str | None, config: Mapping[str, Any]) -> None:
+    """Check a storage's options, on the machine that will use it.
+
+    Raises:
+        ServingError: a storage that was never tried, or a mount that is not one.
+    """
+    if backend is None:
+        return
+    if backend not in STORAGES:
+        raise ServingError(
+            f"--hicache-storage-backend {backend} was never tried with quantized pages; use one of"
+            f" {', '.join(STORAGES)}"
+        )
+    if backend == "juicefs":
+        _juicefs_folder(config)
+
+
+def _juicefs_folder(config: Mapping[str, Any]) -> str:
+    mount_point = config.get("mount_point")
+    example = '--hicache-storage-backend-config \'{"mount_point": "/mnt/jfs"}\''
+    if not isinstance(mount_point, str):
+        raise ServingError(f"--hicache-storage-backend juicefs needs to know where it is mounted: {example}")
+    if not os.path.ismount(mount_point):
+        raise ServingError(
+            f"nothing is mounted at {mount_point}: pages would fill the disk below it; mount the filesystem first, or"
+            ' use --hicache-storage-backend file with {"file_storage_path": ...}'
+        )
+    if not os.access(mount_point, os.W_OK | os.X_OK):
+        raise ServingError(f"{mount_point} cannot be written to; mount it with write access")
+    if os.environ.get(FILE_VARIABLE):
+        raise ServingError(f"{FILE_VARIABLE} would take the place of {mount_point}; unset it")
+    return os.path.join(mount_point, JUICEFS_FOLDER)
+
+
+def open_storage(create: Callable[[str, Any], Any], backend: str, config: Any, host_pool: Any) -> Any:
+    """Open a storage for a host pool; SGLang's own for a host pool that is not ours.
+
+    Raises:
+        ServingError: see `check_storage`; or a storage that reads host memory which was not laid out for it.
+    """
+    if not isinstance(host_pool, PackedHostPool):
+        return create(backend, config)
+    own = dict(config.extra_config or {})
+    check_storage(backend, own)
+    if is_zero_copy(backend, own) != host_pool.zero_copy:
+        raise ServingError(
+            f"the host pool was not laid out for {backend}: restart with --hicache-storage-backend {backend}"
+        )
+    if backend == "juicefs":
+        folder = _juicefs_folder(own)
+        os.makedirs(folder, exist_ok=True)
+        config = replace(config, extra_config={**own, "file_storage_path": folder})
+        return CheckedStorage(create("file", config), host_pool)
+    return CheckedStorage(create(backend, config), host_pool)
+
+
+class CheckedStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is not typed
+    """A storage whose pages are sealed when written and believed only when they are what was asked for.
+
+    A page that is not is a miss: it is counted, said once for each batch, and removed where the storage can.
+
+    Args:
+        backend: SGLang's.
+        host_pool: whose pages they are.
+    """
+
+    def __init__(self, backend: Any, host_pool: PackedHostPool) -> None:
+        self._backend, self._pool = backend, host_pool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_backend"], name)
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """See SGLang."""
+        self._backend.register_mem_pool_host(mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """See SGLang."""
+        self._backend.register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def on_host_pools_registered(self) -> None:
+        """See SGLang."""
+        self._backend.on_host_pools_registered()
+
+    def exists(self, key: str) -> bool:
+        """See SGLang."""
+        return bool(self._backend.exists(key))
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """See SGLang: pages from the first on that are there, whatever they hold."""
+        return int(self._backend.batch_exists(keys, extra_info))
+
+    def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        """See SGLang."""
+        return self._backend.batch_exists_v2(keys, pool_transfers, extra_info)
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Tensor | None:
+        """A stored page, checked."""
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Tensor | None]:
+        """Stored pages, checked; None for one that is not there or not right."""
+        found = self._backend.batch_get(keys, target_locations)
+        pages = list(found) if found is not None else [None] * len(keys)
+        rightful = self._checked(keys, pages)
+        return [page if right else None for page, right in zip(pages, rightful, strict=True)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Seal a page and store it."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Seal pages and store them."""
+        for key, page in zip(keys, values, strict=True):
+            seal(page, self._pool.identity.digest, key)
+        return bool(self._backend.batch_set(keys, values))
+
+    def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
+        """Read pages straight into the host pool, and check them there."""
+        found = self._backend.batch_get_v1(keys, host_indices, extra_info)
+        records = self._records(host_indices)
+        read = [record if is_there else None for record, is_there in zip(records, found, strict=True)]
+        return self._checked(keys, read)
+
+    def batch_set_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
+        """Seal pages in the host pool, and let the storage read them there."""
+        for key, record in zip(keys, self._records(host_indices), strict=True):
+            seal(record, self._pool.identity.digest, key)
+        return list(self._backend.batch_set_v1(keys, host_indices, extra_info))
+
+    def clear(self) -> Any:
+        """See SGLang."""
+        return self._backend.clear()
+
+    def get_stats(self) -> Any:
+        """See SGLang."""
+        return self._backend.get_stats()
+
+    def _records(self, host_indices: Tensor) -> list[Tensor]:
+        return [self._pool.record_at(index) for index in host_indices[:: self._pool.page_size].tolist()]
+
+    def _checked(self, keys: Sequence[str], pages: Sequence[Tensor | None]) -> list[bool]:
+        faults: list[tuple[str, Fault]] = []
+        rightful = []
+        for key, page in zip(keys, pages, strict=True):
+            fault = None if page is None else fault_of(page, self._pool.identity.digest, key)
+            if fault is not None:
+                faults.append((key, fault))
+            rightful.append(page is not None and fault is None)
+        if faults:
+            refuse_pages(self._pool, faults)
+            discard = getattr(self._backend, "discard", None)
+            for key, _ in faults:
+                if discard is not None:
+                    discard(key)
+        return rightful
+
+
+def refuse_pages(pool: PackedHostPool, faults: Sequence[tuple[str, Fault]]) -> None:
+    """Count pages that were read and not believed, and say so."""
+    for fault, count in Counter(fault for _, fault in faults).items():
+        pool.metrics.refused(fault, count)
+    key, fault = faults[0]
+    logger.warning(
+        "kvtuner: %d stored pages are not what they should be and are computed again (first: %s, %s)",
+        len(faults), key, fault,
+    )  # fmt: skip
+
+
+class PageFiles(HiCacheFile):  # type: ignore[misc]  # sglang is not typed
+    """SGLang's folder of files, shared by servers of other profiles, on a disk that may break.
+
+    A file of the wrong length is handed on as it is, to be found wrong; one that cannot be read is a counted miss.
+    `clear` removes this rank's own pages alone.
+    """
+
+    def __init__(self, storage_config: Any, *arguments: Any) -> None:
+        super().__init__(storage_config, *arguments)
+        longest = len(f"{'0' * 64}{self.config_suffix}.bin".encode())
+        if longest > LONGEST_NAME:
+            raise ServingError(
+                f"names of stored pages would take {longest} bytes, more than the {LONGEST_NAME} of a filesystem; serve"
+                " with a shorter --served-model-name"
+            )
+
+    def get(self, key: str, target_location: Tensor, target_sizes: Any = None) -> Tensor | None:
+        """A file's bytes, in `target_location` where they fit it."""
+        stem = self._get_suffixed_key(key)
+        path = os.path.join(self.file_path, f"{stem}.bin")
+        try:
+            with open(path, "rb", buffering=0) as file:
+                size = _read_fully(file, target_location.numpy().data)
+                rest = file.read(1)
+        except FileNotFoundError:
+            self._forget(stem)
+            return None
+        except OSError as error:
+            logger.warning("kvtuner: a stored page cannot be read: %s", error)
+            refuse_pages(self.mem_pool_host, [(key, "unreadable")])
+            self._forget(stem)
+            return None
+        self._evictor.touch(stem, path)
+        page = target_location[:size]
+        return torch.cat((page, page.new_zeros(1))) if rest else page
+
+    def discard(self, key: str) -> None:
+        """Remove a page, so that it can be written anew."""
+        stem = self._get_suffixed_key(key)
+        self._forget(stem)
+        try:
+            os.remove(os.path.join(self.file_path, f"{stem}.bin"))
+        except OSError as error:
+            logger.warning("kvtuner: a bad page stays where it is: %s", error)
+
+    def clear(self) -> bool:
+        """Remove this rank's pages; those of other profiles, models and ranks stay."""
+        try:
+            for name in os.listdir(self.file_path):
+                if name.endswith(f"{self.config_suffix}.bin"):
+                    os.remove(os.path.join(self.file_path, name))
+        except OSError as error:
+            logger.error("kvtuner: stored pages cannot be removed: %s", error)
+            return False
+        self._evictor.clear()
+        if self.metadata_cache is not None:
+            self.metadata_cache.clear()
+        return True
+
+    def _forget(self, stem: str) -> None:
+        if self.metadata_cache is not None:
+            self.metadata_cache.remove(stem)
+
+
+def _read_fully(file: Any, room: memoryview) -> int:
+    """Read as much as there is and fits: one read may give less than both, as on a network's filesystem."""
+    size = 0
+    while size < len(room):
+        count = file.readinto(room[size:])
+        if not count:
+            break
+        size += count
+    return size

@@ -1,0 +1,311 @@
+"""What a rank keeps below its device: the host pool for SGLang, what makes pages its own, and what it says of them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from kvtuner.errors import ServingError
+from kvtuner.precision import NATIVE_BITS
+from kvtuner.run_folder import sha256_of
+from kvtuner.runtime_loader.host_tier.fingerprint import weights_fingerprint
+from kvtuner.runtime_loader.host_tier.stored_page import FAULTS, identity_digest
+from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, TorchMover
+from kvtuner.runtime_loader.row_format import rank_formats
+from kvtuner.runtime_loader.sglang.compat.hicache import extra_config, host_options, on_host_pool, on_storage
+from kvtuner.runtime_loader.sglang.compat.metrics import add_to_counter, set_gauge
+from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
+from kvtuner.runtime_loader.sglang.host_pool import PackedHostPool
+from kvtuner.runtime_loader.sglang.storage import PageFiles, is_zero_copy, open_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch.nn import Module
+
+    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.runtime_loader.host_tier.pages import HostPages
+    from kvtuner.runtime_loader.host_tier.stored_page import Fault
+    from kvtuner.runtime_loader.host_tier.transfer import Layers, PageMover
+    from kvtuner.runtime_loader.sglang.compat.hicache import HostOptions
+    from kvtuner.runtime_loader.sglang.compat.parallel import Ranks
+    from kvtuner.runtime_loader.sglang.request import Attend
+
+TAG_DIGITS: Final = 24
+_NOT_OF_THE_MODEL: Final = ("_name_or_path", "transformers_version")
+
+logger: Final = logging.getLogger("kvtuner")
+
+
+@dataclass(frozen=True, slots=True)
+class TieredRank:
+    """What this rank serves, as far as what lies below its device depends on it.
+
+    Attributes:
+        profile: of the whole model.
+        attend: what a chunk reads of itself.
+        packed: whether the device pool holds packed rows; otherwise they are made on their way down.
+        model: this rank's part of it, loaded.
+        config: SGLang's ModelConfig.
+        kernels: whether Triton kernels move pages.
+        agreement_s: seconds that ranks wait for one another.
+    """
+
+    profile: Profile
+    attend: Attend
+    packed: bool
+    model: Module
+    config: Any
+    kernels: bool
+    agreement_s: float
+
+
+class PageIdentity:
+    """What a stored page must have been made by, to be read by this rank.
+
+    Attributes:
+        tag: part of every key, the same for all ranks of a server.
+        digest: in every page's header; of this rank, and of its weights as they are.
+    """
+
+    def __init__(self, rank: TieredRank, here: Ranks, layers: range, page_size: int) -> None:
+        self._model = rank.model
+        mine = self._weights()
+        words = tell_all("kvtuner/weights", mine, rank.agreement_s)
+        if None in words.values():
+            raise ServingError("another rank did not say which weights it serves; are all servers of one kvtuner?")
+        settings = rank.config.hf_config.to_dict()
+        shared = {
+            "profile": rank.profile.digest,
+            "layout": rank.profile.layout,
+            "attend": rank.attend if rank.packed else "device",
+            "model": sha256_of({key: value for key, value in settings.items() if key not in _NOT_OF_THE_MODEL}),
+            "dtype": str(rank.config.dtype),
+            "page_size": page_size,
+            "weights": [words[other] for other in sorted(words)],
+        }
+        self.tag = f"kvtuner-{identity_digest(shared).hex()[:TAG_DIGITS]}"
+        self._own = {
+            **shared,
+            "layers": [layers.start, layers.stop],
+            "tp": [here.tp_rank, here.tp_size],
+            "stage": here.pp_rank,
+        }
+        self.digest = identity_digest({**self._own, "now": mine})
+
+    def refresh(self) -> None:
+        """Look at the weights again: pages of those before are not read any more."""
+        self.digest = identity_digest({**self._own, "now": self._weights()})
+
+    def _weights(self) -> str:
+        return weights_fingerprint(self._model.named_parameters())
+
+
+class TierMetrics:
+    """Counts of what moves below the device, on /metrics.
+
+    Args:
+        labels: of this rank.
+        page_size: tokens of a page.
+        token_bytes: of one token below the device.
+        unquantized_bytes: of one token in the served dtype.
+    """
+
+    def __init__(self, labels: Mapping[str, str], page_size: int, token_bytes: int, unquantized_bytes: int) -> None:
+        self._labels, self._page_size = dict(labels), page_size
+        self._token_bytes, self._unquantized_bytes = token_bytes, unquantized_bytes
+        for direction in ("backup", "load"):
+            self.moved(direction, 0)
+            self.took(direction, 0.0)
+        for fault in FAULTS:
+            self.refused(fault, 0)
+
+    def moved(self, direction: str, num_tokens: int) -> None:
+        """Pages were moved down (backup) or up (load)."""
+        labels = {**self._labels, "direction": direction}
+        pages, kept = num_tokens // self._page_size, num_tokens * self._token_bytes
+        spared = num_tokens * self._unquantized_bytes - kept
+        add_to_counter("kvtuner_hicache_pages", "Pages moved between device and host.", labels, pages)
+        add_to_counter("kvtuner_hicache_bytes", "Bytes moved between device and host.", labels, kept)
+        add_to_counter(
+            "kvtuner_hicache_bytes_saved", "Bytes that the served dtype would have moved more.", labels, max(spared, 0)
+        )
+
+    def took(self, direction: str, seconds: float) -> None:
+        """A transfer took that long, with quantizing or reading back where the device pool is not packed."""
+        labels = {**self._labels, "direction": direction}
+        add_to_counter("kvtuner_hicache_seconds", "Seconds of transfers between device and host.", labels, seconds)
+
+    def refused(self, fault: Fault, count: int) -> None:
+        """Stored pages were not what they should be."""
+        labels = {**self._labels, "fault": fault}
+        add_to_counter("kvtuner_hicache_pages_refused", "Stored pages that were read and not believed.", labels, count)
+
+
+_rank: TieredRank | None = None
+
+
+def install(refusing: Any) -> None:
+    """Hook this process's host pools and storages.
+
+    Raises:
+        ServingError: a seam that another plugin has, or that is gone.
+    """
+    on_host_pool(_build, refusing)
+    on_storage(PageFiles, open_storage)
+
+
+def begin(rank: TieredRank, device_pool: Any) -> None:
+    """Say what this rank serves, once its device pool is built and before SGLang sizes the host's."""
+    global _rank
+    _rank = rank
+    if not rank.packed:
+        # SGLang sizes host pools to fit by what the device pool takes, which is more.
+        per_token = sum(side.row_bytes for sides in _layers(rank, device_pool) for side in sides)
+        device_pool.host_capacity_bytes = per_token * device_pool.size
+
+
+def _build(device_pool: Any, *, page_size: int, label: str, size_gb: float | None) -> PackedHostPool:
+    if _rank is None:
+        raise ServingError("SGLang builds a host pool before it built the device's; drop --enable-hierarchical-cache")
+    rank, here, options = _rank, ranks(), host_options()
+    if size_gb is not None:
+        options = replace(options, size_gb=size_gb)
+    layers = _layers(rank, device_pool)
+    unquantized = rank.config.dtype.itemsize * sum(
+        side.format.num_heads * side.format.head_dim for sides in layers for side in sides
+    )
+    per_token = sum(side.row_bytes for sides in layers for side in sides)
+    labels = {"digest": rank.profile.digest, "tp_rank": str(here.tp_rank), "pp_rank": str(here.pp_rank)}
+    global_ids = range(device_pool.start_layer, device_pool.start_layer + len(layers))
+    own = extra_config(options.extra) if options.storage else {}
+    pool = PackedHostPool(
+        device_pool,
+        layers,
+        PageIdentity(rank, here, global_ids, page_size),
+        TierMetrics(labels, page_size, per_token, unquantized),
+        options,
+        page_size=page_size,
+        label=label,
+        zero_copy=is_zero_copy(options.storage, own),
+        mover=_mover(rank, options.io_backend, torch.device(device_pool.device)),
+    )
+    self_test(pool)
+    announce(pool, rank, here, options, per_token, unquantized)
+    return pool
+
+
+def _layers(rank: TieredRank, device_pool: Any) -> Layers:
+    here = ranks()
+    global_ids = range(device_pool.start_layer, device_pool.start_layer + device_pool.layer_num)
+    formats = rank_formats(rank.profile, global_ids, tp_rank=here.tp_rank, tp_size=here.tp_size)
+    buffers = zip(device_pool.k_buffer, device_pool.v_buffer, strict=True)
+    layers = [
+        (DeviceSide(k, entry.k, rank.packed), DeviceSide(v, entry.v, rank.packed))
+        for (k, v), entry in zip(buffers, formats, strict=True)
+    ]
+    for sides in () if rank.packed else layers:
+        for side in sides:
+            shape = (side.format.num_heads, side.format.head_dim)
+            if side.buffer.dtype != rank.config.dtype or side.buffer.shape[1:] != shape:
+                raise ServingError(
+                    f"this model's KV pool holds {side.buffer.dtype} {tuple(side.buffer.shape[1:])} for a token, not"
+                    f" {rank.config.dtype} {shape}; serve without --enable-kvtuner-hicache"
+                )
+    return layers
+
+
+def _mover(rank: TieredRank, io_backend: str, device: torch.device) -> Callable[[Layers, HostPages], PageMover]:
+    if not rank.kernels or (device.type == "cuda" and io_backend == "direct"):
+        return TorchMover
+    from kvtuner.runtime_loader.kernels.page_mover import TritonMover
+
+    return lambda layers, pages: TritonMover(layers, pages, device)
+
+
+def self_test(pool: PackedHostPool) -> None:
+    """Move one page down and up again, compare both with what `quant.py` makes of it, and clear it.
+
+    The page is the device's padding, which no request owns, and the host's last.
+
+    Raises:
+        ServingError: names the first layer whose page differs.
+    """
+    generator, page_size = torch.Generator().manual_seed(0), pool.page_size
+    device_slots = torch.arange(page_size)
+    host_slots = device_slots + (pool.page_num - 1) * page_size
+    if pool.mover.name != TorchMover.name:
+        device_slots, host_slots = device_slots.to(pool.transfer_device), host_slots.to(pool.transfer_device)
+    before, rows, after = [], [], []
+    for sides in pool.device_layers:
+        for side in sides:
+            shape = (page_size, *side.buffer.shape[1:])
+            if side.packed and side.buffer.dtype == torch.uint8:
+                page = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+            else:
+                page = torch.randn(shape, generator=generator).to(side.buffer.dtype)
+            page = page.to(side.buffer.device)
+            quantized = not side.moves_as_it_is
+            packed = side.format.pack(page) if quantized else page.view(torch.uint8).view(page_size, -1)
+            before.append(side.buffer[:page_size].clone())
+            rows.append(packed.cpu())
+            after.append(side.format.unpack(packed, page.dtype) if quantized else page)
+            side.buffer[:page_size] = page
+    pool.mover.backup(host_slots, device_slots)
+    _settle(pool.transfer_device)
+    places = [(layer, side) for layer in range(len(pool.device_layers)) for side in (0, 1)]
+    for (layer, name), expected in zip(places, rows, strict=True):
+        if not torch.equal(pool.pages.rows(layer, name)[-1], expected):
+            raise _failed(pool, layer, name, "does not hold what quant.py makes of it")
+        pool.device_layers[layer][name].buffer[:page_size] = 0
+    for layer in range(len(pool.device_layers)):
+        pool.mover.load(layer, host_slots, device_slots)
+    _settle(pool.transfer_device)
+    for (layer, name), expected, old in zip(places, after, before, strict=True):
+        buffer = pool.device_layers[layer][name].buffer
+        if not torch.equal(buffer[:page_size], expected):
+            raise _failed(pool, layer, name, "does not come back as it was stored")
+        buffer[:page_size] = old
+        pool.pages.rows(layer, name)[-1] = 0
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _failed(pool: PackedHostPool, layer: int, side: int, what: str) -> ServingError:
+    return ServingError(
+        f"the self-test of the host tier failed: a page of {('keys', 'values')[side]} of layer"
+        f" {pool.start_layer + layer} {what}; report this, and serve without --enable-hierarchical-cache"
+    )
+
+
+def announce(
+    pool: PackedHostPool, rank: TieredRank, here: Ranks, options: HostOptions, token_bytes: int, unquantized: int
+) -> None:
+    """Say in the log what this rank keeps below its device, and set its metrics."""
+    native = NATIVE_BITS // 8 * unquantized // rank.config.dtype.itemsize
+    in_native = pool.page_num * pool.pages.layout.record_bytes // native
+    device = "packed rows as on the device" if rank.packed else f"quantized below a device pool of {rank.config.dtype}"
+    lines = [
+        f"host tier of rank {here.world_rank} (TP {here.tp_rank}/{here.tp_size}, stage {here.pp_rank})"
+        f" by profile {rank.profile.digest} of {rank.profile.model.id}",
+        f"  {device}; pages of {pool.page_size} tokens, {pool.layout}, moved by {pool.mover.name}, self-test passed",
+        f"  {token_bytes:,} bytes per token, {native:,} in bf16 ({native / token_bytes:.2f}x)",
+        f"  {pool.size:,} tokens, in bytes that hold {in_native:,} in bf16",
+        f"  storage {options.storage or 'none'}, keys end in {pool.identity.tag}",
+    ]
+    logger.info("\n".join(lines))
+    labels = {"digest": rank.profile.digest, "tp_rank": str(here.tp_rank), "pp_rank": str(here.pp_rank)}
+    gauges = {
+        "kvtuner_hicache_bytes_per_token": ("Bytes of one token below the device of this rank.", token_bytes),
+        "kvtuner_hicache_bytes_per_token_bf16": ("The same in bf16.", native),
+        "kvtuner_hicache_capacity_tokens": ("Tokens that the host pool holds.", pool.size),
+        "kvtuner_hicache_capacity_tokens_bf16": ("Tokens that its bytes would hold in bf16.", in_native),
+    }
+    for name, (what, value) in gauges.items():
+        set_gauge(name, what, labels, value)

@@ -1,0 +1,68 @@
+"""The kernels that move pages leave the bytes that plain torch leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvtuner.runtime_loader.host_tier.pages import ORDERS, HostPages, Order, PageLayout
+from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES
+from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, TorchMover, token_bytes
+from kvtuner.runtime_loader.kernels.page_mover import TritonMover
+
+# numpy's, of lanes that the kernels then throw away
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+HEADS, DIM = 2, 64
+BITS = ((4, 2), (16, 8), (2, 16))
+KINDS = ("centered+balanced+hadamard", "none", "centered")
+HOST_PAGES, DEVICE_PAGES = 5, 4
+
+
+def layers_of(row_format: Any, page_size: int, *, packed: bool) -> Any:
+    generator = torch.Generator().manual_seed(7)
+
+    def side(bits: int, kind: str, group_size: int | None) -> DeviceSide:
+        form = row_format(HEADS, DIM, bits, kind, group_size)
+        states = torch.randn(DEVICE_PAGES * page_size, HEADS, DIM, generator=generator).half()
+        return DeviceSide(form.pack(states) if packed and bits < 16 else states, form, packed)
+
+    return [(side(k, kind, 32), side(v, "none", None)) for (k, v), kind in zip(BITS, KINDS, strict=True)]
+
+
+def pages_for(layers: Any, page_size: int, order: Order, header_bytes: int) -> HostPages:
+    layout = PageLayout(page_size, token_bytes(layers), HOST_PAGES, order, header_bytes)
+    return HostPages(layout, torch.zeros(layout.buffer_bytes, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "quantized below"])
+@pytest.mark.parametrize(("order", "header_bytes"), [*((order, 0) for order in ORDERS), ("page_first", HEADER_BYTES)])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_pages_move_as_in_torch(page_size: int, order: Order, header_bytes: int, packed: bool, row_format: Any) -> None:
+    by_torch, by_kernels = (layers_of(row_format, page_size, packed=packed) for _ in range(2))
+    pages, other = (pages_for(by_torch, page_size, order, header_bytes) for _ in range(2))
+    movers = TorchMover(by_torch, pages), TritonMover(by_kernels, other, torch.device("cpu"))
+
+    def slots(chosen: list[int]) -> torch.Tensor:
+        return torch.tensor([page * page_size + token for page in chosen for token in range(page_size)])
+
+    for mover in movers:
+        mover.backup(slots([3, 0, 4]), slots([1, 3, 2]))
+    assert pages.buffer.any()
+    assert torch.equal(pages.buffer, other.buffer)
+    for mover in movers:
+        for layer in (2, 0):
+            mover.load(layer, slots([4, 3]), slots([0, 3]))
+    for sides, expected in zip(by_kernels, by_torch, strict=True):
+        for side, wanted in zip(sides, expected, strict=True):
+            assert torch.equal(side.raw, wanted.raw)
+
+
+def test_no_pages_are_no_launch(row_format: Any) -> None:
+    layers = layers_of(row_format, 16, packed=True)
+    pages = pages_for(layers, 16, "page_first", 0)
+    nothing = torch.empty(0, dtype=torch.int64)
+    TritonMover(layers, pages, torch.device("cpu")).backup(nothing, nothing)
+    assert not pages.buffer.any()
