@@ -124,9 +124,9 @@ def kind_of(name: str, facts: dict[str, Any]) -> str:
         return "*i64"
     if "indptr" in name or "count" in name:
         return "*i32"
-    if name.endswith(("slots_ptr", "pages_ptr", "spans_ptr", "device_ptr", "host_ptr")):
+    if name.endswith(("pages_ptr", "spans_ptr", "device_ptr", "host_ptr")):
         return "*i64"
-    kinds = {"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*bf16"}
+    kinds = {"slots_ptr": "*i64", "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*bf16"}
     return kinds.get(name, "*fp32")
 
 

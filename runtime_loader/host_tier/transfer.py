@@ -1,4 +1,4 @@
-"""Pages between a device and the host, in plain torch: on a processor by indexing, elsewhere a copy for each page.
+"""Pages between a device and the host: what moves them, and one that does in plain torch, on a processor.
 
 Two kinds of device pools: one that holds rows, which move as they are, and one in the model's dtype, whose keys and
 values become rows on their way down and are read back on their way up.
@@ -61,6 +61,10 @@ class PageMover(Protocol):
 
     name: str
 
+    def place(self, slots: Tensor) -> Tensor:
+        """Slots where `backup` and `load` want them; once for a transfer."""
+        ...
+
     def backup(self, host_slots: Tensor, device_slots: Tensor) -> None:
         """Copy tokens of all layers from device slots [tokens] to host slots [tokens]."""
         ...
@@ -71,7 +75,7 @@ class PageMover(Protocol):
 
 
 class TorchMover:
-    """`PageMover` in plain torch, for any device.
+    """`PageMover` in plain torch, for layers in host memory.
 
     Args:
         layers: keys and values of the rank's layers.
@@ -83,69 +87,59 @@ class TorchMover:
     def __init__(self, layers: Layers, pages: HostPages) -> None:
         self._layers, self._pages = layers, pages
 
+    def place(self, slots: Tensor) -> Tensor:
+        """See `PageMover.place`."""
+        return slots
+
     def backup(self, host_slots: Tensor, device_slots: Tensor) -> None:
         """See `PageMover.backup`."""
         page_size = self._pages.layout.page_size
         for host, device in in_blocks(host_slots, device_slots, page_size):
-            host_pages = pages_of(host, page_size)
+            host_pages, device_pages = pages_of(host, page_size), pages_of(device, page_size)
             for layer, sides in enumerate(self._layers):
-                for side, of_device in enumerate(sides):
-                    rows, target = _rows_at(of_device, device), self._pages.rows(layer, side)
-                    _scatter(target, host_pages, rows.view(-1, *target.shape[1:]))
+                for name, side in enumerate(sides):
+                    target = self._pages.rows(layer, name)
+                    if side.moves_as_it_is:
+                        pages = _words(side.raw.view(-1, *target.shape[1:]))[device_pages]
+                    else:
+                        pages = _words(side.format.pack(side.buffer[device]).view(-1, *target.shape[1:]))
+                    _words(target)[host_pages] = pages
 
     def load(self, layer: int, host_slots: Tensor, device_slots: Tensor) -> None:
         """See `PageMover.load`."""
         page_size = self._pages.layout.page_size
         for host, device in in_blocks(host_slots, device_slots, page_size):
-            for side, of_device in enumerate(self._layers[layer]):
-                rows = _gather(self._pages.rows(layer, side), pages_of(host, page_size), of_device.buffer.device)
-                _write_rows(of_device, device, rows.view(len(device), -1))
+            for name, side in enumerate(self._layers[layer]):
+                source = self._pages.rows(layer, name)
+                pages = _words(source)[pages_of(host, page_size)]
+                if side.moves_as_it_is:
+                    _words(side.raw.view(-1, *source.shape[1:]))[pages_of(device, page_size)] = pages
+                else:
+                    rows = pages.view(torch.uint8).flatten(0, 1)
+                    side.buffer[device] = side.format.unpack(rows, side.buffer.dtype)
+
+
+def _words(pages: Tensor) -> Tensor:
+    """Bytes [..., row_bytes] as words, of which there are fewer to index."""
+    return pages.view(torch.int64)
+
+
+def block_tokens(page_size: int) -> int:
+    """Tokens of a block: whole pages."""
+    return max(BLOCK_TOKENS // page_size, 1) * page_size
 
 
 def in_blocks(host_slots: Tensor, device_slots: Tensor, page_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Slots in blocks of whole pages."""
     assert len(host_slots) == len(device_slots)
     assert len(host_slots) % page_size == 0
-    block = max(BLOCK_TOKENS // page_size, 1) * page_size
+    block = block_tokens(page_size)
     yield from zip(host_slots.split(block), device_slots.split(block), strict=True)
 
 
 def pages_of(slots: Tensor, page_size: int) -> Tensor:
     """Pages of slots that are whole pages, in their order."""
     return slots[::page_size] // page_size
-
-
-def _rows_at(side: DeviceSide, slots: Tensor) -> Tensor:
-    """Rows [tokens, row_bytes] of device slots, on the device."""
-    slots = slots.to(side.buffer.device)
-    if side.moves_as_it_is:
-        return side.raw[slots]
-    return side.format.pack(side.buffer[slots])
-
-
-def _write_rows(side: DeviceSide, slots: Tensor, rows: Tensor) -> None:
-    slots = slots.to(side.buffer.device)
-    if side.moves_as_it_is:
-        side.raw[slots] = rows
-    else:
-        side.buffer[slots] = side.format.unpack(rows, side.buffer.dtype)
-
-
-def _scatter(target: Tensor, pages: Tensor, rows: Tensor) -> None:
-    if rows.device == target.device:
-        target[pages.to(target.device)] = rows
-        return
-    for page, block in zip(pages.tolist(), rows, strict=True):
-        target[page].copy_(block, non_blocking=True)
-
-
-def _gather(source: Tensor, pages: Tensor, device: torch.device) -> Tensor:
-    if device == source.device:
-        return source[pages.to(device)]
-    rows = torch.empty((len(pages), *source.shape[1:]), dtype=torch.uint8, device=device)
-    for block, page in zip(rows, pages.tolist(), strict=True):
-        block.copy_(source[page], non_blocking=True)
-    return rows
 
 
 def token_bytes(layers: Sequence[tuple[DeviceSide, DeviceSide]]) -> tuple[tuple[int, int], ...]:

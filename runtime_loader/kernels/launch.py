@@ -35,19 +35,14 @@ With one warp a group's minimum and maximum stay inside it: a quarter of the ins
 LOG2_E: Final = math.log2(math.e)
 
 
-def store(
-    keys: KernelSide, values: KernelSide, slots: Tensor, k: Tensor, v: Tensor, v_slots: Tensor | None = None
-) -> None:
-    """Write keys and values [tokens, num_heads, head_dim], channels contiguous, to token slots [tokens].
-
-    Values go to slots of their own where there are `v_slots`.
-    """
+def store(keys: KernelSide, values: KernelSide, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write keys and values [tokens, num_heads, head_dim], channels contiguous, to token slots [tokens]."""
     num_tokens = len(k)
     if not num_tokens:
         return
     store_rows[(triton.cdiv(num_tokens, STORED_TOKENS), keys.num_heads, 2)](
         k, k.stride(0), k.stride(1), keys.rows, keys.mu, keys.inverse,
-        v, v.stride(0), v.stride(1), values.rows, slots, slots if v_slots is None else v_slots, num_tokens,
+        v, v.stride(0), v.stride(1), values.rows, slots, num_tokens,
         **store_facts(keys, values), **EXACT,
     )  # fmt: skip
 

@@ -1,17 +1,18 @@
 """`PageMover` by Triton kernels that reach into pinned host memory, on the stream of the transfer.
 
-A device pool of rows: one launch moves the pages of all layers. One in the model's dtype: keys and values are packed
-straight into the host's pages, and read back from them, by the kernels that serve a packed pool.
+A device pool of rows: one launch moves the pages of all layers. One in the model's dtype: a block of tokens at a time
+is packed into rows on the device, or read back from there, and the rows move: host memory is touched once, in long
+pieces.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from kvtuner.runtime_loader.host_tier.pages import ALIGNMENT
-from kvtuner.runtime_loader.host_tier.transfer import in_blocks, pages_of
+from kvtuner.runtime_loader.host_tier.transfer import block_tokens, in_blocks, pages_of
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.pages import copy_pages
 from kvtuner.runtime_loader.kernels.side import KernelSide
@@ -39,69 +40,120 @@ class TritonMover:
     name = "triton"
 
     def __init__(self, layers: Layers, pages: HostPages, device: torch.device) -> None:
-        self._layers, self._pages = layers, pages
-        self._packed = all(side.packed for sides in layers for side in sides)
-        if self._packed:
-            spans = [self._span(layer, side) for layer in range(len(layers)) for side in (0, 1)]
-            self._spans = torch.tensor(spans, dtype=torch.int64, device=device)
-            self._device = layers[0][0].raw.view(-1, ALIGNMENT).view(torch.int64)
-            self._host = pages.buffer.view(torch.int64)
-        else:
-            self._hosts = [tuple(self._host_side(side, device) for side in sides) for sides in layers]
+        self._device = device
+        self._down: _Rows | _Staging
+        self._up: _Rows | _Staging
+        if all(side.packed for sides in layers for side in sides):
+            self._down = self._up = _Rows([[side.raw for side in sides] for sides in layers], pages, device)
+        else:  # one for each direction, which run on streams of their own
+            self._down, self._up = (_Staging(layers, pages, device) for _ in range(2))
+
+    def place(self, slots: Tensor) -> Tensor:
+        """See `PageMover.place`: on the device, without waiting for it."""
+        if slots.device == self._device or self._device.type != "cuda":
+            return slots.to(self._device)
+        return slots.pin_memory().to(self._device, non_blocking=True)
 
     def backup(self, host_slots: Tensor, device_slots: Tensor) -> None:
         """See `PageMover.backup`."""
-        if self._packed:
-            self._copy(host_slots, device_slots, 0, 2 * len(self._layers), to_host=True)
-            return
-        for host, device in in_blocks(host_slots, device_slots, self._pages.layout.page_size):
-            for layer, ((keys, values), (k_host, v_host)) in enumerate(zip(self._layers, self._hosts, strict=True)):
-                launch.store(
-                    k_host, v_host, self._places(layer, 0, host), keys.buffer[device], values.buffer[device],
-                    self._places(layer, 1, host),
-                )  # fmt: skip
+        self._down.backup(host_slots, device_slots)
 
     def load(self, layer: int, host_slots: Tensor, device_slots: Tensor) -> None:
         """See `PageMover.load`."""
-        if self._packed:
-            self._copy(host_slots, device_slots, 2 * layer, 2, to_host=False)
-            return
-        for host, device in in_blocks(host_slots, device_slots, self._pages.layout.page_size):
-            for side, (of_device, of_host) in enumerate(zip(self._layers[layer], self._hosts[layer], strict=True)):
-                buffer = of_device.buffer
-                states = buffer.new_empty((len(device), *buffer.shape[1:]))
-                count = torch.full((1,), len(device), dtype=torch.int64, device=buffer.device)
-                launch.read(of_host, self._places(layer, side, host), count, states)
-                buffer[device] = states
+        self._up.load(layer, host_slots, device_slots)
 
-    def _span(self, layer: int, side: int) -> tuple[int, ...]:
-        """See `copy_pages`: from the first layer's keys on the device, and from the host's buffer."""
-        layout, rows = self._pages.layout, self._layers[layer][side].raw
-        page_bytes = layout.page_size * layout.row_bytes[layer][side]
-        device = rows.data_ptr() - self._layers[0][0].raw.data_ptr()
-        sizes = (device, page_bytes, layout.offset(layer, side), layout.stride(layer, side), page_bytes)
-        assert all(size % ALIGNMENT == 0 for size in sizes)
-        return tuple(size // ALIGNMENT for size in sizes)
 
-    def _copy(self, host_slots: Tensor, device_slots: Tensor, first: int, num_spans: int, *, to_host: bool) -> None:
-        page_size = self._pages.layout.page_size
+class _Rows:
+    """Rows of the device that are those of the host.
+
+    Args:
+        rows: uint8 [slots, row_bytes], keys and values by layer.
+        pages: on the host.
+        device: of the rows.
+    """
+
+    def __init__(self, rows: list[list[Tensor]], pages: HostPages, device: torch.device) -> None:
+        self._layout, self._num_layers = pages.layout, len(rows)
+        base = rows[0][0]
+        spans = [
+            self._span(layer, side, each, base) for layer, sides in enumerate(rows) for side, each in enumerate(sides)
+        ]
+        self._spans = torch.tensor(spans, dtype=torch.int64, device=device)
+        self._base = base.view(-1, ALIGNMENT).view(torch.int64)
+        self._host = pages.buffer.view(torch.int64)
+
+    def backup(self, host_slots: Tensor, device_slots: Tensor) -> None:
+        self.copy(host_slots, device_slots, 0, self._num_layers, to_host=True)
+
+    def load(self, layer: int, host_slots: Tensor, device_slots: Tensor) -> None:
+        self.copy(host_slots, device_slots, layer, 1, to_host=False)
+
+    def copy(
+        self, host_slots: Tensor, device_slots: Tensor, first_layer: int, num_layers: int, *, to_host: bool
+    ) -> None:
+        page_size = self._layout.page_size
         host, device = pages_of(host_slots, page_size), pages_of(device_slots, page_size)
         if len(host):
-            copy_pages[(len(host), num_spans)](
-                self._spans, host, device, self._device, self._host, first,
+            copy_pages[(len(host), 2 * num_layers)](
+                self._spans, host, device, self._base, self._host, 2 * first_layer,
                 TO_HOST=to_host, FIELDS=SPAN_FIELDS, BLOCK=BLOCK_WORDS,
             )  # fmt: skip
 
-    def _host_side(self, side: DeviceSide, device: torch.device) -> KernelSide:
-        """The host buffer as rows of `ALIGNMENT` bytes: wherever a row begins, one of these does."""
-        units = self._pages.buffer.view(-1, ALIGNMENT)
-        if side.format.spec is None:
-            units = units.view(side.buffer.dtype)
-        return KernelSide.of(StoredRows(units, side.format), device)
+    def _span(self, layer: int, side: int, rows: Tensor, base: Tensor) -> tuple[int, ...]:
+        """See `copy_pages`: distances from the first layer's keys, and from the host's buffer."""
+        layout = self._layout
+        page_bytes = layout.page_size * layout.row_bytes[layer][side]
+        distance = rows.data_ptr() - base.data_ptr()
+        sizes = (distance, page_bytes, layout.offset(layer, side), layout.stride(layer, side), page_bytes)
+        assert all(size % ALIGNMENT == 0 for size in sizes)
+        return tuple(size // ALIGNMENT for size in sizes)
 
-    def _places(self, layer: int, side: int, slots: Tensor) -> Tensor:
-        """Where tokens of host slots lie in the buffer, in units of `ALIGNMENT` bytes."""
-        layout = self._pages.layout
-        page, token = slots // layout.page_size, slots % layout.page_size
-        places = page * layout.stride(layer, side) + token * layout.row_bytes[layer][side]
-        return (places + layout.offset(layer, side)) // ALIGNMENT
+
+class _Staging:
+    """Rows of one layer's block of tokens, on the device.
+
+    Layers of one format take turns; bytes of a row that no kernel writes stay zeros.
+    """
+
+    def __init__(self, layers: Layers, pages: HostPages, device: torch.device) -> None:
+        self._layers, layout = layers, pages.layout
+        self._page_size, self._block = layout.page_size, block_tokens(layout.page_size)
+        shared: dict[Any, Tensor] = {}
+
+        def staging(side: DeviceSide, name: int) -> Tensor:
+            spec = side.format.spec
+            kind = (name, side.row_bytes, spec and spec.bits, spec and spec.group_size)
+            if kind not in shared:
+                shared[kind] = torch.zeros(self._block, side.row_bytes, dtype=torch.uint8, device=device)
+            return shared[kind]
+
+        rows = [[staging(side, name) for name, side in enumerate(sides)] for sides in layers]
+        self._sides = [
+            [_kernel_side(side, each) for side, each in zip(sides, of_layer, strict=True)]
+            for sides, of_layer in zip(layers, rows, strict=True)
+        ]
+        self._rows_of = _Rows(rows, pages, device)
+        self._places = torch.arange(self._block, device=device)
+        self._counts = torch.arange(self._block + 1, device=device)
+
+    def backup(self, host_slots: Tensor, device_slots: Tensor) -> None:
+        for host, device in in_blocks(host_slots, device_slots, self._page_size):
+            places = self._places[: len(device)]
+            for layer, ((keys, values), (k_rows, v_rows)) in enumerate(zip(self._layers, self._sides, strict=True)):
+                launch.store(k_rows, v_rows, places, keys.buffer[device], values.buffer[device])
+                self._rows_of.copy(host, places, layer, 1, to_host=True)
+
+    def load(self, layer: int, host_slots: Tensor, device_slots: Tensor) -> None:
+        for host, device in in_blocks(host_slots, device_slots, self._page_size):
+            places, count = self._places[: len(device)], self._counts[len(device) :][:1]
+            self._rows_of.copy(host, places, layer, 1, to_host=False)
+            for side, rows in zip(self._layers[layer], self._sides[layer], strict=True):
+                states = side.buffer.new_empty((len(device), *side.buffer.shape[1:]))
+                launch.read(rows, places, count, states)
+                side.buffer[device] = states
+
+
+def _kernel_side(side: DeviceSide, rows: Tensor) -> KernelSide:
+    if side.format.spec is None:
+        rows = rows.view(side.buffer.dtype).view(len(rows), *side.buffer.shape[1:])
+    return KernelSide.of(StoredRows(rows, side.format))

@@ -55,19 +55,13 @@ class KernelSide:
     symmetric: bool
 
     @classmethod
-    def of(cls, stored: StoredRows, device: torch.device | None = None) -> KernelSide:
-        """Prepare a pool's rows.
-
-        Args:
-            stored: the rows.
-            device: on which kernels run, where rows lie elsewhere.
-        """
-        device = stored.rows.device if device is None else device
+    def of(cls, stored: StoredRows) -> KernelSide:
+        """Prepare a pool's rows."""
         row_format, spec = stored.format, stored.format.spec
         transform = IDENTITY if spec is None else spec.transform
         rows = stored.rows if spec is None else stored.rows.view(torch.int16)
-        mu = rows if transform.mu is None else _constant(transform.mu, device)
-        lam = rows if transform.lam is None else _constant(transform.lam, device)
+        mu = rows if transform.mu is None else _constant(transform.mu, rows)
+        lam = rows if transform.lam is None else _constant(transform.lam, rows)
         stages = hadamard_block(row_format.head_dim).bit_length() - 1 if transform.kind.hadamard else 0
         return cls(
             rows=rows,
@@ -97,5 +91,5 @@ class KernelSide:
         return max(16, int(triton.next_power_of_2(self.head_dim * self.bits // 16)))
 
 
-def _constant(values: Tensor, device: torch.device) -> Tensor:
-    return values.to(device, torch.float32).contiguous()
+def _constant(values: Tensor, rows: Tensor) -> Tensor:
+    return values.to(rows.device, torch.float32).contiguous()

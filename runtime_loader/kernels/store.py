@@ -127,7 +127,7 @@ def _store_side(
 @triton.jit(do_not_specialize=["num_tokens"])
 def store_rows(
     k_ptr, k_stride_t, k_stride_h, k_rows_ptr, k_mu_ptr, k_inverse_ptr,
-    v_ptr, v_stride_t, v_stride_h, v_rows_ptr, k_slots_ptr, v_slots_ptr, num_tokens,
+    v_ptr, v_stride_t, v_stride_h, v_rows_ptr, slots_ptr, num_tokens,
     HEADS: tl.constexpr, TOKENS: tl.constexpr,
     K_ROW: tl.constexpr, K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUPS: tl.constexpr, K_CENTERED: tl.constexpr,
     K_BALANCED: tl.constexpr, K_STAGES: tl.constexpr, K_SYMMETRIC: tl.constexpr, K_PADDED: tl.constexpr,
@@ -138,14 +138,13 @@ def store_rows(
     head = tl.program_id(1)
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     live = tokens < num_tokens
+    slots = tl.load(slots_ptr + tokens, mask=live, other=0).to(tl.int64)
     if tl.program_id(2) == 0:
-        slots = tl.load(k_slots_ptr + tokens, mask=live, other=0).to(tl.int64)
         _store_side(
             k_ptr, k_stride_t, k_stride_h, k_rows_ptr, k_mu_ptr, k_inverse_ptr, tokens, slots, live, head,
             K_ROW, HEADS, K_DIM, K_BITS, K_GROUPS, K_CENTERED, K_BALANCED, K_STAGES, K_SYMMETRIC, K_PADDED, TOKENS,
         )  # fmt: skip
     else:
-        slots = tl.load(v_slots_ptr + tokens, mask=live, other=0).to(tl.int64)
         _store_side(
             v_ptr, v_stride_t, v_stride_h, v_rows_ptr, v_ptr, v_ptr, tokens, slots, live, head,
             V_ROW, HEADS, V_DIM, V_BITS, V_GROUPS, False, False, V_STAGES, V_SYMMETRIC, V_PADDED, TOKENS,

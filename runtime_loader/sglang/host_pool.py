@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -87,7 +88,6 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
             allocator_type=allocator_type(),
             pool_label=label,
         )
-        self.storage_format_tag = identity.tag
         self.is_ready = True
 
     def _size_per_token(self, page_size: int) -> int:
@@ -110,12 +110,19 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
         self.mover = self._make_mover(self.device_layers, self.pages)
         return buffer
 
+    def prepare_transfer_indices(
+        self, host_indices: Tensor, device_indices: Tensor, io_backend: str
+    ) -> tuple[Tensor, Tensor]:
+        """Indices where the mover wants them, whatever the backend, once for a transfer."""
+        return self.mover.place(host_indices), self.mover.place(device_indices)
+
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: Tensor, device_indices: Tensor, io_backend: str
     ) -> None:
         """Copy whole pages down, on the current stream."""
-        with self._timer.measure("backup", len(host_indices)):
-            self.mover.backup(host_indices, device_indices)
+        self._timer.begin("backup", len(host_indices))
+        self.mover.backup(host_indices, device_indices)
+        self._timer.end("backup")
 
     def load_to_device_per_layer(
         self,
@@ -128,8 +135,11 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
         is_draft: bool = False,
     ) -> None:
         """Copy whole pages of one layer, by its number on this rank, up, on the current stream."""
-        with self._timer.measure("load", len(host_indices) if layer_id == 0 else 0):
-            self.mover.load(layer_id, host_indices, device_indices)
+        if layer_id == 0:
+            self._timer.begin("load", len(host_indices))
+        self.mover.load(layer_id, host_indices, device_indices)
+        if layer_id == self.layer_num - 1:
+            self._timer.end("load")
 
     def get_data_page(self, index: Any, flat: bool = True) -> Tensor:
         """A page as it is stored, by its first slot: room for a header, then its bytes."""
@@ -162,52 +172,45 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
             sizes += [key_bytes, layout.record_bytes - key_bytes]
         return addresses, sizes
 
-    def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
-        """Whether pages begin at multiples of `page_size_bytes`."""
-        return self._order == "page_first" and self.pages.layout.record_bytes % page_size_bytes == 0
-
     def clear(self) -> None:
-        """Forget all pages; SGLang does so when weights change, so what pages must be is looked at again."""
+        """Forget all pages. What storages must hold is looked at again: weights may have changed since."""
         super().clear()
         if getattr(self, "is_ready", False):
             self.identity.refresh()
 
 
 class TransferTimer:
-    """Seconds that transfers take: of the clock on a processor, of the stream on a GPU, counted when it is done."""
+    """Seconds that transfers take: by the clock on a processor, by the stream on a GPU.
+
+    There a transfer is counted once a later one begins and it is done: nothing waits for it.
+    """
 
     def __init__(self, device: torch.device, metrics: TierMetrics) -> None:
         self._on_stream, self._metrics = device.type == "cuda", metrics
-        self._running: list[tuple[str, Any, Any]] = []
-        self._name, self._begun = "", 0.0
+        self._begun: dict[str, Any] = {}
+        self._running: deque[tuple[str, Any, Any]] = deque()
 
-    def measure(self, name: str, num_tokens: int) -> TransferTimer:
-        """A context around one transfer of a direction's name; tokens are counted at once."""
-        self._name = name
-        if num_tokens:
-            self._metrics.moved(name, num_tokens)
-        return self
-
-    def __enter__(self) -> None:
+    def begin(self, direction: str, num_tokens: int) -> None:
+        """A transfer of one direction begins; its tokens are counted at once."""
+        self._metrics.moved(direction, num_tokens)
         if not self._on_stream:
-            self._begun = time.perf_counter()
+            self._begun[direction] = time.perf_counter()
             return
-        self._collect()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        self._running.append((self._name, begin, end))
+        while self._running and self._running[0][2].query():
+            name, begun, ended = self._running.popleft()
+            self._metrics.took(name, begun.elapsed_time(ended) / 1000)
+        self._begun[direction] = self._now()
 
-    def __exit__(self, *_: object) -> None:
+    def end(self, direction: str) -> None:
+        """It ends, or its last kernel is on the stream."""
+        begun = self._begun.pop(direction)
         if self._on_stream:
-            self._running[-1][2].record()
+            self._running.append((direction, begun, self._now()))
         else:
-            self._metrics.took(self._name, time.perf_counter() - self._begun)
+            self._metrics.took(direction, time.perf_counter() - begun)
 
-    def _collect(self) -> None:
-        waiting = []
-        for name, begin, end in self._running:
-            if end.query():
-                self._metrics.took(name, begin.elapsed_time(end) / 1000)
-            else:
-                waiting.append((name, begin, end))
-        self._running = waiting
+    @staticmethod
+    def _now() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

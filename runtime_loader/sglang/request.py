@@ -24,6 +24,8 @@ PROFILE_VARIABLE: Final = "KVTUNER_PROFILE"
 ATTEND_VARIABLE: Final = "KVTUNER_ATTEND"
 HICACHE_VARIABLE: Final = "KVTUNER_HICACHE_ONLY"
 REQUEST_VARIABLE: Final = "KVTUNER_SERVING"
+OWN_STORAGES: Final = ("juicefs", "lmcache")
+"""Names that SGLang's parser does not know: one works, one is refused with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,13 @@ class ServingRequest:
     attend: Attend = "fresh"
     from_launcher: bool = False
     hicache_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hicache_only and self.attend != "fresh":
+            raise ServingError(
+                "--kvtuner-attend is a choice of packed device pools; with one in the model's dtype a chunk reads"
+                " itself exactly: drop it"
+            )
 
     def to_environment(self, environ: MutableMapping[str, str]) -> None:
         """Leave the request for the processes that this one starts."""
@@ -130,7 +139,7 @@ def _add_storage_flags(parser: argparse.ArgumentParser) -> None:
     )
     for action in parser._actions:
         if action.dest == "hicache_storage_backend" and action.choices is not None:
-            action.choices = [*action.choices, "juicefs"]
+            action.choices = [*action.choices, *OWN_STORAGES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,26 +215,24 @@ def request_of_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> Se
     if len(asked) > 1:
         raise ServingError(f"{asked[0]} and {asked[1]} exclude each other; drop one of them")
     path = None if family else args.kvtuner_profile or environ.get(PROFILE_VARIABLE)
+    below = "--kvtuner-hicache-only" if args.kvtuner_hicache_only else ""
+    below = below or (f"{HICACHE_VARIABLE}=1" if _hicache_only(environ) else "")
     if family is None and not path:
-        for name in ("attend", "hicache_only"):
-            if getattr(args, f"kvtuner_{name}"):
-                way = " or --enable-kvtuner-quant; add one" if name == "attend" else "; add it"
-                raise ServingError(f"--kvtuner-{name.replace('_', '-')} needs --kvtuner-profile{way}")
-        if getattr(args, "hicache_storage_backend", None) == "juicefs":
+        if args.kvtuner_attend:
+            raise ServingError("--kvtuner-attend needs --kvtuner-profile or --enable-kvtuner-quant; add one")
+        if below:
+            raise ServingError(f"{below} needs --kvtuner-profile; add it, or leave this out")
+        storage = getattr(args, "hicache_storage_backend", None)
+        if storage in OWN_STORAGES:
             raise ServingError(
-                "--hicache-storage-backend juicefs is for quantized pages: add --kvtuner-profile or"
+                f"--hicache-storage-backend {storage} is for quantized pages: add --kvtuner-profile or"
                 " --enable-kvtuner-hicache, or use --hicache-storage-backend file"
             )
         return None
-    hicache_only = family.hicache_only if family else args.kvtuner_hicache_only or _hicache_only(environ)
-    if family is not None and args.kvtuner_hicache_only:
-        raise ServingError(f"--kvtuner-hicache-only needs --kvtuner-profile, not {family.switch}; drop one of them")
-    if hicache_only and args.kvtuner_attend:
-        raise ServingError(
-            "--kvtuner-attend is a choice of packed device pools; with one in the model's dtype a chunk reads itself"
-            " exactly: drop it"
-        )
-    attend = "fresh" if hicache_only else args.kvtuner_attend or _attend(environ)
+    if family is not None and below:
+        raise ServingError(f"{below} needs --kvtuner-profile, not {family.switch}; drop one of them")
+    hicache_only = family.hicache_only if family else bool(below)
+    attend = args.kvtuner_attend or _attend(environ)
     uniform = _uniform(family, family.given(args)) if family else None
     profile = os.path.abspath(path) if path else None
     return ServingRequest(profile, uniform, attend, from_launcher=True, hicache_only=hicache_only)

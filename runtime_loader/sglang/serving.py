@@ -230,7 +230,11 @@ def _start_scheduler(server_args: Any) -> None:
 
         arguments = seam.resolved(server_args)
         _refuse(arguments)  # again: some are decided after all resolution hooks
-        install(packed=not active().request.hicache_only, tiers=arguments.enable_hierarchical_cache)
+        below = active().request.hicache_only
+        if below and arguments.hicache_write_policy == "write_back":
+            # Otherwise SGLang gives up host pages whose device copy, read back from them, would be quantized again.
+            os.environ.setdefault("SGLANG_HICACHE_SKIP_HOST_DUPLICATE_RECLAIM", "1")
+        install(packed=not below, tiers=arguments.enable_hierarchical_cache)
 
 
 @contextmanager

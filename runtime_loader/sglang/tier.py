@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from kvtuner.errors import ServingError
 from kvtuner.precision import NATIVE_BITS
-from kvtuner.run_folder import sha256_of
 from kvtuner.runtime_loader.host_tier.fingerprint import weights_fingerprint
 from kvtuner.runtime_loader.host_tier.stored_page import FAULTS, identity_digest
 from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, TorchMover
 from kvtuner.runtime_loader.row_format import rank_formats
-from kvtuner.runtime_loader.sglang.compat.hicache import extra_config, host_options, on_host_pool, on_storage
+from kvtuner.runtime_loader.sglang.compat.hicache import (
+    extra_config,
+    host_options,
+    on_host_pool,
+    on_new_weights,
+    on_storage,
+)
 from kvtuner.runtime_loader.sglang.compat.metrics import add_to_counter, set_gauge
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
 from kvtuner.runtime_loader.sglang.host_pool import PackedHostPool
-from kvtuner.runtime_loader.sglang.storage import PageFiles, is_zero_copy, open_storage
+from kvtuner.runtime_loader.sglang.storage import KEY_DIGITS, PageFiles, checked, is_zero_copy, prepare_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,7 +43,6 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.sglang.compat.parallel import Ranks
     from kvtuner.runtime_loader.sglang.request import Attend
 
-TAG_DIGITS: Final = 24
 _NOT_OF_THE_MODEL: Final = ("_name_or_path", "transformers_version")
 
 logger: Final = logging.getLogger("kvtuner")
@@ -67,41 +75,43 @@ class PageIdentity:
     """What a stored page must have been made by, to be read by this rank.
 
     Attributes:
-        tag: part of every key, the same for all ranks of a server.
-        digest: in every page's header; of this rank, and of its weights as they are.
+        digest: part of every key and in every header; None while it is not known which weights made what the cache
+            holds, and storages are then left alone.
     """
 
     def __init__(self, rank: TieredRank, here: Ranks, layers: range, page_size: int) -> None:
+        settings = json.loads(rank.config.hf_config.to_json_string(use_diff=False))
         self._model = rank.model
-        mine = self._weights()
-        words = tell_all("kvtuner/weights", mine, rank.agreement_s)
-        if None in words.values():
-            raise ServingError("another rank did not say which weights it serves; are all servers of one kvtuner?")
-        settings = rank.config.hf_config.to_dict()
-        shared = {
+        self._fields = {
             "profile": rank.profile.digest,
             "layout": rank.profile.layout,
             "attend": rank.attend if rank.packed else "device",
-            "model": sha256_of({key: value for key, value in settings.items() if key not in _NOT_OF_THE_MODEL}),
+            "model": {key: value for key, value in settings.items() if key not in _NOT_OF_THE_MODEL},
             "dtype": str(rank.config.dtype),
             "page_size": page_size,
-            "weights": [words[other] for other in sorted(words)],
-        }
-        self.tag = f"kvtuner-{identity_digest(shared).hex()[:TAG_DIGITS]}"
-        self._own = {
-            **shared,
             "layers": [layers.start, layers.stop],
             "tp": [here.tp_rank, here.tp_size],
             "stage": here.pp_rank,
         }
-        self.digest = identity_digest({**self._own, "now": mine})
+        self.digest: bytes | None = self._digest()
+
+    def suspend(self) -> None:
+        """Weights are about to change: until the cache is flushed, nobody knows which of them made a page."""
+        if self.digest is not None:
+            logger.warning("kvtuner: weights change; storage is not used until the cache is flushed (/flush_cache)")
+        self.digest = None
 
     def refresh(self) -> None:
-        """Look at the weights again: pages of those before are not read any more."""
-        self.digest = identity_digest({**self._own, "now": self._weights()})
+        """The cache is empty: what it will hold is made by the weights as they are."""
+        try:
+            self.digest = self._digest()
+        except (ServingError, RuntimeError) as error:
+            logger.error("kvtuner: the weights cannot be told from others, so storage is not used: %s", error)
+            self.digest = None
 
-    def _weights(self) -> str:
-        return weights_fingerprint(self._model.named_parameters())
+    def _digest(self) -> bytes:
+        tensors = self._model.state_dict().items()
+        return identity_digest({**self._fields, "weights": weights_fingerprint(tensors)})
 
 
 class TierMetrics:
@@ -155,7 +165,8 @@ def install(refusing: Any) -> None:
         ServingError: a seam that another plugin has, or that is gone.
     """
     on_host_pool(_build, refusing)
-    on_storage(PageFiles, open_storage)
+    on_storage(PageFiles, partial(_open, refusing))
+    on_new_weights(_suspend)
 
 
 def begin(rank: TieredRank, device_pool: Any) -> None:
@@ -166,6 +177,42 @@ def begin(rank: TieredRank, device_pool: Any) -> None:
         # SGLang sizes host pools to fit by what the device pool takes, which is more.
         per_token = sum(side.row_bytes for sides in _layers(rank, device_pool) for side in sides)
         device_pool.host_capacity_bytes = per_token * device_pool.size
+
+
+_pools: Final[list[PackedHostPool]] = []
+_opened = itertools.count()
+_starting = False
+"""Whether the next storage is opened by the server's own start, which then ends with one line where it cannot be."""
+
+
+def _suspend() -> None:
+    for pool in _pools:
+        pool.identity.suspend()
+
+
+def _open(refusing: Any, create: Callable[[str, Any], Any], backend: str, config: Any, host_pool: Any) -> Any:
+    """Open a storage at start, or when it is attached to a running server; on all ranks or on none.
+
+    Raises:
+        ServingError: a storage that cannot be used on this or another rank.
+    """
+    if not isinstance(host_pool, PackedHostPool):
+        return create(backend, config)
+    assert _rank is not None
+    global _starting
+    number, guard, _starting = next(_opened), refusing if _starting else nullcontext, False
+    with guard():
+        verdict, ready = "ready", None
+        try:
+            ready = prepare_storage(backend, config, host_pool)
+        except ServingError as error:
+            verdict = str(error)
+        # SGLang goes on with collectives, in which ranks would wait for one that does not come.
+        for rank, word in tell_all(f"kvtuner/storage/{number}", verdict, _rank.agreement_s).items():
+            if word != "ready":
+                raise ServingError(word or f"rank {rank} does not answer whether it can use storage {backend}")
+        assert ready is not None
+        return checked(create(*ready), host_pool)
 
 
 def _build(device_pool: Any, *, page_size: int, label: str, size_gb: float | None) -> PackedHostPool:
@@ -191,9 +238,12 @@ def _build(device_pool: Any, *, page_size: int, label: str, size_gb: float | Non
         page_size=page_size,
         label=label,
         zero_copy=is_zero_copy(options.storage, own),
-        mover=_mover(rank, options.io_backend, torch.device(device_pool.device)),
+        mover=_mover(rank, torch.device(device_pool.device)),
     )
     self_test(pool)
+    global _starting
+    _pools.append(pool)
+    _starting = options.storage is not None
     announce(pool, rank, here, options, per_token, unquantized)
     return pool
 
@@ -218,8 +268,8 @@ def _layers(rank: TieredRank, device_pool: Any) -> Layers:
     return layers
 
 
-def _mover(rank: TieredRank, io_backend: str, device: torch.device) -> Callable[[Layers, HostPages], PageMover]:
-    if not rank.kernels or (device.type == "cuda" and io_backend == "direct"):
+def _mover(rank: TieredRank, device: torch.device) -> Callable[[Layers, HostPages], PageMover]:
+    if not rank.kernels:
         return TorchMover
     from kvtuner.runtime_loader.kernels.page_mover import TritonMover
 
@@ -297,7 +347,7 @@ def announce(
         f"  {device}; pages of {pool.page_size} tokens, {pool.layout}, moved by {pool.mover.name}, self-test passed",
         f"  {token_bytes:,} bytes per token, {native:,} in bf16 ({native / token_bytes:.2f}x)",
         f"  {pool.size:,} tokens, in bytes that hold {in_native:,} in bf16",
-        f"  storage {options.storage or 'none'}, keys end in {pool.identity.tag}",
+        f"  storage {options.storage or 'none'}, keys with {(pool.identity.digest or b'').hex()[:KEY_DIGITS]}",
     ]
     logger.info("\n".join(lines))
     labels = {"digest": rank.profile.digest, "tp_rank": str(here.tp_rank), "pp_rank": str(here.pp_rank)}

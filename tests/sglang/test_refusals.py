@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from kvtuner.errors import ServingError
 from kvtuner.exported_configs.build import LayerChoice
-from kvtuner.runtime_loader.sglang.request import add_flags, request_of_flags
+from kvtuner.runtime_loader.sglang.request import ServingRequest, Uniform, add_flags, request_of_flags
 from kvtuner.runtime_loader.sglang.rules import BACKENDS, HICACHE_RULES, RULES, Rule, refuse_flags
 
 if TYPE_CHECKING:
@@ -219,14 +219,61 @@ def test_the_variables_of_an_engine(variable: str, tiny: Path, fitting: Path, re
         (("--enable-kvtuner-quant", "--kvtuner-hicache-only"), "--kvtuner-hicache-only needs --kvtuner-profile, not"),
         (("--kvtuner-hicache-only",), "--kvtuner-hicache-only needs --kvtuner-profile"),
         (("--kvtuner-hicache-only", "--kvtuner-profile", "p", "--kvtuner-attend", "cache"), "reads itself exactly"),
+        (("--hicache-storage-backend", "juicefs"), "juicefs is for quantized pages"),
+        (("--hicache-storage-backend", "lmcache"), "lmcache is for quantized pages"),
     ],
 )
 def test_flags_that_contradict_each_other(flags: tuple[str, ...], message: str) -> None:
-    parser = ArgumentParser()
-    add_flags(parser)
     with pytest.raises(ServingError) as refusal:
-        request_of_flags(parser.parse_args(flags), {})
+        request_of_flags(parsed(*flags), {})
     assert message in str(refusal.value)
+
+
+def parsed(*flags: str) -> Namespace:
+    """As by SGLang's parser."""
+    parser = ArgumentParser()
+    parser.add_argument("--hicache-storage-backend", choices=["file"])
+    add_flags(parser)
+    return parser.parse_args(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "message"),
+    [
+        ((), {"KVTUNER_HICACHE_ONLY": "1"}, "KVTUNER_HICACHE_ONLY=1 needs --kvtuner-profile; add it"),
+        (
+            ("--enable-kvtuner-quant",),
+            {"KVTUNER_HICACHE_ONLY": "1"},
+            "needs --kvtuner-profile, not --enable-kvtuner-quant",
+        ),
+        ((), {"KVTUNER_PROFILE": "p", "KVTUNER_HICACHE_ONLY": "1", "KVTUNER_ATTEND": "cache"}, "reads itself exactly"),
+        (("--kvtuner-profile", "p"), {"KVTUNER_HICACHE_ONLY": "yes"}, "must be 0 or 1, not 'yes'"),
+    ],
+)
+def test_variables_that_contradict_flags(flags: tuple[str, ...], variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ServingError) as refusal:
+        request_of_flags(parsed(*flags), variables)
+    assert message in str(refusal.value)
+
+
+def test_the_seeds_flags_ask_for_what_they_say() -> None:
+    flags = (
+        "--enable-kvtuner-hicache", "--kvtuner-hicache-nbits-key", "8", "--kvtuner-hicache-nbits-value", "2",
+        "--kvtuner-hicache-asym", "--kvtuner-hicache-q-group-size", "32", "--kvtuner-hicache-axis-key", "0",
+        "--kvtuner-hicache-residual-length", "0", "--hicache-storage-backend-config", "{}",
+    )  # fmt: skip
+    args = parsed(*flags)
+    request = request_of_flags(args, {})
+    assert args.hicache_storage_backend_extra_config == "{}"
+    assert request == ServingRequest(None, Uniform(8, 2, True, 32), "fresh", from_launcher=True, hicache_only=True)
+    environ: dict[str, str] = {}
+    request.to_environment(environ)
+    assert ServingRequest.from_environment(environ) == request
+    assert request_of_flags(parsed("--enable-kvtuner-hicache"), {}) == ServingRequest(
+        None, Uniform(4, 4, False, 64), "fresh", from_launcher=True, hicache_only=True
+    )
+    by_variables = {"KVTUNER_PROFILE": "/p", "KVTUNER_HICACHE_ONLY": "1"}
+    assert ServingRequest.from_environment(by_variables) == ServingRequest("/p", hicache_only=True)
 
 
 EVERY_RULE = (*BACKENDS, *RULES, *HICACHE_RULES)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HiCacheFile", "HiCacheStorage", "HostKVCache", "HostOptions", "allocate", "allocator_type", "extra_config",
-    "host_options", "on_host_pool", "on_storage",
+    "host_options", "is_mooncake", "on_host_pool", "on_new_weights", "on_storage", "remove_objects",
 ]  # fmt: skip
 
 _ASSEMBLER: Final = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
@@ -38,12 +38,22 @@ _OVERRIDDEN: Final = {
     "get_data_page": ("index", "flat"),
     "get_dummy_flat_data_page": (),
     "set_from_flat_data_page": ("index", "data_page"),
-    "is_stride_page_aligned": ("page_size_bytes",),
+    "prepare_transfer_indices": ("host_indices", "device_indices", "io_backend"),
     "clear": (),
 }
+_WEIGHTS: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_UPDATES: Final = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "begin_weight_update",
+    "end_weight_update",
+)
 _FILE: Final = "sglang.srt.mem_cache.hicache_storage.HiCacheFile"
 _FILE_USED: Final = {
     "get": ("key", "target_location", "target_sizes"),
+    "set": ("key", "value"),
     "_get_suffixed_key": ("key",),
     "clear": (),
 }
@@ -60,7 +70,6 @@ class HostOptions:
         size_gb: of the host pool, 10**9 bytes; 0 where the ratio says it.
         layout: as SGLang names it.
         io_backend: likewise.
-        write_policy: likewise.
         storage: backend, or None.
         extra: the storage's own options, as given.
     """
@@ -69,7 +78,6 @@ class HostOptions:
     size_gb: float
     layout: str
     io_backend: str
-    write_policy: str
     storage: str | None
     extra: str | None
 
@@ -82,7 +90,6 @@ def host_options() -> HostOptions:
         size_gb=memory.hicache_size,
         layout=memory.hicache_mem_layout,
         io_backend=memory.hicache_io_backend,
-        write_policy=memory.hicache_write_policy,
         storage=memory.hicache_storage_backend,
         extra=memory.hicache_storage_backend_extra_config,
     )
@@ -173,3 +180,30 @@ def on_storage(file_class: type, opened: Callable[[Callable[[str, Any], Any], st
     if registered is None:
         raise ServingError("this SGLang has no storage backend file; install a version that kvtuner is tested with")
     registered["loader"] = lambda: file_class
+
+
+def on_new_weights(before: Callable[[], None]) -> None:
+    """Call `before` before any weight of a model that is served changes.
+
+    Raises:
+        ServingError: a seam that another plugin has, or that is gone.
+    """
+
+    def update(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        before()
+        return original(self, *args, **kwargs)
+
+    for name in _UPDATES:
+        install(f"{_WEIGHTS}.{name}", update, AROUND, "recv_req")
+
+
+def is_mooncake(backend: Any) -> bool:
+    """Whether a storage is Mooncake's, which keeps two objects for a page."""
+    return type(backend).__module__.startswith("sglang.srt.mem_cache.storage.mooncake_store.")
+
+
+def remove_objects(backend: Any, key: str) -> bool:
+    """Remove both objects of a page from Mooncake's store; whether they are gone."""
+    store, suffix = backend.store, backend.mha_suffix
+    (tagged,) = backend._tag_keys([key])
+    return [store.remove(f"{tagged}_{suffix}_{part}") for part in "kv"] == [0, 0]

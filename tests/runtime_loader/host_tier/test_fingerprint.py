@@ -34,12 +34,18 @@ def test_one_bit_of_one_weight_is_another_model(name: str) -> None:
     assert weights_fingerprint(changed.items()) != weights_fingerprint(weights().items())
 
 
-def test_names_shapes_and_traded_values_count() -> None:
+def test_a_view_at_an_odd_place_is_read_as_any_other() -> None:
+    whole = torch.arange(64, dtype=torch.uint8)
+    assert weights_fingerprint([("a", whole[3:43])]) == weights_fingerprint([("a", whole[3:43].clone())])
+
+
+def test_names_shapes_order_and_traded_values_count() -> None:
     whole = weights_fingerprint(weights().items())
     renamed = {("other" if name == "embed" else name): tensor for name, tensor in weights().items()}
     reshaped = {**weights(), "embed": weights()["embed"].reshape(5, 7)}
     traded = weights()
     traded["packed"][0, 0] += 1
     traded["packed"][0, 1] -= 1
-    for other in (renamed, reshaped, traded):
+    reordered = {**weights(), "embed": weights()["embed"].flip(0)}
+    for other in (renamed, reshaped, traded, reordered):
         assert weights_fingerprint(other.items()) != whole

@@ -1,0 +1,39 @@
+"""The host pool and its storages alone, on the second of two ranks and a middle stage: bytes, pages, faults."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from kvtuner.exported_configs.build import LayerChoice
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_host_pool_of_one_rank_keeps_pages_and_believes_no_others(
+    page_size: int,
+    model_folder: Any,
+    profile_of: Any,
+    mixed_layers: Any,
+    save_profile: Any,
+    on_a_processor: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    config = AutoConfig.from_pretrained(model_folder("llama-gqa", num_hidden_layers=5))
+    choices = mixed_layers(config)
+    choices[3] = LayerChoice(16, 2)
+    path = save_profile(profile_of(config, choices))
+    program = Path(__file__).with_name("hicache_program.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(path), str(tmp_path), str(page_size)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=on_a_processor,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "done"
