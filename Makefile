@@ -17,6 +17,7 @@ test-full: lint ## everything; a machine with a GPU runs the gpu tests too
 
 gpu: ## on a machine with one: are the kernels right, and how fast
 	$(PYTHON) benchmarks/gpu.py
+	$(PYTHON) benchmarks/hicache.py --json benchmarks/results/hicache-gpu.json
 
 lint:
 	$(PYTHON) -m ruff check .

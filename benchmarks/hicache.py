@@ -151,8 +151,8 @@ def copy_in_torch(src_layers: Any, dst_layers: Any, src_indices: Any, dst_indice
     """What SGLang's CUDA operator does, page by page, for a processor."""
     sources, targets = src_indices[::page_size] // page_size, dst_indices[::page_size] // page_size
     for source, target in zip(src_layers, dst_layers, strict=True):
-        shape = (-1, page_size, *source.shape[1:])
-        target.view(shape)[targets] = source.view(shape)[sources]
+        pages = [each.view(len(each) // page_size, -1).view(torch.int64) for each in (source, target)]
+        pages[1][targets] = pages[0][sources]
 
 
 def ours(
@@ -169,7 +169,8 @@ def ours(
         transform = Transform(parts, ones if parts.centered else None, ones if parts.balanced else None)
         row_format = RowFormat(HEADS, DIM, QuantSpec(bits, transform))
         if packed:
-            rows = torch.zeros(slots, row_format.row_bytes(torch.bfloat16), dtype=torch.uint8, device=device)
+            size = (slots, row_format.row_bytes(torch.bfloat16))
+            rows = torch.randint(256, size, dtype=torch.uint8, generator=generator).to(device)
             return DeviceSide(rows, row_format, packed)
         states = torch.randn(slots, HEADS, DIM, generator=generator).bfloat16().to(device)
         return DeviceSide(states, row_format, packed)
@@ -190,7 +191,26 @@ def ours(
         for layer in range(LAYERS):
             mover.load(layer, at_host, at_device)
 
+    check(mover, pages, layers)
     return layout.token_bytes, lambda host, own: mover.backup(host.to(device), own.to(device)), up
+
+
+def check(mover: Any, pages: HostPages, layers: list[tuple[DeviceSide, DeviceSide]]) -> None:
+    """Move one page down and up, and compare both with `quant.py`; a tier that is wrong is not timed."""
+    page_size = pages.layout.page_size
+    slots = mover.place(torch.arange(page_size))
+    mover.backup(slots, slots)
+    for layer, sides in enumerate(layers):
+        for name, side in enumerate(sides):
+            before = side.buffer[:page_size].cpu()
+            rows = before.view(page_size, -1) if side.packed else side.format.pack(before)
+            after = before if side.packed else side.format.unpack(rows, before.dtype)
+            if side.buffer.is_cuda:
+                torch.cuda.synchronize()
+            right = torch.equal(pages.rows(layer, name)[0], rows)
+            mover.load(layer, slots, slots)
+            if not right or not torch.equal(side.buffer[:page_size].cpu(), after):
+                raise SystemExit(f"layer {layer} is not what quant.py makes of it: nothing is timed")
 
 
 def timed(move: Callable[[], None], device: torch.device, repeats: int) -> float:

@@ -275,6 +275,28 @@ def test_an_unquantized_device_pool_reads_what_came_back_as_the_transformers_hos
     assert torch.stack(hurt).mean() > 1e-3, "quantization must show for this test to show anything"
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("policy", ["write_back", "write_through_selective"])
+def test_what_comes_back_again_and_again_was_quantized_once(policy: str, served: Any, serve: Any, prompts: Any) -> None:
+    folder, profile, path = served
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    flags = (
+        "--kvtuner-profile", str(path), "--kvtuner-hicache-only", "--enable-hierarchical-cache", "--hicache-ratio", "4",
+        "--hicache-write-policy", policy, "--page-size", "16", "--enable-cache-report", "--max-total-tokens", "512",
+    )  # fmt: skip
+    asked, order = prompts(*range(150, 198, 4), seed=8), random.Random(0)
+    came_back = 0
+    with serve(folder, *flags) as server:
+        for ids in order.choices(asked, k=150):
+            answer = server.generate([ids], 2, top=320)[0]
+            found = sources(answer)
+            if found["host"] and not found["device"]:
+                came_back += 1
+                expected = quantized_below(model, profile, ids, found["host"], answer["output_ids"])
+                assert torch.allclose(log_probs(answer), expected, atol=2e-3)
+    assert came_back > 40
+
+
 def uniform_of(config: Any, logged: Any) -> Profile:
     """The profile that the flags of the test ask for, which is the one in the log."""
     identity = ModelIdentity(
@@ -420,6 +442,8 @@ def test_a_thousand_requests_under_eviction(
 def test_two_nodes(served: Any, requests: Any, truth: Any, tiers: Any, serve: Any, apart: Any, tmp_path: Path) -> None:
     folder, _, _ = served
     for pages in range(2):
-        with serve(folder, *tiers(tmp_path / "pages"), "--tp-size", "2", places=apart) as server:
+        with serve(
+            folder, *tiers(tmp_path / "pages"), "--tp-size", "2", places=apart, GLOO_SOCKET_IFNAME="eth0"
+        ) as server:
             found = soak(server, requests, truth, 100) if not pages else ask_all(server, requests, truth)
         assert found["storage" if pages else "host"] > 0

@@ -203,7 +203,7 @@ def is_mooncake(backend: Any) -> bool:
 
 
 def remove_objects(backend: Any, key: str) -> bool:
-    """Remove both objects of a page from Mooncake's store; whether they are gone."""
+    """Remove both objects of a page from Mooncake's store, whoever reads them; whether they are gone."""
     store, suffix = backend.store, backend.mha_suffix
     (tagged,) = backend._tag_keys([key])
-    return [store.remove(f"{tagged}_{suffix}_{part}") for part in "kv"] == [0, 0]
+    return [store.remove(f"{tagged}_{suffix}_{part}", force=True) for part in "kv"] == [0, 0]
