@@ -33,10 +33,9 @@ def weights_fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _weighted_sum(tensor: Tensor) -> int:
-    if tensor.dim() == 0:
-        tensor = tensor.view(1)
     if tensor.numel() == 0:
         return 0
+    tensor = tensor.view(-1) if tensor.is_contiguous() else tensor
     rows = max(1, _BLOCK_BYTES * len(tensor) // tensor.nbytes)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     begun = 0

@@ -50,7 +50,7 @@ class TritonMover:
 
     def place(self, slots: Tensor) -> Tensor:
         """See `PageMover.place`: on the device, without waiting for it."""
-        if slots.device == self._device or self._device.type != "cuda":
+        if slots.is_cuda or self._device.type != "cuda":
             return slots.to(self._device)
         return slots.pin_memory().to(self._device, non_blocking=True)
 

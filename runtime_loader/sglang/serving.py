@@ -231,9 +231,10 @@ def _start_scheduler(server_args: Any) -> None:
         arguments = seam.resolved(server_args)
         _refuse(arguments)  # again: some are decided after all resolution hooks
         below = active().request.hicache_only
-        if below and arguments.hicache_write_policy == "write_back":
-            # Otherwise SGLang gives up host pages whose device copy, read back from them, would be quantized again.
-            os.environ.setdefault("SGLANG_HICACHE_SKIP_HOST_DUPLICATE_RECLAIM", "1")
+        if below:
+            # Otherwise SGLang, by write_back, gives up host pages whose device copy, read back from them, would be
+            # quantized again.
+            os.environ["SGLANG_HICACHE_SKIP_HOST_DUPLICATE_RECLAIM"] = "1"
         install(packed=not below, tiers=arguments.enable_hierarchical_cache)
 
 

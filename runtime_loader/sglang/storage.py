@@ -296,17 +296,18 @@ class PageFiles(HiCacheFile):  # type: ignore[misc]  # sglang is not typed
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Store a page; SGLang's own way of writing does not notice that the last piece did not fit on the disk."""
-        if not super().set(key, value):
-            return False
         path = self._path(key)
-        try:
-            is_whole: bool = os.stat(path).st_size == value.nbytes
-        except OSError:  # evicted since, or the disk went away: a miss, later
-            return True
-        if not is_whole:
-            logger.warning("kvtuner: a page was not written whole, perhaps the disk is full: %s", path)
+        for _ in range(2):  # what was there, and not whole, is written again
+            if not super().set(key, value):
+                return False
+            try:
+                if os.stat(path).st_size == value.nbytes:
+                    return True
+            except OSError:  # evicted since, or the disk went away: a miss, later
+                return True
             self.discard(key)
-        return is_whole
+        logger.warning("kvtuner: a page was not written whole, perhaps the disk is full: %s", path)
+        return False
 
     def discard(self, key: str) -> None:
         """Remove a page, so that it can be written anew."""
@@ -326,9 +327,9 @@ class PageFiles(HiCacheFile):  # type: ignore[misc]  # sglang is not typed
         mine = f"-{digest.hex()[:KEY_DIGITS]}{self.config_suffix}.bin" if digest else None
         try:
             for entry in os.scandir(self.file_path):
-                is_abandoned = entry.name.endswith(".tmp") and time.time() - entry.stat().st_mtime > ABANDONED_S
-                if is_abandoned or (mine is not None and entry.name.endswith(mine)):
-                    with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError):  # of others, who clear or write too
+                    is_abandoned = entry.name.endswith(".tmp") and time.time() - entry.stat().st_mtime > ABANDONED_S
+                    if is_abandoned or (mine is not None and entry.name.endswith(mine)):
                         os.remove(entry)
         except OSError as error:
             logger.error("kvtuner: stored pages cannot be removed: %s", error)
@@ -337,6 +338,8 @@ class PageFiles(HiCacheFile):  # type: ignore[misc]  # sglang is not typed
             self._evictor.clear()
             if self.metadata_cache is not None:
                 self.metadata_cache.clear()
+        if mine is None:
+            logger.error("kvtuner: no stored page was removed: which are this server's is known after a flush")
         return mine is not None
 
     def _path(self, key: str) -> str:

@@ -26,7 +26,7 @@ from kvtuner.runtime_loader.sglang.compat.hicache import (
     on_storage,
 )
 from kvtuner.runtime_loader.sglang.compat.metrics import add_to_counter, set_gauge
-from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
+from kvtuner.runtime_loader.sglang.compat.parallel import post, posted, ranks, tell_all
 from kvtuner.runtime_loader.sglang.host_pool import PackedHostPool
 from kvtuner.runtime_loader.sglang.storage import KEY_DIGITS, PageFiles, checked, is_zero_copy, prepare_storage
 
@@ -74,9 +74,8 @@ class TieredRank:
 class PageIdentity:
     """What a stored page must have been made by, to be read by this rank.
 
-    Attributes:
-        digest: part of every key and in every header; None while it is not known which weights made what the cache
-            holds, and storages are then left alone.
+    A rank's keys and values depend on the weights of all ranks: those before it in the pipeline, and those that share
+    its layers.
     """
 
     def __init__(self, rank: TieredRank, here: Ranks, layers: range, page_size: int) -> None:
@@ -93,25 +92,58 @@ class PageIdentity:
             "tp": [here.tp_rank, here.tp_size],
             "stage": here.pp_rank,
         }
-        self.digest: bytes | None = self._digest()
+        self._generation, self._in_session = 0, False
+        words = tell_all(self._key, self._weights(), rank.agreement_s)
+        said = [word for _, word in sorted(words.items()) if word is not None]
+        if len(said) < len(words):
+            raise ServingError("another rank does not say which weights it serves; start all nodes with the same flags")
+        self._digest: bytes | None = self._of(said)
+        self._is_posted = False
 
-    def suspend(self) -> None:
-        """Weights are about to change: until the cache is flushed, nobody knows which of them made a page."""
-        if self.digest is not None:
+    @property
+    def digest(self) -> bytes | None:
+        """Part of every key and in every header; None while nobody knows which weights made what the cache holds."""
+        if self._digest is None and self._is_posted:
+            said = posted(self._key)
+            self._digest = None if said is None or "" in said else self._of(said)
+        return self._digest
+
+    def suspend(self, *, session: bool | None = None) -> None:
+        """Weights are about to change: storages are left alone until the cache is flushed.
+
+        Args:
+            session: whether more changes follow (True), or these were the last (False); None for a change by itself.
+        """
+        if self._digest is not None or self._is_posted:
             logger.warning("kvtuner: weights change; storage is not used until the cache is flushed (/flush_cache)")
-        self.digest = None
+            self._generation += 1
+        self._digest, self._is_posted = None, False
+        self._in_session = self._in_session if session is None else session
 
     def refresh(self) -> None:
         """The cache is empty: what it will hold is made by the weights as they are."""
+        if self._digest is not None or self._is_posted or self._in_session:
+            return
         try:
-            self.digest = self._digest()
-        except (ServingError, RuntimeError) as error:
-            logger.error("kvtuner: the weights cannot be told from others, so storage is not used: %s", error)
-            self.digest = None
+            word = self._weights()
+        except ServingError as error:
+            logger.error("kvtuner: storage is not used any more: %s", error)
+            word = ""
+        post(self._key, word)
+        self._is_posted = True
 
-    def _digest(self) -> bytes:
-        tensors = self._model.state_dict().items()
-        return identity_digest({**self._fields, "weights": weights_fingerprint(tensors)})
+    @property
+    def _key(self) -> str:
+        return f"kvtuner/weights/{self._generation}"
+
+    def _weights(self) -> str:
+        try:
+            return weights_fingerprint(self._model.state_dict().items())
+        except (RuntimeError, TypeError, AttributeError) as error:  # tensors of kinds that have no bytes to read
+            raise ServingError(f"this model's weights cannot be told from others: {error}") from error
+
+    def _of(self, weights: list[str]) -> bytes:
+        return identity_digest({**self._fields, "weights": weights})
 
 
 class TierMetrics:
@@ -185,9 +217,9 @@ _starting = False
 """Whether the next storage is opened by the server's own start, which then ends with one line where it cannot be."""
 
 
-def _suspend() -> None:
+def _suspend(session: bool | None) -> None:
     for pool in _pools:
-        pool.identity.suspend()
+        pool.identity.suspend(session=session)
 
 
 def _open(refusing: Any, create: Callable[[str, Any], Any], backend: str, config: Any, host_pool: Any) -> Any:
@@ -202,17 +234,19 @@ def _open(refusing: Any, create: Callable[[str, Any], Any], backend: str, config
     global _starting
     number, guard, _starting = next(_opened), refusing if _starting else nullcontext, False
     with guard():
-        verdict, ready = "ready", None
+        verdict, opened = "ready", None
         try:
-            ready = prepare_storage(backend, config, host_pool)
-        except ServingError as error:
-            verdict = str(error)
+            opened = create(*prepare_storage(backend, config, host_pool))
+        except Exception as error:  # whatever a storage raises: the others must hear of it
+            verdict = str(error) or type(error).__name__
         # SGLang goes on with collectives, in which ranks would wait for one that does not come.
-        for rank, word in tell_all(f"kvtuner/storage/{number}", verdict, _rank.agreement_s).items():
+        words = tell_all(f"kvtuner/storage/{number}", verdict, _rank.agreement_s)
+        for rank, word in words.items():
             if word != "ready":
+                if opened is not None and hasattr(opened, "close"):
+                    opened.close()
                 raise ServingError(word or f"rank {rank} does not answer whether it can use storage {backend}")
-        assert ready is not None
-        return checked(create(*ready), host_pool)
+        return checked(opened, host_pool)
 
 
 def _build(device_pool: Any, *, page_size: int, label: str, size_gb: float | None) -> PackedHostPool:
@@ -285,10 +319,10 @@ def self_test(pool: PackedHostPool) -> None:
         ServingError: names the first layer whose page differs.
     """
     generator, page_size = torch.Generator().manual_seed(0), pool.page_size
-    device_slots = torch.arange(page_size)
-    host_slots = device_slots + (pool.page_num - 1) * page_size
-    if pool.mover.name != TorchMover.name:
-        device_slots, host_slots = device_slots.to(pool.transfer_device), host_slots.to(pool.transfer_device)
+    slots = torch.arange(page_size)
+    host_slots, device_slots = pool.prepare_transfer_indices(
+        slots + (pool.page_num - 1) * page_size, slots.to(pool.transfer_device), "kernel"
+    )
     before, rows, after = [], [], []
     for sides in pool.device_layers:
         for side in sides:

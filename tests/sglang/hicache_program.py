@@ -202,7 +202,7 @@ def changed(**fields):
 
 assert identity().digest == identity(changed(config=config_named("b"))).digest == pool.identity.digest
 for number, other in enumerate((
-    identity(changed(config=config_named("a", rope=2))),
+    identity(changed(profile=load_profile(sys.argv[4]))), identity(changed(config=config_named("a", rope=2))),
     identity(changed(config=config_named("a", dtype=torch.float16))),
     identity(changed(attend="fresh")), identity(changed(packed=False)), identity(changed(model=torch.nn.Linear(4, 4))),
     identity(page=PAGE + 1), identity(layers=range(2, 5)), identity(ranks=Ranks(0, 2, 0, 0)),
@@ -213,10 +213,11 @@ for number, other in enumerate((
 
 # Weights that change: no storage until a flush, and then no page of those before, which stay for who has them.
 tier._pools.append(pool)
-tier._suspend()
+tier._suspend(None)
 assert read(files, pool, KEYS) == [None, None]
 assert files.batch_exists(KEYS) == 0
 assert not files.batch_set(["f" * 64], [pool.get_data_page(slots(1)[0])])
+first = MODEL.weight.detach().clone()
 with torch.no_grad():
     MODEL.weight[0, 0] += 1
 pool.clear()
@@ -225,8 +226,13 @@ assert files.batch_exists(KEYS) == 0
 assert files.batch_set(KEYS, [pool.get_data_page(slots(1)[0]), pool.get_data_page(slots(2)[0])])
 assert all(page is not None for page in read(files, pool, KEYS))
 assert not REFUSED, REFUSED
+tier._suspend(True)  # a session of changes: a flush before its end changes nothing
 with torch.no_grad():
-    MODEL.weight[0, 0] -= 1
+    MODEL.weight.copy_(first)
+pool.clear()
+assert pool.identity.digest is None
+tier._suspend(False)
+assert pool.identity.digest is None
 pool.clear()
 assert all(page is not None for page in read(files, pool, KEYS))
 paths = sorted((FOLDER / "pages").iterdir())

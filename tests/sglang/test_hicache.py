@@ -281,10 +281,12 @@ def test_what_comes_back_again_and_again_was_quantized_once(policy: str, served:
     folder, profile, path = served
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     flags = (
-        "--kvtuner-profile", str(path), "--kvtuner-hicache-only", "--enable-hierarchical-cache", "--hicache-ratio", "4",
-        "--hicache-write-policy", policy, "--page-size", "16", "--enable-cache-report", "--max-total-tokens", "512",
+        "--kvtuner-profile", str(path), "--kvtuner-hicache-only", "--enable-hierarchical-cache",
+        "--hicache-ratio", "1.5", "--hicache-write-policy", policy, "--page-size", "16", "--enable-cache-report",
+        "--max-total-tokens", "512",
     )  # fmt: skip
-    asked, order = prompts(*range(150, 198, 4), seed=8), random.Random(0)
+    # More than the host holds, so that it gives up pages all the time.
+    asked, order = prompts(*range(150, 198, 8), seed=8), random.Random(0)
     came_back = 0
     with serve(folder, *flags) as server:
         for ids in order.choices(asked, k=150):
@@ -293,8 +295,8 @@ def test_what_comes_back_again_and_again_was_quantized_once(policy: str, served:
             if found["host"] and not found["device"]:
                 came_back += 1
                 expected = quantized_below(model, profile, ids, found["host"], answer["output_ids"])
-                assert torch.allclose(log_probs(answer), expected, atol=2e-3)
-    assert came_back > 40
+                assert torch.allclose(log_probs(answer), expected, atol=2e-4)
+    assert came_back > 20
 
 
 def uniform_of(config: Any, logged: Any) -> Profile:

@@ -26,10 +26,10 @@ def test_a_host_pool_of_one_rank_keeps_pages_and_believes_no_others(
     config = AutoConfig.from_pretrained(model_folder("llama-gqa", num_hidden_layers=5))
     choices = mixed_layers(config)
     choices[3] = LayerChoice(16, 2)
-    path = save_profile(profile_of(config, choices))
+    path, other = (save_profile(profile_of(config, each)) for each in (choices, [LayerChoice(8, 8), *choices[1:]]))
     program = Path(__file__).with_name("hicache_program.py")
     done = subprocess.run(
-        [sys.executable, str(program), str(path), str(tmp_path), str(page_size)],
+        [sys.executable, str(program), str(path), str(tmp_path), str(page_size), str(other)],
         capture_output=True,
         text=True,
         timeout=300,

@@ -70,7 +70,7 @@ def master(keys_url: list[str], tmp_path: Path) -> Iterator[dict[str, Any]]:
     keys_url.append(f"http://127.0.0.1:{metrics}/get_all_keys")
     command = [
         str(Path(mooncake.__file__).parent / "mooncake_master"), f"--rpc_port={rpc}", f"--metrics_port={metrics}",
-        "--enable_http_metadata_server=true", f"--http_metadata_server_port={metadata}", "--default_kv_lease_ttl=50",
+        "--enable_http_metadata_server=true", f"--http_metadata_server_port={metadata}",
     ]  # fmt: skip
     with (tmp_path / "master.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=tmp_path)

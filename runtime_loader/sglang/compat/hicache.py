@@ -47,9 +47,11 @@ _UPDATES: Final = (
     "update_weights_from_distributed",
     "update_weights_from_tensor",
     "update_weights_from_ipc",
+    "check_weights",
     "begin_weight_update",
     "end_weight_update",
 )
+_RESETS: Final = "reset_tensors"
 _FILE: Final = "sglang.srt.mem_cache.hicache_storage.HiCacheFile"
 _FILE_USED: Final = {
     "get": ("key", "target_location", "target_sizes"),
@@ -182,19 +184,26 @@ def on_storage(file_class: type, opened: Callable[[Callable[[str, Any], Any], st
     registered["loader"] = lambda: file_class
 
 
-def on_new_weights(before: Callable[[], None]) -> None:
+def on_new_weights(before: Callable[[bool | None], None]) -> None:
     """Call `before` before any weight of a model that is served changes.
+
+    It is told whether that opens a session of changes (True) or closes one (False).
 
     Raises:
         ServingError: a seam that another plugin has, or that is gone.
     """
 
-    def update(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-        before()
-        return original(self, *args, **kwargs)
+    def hook(session: bool | None) -> Callable[..., Any]:
+        def update(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+            if getattr(recv_req, "action", _RESETS) == _RESETS:  # checks that only look have another
+                before(session)
+            return original(self, recv_req)
+
+        return update
 
     for name in _UPDATES:
-        install(f"{_WEIGHTS}.{name}", update, AROUND, "recv_req")
+        session = {"begin_weight_update": True, "end_weight_update": False}.get(name)
+        install(f"{_WEIGHTS}.{name}", hook(session), AROUND, "recv_req")
 
 
 def is_mooncake(backend: Any) -> bool:

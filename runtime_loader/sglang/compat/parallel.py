@@ -66,6 +66,18 @@ def tell_all(key: str, word: str, timeout_s: float) -> Mapping[int, str | None]:
     return words
 
 
+def post(key: str, word: str) -> None:
+    """Leave a word for all ranks, under a key that is used once."""
+    distributed_c10d._get_default_store().set(f"{key}/{dist.get_rank()}", word)
+
+
+def posted(key: str) -> list[str] | None:
+    """What all ranks left under a key, by rank; None while one has not. Waits for nobody."""
+    store = distributed_c10d._get_default_store()
+    keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
+    return [store.get(each).decode() for each in keys] if store.check(keys) else None
+
+
 def _said(store: Any, key: str, timeout_s: float) -> str | None:
     try:
         store.wait([key], timedelta(seconds=max(timeout_s, 0.01)))

@@ -16,7 +16,7 @@ from kvtuner.runtime_loader.host_tier.transfer import BLOCK_TOKENS, DeviceSide, 
 from kvtuner.runtime_loader.row_format import RowFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -129,26 +129,29 @@ def test_ten_thousand_random_page_trips_against_a_byte_oracle(page_size: int, or
     on_host: dict[int, bytes] = {}
     out_of_process: dict[int, bytes] = {}
     made = 0
-    for step in random_steps(trips):
-        kind, count = step
-        if kind == 0:  # down
-            hosts, devices = distinct(HOST_PAGES, count), distinct(DEVICE_PAGES, count)
+    while made < trips:
+        kind, count = (int(number) for number in torch.randint(4, (2,), generator=_generator) + torch.tensor([0, 1]))
+        if kind == 0 or not on_host:  # down
+            hosts, devices = distinct(range(HOST_PAGES), count), distinct(range(DEVICE_PAGES), count)
             mover.backup(slots_of(hosts, page_size), slots_of(devices, page_size))
             on_host |= {host: on_device[device] for host, device in zip(hosts, devices, strict=True)}
-        elif kind == 1 and len(on_host) >= count:  # up
-            hosts, devices = sorted(on_host)[:count], distinct(DEVICE_PAGES, count)
+            made += count
+        elif kind == 1:  # up
+            hosts = distinct(sorted(on_host), count)
+            devices = distinct(range(DEVICE_PAGES), len(hosts))
             for layer in range(len(layers)):
                 mover.load(layer, slots_of(hosts, page_size), slots_of(devices, page_size))
             for host, device in zip(hosts, devices, strict=True):
                 on_device[device] = on_host[host]
-        elif kind == 2 and on_host:  # out
-            out_of_process |= {page: stored(pages, page) for page in sorted(on_host)[:count]}
-        elif out_of_process:  # back in, elsewhere
-            source, target = sorted(out_of_process)[0], distinct(HOST_PAGES, 1)[0]
+            made += len(hosts)
+        elif kind == 2:  # out of the process
+            out_of_process |= {page: stored(pages, page) for page in distinct(sorted(on_host), count)}
+        elif out_of_process:  # and back in, elsewhere
+            (source,), (target,) = distinct(sorted(out_of_process), 1), distinct(range(HOST_PAGES), 1)
             pages.set(target, torch.frombuffer(bytearray(out_of_process[source]), dtype=torch.uint8))
             on_host[target] = out_of_process.pop(source)
-        made += count
-        if step == (0, 1) or made >= trips:
+            made += 1
+        if made % 16 == 0:
             check(layers, pages, on_device, on_host, page_size)
     check(layers, pages, on_device, on_host, page_size)
     assert made >= trips
@@ -157,21 +160,14 @@ def test_ten_thousand_random_page_trips_against_a_byte_oracle(page_size: int, or
 _generator = torch.Generator().manual_seed(5)
 
 
-def distinct(below: int, count: int) -> list[int]:
-    return [int(page) for page in torch.randperm(below, generator=_generator)[:count]]
-
-
-def random_steps(trips: int) -> Iterator[tuple[int, int]]:
-    made = 0
-    while made < trips:
-        kind, count = (int(torch.randint(high, (1,), generator=_generator)) for high in (4, 4))
-        made += count + 1
-        yield kind, count + 1
+def distinct(choices: Sequence[int], count: int) -> list[int]:
+    order = torch.randperm(len(choices), generator=_generator)[:count]
+    return [choices[int(index)] for index in order]
 
 
 def check(layers: Any, pages: HostPages, on_device: list[bytes], on_host: dict[int, bytes], page_size: int) -> None:
-    page = distinct(DEVICE_PAGES, 1)[0]
-    assert page_bytes(layers, page, page_size) == on_device[page]
+    for page in range(DEVICE_PAGES):
+        assert page_bytes(layers, page, page_size) == on_device[page], page
     for host, expected in on_host.items():
         assert stored(pages, host) == expected, host
 
