@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.host_tier.pages import Order
     from kvtuner.runtime_loader.host_tier.transfer import Layers, PageMover
     from kvtuner.runtime_loader.sglang.compat.hicache import HostOptions
-    from kvtuner.runtime_loader.sglang.tier import PageIdentity, TierMetrics
+    from kvtuner.runtime_loader.sglang.identity import PageIdentity
+    from kvtuner.runtime_loader.sglang.tier import TierMetrics
 
 ORDERS: Final[dict[str, Order]] = {
     "layer_first": "layer_first",

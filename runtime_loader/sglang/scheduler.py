@@ -89,6 +89,7 @@ def install(*, packed: bool, tiers: bool) -> None:
 def _begin_tiers(kvc: Any, pool: Any) -> None:
     """A device pool was built: what lies below it, SGLang asks for later."""
     from kvtuner.runtime_loader.sglang import tier
+    from kvtuner.runtime_loader.sglang.identity import TieredRank
 
     serving = active()
     packed, device = not serving.request.hicache_only, torch.device(kvc.device)
@@ -96,7 +97,7 @@ def _begin_tiers(kvc: Any, pool: Any) -> None:
         _check_dtype(kvc)
         profile = _profile(kvc.model_config)
         _agree(f"{profile.digest} below the device")
-    rank = tier.TieredRank(
+    rank = TieredRank(
         profile=_profile(),
         attend=serving.attend,
         packed=packed,

@@ -40,7 +40,7 @@ START_S = 400
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if Path(item.path).parent == Path(__file__).parent:
+        if Path(__file__).parent in Path(item.path).parents:
             item.add_marker(pytest.mark.sglang)
             item.add_marker(pytest.mark.slow)
 

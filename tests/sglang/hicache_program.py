@@ -27,6 +27,7 @@ from kvtuner.exported_configs.load import load_profile
 from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES
 from kvtuner.runtime_loader.packed_attention import TorchAttention
 from kvtuner.runtime_loader.sglang import host_pool as host_pool_module
+from kvtuner.runtime_loader.sglang import identity as identity_module
 from kvtuner.runtime_loader.sglang import pool as pool_module
 from kvtuner.runtime_loader.sglang import scheduler, storage, tier
 from kvtuner.runtime_loader.sglang.compat.hicache import HostOptions
@@ -77,13 +78,13 @@ def options(**changes: object) -> HostOptions:
     return HostOptions(**{**given, "storage": "file", "extra": None, **changes})
 
 
-def rank_of(*, packed: bool) -> tier.TieredRank:
-    return tier.TieredRank(PROFILE, "cache", packed, MODEL, CONFIG, kernels=False, agreement_s=1)
+def rank_of(*, packed: bool) -> identity_module.TieredRank:
+    return identity_module.TieredRank(PROFILE, "cache", packed, MODEL, CONFIG, kernels=False, agreement_s=1)
 
 
 def host_pool(device_pool: object, *, packed: bool = True, zero_copy: bool = False, **changes: object):
     rank = rank_of(packed=packed)
-    own = tier.PageIdentity(rank, RANKS, range(START, STOP), PAGE)
+    own = identity_module.PageIdentity(rank, RANKS, range(START, STOP), PAGE)
     pool = host_pool_module.PackedHostPool(
         device_pool, tier._layers(rank, device_pool), own, Metrics(), options(**changes), page_size=PAGE,
         zero_copy=zero_copy,
@@ -193,11 +194,11 @@ base = rank_of(packed=True)
 
 
 def identity(rank=base, ranks=RANKS, layers=range(START, STOP), page=PAGE):
-    return tier.PageIdentity(rank, ranks, layers, page)
+    return identity_module.PageIdentity(rank, ranks, layers, page)
 
 
 def changed(**fields):
-    return tier.TieredRank(**{**{name: getattr(base, name) for name in base.__dataclass_fields__}, **fields})
+    return identity_module.TieredRank(**{**{name: getattr(base, name) for name in base.__dataclass_fields__}, **fields})
 
 
 assert identity().digest == identity(changed(config=config_named("b"))).digest == pool.identity.digest

@@ -1,0 +1,57 @@
+"""A thousand requests under eviction, by every layout, policy and topology."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("page_size", "flags", "variables"),
+    [
+        (1, ("--hicache-mem-layout", "layer_first", "--hicache-write-policy", "write_back"), {}),
+        (16, ("--hicache-io-backend", "direct", "--hicache-write-policy", "write_through_selective"), {}),
+        (64, ("--hicache-mem-layout", "layer_first", "--hicache-io-backend", "direct"), {}),
+        (16, ("--pp-size", "2"), {}),
+        (
+            16,
+            ("--hicache-storage-prefetch-policy", "timeout"),
+            {"SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.05", "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.2"},
+        ),
+    ],
+    ids=["page 1, write_back", "direct, selective", "page 64, layer_first", "PP 2", "slow and failing"],
+)
+def test_a_thousand_requests_under_eviction(
+    page_size: int,
+    flags: tuple[str, ...],
+    variables: dict[str, str],
+    served: Any,
+    asking: Any,
+    tiers: Any,
+    serve: Any,
+    tmp_path: Path,
+) -> None:
+    folder, _, _ = served
+    with serve(folder, *tiers(tmp_path / "pages", page_size), *flags, **variables) as server:
+        found = asking.soak(server, 1000)
+        assert found["device"] > 0
+        assert found["host"] > 0
+    with serve(folder, *tiers(tmp_path / "pages", page_size), *flags, **variables) as server:
+        found = asking.each(server)
+        assert found["storage"] > 0
+
+
+@pytest.mark.full
+def test_two_nodes(served: Any, asking: Any, tiers: Any, serve: Any, apart: Any, tmp_path: Path) -> None:
+    folder, _, _ = served
+    for pages in range(2):
+        with serve(
+            folder, *tiers(tmp_path / "pages"), "--tp-size", "2", places=apart, GLOO_SOCKET_IFNAME="eth0"
+        ) as server:
+            found = asking.soak(server, 100) if not pages else asking.each(server)
+        assert found["storage" if pages else "host"] > 0
