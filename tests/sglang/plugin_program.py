@@ -107,12 +107,15 @@ def another_kind_of_pool_is_refused() -> None:
             return SimpleNamespace(token_to_kv_pool=self.pool)
 
     KVCacheConfigurator.configure = Configurator.configure
-    pool.on_pool(Packed, lambda *_: 1, lambda *_: None, serving.refusing)
+    built: list[Any] = []
+    pool.on_built(Packed, lambda _, found: built.append(found), serving.refusing)
     configure: Any = KVCacheConfigurator.configure
     configure(Configurator(pool=Packed(), is_draft_worker=False))
+    assert [type(found) for found in built] == [Packed]
     configure(Configurator(pool=object(), is_draft_worker=True))
     line = refusal(configure, Configurator(pool=object(), is_draft_worker=False))
-    assert "SGLang built a object for this model, not a packed pool" in line
+    assert "SGLang built a object for this model, not a Packed" in line
+    assert len(built) == 1
 
 
 def an_engine_with_finished_arguments_is_refused() -> None:
