@@ -7,9 +7,11 @@ values become rows on their way down and are read back on their way up.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from kvtuner.runtime_loader.row_format import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,9 +20,6 @@ if TYPE_CHECKING:
 
     from kvtuner.runtime_loader.host_tier.pages import HostPages
     from kvtuner.runtime_loader.row_format import RowFormat
-
-BLOCK_TOKENS: Final = 2048
-"""Tokens that move at a time, at least a page: bounds what a transfer allocates on the device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +124,7 @@ def _words(pages: Tensor) -> Tensor:
 
 
 def block_tokens(page_size: int) -> int:
-    """Tokens of a block: whole pages."""
+    """Tokens that move at a time, whole pages: bounds what a transfer allocates on the device."""
     return max(BLOCK_TOKENS // page_size, 1) * page_size
 
 

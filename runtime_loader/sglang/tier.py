@@ -54,7 +54,7 @@ class TierMetrics:
     """
 
     def __init__(self, labels: Mapping[str, str], page_size: int, token_bytes: int, unquantized_bytes: int) -> None:
-        self._labels, self._page_size = dict(labels), page_size
+        self.labels, self._page_size = dict(labels), page_size
         self._token_bytes, self._unquantized_bytes = token_bytes, unquantized_bytes
         for direction in ("backup", "load"):
             self.moved(direction, 0)
@@ -64,7 +64,7 @@ class TierMetrics:
 
     def moved(self, direction: str, num_tokens: int) -> None:
         """Pages were moved down (backup) or up (load)."""
-        labels = {**self._labels, "direction": direction}
+        labels = {**self.labels, "direction": direction}
         pages, kept = num_tokens // self._page_size, num_tokens * self._token_bytes
         spared = num_tokens * self._unquantized_bytes - kept
         add_to_counter("kvtuner_hicache_pages", "Pages moved between device and host.", labels, pages)
@@ -75,12 +75,12 @@ class TierMetrics:
 
     def took(self, direction: str, seconds: float) -> None:
         """A transfer took that long, with quantizing or reading back where the device pool is not packed."""
-        labels = {**self._labels, "direction": direction}
+        labels = {**self.labels, "direction": direction}
         add_to_counter("kvtuner_hicache_seconds", "Seconds of transfers between device and host.", labels, seconds)
 
     def refused(self, fault: Fault, count: int) -> None:
         """Stored pages were not what they should be."""
-        labels = {**self._labels, "fault": fault}
+        labels = {**self.labels, "fault": fault}
         add_to_counter("kvtuner_hicache_pages_refused", "Stored pages that were read and not believed.", labels, count)
 
 
@@ -281,7 +281,6 @@ def announce(
         f"  storage {options.storage or 'none'}, keys with {(pool.identity.digest or b'').hex()[:KEY_DIGITS]}",
     ]
     logger.info("\n".join(lines))
-    labels = {"digest": rank.profile.digest, "tp_rank": str(here.tp_rank), "pp_rank": str(here.pp_rank)}
     gauges = {
         "kvtuner_hicache_bytes_per_token": ("Bytes of one token below the device of this rank.", token_bytes),
         "kvtuner_hicache_bytes_per_token_bf16": ("The same in bf16.", native),
@@ -289,4 +288,4 @@ def announce(
         "kvtuner_hicache_capacity_tokens_bf16": ("Tokens that its bytes would hold in bf16.", in_native),
     }
     for name, (what, value) in gauges.items():
-        set_gauge(name, what, labels, value)
+        set_gauge(name, what, pool.metrics.labels, value)

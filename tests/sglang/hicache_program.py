@@ -240,9 +240,8 @@ paths = sorted((FOLDER / "pages").iterdir())
 assert len(paths) == 4
 
 # A page of others under a name of ours, however it came there, and one that cannot be read: refused, and made room for.
-mine, theirs = (next(path for path in paths if path.name.startswith(key) and tag in path.name) for key, tag in (
-    (KEYS[0], pool.identity.digest.hex()[:24]), (KEYS[0], ""),
-))  # fmt: skip
+tag = pool.identity.digest.hex()[:24]
+mine = next(path for path in paths if path.name.startswith(KEYS[0]) and tag in path.name)
 others = next(path for path in paths if path.name.startswith(KEYS[0]) and path != mine)
 mine.write_bytes(others.read_bytes())
 assert read(files, pool, KEYS[:1]) == [None]

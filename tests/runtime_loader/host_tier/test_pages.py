@@ -12,8 +12,8 @@ from kvtuner.precision import row_bytes
 from kvtuner.quant import QuantSpec, Transform, TransformKind
 from kvtuner.runtime_loader.host_tier.pages import ORDERS, HostPages, Order, PageLayout
 from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES
-from kvtuner.runtime_loader.host_tier.transfer import BLOCK_TOKENS, DeviceSide, TorchMover, token_bytes
-from kvtuner.runtime_loader.row_format import RowFormat
+from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, TorchMover, token_bytes
+from kvtuner.runtime_loader.row_format import BLOCK_TOKENS, RowFormat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
