@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from kvtuner.runtime_loader.host_tier.stopwatch import untimed
 from kvtuner.runtime_loader.row_format import BLOCK_TOKENS
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.host_tier.pages import HostPages
+    from kvtuner.runtime_loader.host_tier.stopwatch import Timed
     from kvtuner.runtime_loader.row_format import RowFormat
 
 
@@ -79,12 +81,13 @@ class TorchMover:
     Args:
         layers: keys and values of the rank's layers.
         pages: on the host.
+        timed: around quantizing and dequantizing.
     """
 
     name = "torch"
 
-    def __init__(self, layers: Layers, pages: HostPages) -> None:
-        self._layers, self._pages = layers, pages
+    def __init__(self, layers: Layers, pages: HostPages, timed: Timed = untimed) -> None:
+        self._layers, self._pages, self._timed = layers, pages, timed
 
     def place(self, slots: Tensor) -> Tensor:
         """See `PageMover.place`."""
@@ -101,7 +104,8 @@ class TorchMover:
                     if side.moves_as_it_is:
                         pages = _words(side.raw.view(-1, *target.shape[1:]))[device_pages]
                     else:
-                        pages = _words(side.format.pack(side.buffer[device]).view(-1, *target.shape[1:]))
+                        with self._timed("quantize"):
+                            pages = _words(side.format.pack(side.buffer[device]).view(-1, *target.shape[1:]))
                     _words(target)[host_pages] = pages
 
     def load(self, layer: int, host_slots: Tensor, device_slots: Tensor) -> None:
@@ -115,7 +119,8 @@ class TorchMover:
                     _words(side.raw.view(-1, *source.shape[1:]))[pages_of(device, page_size)] = pages
                 else:
                     rows = pages.view(torch.uint8).flatten(0, 1)
-                    side.buffer[device] = side.format.unpack(rows, side.buffer.dtype)
+                    with self._timed("dequantize"):
+                        side.buffer[device] = side.format.unpack(rows, side.buffer.dtype)
 
 
 def _words(pages: Tensor) -> Tensor:

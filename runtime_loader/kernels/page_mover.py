@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvtuner.runtime_loader.host_tier.pages import ALIGNMENT
+from kvtuner.runtime_loader.host_tier.stopwatch import untimed
 from kvtuner.runtime_loader.host_tier.transfer import block_tokens, in_blocks, pages_of
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.pages import copy_pages
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.host_tier.pages import HostPages
+    from kvtuner.runtime_loader.host_tier.stopwatch import Timed
     from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, Layers
 
 BLOCK_WORDS: Final = 512
@@ -35,18 +37,19 @@ class TritonMover:
         layers: keys and values of the rank's layers, all packed or none.
         pages: on the host, in memory that the device can address.
         device: of the layers.
+        timed: around quantizing and dequantizing.
     """
 
     name = "triton"
 
-    def __init__(self, layers: Layers, pages: HostPages, device: torch.device) -> None:
+    def __init__(self, layers: Layers, pages: HostPages, device: torch.device, timed: Timed = untimed) -> None:
         self._device = device
         self._down: _Rows | _Staging
         self._up: _Rows | _Staging
         if all(side.packed for sides in layers for side in sides):
             self._down = self._up = _Rows([[side.raw for side in sides] for sides in layers], pages, device)
         else:  # one for each direction, which run on streams of their own
-            self._down, self._up = (_Staging(layers, pages, device) for _ in range(2))
+            self._down, self._up = (_Staging(layers, pages, device, timed) for _ in range(2))
 
     def place(self, slots: Tensor) -> Tensor:
         """See `PageMover.place`: on the device, without waiting for it."""
@@ -115,8 +118,8 @@ class _Staging:
     Layers of one format take turns; bytes of a row that no kernel writes stay zeros.
     """
 
-    def __init__(self, layers: Layers, pages: HostPages, device: torch.device) -> None:
-        self._layers, layout = layers, pages.layout
+    def __init__(self, layers: Layers, pages: HostPages, device: torch.device, timed: Timed) -> None:
+        self._layers, self._timed, layout = layers, timed, pages.layout
         self._page_size, self._block = layout.page_size, block_tokens(layout.page_size)
         shared: dict[Any, Tensor] = {}
 
@@ -140,17 +143,19 @@ class _Staging:
         for host, device in in_blocks(host_slots, device_slots, self._page_size):
             places = self._places[: len(device)]
             for layer, ((keys, values), (k_rows, v_rows)) in enumerate(zip(self._layers, self._sides, strict=True)):
-                launch.store(k_rows, v_rows, places, keys.buffer[device], values.buffer[device])
+                with self._timed("quantize"):
+                    launch.store(k_rows, v_rows, places, keys.buffer[device], values.buffer[device])
                 self._rows_of.copy(host, places, layer, 1, to_host=True)
 
     def load(self, layer: int, host_slots: Tensor, device_slots: Tensor) -> None:
         for host, device in in_blocks(host_slots, device_slots, self._page_size):
             places, count = self._places[: len(device)], self._counts[len(device) :][:1]
             self._rows_of.copy(host, places, layer, 1, to_host=False)
-            for side, rows in zip(self._layers[layer], self._sides[layer], strict=True):
-                states = side.buffer.new_empty((len(device), *side.buffer.shape[1:]))
-                launch.read(rows, places, count, states)
-                side.buffer[device] = states
+            with self._timed("dequantize"):
+                for side, rows in zip(self._layers[layer], self._sides[layer], strict=True):
+                    states = side.buffer.new_empty((len(device), *side.buffer.shape[1:]))
+                    launch.read(rows, places, count, states)
+                    side.buffer[device] = states
 
 
 def _kernel_side(side: DeviceSide, rows: Tensor) -> KernelSide:

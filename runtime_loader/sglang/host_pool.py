@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.host_tier.pages import HostPages, PageLayout
+from kvtuner.runtime_loader.host_tier.stopwatch import Stopwatch
 from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES
 from kvtuner.runtime_loader.host_tier.transfer import TorchMover, token_bytes
 from kvtuner.runtime_loader.sglang.compat.hicache import HostKVCache, allocate, allocator_type
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.host_tier.pages import Order
+    from kvtuner.runtime_loader.host_tier.stopwatch import Timed
     from kvtuner.runtime_loader.host_tier.transfer import Layers, PageMover
     from kvtuner.runtime_loader.sglang.compat.hicache import HostOptions
     from kvtuner.runtime_loader.sglang.identity import PageIdentity
@@ -45,7 +45,7 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
         page_size: tokens of a page.
         label: SGLang's name for it.
         zero_copy: whether a storage reads the buffer itself; headers then lie in it.
-        mover: of the layers and the pages; in plain torch by default.
+        mover: of the layers and the pages, which times quantizing; in plain torch by default.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
         page_size: int,
         label: str = "kv",
         zero_copy: bool = False,
-        mover: Callable[[Layers, HostPages], PageMover] = TorchMover,
+        mover: Callable[[Layers, HostPages, Timed], PageMover] = TorchMover,
     ) -> None:
         self.identity, self.metrics, self.zero_copy = identity, metrics, zero_copy
         self.device_layers, self._make_mover = layers, mover
@@ -73,7 +73,7 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
                 f"--hicache-storage-backend {options.storage} reads whole pages from the host pool; serve with"
                 " --hicache-mem-layout page_first"
             )
-        self._timer = TransferTimer(self.transfer_device, metrics)
+        self._timed = Stopwatch(self.transfer_device, metrics.took)
         super().__init__(
             dtype=torch.uint8,
             device_capacity_tokens=device_pool.size,
@@ -108,7 +108,7 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
         layout = PageLayout(self.page_size, self._row_bytes, self.page_num, self._order, self._header_bytes)
         buffer = allocate(self, layout.buffer_bytes, self.transfer_device)
         self.pages = HostPages(layout, buffer)
-        self.mover = self._make_mover(self.device_layers, self.pages)
+        self.mover = self._make_mover(self.device_layers, self.pages, self._timed)
         return buffer
 
     def prepare_transfer_indices(
@@ -121,9 +121,9 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
         self, device_pool: Any, host_indices: Tensor, device_indices: Tensor, io_backend: str
     ) -> None:
         """Copy whole pages down, on the current stream."""
-        self._timer.begin("backup", len(host_indices))
-        self.mover.backup(host_indices, device_indices)
-        self._timer.end("backup")
+        self.metrics.moved("backup", len(host_indices))
+        with self._timed("backup"):
+            self.mover.backup(host_indices, device_indices)
 
     def load_to_device_per_layer(
         self,
@@ -137,10 +137,9 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
     ) -> None:
         """Copy whole pages of one layer, by its number on this rank, up, on the current stream."""
         if layer_id == 0:
-            self._timer.begin("load", len(host_indices))
-        self.mover.load(layer_id, host_indices, device_indices)
-        if layer_id == self.layer_num - 1:
-            self._timer.end("load")
+            self.metrics.moved("load", len(host_indices))
+        with self._timed("load"):
+            self.mover.load(layer_id, host_indices, device_indices)
 
     def get_data_page(self, index: Any, flat: bool = True) -> Tensor:
         """A page as it is stored, by its first slot: room for a header, then its bytes."""
@@ -178,40 +177,3 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
         super().clear()
         if getattr(self, "is_ready", False):
             self.identity.refresh()
-
-
-class TransferTimer:
-    """Seconds that transfers take: by the clock on a processor, by the stream on a GPU.
-
-    There a transfer is counted once a later one begins and it is done: nothing waits for it.
-    """
-
-    def __init__(self, device: torch.device, metrics: TierMetrics) -> None:
-        self._on_stream, self._metrics = device.type == "cuda", metrics
-        self._begun: dict[str, Any] = {}
-        self._running: deque[tuple[str, Any, Any]] = deque()
-
-    def begin(self, direction: str, num_tokens: int) -> None:
-        """A transfer of one direction begins; its tokens are counted at once."""
-        self._metrics.moved(direction, num_tokens)
-        if not self._on_stream:
-            self._begun[direction] = time.perf_counter()
-            return
-        while self._running and self._running[0][2].query():
-            name, begun, ended = self._running.popleft()
-            self._metrics.took(name, begun.elapsed_time(ended) / 1000)
-        self._begun[direction] = self._now()
-
-    def end(self, direction: str) -> None:
-        """It ends, or its last kernel is on the stream."""
-        begun = self._begun.pop(direction)
-        if self._on_stream:
-            self._running.append((direction, begun, self._now()))
-        else:
-            self._metrics.took(direction, time.perf_counter() - begun)
-
-    @staticmethod
-    def _now() -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

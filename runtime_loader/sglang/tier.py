@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from kvtuner.runtime_loader.host_tier.pages import HostPages
+    from kvtuner.runtime_loader.host_tier.stopwatch import Timed, Work
     from kvtuner.runtime_loader.host_tier.stored_page import Fault
     from kvtuner.runtime_loader.host_tier.transfer import Layers, PageMover
     from kvtuner.runtime_loader.sglang.compat.hicache import HostOptions
@@ -41,6 +42,16 @@ if TYPE_CHECKING:
 
 
 logger: Final = logging.getLogger("kvtuner")
+
+
+_TRANSFERS: Final = "kvtuner_hicache_seconds", "Seconds of transfers between device and host, quantizing included."
+WORK_SECONDS: Final[dict[Work, tuple[str, str, dict[str, str]]]] = {
+    "backup": (*_TRANSFERS, {"direction": "backup"}),
+    "load": (*_TRANSFERS, {"direction": "load"}),
+    "quantize": ("kvtuner_hicache_quantize_seconds", "Seconds of quantizing within backups.", {}),
+    "dequantize": ("kvtuner_hicache_dequantize_seconds", "Seconds of dequantizing within loads.", {}),
+}
+"""Name, help and labels of what counts the seconds of each."""
 
 
 class TierMetrics:
@@ -58,7 +69,8 @@ class TierMetrics:
         self._token_bytes, self._unquantized_bytes = token_bytes, unquantized_bytes
         for direction in ("backup", "load"):
             self.moved(direction, 0)
-            self.took(direction, 0.0)
+        for work in WORK_SECONDS:
+            self.took(work, 0.0)
         for fault in FAULTS:
             self.refused(fault, 0)
 
@@ -73,10 +85,10 @@ class TierMetrics:
             "kvtuner_hicache_bytes_saved", "Bytes that the served dtype would have moved more.", labels, max(spared, 0)
         )
 
-    def took(self, direction: str, seconds: float) -> None:
-        """A transfer took that long, with quantizing or reading back where the device pool is not packed."""
-        labels = {**self.labels, "direction": direction}
-        add_to_counter("kvtuner_hicache_seconds", "Seconds of transfers between device and host.", labels, seconds)
+    def took(self, work: Work, seconds: float) -> None:
+        """A transfer took that long, or what of it is more than copying."""
+        name, what, own = WORK_SECONDS[work]
+        add_to_counter(name, what, {**self.labels, **own}, seconds)
 
     def refused(self, fault: Fault, count: int) -> None:
         """Stored pages were not what they should be."""
@@ -131,18 +143,19 @@ def _open(refusing: Any, create: Callable[[str, Any], Any], backend: str, config
     global _starting
     number, guard, _starting = next(_opened), refusing if _starting else nullcontext, False
     with guard():
-        verdict, opened = "ready", None
+        verdict, opened, reason = "ready", None, None
         try:
             opened = create(*prepare_storage(backend, config, host_pool))
         except Exception as error:  # whatever a storage raises: the others must hear of it
-            verdict = str(error) or type(error).__name__
+            verdict, reason = str(error) or type(error).__name__, error
         # SGLang goes on with collectives, in which ranks would wait for one that does not come.
         words = tell_all(f"kvtuner/storage/{number}", verdict, _rank.agreement_s)
         for rank, word in words.items():
             if word != "ready":
                 if opened is not None and hasattr(opened, "close"):
                     opened.close()
-                raise ServingError(word or f"rank {rank} does not answer whether it can use storage {backend}")
+                silent = f"rank {rank} does not answer whether it can use storage {backend}"
+                raise ServingError(word or silent) from reason
         return checked(opened, host_pool)
 
 
@@ -199,12 +212,12 @@ def _layers(rank: TieredRank, device_pool: Any) -> Layers:
     return layers
 
 
-def _mover(rank: TieredRank, device: torch.device) -> Callable[[Layers, HostPages], PageMover]:
+def _mover(rank: TieredRank, device: torch.device) -> Callable[[Layers, HostPages, Timed], PageMover]:
     if not rank.kernels:
         return TorchMover
     from kvtuner.runtime_loader.kernels.page_mover import TritonMover
 
-    return lambda layers, pages: TritonMover(layers, pages, device)
+    return lambda layers, pages, timed: TritonMover(layers, pages, device, timed)
 
 
 def self_test(pool: PackedHostPool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -45,7 +46,15 @@ def pages_for(layers: Any, page_size: int, order: Order, header_bytes: int) -> H
 def test_pages_move_as_in_torch(page_size: int, order: Order, header_bytes: int, packed: bool, row_format: Any) -> None:
     by_torch, by_kernels = (layers_of(row_format, page_size, packed=packed) for _ in range(2))
     pages, other = (pages_for(by_torch, page_size, order, header_bytes) for _ in range(2))
-    movers = TorchMover(by_torch, pages), TritonMover(by_kernels, other, torch.device("cpu"))
+    works: list[list[str]] = [[], []]
+
+    def note(done: list[str]) -> Any:
+        return lambda work: done.append(work) or nullcontext()
+
+    movers = (
+        TorchMover(by_torch, pages, note(works[0])),
+        TritonMover(by_kernels, other, torch.device("cpu"), note(works[1])),
+    )
 
     def slots(chosen: list[int]) -> torch.Tensor:
         return torch.tensor([page * page_size + token for page in chosen for token in range(page_size)])
@@ -60,6 +69,8 @@ def test_pages_move_as_in_torch(page_size: int, order: Order, header_bytes: int,
     for sides, expected in zip(by_kernels, by_torch, strict=True):
         for side, wanted in zip(sides, expected, strict=True):
             assert torch.equal(side.raw, wanted.raw)
+    for done in works:
+        assert set(done) == (set() if packed else {"quantize", "dequantize"})
 
 
 def test_no_pages_are_no_launch(row_format: Any) -> None:

@@ -45,7 +45,7 @@ def tiers(served: Any) -> Callable[..., tuple[str, ...]]:
         wait = ("--hicache-storage-prefetch-policy", "wait_complete") if storage else ()
         return (
             "--kvtuner-profile", str(profile or served[2]), "--kvtuner-attend", "cache", "--enable-hierarchical-cache",
-            "--hicache-ratio", "3", "--page-size", str(page_size), "--enable-cache-report", "--enable-metrics",
+            "--hicache-ratio", "1.5", "--page-size", str(page_size), "--enable-cache-report", "--enable-metrics",
             *SMALL, *below, *wait,
         )  # fmt: skip
 
@@ -90,6 +90,11 @@ class Asking:
 
         with ThreadPoolExecutor(4) as pool:
             return total(pool.map(ask, range(count)))
+
+    def overflowed(self, server: Any, page_size: int) -> bool:
+        """Whether more pages went down than fit there: some were given up."""
+        down = self.metric(server, "kvtuner_hicache_pages_total", direction="backup")
+        return down * page_size > self.metric(server, "kvtuner_hicache_capacity_tokens")
 
     @staticmethod
     def sources(answer: Any) -> dict[str, int]:
@@ -136,6 +141,12 @@ def hang_up(server: Any, ids: list[int]) -> None:
 def sources() -> Callable[[Any], dict[str, int]]:
     """Tokens of an answer's prompt by where they were found."""
     return Asking.sources
+
+
+@pytest.fixture(scope="session")
+def metric() -> Callable[..., float]:
+    """`metric(server, name, **labels)`: sum of a metric over what labels leave open."""
+    return Asking.metric
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,7 @@ def by_hit(model: Any, profile: Profile, ids: Sequence[int], reused: int) -> tor
 
 
 def test_an_unquantized_device_pool_reads_what_came_back_as_the_transformers_host_does(
-    served: Any, sources: Any, serve: Any, prompts: Any
+    served: Any, sources: Any, metric: Any, serve: Any, prompts: Any
 ) -> None:
     folder, _, _ = served
     config = AutoConfig.from_pretrained(folder)
@@ -62,6 +62,7 @@ def test_an_unquantized_device_pool_reads_what_came_back_as_the_transformers_hos
         "--enable-hierarchical-cache", "--enable-kvtuner-hicache", "--kvtuner-hicache-nbits-key", "4",
         "--kvtuner-hicache-nbits-value", "2", "--kvtuner-hicache-asym", "--kvtuner-hicache-q-group-size", "16",
         "--hicache-ratio", "8", "--page-size", "16", "--enable-cache-report", "--max-total-tokens", "512",
+        "--enable-metrics",
     )  # fmt: skip
     asked = prompts(*range(150, 190, 5), seed=8)
     churn = prompts(*[150] * 8, seed=9)
@@ -75,6 +76,9 @@ def test_an_unquantized_device_pool_reads_what_came_back_as_the_transformers_hos
         for ids in asked:
             found.append(server.generate([ids], TOKENS, top=320)[0])
             server.generate(churn, 1)
+        for direction, work in (("backup", "quantize"), ("load", "dequantize")):
+            whole = metric(server, "kvtuner_hicache_seconds_total", direction=direction)
+            assert 0 < metric(server, f"kvtuner_hicache_{work}_seconds_total") < whole
     assert torch.allclose(
         log_probs(exact[0]), quantized_below(model, profile, asked[0], 0, exact[0]["output_ids"]), atol=1e-4
     )

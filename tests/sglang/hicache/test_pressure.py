@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,9 +44,33 @@ def test_a_thousand_requests_under_eviction(
         found = asking.soak(server, 1000)
         assert found["device"] > 0
         assert found["host"] > 0
+        assert asking.overflowed(server, page_size)
     with serve(folder, *tiers(tmp_path / "pages", page_size), *flags, **variables) as server:
         found = asking.each(server)
         assert found["storage"] > 0
+
+
+@pytest.mark.full
+def test_requests_aborted_while_their_pages_come_from_storage(
+    served: Any, asking: Any, tiers: Any, serve: Any, tmp_path: Path
+) -> None:
+    folder, _, _ = served
+    flags = tiers(tmp_path / "pages")
+    with serve(folder, *flags) as server:
+        asking.each(server)
+    slow = {"SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.5"}
+    with serve(folder, *flags, "--log-level", "debug", **slow) as server, ThreadPoolExecutor(4) as pool:
+        for number, ids in enumerate(asking.requests[::2]):
+            body = {"input_ids": ids, "rid": f"left-{number}", "sampling_params": {"max_new_tokens": 4}}
+            left = pool.submit(server.post, "/generate", body)
+            time.sleep(0.1 + number % 8 * 0.1)
+            server.post("/abort_request", {"rid": body["rid"]})
+            assert left.result()["meta_info"]["finish_reason"]["type"] in ("abort", "length")
+        assert server.log.count("Abort queued request") > 5, "none was left while it waited for its pages"
+        assert asking.some(3).each(server)["storage"] > 100
+        asking.soak(server, 40)
+        server.flush()
+        assert json.loads(server.get("/v1/loads"))["loads"][0]["num_used_tokens"] == 0
 
 
 @pytest.mark.full

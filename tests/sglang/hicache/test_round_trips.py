@@ -29,6 +29,7 @@ def test_what_comes_back_from_host_and_storage_answers_as_if_it_had_never_left(
         found = asking.soak(server, 150)
         assert found["device"] > 0
         assert found["host"] > 0
+        assert asking.overflowed(server, 16)
         token_bytes = sum(profile.row_shape(1).pair_bytes(pair) for pair in profile.pairs[:-1])
         token_bytes += 2 * 4 * profile.geometry.num_kv_heads * profile.geometry.head_dim  # 16 bits, served in float32
         assert asking.metric(server, "kvtuner_hicache_bytes_per_token") == token_bytes
@@ -37,6 +38,8 @@ def test_what_comes_back_from_host_and_storage_answers_as_if_it_had_never_left(
             assert pages > 0
             assert asking.metric(server, "kvtuner_hicache_bytes_total", direction=direction) == pages * 16 * token_bytes
             assert asking.metric(server, "kvtuner_hicache_seconds_total", direction=direction) > 0
+        for work in ("quantize", "dequantize"):
+            assert asking.metric(server, f"kvtuner_hicache_{work}_seconds_total") == 0  # rows move as they are
         assert asking.metric(server, "kvtuner_hicache_pages_refused_total") == 0
         server.flush()
         assert json.loads(server.get("/v1/loads"))["loads"][0]["num_used_tokens"] == 0
