@@ -2,7 +2,7 @@ PYTHON ?= python
 BIN = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 # Tiny models run faster on one thread, above all beside other work: a process for each core instead.
 WORKERS ?= auto
-PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8
+PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 .PHONY: check test test-full gpu lint format demo demo-model schema
 

@@ -26,12 +26,11 @@ def assert_agrees(agreement: Any) -> None:
     assert agreement.same_argmax >= 0.995, agreement
 
 
-SYMMETRIC = [pytest.param(name, True, marks=pytest.mark.full) for name in FAMILIES[1:]]
+GRIDS = [(FAMILIES[0], True), *((name, False) for name in FAMILIES[1:])]
+OTHER_GRIDS = [pytest.param(name, not symmetric, marks=pytest.mark.full) for name, symmetric in GRIDS]
 
 
-@pytest.mark.parametrize(
-    ("name", "symmetric"), [*((each, False) for each in FAMILIES), (FAMILIES[0], True), *SYMMETRIC]
-)
+@pytest.mark.parametrize(("name", "symmetric"), [*GRIDS, *OTHER_GRIDS])
 def test_a_mixed_profile_agrees_with_the_transformers_host(
     name: str,
     symmetric: bool,
@@ -137,7 +136,7 @@ def test_every_family_agrees_at_every_uniform_width(
     assert_agrees(agreement)
 
 
-@pytest.mark.parametrize(("bits", "asym"), [(8, "true"), (4, "false")])
+@pytest.mark.parametrize(("bits", "asym"), [(8, "true"), pytest.param(4, "false", marks=pytest.mark.full)])
 def test_uniform_flags_serve_a_profile_of_their_own(
     bits: int, asym: str, serve: Any, compare: Any, prompts: Any, model_folder: Any, profile_of: Any
 ) -> None:

@@ -69,7 +69,9 @@ def is_near(agreement: Any) -> bool:
     return bool(agreement.divergence <= 0.02 * agreement.own + 1e-6 and agreement.same_argmax >= 0.995)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "topology", ["tp2", "pp2", pytest.param("two nodes, tp2", marks=pytest.mark.full), "two nodes, tp2 x pp2"]
+)
 def test_ranks_agree_with_the_transformers_host(topology: str, uneven: Any, served: Any, here: Any) -> None:
     nodes, flags = TOPOLOGIES[topology]
     agreement, said = served(flags, [here] * nodes)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import pytest
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.build import LayerChoice
@@ -92,6 +93,7 @@ def spoil(files: list[Path]) -> None:
             path.write_bytes(data)
 
 
+@pytest.mark.full
 def test_tensor_parallel_ranks_keep_their_own_pages_and_read_no_others(
     served: Any, asking: Any, tiers: Any, serve: Any, profile_of: Any, save_profile: Any, tmp_path: Path
 ) -> None:
