@@ -263,9 +263,14 @@ def _divide(x: Tensor, divisor: int) -> Tensor:
     return x / torch.full_like(x, divisor)
 
 
+def encode_fp8(x: Tensor) -> Tensor:
+    """The fp8 baseline: e4m3fn with scale 1, saturating at 448, as SGLang serves it; float8_e4m3fn, same shape."""
+    return x.to(torch.float32).clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn)
+
+
 def quantize_fp8(x: Tensor) -> Tensor:
-    """The fp8 baseline: e4m3fn with scale 1, saturating at 448, as SGLang serves it; float32, same shape."""
-    return x.to(torch.float32).clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+    """What a reader sees of the fp8 baseline: float32, same shape."""
+    return encode_fp8(x).to(torch.float32)
 
 
 def pack_rows(quantized: Quantized) -> Tensor:

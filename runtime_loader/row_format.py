@@ -9,7 +9,7 @@ import torch
 
 from kvtuner.errors import ProfileError
 from kvtuner.precision import NATIVE_BITS, row_bytes
-from kvtuner.quant import QuantSpec, pack_rows, quantize, unpack_rows
+from kvtuner.quant import QuantSpec, encode_fp8, pack_rows, quantize, unpack_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,8 @@ class RowFormat:
     Attributes:
         num_heads: KV heads in a row: those of one rank.
         head_dim: channels per head.
-        spec: None keeps [tokens, num_heads, head_dim] in the dtype it comes in.
+        spec: None keeps [tokens, num_heads, head_dim] in the dtype it comes in; fp8, which no profile asks for, a byte
+            for each channel and no scales.
     """
 
     num_heads: int
@@ -43,6 +44,8 @@ class RowFormat:
         """Bytes of one token's row; `dtype` is that of native rows."""
         if self.spec is None:
             return self.num_heads * self.head_dim * dtype.itemsize
+        if self.spec.fp8:
+            return self.num_heads * self.head_dim
         return row_bytes(self.num_heads, self.head_dim, self.spec.bits, self.spec.group_size)
 
     def pack(self, states: Tensor) -> Tensor:
@@ -68,10 +71,15 @@ class RowFormat:
         if self.spec is None:
             return rows.to(torch.float32)
         spec = self.spec
+        if spec.fp8:
+            states: Tensor = rows.view(torch.float8_e4m3fn).unflatten(-1, (self.num_heads, self.head_dim))
+            return states.to(torch.float32)
         return unpack_rows(rows, spec.bits, self.num_heads, self.head_dim, spec.group_size).dequantize()
 
 
 def _pack(spec: QuantSpec, states: Tensor) -> Tensor:
+    if spec.fp8:
+        return encode_fp8(states).view(torch.uint8).flatten(-2)
     stored = spec.transform.apply(states)
     return pack_rows(quantize(stored, spec.bits, spec.group_size, symmetric=spec.symmetric))
 

@@ -16,19 +16,21 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from kvtuner.cache_kind import refuse_other_caches
 from kvtuner.errors import CacheError
 from kvtuner.exported_configs.evidence import ReadPlan
+from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
+from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 from kvtuner.runtime_loader.packed_layer import StoredSide
-from kvtuner.runtime_loader.row_format import rank_formats
+from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_formats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvtuner.exported_configs.profile import Profile
     from kvtuner.geometry import ConfigLike
-    from kvtuner.runtime_loader.row_format import LayerFormat
 
 READ_PLANS: Final[tuple[ReadPlan, ...]] = get_args(ReadPlan)
 
@@ -200,6 +202,23 @@ class KVTunerCache(Cache):
         cache = cls([KVTunerLayer(layer) for layer in rank_formats(profile, range(len(profile.pairs)))], read_plan)
         cache.num_calibrated_positions = calibrated_positions(profile) if _is_centered(profile) else None
         return cache
+
+    @classmethod
+    def fp8(cls, config: ConfigLike, read_plan: ReadPlan = "decode") -> Self:
+        """An empty cache that stores every layer in e4m3fn with scale 1, as SGLang's fp8 does: what to compare with.
+
+        Raises:
+            UnsupportedModelError: layers whose cache is not one key and value per token and head.
+            GeometryError: a configuration that does not tell its heads.
+            CacheError: an unknown read plan.
+        """
+        refuse_other_caches(config, context_length=None)
+        geometry = ModelGeometry.from_config(config)
+        k, v = (
+            RowFormat(geometry.num_kv_heads, dim, QuantSpec(8, fp8=True))
+            for dim in (geometry.head_dim, geometry.v_head_dim)
+        )
+        return cls([KVTunerLayer(LayerFormat(k, v)) for _ in range(geometry.num_layers)], read_plan)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(layers={self.layers}, read_plan={self.read_plan!r})"

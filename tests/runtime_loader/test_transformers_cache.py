@@ -160,6 +160,23 @@ def test_logits_of_every_pair_are_those_of_an_uncached_forward(
         assert (found - expected).abs().max() <= TOLERANCE, pairs
 
 
+@pytest.mark.parametrize("read_plan", READ_PLANS)
+def test_an_fp8_cache_reads_as_the_baseline_and_takes_a_byte_for_each_channel(
+    read_plan: str, model_name: str, model_of: ModelOf
+) -> None:
+    model = model_of(model_name, torch.float64)
+    geometry = ModelGeometry.from_config(model.config)
+    spec = QuantSpec(8, fp8=True)
+    tokens, specs = prompt(1, CUTS[-1]), [{"k": spec, "v": spec}] * geometry.num_layers
+    cache = KVTunerCache.fp8(model.config, read_plan)
+    found = logits_in_chunks(model, cache, tokens, CUTS)
+    expected = uncached_logits(model, tokens, specs, exact_reads(read_plan, CUTS))
+    assert (found - expected).abs().max() <= TOLERANCE
+    assert (expected - uncached_logits(model, tokens, specs, torch.ones(CUTS[-1], CUTS[-1], dtype=torch.bool))).abs().max() > 1e-4
+    channels = geometry.num_kv_heads * (geometry.head_dim + geometry.v_head_dim)
+    assert cache.stored_bytes == geometry.num_layers * channels * CUTS[-1]
+
+
 def test_the_three_read_plans_differ_and_the_test_would_see_it(model_of: ModelOf, profile_of: ProfileOf) -> None:
     model = model_of("llama-gqa-64", torch.float64)
     specs = specs_of([LayerChoice(4, 4)] * 2, None, False)
