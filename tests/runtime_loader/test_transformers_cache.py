@@ -172,7 +172,9 @@ def test_an_fp8_cache_reads_as_the_baseline_and_takes_a_byte_for_each_channel(
     found = logits_in_chunks(model, cache, tokens, CUTS)
     expected = uncached_logits(model, tokens, specs, exact_reads(read_plan, CUTS))
     assert (found - expected).abs().max() <= TOLERANCE
-    assert (expected - uncached_logits(model, tokens, specs, torch.ones(CUTS[-1], CUTS[-1], dtype=torch.bool))).abs().max() > 1e-4
+    assert (
+        expected - uncached_logits(model, tokens, specs, torch.ones(CUTS[-1], CUTS[-1], dtype=torch.bool))
+    ).abs().max() > 1e-4
     channels = geometry.num_kv_heads * (geometry.head_dim + geometry.v_head_dim)
     assert cache.stored_bytes == geometry.num_layers * channels * CUTS[-1]
 
