@@ -84,7 +84,8 @@ def transfers(device: torch.device, tokens: int, page_size: int, repeats: int) -
     slots = torch.arange(pages * page_size).view(pages, page_size)
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(0))
     device_slots, host_slots = slots[order].flatten(), slots[order.flip(0)].flatten()
-    ways = {"SGLang, bf16": stock(device, tokens, page_size)}
+    stock_name = "SGLang, bf16" if device.type == "cuda" else "SGLang, bf16, its copy in torch"
+    ways = {stock_name: stock(device, tokens, page_size)}
     for name, kind in KINDS.items():
         for pair in PAIRS:
             for packed in (True, False):
@@ -187,12 +188,12 @@ def ours(
         mover = TritonMover(layers, pages, device)
 
     def up(host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
-        at_host, at_device = host_slots.to(device), device_slots.to(device)
+        at_host, at_device = mover.place(host_slots), mover.place(device_slots)
         for layer in range(LAYERS):
             mover.load(layer, at_host, at_device)
 
     check(mover, pages, layers)
-    return layout.token_bytes, lambda host, own: mover.backup(host.to(device), own.to(device)), up
+    return layout.token_bytes, lambda host, own: mover.backup(mover.place(host), mover.place(own)), up
 
 
 def check(mover: Any, pages: HostPages, layers: list[tuple[DeviceSide, DeviceSide]]) -> None:

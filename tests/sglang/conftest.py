@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -67,9 +68,12 @@ def on_a_processor() -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Of those that the system hands to nobody by itself: another program's would be gone once the server listens."""
+    while True:
+        port = random.SystemRandom().randrange(12_000, 32_000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("", port))
+            return port
 
 
 @dataclass(frozen=True)
