@@ -36,12 +36,14 @@ class RecallProblem:
 
 
 def recall_problem(rng: random.Random, num_pairs: int, num_questions: int) -> RecallProblem:
-    """Draw a table of `num_pairs` distinct two-letter keys with three-digit values."""
-    keys: list[str] = []
-    while len(keys) < num_pairs:
-        key = rng.choice(LETTERS) + rng.choice(LETTERS)
-        if key not in keys:
-            keys.append(key)
+    """Draw a table of `num_pairs` distinct keys, of two letters or as many as it takes, with three-digit values."""
+    key_letters = 2
+    while len(LETTERS) ** key_letters < 2 * num_pairs:
+        key_letters += 1
+    drawn: dict[str, None] = {}
+    while len(drawn) < num_pairs:
+        drawn.setdefault("".join(rng.choice(LETTERS) for _ in range(key_letters)))
+    keys = list(drawn)
     values = ["".join(rng.choice("0123456789") for _ in range(VALUE_DIGITS)) for _ in keys]
     questions: list[int] = []
     while len(questions) < num_questions:

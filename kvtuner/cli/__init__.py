@@ -19,7 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from kvtuner.cli.parser import build_parser, parse
 
     parser = build_parser()
-    args = parse(parser, list(sys.argv[1:] if argv is None else argv))
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = parse(parser, words)
+    args.argv = words
     if args.command is None:
         parser.print_help()
         return 0

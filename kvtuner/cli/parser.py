@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from kvtuner import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _SCORES = ("kl", "fisher", "e_o")
 _PLANS = ("decode", "hit", "cache")
 _PATHS = ("model", "data", "out")
+_LEVELS = ("likelihood", "recall", "needle", "arithmetic", "samples")
 _SAMPLERS = ("nsga2", "tpe", "random", "none")
 
 
@@ -51,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         for add in groups:
             add(command)
         _common(command)
+    _evaluation(commands)
     _small_commands(commands)
     return parser
 
@@ -171,6 +173,44 @@ def _run(parser: argparse.ArgumentParser) -> None:
     _switch(group, "--dry-run", "geometry, bytes per token and forward tokens; loads no weights")
 
 
+def _evaluation(commands: Any) -> None:
+    summary = "is the answer still right, beside the unquantized model, fp8 and int8"
+    command = commands.add_parser("eval", help=summary, description=summary, formatter_class=_Help)
+    command.add_argument("profile", metavar="PROFILE|RUN", help="profile.json or run folder")
+    _model(command)
+    _data(command)
+    group = command.add_argument_group("evaluation")
+    group.add_argument(
+        "--levels", type=_words(_LEVELS), default=_LEVELS, metavar="LEVEL[,...]", help=", ".join(_LEVELS)
+    )
+    group.add_argument(
+        "--read-plan", choices=_PLANS, help="which tokens read quantized keys and values; the search's by default"
+    )
+    group.add_argument(
+        "--against",
+        type=_words(),
+        default=("fp8", "K8V8"),
+        metavar="WAY[,...]",
+        help="other ways to store the cache, besides unquantized: fp8, or pairs such as K8V8, which is int8",
+    )
+    group.add_argument(
+        "--lengths",
+        type=_counts,
+        metavar="TOKENS[,...]",
+        help="of recall's and needles' contexts; those of 128, 256, 512, 2048 and 8192 that fit, by default",
+    )
+    group.add_argument("--problems", type=_several, default=10, help="contexts of every length")
+    group.add_argument("--questions", type=_positive, default=4, help="after each context")
+    group.add_argument("--samples", type=_positive, default=3, help="prompts that all ways continue")
+    group.add_argument("--batch-size", type=_positive, default=1, help="sequences in flight")
+    group.add_argument("--seed", type=_seed, help="of documents, questions and bootstrap; the search's by default")
+    run = command.add_argument_group("run")
+    run.add_argument(
+        "--out", metavar="FOLDER", help="what is asked once is kept here; runs/<model>-eval-... by default"
+    )
+    _common(command)
+
+
 def _common(parser: argparse.ArgumentParser) -> None:
     _switch(parser, "--json", "print the result as JSON on stdout")
     _switch(parser, "--debug", "traceback instead of one line")
@@ -262,6 +302,30 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value
+
+
+def _several(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"intervals need at least 2, not {value}")
+    return value
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_positive(part) for part in text.split(",")}))
+
+
+def _words(known: Sequence[str] = ()) -> Callable[[str], tuple[str, ...]]:
+    """Words between commas, each once, in order."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+        for word in words:
+            if known and word not in known:
+                raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(known)}")
+        return words
+
+    return parse
 
 
 def _seed(text: str) -> int:

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtuner.cli.profile_text import describe, summary
+from kvtuner.cli.profile_text import describe, printable, summary
 from kvtuner.errors import ProfileError
+from kvtuner.evaluation.evaluation_text import evaluation_lines
+from kvtuner.exported_configs.evaluation import SUFFIX, evaluations_of
 from kvtuner.exported_configs.load import load_profile
 
 if TYPE_CHECKING:
@@ -18,11 +20,19 @@ def run(args: Namespace) -> int:
     """Run the sub-command."""
     files = profile_files(Path(args.path))
     profiles = [load_profile(file) for file in files]
+    evaluations = [evaluations_of(file, profile.digest) for file, profile in zip(files, profiles, strict=True)]
     if args.json:
-        facts = [summary(profile) for profile in profiles]
+        facts = [
+            {**summary(profile), "evaluations": [each.model_dump(mode="json") for each in found]}
+            for profile, found in zip(profiles, evaluations, strict=True)
+        ]
         print(json.dumps(facts[0] if len(facts) == 1 else facts, indent=1))
         return 0
-    print("\n\n".join(describe(profile) for profile in profiles))
+    texts = [
+        "\n\n".join([describe(profile), *("\n".join(map(printable, evaluation_lines(each))) for each in found)])
+        for profile, found in zip(profiles, evaluations, strict=True)
+    ]
+    print("\n\n".join(texts))
     return 0
 
 
@@ -34,7 +44,7 @@ def profile_files(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
-    files = sorted(path.glob("profile*.json"))
+    files = [file for file in sorted(path.glob("profile*.json")) if SUFFIX not in file.name]
     if not files:
         raise ProfileError(f"{path} holds no profile.json yet; run `kvtuner search --out {path}` to its end first")
     return files

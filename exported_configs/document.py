@@ -1,0 +1,134 @@
+"""Reading a JSON file that may be hostile. Knows nothing of what it should hold.
+
+Size, encoding, nesting, duplicate keys and numbers are checked before and while the JSON is parsed; what the fields
+must hold is the reader's matter.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Final
+
+from kvtuner.errors import ProfileError
+
+MAX_DEPTH: Final = 16
+MAX_FIELDS: Final = 64
+MAX_ITEMS: Final = 1024
+MAX_INTEGER_DIGITS: Final = 20
+
+_FIELD_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
+# Possessive, so that an unclosed string costs one pass and not one for every quote in it.
+_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+_NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+_STEP: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentKind:
+    """What a file should be.
+
+    Attributes:
+        noun: such as ``profile``.
+        again: how a damaged one is made again.
+        max_bytes: of the file.
+    """
+
+    noun: str
+    again: str
+    max_bytes: int
+
+
+@contextmanager
+def naming(source: str | Path | bytes, kind: DocumentKind) -> Iterator[None]:
+    """Begin errors with the file."""
+    name = kind.noun if isinstance(source, bytes) else str(source)
+    try:
+        yield
+    except ProfileError as error:
+        raise ProfileError(f"{name if name.isprintable() else ascii(name)}: {error}") from error
+
+
+def read_document(source: str | Path | bytes, kind: DocumentKind) -> dict[str, Any]:
+    """The JSON object of a file, or of its content.
+
+    Raises:
+        ProfileError: whatever is wrong with it as a JSON object.
+    """
+    data = source if isinstance(source, bytes) else _read(Path(source), kind)
+    if len(data) > kind.max_bytes:
+        raise ProfileError(f"must be at most {kind.max_bytes} bytes, but is larger; this is no {kind.noun}")
+    if data.startswith(b"\xef\xbb\xbf"):
+        raise ProfileError("must be UTF-8 without a byte order mark; save it without one")
+    _check_depth(data, kind)
+    try:
+        document = json.loads(
+            data.decode(),
+            object_pairs_hook=lambda pairs: _object(pairs, kind),
+            parse_int=lambda text: _integer(text, kind),
+        )
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"must be UTF-8, but byte {error.start} is not; fetch the file again") from error
+    except json.JSONDecodeError as error:
+        raise ProfileError(f"must be JSON ({error}); fetch the file again") from error
+    if not isinstance(document, dict):
+        raise ProfileError(f"must be a JSON object, not {type(document).__name__}; this is no {kind.noun}")
+    return document
+
+
+def check_lengths(node: Any, kind: DocumentKind) -> None:
+    """Bound every list: pydantic would collect an error for each of millions of items.
+
+    Raises:
+        ProfileError: a list is longer.
+    """
+    if isinstance(node, list) and len(node) > MAX_ITEMS:
+        raise ProfileError(f"a list must have at most {MAX_ITEMS} items, not {len(node)}; this is no {kind.noun}")
+    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        check_lengths(child, kind)
+
+
+def short(value: object) -> str:
+    """A value of any size, for a message."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    return ascii(value)[:60]
+
+
+def _read(path: Path, kind: DocumentKind) -> bytes:
+    try:
+        with path.open("rb") as handle:
+            return handle.read(kind.max_bytes + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ProfileError(f"cannot be read ({reason}); give the path of a {kind.noun}.json") from error
+
+
+def _check_depth(data: bytes, kind: DocumentKind) -> None:
+    """Bound the nesting before the parser recurses; sees the brackets that the parser will see, or more."""
+    brackets = _STRING.sub(b"", data).translate(None, _NOT_BRACKETS)
+    depth = max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
+    if depth > MAX_DEPTH:
+        raise ProfileError(f"must nest at most {MAX_DEPTH} deep, but nests {depth}; this is no {kind.noun}")
+
+
+def _object(pairs: Sequence[tuple[str, Any]], kind: DocumentKind) -> dict[str, Any]:
+    if len(pairs) > MAX_FIELDS:
+        raise ProfileError(f"an object must have at most {MAX_FIELDS} fields, not {len(pairs)}; this is no {kind.noun}")
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if _FIELD_NAME.fullmatch(name) is None:
+            raise ProfileError(f"unknown field {name[:60]!a}; {kind.again}")
+        if name in fields:
+            raise ProfileError(f"field {name!r} stands twice in one object; {kind.again}")
+        fields[name] = value
+    return fields
+
+
+def _integer(text: str, kind: DocumentKind) -> int:
+    if len(text) > MAX_INTEGER_DIGITS:
+        raise ProfileError(f"an integer must have at most {MAX_INTEGER_DIGITS} digits, not {len(text)}; {kind.again}")
+    return int(text)

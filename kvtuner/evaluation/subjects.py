@@ -1,0 +1,80 @@
+"""Ways to store a model's cache that are asked the same: unquantized, a profile, uniforms, fp8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from transformers import DynamicCache
+
+from kvtuner.calibration.simulate import LayerSpec
+from kvtuner.errors import PrecisionError
+from kvtuner.evaluation.validation import FP8, Contestant, fp8_contestant, reference_contestant
+from kvtuner.exported_configs.build import uniform_profile
+from kvtuner.exported_configs.evidence import ModelIdentity
+from kvtuner.precision import NATIVE_BITS, PrecisionPair
+from kvtuner.runtime_loader.transformers_cache import KVTunerCache
+
+if TYPE_CHECKING:
+    from kvtuner.calibration.model import ModelShape
+    from kvtuner.exported_configs.evidence import ReadPlan
+    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.geometry import ModelGeometry
+
+REFERENCE: Final = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A way to store the cache.
+
+    Attributes:
+        name: such as ``profile``, ``K8V8``, ``fp8``; the unquantized one is `REFERENCE`.
+        profile: None for the unquantized cache and for fp8.
+        contestant: how its teacher-forced scores are simulated.
+        bytes_per_token: on one rank that holds all heads.
+    """
+
+    name: str
+    profile: Profile | None
+    contestant: Contestant
+    bytes_per_token: int
+
+    def cache(self, config: Any, read_plan: ReadPlan) -> Any:
+        """An empty transformers cache that stores this way."""
+        if self.profile is not None:
+            return KVTunerCache.from_profile(self.profile, config, read_plan)
+        return KVTunerCache.fp8(config, read_plan) if self.name == FP8 else DynamicCache(config=config)
+
+
+def of_profile(name: str, profile: Profile) -> Subject:
+    """A profile."""
+    layers = range(len(profile.pairs))
+    specs = {layer: LayerSpec(profile.quant_spec(layer, "k"), profile.quant_spec(layer, "v")) for layer in layers}
+    transforms = any(profile.transform_name(layer, side) != "none" for layer in layers for side in ("k", "v"))
+    contestant = Contestant(name, transforms, profile.pairs, specs, profile.digest)
+    return Subject(name, profile, contestant, profile.bytes_per_token())
+
+
+def named(text: str, shape: ModelShape) -> Subject:
+    """The way that a word names: ``bf16``, ``fp8``, or a uniform pair such as ``K8V8``, without transforms.
+
+    Raises:
+        PrecisionError: none of these.
+    """
+    geometry: ModelGeometry = shape.geometry
+    if text == REFERENCE:
+        return Subject(text, None, reference_contestant(geometry.num_layers), geometry.bf16_bytes_per_token())
+    if text == FP8:
+        half = geometry.bf16_bytes_per_token() // 2
+        return Subject(text, None, fp8_contestant(geometry.num_layers), half)
+    try:
+        pair = PrecisionPair.parse(text)
+    except PrecisionError as error:
+        raise PrecisionError(f"{text} is no way to store a cache, such as fp8 or K8V8: {error}") from error
+    if NATIVE_BITS in (pair.k_bits, pair.v_bits) and pair.k_bits == pair.v_bits:
+        raise PrecisionError(f"{text} is the unquantized cache, which everything is compared with anyway")
+    identity = ModelIdentity(
+        id="model", revision=None, config_sha256=shape.config_sha256, architecture=shape.architecture, dtype="bfloat16"
+    )
+    return of_profile(str(pair), uniform_profile(geometry, pair, identity))

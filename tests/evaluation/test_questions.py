@@ -1,0 +1,68 @@
+"""Questions have one right answer, which stands where it should, in contexts as long as asked."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from kvtuner.evaluation.questions import NUM_EXAMPLES, Problem, Question, arithmetic, needles, recall
+
+FILLER = "".join(f"Line {number} of a text that says nothing, if: or: anything.\n" for number in range(40))
+
+
+def count(text: str) -> int:
+    """Words and marks: a tokenizer."""
+    return len(re.findall(r"\w+|\W", text))
+
+
+def answers_of(problem: Problem) -> list[tuple[str, list[str]]]:
+    """Each question with everything that its context says of it."""
+    return [
+        (question.answer, re.findall(rf"(?m)^{re.escape(question.text)}(\d+)$", problem.context))
+        for question in problem.questions
+    ]
+
+
+@pytest.mark.parametrize("num_tokens", [60, 256, 1000, 20_000])
+def test_a_key_stands_once_in_a_table_of_the_length(num_tokens: int) -> None:
+    problem = recall(random.Random(num_tokens), count, num_tokens, 5)
+    assert abs(count(problem.context) - num_tokens) < 0.1 * num_tokens + 8
+    table, _, examples = problem.context.partition("?\n")
+    assert len(set(table.splitlines())) == len(table.splitlines()) == len({line[:-4] for line in table.splitlines()})
+    assert all(line in table.splitlines() for line in examples.splitlines())
+    assert len(examples.splitlines()) == NUM_EXAMPLES
+    assert all(found == [answer] for answer, found in answers_of(problem))
+    assert len({question.text for question in problem.questions}) == 5
+
+
+@pytest.mark.parametrize("num_tokens", [120, 1000, 5000])
+def test_needles_lie_once_at_all_depths(num_tokens: int) -> None:
+    problem = needles(random.Random(num_tokens), count, num_tokens, 4, FILLER)
+    assert abs(count(problem.context) - num_tokens) < 40
+    assert all(found == [answer] for answer, found in answers_of(problem))
+    depths = [problem.context.index(question.text + question.answer) for question in problem.questions]
+    assert depths == sorted(depths)
+    assert depths[0] < 0.3 * len(problem.context)
+    assert depths[-1] > 0.5 * len(problem.context)
+
+
+def test_sums_are_right_and_not_those_of_the_examples() -> None:
+    problem = arithmetic(random.Random(0), 50)
+    for question in problem.questions:
+        left, right = question.text.rstrip("=").split("+")
+        assert int(left) + int(right) == int(question.answer)
+
+
+def test_the_same_seed_asks_the_same() -> None:
+    for make in (lambda rng: recall(rng, count, 200, 3), lambda rng: needles(rng, count, 200, 3, FILLER)):
+        assert make(random.Random(4)) == make(random.Random(4)) != make(random.Random(5))
+
+
+@pytest.mark.parametrize(
+    ("said", "is_right"),
+    [("384", True), (" 384\nzz:1", True), ("384.", True), ("3841", False), ("38", False), ("", False), ("x384", False)],
+)
+def test_an_answer_is_the_whole_number_that_comes_first(said: str, is_right: bool) -> None:
+    assert Question("ab:", "384").is_right(said) == is_right
