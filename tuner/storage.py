@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import optuna
 from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
-from sqlalchemy import make_url
+from sqlalchemy import event, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from kvtuner.errors import RunFolderError
@@ -90,11 +90,16 @@ def open_storage(url: str | None) -> optuna.storages.BaseStorage:
         _check_sqlite(path)
         options = {"creator": lambda: _connect(path)}
     try:
-        return RDBStorage(url, engine_kwargs=options)
+        storage = RDBStorage(url, engine_kwargs=options)
     except (ImportError, ValueError, ArgumentError) as error:
         raise RunFolderError(f"a study is stored in sqlite:///PATH, journal:///PATH or a database: {error}") from error
     except RuntimeError as error:
         raise RunFolderError(f"{printable_url(url)} is of another Optuna: {str(error).splitlines()[0]}") from error
+    if url.startswith(SQLITE):
+        # Optuna takes a queued trial by reading and then writing its state. SQLite has no SELECT ... FOR UPDATE, and
+        # its driver begins a transaction at the first write: without this two workers can take the same trial.
+        event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
+    return storage
 
 
 def _open_journal(path: Path) -> JournalStorage:
@@ -106,7 +111,7 @@ def _open_journal(path: Path) -> JournalStorage:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, check_same_thread=False)
+    connection = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, check_same_thread=False, isolation_level=None)
     # Each of a trial's parameters is a commit of its own, and each would wait for the disk. A killed process loses
     # nothing by this; after a power cut the file may be damaged, which is noticed, and can be measured anew.
     connection.execute("PRAGMA synchronous=OFF")

@@ -6,6 +6,8 @@ import errno
 import os
 import sqlite3
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import optuna
@@ -254,3 +256,19 @@ def test_a_database_that_cannot_be_reached_is_not_to_be_deleted() -> None:
         raise refused
     assert "delete" not in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["sqlite", "journal"])
+def test_a_queued_trial_is_taken_by_one_worker(scheme: str, tmp_path: Path) -> None:
+    url, num_workers, each = f"{scheme}:///{tmp_path}/study", 4, 15
+    study = optuna.create_study(study_name="queue", storage=open_storage(url))
+    for number in range(num_workers * each):
+        study.enqueue_trial({"x": number})
+
+    def take(_: int) -> list[int]:
+        mine = optuna.load_study(study_name="queue", storage=open_storage(url))
+        return [mine.ask().number for _ in range(each)]
+
+    with ThreadPoolExecutor(num_workers) as pool:
+        taken = sorted(chain(*pool.map(take, range(num_workers))))
+    assert taken == list(range(num_workers * each))
