@@ -205,7 +205,7 @@ def _pack(
     documents: Iterable[Document], source: CorpusSource, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[list[int]]:
     length = source.sequence_length
-    start = _start_tokens(tokenizer)
+    start = start_tokens(tokenizer)
     held: list[int] = []
     for document in documents:
         held.extend(_tokens(document, tokenizer, source))
@@ -232,7 +232,8 @@ def _tokens(document: Document, tokenizer: PreTrainedTokenizerBase, source: Corp
     return list(ids)
 
 
-def _start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What a tokenizer begins a text with: one token or none."""
     ids = list(tokenizer("a")["input_ids"])
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and ids and ids[0] == bos else []

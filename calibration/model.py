@@ -165,18 +165,11 @@ def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedMo
         UnsupportedModelError: weights or tokenizer missing, a dtype or device that is not there or too small, no
             attention seam.
     """
-    from transformers import AutoTokenizer
-
     from kvtuner.calibration.seam import register
 
     shape = shape or read_shape(source)
+    tokenizer = load_tokenizer(source)
     with _quiet_transformers():
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
-            )
-        except Exception as error:
-            raise _unknown(source, error) from error
         model = _load_weights(source, is_quantized=_is_quantized(shape.config))
         model.eval().requires_grad_(False)
         name = type(model).__name__
@@ -189,6 +182,24 @@ def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedMo
     if model.config._attn_implementation != register():
         raise UnsupportedModelError(f"{name} does not go through transformers' AttentionInterface; it has no seam")
     return LoadedModel(source, shape, model, tokenizer)
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """The tokenizer alone.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    with _quiet_transformers():
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
+            )
+        except Exception as error:
+            raise _unknown(source, error) from error
+    return tokenizer
 
 
 def _load_weights(source: ModelSource, *, is_quantized: bool) -> PreTrainedModel:

@@ -4,52 +4,70 @@ It names the profile by its digest, so that it can be neither lost nor taken for
 were made.
 """
 
+import json
+from glob import escape
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.document import DocumentKind, check_lengths, naming, read_document, short
 from kvtuner.exported_configs.evidence import ModelIdentity, ReadPlan
-from kvtuner.exported_configs.fields import Figure, Name, Section, Seed, Sha256, Text, TokenCount
+from kvtuner.exported_configs.fields import Figure, Name, Section, Seed, Sha256, Text, TokenCount, check_printable
 from kvtuner.exported_configs.profile import explain
-from kvtuner.run_folder import canonical_json
+from kvtuner.run_folder import sha256_of
 
 EVALUATION_VERSION: Final = 1
 SUFFIX: Final = ".evaluation-"
+PROFILE: Final = "profile"
+"""What the profile is called among the subjects."""
 EVALUATION: Final = DocumentKind("evaluation", "evaluate again", 2**20)
 MAX_LIST: Final = 256
 
 Level = Literal["likelihood", "recall", "needle", "arithmetic", "task"]
 Measure = Literal["kl_nats_per_token", "top1_agreement", "nll_nats_per_token", "accuracy"]
-LongText = Annotated[str, Field(max_length=20_000)]
+LIMITS: Final[dict[Measure, tuple[float, float]]] = {
+    "kl_nats_per_token": (0, 1e4),
+    "top1_agreement": (0, 1),
+    "nll_nats_per_token": (0, 1e4),
+    "accuracy": (0, 1),
+}
+"""Between which a measure lies."""
 Share = Annotated[Figure, Field(ge=0, le=1)]
 
 
 class Difference(Section):
-    """This way minus another, on the same questions or tokens, with its interval.
+    """The profile minus another way, on the same questions or sequences.
 
     Attributes:
         other: name of the other way.
-        p_value: exact McNemar, where answers are right or wrong.
+        mean: with its interval from `low` to `high`.
+        p_value: that neither is better: sequences', or contexts', differences with their signs flipped.
+        mcnemar: exact, of answers that are right or wrong, taken for independent; None of other measures.
     """
 
     other: Text
     mean: Figure
     low: Figure
     high: Figure
-    p_value: Share | None
+    p_value: Share
+    mcnemar: Share | None
 
 
 class Result(Section):
-    """One way to store the cache in one cell."""
+    """One way to store the cache in one cell.
+
+    Attributes:
+        mean: with its interval from `low` to `high`.
+        failures: answers that never came; they count as wrong.
+    """
 
     subject: Text
     mean: Figure
     low: Figure
     high: Figure
-    differences: Annotated[tuple[Difference, ...], Field(strict=False, max_length=MAX_LIST)]
+    failures: TokenCount
 
 
 class Cell(Section):
@@ -57,9 +75,10 @@ class Cell(Section):
 
     Attributes:
         task: name of a task, for level ``task``.
-        num_tokens: length of the contexts, about; None where they have one of their own.
+        num_tokens: length of the contexts, about, or of the sequences; None where contexts have one of their own.
         position: of their first token.
-        count: questions asked, or tokens scored.
+        units: contexts, or sequences: what is independent.
+        count: questions asked after them, or tokens scored.
         flag: why the unquantized model's result cannot tell ways apart: it is at the floor or at the ceiling.
     """
 
@@ -68,16 +87,29 @@ class Cell(Section):
     task: Text | None
     num_tokens: TokenCount | None
     position: TokenCount
+    units: TokenCount
     count: TokenCount
     flag: Literal["floor", "ceiling"] | None
     results: Annotated[tuple[Result, ...], Field(strict=False, max_length=MAX_LIST)]
+    differences: Annotated[tuple[Difference, ...], Field(strict=False, max_length=MAX_LIST)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        least, most = LIMITS[self.measure]
+        for result in self.results:
+            if not least <= result.low <= result.mean <= result.high <= most:
+                raise ValueError(f"{self.measure} of {result.subject!a} must ascend within {least} and {most}")
+        for difference in self.differences:
+            if not difference.low <= difference.mean <= difference.high:
+                raise ValueError(f"the difference from {difference.other!a} must ascend")
+        return self
 
 
 class Subject(Section):
     """A way to store the cache.
 
     Attributes:
-        name: ``profile``, ``bf16``, ``fp8``, or a uniform pair without transforms.
+        name: `PROFILE`, ``bf16``, ``fp8``, or a uniform pair without transforms.
         bytes_per_token: all layers, on one rank that holds all heads; bf16's for the unquantized cache.
     """
 
@@ -85,39 +117,33 @@ class Subject(Section):
     bytes_per_token: TokenCount
 
 
-class Output(Section):
-    """What one way said."""
-
-    subject: Text
-    text: LongText
-
-
-class Sample(Section):
-    """One prompt, and what followed it by every way."""
-
-    prompt: LongText
-    outputs: Annotated[tuple[Output, ...], Field(strict=False, max_length=MAX_LIST)]
-
-
 class Host(Section):
     """Where answers came from.
 
     Attributes:
-        kind: ``transformers``: this process.
-        read_plan: what read quantized keys and values.
+        kind: ``transformers``: this process; a server that speaks SGLang's own or OpenAI's completions.
+        read_plan: what read quantized keys and values; None of a server.
+        reads: what a server that serves a profile says that a chunk reads of itself.
+        version: of SGLang.
+        hit_share: of the prompt tokens of questions, how many the server found in its cache, as it says: only those,
+            and what it generates itself, it read as they are stored.
     """
 
-    kind: Literal["transformers"]
-    read_plan: ReadPlan
+    kind: Literal["transformers", "sglang", "openai"]
+    read_plan: ReadPlan | None
+    reads: Literal["fresh", "cache", "below"] | None
+    version: Text | None
+    hit_share: Share | None
 
 
 class Data(Section):
-    """Text that likelihoods were scored on, and needles were hidden in.
+    """Text that likelihoods were scored on, and needles were hidden in; never the text itself.
 
     Attributes:
         corpus: its name.
         token_ids_sha256: of the scored tokens.
-        is_unseen: whether it is known that the search did not see it: the same corpus, cut the same way.
+        is_unseen: whether it is known that neither calibration nor selection saw it: the same corpus, cut the same way.
+            The search's own report did, after which a uniform may take the winner's place.
     """
 
     corpus: Name
@@ -129,13 +155,15 @@ class Making(Section):
     """How the file was made.
 
     Attributes:
-        command: that makes it again.
-        machine: processor or GPU.
-        versions: of libraries.
+        command: with the last parts of paths only.
+        machine: processor or GPU that the model ran on, or that asked the servers.
+        torch: its version.
+        transformers: its version.
+        seed: of whatever was drawn.
     """
 
     kvtuner_version: Text
-    command: Annotated[str, Field(max_length=2000)]
+    command: Annotated[str, Field(max_length=2000), AfterValidator(check_printable)]
     machine: Text
     torch: Text
     transformers: Text
@@ -152,32 +180,41 @@ class Evaluation(Section):
     data: Data
     subjects: Annotated[tuple[Subject, ...], Field(strict=False, max_length=MAX_LIST)]
     cells: Annotated[tuple[Cell, ...], Field(strict=False, max_length=MAX_LIST)]
-    samples: Annotated[tuple[Sample, ...], Field(strict=False, max_length=MAX_LIST)]
     making: Making
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = {subject.name for subject in self.subjects}
-        said = {result.subject for cell in self.cells for result in cell.results}
-        said |= {output.subject for sample in self.samples for output in sample.outputs}
-        if unknown := sorted(said - names):
-            raise ValueError(f"results of {unknown[0]!a}, which is none of the subjects")
+        names = [subject.name for subject in self.subjects]
+        if PROFILE not in names or len(set(names)) < len(names):
+            raise ValueError(f"subjects must be different, and {PROFILE!r} one of them, not {names!a:.99}")
+        for cell in self.cells:
+            said = [result.subject for result in cell.results]
+            if len(set(said)) < len(said):
+                raise ValueError("a subject has two results in one cell")
+            for name in (*said, *(difference.other for difference in cell.differences)):
+                if name not in names:
+                    raise ValueError(f"results of {name!a}, which is none of the subjects")
         return self
 
 
-def evaluation_path(profile: Path, host: Host) -> Path:
-    """Where the evaluation of a profile's file by a host stands."""
-    return profile.with_name(f"{profile.stem}{SUFFIX}{host.kind}-{host.read_plan}.json")
+def evaluation_path(profile: Path, evaluation: Evaluation) -> Path:
+    """Where an evaluation stands beside a profile's file: another place for whatever was asked otherwise."""
+    host = evaluation.host
+    kind = host.kind if host.read_plan is None else f"{host.kind}-{host.read_plan}"
+    asked = [
+        evaluation.model.model_dump(mode="json"),
+        evaluation.data.model_dump(mode="json"),
+        [subject.name for subject in evaluation.subjects],
+        [[cell.level, cell.task, cell.num_tokens, cell.position, cell.units, cell.count] for cell in evaluation.cells],
+        evaluation.making.seed,
+    ]
+    digits = sha256_of(asked).removeprefix("sha256:")[:8]
+    return profile.with_name(f"{profile.stem}{SUFFIX}{kind}-{digits}.json")
 
 
-def evaluations_of(profile: Path, digest: str) -> list[Evaluation]:
-    """Evaluations that stand beside a profile's file and name its digest.
-
-    Raises:
-        ProfileError: one of them is damaged.
-    """
-    found = [load_evaluation(path) for path in sorted(profile.parent.glob(f"{profile.stem}{SUFFIX}*.json"))]
-    return [evaluation for evaluation in found if evaluation.profile_digest == digest]
+def evaluation_files(profile: Path) -> list[Path]:
+    """Files beside a profile's that are called its evaluations."""
+    return sorted(profile.parent.glob(f"{escape(profile.stem)}{SUFFIX}*.json"))
 
 
 def load_evaluation(path: Path) -> Evaluation:
@@ -202,5 +239,12 @@ def load_evaluation(path: Path) -> Evaluation:
 
 
 def dump_evaluation(evaluation: Evaluation) -> bytes:
-    """The file's bytes."""
-    return canonical_json(evaluation.model_dump(mode="json")).encode() + b"\n"
+    """The file's bytes.
+
+    Raises:
+        ProfileError: more than `load_evaluation` reads.
+    """
+    data = (json.dumps(evaluation.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n").encode()
+    if len(data) > EVALUATION.max_bytes:
+        raise ProfileError(f"the evaluation has {len(data)} bytes, above {EVALUATION.max_bytes}; ask for less at once")
+    return data

@@ -25,7 +25,12 @@ def _check_bits(bits: int) -> int:
     return bits
 
 
-def _check_text(text: str) -> str:
+def check_printable(text: str) -> str:
+    """Text that a terminal shows as it is, without spaces around it.
+
+    Raises:
+        ValueError: other text.
+    """
     if not text.isprintable() or text != text.strip():
         raise ValueError(f"must be printable, without spaces around it, not {text[:60]!a}")
     return text
@@ -47,7 +52,7 @@ def _check_hub_id(name: str) -> str:
 Bits = Annotated[int, AfterValidator(_check_bits), WithJsonSchema({"type": "integer", "enum": list(ALL_BITS)})]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Figure = Annotated[float, Field(allow_inf_nan=False, ge=-1e30, le=1e30), AfterValidator(round_figure)]
-Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(_check_text)]
+Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(check_printable)]
 Name = Annotated[Text, AfterValidator(_check_name)]
 HubId = Annotated[Name, AfterValidator(_check_hub_id)]
 Sha256 = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]

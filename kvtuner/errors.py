@@ -47,5 +47,9 @@ class CacheError(KVTunerError, ValueError):
     """A cache asked for what its content or its reader cannot give: another batch, dtype or read plan."""
 
 
+class EndpointError(KVTunerError):
+    """A server that cannot be reached, stopped answering, or serves something else than was to be measured."""
+
+
 class ServingError(KVTunerError):
     """A server that was asked to serve a profile and cannot: it must not start without it."""

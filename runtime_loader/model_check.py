@@ -11,18 +11,19 @@ if TYPE_CHECKING:
     from kvtuner.geometry import ConfigLike
 
 
-def check_model(profile: Profile, config: ConfigLike) -> None:
+def check_model(profile: Profile, config: ConfigLike, *, context_length: int | None = None) -> None:
     """Check that a profile fits a model whose layers read all of their cache, as far as the profile was made for.
 
     Args:
         profile: how every layer is stored.
         config: the model's transformers configuration.
+        context_length: tokens that will be served; what the profile was made for, by default.
 
     Raises:
         UnsupportedModelError: layers whose cache is not one key and value per token and head.
         ProfileError: the profile belongs to another model.
     """
-    refuse_other_caches(config, context_length=calibrated_positions(profile))
+    refuse_other_caches(config, context_length=context_length or calibrated_positions(profile))
     profile.check_model(config)
 
 

@@ -55,7 +55,9 @@ class KVTunerLayer(CacheLayerMixin):
         self.v = StoredSide(layer_format.v)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({PrecisionPair(self.k.format.bits, self.v.format.bits)})"
+        spec = self.k.format.spec
+        stored = "fp8" if spec is not None and spec.fp8 else PrecisionPair(self.k.format.bits, self.v.format.bits)
+        return f"{type(self).__name__}({stored})"
 
     @property
     def stored_bytes(self) -> int:
@@ -185,34 +187,48 @@ class KVTunerCache(Cache):
         self.num_calibrated_positions: int | None = None
 
     @classmethod
-    def from_profile(cls, profile: Profile, config: ConfigLike, read_plan: ReadPlan = "decode") -> Self:
+    def from_profile(
+        cls,
+        profile: Profile,
+        config: ConfigLike,
+        read_plan: ReadPlan = "decode",
+        *,
+        context_length: int | None = None,
+    ) -> Self:
         """An empty cache for a model.
 
         Args:
             profile: how every layer is stored.
             config: the model's transformers configuration.
             read_plan: what a chunk reads; see the class.
+            context_length: tokens that it will hold; what the profile was made for, by default. A window that is at
+                least as long is none.
 
         Raises:
             UnsupportedModelError: layers whose cache is not one key and value per token and head.
             ProfileError: the profile belongs to another model.
             CacheError: an unknown read plan.
         """
-        check_model(profile, config)
+        check_model(profile, config, context_length=context_length)
         cache = cls([KVTunerLayer(layer) for layer in rank_formats(profile, range(len(profile.pairs)))], read_plan)
         cache.num_calibrated_positions = calibrated_positions(profile) if _is_centered(profile) else None
         return cache
 
     @classmethod
-    def fp8(cls, config: ConfigLike, read_plan: ReadPlan = "decode") -> Self:
+    def fp8(cls, config: ConfigLike, read_plan: ReadPlan = "decode", *, context_length: int | None = None) -> Self:
         """An empty cache that stores every layer in e4m3fn with scale 1, as SGLang's fp8 does: what to compare with.
+
+        Args:
+            config: the model's transformers configuration.
+            read_plan: what a chunk reads; see the class.
+            context_length: tokens that it will hold; all positions of the model by default.
 
         Raises:
             UnsupportedModelError: layers whose cache is not one key and value per token and head.
             GeometryError: a configuration that does not tell its heads.
             CacheError: an unknown read plan.
         """
-        refuse_other_caches(config, context_length=None)
+        refuse_other_caches(config, context_length=context_length)
         geometry = ModelGeometry.from_config(config)
         k, v = (
             RowFormat(geometry.num_kv_heads, dim, QuantSpec(8, fp8=True))

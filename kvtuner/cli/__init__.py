@@ -19,9 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from kvtuner.cli.parser import build_parser, parse
 
     parser = build_parser()
-    words = list(sys.argv[1:] if argv is None else argv)
-    args = parse(parser, words)
-    args.argv = words
+    args = parse(parser, list(sys.argv[1:] if argv is None else argv))
     if args.command is None:
         parser.print_help()
         return 0

@@ -16,6 +16,7 @@ _SCORES = ("kl", "fisher", "e_o")
 _PLANS = ("decode", "hit", "cache")
 _PATHS = ("model", "data", "out")
 _LEVELS = ("likelihood", "recall", "needle", "arithmetic", "samples")
+_APIS = ("sglang", "openai")
 _SAMPLERS = ("nsga2", "tpe", "random", "none")
 
 
@@ -181,7 +182,7 @@ def _evaluation(commands: Any) -> None:
     _data(command)
     group = command.add_argument_group("evaluation")
     group.add_argument(
-        "--levels", type=_words(_LEVELS), default=_LEVELS, metavar="LEVEL[,...]", help=", ".join(_LEVELS)
+        "--levels", type=_words(_LEVELS), metavar="LEVEL[,...]", help=f"{', '.join(_LEVELS)}; all, by default"
     )
     group.add_argument(
         "--read-plan", choices=_PLANS, help="which tokens read quantized keys and values; the search's by default"
@@ -189,9 +190,8 @@ def _evaluation(commands: Any) -> None:
     group.add_argument(
         "--against",
         type=_words(),
-        default=("fp8", "K8V8"),
         metavar="WAY[,...]",
-        help="other ways to store the cache, besides unquantized: fp8, or pairs such as K8V8, which is int8",
+        help="other ways to store the cache: fp8, or pairs such as K8V8, which is int8; these two by default",
     )
     group.add_argument(
         "--lengths",
@@ -204,6 +204,16 @@ def _evaluation(commands: Any) -> None:
     group.add_argument("--samples", type=_positive, default=3, help="prompts that all ways continue")
     group.add_argument("--batch-size", type=_positive, default=1, help="sequences in flight")
     group.add_argument("--seed", type=_seed, help="of documents, questions and bootstrap; the search's by default")
+    served = command.add_argument_group("servers, in place of a model loaded here")
+    served.add_argument(
+        "--endpoint",
+        type=_endpoint,
+        action="append",
+        metavar="[WAY=]URL",
+        help="of the server that serves the profile; others as bf16=URL, fp8=URL, K8V8=URL",
+    )
+    served.add_argument("--api", choices=_APIS, help="how they are spoken to; sglang by default")
+    served.add_argument("--timeout", type=_positive, default=120, metavar="SECONDS", help="for one answer")
     run = command.add_argument_group("run")
     run.add_argument(
         "--out", metavar="FOLDER", help="what is asked once is kept here; runs/<model>-eval-... by default"
@@ -311,6 +321,16 @@ def _several(text: str) -> int:
     return value
 
 
+def _endpoint(text: str) -> tuple[str, str]:
+    """A way and the server of it; the profile's where there is no way."""
+    way, is_named, url = text.partition("=")
+    if not is_named or "://" in way:
+        way, url = "profile", text
+    if not url.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"an endpoint is http://HOST:PORT, or WAY=http://HOST:PORT, not {text!r}")
+    return way, url
+
+
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(sorted({_positive(part) for part in text.split(",")}))
 
@@ -319,7 +339,9 @@ def _words(known: Sequence[str] = ()) -> Callable[[str], tuple[str, ...]]:
     """Words between commas, each once, in order."""
 
     def parse(text: str) -> tuple[str, ...]:
-        words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+        words = tuple(word.strip() for word in text.split(",") if word.strip())
+        if not words:
+            raise argparse.ArgumentTypeError("name one at least")
         for word in words:
             if known and word not in known:
                 raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(known)}")

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
+from kvtuner.errors import CorpusError
+from kvtuner.evaluation.likelihood import bounds
 from kvtuner.evaluation.paired import Marks, mcnemar
 from kvtuner.evaluation.questions import Problem, arithmetic, needles, recall
-from kvtuner.exported_configs.evaluation import Cell, Difference, Result
+from kvtuner.exported_configs.evaluation import PROFILE, Cell, Difference, Result
 from kvtuner.run_folder import sha256_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kvtuner.evaluation.offline import Offline
-    from kvtuner.evaluation.subjects import Subject
+    from kvtuner.evaluation.text import Text
     from kvtuner.exported_configs.evaluation import Level
     from kvtuner.run_folder import RunFolder
 
 JOURNAL: Final = "answers.jsonl"
+ANSWERING: Final = 1
+"""Raised whenever the same questions would be answered otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,118 +41,153 @@ class Exam:
     position: int
     problems: tuple[Problem, ...]
 
-    @property
-    def num_questions(self) -> int:
-        """Of all problems."""
-        return sum(len(problem.questions) for problem in self.problems)
-
 
 def make_exams(
     levels: Sequence[Level],
     lengths: Sequence[int],
-    positions: Sequence[int],
-    *,
-    count_tokens: Callable[[str], int],
+    text: Text,
     filler: str,
+    *,
+    context_length: int,
+    counts_positions: bool,
     num_problems: int,
     num_questions: int,
     seed: int,
 ) -> list[Exam]:
-    """Recall and needles at every length, arithmetic at every position; each level draws by itself.
+    """Recall and needles at every length; arithmetic at several positions, or after text of every length.
+
+    Each level and length draws by itself.
 
     Args:
-        levels: which of these.
+        levels: of these three.
         lengths: of contexts, tokens.
-        positions: of arithmetic's first token.
-        count_tokens: of a text.
-        filler: text that needles are hidden in.
+        text: the model's tokens.
+        filler: text that needles are hidden in, and that stands before additions.
+        context_length: that all of it must fit.
+        counts_positions: whether the host begins a context at any position; else text stands before it.
         num_problems: contexts of each length or position.
         num_questions: after each context.
         seed: of everything drawn.
+
+    Raises:
+        CorpusError: a context that does not fit.
     """
-
-    def problem(level: Level, rng: random.Random, length: int) -> Problem:
-        if level == "recall":
-            return recall(rng, count_tokens, length, num_questions)
-        if level == "needle":
-            return needles(rng, count_tokens, length, num_questions, filler)
-        return arithmetic(rng, num_questions)
-
-    places: dict[Level, list[tuple[int | None, int]]] = {
-        "recall": [(length, 0) for length in lengths],
-        "needle": [(length, 0) for length in lengths],
-        "arithmetic": [(None, position) for position in positions],
-    }
     exams = []
     for level in levels:
-        for length, position in places[level]:
-            rng = random.Random(f"{seed} {level} {length}")  # the same problems at every position
-            problems = tuple(problem(level, rng, length or 0) for _ in range(num_problems))
-            exams.append(Exam(level, length, position, problems))
+        free_standing = level == "arithmetic"
+        for length in (*([0] if free_standing else []), *([] if free_standing and counts_positions else lengths)):
+            rng = random.Random(f"{seed} {level} {length}")
+            problems = tuple(_problem(level, rng, text, length, num_questions, filler) for _ in range(num_problems))
+            room = context_length - max(map(text.longest, problems))
+            if room < 0:
+                raise CorpusError(
+                    f"{level} of {length} tokens takes {-room} more than the context of {context_length}; give shorter"
+                    " --lengths"
+                )
+            positions = {0, room // 2, room} if free_standing and counts_positions else {0}
+            exams += [Exam(level, length or None, position, problems) for position in sorted(positions)]
     return exams
 
 
+def _problem(level: Level, rng: random.Random, text: Text, length: int, num_questions: int, filler: str) -> Problem:
+    if level == "recall":
+        return recall(rng, text.count, length, num_questions)
+    return (needles if level == "needle" else arithmetic)(rng, text.count, length, num_questions, filler)
+
+
+class Respondent(Protocol):
+    """A model behind one way to store its cache."""
+
+    @property
+    def name(self) -> str:
+        """Of the way."""
+        ...
+
+    @property
+    def key(self) -> str | None:
+        """What decides its answers besides the questions and the model; None where nobody knows."""
+        ...
+
+    def answers(self, problem: Problem, *, offset: int = 0) -> tuple[str | None, ...]:
+        """What is said after each question; None for an answer that did not come."""
+        ...
+
+    def continuation(self, prompt: Sequence[int], num_tokens: int) -> str | None:
+        """What is said after a prompt; None for an answer that did not come."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """Marks, and how many of the wrong answers never came."""
+
+    marks: Marks
+    failures: int
+
+
 class Examiner:
-    """Marks answers; what was marked is journalled and never asked twice.
+    """Marks answers; what was marked is journalled and not asked again.
 
     Args:
-        host: that answers.
         folder: of the journal.
         identity: of whatever decides answers besides the questions and the way.
     """
 
-    def __init__(self, host: Offline, folder: RunFolder, identity: str) -> None:
-        self._host, self._folder, self._identity = host, folder, identity
+    def __init__(self, folder: RunFolder, identity: str) -> None:
+        self._folder, self._identity = folder, identity
         self._known = {
-            record["key"]: record["marks"] for record in folder.records(JOURNAL) if record.get("identity") == identity
+            record["key"]: record["said"] for record in folder.records(JOURNAL) if record.get("identity") == identity
         }
 
-    def marks(self, exam: Exam, subject: Subject, on_problem: Callable[[], object] | None = None) -> Marks:
+    def marks(self, exam: Exam, respondent: Respondent, on_problem: Callable[[], object] | None = None) -> Marked:
         """Of one way in one exam."""
-        key = sha256_of(
-            [exam.level, exam.position, subject.contestant.key, [
-                [problem.context, [[question.text, question.answer] for question in problem.questions]]
-                for problem in exam.problems
-            ]]
-        )  # fmt: skip
-        if key not in self._known:
-            marks, said = [], []
-            for problem in exam.problems:
-                answers = self._host.answers(subject, problem, offset=exam.position)
-                said.append(answers)
-                marks.append([q.is_right(answer) for q, answer in zip(problem.questions, answers, strict=True)])
-                if on_problem is not None:
-                    on_problem()
-            about = {"level": exam.level, "tokens": exam.num_tokens, "position": exam.position, "way": subject.name}
-            record = {"identity": self._identity, "key": key, **about, "marks": marks, "said": said}
-            self._folder.append(JOURNAL, record)
-            self._known[key] = marks
-        return Marks(tuple(map(tuple, self._known[key])))
+        said = []
+        for problem in exam.problems:
+            answers = self._answers(problem, exam, respondent)
+            said.append([(q, answer) for q, answer in zip(problem.questions, answers, strict=True)])
+            if on_problem is not None:
+                on_problem()
+        marks = Marks(tuple(tuple(a is not None and q.is_right(a) for q, a in answers) for answers in said))
+        return Marked(marks, sum(answer is None for answers in said for _, answer in answers))
+
+    def _answers(self, problem: Problem, exam: Exam, respondent: Respondent) -> Sequence[str | None]:
+        asked = [problem.context, [[question.text, question.answer] for question in problem.questions]]
+        key = None if respondent.key is None else sha256_of([ANSWERING, respondent.key, exam.position, asked])
+        if key is not None and key in self._known:
+            found: list[str | None] = self._known[key]
+            return found
+        answers = respondent.answers(problem, offset=exam.position)
+        if key is not None and None not in answers:  # what did not come may come another time
+            about = {"level": exam.level, "tokens": exam.num_tokens, "position": exam.position, "way": respondent.name}
+            self._folder.append(JOURNAL, {"identity": self._identity, "key": key, **about, "said": list(answers)})
+            self._known[key] = list(answers)
+        return answers
 
 
-def accuracy_cell(exam: Exam, marked: Mapping[str, Marks], reference: str, seed: int) -> Cell:
-    """Accuracies of all ways in one exam, each beside every other."""
-    results = tuple(
-        Result(
-            subject=name,
-            **_bounds(marks, seed),
-            differences=tuple(
-                _difference(other, marks, theirs, seed) for other, theirs in marked.items() if other != name
-            ),
-        )
-        for name, marks in marked.items()
-    )
+def accuracy_cell(exam: Exam, marked: Mapping[str, Marked], reference: str, seed: int) -> Cell:
+    """Accuracies of all ways in one exam, the profile's beside all others'; an answer that never came is wrong."""
+    mine = marked[PROFILE].marks
     return Cell(
-        level=exam.level, measure="accuracy", task=None, num_tokens=exam.num_tokens, position=exam.position,
-        count=exam.num_questions, flag=marked[reference].flag, results=results,
-    )  # fmt: skip
-
-
-def _bounds(marks: Marks, seed: int) -> dict[str, float]:
-    found = marks.interval(seed)
-    return {"mean": found.mean, "low": found.low, "high": found.high}
-
-
-def _difference(other: str, mine: Marks, theirs: Marks, seed: int) -> Difference:
-    found = mine.minus(theirs, seed)
-    return Difference(other=other, mean=found.mean, low=found.low, high=found.high, p_value=mcnemar(mine, theirs))
+        level=exam.level,
+        measure="accuracy",
+        task=None,
+        num_tokens=exam.num_tokens,
+        position=exam.position,
+        units=len(exam.problems),
+        count=mine.num_questions,
+        flag=marked[reference].marks.flag if reference in marked else None,
+        results=tuple(
+            Result(subject=name, **bounds(each.marks.interval()), failures=each.failures)
+            for name, each in marked.items()
+        ),
+        differences=tuple(
+            Difference(
+                other=other,
+                **bounds(mine.minus(theirs.marks)),
+                p_value=mine.sign_flip(theirs.marks, seed),
+                mcnemar=mcnemar(mine, theirs.marks),
+            )
+            for other, theirs in marked.items()
+            if other != PROFILE
+        ),
+    )

@@ -1,103 +1,139 @@
-"""An evaluation as text for a terminal. Measures nothing."""
+"""An evaluation as text for a person. Measures nothing."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtuner.evaluation.formatting import fixed, interval, number, percent
 from kvtuner.evaluation.statistics import Interval
+from kvtuner.exported_configs.evaluation import PROFILE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kvtuner.exported_configs.evaluation import Cell, Difference, Evaluation, Result
+    from kvtuner.exported_configs.profile import Profile
 
-TITLES = {
+TITLES: Final = {
     "kl_nats_per_token": "KL nats/token",
     "top1_agreement": "top-1 as bf16",
     "nll_nats_per_token": "perplexity",
     "accuracy": "accuracy",
 }
-SIGNIFICANT = 0.05
+SHARES: Final = ("accuracy", "top1_agreement")
+SIGNIFICANT: Final = 0.05
+FLAGS: Final = {
+    "floor": "- the unquantized model fails: this cannot show a loss",
+    "ceiling": "+ the unquantized model hardly fails: this shows large losses only",
+}
+MOST_EXPONENT: Final = 700
 
 
-def evaluation_lines(evaluation: Evaluation) -> list[str]:
-    """A table for each level: every way beside the others."""
-    made = evaluation.making
-    data = evaluation.data
-    seen = "not seen by the search" if data.is_unseen else "perhaps seen by the search"
-    lines = [
-        f"evaluation  {evaluation.host.kind}, read plan {evaluation.host.read_plan}; text of {data.corpus}, {seen}",
-        f"made by     {made.command}",
-        f"on          {made.machine}; kvtuner {made.kvtuner_version}, torch {made.torch},"
-        f" transformers {made.transformers}",
-    ]
+def evaluation_lines(evaluation: Evaluation, profile: Profile) -> list[str]:
+    """A table for each level, every way beside the others, and what of the profile's differences is clear."""
     names = [subject.name for subject in evaluation.subjects]
     sizes = {subject.name: f"{subject.bytes_per_token:,}" for subject in evaluation.subjects}
+    lines = _about(evaluation, profile)
     for level in dict.fromkeys(cell.level for cell in evaluation.cells):
         cells = [cell for cell in evaluation.cells if cell.level == level]
-        head = ["", *names]
-        rows = [["bytes per token", *(sizes[name] for name in names)]]
+        rows = [["", *names], ["bytes per token", *(sizes[name] for name in names)]]
         for cell in cells:
             found = {result.subject: result for result in cell.results}
-            rows.append([_place(cell), *(_value(cell, found.get(name)) for name in names)])
-        what = f"{level}: {TITLES['accuracy']}" if cells[0].measure == "accuracy" else level
-        lines += ["", what, *_aligned([head, *rows]), *_comparisons(cells, names[1])]
-        if any(cell.flag for cell in cells):
-            lines.append("! the unquantized model is at the floor or the ceiling: this tells little of its cache")
+            rows.append([f"{_mark(cell)} {_place(cell)}", *(_value(cell, found.get(name)) for name in names)])
+        units = "sequences" if level == "likelihood" else "contexts"
+        lines += ["", f"{level}, {cells[0].units} {units} each", *_aligned(rows)]
+        lines += [words for flag, words in FLAGS.items() if any(cell.flag == flag for cell in cells)]
+        if failures := sum(result.failures for cell in cells for result in cell.results):
+            lines.append(f"{failures} answers never came, and count as wrong")
+    return [*lines, "", *_comparisons(evaluation.cells)]
+
+
+def sample_lines(prompt: str, said: Mapping[str, str | None]) -> list[str]:
+    """One prompt and what every way says after it, in Markdown."""
+    lines = ["## After", "", *_quoted(prompt), ""]
+    for name, text in said.items():
+        lines += [f"**{name}**", "", *(_quoted(text) if text is not None else ["no answer"]), ""]
     return lines
+
+
+def _quoted(text: str) -> list[str]:
+    return [f"    {line}" for line in text.splitlines()] or ["    "]
+
+
+def _about(evaluation: Evaluation, profile: Profile) -> list[str]:
+    model, host, data, made = evaluation.model, evaluation.host, evaluation.data, evaluation.making
+    name = f"{model.id}@{model.revision}" if model.revision else model.id
+    other = "" if model.config_sha256 == profile.model.config_sha256 else ", not the configuration that was searched"
+    where = f"read plan {host.read_plan}" if host.read_plan else f"reads {host.reads or 'what it does not say'}"
+    hits = "" if host.hit_share is None else f", {percent(host.hit_share)} of prompts found in its cache"
+    seen = "which calibration and selection did not see" if data.is_unseen else "which the search may have seen"
+    return [
+        f"evaluation  of {name} in {model.dtype}{other}",
+        f"host        {host.kind} {host.version or ''}".rstrip() + f", {where}{hits}",
+        f"text        of {data.corpus}, {seen}",
+        f"made by     {made.command}",
+        f"on          {made.machine}; kvtuner {made.kvtuner_version}, torch {made.torch}, transformers"
+        f" {made.transformers}",
+    ]
+
+
+def _mark(cell: Cell) -> str:
+    return {"floor": "-", "ceiling": "+", None: " "}[cell.flag]
 
 
 def _place(cell: Cell) -> str:
     parts = [TITLES[cell.measure]] if cell.level == "likelihood" else [cell.task or ""]
     if cell.num_tokens is not None and cell.level != "likelihood":
         parts.append(f"{cell.num_tokens:,} tokens")
-    if cell.position or cell.level in ("likelihood", "arithmetic"):
+    if cell.position or cell.num_tokens is None or cell.level == "likelihood":
         parts.append(f"at {cell.position:,}")
-    return ("! " if cell.flag else "  ") + " ".join(filter(None, parts))
+    return " ".join(filter(None, parts))
 
 
 def _value(cell: Cell, result: Result | None) -> str:
     if result is None:
         return "-"
-    if cell.measure in ("accuracy", "top1_agreement"):
-        return f"{percent(result.mean)} [{100 * result.low:.0f}, {100 * result.high:.0f}]"
+    if cell.measure in SHARES:
+        return f"{percent(result.mean)} [{100 * result.low:.1f}, {100 * result.high:.1f}]"
     if cell.measure == "kl_nats_per_token":
         return interval(Interval(result.mean, result.low, result.high))
-    return fixed(math.exp(result.mean), 3)
+    mean, low, high = (fixed(math.exp(min(x, MOST_EXPONENT))) for x in (result.mean, result.low, result.high))
+    return f"{mean} [{low}, {high}]"
 
 
-def _comparisons(cells: Sequence[Cell], subject: str) -> list[str]:
-    """What of the profile's differences is clear."""
-    lines = []
-    for cell in cells:
-        result = next((each for each in cell.results if each.subject == subject), None)
-        for difference in result.differences if result else ():
-            if _is_clear(difference):
-                share = cell.measure in ("accuracy", "top1_agreement")
-                values = [
-                    f"{100 * value:+.1f}" if share else ("+" if value > 0 else "") + number(value)
-                    for value in (difference.mean, difference.low, difference.high)
-                ]
-                unit = " points" if share else ""
-                p_value = "" if difference.p_value is None else f", McNemar p {number(difference.p_value, 2)}"
-                against = f"{subject} - {difference.other}, {_place(cell).strip('! ')}".replace("perplexity", "its log")
-                lines.append(f"  {against}: {values[0]} [{values[1]}, {values[2]}]{unit}{p_value}")
-    return ["clear differences, paired:", *lines] if lines else ["no clear difference of the profile from another way"]
+def _comparisons(cells: Sequence[Cell]) -> list[str]:
+    """Differences that are clear, of how many, so that nobody takes one of twenty for a finding."""
+    all_of_them = [(cell, difference) for cell in cells for difference in cell.differences]
+    clear = [(cell, difference) for cell, difference in all_of_them if difference.p_value < SIGNIFICANT]
+    chance = f"by chance {SIGNIFICANT * len(all_of_them):.0f} of {len(all_of_them)} would look so"
+    if not clear:
+        return [f"no clear difference of the profile from another way; {chance}"] if all_of_them else []
+    rows = [
+        [f"  {PROFILE} - {difference.other}", f"{cell.level} {_place(cell)}", *_difference(cell, difference)]
+        for cell, difference in clear
+    ]
+    return [f"clear differences, paired ({chance})", *_aligned(rows, words=2)]
 
 
-def _is_clear(difference: Difference) -> bool:
-    """By its interval, and by McNemar's test where there is one."""
-    excludes_zero = Interval(difference.mean, difference.low, difference.high).excludes_zero
-    return excludes_zero and (difference.p_value is None or difference.p_value < SIGNIFICANT)
+def _difference(cell: Cell, difference: Difference) -> list[str]:
+    values = (difference.mean, difference.low, difference.high)
+    if cell.measure in SHARES:
+        mean, low, high = (f"{100 * value:+.1f}" for value in values)
+        unit = " points"
+    else:
+        mean, low, high = (("+" if value > 0 else "") + number(value) for value in values)
+        unit = " in its log" if cell.measure == "nll_nats_per_token" else ""
+    mcnemar = "" if difference.mcnemar is None else f"McNemar {number(difference.mcnemar, 2)}"
+    return [f"{mean} [{low}, {high}]{unit}", f"p {number(difference.p_value, 2)}", mcnemar]
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def _aligned(rows: Sequence[Sequence[str]], *, words: int = 1) -> list[str]:
+    """Columns of even width, the first `words` of them to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.rjust(width) if index else cell.ljust(width)
+            cell.ljust(width) if index < words else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

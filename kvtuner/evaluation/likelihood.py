@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvtuner.evaluation.paired import sign_flip
 from kvtuner.evaluation.statistics import Interval, bootstrap_mean, paired_difference
-from kvtuner.exported_configs.evaluation import Cell, Difference, Measure, Result
+from kvtuner.exported_configs.evaluation import PROFILE, Cell, Difference, Measure, Result
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,49 +23,59 @@ if TYPE_CHECKING:
 def likelihood_cells(
     measured: Mapping[str, SequenceSums], reference: str, *, num_tokens: int, position: int, seed: int
 ) -> list[Cell]:
-    """KL, top-1 agreement and negative log-likelihood at one kind of positions, each beside every other way.
+    """KL, top-1 agreement and negative log-likelihood at one kind of positions, the profile's beside all others'.
 
     Args:
-        measured: by the name of the way; the unquantized one among them.
+        measured: by the name of the way; the unquantized one and the profile among them.
         reference: its name. KL and agreement are from it, so that it has neither of its own.
         num_tokens: of a sequence.
         position: of its first token.
         seed: of the intervals.
     """
-    cells = []
     measures: tuple[Measure, ...] = ("kl_nats_per_token", "top1_agreement", "nll_nats_per_token")
+    cells = []
     for measure in measures:
         ways = {
             name: _sums(sums, measure)
             for name, sums in measured.items()
             if name != reference or measure == "nll_nats_per_token"
         }
-        results = tuple(
-            Result(
-                subject=name,
-                **_bounds(bootstrap_mean(*sums, seed=seed)),
+        mine, counts = ways[PROFILE]
+        cells.append(
+            Cell(
+                level="likelihood",
+                measure=measure,
+                task=None,
+                num_tokens=num_tokens,
+                position=position,
+                units=len(mine),
+                count=int(counts.sum()),
+                flag=None,
+                results=tuple(
+                    Result(subject=name, **bounds(bootstrap_mean(*sums, seed=seed)), failures=0)
+                    for name, sums in ways.items()
+                ),
                 differences=tuple(
                     Difference(
                         other=other,
-                        **_bounds(paired_difference(sums[0], theirs[0], sums[1], seed=seed)),
-                        p_value=None,
+                        **bounds(paired_difference(mine, theirs, counts, seed=seed)),
+                        p_value=sign_flip(mine - theirs, seed),
+                        mcnemar=None,
                     )
-                    for other, theirs in ways.items()
-                    if other != name
+                    for other, (theirs, _) in ways.items()
+                    if other != PROFILE
                 ),
             )
-            for name, sums in ways.items()
         )
-        place = {"num_tokens": num_tokens, "position": position, "count": int(next(iter(ways.values()))[1].sum())}
-        cells.append(Cell(level="likelihood", measure=measure, task=None, flag=None, results=results, **place))
     return cells
+
+
+def bounds(interval: Interval) -> dict[str, float]:
+    """Fields of a result or a difference."""
+    return {"mean": interval.mean, "low": interval.low, "high": interval.high}
 
 
 def _sums(sums: SequenceSums, measure: Measure) -> Sums:
     values = {"kl_nats_per_token": sums.kl, "top1_agreement": sums.agree, "nll_nats_per_token": sums.nll}[measure]
     counts = sums.nll_count if measure == "nll_nats_per_token" else sums.count
     return np.asarray(values, dtype=np.float64), np.asarray(counts, dtype=np.int64)
-
-
-def _bounds(interval: Interval) -> dict[str, float]:
-    return {"mean": interval.mean, "low": interval.low, "high": interval.high}

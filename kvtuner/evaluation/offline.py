@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvtuner.errors import NonFiniteActivationError
+from kvtuner.evaluation.text import Text
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvtuner.calibration.model import LoadedModel
     from kvtuner.evaluation.questions import Problem
@@ -23,50 +26,71 @@ class Offline:
 
     Args:
         loaded: the model.
+        subject: how its cache is stored.
         read_plan: what a chunk reads.
     """
 
-    def __init__(self, loaded: LoadedModel, read_plan: ReadPlan) -> None:
-        self._model, self._tokenizer = loaded.model, loaded.tokenizer
-        self.read_plan = read_plan
+    def __init__(self, loaded: LoadedModel, subject: Subject, read_plan: ReadPlan) -> None:
+        self._model, self._subject, self._read_plan = loaded.model, subject, read_plan
+        self._text, self._context_length = Text(loaded.tokenizer), loaded.shape.context_length
+        ends = self._model.generation_config.eos_token_id if self._model.generation_config else None
+        self._ends = set(ends if isinstance(ends, list) else [ends])
 
-    def count_tokens(self, text: str) -> int:
-        """Of a text, without special tokens."""
-        return len(self._ids(text, special=False))
+    @property
+    def name(self) -> str:
+        """Of the way that the cache is stored."""
+        return self._subject.name
 
-    def answers(self, subject: Subject, problem: Problem, *, offset: int = 0) -> tuple[str, ...]:
+    @property
+    def key(self) -> str:
+        """What decides answers besides the questions and the model."""
+        return self._subject.contestant.key
+
+    def answers(self, problem: Problem, *, offset: int = 0) -> tuple[str, ...]:
         """What is said after each question of a problem, long enough to see whether it is right.
 
         Args:
-            subject: how the cache is stored.
             problem: context and questions.
             offset: position of the context's first token.
         """
-        cache = subject.cache(self._model.config, self.read_plan)
-        context = self._ids(problem.context, special=True)
+        cache = self._cache()
+        context = self._text.context(problem.context)
         self._step(context, cache, offset)
         found = []
         for question in problem.questions:
-            asked = self._ids(question.text, special=False)
-            said = self._continue(asked, cache, offset, self.count_tokens(question.answer) + 1)
-            found.append(str(self._tokenizer.decode(said, skip_special_tokens=True)))
+            asked = self._text.after(problem.context, question.text)
+            found.append(self._continue(asked, cache, offset, question.max_tokens, question.is_answered))
             cache.crop(len(context) - cache.get_seq_length())
         return tuple(found)
 
-    def continuation(self, subject: Subject, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """Greedy tokens after a prompt, up to the end of the text."""
-        cache = subject.cache(self._model.config, self.read_plan)
-        return self._continue(prompt, cache, 0, num_tokens)
+    def continuation(self, prompt: Sequence[int], num_tokens: int) -> str:
+        """What is said after a prompt, up to the end of the text.
 
-    @torch.no_grad()
-    def _continue(self, ids: Sequence[int], cache: Any, offset: int, num_tokens: int) -> list[int]:
+        Args:
+            prompt: token ids.
+            num_tokens: at most.
+        """
+        return self._continue(prompt, self._cache(), 0, num_tokens)
+
+    def _cache(self) -> Any:
+        return self._subject.cache(self._model.config, self._read_plan, self._context_length)
+
+    def _continue(
+        self,
+        ids: Sequence[int],
+        cache: Any,
+        offset: int,
+        num_tokens: int,
+        is_done: Callable[[str], bool] = lambda _: False,
+    ) -> str:
         said: list[int] = []
-        step = ids
-        ends = self._end_tokens()
-        while len(said) < num_tokens and (not said or said[-1] not in ends):
+        step, text = ids, ""
+        while len(said) < num_tokens and not is_done(text):
             said.append(int(self._step(step, cache, offset).argmax()))
-            step = said[-1:]
-        return said
+            step, text = said[-1:], self._text.of(said)
+            if said[-1] in self._ends:
+                break
+        return text
 
     @torch.no_grad()
     def _step(self, ids: Sequence[int], cache: Any, offset: int) -> torch.Tensor:
@@ -76,11 +100,8 @@ class Offline:
         positions = torch.arange(first + offset, first + offset + len(ids), device=device).unsqueeze(0)
         output = self._model(tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits: torch.Tensor = output.logits[0, -1]
+        if not bool(torch.isfinite(logits).all()):
+            raise NonFiniteActivationError(
+                f"the model gives NaN or infinity where its cache is stored as {self.name}; run it in a wider dtype"
+            )
         return logits
-
-    def _end_tokens(self) -> set[int]:
-        configured = self._model.generation_config.eos_token_id if self._model.generation_config else None
-        return set(configured if isinstance(configured, list) else [configured])
-
-    def _ids(self, text: str, *, special: bool) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=special, truncation=False, verbose=False)["input_ids"])

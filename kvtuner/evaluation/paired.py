@@ -1,15 +1,21 @@
-"""Right and wrong answers to the same questions, paired. Knows nothing of models."""
+"""Right and wrong answers to the same questions, paired. Knows nothing of models.
+
+Questions of one problem share a context and so are dependent: intervals count as many independent questions as the
+spread between problems leaves of them (the design effect), at most all and at least one for each problem.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
-from scipy.stats import binomtest
+from scipy.stats import binomtest, norm, t
 
-from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval, bootstrap_mean, paired_difference
+from kvtuner.errors import CorpusError
+from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -17,6 +23,9 @@ if TYPE_CHECKING:
 FLOOR: Final = 0.05
 CEILING: Final = 0.98
 Flag = Literal["floor", "ceiling"]
+MAX_EXACT: Final = 14
+"""Units of a sign-flip test, up to which all signs are tried."""
+NUM_FLIPS: Final = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +33,7 @@ class Marks:
     """Which questions were answered right.
 
     Attributes:
-        problems: by problem, whose questions share a context and so are dependent; an answer that never came is wrong.
+        problems: by problem; an answer that never came is wrong.
     """
 
     problems: tuple[tuple[bool, ...], ...]
@@ -45,34 +54,57 @@ class Marks:
 
     @property
     def flag(self) -> Flag | None:
-        """Why marks of an unquantized model cannot tell ways of storing its cache apart: it fails, or cannot fail."""
+        """Why an unquantized model's marks cannot tell ways to store its cache apart: it fails, or hardly can."""
         if self.accuracy <= FLOOR:
             return "floor"
         return "ceiling" if self.accuracy >= CEILING else None
 
-    def interval(self, seed: int) -> Interval:
-        """Accuracy with its interval: problems resampled; Wilson's, a trial a problem, where all have one share."""
-        shares = {sum(marks) / len(marks) for marks in self.problems}
-        if len(shares) > 1:
-            return bootstrap_mean(*self._sums(), seed=seed)
-        trials = len(self.problems)
-        bounds = binomtest(round(self.accuracy * trials), trials).proportion_ci(DEFAULT_LEVEL, method="wilson")
-        return Interval(self.accuracy, min(float(bounds.low), self.accuracy), max(float(bounds.high), self.accuracy))
+    def interval(self) -> Interval:
+        """Accuracy with Wilson's interval over as many questions as count for independent."""
+        share = self.accuracy
+        trials = self.num_questions / _design_effect(self._shares(), self._counts(), share * (1 - share))
+        z = float(norm.ppf((1 + DEFAULT_LEVEL) / 2))
+        middle = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+        half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+        return Interval(share, min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half)))
 
-    def minus(self, other: Marks, seed: int) -> Interval:
-        """Paired difference of accuracies.
+    def minus(self, other: Marks) -> Interval:
+        """Paired difference of accuracies, with Agresti and Min's adjusted interval (Stat. in Medicine 24, 2005).
+
+        Half a question is added to each cell of the table of both, so that no difference is not certain either.
 
         Raises:
             ValueError: other questions.
             CorpusError: a single problem, which says nothing of the spread between problems.
         """
         self._check_same(other)
-        mine, counts = self._sums()
-        return paired_difference(mine, other._sums()[0], counts, seed=seed)
+        if len(self.problems) < 2:
+            raise CorpusError("an interval needs at least 2 problems; ask more")
+        first, second = _only_one_is_right(self, other)
+        total = self.num_questions
+        mean = (first - second) / total
+        variance = (first + second) / total - mean * mean
+        effect = _design_effect(self._shares() - other._shares(), self._counts(), variance)
+        trials, first_of, second_of = total / effect, first / effect, second / effect
+        spread = math.sqrt(first_of + second_of + 1 - (first_of - second_of) ** 2 / (trials + 2)) / (trials + 2)
+        middle = (first_of - second_of) / (trials + 2)
+        half = float(t.ppf((1 + DEFAULT_LEVEL) / 2, len(self.problems) - 1)) * spread
+        return Interval(mean, max(-1.0, min(mean, middle - half)), min(1.0, max(mean, middle + half)))
 
-    def _sums(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        sums = np.array([sum(marks) for marks in self.problems], dtype=np.float64)
-        return sums, np.array([len(marks) for marks in self.problems], dtype=np.int64)
+    def sign_flip(self, other: Marks, seed: int) -> float:
+        """Two-sided p-value that neither is better: problems' differences with their signs flipped at random.
+
+        Raises:
+            ValueError: other questions.
+        """
+        self._check_same(other)
+        return sign_flip((self._shares() - other._shares()) * self._counts(), seed)
+
+    def _shares(self) -> NDArray[np.float64]:
+        return np.array([sum(marks) / len(marks) for marks in self.problems])
+
+    def _counts(self) -> NDArray[np.float64]:
+        return np.array([float(len(marks)) for marks in self.problems])
 
     def _check_same(self, other: Marks) -> None:
         if tuple(map(len, self.problems)) != tuple(map(len, other.problems)):
@@ -88,7 +120,41 @@ def mcnemar(first: Marks, second: Marks) -> float:
         ValueError: other questions.
     """
     first._check_same(second)
-    pairs = list(zip(chain(*first.problems), chain(*second.problems), strict=True))
-    only_first, only_second = pairs.count((True, False)), pairs.count((False, True))
+    only_first, only_second = _only_one_is_right(first, second)
     differing = only_first + only_second
     return 1.0 if not differing else float(binomtest(only_first, differing).pvalue)
+
+
+def sign_flip(differences: NDArray[np.float64], seed: int) -> float:
+    """Two-sided p-value that differences are as likely one way as the other, whole units' signs flipped.
+
+    Args:
+        differences: one for each unit that is independent of others, [num_units].
+        seed: of the signs, where there are too many to try all.
+    """
+    differences = differences[differences != 0]
+    if not differences.size:
+        return 1.0
+    seen = abs(differences.sum()) * (1 - 1e-12)
+    if differences.size <= MAX_EXACT:
+        signs = np.array(list(product((-1.0, 1.0), repeat=differences.size)))
+        return float((abs(signs @ differences) >= seen).mean())
+    signs = np.random.default_rng(seed).choice((-1.0, 1.0), (NUM_FLIPS, differences.size))
+    return float(((abs(signs @ differences) >= seen).sum() + 1) / (NUM_FLIPS + 1))
+
+
+def _only_one_is_right(first: Marks, second: Marks) -> tuple[int, int]:
+    pairs = list(zip(chain(*first.problems), chain(*second.problems), strict=True))
+    return pairs.count((True, False)), pairs.count((False, True))
+
+
+def _design_effect(shares: NDArray[np.float64], counts: NDArray[np.float64], variance: float) -> float:
+    """By how much problems vary more than independent questions would: from 1 to the questions of a problem."""
+    most = float(counts.mean())
+    if variance <= 0 or len(shares) < 2:
+        return most
+    weights = counts / counts.sum()
+    mean = float(weights @ shares)
+    between = float((weights**2) @ (shares - mean) ** 2) * len(shares) / (len(shares) - 1)
+    effect: float = between / (variance / float(counts.sum()))
+    return min(max(effect, 1.0), most)

@@ -6,6 +6,7 @@ models but how many tokens a text has.
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -13,13 +14,15 @@ from typing import TYPE_CHECKING, Final
 from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Callable
 
     CountTokens = Callable[[str], int]
 
 NUM_EXAMPLES: Final = 3
-_NUMBER: Final = re.compile(r"\s*(\d+)")
+NUM_SUMS: Final = 8
+PIECE: Final = 80
+"""Characters of a line that other text is cut into."""
+_NUMBER: Final = re.compile(r"\s*(\d+)(.?)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +32,20 @@ class Question:
     text: str
     answer: str
 
+    @property
+    def max_tokens(self) -> int:
+        """After which it is known whether an answer is right: a token for each character, a space before, an end."""
+        return len(self.answer) + 2
+
     def is_right(self, continuation: str) -> bool:
         """Whether a continuation begins with the answer, and the number ends there."""
         found = _NUMBER.match(continuation)
         return found is not None and found[1] == self.answer
+
+    def is_answered(self, continuation: str) -> bool:
+        """Whether more would not change that: a number has ended."""
+        found = _NUMBER.match(continuation)
+        return found is not None and found[2] != ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +65,18 @@ def recall(rng: random.Random, count_tokens: CountTokens, num_tokens: int, num_q
         num_tokens: of the context, about; at least a few lines are made.
         num_questions: asked, of different lines while there are any.
     """
-    sample = recall_problem(rng, 64, NUM_EXAMPLES)
-    per_line = (count_tokens(sample.prompt) - count_tokens("?\n")) / 64
-    num_pairs = max(round(num_tokens / per_line) - NUM_EXAMPLES, 2 * NUM_EXAMPLES)
-    drawn = recall_problem(rng, num_pairs, NUM_EXAMPLES + num_questions)
-    lines = [drawn.table[index] for index in drawn.questions]
-    examples = "".join(f"{key}:{value}\n" for key, value in lines[:NUM_EXAMPLES])
-    return Problem(drawn.prompt + examples, tuple(Question(f"{key}:", value) for key, value in lines[NUM_EXAMPLES:]))
+    seed, num_pairs = rng.random(), 64
+    while True:  # keys get longer where there are many
+        drawn = recall_problem(random.Random(seed), num_pairs, NUM_EXAMPLES + num_questions)
+        lines = [drawn.table[index] for index in drawn.questions]
+        examples = "".join(f"{key}:{value}\n" for key, value in lines[:NUM_EXAMPLES])
+        fixed = count_tokens("?\n" + examples)
+        per_line = (count_tokens(drawn.prompt + examples) - fixed) / num_pairs
+        wanted = max(round((num_tokens - fixed) / per_line), NUM_EXAMPLES + num_questions)
+        if abs(wanted - num_pairs) <= max(1, num_pairs // 50):
+            asked = tuple(Question(f"{key}:", value) for key, value in lines[NUM_EXAMPLES:])
+            return Problem(drawn.prompt + examples, asked)
+        num_pairs = wanted
 
 
 def needles(rng: random.Random, count_tokens: CountTokens, num_tokens: int, num_questions: int, filler: str) -> Problem:
@@ -68,7 +86,7 @@ def needles(rng: random.Random, count_tokens: CountTokens, num_tokens: int, num_
         rng: draws.
         count_tokens: of a text.
         num_tokens: of the context, about.
-        num_questions: needles, the first at the beginning, the last near the end.
+        num_questions: needles, each in the middle of an equal part of the text.
         filler: text to hide them in, repeated where it is too short.
     """
     wanted = num_questions + NUM_EXAMPLES
@@ -78,21 +96,39 @@ def needles(rng: random.Random, count_tokens: CountTokens, num_tokens: int, num_
     hidden, shown = drawn[:num_questions], drawn[num_questions:]
     examples = "".join(f"{key}:{value}\n" for key, value in shown)
     room = num_tokens - 2 * count_tokens(examples) - count_tokens("".join(f"{k}:{v}\n" for k, v in hidden))
-    lines = filler.splitlines(keepends=True) or ["\n"]
-    start, have = rng.randrange(len(lines)), 0
-    text: list[str] = []
-    while have < room:
-        line = lines[(start + len(text)) % len(lines)]
-        text.append(line if line.endswith("\n") else line + "\n")
-        have += max(count_tokens(line), 1)
+    text = _lines(rng, count_tokens, room, filler)
     for number, (key, value) in reversed(list(enumerate(hidden))):
-        text.insert(number * len(text) // num_questions, f"{key}:{value}\n")
+        text.insert((2 * number + 1) * len(text) // (2 * num_questions), f"{key}:{value}\n")
     context = examples + "".join(text) + "?\n" + examples
     return Problem(context, tuple(Question(f"{key}:", value) for key, value in hidden))
 
 
-def arithmetic(rng: random.Random, num_questions: int) -> Problem:
-    """Additions of numbers of one to three digits, after a few that are done."""
-    lines = addition_lines(rng, 8 + num_questions).splitlines(keepends=True)
-    asked = [line.strip().partition("=") for line in lines[8:]]
-    return Problem("".join(lines[:8]), tuple(Question(f"{left}=", total) for left, _, total in asked))
+def arithmetic(
+    rng: random.Random, count_tokens: CountTokens, num_tokens: int, num_questions: int, filler: str
+) -> Problem:
+    """Additions of numbers of one to three digits, after a few that are done, after other text.
+
+    Args:
+        rng: draws.
+        count_tokens: of a text.
+        num_tokens: of the context, about; the examples alone where that is less.
+        num_questions: additions.
+        filler: the other text.
+    """
+    lines = addition_lines(rng, NUM_SUMS + num_questions).splitlines(keepends=True)
+    examples = "".join(lines[:NUM_SUMS])
+    asked = [line.strip().partition("=") for line in lines[NUM_SUMS:]]
+    before = "".join(_lines(rng, count_tokens, num_tokens - count_tokens(examples), filler))
+    return Problem(before + examples, tuple(Question(f"{left}=", total) for left, _, total in asked))
+
+
+def _lines(rng: random.Random, count_tokens: CountTokens, num_tokens: int, filler: str) -> list[str]:
+    """Lines of a text from anywhere in it on, about so many tokens."""
+    lines = [line[first : first + PIECE] for line in filler.splitlines() for first in range(0, len(line), PIECE)]
+    lines = lines or [""]
+    start, have = rng.randrange(len(lines)), 0
+    text: list[str] = []
+    while have < num_tokens:
+        text.append(lines[(start + len(text)) % len(lines)] + "\n")
+        have += max(count_tokens(text[-1]), 1)
+    return text

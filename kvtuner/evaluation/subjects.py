@@ -40,11 +40,18 @@ class Subject:
     contestant: Contestant
     bytes_per_token: int
 
-    def cache(self, config: Any, read_plan: ReadPlan) -> Any:
-        """An empty transformers cache that stores this way."""
+    def cache(self, config: Any, read_plan: ReadPlan, context_length: int) -> Any:
+        """An empty transformers cache that stores this way, for so many tokens.
+
+        Raises:
+            UnsupportedModelError: layers whose cache is not one key and value per token and head.
+            ProfileError: the profile belongs to another model.
+        """
         if self.profile is not None:
-            return KVTunerCache.from_profile(self.profile, config, read_plan)
-        return KVTunerCache.fp8(config, read_plan) if self.name == FP8 else DynamicCache(config=config)
+            return KVTunerCache.from_profile(self.profile, config, read_plan, context_length=context_length)
+        if self.name == FP8:
+            return KVTunerCache.fp8(config, read_plan, context_length=context_length)
+        return DynamicCache(config=config)
 
 
 def of_profile(name: str, profile: Profile) -> Subject:

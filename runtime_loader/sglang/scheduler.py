@@ -13,7 +13,7 @@ from kvtuner.runtime_loader.packed_attention import TorchAttention
 from kvtuner.runtime_loader.row_format import rank_formats
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
 from kvtuner.runtime_loader.sglang.compat.processes import on_introduction
-from kvtuner.runtime_loader.sglang.serving import PROFILE_KEY, active, refusing
+from kvtuner.runtime_loader.sglang.serving import PROFILE_KEY, READS_KEY, active, refusing
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile import Profile
@@ -75,7 +75,8 @@ def install(*, packed: bool, tiers: bool) -> None:
     from kvtuner.runtime_loader.sglang.pool import PackedKVPool
     from kvtuner.runtime_loader.sglang.proof import announce_capacity
 
-    on_introduction(lambda: {PROFILE_KEY: _profile().digest})
+    reads = active().attend if packed else "below"
+    on_introduction(lambda: {PROFILE_KEY: _profile().digest, READS_KEY: reads})
     if packed:
         on_pool(PackedKVPool, _bytes_per_token, announce_capacity, refusing)
         on_triton_backend(make_backend)

@@ -39,7 +39,9 @@ _DTYPES: Final[dict[torch.dtype, Literal["bfloat16", "float16", "float32"]]] = {
 }
 
 PROFILE_KEY: Final = "kvtuner_profile"
-"""Under which a scheduler tells its launcher the digest of what it serves."""
+"""Under which a scheduler tells its launcher, and a server at `/server_info` everybody, the digest that it serves."""
+READS_KEY: Final = "kvtuner_reads"
+"""Under which it tells what a chunk reads of itself: ``fresh``, ``cache``, or ``below`` where the device is exact."""
 
 logger: Final = logging.getLogger("kvtuner")
 

@@ -13,8 +13,8 @@ FILLER = "".join(f"Line {number} of a text that says nothing, if: or: anything.\
 
 
 def count(text: str) -> int:
-    """Words and marks: a tokenizer."""
-    return len(re.findall(r"\w+|\W", text))
+    """A tokenizer: longer words and numbers are more tokens."""
+    return len(re.findall(r"\w{1,2}|\W", text))
 
 
 def answers_of(problem: Problem) -> list[tuple[str, list[str]]]:
@@ -28,7 +28,7 @@ def answers_of(problem: Problem) -> list[tuple[str, list[str]]]:
 @pytest.mark.parametrize("num_tokens", [60, 256, 1000, 20_000])
 def test_a_key_stands_once_in_a_table_of_the_length(num_tokens: int) -> None:
     problem = recall(random.Random(num_tokens), count, num_tokens, 5)
-    assert abs(count(problem.context) - num_tokens) < 0.1 * num_tokens + 8
+    assert abs(count(problem.context) - num_tokens) < 0.03 * num_tokens + 8
     table, _, examples = problem.context.partition("?\n")
     assert len(set(table.splitlines())) == len(table.splitlines()) == len({line[:-4] for line in table.splitlines()})
     assert all(line in table.splitlines() for line in examples.splitlines())
@@ -40,24 +40,49 @@ def test_a_key_stands_once_in_a_table_of_the_length(num_tokens: int) -> None:
 @pytest.mark.parametrize("num_tokens", [120, 1000, 5000])
 def test_needles_lie_once_at_all_depths(num_tokens: int) -> None:
     problem = needles(random.Random(num_tokens), count, num_tokens, 4, FILLER)
-    assert abs(count(problem.context) - num_tokens) < 40
+    assert abs(count(problem.context) - num_tokens) < 50
     assert all(found == [answer] for answer, found in answers_of(problem))
     depths = [problem.context.index(question.text + question.answer) for question in problem.questions]
     assert depths == sorted(depths)
-    assert depths[0] < 0.3 * len(problem.context)
-    assert depths[-1] > 0.5 * len(problem.context)
+    for number, depth in enumerate(depths if num_tokens > 1000 else []):
+        assert depth / len(problem.context) == pytest.approx((2 * number + 1) / 8, abs=0.05)
+
+
+@pytest.mark.parametrize("filler", ["", "word " * 5000, "\u6587" * 9000])
+def test_text_without_lines_is_cut(filler: str) -> None:
+    problem = needles(random.Random(0), count, 700, 4, filler)
+    assert abs(count(problem.context) - 700) < 60
+    assert all(found == [answer] for answer, found in answers_of(problem))
 
 
 def test_sums_are_right_and_not_those_of_the_examples() -> None:
-    problem = arithmetic(random.Random(0), 50)
+    problem = arithmetic(random.Random(0), count, 0, 50, FILLER)
     for question in problem.questions:
+        assert question.text not in problem.context
         left, right = question.text.rstrip("=").split("+")
         assert int(left) + int(right) == int(question.answer)
+
+
+def test_sums_stand_after_other_text_of_the_length() -> None:
+    alone, after = (arithmetic(random.Random(0), count, length, 5, FILLER) for length in (0, 900))
+    assert after.context.endswith(alone.context)
+    assert after.questions == alone.questions
+    assert abs(count(after.context) - 900) < 30
 
 
 def test_the_same_seed_asks_the_same() -> None:
     for make in (lambda rng: recall(rng, count, 200, 3), lambda rng: needles(rng, count, 200, 3, FILLER)):
         assert make(random.Random(4)) == make(random.Random(4)) != make(random.Random(5))
+
+
+@pytest.mark.parametrize(
+    ("said", "is_answered"),
+    [("38", False), ("384", False), ("384\n", True), (" 38,", True), ("", False), ("ab", False)],
+)
+def test_more_is_not_asked_for_once_a_number_has_ended(said: str, is_answered: bool) -> None:
+    question = Question("ab:", "384")
+    assert question.is_answered(said) == is_answered
+    assert question.max_tokens > len(question.answer)
 
 
 @pytest.mark.parametrize(
