@@ -26,12 +26,13 @@ EVALUATION: Final = DocumentKind("evaluation", "evaluate again", 2**20)
 MAX_LIST: Final = 256
 
 Level = Literal["likelihood", "recall", "needle", "arithmetic", "task"]
-Measure = Literal["kl_nats_per_token", "top1_agreement", "nll_nats_per_token", "accuracy"]
+Measure = Literal["kl_nats_per_token", "top1_agreement", "nll_nats_per_token", "accuracy", "score"]
 LIMITS: Final[dict[Measure, tuple[float, float]]] = {
     "kl_nats_per_token": (0, 1e4),
     "top1_agreement": (0, 1),
     "nll_nats_per_token": (0, 1e4),
     "accuracy": (0, 1),
+    "score": (-1e9, 1e9),
 }
 """Between which a measure lies."""
 Share = Annotated[Figure, Field(ge=0, le=1)]

@@ -36,6 +36,7 @@ NEEDED = {
 
 OPTIONAL = {
     "accelerate": "models larger than one GPU",
+    "lm_eval": "kvtuner eval --tasks",
     "sglang": "serving a profile",
     "triton": "GPU kernels",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -25,6 +26,7 @@ from kvtuner.evaluation.answers import Examiner, accuracy_cell, make_exams
 from kvtuner.evaluation.endpoint import Endpoint
 from kvtuner.evaluation.evaluation_text import evaluation_lines, sample_lines
 from kvtuner.evaluation.hosts import OfflineHost, ServedHost
+from kvtuner.evaluation.offline import Offline
 from kvtuner.evaluation.subjects import REFERENCE, named, of_profile
 from kvtuner.evaluation.text import Text
 from kvtuner.exported_configs.evaluation import (
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
     from kvtuner.calibration.corpus import Corpus
     from kvtuner.calibration.model import ModelShape
@@ -62,7 +65,7 @@ SAMPLES_FILE: Final = "samples.md"
 SAMPLE_PROMPT: Final = 128
 SAMPLE_TOKENS: Final = 64
 MAX_SEED: Final = 2**31
-_PATHS: Final = ("profile", "model", "data")
+_PATHS: Final = ("profile", "model", "data", "include_path")
 _UNSAID: Final = ("command", "json", "debug", "out", "endpoint")
 
 
@@ -82,11 +85,14 @@ def run(args: Namespace) -> int:
     corpus = load_corpus(corpus_source(args, shape), tokenizer)
     filler = "\n".join(tokenizer.batch_decode(corpus.splits["report"].tolist(), skip_special_tokens=True))
     exams = _exams(args, text, filler, shape.context_length)
+    _check_tasks(args)
     folder = run_folder(args, f"eval-{profile.digest.removeprefix('sha256:')[:12]}")
     folder.create()
     host = _host(args, profile, shape, corpus, subjects, text)
     cells = host.likelihood(folder) if "likelihood" in args.levels else []
     cells += _questions(args, exams, host, folder)
+    if args.tasks:
+        cells += _tasks(args, host, folder, text, tokenizer, shape.context_length)
     evaluation = Evaluation(
         evaluation_version=1,
         profile_digest=profile.digest,
@@ -230,6 +236,44 @@ def _questions(args: Namespace, exams: Sequence[Exam], host: EvaluationHost, fol
             marked = {each.name: examiner.marks(exam, each, bar.update) for each in host.respondents}
             cells.append(accuracy_cell(exam, marked, REFERENCE, args.seed))
     return cells
+
+
+def _check_tasks(args: Namespace) -> None:
+    """Before anything is loaded.
+
+    Raises:
+        EndpointError: tasks of servers.
+        CorpusError: tasks without the harness, or a folder of them that is not there.
+    """
+    if not args.tasks:
+        return
+    if args.endpoint:
+        raise EndpointError("--tasks are answered by a model loaded here; leave out --endpoint")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise CorpusError("--tasks needs lm-evaluation-harness; pip install 'kvtuner[eval]'")
+    if args.include_path is not None and not Path(args.include_path).is_dir():
+        raise CorpusError(f"--include-path {args.include_path} is no folder")
+
+
+def _tasks(
+    args: Namespace,
+    host: EvaluationHost,
+    folder: RunFolder,
+    text: Text,
+    tokenizer: PreTrainedTokenizerBase,
+    context_length: int,
+) -> list[Cell]:
+    from kvtuner.evaluation.harness import HarnessModel, TaskOptions, task_cells
+
+    include = None if args.include_path is None else Path(args.include_path)
+    options = TaskOptions(args.tasks, include, args.limit, args.num_fewshot, args.apply_chat_template)
+    identity = sha256_of(host.identity())
+    models = {
+        each.name: HarnessModel(each, text, tokenizer, context_length, folder, identity)
+        for each in host.respondents
+        if isinstance(each, Offline)
+    }
+    return task_cells(models, options, REFERENCE, args.seed)
 
 
 def _samples(args: Namespace, host: EvaluationHost, text: Text, sequences: Tensor) -> list[str]:

@@ -204,6 +204,14 @@ def _evaluation(commands: Any) -> None:
     group.add_argument("--samples", type=_positive, default=3, help="prompts that all ways continue")
     group.add_argument("--batch-size", type=_positive, default=1, help="sequences in flight")
     group.add_argument("--seed", type=_seed, help="of documents, questions and bootstrap; the search's by default")
+    tasks = command.add_argument_group("tasks of lm-evaluation-harness (pip install 'kvtuner[eval]')")
+    tasks.add_argument(
+        "--tasks", type=_words(), metavar="NAME[,...]", help="such as gsm8k; names in --include-path too"
+    )
+    tasks.add_argument("--include-path", metavar="FOLDER", help="of task files; they may run code of their own")
+    tasks.add_argument("--limit", type=_several, help="questions of each task; all, by default")
+    tasks.add_argument("--num-fewshot", type=int, help="examples before a question; the task's own, by default")
+    _switch(tasks, "--apply-chat-template", "prompts go through the tokenizer's chat template")
     served = command.add_argument_group("servers, in place of a model loaded here")
     served.add_argument(
         "--endpoint",

@@ -20,6 +20,7 @@ TITLES: Final = {
     "top1_agreement": "top-1 as bf16",
     "nll_nats_per_token": "perplexity",
     "accuracy": "accuracy",
+    "score": "score",
 }
 SHARES: Final = ("accuracy", "top1_agreement")
 SIGNIFICANT: Final = 0.05
@@ -41,8 +42,10 @@ def evaluation_lines(evaluation: Evaluation, profile: Profile) -> list[str]:
         for cell in cells:
             found = {result.subject: result for result in cell.results}
             rows.append([f"{_mark(cell)} {_place(cell)}", *(_value(cell, found.get(name)) for name in names)])
-        units = "sequences" if level == "likelihood" else "contexts"
-        lines += ["", f"{level}, {cells[0].units} {units} each", *_aligned(rows)]
+        units = {"likelihood": "sequences", "task": "questions"}.get(level, "contexts")
+        most = max(cell.units for cell in cells)
+        lines += ["", f"{level}, {most} {units} each at most" if level == "task" else f"{level}, {most} {units} each"]
+        lines += _aligned(rows)
         lines += [words for flag, words in FLAGS.items() if any(cell.flag == flag for cell in cells)]
         if failures := sum(result.failures for cell in cells for result in cell.results):
             lines.append(f"{failures} answers never came, and count as wrong")
@@ -86,7 +89,7 @@ def _place(cell: Cell) -> str:
     parts = [TITLES[cell.measure]] if cell.level == "likelihood" else [cell.task or ""]
     if cell.num_tokens is not None and cell.level != "likelihood":
         parts.append(f"{cell.num_tokens:,} tokens")
-    if cell.position or cell.num_tokens is None or cell.level == "likelihood":
+    if cell.level in ("arithmetic", "likelihood") and (cell.num_tokens is None or cell.level == "likelihood"):
         parts.append(f"at {cell.position:,}")
     return " ".join(filter(None, parts))
 
@@ -97,6 +100,8 @@ def _value(cell: Cell, result: Result | None) -> str:
     if cell.measure in SHARES:
         return f"{percent(result.mean)} [{100 * result.low:.1f}, {100 * result.high:.1f}]"
     if cell.measure == "kl_nats_per_token":
+        return interval(Interval(result.mean, result.low, result.high))
+    if cell.measure == "score":
         return interval(Interval(result.mean, result.low, result.high))
     mean, low, high = (fixed(math.exp(min(x, MOST_EXPONENT))) for x in (result.mean, result.low, result.high))
     return f"{mean} [{low}, {high}]"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvtuner.calibration.read_plan import ReadPlan
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.text import Text
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from kvtuner.calibration.model import LoadedModel
     from kvtuner.evaluation.questions import Problem
     from kvtuner.evaluation.subjects import Subject
-    from kvtuner.exported_configs.evidence import ReadPlan
+    from kvtuner.exported_configs.evidence import ReadPlan as ReadPlanName
 
 
 class Offline:
@@ -30,7 +31,7 @@ class Offline:
         read_plan: what a chunk reads.
     """
 
-    def __init__(self, loaded: LoadedModel, subject: Subject, read_plan: ReadPlan) -> None:
+    def __init__(self, loaded: LoadedModel, subject: Subject, read_plan: ReadPlanName) -> None:
         self._model, self._subject, self._read_plan = loaded.model, subject, read_plan
         self._text, self._context_length = Text(loaded.tokenizer), loaded.shape.context_length
         ends = self._model.generation_config.eos_token_id if self._model.generation_config else None
@@ -63,14 +64,40 @@ class Offline:
             cache.crop(len(context) - cache.get_seq_length())
         return tuple(found)
 
-    def continuation(self, prompt: Sequence[int], num_tokens: int) -> str:
+    def continuation(self, prompt: Sequence[int], num_tokens: int, is_done: Callable[[str], bool] | None = None) -> str:
         """What is said after a prompt, up to the end of the text.
 
         Args:
             prompt: token ids.
             num_tokens: at most.
+            is_done: whether what was said is enough; with it the prompt's last token is a chunk of its own, so that
+                already the first token of the answer reads the prompt as it is stored.
         """
-        return self._continue(prompt, self._cache(), 0, num_tokens)
+        cache = self._cache()
+        if is_done is None:
+            return self._continue(prompt, cache, 0, num_tokens)
+        if prompt[:-1]:
+            self._step(prompt[:-1], cache, 0)
+        return self._continue(prompt[-1:], cache, 0, num_tokens, is_done)
+
+    @torch.no_grad()
+    def log_likelihood(
+        self, context: Sequence[int], continuation: Sequence[int], *, whole: bool = False
+    ) -> tuple[float, bool]:
+        """Log-probability of a continuation, nats, and whether it is what would be said greedily.
+
+        Args:
+            context: token ids, one at least; all but the last are a chunk of their own.
+            continuation: token ids.
+            whole: the first quarter of both is that chunk instead, as the tuner measures.
+        """
+        cache, ids = self._cache(), [*context, *continuation][:-1]
+        split = ReadPlan.of(self._read_plan, len(ids) + 1).split if whole else len(context) - 1
+        chunks = [chunk for chunk in (ids[:split], ids[split:]) if chunk]
+        logits = torch.cat([self._logits(chunk, cache, 0, len(chunk)) for chunk in chunks])[-len(continuation) :]
+        targets = torch.tensor(list(continuation), device=logits.device)
+        log_p = logits.double().log_softmax(-1).gather(-1, targets.unsqueeze(-1)).sum()
+        return float(log_p), bool((logits.argmax(-1) == targets).all())
 
     def _cache(self) -> Any:
         return self._subject.cache(self._model.config, self._read_plan, self._context_length)
@@ -92,14 +119,18 @@ class Offline:
                 break
         return text
 
-    @torch.no_grad()
     def _step(self, ids: Sequence[int], cache: Any, offset: int) -> torch.Tensor:
+        return self._logits(ids, cache, offset, 1)[-1]
+
+    @torch.no_grad()
+    def _logits(self, ids: Sequence[int], cache: Any, offset: int, kept: int) -> torch.Tensor:
+        """Of the last `kept` tokens, [kept, vocab_size]."""
         first = cache.get_seq_length()
         device = next(iter(self._model.get_input_embeddings().parameters())).device
         tokens = torch.tensor([list(ids)], device=device)
         positions = torch.arange(first + offset, first + offset + len(ids), device=device).unsqueeze(0)
-        output = self._model(tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits: torch.Tensor = output.logits[0, -1]
+        output = self._model(tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=kept)
+        logits: torch.Tensor = output.logits[0]
         if not bool(torch.isfinite(logits).all()):
             raise NonFiniteActivationError(
                 f"the model gives NaN or infinity where its cache is stored as {self.name}; run it in a wider dtype"
