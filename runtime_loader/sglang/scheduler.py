@@ -75,8 +75,7 @@ def install(*, packed: bool, tiers: bool) -> None:
     from kvtuner.runtime_loader.sglang.pool import PackedKVPool
     from kvtuner.runtime_loader.sglang.proof import announce_capacity
 
-    reads = active().attend if packed else "below"
-    on_introduction(lambda: {PROFILE_KEY: _profile().digest, READS_KEY: reads})
+    on_introduction(lambda: {PROFILE_KEY: _profile().digest, READS_KEY: active().attend if packed else "below"})
     if packed:
         on_pool(PackedKVPool, _bytes_per_token, announce_capacity, refusing)
         on_triton_backend(make_backend)
