@@ -120,13 +120,7 @@ def read_config(source: ModelSource) -> PretrainedConfig:
             f"--revision {source.revision} needs a model on the hub, but {source.model} lies on this machine;"
             " leave it out"
         )
-    with _quiet_transformers():
-        try:
-            config: PretrainedConfig = AutoConfig.from_pretrained(
-                source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
-            )
-        except Exception as error:
-            raise _unknown(source, error) from error
+    config: PretrainedConfig = _from_pretrained(AutoConfig, source)
     return config
 
 
@@ -192,14 +186,18 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
+    tokenizer: PreTrainedTokenizerBase = _from_pretrained(AutoTokenizer, source)
+    return tokenizer
+
+
+def _from_pretrained(kind: Any, source: ModelSource) -> Any:
     with _quiet_transformers():
         try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            return kind.from_pretrained(
                 source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
             )
-        except Exception as error:
+        except Exception as error:  # transformers, the hub and remote code raise anything: all of it is "cannot load"
             raise _unknown(source, error) from error
-    return tokenizer
 
 
 def _load_weights(source: ModelSource, *, is_quantized: bool) -> PreTrainedModel:

@@ -18,7 +18,7 @@ from kvtuner.calibration.calibrate import CalibrationOptions, Workbench
 from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model import load_model, load_tokenizer, read_shape
 from kvtuner.calibration.naming import public_name
-from kvtuner.cli.parser import build_parser
+from kvtuner.cli.parser import LEVELS, build_parser
 from kvtuner.cli.session import corpus_source, model_source, run_folder, say
 from kvtuner.cli.show import profile_files
 from kvtuner.errors import CorpusError, EndpointError, PrecisionError, ProfileError, RunFolderError
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile import Profile
     from kvtuner.run_folder import RunFolder
 
-LEVELS: Final = ("likelihood", "recall", "needle", "arithmetic", "samples")
 LENGTHS: Final = (128, 256, 512, 2048, 8192)
 SAMPLES_FILE: Final = "samples.md"
 SAMPLE_PROMPT: Final = 128

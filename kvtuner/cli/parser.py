@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _SCORES = ("kl", "fisher", "e_o")
 _PLANS = ("decode", "hit", "cache")
 _PATHS = ("model", "data", "out")
-_LEVELS = ("likelihood", "recall", "needle", "arithmetic", "samples")
+LEVELS = ("likelihood", "recall", "needle", "arithmetic", "samples")
 _APIS = ("sglang", "openai")
 _SAMPLERS = ("nsga2", "tpe", "random", "none")
 
@@ -182,7 +182,7 @@ def _evaluation(commands: Any) -> None:
     _data(command)
     group = command.add_argument_group("evaluation")
     group.add_argument(
-        "--levels", type=_words(_LEVELS), metavar="LEVEL[,...]", help=f"{', '.join(_LEVELS)}; all, by default"
+        "--levels", type=_words(LEVELS), metavar="LEVEL[,...]", help=f"{', '.join(LEVELS)}; all, by default"
     )
     group.add_argument(
         "--read-plan", choices=_PLANS, help="which tokens read quantized keys and values; the search's by default"
