@@ -26,15 +26,30 @@ EVALUATION: Final = DocumentKind("evaluation", "evaluate again", 2**20)
 MAX_LIST: Final = 256
 
 Level = Literal["likelihood", "recall", "needle", "arithmetic", "task"]
-Measure = Literal["kl_nats_per_token", "top1_agreement", "nll_nats_per_token", "accuracy", "score"]
+Measure = Literal[
+    "kl_nats_per_token",
+    "truncated_kl_nats_per_token",
+    "top1_agreement",
+    "nll_nats_per_token",
+    "accuracy",
+    "score",
+    "bleu",
+    "chrf",
+    "ter",
+]
 LIMITS: Final[dict[Measure, tuple[float, float]]] = {
     "kl_nats_per_token": (0, 1e4),
+    "truncated_kl_nats_per_token": (0, 1e4),
     "top1_agreement": (0, 1),
     "nll_nats_per_token": (0, 1e4),
     "accuracy": (0, 1),
     "score": (-1e9, 1e9),
+    "bleu": (0, 100),
+    "chrf": (0, 100),
+    "ter": (0, 1e9),
 }
-"""Between which a measure lies."""
+"""Between which a measure lies. A truncated KL tells a few tokens apart and all others not: at most the KL."""
+Flag = Literal["floor", "ceiling", "unread"]
 Share = Annotated[Figure, Field(ge=0, le=1)]
 
 
@@ -61,7 +76,8 @@ class Result(Section):
 
     Attributes:
         mean: with its interval from `low` to `high`.
-        failures: answers that never came; they count as wrong.
+        failures: answers that never came; they count as wrong, or as empty where a text is scored. A token's likelihood
+            that never came is left out of every way's mean.
     """
 
     subject: Text
@@ -80,7 +96,8 @@ class Cell(Section):
         position: of their first token.
         units: contexts, or sequences: what is independent.
         count: questions asked after them, or tokens scored.
-        flag: why the unquantized model's result cannot tell ways apart: it is at the floor or at the ceiling.
+        flag: why the cell cannot tell ways apart: the unquantized model's result is at the floor or at the ceiling, or
+            a server that was asked about a quantized cache hardly read any of it, or does not say that it did.
     """
 
     level: Level
@@ -90,7 +107,7 @@ class Cell(Section):
     position: TokenCount
     units: TokenCount
     count: TokenCount
-    flag: Literal["floor", "ceiling"] | None
+    flag: Flag | None
     results: Annotated[tuple[Result, ...], Field(strict=False, max_length=MAX_LIST)]
     differences: Annotated[tuple[Difference, ...], Field(strict=False, max_length=MAX_LIST)]
 

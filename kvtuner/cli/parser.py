@@ -222,6 +222,16 @@ def _evaluation(commands: Any) -> None:
     )
     served.add_argument("--api", choices=_APIS, help="how they are spoken to; sglang by default")
     served.add_argument("--timeout", type=_positive, default=120, metavar="SECONDS", help="for one answer")
+    served.add_argument(
+        "--positions", type=_positive, metavar="TOKENS", help="last ones of each sequence, that they score; default 32"
+    )
+    served.add_argument("--scored-sequences", type=_several, metavar="N", help="that they score at most; default 8")
+    served.add_argument(
+        "--top-logprobs",
+        type=_positive,
+        metavar="K",
+        help="likely tokens that a truncated KL tells apart; default 20",
+    )
     run = command.add_argument_group("run")
     run.add_argument(
         "--out", metavar="FOLDER", help="what is asked once is kept here; runs/<model>-eval-... by default"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvtuner.errors import CorpusError
+from kvtuner.evaluation.endpoint import HitCount
 from kvtuner.evaluation.likelihood import bounds
 from kvtuner.evaluation.paired import Marks, mcnemar
 from kvtuner.evaluation.questions import Problem, arithmetic, needles, recall
@@ -117,12 +118,23 @@ class Respondent(Protocol):
         ...
 
 
+class Metered(Protocol):
+    """What counts how much of its prompts was found in a cache.
+
+    Attributes:
+        hits: of everything that it was asked, or that a journal says it was asked.
+    """
+
+    hits: HitCount
+
+
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """Marks, and how many of the wrong answers never came."""
+    """Marks, how many of the wrong answers never came, and how much of the questions' prompts was found in a cache."""
 
     marks: Marks
     failures: int
+    hits: HitCount
 
 
 class Examiner:
@@ -131,42 +143,61 @@ class Examiner:
     Args:
         folder: of the journal.
         identity: of whatever decides answers besides the questions and the way.
+        meters: of respondents that count what they find in a cache, by name.
     """
 
-    def __init__(self, folder: RunFolder, identity: str) -> None:
-        self._folder, self._identity = folder, identity
+    def __init__(self, folder: RunFolder, identity: str, meters: Mapping[str, Metered] | None = None) -> None:
+        self._folder, self._identity, self._meters = folder, identity, meters or {}
         self._known = {
-            record["key"]: record["said"] for record in folder.records(JOURNAL) if record.get("identity") == identity
+            record["key"]: record for record in folder.records(JOURNAL) if record.get("identity") == identity
         }
 
     def marks(self, exam: Exam, respondent: Respondent, on_problem: Callable[[], object] | None = None) -> Marked:
         """Of one way in one exam."""
-        said = []
+        said, hits = [], HitCount()
         for problem in exam.problems:
-            answers = self._answers(problem, exam, respondent)
+            answers, found = self._answers(problem, exam, respondent)
+            hits += found
             said.append([(q, answer) for q, answer in zip(problem.questions, answers, strict=True)])
             if on_problem is not None:
                 on_problem()
         marks = Marks(tuple(tuple(a is not None and q.is_right(a) for q, a in answers) for answers in said))
-        return Marked(marks, sum(answer is None for answers in said for _, answer in answers))
+        return Marked(marks, sum(answer is None for answers in said for _, answer in answers), hits)
 
-    def _answers(self, problem: Problem, exam: Exam, respondent: Respondent) -> Sequence[str | None]:
+    def _answers(self, problem: Problem, exam: Exam, respondent: Respondent) -> tuple[Sequence[str | None], HitCount]:
         asked = [problem.context, [[question.text, question.answer] for question in problem.questions]]
         key = None if respondent.key is None else sha256_of([ANSWERING, respondent.key, exam.position, asked])
-        if key is not None and key in self._known:
-            found: list[str | None] = self._known[key]
-            return found
+        meter = self._meters.get(respondent.name)
+        if record := self._known.get(key):
+            hits = HitCount(*record.get("hits", ()))
+            if meter is not None:
+                meter.hits += hits
+            return record["said"], hits
+        before = HitCount() if meter is None else meter.hits
         answers = respondent.answers(problem, offset=exam.position)
+        hits = HitCount() if meter is None else meter.hits - before
         if key is not None and None not in answers:  # what did not come may come another time
             about = {"level": exam.level, "tokens": exam.num_tokens, "position": exam.position, "way": respondent.name}
-            self._folder.append(JOURNAL, {"identity": self._identity, "key": key, **about, "said": list(answers)})
-            self._known[key] = list(answers)
-        return answers
+            found = {"said": list(answers), **({} if meter is None else {"hits": [hits.prompt, hits.cached]})}
+            self._folder.append(JOURNAL, {"identity": self._identity, "key": key, **about, **found})
+            self._known[key] = found
+        return answers, hits
 
 
-def accuracy_cell(exam: Exam, marked: Mapping[str, Marked], reference: str, seed: int) -> Cell:
-    """Accuracies of all ways in one exam, the profile's beside all others'; an answer that never came is wrong."""
+def accuracy_cell(
+    exam: Exam, marked: Mapping[str, Marked], reference: str, *, seed: int, is_unread: bool = False
+) -> Cell:
+    """Accuracies of all ways in one exam, the profile's beside all others'; an answer that never came is wrong.
+
+    Args:
+        exam: what was asked.
+        marked: by the name of the way.
+        reference: name of the unquantized way, which may be none of them.
+        seed: of the p-values.
+        is_unread: whether contexts may have been read as they were before they were stored.
+    """
     mine = marked[PROFILE].marks
+    flag = marked[reference].marks.flag if reference in marked else None
     return Cell(
         level=exam.level,
         measure="accuracy",
@@ -175,7 +206,7 @@ def accuracy_cell(exam: Exam, marked: Mapping[str, Marked], reference: str, seed
         position=exam.position,
         units=len(exam.problems),
         count=mine.num_questions,
-        flag=marked[reference].marks.flag if reference in marked else None,
+        flag="unread" if is_unread else flag,
         results=tuple(
             Result(subject=name, **bounds(each.marks.interval()), failures=each.failures)
             for name, each in marked.items()

@@ -8,14 +8,16 @@ import os
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
 
 from kvtuner.errors import EndpointError
+from kvtuner.evaluation.next_token import from_openai, from_sglang
 from kvtuner.run_folder import sha256_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from kvtuner.evaluation.next_token import NextToken
     from kvtuner.evaluation.questions import Problem
     from kvtuner.evaluation.text import Text
 
@@ -24,6 +26,15 @@ Reads = Literal["fresh", "cache", "below"]
 KEY_VARIABLE: Final = "KVTUNER_API_KEY"
 """Sent as a bearer token where it is set; never a flag, so that it is in no file's command."""
 MAX_ANSWER_BYTES: Final = 64 << 20
+FLUSH_S: Final = 60
+KEPT: Final = 2
+"""Raised whenever more is kept of an answer than before."""
+LEAST_HITS: Final = 0.5
+"""Share of prompts that a server must find in its cache, for its answers to show how it stores them."""
+MAX_STOPS: Final = 4
+"""That OpenAI's completions take."""
+
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +56,23 @@ class Served:
     kv_cache_dtype: str | None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class HitCount:
-    """Prompt tokens of questions, and how many of them the server found in its cache."""
+    """Prompt tokens of which a server said whether they were in its cache, and how many were."""
 
     prompt: int = 0
     cached: int = 0
+
+    def __add__(self, other: HitCount) -> HitCount:
+        return HitCount(self.prompt + other.prompt, self.cached + other.cached)
+
+    def __sub__(self, other: HitCount) -> HitCount:
+        return HitCount(self.prompt - other.prompt, self.cached - other.cached)
+
+    @property
+    def share(self) -> float | None:
+        """Found in the cache; None where nothing was said of any."""
+        return min(1.0, self.cached / self.prompt) if self.prompt else None
 
 
 class Endpoint:
@@ -89,7 +111,13 @@ class Endpoint:
         if self.api == "openai":
             return None
         served = self.served
-        return sha256_of([self.api, served.model, served.version, served.digest, served.reads, served.kv_cache_dtype])
+        said = [served.model, served.version, served.digest, served.reads, served.kv_cache_dtype]
+        return sha256_of([self.api, KEPT, *said])
+
+    def is_unread(self, hits: HitCount) -> bool:
+        """Whether prompts may have been read as they were before they were stored, which shows no damage."""
+        share = hits.share
+        return self.served.reads != "cache" and (share is None or share < LEAST_HITS)
 
     def answers(self, problem: Problem, *, offset: int = 0) -> tuple[str | None, ...]:
         """What is said after each question of a problem; None for an answer that did not come.
@@ -103,10 +131,13 @@ class Endpoint:
         """
         assert offset == 0
         context = self._text.context(problem.context)
-        self._generate(context, 1)
+        self.prime(context)
         return tuple(
-            self._generate(
-                context + self._text.after(problem.context, question.text), question.max_tokens, counted=True
+            self._ask(
+                context + self._text.after(problem.context, question.text),
+                question.max_tokens,
+                self._text_of,
+                counted=True,
             )
             for question in problem.questions
         )
@@ -117,32 +148,101 @@ class Endpoint:
         Raises:
             EndpointError: the server is gone.
         """
-        return self._generate(prompt, num_tokens)
+        return self._ask(prompt, num_tokens, self._text_of)
 
-    def _generate(self, ids: Sequence[int], num_tokens: int, *, counted: bool = False) -> str | None:
+    def prime(self, ids: Sequence[int]) -> None:
+        """Have a prompt stored, so that the next one that begins with it reads it as it is stored.
+
+        Raises:
+            EndpointError: the server is gone.
+        """
+        self._ask(ids, 1, self._text_of)
+
+    def said_until(self, ids: Sequence[int], num_tokens: int, stops: Sequence[str]) -> str | None:
+        """What is said after a prompt up to the first of some texts, which may be at its beginning.
+
+        Returns:
+            None for an answer that did not come, or that a server does not say it generated.
+
+        Raises:
+            EndpointError: the server is gone.
+        """
+        if self.api == "sglang":
+            more: dict[str, Any] = {"sampling": {"stop": list(stops), "no_stop_trim": True}} if stops else {}
+        else:
+            more = {"stop": list(stops[:MAX_STOPS])} if stops else {}
+        said = self._ask(ids, num_tokens, self._generated_text, counted=True, **more)
+        return None if said is None else min((said.split(stop)[0] for stop in stops), key=len, default=said)
+
+    def next_token(self, ids: Sequence[int], *, top: int, asked: Sequence[int] = ()) -> NextToken | None:
+        """What is said of the token after a prompt; None for an answer that did not come.
+
+        Args:
+            ids: of the prompt.
+            top: how many of the most likely tokens to name.
+            asked: tokens to name besides; of SGLang only.
+
+        Raises:
+            EndpointError: the server is gone.
+        """
+        if self.api == "openai":
+            assert not asked
+            return self._ask(
+                ids, 1, lambda answer: from_openai(answer, self._text.names_one_token), counted=True, logprobs=top
+            )
+        more = {"return_logprob": True, "top_logprobs_num": top, "token_ids_logprob": list(asked)}
+        return self._ask(ids, 1, lambda answer: from_sglang(answer, asked), counted=True, **more)
+
+    def _ask(
+        self,
+        ids: Sequence[int],
+        num_tokens: int,
+        parse: Callable[[Any], Parsed | None],
+        *,
+        counted: bool = False,
+        **more: Any,
+    ) -> Parsed | None:
         try:
-            if self.api == "sglang":
-                sampling = {"temperature": 0, "max_new_tokens": num_tokens}
-                answer = self._post("/generate", {"input_ids": list(ids), "sampling_params": sampling})
-                text, prompt, cached = answer["text"], len(ids), answer["meta_info"].get("cached_tokens", 0)
-            else:
-                body = {"model": self.served.model, "prompt": list(ids), "temperature": 0, "max_tokens": num_tokens}
-                answer = self._post("/v1/completions", body)
-                text, usage = answer["choices"][0]["text"], answer.get("usage") or {}
-                prompt, cached = len(ids), (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+            answer = self._post(*self._request(ids, num_tokens, **more))
+            found, hits = parse(answer), self._hits_of(answer, len(ids))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, OSError, http.client.HTTPException):
-            self._check_alive()
+            self.check_alive()
             return None
         if counted:
-            self.hits.prompt += prompt
-            self.hits.cached += int(cached or 0)
+            self.hits += hits
+        return found
+
+    def _request(
+        self, ids: Sequence[int], num_tokens: int, *, sampling: dict[str, Any] | None = None, **more: Any
+    ) -> tuple[str, dict[str, Any]]:
+        if self.api == "sglang":
+            greedy = {"temperature": 0, "max_new_tokens": num_tokens, **(sampling or {})}
+            return "/generate", {"input_ids": list(ids), "sampling_params": greedy, **more}
+        body = {"model": self.served.model, "prompt": list(ids), "temperature": 0, "max_tokens": num_tokens, **more}
+        return "/v1/completions", body
+
+    def _hits_of(self, answer: Any, prompt: int) -> HitCount:
+        if self.api == "sglang":
+            cached = answer["meta_info"].get("cached_tokens")
+        else:
+            cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
+        return HitCount() if cached is None else HitCount(prompt, int(cached))
+
+    def _text_of(self, answer: Any) -> str | None:
+        """None for an empty one."""
+        text = answer["text"] if self.api == "sglang" else answer["choices"][0]["text"]
         return text if isinstance(text, str) and text else None
+
+    def _generated_text(self, answer: Any) -> str | None:
+        """An empty one too, where the server says that it generated a token."""
+        about = answer["meta_info"] if self.api == "sglang" else answer.get("usage") or {}
+        return self._text_of(answer) or ("" if int(about.get("completion_tokens") or 0) > 0 else None)
 
     def _served(self) -> Served:
         try:
             if self.api == "openai":
-                return Served(str(self._get("/v1/models")["data"][0]["id"]), None, None, None, None)
-            info = self._get("/server_info")
+                return Served(str(self.get("/v1/models")["data"][0]["id"]), None, None, None, None)
+            info = self.get("/server_info")
             return Served(
                 str(info["model_path"]),
                 info.get("version"),
@@ -156,7 +256,7 @@ class Endpoint:
                 " another --api"
             ) from error
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
         """A request may fail; a server that is gone ends the run, which can then go on."""
         try:
             served = self._served()
@@ -167,18 +267,32 @@ class Endpoint:
         if served != self.served:
             raise EndpointError(f"{self.url} serves something else now; run the same command again for that")
 
-    def _get(self, path: str) -> Any:
-        return self._open(urllib.request.Request(f"{self.url}{path}"))
+    def get(self, path: str) -> Any:
+        """JSON that the server has at a path.
+
+        Raises:
+            OSError: it does not answer; URLError and timeouts are.
+            ValueError: no JSON.
+        """
+        return json.loads(self._read(urllib.request.Request(f"{self.url}{path}")))
+
+    def flush(self) -> None:
+        """Empty SGLang's prefix cache, once it serves nobody.
+
+        Raises:
+            OSError: it does not answer, or is not idle for too long.
+        """
+        self._read(urllib.request.Request(f"{self.url}/flush_cache?timeout={FLUSH_S}", b""))
 
     def _post(self, path: str, body: Any) -> Any:
         headers = {"Content-Type": "application/json"}
-        return self._open(urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), headers))
+        return json.loads(self._read(urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), headers)))
 
-    def _open(self, request: urllib.request.Request) -> Any:
+    def _read(self, request: urllib.request.Request) -> bytes:
         if key := os.environ.get(KEY_VARIABLE):
             request.add_header("Authorization", f"Bearer {key}")
         with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-            return json.loads(answer.read(MAX_ANSWER_BYTES))
+            return bytes(answer.read(MAX_ANSWER_BYTES))
 
 
 def _known_reads(said: object) -> Reads | None:

@@ -17,17 +17,24 @@ if TYPE_CHECKING:
 
 TITLES: Final = {
     "kl_nats_per_token": "KL nats/token",
+    "truncated_kl_nats_per_token": "truncated KL nats/token",
     "top1_agreement": "top-1 as bf16",
     "nll_nats_per_token": "perplexity",
     "accuracy": "accuracy",
     "score": "score",
+    "bleu": "BLEU",
+    "chrf": "chrF",
+    "ter": "TER",
 }
 SHARES: Final = ("accuracy", "top1_agreement")
 SIGNIFICANT: Final = 0.05
 FLAGS: Final = {
     "floor": "- the unquantized model fails: this cannot show a loss",
     "ceiling": "+ the unquantized model hardly fails: this shows large losses only",
+    "unread": "~ a server hardly found these prompts in its cache, or does not say: it may have read them as they were"
+    " before they were stored, and only what follows the first token of an answer shows a loss",
 }
+MARKS: Final = {"floor": "-", "ceiling": "+", "unread": "~", None: " "}
 MOST_EXPONENT: Final = 700
 
 
@@ -48,7 +55,8 @@ def evaluation_lines(evaluation: Evaluation, profile: Profile) -> list[str]:
         lines += _aligned(rows)
         lines += [words for flag, words in FLAGS.items() if any(cell.flag == flag for cell in cells)]
         if failures := sum(result.failures for cell in cells for result in cell.results):
-            lines.append(f"{failures} answers never came, and count as wrong")
+            count = "are left out of every way" if level == "likelihood" else "count as wrong"
+            lines.append(f"{failures} answers never came, and {count}")
     return [*lines, "", *_comparisons(evaluation.cells)]
 
 
@@ -82,7 +90,7 @@ def _about(evaluation: Evaluation, profile: Profile) -> list[str]:
 
 
 def _mark(cell: Cell) -> str:
-    return {"floor": "-", "ceiling": "+", None: " "}[cell.flag]
+    return MARKS[cell.flag]
 
 
 def _place(cell: Cell) -> str:
@@ -99,9 +107,7 @@ def _value(cell: Cell, result: Result | None) -> str:
         return "-"
     if cell.measure in SHARES:
         return f"{percent(result.mean)} [{100 * result.low:.1f}, {100 * result.high:.1f}]"
-    if cell.measure == "kl_nats_per_token":
-        return interval(Interval(result.mean, result.low, result.high))
-    if cell.measure == "score":
+    if cell.measure != "nll_nats_per_token":
         return interval(Interval(result.mean, result.low, result.high))
     mean, low, high = (fixed(math.exp(min(x, MOST_EXPONENT))) for x in (result.mean, result.low, result.high))
     return f"{mean} [{low}, {high}]"

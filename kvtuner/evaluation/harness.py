@@ -1,61 +1,35 @@
-"""Tasks of lm-evaluation-harness, answered by a model whose cache is stored one way. Needs the extra `eval`."""
+"""The harness's view of a model whose cache is stored one way. Needs the extra `eval`."""
 
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
-from lm_eval.tasks import TaskManager
 
-from kvtuner.errors import CorpusError
+from kvtuner.errors import CorpusError, EndpointError
 from kvtuner.evaluation.answers import ANSWERING
-from kvtuner.evaluation.likelihood import bounds
-from kvtuner.evaluation.paired import Marks, mcnemar, sign_flip
-from kvtuner.evaluation.statistics import bootstrap_mean, paired_difference
-from kvtuner.exported_configs.evaluation import PROFILE, Cell, Difference, Result
+from kvtuner.evaluation.endpoint import HitCount
 from kvtuner.run_folder import sha256_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable
 
     from lm_eval.api.instance import Instance
     from transformers import PreTrainedTokenizerBase
 
-    from kvtuner.evaluation.offline import Offline
+    from kvtuner.evaluation.takers import Taker
     from kvtuner.evaluation.text import Text
     from kvtuner.run_folder import RunFolder
 
 JOURNAL: Final = "tasks.jsonl"
 DEFAULT_MAX_TOKENS: Final = 256
-SEED: Final = 1234
+UNSCORED: Final = -700.0
+"""In place of a log-likelihood that never came, nats; its question is marked wrong, and metrics take no infinity."""
 
 logger: Final = logging.getLogger("kvtuner")
-
-
-@dataclass(frozen=True, slots=True)
-class TaskOptions:
-    """What is asked of the harness.
-
-    Attributes:
-        tasks: names, groups or tags that it knows.
-        include_path: folder of task files besides its own, which may run code of theirs; None for none.
-        limit: questions of each task; None for all.
-        num_fewshot: examples before a question; None for what the task says.
-        apply_chat_template: whether prompts go through the tokenizer's.
-    """
-
-    tasks: tuple[str, ...]
-    include_path: Path | None = None
-    limit: int | None = None
-    num_fewshot: int | None = None
-    apply_chat_template: bool = False
 
 
 class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
@@ -64,17 +38,22 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
     So an answer reads its context as it is stored, its first token too: as after a prefix hit.
 
     Args:
-        offline: the model and its way to store the cache.
+        taker: the model and its way to store the cache.
         text: its tokens.
         tokenizer: for chat templates.
         context_length: a longer context loses its beginning, which is said once.
         folder: of the journal.
         identity: of whatever decides answers besides the questions and the way.
+
+    Attributes:
+        hits: of every task, how much of its prompts was found in a server's cache.
+        unsaid: of every task, questions with a generation that never came.
+        unscored: of every task, questions with a log-likelihood that never came.
     """
 
     def __init__(
         self,
-        offline: Offline,
+        taker: Taker,
         text: Text,
         tokenizer: PreTrainedTokenizerBase,
         context_length: int,
@@ -82,11 +61,14 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
         identity: str,
     ) -> None:
         super().__init__()
-        self._offline, self._text, self._tokenizer = offline, text, tokenizer
+        self._taker, self._text, self._tokenizer = taker, text, tokenizer
         self._context_length, self._folder, self._identity = context_length, folder, identity
         self._has_said_truncation = False
+        self.hits: defaultdict[str, HitCount] = defaultdict(HitCount)
+        self.unsaid: defaultdict[str, set[int]] = defaultdict(set)
+        self.unscored: defaultdict[str, set[int]] = defaultdict(set)
         self._known = {
-            record["key"]: record["answer"] for record in folder.records(JOURNAL) if record.get("identity") == identity
+            record["key"]: record for record in folder.records(JOURNAL) if record.get("identity") == identity
         }
 
     @property
@@ -116,9 +98,11 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
             before = self._text.context(stripped) or [self._first_token()]
             after = self._text.after(stripped, continuation)
             before = self._shortened(before, len(after))
-            log_p, is_greedy = self._journalled(
-                ["loglikelihood", before, after], partial(self._offline.log_likelihood, before, after)
-            )
+            ask = partial(self._taker.log_likelihood, before, after)
+            answer = self._journalled(request, ["loglikelihood", before, after], ask)
+            if answer is None:
+                self.unscored[request.task_name].add(request.doc_id)
+            log_p, is_greedy = (UNSCORED, False) if answer is None else answer
             found.append((float(log_p), bool(is_greedy)))
         return found
 
@@ -131,10 +115,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
             total = 0.0
             for first in range(0, len(ids) - 1, self._context_length - 1):
                 piece = ids[first : first + self._context_length]
-                log_p, _ = self._journalled(
-                    ["rolling", piece], partial(self._offline.log_likelihood, piece[:1], piece[1:], whole=True)
-                )
-                total += float(log_p)
+                total += float(self._journalled(request, ["whole", piece], partial(self._taker.rolling, piece)))
             found.append(total)
         return found
 
@@ -148,20 +129,37 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
             num_tokens = int(options.get("max_gen_toks", DEFAULT_MAX_TOKENS))
             prompt = self._shortened(self._text.context(context) or [self._first_token()], num_tokens)
 
-            generate = partial(self._generate, prompt, num_tokens, [stop for stop in stops if stop])
-            found.append(str(self._journalled(["generate", prompt, num_tokens, stops], generate)))
+            ask = partial(self._taker.said_until, prompt, num_tokens, [stop for stop in stops if stop])
+            answer = self._journalled(request, ["generate", prompt, num_tokens, stops], ask)
+            if answer is None:
+                self.unsaid[request.task_name].add(request.doc_id)
+            found.append("" if answer is None else str(answer))
         return found
 
-    def _generate(self, prompt: list[int], num_tokens: int, stops: list[str]) -> str:
-        said = self._offline.continuation(prompt, num_tokens, lambda text: any(stop in text for stop in stops))
-        return min((said.split(stop)[0] for stop in stops), key=len, default=said)
+    def _journalled(self, request: Instance, asked: list[Any], answer: Callable[[], Any]) -> Any:
+        """An answer that is known, or that is asked for; None where it never came, which is not journalled."""
+        taker = self._taker
+        key = None if taker.key is None else sha256_of([ANSWERING, taker.key, asked])
+        record = self._known.get(key)
+        if record is None:
+            before = HitCount() if taker.meter is None else taker.meter.hits
+            record = {"answer": self._asked(request, answer)}
+            if taker.meter is not None:
+                hits = taker.meter.hits - before
+                record["hits"] = [hits.prompt, hits.cached]
+            if key is not None and record["answer"] is not None:
+                self._known[key] = record
+                self._folder.append(JOURNAL, {"identity": self._identity, "key": key, **record})
+        elif taker.meter is not None:
+            taker.meter.hits += HitCount(*record["hits"])
+        self.hits[request.task_name] += HitCount(*record.get("hits", ()))
+        return record["answer"]
 
-    def _journalled(self, asked: list[Any], answer: Callable[[], Any]) -> Any:
-        key = sha256_of([ANSWERING, self._offline.key, asked])
-        if key not in self._known:
-            self._known[key] = answer()
-            self._folder.append(JOURNAL, {"identity": self._identity, "key": key, "answer": self._known[key]})
-        return self._known[key]
+    def _asked(self, request: Instance, answer: Callable[[], Any]) -> Any:
+        try:
+            return answer()
+        except EndpointError as error:
+            raise EndpointError(f"the task {request.task_name}: {error}") from error
 
     def _shortened(self, context: list[int], num_tokens: int) -> list[int]:
         room = self._context_length - num_tokens
@@ -177,128 +175,3 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
             if isinstance(token, int):
                 return token
         raise CorpusError("a task asks about an empty context, but the tokenizer has no token to begin with")
-
-
-def task_cells(models: Mapping[str, HarnessModel], options: TaskOptions, reference: str, seed: int) -> list[Cell]:
-    """Every task's scores that are known answer by answer, the profile's beside all other ways'.
-
-    Args:
-        models: by the name of the way.
-        options: what to ask.
-        reference: name of the unquantized way.
-        seed: of the intervals.
-
-    Raises:
-        CorpusError: tasks that the harness does not know, cannot load, or that score no single answer.
-    """
-    include = None if options.include_path is None else str(options.include_path)
-    manager = TaskManager(include_path=include)  # reads thousands of files
-    found = {name: _evaluated(model, options, manager) for name, model in models.items()}
-    cells = []
-    for task, metric in _metrics(found[PROFILE]):
-        scores = {
-            name: np.array([float(sample[metric]) for sample in samples[task]]) for name, samples in found.items()
-        }
-        cells.append(_cell(f"{task} {metric}"[:200], scores, reference, seed))
-    if not cells:
-        raise CorpusError(f"{', '.join(options.tasks)} score no single answer, so that nothing can be paired")
-    return cells
-
-
-def _evaluated(model: HarnessModel, options: TaskOptions, manager: Any) -> dict[str, list[dict[str, Any]]]:
-    """Of one way: samples of every task, in the order of its questions."""
-    try:
-        with _quiet():
-            results = simple_evaluate(
-                model=model,
-                tasks=list(options.tasks),
-                task_manager=manager,
-                limit=options.limit,
-                num_fewshot=options.num_fewshot,
-                apply_chat_template=options.apply_chat_template,
-                bootstrap_iters=0,
-                log_samples=True,
-                random_seed=SEED,
-                numpy_random_seed=SEED,
-                torch_random_seed=SEED,
-                fewshot_random_seed=SEED,
-                confirm_run_unsafe_code=False,
-            )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise CorpusError(f"--tasks {','.join(options.tasks)} cannot be evaluated: {reason}") from error
-    assert results is not None
-    samples: dict[str, list[dict[str, Any]]] = {}
-    for task, rows in results["samples"].items():
-        filters = dict.fromkeys(row["filter"] for row in rows)
-        for name in filters:
-            label = task if len(filters) == 1 else f"{task} ({name})"
-            samples[label] = sorted((row for row in rows if row["filter"] == name), key=lambda row: row["doc_id"])
-    return samples
-
-
-def _metrics(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[tuple[str, str]]:
-    for task, rows in samples.items():
-        for metric in rows[0]["metrics"]:
-            if all(isinstance(row.get(metric), int | float | np.number) for row in rows):
-                yield task, metric
-            else:
-                logger.warning("kvtuner: %s of %s is no score of single answers, and is left out", metric, task)
-
-
-def _cell(task: str, scores: Mapping[str, np.ndarray[Any, Any]], reference: str, seed: int) -> Cell:
-    counts = np.ones(len(scores[PROFILE]), dtype=np.int64)
-    if len(counts) < 2:
-        raise CorpusError(f"{task} has one question; intervals need at least 2")
-    right_or_wrong = all(set(values.tolist()) <= {0.0, 1.0} for values in scores.values())
-    place = {"num_tokens": None, "position": 0, "units": len(counts), "count": len(counts)}
-    about: dict[str, Any] = {"level": "task", "task": task, **place}
-    if right_or_wrong:
-        marks = {name: Marks(tuple((bool(value),) for value in values)) for name, values in scores.items()}
-        return Cell(
-            **about,
-            measure="accuracy",
-            flag=marks[reference].flag,
-            results=tuple(Result(subject=name, **bounds(each.interval()), failures=0) for name, each in marks.items()),
-            differences=tuple(
-                Difference(
-                    other=name,
-                    **bounds(marks[PROFILE].minus(each)),
-                    p_value=marks[PROFILE].sign_flip(each, seed),
-                    mcnemar=mcnemar(marks[PROFILE], each),
-                )
-                for name, each in marks.items()
-                if name != PROFILE
-            ),
-        )
-    return Cell(
-        **about,
-        measure="score",
-        flag=None,
-        results=tuple(
-            Result(subject=name, **bounds(bootstrap_mean(values, counts, seed=seed)), failures=0)
-            for name, values in scores.items()
-        ),
-        differences=tuple(
-            Difference(
-                other=name,
-                **bounds(paired_difference(scores[PROFILE], values, counts, seed=seed)),
-                p_value=sign_flip(scores[PROFILE] - values, seed),
-                mcnemar=None,
-            )
-            for name, values in scores.items()
-            if name != PROFILE
-        ),
-    )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The harness logs what it does; what is wrong it raises."""
-    harness = logging.getLogger("lm_eval")
-    level = harness.level
-    harness.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        harness.setLevel(level)

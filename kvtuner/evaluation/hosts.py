@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tqdm import tqdm
@@ -9,7 +10,9 @@ from tqdm import tqdm
 from kvtuner.errors import EndpointError
 from kvtuner.evaluation.likelihood import likelihood_cells
 from kvtuner.evaluation.offline import Offline
+from kvtuner.evaluation.served_likelihood import ServedScorer, is_unread
 from kvtuner.evaluation.subjects import REFERENCE
+from kvtuner.evaluation.takers import OfflineTaker, ServedTaker
 from kvtuner.evaluation.validation import FP8, OFFSETS, Validator
 from kvtuner.exported_configs.evaluation import Host
 from kvtuner.run_folder import sha256_of
@@ -18,9 +21,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvtuner.calibration.calibrate import Workbench
-    from kvtuner.evaluation.answers import Respondent
-    from kvtuner.evaluation.endpoint import Endpoint
+    from kvtuner.evaluation.answers import Metered, Respondent
+    from kvtuner.evaluation.endpoint import Endpoint, HitCount
+    from kvtuner.evaluation.served_likelihood import Scoring
     from kvtuner.evaluation.subjects import Subject
+    from kvtuner.evaluation.takers import Taker
     from kvtuner.exported_configs.evaluation import Cell
     from kvtuner.exported_configs.profile import Profile
     from kvtuner.run_folder import RunFolder
@@ -35,11 +40,15 @@ class EvaluationHost(Protocol):
 
     Attributes:
         respondents: one for each way.
+        takers: the same, as tasks are put to them.
+        meters: by the name of the way, what counts how much of prompts was found in a cache; of servers.
         dtype: that the model runs in; None where nobody says.
         counts_positions: whether a context can begin at any position.
     """
 
     respondents: Sequence[Respondent]
+    takers: Sequence[Taker]
+    meters: Mapping[str, Metered]
     dtype: str | None
     counts_positions: bool
 
@@ -51,8 +60,12 @@ class EvaluationHost(Protocol):
         """Teacher-forced scores.
 
         Raises:
-            EndpointError: of servers, which do not give them.
+            EndpointError: a server is gone, or says nothing that could be compared.
         """
+        ...
+
+    def is_unread(self, hits: Mapping[str, HitCount]) -> bool:
+        """Whether what was found in caches shows that prompts may not have been read as they are stored."""
         ...
 
     def record(self) -> Host:
@@ -69,12 +82,15 @@ class OfflineHost:
     """
 
     counts_positions = True
+    meters: Mapping[str, Metered] = MappingProxyType({})
 
     def __init__(self, bench: Workbench, subjects: Sequence[Subject]) -> None:
         self._bench, self._subjects = bench, subjects
         self._read_plan = bench.options.read_plan
         self.dtype: str | None = bench.loaded.dtype_name
-        self.respondents: Sequence[Respondent] = [Offline(bench.loaded, each, self._read_plan) for each in subjects]
+        models = [Offline(bench.loaded, each, self._read_plan) for each in subjects]
+        self.respondents: Sequence[Respondent] = models
+        self.takers: Sequence[Taker] = [OfflineTaker(model) for model in models]
 
     def identity(self) -> dict[str, Any]:
         """See `EvaluationHost.identity`."""
@@ -97,6 +113,10 @@ class OfflineHost:
                 cells += likelihood_cells(measured, REFERENCE, num_tokens=tokens, position=position, seed=seed)
         return cells
 
+    def is_unread(self, hits: Mapping[str, HitCount]) -> bool:
+        """See `EvaluationHost.is_unread`; a read plan says what is read."""
+        return False
+
     def record(self) -> Host:
         """See `EvaluationHost.record`."""
         return Host(kind="transformers", read_plan=self._read_plan, reads=None, version=None, hit_share=None)
@@ -110,6 +130,7 @@ class ServedHost:
         profile: that the one of `subject` serves.
         subject: its name.
         identity: of model and data.
+        scoring: tokens whose likelihoods are asked for.
 
     Raises:
         EndpointError: a server that serves another model, profile or dtype than its name says, or one whose answers
@@ -120,27 +141,36 @@ class ServedHost:
     counts_positions = False
 
     def __init__(
-        self, endpoints: Mapping[str, Endpoint], profile: Profile, subject: str, identity: dict[str, Any]
+        self,
+        endpoints: Mapping[str, Endpoint],
+        profile: Profile,
+        subject: str,
+        *,
+        identity: dict[str, Any],
+        scoring: Scoring,
     ) -> None:
-        self._endpoints, self._identity, self._subject = endpoints, identity, subject
+        self._endpoints, self._identity, self._subject, self._scoring = endpoints, identity, subject, scoring
+        self.meters: Mapping[str, Metered] = endpoints
         self.respondents: Sequence[Respondent] = list(endpoints.values())
+        self.takers: Sequence[Taker] = [ServedTaker(endpoint) for endpoint in endpoints.values()]
         models = {endpoint.served.model for endpoint in endpoints.values()}
         if len(models) > 1:
             raise EndpointError(f"the endpoints serve different models ({', '.join(sorted(models))}); compare one")
         for name, endpoint in endpoints.items():
             if endpoint.api == "sglang":
-                _check_served(name, endpoint, profile if name == subject else None)
+                check_served(name, endpoint, profile if name == subject else None)
 
     def identity(self) -> dict[str, Any]:
         """See `EvaluationHost.identity`."""
         return self._identity
 
     def likelihood(self, folder: RunFolder) -> list[Cell]:
-        """See `EvaluationHost.likelihood`."""
-        raise EndpointError(
-            "a server that scores a whole prompt reads it as it was before it was stored; leave out the level"
-            " likelihood, or evaluate without --endpoint"
-        )
+        """Of the last tokens of the report split's sequences, by generation."""
+        return ServedScorer(self._endpoints, self._scoring, folder, sha256_of(self._identity)).cells()
+
+    def is_unread(self, hits: Mapping[str, HitCount]) -> bool:
+        """See `EvaluationHost.is_unread`."""
+        return is_unread(self._endpoints, hits)
 
     def record(self) -> Host:
         """See `EvaluationHost.record`."""
@@ -151,11 +181,21 @@ class ServedHost:
             read_plan=None,
             reads=served.reads,
             version=served.version,
-            hit_share=hits.cached / hits.prompt if hits.prompt else None,
+            hit_share=hits.share,
         )
 
 
-def _check_served(name: str, endpoint: Endpoint, profile: Profile | None) -> None:
+def check_served(name: str, endpoint: Endpoint, profile: Profile | None) -> None:
+    """Whether a server of SGLang serves what its name says.
+
+    Args:
+        name: of the way.
+        endpoint: of the server.
+        profile: that it must serve; None where the name says enough.
+
+    Raises:
+        EndpointError: it does not, or its answers cannot show it.
+    """
     served = endpoint.served
     if profile is not None and served.digest != profile.digest:
         what = f"the profile {served.digest}" if served.digest else "no profile"

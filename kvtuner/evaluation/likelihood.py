@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvtuner.evaluation.validation import SequenceSums
+    from kvtuner.exported_configs.evaluation import Flag
 
     Sums = tuple[NDArray[np.float64], NDArray[np.int64]]
 
@@ -33,6 +35,7 @@ def likelihood_cells(
         seed: of the intervals.
     """
     measures: tuple[Measure, ...] = ("kl_nats_per_token", "top1_agreement", "nll_nats_per_token")
+    place = Place(num_tokens, position, seed)
     cells = []
     for measure in measures:
         ways = {
@@ -40,34 +43,62 @@ def likelihood_cells(
             for name, sums in measured.items()
             if name != reference or measure == "nll_nats_per_token"
         }
-        mine, counts = ways[PROFILE]
-        cells.append(
-            Cell(
-                level="likelihood",
-                measure=measure,
-                task=None,
-                num_tokens=num_tokens,
-                position=position,
-                units=len(mine),
-                count=int(counts.sum()),
-                flag=None,
-                results=tuple(
-                    Result(subject=name, **bounds(bootstrap_mean(*sums, seed=seed)), failures=0)
-                    for name, sums in ways.items()
-                ),
-                differences=tuple(
-                    Difference(
-                        other=other,
-                        **bounds(paired_difference(mine, theirs, counts, seed=seed)),
-                        p_value=sign_flip(mine - theirs, seed),
-                        mcnemar=None,
-                    )
-                    for other, (theirs, _) in ways.items()
-                    if other != PROFILE
-                ),
-            )
-        )
+        cells.append(mean_cell(measure, ways, place))
     return cells
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where likelihoods were measured, and how their intervals are drawn.
+
+    Attributes:
+        num_tokens: of a sequence.
+        position: of its first token.
+        seed: of the intervals.
+        flag: why ways cannot be told apart there.
+        failures: by the name of the way, tokens whose scores never came.
+    """
+
+    num_tokens: int
+    position: int
+    seed: int
+    flag: Flag | None = None
+    failures: Mapping[str, int] = field(default_factory=dict)
+
+
+def mean_cell(measure: Measure, ways: Mapping[str, Sums], place: Place) -> Cell:
+    """Means over tokens, whole sequences resampled, the profile's beside all others'.
+
+    Args:
+        measure: which.
+        ways: by name, sums and numbers of tokens of every sequence; numbers alike for all ways.
+        place: where.
+    """
+    mine, counts = ways[PROFILE]
+    return Cell(
+        level="likelihood",
+        measure=measure,
+        task=None,
+        num_tokens=place.num_tokens,
+        position=place.position,
+        units=len(mine),
+        count=int(counts.sum()),
+        flag=place.flag,
+        results=tuple(
+            Result(subject=name, **bounds(bootstrap_mean(*sums, seed=place.seed)), failures=place.failures.get(name, 0))
+            for name, sums in ways.items()
+        ),
+        differences=tuple(
+            Difference(
+                other=other,
+                **bounds(paired_difference(mine, theirs, counts, seed=place.seed)),
+                p_value=sign_flip(mine - theirs, place.seed),
+                mcnemar=None,
+            )
+            for other, (theirs, _) in ways.items()
+            if other != PROFILE
+        ),
+    )
 
 
 def bounds(interval: Interval) -> dict[str, float]:

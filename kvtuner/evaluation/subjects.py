@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvtuner.geometry import ModelGeometry
 
 REFERENCE: Final = "bf16"
+SYMMETRIC: Final = "-symmetric"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,9 @@ def of_profile(name: str, profile: Profile) -> Subject:
 
 
 def named(text: str, shape: ModelShape) -> Subject:
-    """The way that a word names: ``bf16``, ``fp8``, or a uniform pair such as ``K8V8``, without transforms.
+    """The way that a word names: ``bf16``, ``fp8``, or a uniform pair such as ``K8V8`` or ``K4V4-symmetric``.
+
+    A pair is without transforms, and asymmetric where it does not say otherwise.
 
     Raises:
         PrecisionError: none of these.
@@ -75,8 +78,9 @@ def named(text: str, shape: ModelShape) -> Subject:
     if text == FP8:
         half = geometry.bf16_bytes_per_token() // 2
         return Subject(text, None, fp8_contestant(geometry.num_layers), half)
+    word, symmetric = text.removesuffix(SYMMETRIC), text.endswith(SYMMETRIC)
     try:
-        pair = PrecisionPair.parse(text)
+        pair = PrecisionPair.parse(word)
     except PrecisionError as error:
         raise PrecisionError(f"{text} is no way to store a cache, such as fp8 or K8V8: {error}") from error
     if NATIVE_BITS in (pair.k_bits, pair.v_bits) and pair.k_bits == pair.v_bits:
@@ -84,4 +88,5 @@ def named(text: str, shape: ModelShape) -> Subject:
     identity = ModelIdentity(
         id="model", revision=None, config_sha256=shape.config_sha256, architecture=shape.architecture, dtype="bfloat16"
     )
-    return of_profile(str(pair), uniform_profile(geometry, pair, identity))
+    name = f"{pair}{SYMMETRIC if symmetric else ''}"
+    return of_profile(name, uniform_profile(geometry, pair, identity, symmetric=symmetric))

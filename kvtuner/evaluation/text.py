@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.corpus import start_tokens
@@ -23,6 +24,7 @@ class Text:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._start = tokenizer, start_tokens(tokenizer)
+        self._tokens_of: Counter[str] | None = None
 
     def context(self, text: str) -> list[int]:
         """Token ids of what a sequence begins with."""
@@ -48,6 +50,12 @@ class Text:
     def of(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special ones."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def names_one_token(self, text: str) -> bool:
+        """Whether exactly one token of the vocabulary, decoded by itself, is this text."""
+        if self._tokens_of is None:
+            self._tokens_of = Counter(self._tokenizer.batch_decode([[token] for token in range(len(self._tokenizer))]))
+        return self._tokens_of[text] == 1
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"])

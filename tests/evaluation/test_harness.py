@@ -8,15 +8,18 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import sacrebleu
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
-from kvtuner.calibration.model import ModelSource, read_shape
+from kvtuner.calibration.model import ModelSource, load_tokenizer, read_shape
 from kvtuner.cli import main
 from kvtuner.evaluation.harness import HarnessModel
 from kvtuner.evaluation.offline import Offline
 from kvtuner.evaluation.subjects import named
+from kvtuner.evaluation.takers import OfflineTaker
 from kvtuner.evaluation.text import Text
 from kvtuner.exported_configs.build import dump_profile
 from kvtuner.run_folder import RunFolder
@@ -43,13 +46,15 @@ def harness(load_tiny: Any, tmp_path: Path) -> Callable[..., HarnessModel]:
         offline = Offline(loaded, named(way, loaded.shape), read_plan)
         folder = RunFolder(tmp_path / "run")
         folder.create()
-        return HarnessModel(offline, Text(loaded.tokenizer), loaded.tokenizer, context_length, folder, "x")
+        return HarnessModel(
+            OfflineTaker(offline), Text(loaded.tokenizer), loaded.tokenizer, context_length, folder, "x"
+        )
 
     return make
 
 
 def asking(*arguments: Any) -> list[Any]:
-    return [SimpleNamespace(args=each) for each in arguments]
+    return [SimpleNamespace(args=each, task_name="a", doc_id=index) for index, each in enumerate(arguments)]
 
 
 @MODELS
@@ -119,13 +124,13 @@ def test_generations_stop_where_the_task_says(harness: Any, load_tiny: Any, mode
     found = harness(made, "bf16").generate_until(asked)
     assert found == [whole, whole.split(stop)[0]]
     known = harness(made, "bf16")
-    known._offline = SimpleNamespace(key=known._offline.key)  # nobody to ask
+    known._taker._offline = SimpleNamespace(key=known._taker.key)  # nobody to ask
     assert known.generate_until(asked) == found, "the journal answers"
 
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
-    """A folder with two tasks of the demo model's kind: sums to say, and lines to find among four."""
+    """A folder with tasks of the demo model's kind: sums to say, lines to find among four, texts to go on with."""
     rng, folder = random.Random(5), tmp_path / "tasks"
     folder.mkdir()
     sums, lines = [], []
@@ -137,11 +142,19 @@ def tasks(tmp_path: Path) -> Path:
         key, value = problem.table[problem.questions[0]]
         choices = [value, *(other for _, other in rng.sample(problem.table, 3))]
         lines.append({"question": f"{problem.prompt}{key}:", "choices": choices, "label": 0})
+    tokenizer = load_tokenizer(ModelSource("demo"))
+    texts = [
+        {"question": tokenizer.decode(ids[1:161]), "answer": tokenizer.decode(ids[161:185])}
+        for ids in load_corpus(CorpusSource(num_sequences=(1, 1, 8)), tokenizer).splits["report"].tolist()
+    ]
     common = "dataset_path: json\ntest_split: train\n"
     for name, rows, rest in (
         ("sums", sums, "output_type: generate_until\ndoc_to_text: '{{question}}'\ndoc_to_target: '{{answer}}'\n"
                        "generation_kwargs: {until: [\"\\n\"], max_gen_toks: 8}\n"
                        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"),
+        ("texts", texts, "output_type: generate_until\ndoc_to_text: '{{question}}'\ndoc_to_target: '{{answer}}'\n"
+                         "generation_kwargs: {until: [], max_gen_toks: 24}\n"
+                         "metric_list: [{metric: bleu}, {metric: chrf}]\n"),
         ("lines", lines, "output_type: multiple_choice\ndoc_to_text: '{{question}}'\ndoc_to_choice: '{{choices}}'\n"
                          "doc_to_target: label\ntarget_delimiter: ''\n"
                          "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"),
@@ -196,6 +209,33 @@ def test_local_tasks_show_what_two_bits_lose(evaluate: Any, tasks: Path, monkeyp
     assert evaluate(*flags)[1] == found
 
 
+def test_a_corpus_has_one_score_that_is_sacrebleus(evaluate: Any, tasks: Path, tmp_path: Path) -> None:
+    flags = ("--tasks", "demo_texts", "--include-path", str(tasks), "--against", "K8V8")
+    status, found, err = evaluate(*flags)
+    assert status == 0, err
+    cells = {cell["task"]: cell for cell in found["cells"] if cell["level"] == "task"}
+    assert {name: cell["measure"] for name, cell in cells.items()} == {
+        "demo_texts bleu": "bleu",
+        "demo_texts chrf": "chrf",
+    }
+    said = [json.loads(line)["answer"] for line in (tmp_path / "out" / "tasks.jsonl").read_text().splitlines()]
+    right = [json.loads(line)["answer"] for line in (tasks / "texts.jsonl").read_text().splitlines()]
+    assert len(said) == 3 * 8, "asked once for both metrics"
+    means = {}
+    for index, way in enumerate(("bf16", "profile", "K8V8")):
+        mine = said[8 * index : 8 * index + 8]
+        for name, own in (("bleu", sacrebleu.corpus_bleu), ("chrf", sacrebleu.corpus_chrf)):
+            (result,) = (each for each in cells[f"demo_texts {name}"]["results"] if each["subject"] == way)
+            assert result["mean"] == pytest.approx(own(mine, [right]).score, rel=1e-4)
+            assert result["low"] < result["mean"] < result["high"]
+            means[way, name] = result["mean"]
+    assert means["profile", "chrf"] < means["bf16", "chrf"] - 5
+    differences = {each["other"]: each for each in cells["demo_texts chrf"]["differences"]}
+    assert differences["bf16"]["mean"] == pytest.approx(means["profile", "chrf"] - means["bf16", "chrf"], abs=1e-3)
+    assert differences["bf16"]["high"] < 0
+    assert 2 / 2**8 <= differences["bf16"]["p_value"] < 0.2, "all ways to swap eight texts"
+
+
 def test_tasks_that_cannot_be_asked(evaluate: Any, tasks: Path) -> None:
     (tasks / "broken.yaml").write_text(
         "task: broken\ndataset_path: json\ndataset_kwargs: {data_files: nowhere.jsonl}\n"
@@ -204,7 +244,6 @@ def test_tasks_that_cannot_be_asked(evaluate: Any, tasks: Path) -> None:
         (("--tasks", "no_such_task"), "no_such_task"),
         (("--tasks", "broken", "--include-path", str(tasks)), "cannot be evaluated"),
         (("--tasks", "x", "--include-path", str(tasks / "none")), "is no folder"),
-        (("--tasks", "x", "--endpoint", "http://127.0.0.1:9"), "leave out --endpoint"),
     ):
         status, _, err = evaluate(*flags)
         assert status == 2, flags

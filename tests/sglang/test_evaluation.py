@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
+import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from kvtuner.calibration.model import DEMO_MODEL
+from kvtuner.calibration.corpus import CorpusSource, load_corpus
+from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
+from kvtuner.calibration.model import DEMO_MODEL, ModelSource, load_tokenizer
 from kvtuner.cli import main
 from kvtuner.exported_configs.build import LayerChoice
 from kvtuner.exported_configs.load import load_profile
+from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
+SCORED, POSITIONS = 3, 12
+SCORING = ("--levels", "likelihood", "--scored-sequences", str(SCORED), "--positions", str(POSITIONS))
 FEW = ("--lengths", "150", "--problems", "5", "--questions", "3", "--samples", "1")
 
 
@@ -28,6 +36,13 @@ def rough(profile_of: Any, save_profile: Any) -> Path:
     config = AutoConfig.from_pretrained(DEMO_MODEL)
     path: Path = save_profile(profile_of(config, [LayerChoice(2, 4)] * config.num_hidden_layers))
     return path
+
+
+@pytest.fixture(scope="module")
+def served(serve: Any, rough: Path) -> Iterator[tuple[str, ...]]:
+    """Flags that name a server of the rough profile and one of the unquantized model."""
+    with serve(DEMO_MODEL, "--kvtuner-profile", str(rough)) as server, serve(DEMO_MODEL) as plain:
+        yield "--endpoint", server.url, "--endpoint", f"bf16={plain.url}"
 
 
 @pytest.fixture
@@ -59,39 +74,195 @@ def accuracies(found: Any, subject: str) -> dict[tuple[str, int | None], float]:
 
 
 def test_served_profiles_are_asked_what_the_transformers_host_is_asked(
-    serve: Any, rough: Path, evaluate: Any, tmp_path: Path
+    served: tuple[str, ...], evaluate: Any, rough: Path, tmp_path: Path
 ) -> None:
     levels = ("--levels", "recall,arithmetic,samples", *FEW)
     _, offline, _ = evaluate(*levels, "--read-plan", "hit", "--out", str(tmp_path / "offline"))
-    with serve(DEMO_MODEL, "--kvtuner-profile", str(rough)) as server, serve(DEMO_MODEL) as plain:
-        ways = ("--endpoint", server.url, "--endpoint", f"bf16={plain.url}")
-        status, found, _ = evaluate(*levels, *ways)
-        assert status == 0
-        assert found["host"]["kind"] == "sglang"
-        assert found["host"]["reads"] == "fresh"
-        assert found["host"]["hit_share"] > 0.8, "questions find their contexts in the cache"
-        assert found["profile_digest"] == load_profile(rough).digest
-        exact, hurt = accuracies(found, "bf16"), accuracies(found, "profile")
-        host = {way: accuracies(offline, way) for way in ("bf16", "profile")}
-        assert exact == {key: host["bf16"].get(key, value) for key, value in exact.items()}
-        for served in (hurt, host["profile"]):
-            assert served["arithmetic", None] < exact["arithmetic", None] - 0.3, "damage shows"
-        assert said_by("bf16", tmp_path / "out") == said_by("bf16", tmp_path / "offline")
-        status, again, _ = evaluate("--api", "openai", *levels, *ways, "--out", str(tmp_path / "openai"))
-        assert status == 0
-        assert accuracies(again, "bf16") == exact
-        assert again["host"]["kind"] == "openai"
-        for wrong, said in (
-            ((plain.url,), "serves no profile, not sha256:"),
-            ((f"bf16={server.url}", server.url), "was named bf16, but its cache is quantized"),
-            ((f"fp8={plain.url}", server.url), "was named fp8, but its cache is"),
-        ):
-            status, _, err = evaluate(*levels, *(word for each in wrong for word in ("--endpoint", each)))
-            assert status == 2
-            assert said in err
-        status, _, err = evaluate("--levels", "likelihood", "--endpoint", server.url)
+    status, found, _ = evaluate(*levels, *served)
+    assert status == 0
+    assert found["host"]["kind"] == "sglang"
+    assert found["host"]["reads"] == "fresh"
+    assert found["host"]["hit_share"] > 0.8, "questions find their contexts in the cache"
+    assert found["profile_digest"] == load_profile(rough).digest
+    assert "unread" not in {cell["flag"] for cell in found["cells"]}
+    exact, hurt = accuracies(found, "bf16"), accuracies(found, "profile")
+    host = {way: accuracies(offline, way) for way in ("bf16", "profile")}
+    assert exact == {key: host["bf16"].get(key, value) for key, value in exact.items()}
+    for quantized in (hurt, host["profile"]):
+        assert quantized["arithmetic", None] < exact["arithmetic", None] - 0.3, "damage shows"
+    assert said_by("bf16", tmp_path / "out") == said_by("bf16", tmp_path / "offline")
+    again = evaluate(*levels, *served)[1]
+    assert again == found, "the journal knows what was found in the cache too"
+    status, openai, _ = evaluate("--api", "openai", *levels, *served, "--out", str(tmp_path / "openai"))
+    assert status == 0
+    assert accuracies(openai, "bf16") == exact
+    assert (openai["host"]["kind"], openai["host"]["hit_share"]) == ("openai", None)
+    assert {cell["flag"] for cell in openai["cells"]} == {"unread"}, "this one does not say what it found"
+
+
+def test_servers_that_serve_something_else_are_refused(served: tuple[str, ...], evaluate: Any) -> None:
+    rough, plain = served[1], served[3].removeprefix("bf16=")
+    for wrong, said in (
+        ((plain,), "serves no profile, not sha256:"),
+        ((f"bf16={rough}", rough), "was named bf16, but its cache is quantized"),
+        ((f"fp8={plain}", rough), "was named fp8, but its cache is"),
+    ):
+        ways = (word for each in wrong for word in ("--endpoint", each))
+        status, _, err = evaluate("--levels", "recall", *FEW, *ways)
         assert status == 2
-        assert "reads it as it was before it was stored" in err
+        assert said in err
+
+
+@torch.no_grad()
+def log_probs(profile: Any, sequences: Any) -> torch.Tensor:
+    """Of transformers, cut as an empty server cuts them; [sequences, positions, vocab].
+
+    What a beginning shares with an earlier one is found in the cache; then come chunks of one token.
+    """
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+    start, rows = sequences.shape[1] - POSITIONS, []
+    for index, ids in enumerate(sequences):
+        shared = max([0, *(int((ids == other).cumprod(0).sum()) for other in sequences[:index])])
+        for first in (start - 1, start):  # the first position's last token is no token of the prefix
+            cache = DynamicCache() if profile is None else KVTunerCache.from_profile(profile, model.config, "hit")
+            for chunk in (ids[:shared], ids[shared:first]):
+                if len(chunk):
+                    model(chunk[None], past_key_values=cache)
+            for token in ids[first:-1] if first == start else ids[first:start]:
+                rows.append(model(token.reshape(1, 1), past_key_values=cache).logits[0, -1].double().log_softmax(-1))
+    return torch.stack(rows).unflatten(0, (len(sequences), POSITIONS))
+
+
+def empty(*urls: str) -> None:
+    """Forget what is in the prefix caches."""
+    for url in urls:
+        urllib.request.urlopen(urllib.request.Request(f"{url}/flush_cache?timeout=30", b""), timeout=60).close()
+
+
+def likelihoods(found: Any) -> dict[tuple[str, str], float]:
+    return {
+        (cell["measure"], result["subject"]): result["mean"] for cell in found["cells"] for result in cell["results"]
+    }
+
+
+def test_likelihoods_of_servers_are_those_of_transformers(
+    served: tuple[str, ...], evaluate: Any, serve: Any, rough: Path, profile_of: Any, save_profile: Any, tmp_path: Path
+) -> None:
+    config = AutoConfig.from_pretrained(DEMO_MODEL)
+    fine = save_profile(profile_of(config, [LayerChoice(8, 8)] * config.num_hidden_layers))
+    with serve(DEMO_MODEL, "--kvtuner-profile", str(fine)) as third:
+        empty(third.url, served[1], served[3].removeprefix("bf16="))
+        status, found, _ = evaluate(*SCORING, *served, "--endpoint", f"K8V8={third.url}")
+    assert status == 0
+    assert found["host"]["hit_share"] > 0.95
+    for cell in found["cells"]:
+        assert (cell["units"], cell["count"], cell["flag"]) == (SCORED, SCORED * POSITIONS, None)
+    tokenizer = load_tokenizer(ModelSource("demo"))
+    ids = load_corpus(CorpusSource(num_sequences=(4, 12, 12)), tokenizer).splits["report"][:SCORED]
+    exact = log_probs(None, ids)
+    means = likelihoods(found)
+    for way, profile in (("bf16", None), ("profile", load_profile(rough)), ("K8V8", load_profile(fine))):
+        mine = exact if profile is None else log_probs(profile, ids)
+        nll = -mine.gather(-1, ids[:, -POSITIONS:, None]).mean()
+        assert means["nll_nats_per_token", way] == pytest.approx(float(nll), abs=1e-3)
+        if profile is None:
+            continue
+        whole = float((exact.exp() * (exact - mine)).sum(-1).mean())
+        truncated = means["truncated_kl_nats_per_token", way]
+        assert 0.8 * whole < truncated <= whole * 1.001 + 1e-6
+        agree = (exact.argmax(-1) == mine.argmax(-1)).double().mean()
+        assert means["top1_agreement", way] == pytest.approx(float(agree), abs=1 / (SCORED * POSITIONS))
+    assert means["truncated_kl_nats_per_token", "profile"] > 20 * means["truncated_kl_nats_per_token", "K8V8"]
+    status, openai, _ = evaluate("--api", "openai", *SCORING, *served, "--out", str(tmp_path / "openai"))
+    assert status == 0
+    assert "nll_nats_per_token" not in {cell["measure"] for cell in openai["cells"]}
+    bound = likelihoods(openai)["truncated_kl_nats_per_token", "profile"]
+    assert 0.3 < bound / means["truncated_kl_nats_per_token", "profile"] < 1.001, "only tokens that both name"
+    assert likelihoods(openai)["top1_agreement", "profile"] == pytest.approx(means["top1_agreement", "profile"])
+    assert {cell["flag"] for cell in openai["cells"]} == {"unread"}
+
+
+def test_a_server_without_a_prefix_cache_is_flagged_and_shows_no_damage(
+    served: tuple[str, ...], evaluate: Any, serve: Any, rough: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serve(DEMO_MODEL, "--kvtuner-profile", str(rough), "--disable-radix-cache") as server:
+        levels = ("--levels", "likelihood,recall", *SCORING[2:], *FEW)
+        status, found, _ = evaluate(*levels, "--endpoint", server.url, *served[2:])
+    assert status == 0
+    assert found["host"]["hit_share"] == 0
+    assert {cell["flag"] for cell in found["cells"]} == {"unread"}
+    assert likelihoods(found)["truncated_kl_nats_per_token", "profile"] < 1e-4, "what the flag is for"
+    assert main(["show", str(rough)]) == 0
+    shown = capsys.readouterr().out
+    assert "~ truncated KL nats/token at 0" in shown
+    assert "~ a server hardly found these prompts in its cache" in shown
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    """A folder with sums to say and lines to find among four."""
+    rng, folder = random.Random(5), tmp_path / "tasks"
+    folder.mkdir()
+    sums, lines = [], []
+    for _ in range(6):
+        *examples, asked = addition_lines(rng, 9).splitlines()
+        question, _, answer = asked.partition("=")
+        sums.append({"question": "\n".join([*examples, f"{question}="]), "answer": answer})
+        problem = recall_problem(rng, 20, 1)
+        key, value = problem.table[problem.questions[0]]
+        choices = [value, *(other for _, other in rng.sample(problem.table, 3))]
+        lines.append({"question": f"{problem.prompt}{key}:", "answer": 0, "choices": choices})
+    said = 'output_type: generate_until\ngeneration_kwargs: {until: ["\\n"], max_gen_toks: 8}\n'
+    said += "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}, {metric: chrf}]\n"
+    chosen = "output_type: multiple_choice\ndoc_to_choice: '{{choices}}'\ntarget_delimiter: ''\n"
+    for name, rows, rest in (("sums", sums, said), ("lines", lines, chosen)):
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{name}.yaml").write_text(
+            f"task: demo_{name}\ndataset_path: json\ndataset_kwargs: {{data_files: {data}}}\ntest_split: train\n"
+            f"doc_to_text: '{{{{question}}}}'\ndoc_to_target: '{{{{answer}}}}'\n{rest}"
+        )
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the harness's and its libraries'
+def test_tasks_of_servers_are_answered_as_the_transformers_host_answers_them(
+    served: tuple[str, ...], evaluate: Any, tasks: Path, tmp_path: Path
+) -> None:
+    flags = ("--levels", "arithmetic", *FEW, "--include-path", str(tasks), "--tasks")
+    both, offline = "demo_sums,demo_lines", str(tmp_path / "offline")
+    status, there, err = evaluate(*flags, both, "--read-plan", "hit", "--out", offline)
+    assert status == 0, err
+    status, found, err = evaluate(*flags, both, *served)
+    assert status == 0, err
+    means, host = ({each["task"]: each for each in got["cells"] if each["task"]} for got in (found, there))
+    assert {"demo_sums exact_match", "demo_sums chrf", "demo_lines acc"} <= set(means)
+    for task, cell in means.items():
+        assert cell["flag"] != "unread"
+        for way in ("bf16", "profile"):
+            mine, theirs = (
+                next(each["mean"] for each in got[task]["results"] if each["subject"] == way) for got in (means, host)
+            )
+            assert way == "profile" or mine == theirs
+            assert way == "bf16" or max(mine, theirs) < means[task]["results"][0]["mean"], "damage shows"
+    assert log_likelihoods(tmp_path / "out", 2) == pytest.approx(log_likelihoods(Path(offline), 4), abs=2e-3)
+    again = evaluate(*flags, both, *served)[1]
+    assert again == found, "the journal answers"
+    status, _, err = evaluate("--api", "openai", *flags, "demo_lines", *served)
+    assert status == 2
+    assert "the task demo_lines: OpenAI's API names likely tokens only" in err
+    status, openai, err = evaluate("--api", "openai", *flags, "demo_sums", *served)
+    assert status == 0, err
+    (cell,) = (each for each in openai["cells"] if each["task"] == "demo_sums exact_match")
+    assert cell["results"] == means["demo_sums exact_match"]["results"]
+    assert cell["flag"] == "unread"
+
+
+def log_likelihoods(folder: Path, ways: int) -> list[float]:
+    """Of all choices, in the order in which they were asked, by the first of so many ways: the unquantized one."""
+    said = [json.loads(line)["answer"] for line in (folder / "tasks.jsonl").read_text().splitlines()]
+    found = [answer[0] for answer in said if isinstance(answer, list)]
+    return found[: len(found) // ways]
 
 
 class Faulty(BaseHTTPRequestHandler):
@@ -149,6 +320,29 @@ def faulty(rough: Path) -> Iterator[Callable[[str], str]]:
     for server in servers:
         server.shutdown()
         server.server_close()
+
+
+@pytest.mark.parametrize("fault", ["cut", "error", "empty"])
+def test_likelihoods_that_never_come_are_refused_by_name(fault: str, faulty: Any, evaluate: Any) -> None:
+    status, _, err = evaluate(*SCORING, "--endpoint", faulty(fault))
+    assert status == 2
+    assert f"gave no log-probabilities of {POSITIONS} tokens" in err
+    assert "leave out the level likelihood" in err
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("fault", ["cut", "empty"])
+def test_tasks_that_are_never_answered_are_wrong_and_counted(
+    fault: str, faulty: Any, evaluate: Any, tasks: Path
+) -> None:
+    own = ("--include-path", str(tasks), "--tasks", "demo_sums,demo_lines")
+    status, found, err = evaluate("--levels", "arithmetic", *FEW, *own, "--endpoint", faulty(fault))
+    assert status == 0, err
+    for cell in found["cells"]:
+        if cell["level"] == "task":
+            (result,) = cell["results"]
+            assert (result["mean"], result["failures"], cell["count"]) == (0.0, 6, 6)
+            assert cell["flag"] == "unread"
 
 
 @pytest.mark.parametrize("fault", ["cut", "error", "empty"])
