@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner import __version__
+from kvtuner.bench.server_flags import ServerFlags
 from kvtuner.calibration.naming import public_name
 from kvtuner.cli.parser import build_parser
 from kvtuner.cli.session import model_source, say
@@ -84,18 +85,19 @@ def command_said(args: Namespace) -> list[str]:
             continue
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         if name == "server_args":
-            text = shlex.join(public_name(word) if "/" in word else word for word in shlex.split(text))
+            text = shlex.join(ServerFlags.parse(text).shared())
         text = public_name(text) if name in _PATHS else text
         words += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
     return words + [word for way, _ in args.endpoint or () for word in ("--endpoint", f"{way}=URL")]
 
 
-def making(said: Sequence[str], args: Namespace) -> Making:
+def making(said: Sequence[str], args: Namespace, *, device: str | None = None) -> Making:
     """How a result was made.
 
     Args:
         said: see `command_said`.
         args: device, endpoints and seed.
+        device: of servers that were started; None without any.
     """
     import torch
     import transformers
@@ -103,21 +105,22 @@ def making(said: Sequence[str], args: Namespace) -> Making:
     return Making(
         kvtuner_version=__version__,
         command=shlex.join(said)[:MAX_COMMAND].strip(),
-        machine=_machine(args),
+        machine=_machine(args, device),
         torch=torch.__version__,
         transformers=transformers.__version__,
         seed=args.seed,
     )
 
 
-def _machine(args: Namespace) -> str:
+def _machine(args: Namespace, device: str | None) -> str:
     import torch
 
-    if torch.cuda.is_available() and args.device != "cpu" and not args.endpoint:
+    if torch.cuda.is_available() and "cpu" not in (args.device, device) and not args.endpoint:
         index = torch.device(args.device).index if args.device != "auto" else None
         count = torch.cuda.device_count() if args.device == "auto" else 1
         return f"{count} x {torch.cuda.get_device_name(index or 0)}"
-    return f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"
+    asked = "asked from " if args.endpoint else ""
+    return f"{asked}{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
 def _processor() -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvtuner import __version__
+from kvtuner.cli.bench_parser import Types, add_bench_flags
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
             add(command)
         _common(command)
     _evaluation(commands)
+    _bench(commands)
     _small_commands(commands)
     return parser
 
@@ -236,6 +238,17 @@ def _evaluation(commands: Any) -> None:
     run.add_argument(
         "--out", metavar="FOLDER", help="what is asked once is kept here; runs/<model>-eval-... by default"
     )
+    _common(command)
+
+
+def _bench(commands: Any) -> None:
+    summary = "is it worth it: servers under load, beside bf16 and fp8, and the ablation"
+    command = commands.add_parser("bench", help=summary, description=summary, formatter_class=_Help)
+    command.add_argument("profile", metavar="PROFILE|RUN", help="profile.json or run folder")
+    _model(command)
+    _data(command)
+    types = Types(counts=_counts, positive=_positive, words=_words(), levels=_words(LEVELS), endpoint=_endpoint)
+    add_bench_flags(command, types, seed=_seed, switch=_switch)
     _common(command)
 
 

@@ -1,0 +1,1 @@
+"""What a served profile is worth: load, figures, sanity gates and a report."""

@@ -1,0 +1,140 @@
+"""How fast this machine reads a model's weights: what generation of one request cannot exceed.
+
+Run as a program on the device that a server will use, before the server is there: ``python -m kvtuner.bench.bandwidth
+--bytes N --device cpu`` prints bytes per second of reading so many bytes over and over, as every step of a server does,
+caches included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+LEAST_BYTES: Final = 1 << 20
+MOST_BYTES: Final = 4 << 30
+MEASURE_S: Final = 2.0
+READS: Final = 4
+"""At once: a GPU would mostly wait for one."""
+TIMEOUT_S: Final = 300
+BYTES_OF: Final = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
+QUANTIZED_BY: Final = ("quantization", "torchao_config")
+EXPERTS: Final = ".experts."
+EXPERT_COUNTS: Final = (
+    ("num_local_experts", "num_experts_per_tok"),
+    ("num_experts", "num_experts_per_tok"),
+    ("n_routed_experts", "num_experts_per_tok"),
+    ("moe_num_experts", "moe_k"),
+    ("num_experts", "moe_topk"),
+)
+QUANTIZED_BYTES: Final = 0.5
+"""The least that a weight of a quantized checkpoint takes."""
+
+
+def read_bandwidth(num_bytes: int, device: str) -> float:
+    """Bytes per second, at most: by the quickest of many reads.
+
+    On a processor also that of one core, times the cores: with little to read, cores mostly wait for each other.
+
+    Args:
+        num_bytes: of the buffer; no more than `MOST_BYTES`, which no cache holds, is taken.
+        device: cpu or a CUDA device.
+    """
+    import torch
+
+    size = min(max(num_bytes, LEAST_BYTES), MOST_BYTES) // 4
+    buffer = torch.ones(size, dtype=torch.float32, device=device)
+    if buffer.is_cuda:
+        return _quickest(buffer)
+    cores = _cores()
+    torch.set_num_threads(cores)
+    together = _quickest(buffer)
+    torch.set_num_threads(1)
+    return max(together, _quickest(buffer) * cores)
+
+
+def _quickest(buffer: Tensor) -> float:
+    import torch
+
+    quickest, until = float("inf"), time.perf_counter() + MEASURE_S
+    while time.perf_counter() < until or quickest == float("inf"):
+        started = time.perf_counter()
+        for _ in range(READS):
+            buffer.sum()
+        if buffer.is_cuda:
+            torch.cuda.synchronize(buffer.device)
+        quickest = min(quickest, time.perf_counter() - started)
+    return READS * buffer.nbytes / quickest
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def measured_elsewhere(num_bytes: int, device: str) -> float | None:
+    """`read_bandwidth` in a process of its own, which leaves no memory behind on the device; None if it fails."""
+    words = [sys.executable, "-m", "kvtuner.bench.bandwidth", "--bytes", str(num_bytes), "--device", device]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=True, env=environment)
+        return float(done.stdout)
+    except (subprocess.SubprocessError, ValueError):
+        return None
+
+
+def weight_bytes(config: Any, served: Mapping[str, Any], *, trust_remote_code: bool = False) -> int | None:
+    """Bytes of weights that generating a token reads at least, of all ranks together; None where nobody can tell.
+
+    An embedding that is only looked up is left out, and of experts those that a token does not reach.
+
+    Args:
+        config: of the model, as transformers has it.
+        served: what SGLang says of itself: dtype, and quantization of weights.
+        trust_remote_code: run code that comes with the checkpoint.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, ImportError, AttributeError, TypeError):  # a model that SGLang builds and transformers does not
+        return None
+    text = config.get_text_config()
+    has_experts = any(EXPERTS in name for name, _ in model.named_parameters())
+    active = _active_experts(text) if has_experts else 1.0
+    if active is None:
+        return None
+    looked_up = None if text.tie_word_embeddings else model.get_input_embeddings().weight
+    elements = sum(
+        parameter.numel() * (active if EXPERTS in name else 1.0)
+        for name, parameter in model.named_parameters()
+        if parameter is not looked_up
+    )
+    quantized = any(served.get(name) for name in QUANTIZED_BY) or getattr(config, "quantization_config", None)
+    each = QUANTIZED_BYTES if quantized else BYTES_OF.get(str(served.get("dtype")), BYTES_OF["bfloat16"])
+    return int(elements * each)
+
+
+def _active_experts(config: Any) -> float | None:
+    """Share of the experts that a token reaches; None of a configuration with other names for it."""
+    for total, reached in EXPERT_COUNTS:
+        if getattr(config, total, None) and getattr(config, reached, None):
+            return float(getattr(config, reached) / getattr(config, total))
+    return None
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bytes", type=int, required=True)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    print(read_bandwidth(args.bytes, args.device))

@@ -1,0 +1,219 @@
+"""Sends loads through `sglang.benchmark.serving` and keeps what came of every request, whatever it was."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import time
+from argparse import Namespace
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtuner.errors import EndpointError
+from kvtuner.evaluation.endpoint import KEY_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from kvtuner.bench.loads import Load
+    from kvtuner.evaluation.endpoint import Api
+
+PATHS: Final = {"sglang": "/generate", "openai": "/v1/completions"}
+BACKENDS: Final = {"sglang": "sglang", "openai": "vllm"}
+ERROR_CHARACTERS: Final = 300
+OPENAI_EXTRAS: Final = {"temperature": 0, "skip_special_tokens": False}
+KEYS_OF_CLIENT: Final = ("OPENAI_API_KEY", "API_KEY")
+"""Variables that SGLang's client sends to whatever server it talks to."""
+LEAST_OF_ASKED: Final = 0.25
+"""Of a text's tokens, tokenized again, where a server does not count them: below it the answer was cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request and what came of it.
+
+    Attributes:
+        prompt_tokens: sent.
+        asked_tokens: to be generated.
+        reported_tokens: that the server says it generated; None where it does not say.
+        retokenized_tokens: in the text that came.
+        cached_tokens: of the prompt that the server says it found in its cache; None where it does not say.
+        started_s: after the first request of the load.
+        ttft_s: to the first token; None where none came.
+        latency_s: to the last token that came, or to the failure.
+        gaps_s: between tokens, in the order in which they came.
+        error: why it failed; None where it did not.
+    """
+
+    prompt_tokens: int
+    asked_tokens: int
+    reported_tokens: int | None
+    retokenized_tokens: int
+    cached_tokens: int | None
+    started_s: float
+    ttft_s: float | None
+    latency_s: float
+    gaps_s: tuple[float, ...]
+    error: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Sent:
+        """What `to_json` made."""
+        return cls(**{**record, "gaps_s": tuple(record["gaps_s"])})
+
+
+class Client:
+    """A client of one server.
+
+    Args:
+        url: of the server, without a path.
+        api: how it is spoken to.
+        model: as the server calls it.
+        tokenizer: the model's, to count what came.
+        timeout_s: for one request.
+
+    Raises:
+        EndpointError: SGLang's client is not installed.
+    """
+
+    def __init__(self, url: str, api: Api, model: str, tokenizer: PreTrainedTokenizerBase, timeout_s: float) -> None:
+        self._url, self._api, self._model = url.rstrip("/") + PATHS[api], api, model
+        self._server = url.rstrip("/").partition("://")[2]
+        self._tokenizer, self._timeout_s = tokenizer, timeout_s
+        self._serving = serving_client()
+
+    def send(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[Sent]:
+        """All requests of a load, in the order of `prompts`."""
+        with _bearer(), contextlib.redirect_stdout(io.StringIO()):  # a failure is printed there, and kept here
+            answers = asyncio.run(self._all(load, prompts))
+        first = min(started for _, started, _ in answers)
+        return [
+            self._sent(load, len(prompt), answer, started - first, ended - started)
+            for prompt, (answer, started, ended) in zip(prompts, answers, strict=True)
+        ]
+
+    async def _all(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[tuple[Any, float, float]]:
+        lanes = asyncio.Semaphore(load.concurrency)
+
+        async def one(prompt: Sequence[int]) -> tuple[Any, float, float]:
+            async with lanes:
+                started = time.perf_counter()
+                answer = await self._request(prompt, load.output_tokens)
+                return answer, started, time.perf_counter()
+
+        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+    async def _request(self, prompt: Sequence[int], num_tokens: int) -> Any:
+        """What SGLang's own client makes of one request; it raises nothing but what it could not foresee."""
+        serving = self._serving
+        sampling = {
+            "temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True,
+            "skip_special_tokens": False, "spaces_between_special_tokens": False,
+        }  # fmt: skip
+        request = serving.RequestFuncInput(
+            prompt=list(prompt),
+            api_url=self._url,
+            prompt_len=len(prompt),
+            output_len=num_tokens,
+            model=self._model,
+            lora_name=None,
+            image_data=None,
+            extra_request_body={"sampling_params": sampling} if self._api == "sglang" else OPENAI_EXTRAS,
+        )
+        send = serving.ASYNC_REQUEST_FUNCS[BACKENDS[self._api]]
+        try:
+            return await asyncio.wait_for(send(request_func_input=request), self._timeout_s)
+        except TimeoutError:
+            late = serving.RequestFuncOutput.init_new(request)
+            late.error = f"no answer within {self._timeout_s:g} s"
+            return late
+
+    def _sent(self, load: Load, num_prompt: int, answer: Any, started_s: float, took_s: float) -> Sent:
+        text = answer.generated_text
+        retokenized = len(self._tokenizer.encode(text, add_special_tokens=False)) if text else 0
+        says = self._api == "sglang" and answer.success and bool(text)
+        reported = answer.output_len if says else None
+        error = None if answer.success else _last_line(answer.error).replace(self._server, "the server")
+        return Sent(
+            prompt_tokens=num_prompt,
+            asked_tokens=load.output_tokens,
+            reported_tokens=reported,
+            retokenized_tokens=retokenized,
+            cached_tokens=answer.cached_tokens if says else None,
+            started_s=started_s,
+            ttft_s=answer.ttft or None,
+            latency_s=answer.ttft + sum(answer.itl) if answer.success and answer.ttft else took_s,
+            gaps_s=tuple(answer.itl),
+            error=error or _unfinished(reported, retokenized, load.output_tokens),
+        )
+
+
+_ARGS: Final = Namespace(
+    temperature=0.0,
+    top_p=1.0,
+    disable_ignore_eos=False,
+    disable_stream=False,
+    return_logprob=False,
+    return_routed_experts=False,
+    logprob_start_len=-1,
+    top_logprobs_num=0,
+    token_ids_logprob=None,
+    cache_report=True,
+    header=None,
+)
+"""What SGLang's client reads of its command line."""
+
+
+def serving_client() -> Any:
+    """`sglang.benchmark.serving`, told what its command line would.
+
+    Raises:
+        EndpointError: it is not installed.
+    """
+    try:
+        from sglang.benchmark import serving
+    except ImportError as error:
+        raise EndpointError(
+            f"servers are driven by SGLang's own client, which cannot be imported here ({error}); pip install"
+            " 'kvtuner[sglang]', on a processor as docs/serving.md says"
+        ) from error
+    serving.set_global_args(_ARGS)
+    return serving
+
+
+def _unfinished(reported: int | None, retokenized: int, asked: int) -> str | None:
+    """An answer that SGLang's client takes for one, and that is none."""
+    if not retokenized:
+        return "an empty answer"
+    if reported is not None and reported != asked:
+        return f"ended after {reported} of {asked} tokens"
+    if reported is None and retokenized < LEAST_OF_ASKED * asked:
+        return f"ended after about {retokenized} of {asked} tokens"
+    return None
+
+
+def _last_line(text: str) -> str:
+    """Of a traceback, what was wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (lines[-1] if lines else "failed without a reason")[:ERROR_CHARACTERS]
+
+
+@contextlib.contextmanager
+def _bearer() -> Iterator[None]:
+    """Keys that are meant for others stay here; ours goes by the name that SGLang's client looks for."""
+    before = {name: os.environ.pop(name) for name in KEYS_OF_CLIENT if name in os.environ}
+    if key := os.environ.get(KEY_VARIABLE):
+        os.environ[KEYS_OF_CLIENT[0]] = key
+    try:
+        yield
+    finally:
+        os.environ.pop(KEYS_OF_CLIENT[0], None)
+        os.environ.update(before)

@@ -1,0 +1,194 @@
+"""``kvtuner bench``: stubs that are wrong in every way, and real servers of the demo model."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import AutoConfig
+
+from kvtuner.calibration.model import DEMO_MODEL
+from kvtuner.exported_configs.build import LayerChoice
+from kvtuner.exported_configs.load import load_profile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HERE = Path(__file__).parent
+STUB = runpy.run_path(str(HERE / "bench_stub.py"))
+stub, CONSTANT_S = STUB["stub"], STUB["CONSTANT_S"]
+SHORT = ("--concurrency", "2", "--batches", "2", "--rounds", "2", "--repeats", "2", "--prompt", "64", "--output", "8")
+BY_TIME = ("time to the first token grows with the prompt", "latency grows with the output")
+"""Gates that a machine with much else to do can fail: tests wait for no quiet one."""
+ON_A_PROCESSOR = (
+    "--device cpu --dtype bfloat16 --disable-cuda-graph --mem-fraction-static 0.5 --max-running-requests 4"
+    " --skip-server-warmup"
+)
+
+
+@pytest.fixture(scope="module")
+def mixed(profile_of: Any, save_profile: Any) -> Path:
+    """A profile of the demo model."""
+    config = AutoConfig.from_pretrained(DEMO_MODEL)
+    choices = [LayerChoice(8, 4) if layer < 3 else LayerChoice(4, 4) for layer in range(config.num_hidden_layers)]
+    path: Path = save_profile(profile_of(config, choices))
+    return path
+
+
+@pytest.fixture
+def bench(on_a_processor: dict[str, str], mixed: Path, tmp_path: Path) -> Callable[..., tuple[int, Any, str]]:
+    """`bench(*flags)`: exit status, bench.json if there is one, stderr."""
+
+    def call(*flags: str) -> tuple[int, Any, str]:
+        words = [
+            sys.executable,
+            "-m",
+            "kvtuner",
+            "bench",
+            str(mixed),
+            "--model",
+            "demo",
+            "--out",
+            str(tmp_path / "run"),
+        ]
+        done = subprocess.run([*words, *flags], env=on_a_processor, capture_output=True, text=True, timeout=1500)
+        found = tmp_path / "run" / "bench.json"
+        return done.returncode, json.loads(found.read_text()) if found.exists() else None, done.stderr
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def program(on_a_processor: dict[str, str]) -> Any:
+    words = [sys.executable, str(HERE / "bench_program.py"), str(DEMO_MODEL)]
+    done = subprocess.run(words, env=on_a_processor, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("fault", "least", "words"),
+    [
+        ("slow", 3, "no answer within 1 s"),
+        ("error", 3, "Internal Server Error: out of memory"),
+        ("dies", 4, "Error"),
+        ("empty", 3, "an empty answer"),
+        ("cut", 3, "Error"),
+        ("short", 3, "ended after 2 of 12 tokens"),
+    ],
+)
+def test_whatever_goes_wrong_is_a_failure_that_stays(program: Any, fault: str, least: int, words: str) -> None:
+    sent = program["faults"][fault]
+    failures = [each["error"] for each in sent if each["error"] is not None]
+    assert len(sent) == 6
+    assert least <= len(failures) < 6
+    assert all(words in failure for failure in failures), failures
+
+
+def test_a_server_that_is_right_is_counted_token_by_token(program: Any) -> None:
+    for each in program["faults"]["none"]:
+        assert each["error"] is None
+        assert each["reported_tokens"] == 12
+        assert len(each["gaps_s"]) == 11
+        assert each["latency_s"] == pytest.approx(each["ttft_s"] + sum(each["gaps_s"]))
+
+
+def test_figures_are_those_of_sglangs_own_benchmark(program: Any) -> None:
+    theirs, ours = program["theirs"], program["ours"]
+    for measure, name in (("ttft", "ttft_s"), ("tpot", "tpot_s"), ("itl", "itl_s")):
+        for percentile, quantile in (("median", "p50"), ("p90", "p90"), ("p99", "p99")):
+            expected = theirs[f"{percentile}_{measure}_ms"] / 1e3
+            assert ours[name][quantile] == pytest.approx(expected, rel=0.02, abs=2e-4), (measure, quantile)
+    assert ours["output_tokens_per_s"] == pytest.approx(theirs["output_throughput"])
+    assert ours["requests_per_s"] == pytest.approx(theirs["request_throughput"])
+    assert ours["answered"] == theirs["completed"] == 6
+
+
+def test_a_stub_that_answers_in_constant_time_fails_the_run(bench: Any, mixed: Path) -> None:
+    lengths = ("--lengths", "100,4000", "--outputs", "16,64", *SHORT)
+    with stub("constant", digest=load_profile(mixed).digest) as url:
+        status, found, _ = bench("--endpoint", url, "--memory-bandwidth", "1", *lengths)
+    assert status == 1
+    verdicts = {gate["name"]: gate["verdict"] for gate in found["ways"][0]["gates"]}
+    assert verdicts == {
+        "requests are answered": "passed",
+        "reported tokens are in the text": "failed",
+        "prompts were new to the server": "passed",
+        "time to the first token grows with the prompt": "failed",
+        "latency grows with the output": "failed",
+        "tokens per second are below what memory allows": "failed",
+    }
+    assert len(found["problems"]) == 4
+    first = [row["ttft_s"]["p50"] for row in found["ways"][0]["loads"] if row["kind"] == "prompt"]
+    assert all(CONSTANT_S < seconds < 10 * CONSTANT_S for seconds in first)
+
+
+def test_a_server_that_dies_leaves_every_request_in_the_denominator(bench: Any, mixed: Path) -> None:
+    with stub("dies", digest=load_profile(mixed).digest) as url:
+        status, found, _ = bench("--endpoint", url, "--lengths", "100", "--outputs", "16", *SHORT)
+    assert status == 1
+    rows = found["ways"][0]["loads"]
+    assert sum(row["sent"] for row in rows) == 2 + 2 + 2 * 2 + 2 * 2 + 2 * 8
+    assert sum(row["answered"] for row in rows) == 0
+    assert "requests are answered" in found["problems"][0]
+    assert any("the server was gone: it stopped answering" in error for row in rows for error in row["errors"])
+    assert "127.0.0.1" not in json.dumps(found), "addresses stay here"
+
+
+@pytest.mark.parametrize(
+    ("said_of_itself", "words"),
+    [
+        ({"digest": "sha256:" + "0" * 64}, "serves the profile sha256:000"),
+        ({"architecture": "LlamaForCausalLM"}, "serves a LlamaForCausalLM, not the Qwen2ForCausalLM of --model"),
+    ],
+)
+def test_a_server_of_something_else_is_refused(
+    bench: Any, mixed: Path, said_of_itself: dict[str, str], words: str
+) -> None:
+    with stub("none", **{"digest": load_profile(mixed).digest, **said_of_itself}) as url:
+        status, found, said = bench("--endpoint", url)
+    assert status == 2
+    assert found is None
+    assert words in said
+
+
+def test_the_ablation_serves_every_group_or_says_why_not(bench: Any, tmp_path: Path) -> None:
+    loads = ("--lengths", "100,1000", "--outputs", "16,64", *SHORT)
+    common = ("--ablation", "--levels", "likelihood", "--kv-memory", "32MiB", "--server-args", ON_A_PROCESSOR)
+    status, found, said = bench(*common, *loads)
+    assert found, said[-3000:]
+    assert all(any(gate in problem for gate in BY_TIME) for problem in found["problems"]), found["problems"]
+    assert status == bool(found["problems"])
+    ways = {way["name"]: way for way in found["ways"]}
+    assert {way["group"] for way in found["ways"]} == {*"ABCDEFG", None}
+    assert "tail pages" in ways["K4V4-per-channel"]["refused"]
+    served = [way for way in found["ways"] if way["refused"] is None]
+    assert len(served) == 8
+    for way in served:
+        assert way["server"]["tokens_that_fit"] == pytest.approx((32 << 20) // way["bytes_per_token"], rel=0.01)
+        assert len(way["gates"]) == 7
+        assert all(gate["verdict"] == "passed" for gate in way["gates"] if gate["name"] not in BY_TIME)
+        assert all(row["success_rate"] == 1 for row in way["loads"])
+    kl = {
+        result["subject"]: result["mean"]
+        for cell in found["evaluation"]["cells"]
+        if cell["measure"] == "kl_nats_per_token" and cell["position"] == 0
+        for result in cell["results"]
+    }
+    assert kl["K8V8"] < kl["K4V4"] < kl["K2V2"]
+    assert kl["K4V4"] < kl["K4V4-symmetric"]
+    folder = tmp_path / "run"
+    page = (folder / "bench.html").read_text()
+    assert page.count("data:image/png;base64,") == 4
+    assert "http" not in page.replace("http-equiv", "")
+    assert "K4V4-symmetric" in (folder / "bench.md").read_text()
+    assert str(tmp_path) not in json.dumps(found), "paths stay here"
+    again_status, again, said = bench(*common, *loads)
+    assert again_status == status
+    assert "measured before" in said, "the journal is read, no server is started"
+    assert again["ways"] == found["ways"]
