@@ -4,7 +4,11 @@ BIN = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"
 WORKERS ?= auto
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-.PHONY: check test test-full gpu lint format demo demo-model schema
+# What README's results table is made from: the demo model's servers on a processor.
+ABLATION = --lengths 10,100,1000,4000 --concurrency 1,4,16 --batches 1,4,16 --repeats 3 --kv-memory 64MiB \
+	--server-args "--device cpu --dtype bfloat16 --disable-cuda-graph --mem-fraction-static 0.5 --max-running-requests 16"
+
+.PHONY: check test test-full gpu lint format demo demo-model schema ablation
 
 check: lint ## what every commit passes
 	$(PYTEST) -m "not slow and not gpu" tests
@@ -28,6 +32,14 @@ lint:
 format:
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
+
+ablation: ## README's results table; about half an hour on two cores
+	$(BIN)/kvtuner search --model demo --budget 4bit --no-report --out runs/demo-4bit
+	PYTHONPATH=examples/sglang_on_cpu $(BIN)/kvtuner bench runs/demo-4bit --model demo --ablation $(ABLATION) \
+		--out runs/demo-ablation
+	mkdir -p benchmarks/results/ablation-cpu
+	cp runs/demo-ablation/bench.html runs/demo-ablation/bench.md runs/demo-ablation/bench.json runs/demo-ablation/*.png \
+		benchmarks/results/ablation-cpu/
 
 demo:
 	$(BIN)/kvtuner search --model demo --budget 4bit

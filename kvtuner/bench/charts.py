@@ -11,7 +11,6 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from kvtuner.evaluation.label_placement import Label, place_labels
 from kvtuner.evaluation.plot_style import (
     BLUE,
-    GREY,
     INK,
     ORANGE,
     SKY,
@@ -63,9 +62,9 @@ def _points(result: BenchResult, y: Callable[[str], float | None]) -> list[tuple
     return found
 
 
-def _scatter(axes: Axes, points: list[tuple[str, float, float]]) -> None:
+def _scatter(axes: Axes, result: BenchResult, points: list[tuple[str, float, float]]) -> None:
     for name, x, y in points:
-        axes.plot(x, y, "D" if name == PROFILE else "o", color=_colour(name), ms=8 if name == PROFILE else 6)
+        axes.plot(x, y, "D" if name == PROFILE else "o", color=_colour(result, name), ms=8 if name == PROFILE else 6)
     axes.set_xlabel("effective bits of a value, with its scales")
     axes.set_xlim(0, 17.5)
     axes.margins(y=0.15)
@@ -79,7 +78,7 @@ def _memory(axes: Axes, result: BenchResult) -> None:
     points = _points(result, lambda name: GIB / size / 1e3 if (size := sizes[name]) else None)
     axes.set_ylabel("tokens per GiB, thousands")
     axes.grid(axis="y")
-    _scatter(axes, points)
+    _scatter(axes, result, points)
 
 
 def _kl(result: BenchResult, name: str) -> float | None:
@@ -90,7 +89,7 @@ def _kl(result: BenchResult, name: str) -> float | None:
 def _quality(axes: Axes, result: BenchResult) -> None:
     points = _points(result, lambda name: _kl(result, name))
     axes.set_yscale("log")
-    _scatter(axes, points)
+    _scatter(axes, result, points)
     log_kl_axis(axes)
 
 
@@ -119,7 +118,9 @@ def _lines(axes: Axes, result: BenchResult, kind: str, x: str, y: Callable[[Mapp
         ticks |= {point[0] for point in points}
         name, width = each.way.name, 2.4 if each.way.name == PROFILE else 1.3
         xs, ys = zip(*points, strict=True)
-        axes.plot(xs, ys, marker=MARKERS[number % len(MARKERS)], ms=5, lw=width, color=_colour(name), label=name)
+        axes.plot(
+            xs, ys, marker=MARKERS[number % len(MARKERS)], ms=5, lw=width, color=_colour(result, name), label=name
+        )
     axes.set_xscale("log")
     shown = _spread(sorted(ticks))
     axes.set_xticks(shown, [f"{tick:,}" for tick in shown])
@@ -138,12 +139,14 @@ def _spread(ticks: list[int]) -> list[int]:
     return kept
 
 
-def _colour(name: str) -> str:
+def _colour(result: BenchResult, name: str) -> str:
+    """Its own, as long as there are enough."""
     if name == PROFILE:
         return VERMILION
     if name == REFERENCE:
         return INK
-    return OTHERS[sum(map(ord, name)) % len(OTHERS)] if name else GREY
+    others = [each.way.name for each in result.ways if each.way.name not in (PROFILE, REFERENCE)]
+    return OTHERS[others.index(name) % len(OTHERS)]
 
 
 def _has_rows(kind: str) -> Callable[[BenchResult], bool]:
