@@ -62,7 +62,7 @@ class Stub(BaseHTTPRequestHandler):
             return self._end()
         if fault == "constant":
             time.sleep(CONSTANT_S)
-            self._event(prompt, tokens, "a few words only")
+            self._event(prompt, tokens, "a")
             return self._end()
         time.sleep(prompt * 2e-5)
         for done in range(1, tokens + 1):
