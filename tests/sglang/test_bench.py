@@ -56,7 +56,7 @@ def bench(on_a_processor: dict[str, str], mixed: Path, tmp_path: Path) -> Callab
             "--out",
             str(tmp_path / "run"),
         ]
-        done = subprocess.run([*words, *flags], env=on_a_processor, capture_output=True, text=True, timeout=1500)
+        done = subprocess.run([*words, *flags], env=on_a_processor, capture_output=True, text=True, timeout=2400)
         found = tmp_path / "run" / "bench.json"
         return done.returncode, json.loads(found.read_text()) if found.exists() else None, done.stderr
 
