@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.bench.ways import PER_CHANNEL
+from kvtuner.evaluation.evaluation_text import aligned
 from kvtuner.evaluation.formatting import NOT_MEASURED, number, percent, plain_json
 from kvtuner.evaluation.validation import FP8
 from kvtuner.precision import NATIVE_BITS
@@ -207,15 +208,7 @@ def gates_that_passed(result: BenchResult) -> str:
 def summary_lines(result: BenchResult) -> list[str]:
     """For the terminal."""
     headers, found = overview(result)
-    rows = [headers, *found]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = aligned([headers, *found])
     problems = result.problems()
     lines += ["", *([f"FAILED  {problem}" for problem in problems] or [gates_that_passed(result)])]
     return lines

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.bench.result import gates_that_passed, milliseconds, overview
 from kvtuner.bench.usage import GPU_BUSY, GPU_MEMORY, GPU_MEMORY_BUSY, MEMORY
-from kvtuner.evaluation.formatting import NOT_MEASURED, fixed, interval, number, percent
-from kvtuner.evaluation.statistics import Interval
+from kvtuner.evaluation.evaluation_text import TITLES, value_text
+from kvtuner.evaluation.formatting import NOT_MEASURED, number, percent
 from kvtuner.exported_configs.evaluation import PROFILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtuner.bench.result import BenchResult, WayResult
-    from kvtuner.exported_configs.evaluation import Cell, Result
+    from kvtuner.exported_configs.evaluation import Cell
 
-MOST_EXPONENT: Final = 700
 NO_ROOM: Final = "does not fit"
 
 
@@ -117,7 +115,7 @@ def _quality(result: BenchResult) -> Section:
     assert evaluation is not None
     names = [each.way.name for each in result.ways if each.way.subject is not None]
     rows = [
-        (_place(cell), *(_value(cell, {r.subject: r for r in cell.results}.get(name)) for name in names))
+        (_place(cell), *(value_text(cell, {r.subject: r for r in cell.results}.get(name)) for name in names))
         for cell in evaluation.cells
     ]
     words = (
@@ -355,23 +353,8 @@ def _mib(num_bytes: float | None) -> str:
 
 
 def _place(cell: Cell) -> str:
-    titles = {
-        "kl_nats_per_token": "KL nats/token",
-        "top1_agreement": "top-1 as bf16",
-        "nll_nats_per_token": "perplexity",
-    }
-    name = titles.get(cell.measure, " ".join(filter(None, (cell.level, cell.task))))
+    is_likelihood = cell.level == "likelihood"
+    name = TITLES[cell.measure] if is_likelihood else " ".join(filter(None, (cell.level, cell.task)))
     length = f", {cell.num_tokens:,} tokens" if cell.num_tokens else ""
     flag = f" ({cell.flag})" if cell.flag else ""
     return f"{name}{length} at {cell.position:,}{flag}"
-
-
-def _value(cell: Cell, found: Result | None) -> str:
-    if found is None:
-        return NOT_MEASURED
-    if cell.measure in ("accuracy", "top1_agreement"):
-        return f"{percent(found.mean)} [{100 * found.low:.1f}, {100 * found.high:.1f}]"
-    if cell.measure == "nll_nats_per_token":
-        mean, low, high = (fixed(math.exp(min(x, MOST_EXPONENT))) for x in (found.mean, found.low, found.high))
-        return f"{mean} [{low}, {high}]"
-    return interval(Interval(found.mean, found.low, found.high))

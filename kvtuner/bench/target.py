@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import urllib.error
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -121,13 +120,12 @@ class ServedTarget:
         if self._endpoint.api == "sglang":
             try:
                 self._endpoint.flush()
-            except urllib.error.HTTPError as error:
-                raise EndpointError(
-                    f"the prefix cache of {self._endpoint.name}'s server cannot be emptied ({error}); serve nobody else"
-                    " meanwhile, and start it without --admin-api-key"
-                ) from error
-            except OSError:
-                pass  # a server that is gone fails the load
+            except OSError as error:
+                if self.is_gone() is None:  # one that is gone fails the load
+                    raise EndpointError(
+                        f"the prefix cache of {self._endpoint.name}'s server cannot be emptied ({error}); serve nobody"
+                        " else meanwhile, and start it without --admin-api-key"
+                    ) from error
 
     def watching(self) -> AbstractContextManager[dict[str, float]]:
         """See `kvtuner.bench.runner.Target`; nothing is seen of a server that was not started here."""

@@ -48,11 +48,11 @@ def evaluation_lines(evaluation: Evaluation, profile: Profile) -> list[str]:
         rows = [["", *names], ["bytes per token", *(sizes[name] for name in names)]]
         for cell in cells:
             found = {result.subject: result for result in cell.results}
-            rows.append([f"{_mark(cell)} {_place(cell)}", *(_value(cell, found.get(name)) for name in names)])
+            rows.append([f"{_mark(cell)} {_place(cell)}", *(value_text(cell, found.get(name)) for name in names)])
         units = {"likelihood": "sequences", "task": "questions"}.get(level, "contexts")
         most = max(cell.units for cell in cells)
         lines += ["", f"{level}, {most} {units} each at most" if level == "task" else f"{level}, {most} {units} each"]
-        lines += _aligned(rows)
+        lines += aligned(rows)
         lines += [words for flag, words in FLAGS.items() if any(cell.flag == flag for cell in cells)]
         if failures := sum(result.failures for cell in cells for result in cell.results):
             count = "are left out of every way" if level == "likelihood" else "count as wrong"
@@ -102,7 +102,8 @@ def _place(cell: Cell) -> str:
     return " ".join(filter(None, parts))
 
 
-def _value(cell: Cell, result: Result | None) -> str:
+def value_text(cell: Cell, result: Result | None) -> str:
+    """A result with its interval, as its measure is read; ``-`` without one."""
     if result is None:
         return "-"
     if cell.measure in SHARES:
@@ -124,7 +125,7 @@ def _comparisons(cells: Sequence[Cell]) -> list[str]:
         [f"  {PROFILE} - {difference.other}", f"{cell.level} {_place(cell)}", *_difference(cell, difference)]
         for cell, difference in clear
     ]
-    return [f"clear differences, paired ({chance})", *_aligned(rows, words=2)]
+    return [f"clear differences, paired ({chance})", *aligned(rows, words=2)]
 
 
 def _difference(cell: Cell, difference: Difference) -> list[str]:
@@ -139,7 +140,7 @@ def _difference(cell: Cell, difference: Difference) -> list[str]:
     return [f"{mean} [{low}, {high}]{unit}", f"p {number(difference.p_value, 2)}", mcnemar]
 
 
-def _aligned(rows: Sequence[Sequence[str]], *, words: int = 1) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], *, words: int = 1) -> list[str]:
     """Columns of even width, the first `words` of them to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
