@@ -8,7 +8,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8 --
 ABLATION = --lengths 10,100,1000,4000 --concurrency 1,4,16 --batches 1,4,16 --repeats 3 --kv-memory 64MiB \
 	--server-args "--device cpu --dtype bfloat16 --disable-cuda-graph --mem-fraction-static 0.5 --max-running-requests 16"
 
-.PHONY: check test test-full gpu lint format demo demo-model schema ablation
+.PHONY: check test test-full gpu lint format demo demo-model schema ablation catalogue catalogue-index
 
 check: lint ## what every commit passes
 	$(PYTEST) -m "not slow and not gpu" tests
@@ -49,3 +49,9 @@ demo-model:
 
 schema:
 	$(PYTHON) -m kvtuner.exported_configs.schema
+
+catalogue: ## searches the profiles that come with kvtuner anew
+	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/catalogue.py
+
+catalogue-index: ## after a profile was added to exported_configs/profiles
+	$(PYTHON) -m kvtuner.exported_configs.catalogue

@@ -281,17 +281,11 @@ def write_profile(path: Path) -> None:
     from transformers import AutoConfig
 
     from kvtuner.exported_configs.build import dump_profile, uniform_profile
-    from kvtuner.exported_configs.evidence import ModelIdentity
+    from kvtuner.exported_configs.identity import identity_of
     from kvtuner.geometry import ModelGeometry
 
     config = AutoConfig.from_pretrained(ROOT / "calibration" / "demo" / "model")
-    identity = ModelIdentity(
-        id="demo",
-        revision=None,
-        config_sha256="sha256:" + "0" * 64,
-        architecture=config.architectures[0],
-        dtype="float32",
-    )
+    identity = identity_of(config, id="demo", revision=None, dtype="float32")
     pair, geometry = PrecisionPair(4, 4), ModelGeometry.from_config(config)
     path.write_bytes(
         dump_profile(uniform_profile(geometry, pair, identity, k_group_size=None, v_group_size=None, symmetric=False))

@@ -19,7 +19,7 @@ import torch
 from kvtuner.calibration.demo.tasks import VALUE_DIGITS, RecallProblem, recall_problem
 from kvtuner.calibration.model import ModelSource, read_shape
 from kvtuner.exported_configs.build import uniform_profile
-from kvtuner.exported_configs.evidence import ModelIdentity
+from kvtuner.exported_configs.identity import identity_of
 from kvtuner.exported_configs.load import load_profile
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
@@ -33,13 +33,7 @@ if TYPE_CHECKING:
 
 def uniform_of(shape: ModelShape, pair: PrecisionPair) -> Profile:
     """A profile of the model with the same widths everywhere and no transforms."""
-    identity = ModelIdentity(
-        id="model",
-        revision=None,
-        config_sha256=shape.config_sha256,
-        architecture=shape.architecture,
-        dtype="float32",
-    )
+    identity = identity_of(shape.config, id="model", revision=None, dtype="float32")
     return uniform_profile(shape.geometry, pair, identity)
 
 

@@ -99,7 +99,7 @@ class Workbench:
         loaded, options = self.loaded, self.options
         hashes = self.corpus.hashes()
         return {
-            "model_config": loaded.shape.config_sha256,
+            "model_config": loaded.shape.settings_sha256,
             "dtype": loaded.dtype_name,  # before the weights: the first field that differs is the one named
             "model_weights": loaded.weights_sha256,
             "context_length": loaded.shape.context_length,

@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvtuner.cache_kind import refuse_other_caches
 from kvtuner.calibration.fingerprint import fingerprint
-from kvtuner.calibration.naming import public_name
 from kvtuner.errors import UnsupportedModelError
+from kvtuner.exported_configs.identity import (
+    architecture_of,
+    config_sha256,
+    identity_of,
+    max_positions,
+    public_name,
+    rope_sha256,
+    weight_quantization,
+)
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PACKED_BITS, check_group_size
 from kvtuner.run_folder import sha256_of
@@ -23,9 +31,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from kvtuner.exported_configs.evidence import ModelIdentity
+
 DEMO = "demo"
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
-_VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation_internal"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +83,30 @@ class ModelShape:
     context_length: int
 
     @property
-    def config_sha256(self) -> str:
-        """Hash of the configuration without names, versions and dtype."""
-        values = {key: value for key, value in self.config.to_dict().items() if key not in _VOLATILE}
-        return sha256_of(_plain(values))
-
-    @property
     def architecture(self) -> str:
         """Class named by the checkpoint, such as Qwen2ForCausalLM."""
-        return str((getattr(self.config, "architectures", None) or [type(self.config).__name__])[0])
+        return architecture_of(self.config)
+
+    @property
+    def settings_sha256(self) -> str:
+        """Hash of all that the configuration decides of a measurement: what run folders are bound to."""
+        parts = (config_sha256, rope_sha256, weight_quantization, max_positions)
+        return sha256_of([part(self.config) for part in parts])
+
+    def identity(self, source: ModelSource, dtype: str, tokenizer: Any = None) -> ModelIdentity:
+        """The model as profiles and results record it.
+
+        Raises:
+            ProfileError: a dtype that no profile can hold.
+        """
+        return identity_of(
+            self.config,
+            id=source.model,
+            revision=source.revision,
+            dtype=dtype,
+            tokenizer=tokenizer,
+            files=source.path,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,14 +308,6 @@ def _unknown(source: ModelSource, error: Exception) -> UnsupportedModelError:
         reason = "it brings code of its own; read that code, then allow it with --trust-remote-code"
     reason = reason if len(reason) <= 300 else reason[:297] + "..."
     return UnsupportedModelError(f"cannot load model {source.model!r}: {reason}")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from kvtuner.exported_configs.stored import Defaults, Geometry, StoredLayer
 from kvtuner.precision import (
     LAYOUT_ID,
     NATIVE_BITS,
+    Granularity,
     PrecisionPair,
     bytes_per_token,
     effective_bits,
@@ -82,19 +83,21 @@ def build_profile(
     budget: AskedBudget,
     quality: Quality | None,
     provenance: Provenance,
+    k_granularity: Granularity = "per_token",
 ) -> Profile:
     """Build a profile with its digest and its reached budget.
 
     Args:
         geometry: of the model.
         layers: one choice per layer, in order.
-        k_group_size: channels per scale of keys.
+        k_group_size: channels per scale of keys; tokens per scale of a channel if keys are per channel.
         v_group_size: channels per scale of values.
         symmetric: grids around zero, for keys and values.
         model: which model was measured.
         budget: what was asked for.
         quality: what was measured; None if nothing was.
         provenance: where the choices come from.
+        k_granularity: per_channel profiles are kept and shown, but no host serves them yet.
 
     Raises:
         ProfileError: choices that a profile cannot hold; names the layer.
@@ -102,7 +105,9 @@ def build_profile(
     """
     if len(layers) != geometry.num_layers:
         raise ProfileError(f"geometry has num_layers {geometry.num_layers}, but {len(layers)} layers were chosen")
-    defaults = _defaults(layers, k_group_size, v_group_size, symmetric)
+    k_fields = {"granularity": k_granularity, "group_size": k_group_size, "symmetric": symmetric}
+    v_fields = {"granularity": "per_token", "group_size": v_group_size, "symmetric": symmetric}
+    defaults = _defaults(layers, k_fields, v_fields)
     stored_geometry = _validated("geometry", Geometry, geometry.as_dict())
     stored = tuple(_stored_layer(number, choice, defaults) for number, choice in enumerate(layers))
     return Profile(
@@ -127,6 +132,7 @@ def uniform_profile(
     k_group_size: int | None = None,
     v_group_size: int | None = None,
     symmetric: bool = False,
+    k_granularity: Granularity = "per_token",
 ) -> Profile:
     """A profile with the same widths in every layer and no transforms; nothing was measured.
 
@@ -134,9 +140,10 @@ def uniform_profile(
         geometry: of the model.
         pair: the widths.
         model: which model it is.
-        k_group_size: channels per scale of keys; head_dim by default.
+        k_group_size: channels per scale of keys, or tokens per scale of a channel; head_dim by default.
         v_group_size: channels per scale of values; v_head_dim by default.
         symmetric: grids around zero.
+        k_granularity: of the keys.
 
     Raises:
         PrecisionError: bits or a group size that rows cannot hold.
@@ -147,6 +154,7 @@ def uniform_profile(
         k_group_size=geometry.head_dim if k_group_size is None else k_group_size,
         v_group_size=geometry.v_head_dim if v_group_size is None else v_group_size,
         symmetric=symmetric,
+        k_granularity=k_granularity,
         model=model,
         budget=AskedBudget(str(pair)),
         quality=None,
@@ -182,15 +190,14 @@ def _validated(place: str, section: type[SectionT], fields: dict[str, Any]) -> S
         raise ProfileError(explain(error, place)) from error
 
 
-def _defaults(layers: Sequence[LayerChoice], k_group_size: int, v_group_size: int, symmetric: bool) -> Defaults:
+def _defaults(layers: Sequence[LayerChoice], k_fields: dict[str, Any], v_fields: dict[str, Any]) -> Defaults:
     k_kinds = [str(choice.k_transform.kind) for choice in layers if choice.k_bits != NATIVE_BITS]
     v_kinds = [str(choice.v_transform.kind) for choice in layers if choice.v_bits != NATIVE_BITS]
     # What values cannot have is refused in its layer, by number, not here.
     v_kinds = [kind for kind in v_kinds if kind in VALUE_TRANSFORMS]
-    shared = {"granularity": "per_token", "symmetric": symmetric}
     fields = {
-        "k": {**shared, "group_size": k_group_size, "transform": _most_common(k_kinds)},
-        "v": {**shared, "group_size": v_group_size, "transform": _most_common(v_kinds)},
+        "k": {**k_fields, "transform": _most_common(k_kinds)},
+        "v": {**v_fields, "transform": _most_common(v_kinds)},
     }
     return _validated("defaults", Defaults, fields)
 
@@ -224,7 +231,7 @@ def _side(bits: int, transform: Transform, default: str) -> dict[str, Any]:
 
 def _reached(budget: AskedBudget, geometry: ModelGeometry, layers: Sequence[LayerChoice], defaults: Defaults) -> Budget:
     pairs = [PrecisionPair(choice.k_bits, choice.v_bits) for choice in layers]
-    shape = geometry.row_shape(k_group_size=defaults.k.group_size, v_group_size=defaults.v.group_size)
+    shape = defaults.row_shape(geometry)
     fields = {
         "asked": budget.asked,
         "mean_bits": float(mean_bits(pairs, shape)),

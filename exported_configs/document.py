@@ -35,11 +35,13 @@ class DocumentKind:
         noun: such as ``profile``.
         again: how a damaged one is made again.
         max_bytes: of the file.
+        field_name: what every name of a field is like.
     """
 
     noun: str
     again: str
     max_bytes: int
+    field_name: re.Pattern[str] = _FIELD_NAME
 
 
 @contextmanager
@@ -120,7 +122,7 @@ def _object(pairs: Sequence[tuple[str, Any]], kind: DocumentKind) -> dict[str, A
         raise ProfileError(f"an object must have at most {MAX_FIELDS} fields, not {len(pairs)}; this is no {kind.noun}")
     fields: dict[str, Any] = {}
     for name, value in pairs:
-        if _FIELD_NAME.fullmatch(name) is None:
+        if kind.field_name.fullmatch(name) is None:
             raise ProfileError(f"unknown field {name[:60]!a}; {kind.again}")
         if name in fields:
             raise ProfileError(f"field {name!r} stands twice in one object; {kind.again}")

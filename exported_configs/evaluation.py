@@ -9,12 +9,12 @@ from glob import escape
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.document import DocumentKind, check_lengths, naming, read_document, short
 from kvtuner.exported_configs.evidence import ModelIdentity, ReadPlan
-from kvtuner.exported_configs.fields import Figure, Name, Section, Seed, Sha256, Text, TokenCount, check_printable
+from kvtuner.exported_configs.fields import Command, Figure, Name, Section, Seed, Sha256, Text, TokenCount
 from kvtuner.exported_configs.profile import explain
 from kvtuner.run_folder import sha256_of
 
@@ -181,7 +181,7 @@ class Making(Section):
     """
 
     kvtuner_version: Text
-    command: Annotated[str, Field(max_length=2000), AfterValidator(check_printable)]
+    command: Command
     machine: Text
     torch: Text
     transformers: Text

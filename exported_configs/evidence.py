@@ -5,6 +5,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from kvtuner.exported_configs.fields import (
+    Command,
     Count,
     Figure,
     HubId,
@@ -26,10 +27,15 @@ class ModelIdentity(Section):
 
     Attributes:
         id: hub id, or the base name of a local folder; never a path.
-        revision: commit of the hub repository; None for a local folder.
-        config_sha256: of the canonical JSON of the model's configuration.
+        revision: commit of the hub repository, or what was typed where none is known; None for a local folder.
+        config_sha256: of what makes the network the same one, see `identity`; comparable if `rope_sha256` is there.
         architecture: class name in the configuration.
         dtype: of the activations, and so of 16-bit layers.
+        rope_sha256: of the rotary parameters. None, here and below: not recorded.
+        weight_quantization: ``none``, or how the weights are quantized, such as ``awq``.
+        tokenizer_sha256: of what turns text and chats into token ids.
+        max_positions: of the model's configuration.
+        checkpoint_sha256: of the weights as they lie in files, by a sample of every tensor; see `checkpoint`.
     """
 
     id: HubId
@@ -37,6 +43,11 @@ class ModelIdentity(Section):
     config_sha256: Sha256
     architecture: Text
     dtype: Literal["bfloat16", "float16", "float32"]
+    rope_sha256: Sha256 | None = None
+    weight_quantization: Text | None = None
+    tokenizer_sha256: Sha256 | None = None
+    max_positions: TokenCount | None = None
+    checkpoint_sha256: Sha256 | None = None
 
 
 class Budget(Section):
@@ -186,9 +197,12 @@ class Provenance(Section):
     Attributes:
         calibration: None for a hand-written profile.
         search: None for a hand-written profile.
+        command: that makes the same profile where the same data is at hand, with the last parts of paths only; None of
+            a profile that no command searched for.
     """
 
     kvtuner_version: Text
     calibration: CalibrationRecord | None
     search: SearchRecord | None
     libraries: Libraries
+    command: Command | None = None

@@ -1,8 +1,16 @@
 """Field types that the sections of a profile share: bits, figures, texts. Knows nothing of the sections."""
 
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    WithJsonSchema,
+    model_serializer,
+)
 
 from kvtuner.precision import ALL_BITS
 
@@ -53,6 +61,7 @@ Bits = Annotated[int, AfterValidator(_check_bits), WithJsonSchema({"type": "inte
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Figure = Annotated[float, Field(allow_inf_nan=False, ge=-1e30, le=1e30), AfterValidator(round_figure)]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(check_printable)]
+Command = Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(check_printable)]
 Name = Annotated[Text, AfterValidator(_check_name)]
 HubId = Annotated[Name, AfterValidator(_check_hub_id)]
 Sha256 = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -61,6 +70,16 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Section(BaseModel):
-    """A JSON object of the profile: immutable, no coercion, no unknown fields."""
+    """A JSON object of the profile: immutable, no coercion, no unknown fields; what may be absent and is, stays so."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_serializer(mode="wrap")
+    def _omit_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        optional = {
+            name
+            for field, info in type(self).model_fields.items()
+            if not info.is_required()
+            for name in (field, info.alias)
+        }
+        return {name: value for name, value in handler(self).items() if value is not None or name not in optional}

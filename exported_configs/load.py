@@ -14,16 +14,17 @@ from kvtuner.precision import LAYOUT_ID
 PROFILE: Final = DocumentKind("profile", "export the profile again", MAX_PROFILE_BYTES)
 
 
-def load_profile(source: str | Path | bytes) -> Profile:
+def load_profile(source: str | Path | bytes, name: Path | None = None) -> Profile:
     """Read and check a profile.
 
     Args:
         source: path of the file, or its content.
+        name: what errors call the content; its path by default.
 
     Raises:
         ProfileError: whatever is wrong with it; one line with the file, the rule and the value.
     """
-    with naming(source, PROFILE):
+    with naming(source if name is None else name, PROFILE):
         document = read_document(source, PROFILE)
         _check_version(document)
         check_lengths(document, PROFILE)

@@ -26,6 +26,7 @@ from kvtuner.precision import (
     RowShape,
     bytes_per_token,
     check_group_size,
+    check_token_group,
     effective_bits,
     mean_bits,
 )
@@ -34,6 +35,9 @@ from kvtuner.quant import QuantSpec, Transform, TransformKind
 SCHEMA_VERSION: Final = 1
 MIN_LAMBDA: Final = 1 / 64
 MAX_LAMBDA: Final = 64.0
+
+NO_TAIL_PAGES: Final = "per-channel keys need tail pages, which no host has yet; search or import with per_token keys"
+"""Why a profile that loads, validates and shows is not served."""
 
 Side = Literal["k", "v"]
 
@@ -92,11 +96,12 @@ class Profile(Section):
         Raises:
             GeometryError: the heads cannot be split among that many ranks.
         """
-        return self.to_geometry().row_shape(
-            tp_size=tp_size,
-            k_group_size=self.defaults.k.group_size,
-            v_group_size=self.defaults.v.group_size,
-        )
+        return self.defaults.row_shape(self.to_geometry(), tp_size)
+
+    @property
+    def has_per_channel_keys(self) -> bool:
+        """Whether some layer's keys are quantized per channel, which no host can do yet."""
+        return self.defaults.k.granularity == "per_channel" and any(p.k_bits != NATIVE_BITS for p in self.pairs)
 
     def bytes_per_token(self, tp_size: int = 1) -> int:
         """Stored bytes of one token, all layers, on one of `tp_size` tensor-parallel ranks."""
@@ -110,11 +115,17 @@ class Profile(Section):
         return resolve_transform(entry.v, self.defaults.v)
 
     def quant_spec(self, layer_id: int, side: Side) -> QuantSpec | None:
-        """How one side of one layer is stored, its constants decoded for all heads; None at 16 bits."""
+        """How one side of one layer is stored, its constants decoded for all heads; None at 16 bits.
+
+        Raises:
+            ProfileError: keys per channel.
+        """
         entry = self._layer(layer_id)
         stored, defaults = (entry.k, self.defaults.k) if side == "k" else (entry.v, self.defaults.v)
         if stored.bits == NATIVE_BITS:
             return None
+        if defaults.granularity == "per_channel":
+            raise ProfileError(f"layers[{layer_id}].k: {NO_TAIL_PAGES}")
         kind = TransformKind.parse(self.transform_name(layer_id, side))
         mu, lam = (stored.mu, stored.lam) if isinstance(stored, StoredKeys) else (None, None)
         transform = Transform(kind, _decoded(mu), _decoded(lam))
@@ -187,6 +198,7 @@ def _check_layer_ids(profile: Profile) -> None:
 
 def _check_layer(profile: Profile, entry: StoredLayer) -> None:
     geometry, defaults = profile.geometry, profile.defaults
+    is_per_channel = defaults.k.granularity == "per_channel"
     for side, stored, head_dim, group_size in (
         ("k", entry.k, geometry.head_dim, defaults.k.group_size),
         ("v", entry.v, geometry.v_head_dim, defaults.v.group_size),
@@ -197,10 +209,15 @@ def _check_layer(profile: Profile, entry: StoredLayer) -> None:
                 f"{place}: 16 bits are stored as they are, but transform is {stored.transform!r}; remove it"
             )
         if stored.bits != NATIVE_BITS:
+            check = check_token_group if side == "k" and is_per_channel else check_group_size
             try:
-                check_group_size(head_dim, stored.bits, group_size)
+                check(head_dim, stored.bits, group_size)
             except PrecisionError as error:
                 raise ProfileError(f"{place}: {error}") from error
+    if is_per_channel and (name := profile.transform_name(entry.layer, "k")) != "none":
+        raise ProfileError(
+            f"layers[{entry.layer}].k: per_channel keys have transform 'none', not {name!r}; use per_token with it"
+        )
     _check_constants(profile, entry)
 
 

@@ -1,14 +1,15 @@
 """How every layer is stored: all that the digest covers. Rules that span parts are the profile's."""
 
-from typing import Annotated, Any, Literal, Self
+from dataclasses import replace
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from kvtuner.errors import GeometryError
 from kvtuner.exported_configs.arrays import Fp16Array
 from kvtuner.exported_configs.fields import MAX_COUNT, Bits, Count, Section
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import NATIVE_BITS
+from kvtuner.precision import NATIVE_BITS, TOKEN_GROUPS, Granularity, RowShape
 
 KeyTransform = Literal[
     "none",
@@ -25,7 +26,7 @@ ValueTransform = Literal["none", "hadamard"]
 
 def _check_granularity(value: object) -> object:
     if value == "per_channel":
-        raise ValueError("per-channel keys need tail pages, which no host has yet; re-export with per_token")
+        raise ValueError("values are stored per token, and only keys may be per_channel; re-export with per_token")
     return value
 
 
@@ -52,21 +53,40 @@ class Geometry(Section):
         return ModelGeometry(**self.model_dump())
 
 
-class _SideDefaults(Section):
+class KeyDefaults(Section):
+    """What keys share over all layers, and the transform of layers that name none.
+
+    Attributes:
+        granularity: per_token, or one scale for some tokens of every channel.
+        group_size: channels per scale of a token; tokens per scale of a channel if per_channel.
+        symmetric: grids around zero.
+        transform: none if per_channel.
+    """
+
+    granularity: Granularity
+    group_size: Count
+    symmetric: bool
+    transform: KeyTransform
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.granularity == "per_token":
+            return self
+        if self.group_size not in TOKEN_GROUPS:
+            raise ValueError(
+                f"per_channel keys need a group_size of {TOKEN_GROUPS} tokens, not {self.group_size}; KIVI's is 32"
+            )
+        if self.transform != "none":
+            raise ValueError(f"per_channel keys have transform 'none', not {self.transform!r}; use per_token with it")
+        return self
+
+
+class ValueDefaults(Section):
+    """What values share over all layers, and the transform of layers that name none."""
+
     granularity: Annotated[Literal["per_token"], BeforeValidator(_check_granularity)]
     group_size: Count
     symmetric: bool
-
-
-class KeyDefaults(_SideDefaults):
-    """What keys share over all layers, and the transform of layers that name none."""
-
-    transform: KeyTransform
-
-
-class ValueDefaults(_SideDefaults):
-    """What values share over all layers, and the transform of layers that name none."""
-
     transform: ValueTransform
 
 
@@ -76,13 +96,18 @@ class Defaults(Section):
     k: KeyDefaults
     v: ValueDefaults
 
+    def row_shape(self, geometry: ModelGeometry, tp_size: int = 1) -> RowShape:
+        """What the rows of one of `tp_size` tensor-parallel ranks look like.
+
+        Raises:
+            GeometryError: the heads cannot be split among that many ranks.
+        """
+        shape = geometry.row_shape(tp_size=tp_size, k_group_size=self.k.group_size, v_group_size=self.v.group_size)
+        return replace(shape, k_granularity=self.k.granularity)
+
 
 class _StoredSide(Section):
     bits: Bits
-
-    @model_serializer(mode="wrap")
-    def _omit_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in handler(self).items() if value is not None}
 
 
 class StoredKeys(_StoredSide):

@@ -53,3 +53,11 @@ class EndpointError(KVTunerError):
 
 class ServingError(KVTunerError):
     """A server that was asked to serve a profile and cannot: it must not start without it."""
+
+
+class HubError(KVTunerError):
+    """A hub, or a repository on it, that does not give or take what was asked for."""
+
+
+class SignatureError(KVTunerError):
+    """A signature that is missing, cannot be checked, or is not that of who was asked for."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from kvtuner.errors import PrecisionError
 
@@ -21,6 +21,10 @@ ALL_BITS: Final = (*PACKED_BITS, NATIVE_BITS)
 ROW_ALIGNMENT_BYTES: Final = 16
 SCALE_WORD_BYTES: Final = 4
 LAYOUT_ID: Final = "halfword-sliced-v1"
+
+Granularity = Literal["per_token", "per_channel"]
+TOKEN_GROUPS: Final = (16, 32, 64, 128)
+"""Tokens that may share one scale of a channel where keys are stored per channel."""
 
 _UNIFORM = re.compile(r"[0-9]{1,2}")
 _PAIR = re.compile(r"K([0-9]{1,2})V([0-9]{1,2})")
@@ -66,12 +70,7 @@ def check_group_size(head_dim: int, bits: int, group_size: int) -> None:
         PrecisionError: bits outside {2, 4, 8}; head_dim * bits no multiple of 16; a group that does not divide
             head_dim or cuts through a 16-bit slot block (it must be a multiple of head_dim * bits / 16).
     """
-    if bits not in PACKED_BITS:
-        raise PrecisionError(f"packed bits must be one of {PACKED_BITS}, but are {bits!r}; 16 is stored unpacked")
-    if head_dim <= 0 or head_dim * bits % 16:
-        raise PrecisionError(
-            f"head_dim {head_dim} cannot be packed at {bits} bits: head_dim * bits must be a multiple of 16"
-        )
+    _check_units(head_dim, bits)
     block = head_dim * bits // 16
     if group_size <= 0 or head_dim % group_size or group_size % block:
         raise PrecisionError(
@@ -80,41 +79,85 @@ def check_group_size(head_dim: int, bits: int, group_size: int) -> None:
         )
 
 
-def row_bytes(num_heads: int, head_dim: int, bits: int, group_size: int | None = None) -> int:
-    """Bytes of one token's keys (or values) in one layer: codes, one scale word per head and group, padding.
+def check_token_group(head_dim: int, bits: int, group_size: int) -> None:
+    """Check that keys of `head_dim` channels can be packed at `bits`, one scale per channel and `group_size` tokens.
+
+    Raises:
+        PrecisionError: bits outside {2, 4, 8}; head_dim * bits no multiple of 16; a group outside `TOKEN_GROUPS`.
+    """
+    _check_units(head_dim, bits)
+    if group_size not in TOKEN_GROUPS:
+        raise PrecisionError(
+            f"per-channel keys need a group_size of {TOKEN_GROUPS} tokens, but it is {group_size}; KIVI's is 32"
+        )
+
+
+def _check_units(head_dim: int, bits: int) -> None:
+    if bits not in PACKED_BITS:
+        raise PrecisionError(f"packed bits must be one of {PACKED_BITS}, but are {bits!r}; 16 is stored unpacked")
+    if head_dim <= 0 or head_dim * bits % 16:
+        raise PrecisionError(
+            f"head_dim {head_dim} cannot be packed at {bits} bits: head_dim * bits must be a multiple of 16"
+        )
+
+
+def row_bytes(
+    num_heads: int,
+    head_dim: int,
+    bits: int,
+    group_size: int | None = None,
+    *,
+    granularity: Granularity = "per_token",
+) -> int:
+    """Bytes of one token's keys (or values) in one layer: codes, scale words, padding.
 
     Args:
         num_heads: KV heads stored on this rank.
         head_dim: channels per head.
         bits: 2, 4, 8, or 16 for the native, unpadded dtype.
-        group_size: channels per scale; one group per head by default.
+        group_size: channels per scale of a token, one group per head by default; or tokens per scale of a channel.
+        granularity: per_channel spreads a group's scale words over its tokens, rounded up.
 
     Raises:
-        PrecisionError: what `check_group_size` refuses.
+        PrecisionError: what `check_group_size` or `check_token_group` refuses.
     """
     if num_heads <= 0:
         raise PrecisionError(f"num_heads must be positive, but is {num_heads}")
     if bits == NATIVE_BITS:
         return num_heads * head_dim * 2
     group_size = head_dim if group_size is None else group_size
-    check_group_size(head_dim, bits, group_size)
-    stored = num_heads * head_dim * bits // 8 + SCALE_WORD_BYTES * num_heads * (head_dim // group_size)
+    if granularity == "per_channel":
+        check_token_group(head_dim, bits, group_size)
+    else:
+        check_group_size(head_dim, bits, group_size)
+    # Both are one word for every `group_size` codes; only those of a channel need not come out whole in a token.
+    stored = num_heads * head_dim * bits // 8 + -(-SCALE_WORD_BYTES * num_heads * head_dim // group_size)
     return -(-stored // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """What decides a row's bytes besides its bits: heads on one rank, channels, channels per scale."""
+    """What decides a row's bytes besides its bits: heads on one rank, channels, and what shares a scale.
+
+    Attributes:
+        num_kv_heads: on one rank.
+        head_dim: channels of a key head.
+        v_head_dim: channels of a value head.
+        k_group_size: channels per scale of a token's keys; tokens per scale of a channel if keys are per channel.
+        v_group_size: channels per scale of a token's values.
+        k_granularity: values are always stored per token.
+    """
 
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
     k_group_size: int
     v_group_size: int
+    k_granularity: Granularity = "per_token"
 
     def k_bytes(self, bits: int) -> int:
         """Bytes of one token's keys in one layer."""
-        return row_bytes(self.num_kv_heads, self.head_dim, bits, self.k_group_size)
+        return row_bytes(self.num_kv_heads, self.head_dim, bits, self.k_group_size, granularity=self.k_granularity)
 
     def v_bytes(self, bits: int) -> int:
         """Bytes of one token's values in one layer."""

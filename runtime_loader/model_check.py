@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtuner.cache_kind import refuse_other_caches
+from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.profile import NO_TAIL_PAGES
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile import Profile
@@ -21,10 +23,12 @@ def check_model(profile: Profile, config: ConfigLike, *, context_length: int | N
 
     Raises:
         UnsupportedModelError: layers whose cache is not one key and value per token and head.
-        ProfileError: the profile belongs to another model.
+        ProfileError: the profile belongs to another model, or quantizes keys per channel, which no host can.
     """
     refuse_other_caches(config, context_length=context_length or calibrated_positions(profile))
     profile.check_model(config)
+    if profile.has_per_channel_keys:
+        raise ProfileError(NO_TAIL_PAGES)
 
 
 def calibrated_positions(profile: Profile) -> int | None:

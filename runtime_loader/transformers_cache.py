@@ -19,6 +19,8 @@ from transformers.cache_utils import CacheLayerMixin
 from kvtuner.cache_kind import refuse_other_caches
 from kvtuner.errors import CacheError
 from kvtuner.exported_configs.evidence import ReadPlan
+from kvtuner.exported_configs.identity import identity_of, is_hub_id, public_name
+from kvtuner.exported_configs.mismatch import Policy, compare, refuse
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import QuantSpec
@@ -29,6 +31,7 @@ from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_forma
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from kvtuner.exported_configs.evidence import ModelIdentity
     from kvtuner.exported_configs.profile import Profile
     from kvtuner.geometry import ConfigLike
 
@@ -194,8 +197,9 @@ class KVTunerCache(Cache):
         read_plan: ReadPlan = "decode",
         *,
         context_length: int | None = None,
+        allow_derived: bool = False,
     ) -> Self:
-        """An empty cache for a model.
+        """An empty cache for a model, which is compared with the profile's; warns of what differs without harm.
 
         Args:
             profile: how every layer is stored.
@@ -203,6 +207,7 @@ class KVTunerCache(Cache):
             read_plan: what a chunk reads; see the class.
             context_length: tokens that it will hold; what the profile was made for, by default. A window that is at
                 least as long is none.
+            allow_derived: take a fine-tune, or a model of another configuration with the same geometry, and warn.
 
         Raises:
             UnsupportedModelError: layers whose cache is not one key and value per token and head.
@@ -210,6 +215,21 @@ class KVTunerCache(Cache):
             CacheError: an unknown read plan.
         """
         check_model(profile, config, context_length=context_length)
+        policy = Policy(allow_derived=allow_derived, allow_flag="allow_derived=True")
+        mismatches = compare(profile.model, _identity(config, profile), policy)
+        refuse(mismatches)
+        for each in mismatches:
+            if each.severity == "warning":
+                warnings.warn(each.text, stacklevel=2)
+        return cls.stored_by(profile, read_plan)
+
+    @classmethod
+    def stored_by(cls, profile: Profile, read_plan: ReadPlan = "decode") -> Self:
+        """An empty cache for the model of a profile, which nobody checks.
+
+        Raises:
+            CacheError: an unknown read plan.
+        """
         cache = cls([KVTunerLayer(layer) for layer in rank_formats(profile, range(len(profile.pairs)))], read_plan)
         cache.num_calibrated_positions = calibrated_positions(profile) if _is_centered(profile) else None
         return cache
@@ -289,6 +309,13 @@ class KVTunerCache(Cache):
     @property
     def _packed_layers(self) -> list[KVTunerLayer]:
         return cast("list[KVTunerLayer]", self.layers)
+
+
+def _identity(config: Any, profile: Profile) -> ModelIdentity:
+    """The model that a configuration describes; what it does not know, such as a folder's hub id, is as wanted."""
+    loaded_from = str(getattr(config, "_name_or_path", ""))
+    name = loaded_from if is_hub_id(public_name(loaded_from)) else profile.model.id
+    return identity_of(config, id=name, revision=None, dtype=profile.model.dtype)
 
 
 def _is_centered(profile: Profile) -> bool:

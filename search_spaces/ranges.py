@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import PrecisionError, SearchSpaceError
+from kvtuner.layer_ranges import read_ranges, words_by_layer
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-# Four digits bound the work that a hostile range can ask for.
-_ENTRY = re.compile(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?:(.+)", re.ASCII)
+    from collections.abc import Iterable
 
 
 def parse_keep(text: str) -> dict[int, PrecisionPair]:
@@ -21,12 +18,10 @@ def parse_keep(text: str) -> dict[int, PrecisionPair]:
     Raises:
         SearchSpaceError: an entry that cannot be read, or a layer named twice.
     """
-    kept: dict[int, PrecisionPair] = {}
-    for layer, pair in _entries(text):
-        if layer in kept:
-            raise SearchSpaceError(f"each layer may be given once, but layer {layer} is twice in {text!r}")
-        kept[layer] = pair
-    return kept
+    try:
+        return {layer: _pair(layer, word) for layer, word in words_by_layer(read_ranges(text)).items()}
+    except PrecisionError as error:
+        raise SearchSpaceError(f"{error}, in {text[:200]!r}") from error
 
 
 def parse_ranges(text: str, num_layers: int) -> list[PrecisionPair]:
@@ -57,18 +52,8 @@ def check_layers(layers: Iterable[int], num_layers: int) -> None:
             raise SearchSpaceError(f"the model has layers 0-{num_layers - 1}, so layer {layer} cannot be given")
 
 
-def _entries(text: str) -> Iterator[tuple[int, PrecisionPair]]:
-    for entry in text.split(","):
-        match = _ENTRY.fullmatch(entry)
-        if match is None:
-            raise SearchSpaceError(f"an entry is written 0:K8V8 or 2-27:K4V2, not {entry.strip()!r}")
-        first = int(match[1])
-        last = first if match[2] is None else int(match[2])
-        if last < first:
-            raise SearchSpaceError(f"a range goes from its lower to its higher layer, not {entry.strip()!r}")
-        try:
-            pair = PrecisionPair.parse(match[3])
-        except PrecisionError as error:
-            raise SearchSpaceError(f"{entry.strip()!r}: {error}") from error
-        for layer in range(first, last + 1):
-            yield layer, pair
+def _pair(layer: int, word: str) -> PrecisionPair:
+    try:
+        return PrecisionPair.parse(word)
+    except PrecisionError as error:
+        raise PrecisionError(f"layer {layer}: {error}") from error

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import random
+import runpy
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvtuner.exported_configs.build import LayerChoice
     from kvtuner.exported_configs.profile import Profile
@@ -258,6 +259,60 @@ def profile_of() -> Callable[..., Profile]:
                 libraries=evidence.Libraries(torch="0", transformers="0", optuna="0"),
             ),
         )
+
+    return make
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """A hub on loopback (tests/hub_server.py) that this process, and what it starts, asks as somebody logged in.
+
+    Nothing of what it gives outlives the test: caches are folders of the test's own.
+    """
+    from huggingface_hub import constants
+
+    made = runpy.run_path(str(Path(__file__).with_name("hub_server.py")))["LoopbackHub"]()
+    places = {"HF_HOME": "hf", "HF_HUB_CACHE": "hf/hub", "KVTUNER_CACHE": "kept"}
+    for name, folder in places.items():
+        monkeypatch.setenv(name, str(tmp_path / folder))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_ENDPOINT", made.url)
+    monkeypatch.setenv("HF_TOKEN", made.token)
+    # Read from the environment when the library was imported.
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", made.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", made.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    # The loopback hub takes large files by LFS, as hubs without Xet do.
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    with made.running():
+        yield made
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    """PEM files of an elliptic-curve key by its name, private and public; the same name gives the same key."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import (
+        BestAvailableEncryption,
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        PublicFormat,
+    )
+
+    folder = tmp_path / "keys"
+    folder.mkdir()
+
+    def make(name: str = "key", *, curve: Any = None, key: Any = None, password: bytes | None = None) -> Any:
+        private, public = folder / f"{name}.pem", folder / f"{name}.pub.pem"
+        if not private.exists():
+            made = key or ec.generate_private_key(curve or ec.SECP256R1())
+            encryption = NoEncryption() if password is None else BestAvailableEncryption(password)
+            private.write_bytes(made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
+            public.write_bytes(made.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+        return private, public
 
     return make
 

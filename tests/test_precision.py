@@ -13,10 +13,12 @@ from kvtuner.errors import KVTunerError, PrecisionError
 from kvtuner.precision import (
     ALL_BITS,
     PACKED_BITS,
+    TOKEN_GROUPS,
     PrecisionPair,
     RowShape,
     bytes_per_token,
     check_group_size,
+    check_token_group,
     effective_bits,
     mean_bits,
     row_bytes,
@@ -162,6 +164,55 @@ def test_row_bytes_are_codes_scale_words_and_padding(
     num_heads: int, head_dim: int, bits: int, group_size: int | None, expected: int
 ) -> None:
     assert row_bytes(num_heads, head_dim, bits, group_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "bits", "group_size", "expected"),
+    [
+        (8, 128, 4, 32, 640),  # 512 + 4 * 1024 / 32
+        (8, 128, 2, 128, 288),  # 256 + 32
+        (1, 8, 2, 16, 16),  # 2 + 2, padded by 12
+        (5, 24, 4, 64, 80),  # 60 + 7.5 rounded up to 8, padded by 12
+        (3, 152, 2, 128, 144),  # 114 + 14.25 rounded up to 15: 129; rounded down it would be 128
+        (2, 80, 8, 16, 208),  # 160 + 40, padded by 8
+        (5, 12, 16, 32, 120),  # native rows have neither
+    ],
+)
+def test_row_bytes_per_channel_spread_the_words_of_a_group_over_its_tokens(
+    num_heads: int, head_dim: int, bits: int, group_size: int, expected: int
+) -> None:
+    assert row_bytes(num_heads, head_dim, bits, group_size, granularity="per_channel") == expected
+    shape = RowShape(num_heads, head_dim, 64, group_size, 64, "per_channel")
+    assert shape.k_bytes(bits) == expected
+    assert shape.v_bytes(8) == row_bytes(num_heads, 64, 8, 64)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 40).map(lambda n: 8 * n),
+    st.sampled_from(PACKED_BITS),
+    st.sampled_from(TOKEN_GROUPS),
+)
+def test_rows_of_a_group_hold_its_codes_and_a_word_for_every_channel(
+    num_heads: int, head_dim: int, bits: int, tokens: int
+) -> None:
+    rows = tokens * row_bytes(num_heads, head_dim, bits, tokens, granularity="per_channel")
+    codes, words = tokens * num_heads * head_dim * bits // 8, 4 * num_heads * head_dim
+    assert 0 <= rows - codes - words < 17 * tokens
+
+
+@pytest.mark.parametrize("group_size", [-32, 0, 1, 8, 24, 31, 48, 256])
+def test_only_some_numbers_of_tokens_share_a_scale(group_size: int) -> None:
+    with pytest.raises(PrecisionError, match=rf"group_size of \(16, 32, 64, 128\) tokens, but it is {group_size}"):
+        row_bytes(8, 128, 4, group_size, granularity="per_channel")
+    assert row_bytes(8, 128, 4, 32, granularity="per_channel") != row_bytes(8, 64, 4, 32)
+
+
+@pytest.mark.parametrize(("head_dim", "bits", "says"), [(36, 2, "head_dim 36 cannot"), (64, 3, "packed bits")])
+def test_rows_per_channel_are_packed_like_others(head_dim: int, bits: int, says: str) -> None:
+    with pytest.raises(PrecisionError, match=says):
+        check_token_group(head_dim, bits, 32)
 
 
 def test_row_bytes_refuse_what_cannot_be_packed() -> None:

@@ -21,6 +21,8 @@ OURS: Final = {
     "--kv-cache-dtype": "fp8 is a way of its own",
     "--kvtuner-profile": "every way has its own",
     "--enable-kvtuner-quant": "every way has its own",
+    "--kvtuner-allow-derived": "the profile's server gets it where it needs it, and what differs is said",
+    "--kvtuner-strict": "what differs is said; `kvtuner validate --strict` refuses it",
     "--api-key": "servers that are started here need none",
     "--admin-api-key": "servers that are started here need none",
 }

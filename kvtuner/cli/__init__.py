@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+# `import` is a keyword; a module `list` would stand in this namespace in the place of the builtin.
+_RENAMED = {"import": "import_", "list": "list_"}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status.
 
@@ -34,7 +38,7 @@ def _run(command: str, args: object) -> int:
     debug = bool(getattr(args, "debug", False))
     sys.unraisablehook = _unraisable
     try:
-        module = importlib.import_module(f"kvtuner.cli.{command}")
+        module = importlib.import_module(f"kvtuner.cli.{_RENAMED.get(command, command)}")
         return int(module.run(args))
     except KVTunerError as error:
         if debug:

@@ -28,7 +28,8 @@ from kvtuner.bench.ways import ABLATION, PER_CHANNEL, is_uniform, make_ways
 from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model import load_tokenizer, read_shape
 from kvtuner.cli.eval import evaluate
-from kvtuner.cli.given import command_said, making, model_record, profile_of, take_from_profile
+from kvtuner.cli.given import making, model_record, profile_of, take_from_profile, warn_of_mismatches
+from kvtuner.cli.said import command_said
 from kvtuner.cli.session import corpus_source, model_source, run_folder, say
 from kvtuner.errors import EndpointError, PrecisionError, RunFolderError
 from kvtuner.evaluation.endpoint import Endpoint
@@ -36,6 +37,7 @@ from kvtuner.evaluation.subjects import REFERENCE
 from kvtuner.evaluation.text import Text
 from kvtuner.evaluation.validation import FP8
 from kvtuner.exported_configs.evaluation import PROFILE
+from kvtuner.exported_configs.mismatch import DERIVED
 from kvtuner.run_folder import sha256_of
 from kvtuner.runtime_loader.model_check import check_model
 
@@ -62,11 +64,12 @@ def run(args: Namespace) -> int:
         signal.signal(ending, lambda number, _: sys.exit(128 + number))
     said = command_said(args)
     serving_client()  # refused here where it is not installed
-    path, profile = profile_of(args.profile)
+    found = profile_of(args.profile)
+    path, profile = found.path, found.profile
     names = _names(args)
     flags = ServerFlags.parse(args.server_args)
     take_from_profile(args, profile)
-    if args.ablation and not os.access(path.parent, os.W_OK):
+    if args.ablation and found.is_own and not os.access(path.parent, os.W_OK):
         raise RunFolderError(f"{path.parent} cannot be written, where the evaluation will stand; copy the profile")
     shape = read_shape(model_source(args))
     check_model(profile, shape.config, context_length=shape.context_length)
@@ -82,7 +85,7 @@ def run(args: Namespace) -> int:
         }
         result = BenchResult(
             profile=profile,
-            model=model_record(args, shape, profile.model.dtype),
+            model=bench.identity,
             ways=tuple(map(bench.way, ways)),
             evaluation=None,
             making=making(said, args, device=flags.value("--device")),
@@ -90,7 +93,12 @@ def run(args: Namespace) -> int:
         )
         page = write_report(result, folder.path)
         if args.ablation:
-            result = replace(result, evaluation=_quality(args, path, [way.name for way in ways], folder))
+            result = replace(
+                result,
+                evaluation=_quality(
+                    args, str(path) if found.is_own else found.name, [way.name for way in ways], folder
+                ),
+            )
             page = write_report(result, folder.path)
     if args.json:
         print(json.dumps(result.to_json(), indent=1))
@@ -111,6 +119,7 @@ class _Bench:
         folder: of the run.
 
     Attributes:
+        identity: of the model, as results say it.
         urls: of servers that are there already, by way.
     """
 
@@ -120,6 +129,9 @@ class _Bench:
         self._args, self._flags_of_all, self._profile, self._shape = args, flags, profile, shape
         self._folder = folder
         self._tokenizer = load_tokenizer(model_source(args))
+        self.identity = model_record(args, shape, profile.model.dtype, self._tokenizer)
+        mismatches = warn_of_mismatches(profile, self.identity, shape.context_length)
+        self._is_derived = any(each.kind in DERIVED for each in mismatches)
         self._text = Text(self._tokenizer)
         corpus = load_corpus(corpus_source(args, shape), self._tokenizer)
         stream = [token for split in corpus.splits.values() for token in split.flatten().tolist()]
@@ -174,11 +186,11 @@ class _Bench:
 
     def _key(self, way: Way, said: Mapping[str, Any] = MappingProxyType({})) -> str:
         """What decides answers and times besides the load; of a server that is there already, what it says."""
-        args, model = self._args, model_record(self._args, self._shape, self._profile.model.dtype)
+        args = self._args
         asked = [args.server_args, args.kv_memory, args.context_length, args.device, args.dtype]
         made = making([], args, device=self._flags_of_all.value("--device")).model_dump(mode="json")
         software = [version("sglang"), os.environ.get("CUDA_VISIBLE_DEVICES"), made]
-        files = [model.model_dump(mode="json"), _stamps(model_source(args).path)]
+        files = [self.identity.model_dump(mode="json"), _stamps(model_source(args).path)]
         return sha256_of([way.served(), files, asked, software, dict(said)])
 
     def _log(self, way: Way) -> Path:
@@ -215,6 +227,7 @@ class _Bench:
     def _flags(self, way: Way) -> list[str]:
         args = self._args
         flags = ["--model-path", model_source(args).path, *way.flags]
+        flags += ["--kvtuner-allow-derived"] if self._is_derived and way.name == PROFILE else []
         flags += ["--revision", args.revision] if args.revision else []
         flags += ["--trust-remote-code"] if args.trust_remote_code else []
         flags += ["--context-length", str(args.context_length)] if args.context_length else []
@@ -324,16 +337,16 @@ def _load_options(args: Namespace) -> LoadOptions:
     )
 
 
-def _quality(args: Namespace, path: Path, names: list[str], folder: RunFolder) -> Any:
+def _quality(args: Namespace, profile: str, names: list[str], folder: RunFolder) -> Any:
     """What ``kvtuner eval`` finds of the same ways."""
     from kvtuner.cli.parser import build_parser
 
     others = [name for name in names if name not in (PROFILE, REFERENCE, PER_CHANNEL)]
-    words = ["eval", str(path), "--against", ",".join(others), "--levels", ",".join(args.levels or QUALITY)]
+    words = ["eval", profile, "--against", ",".join(others), "--levels", ",".join(args.levels or QUALITY)]
     asked = build_parser().parse_args([*words, "--out", str(folder.file("quality"))])
     shared = ("model", "revision", "device", "dtype", "trust_remote_code", "context_length")
     data = ("data", "data_config", "data_split", "text_field", "sequence_length", "sequences", "deduplicate")
     for name in (*shared, *data):
         setattr(asked, name, getattr(args, name))
     asked.seed = None
-    return evaluate(asked)[0]
+    return evaluate(asked).evaluation

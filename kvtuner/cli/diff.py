@@ -1,90 +1,124 @@
-"""``kvtuner diff``: two profiles side by side."""
+"""``kvtuner diff``: two profiles side by side, in the terminal and as a page."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.exported_configs.load import load_profile
+from kvtuner.cli.given import profile_of
+from kvtuner.cli.page_file import check_page_file, write_page
+from kvtuner.cli.profile_text import printable
+from kvtuner.cli.strip import Track, indented, legend, strip_lines, tracks
+from kvtuner.cli.terminal import Terminal
+from kvtuner.evaluation.formatting import NOT_MEASURED, interval
+from kvtuner.evaluation.layer_codes import layer_codes
+from kvtuner.evaluation.profile_difference import CONSTANTS, difference_of
+from kvtuner.evaluation.statistics import Interval
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Sequence
 
+    from kvtuner.evaluation.profile_difference import LayerChange, ProfileDifference
+    from kvtuner.exported_configs.find import Found
     from kvtuner.exported_configs.profile import Profile
+
+FACTS: Final = ("k_granularity", "mean_bits", "effective_bits", "bytes_per_token", "tokens_per_gib", "ratio_to_bf16")
+MARKS: Final = "^=other bits, transform or granularity  ~=other constants only"
 
 
 def run(args: Namespace) -> int:
     """Run the sub-command; 1 with ``--exit-code`` if the layers differ."""
-    first, second = load_profile(Path(args.first)), load_profile(Path(args.second))
-    difference = compare(first, second)
+    found = [profile_of(args.first), profile_of(args.second)]
+    first, second = (each.profile for each in found)
+    difference = difference_of(first, second)
+    if args.html:
+        _write_page(Path(args.html), difference, _names(*found))
     if args.json:
-        print(json.dumps(difference, indent=1))
+        page = {"page": args.html} if args.html else {}
+        print(json.dumps({**difference.to_json(), **page}, indent=1))
     else:
-        _print(difference)
+        print("\n".join(difference_lines(difference, Terminal.of_stdout())))
+        if args.html:
+            print(f"\npage: {args.html}")
     return int(bool(args.exit_code) and first.digest != second.digest)
 
 
-def compare(first: Profile, second: Profile) -> dict[str, Any]:
-    """Everything in which two profiles differ that a server or a user would notice."""
-    geometry = {
-        name: [value, second.to_geometry().as_dict()[name]]
-        for name, value in first.to_geometry().as_dict().items()
-        if value != second.to_geometry().as_dict()[name]
-    }
-    layers = []
-    if not geometry:
-        for layer in range(len(first.pairs)):
-            before, after = _layer(first, layer), _layer(second, layer)
-            if before != after:
-                layers.append({"layer": layer, "first": before, "second": after})
-    return {
-        "same_digest": first.digest == second.digest,
-        "digest": [first.digest, second.digest],
-        "model": [first.model.id, second.model.id],
-        "geometry": geometry,
-        "defaults_differ": _storage(first) != _storage(second),
-        "layers": layers,
-        "mean_bits": [float(first.mean_bits), float(second.mean_bits)],
-        "bytes_per_token": [first.bytes_per_token(), second.bytes_per_token()],
-        "kl": [None if p.quality is None else p.quality.measured_kl.mean for p in (first, second)],
-    }
+def _names(first: Found, second: Found) -> tuple[str, str]:
+    """What they are called, files with their folders where they are called alike."""
+    if first.name != second.name:
+        return first.name, second.name
+    a, b = (f"{each.path.absolute().parent.name}/{each.path.name}" for each in (first, second))
+    return a, b
 
 
-def _storage(profile: Profile) -> list[tuple[int, bool]]:
-    sides = (profile.defaults.k, profile.defaults.v)
-    return [(side.group_size, side.symmetric) for side in sides]
+def difference_lines(difference: ProfileDifference, terminal: Terminal) -> list[str]:
+    """Facts, two strips above one another, and a table of the layers that changed."""
+    lines = [*_facts(difference), "", *_strips(difference, terminal)]
+    return [*lines, "", *_changed_layers(difference.layers)] if difference.layers else lines
 
 
-def _layer(profile: Profile, layer: int) -> dict[str, Any]:
-    pair, entry = profile.pairs[layer], profile.layers[layer]
-    constants = [entry.k.mu, entry.k.lam]
-    return {
-        "pair": str(pair),
-        "k_transform": profile.transform_name(layer, "k"),
-        "v_transform": profile.transform_name(layer, "v"),
-        "constants": [None if constant is None else constant.data for constant in constants],
-    }
+def _changed_layers(changes: Sequence[LayerChange]) -> list[str]:
+    rows = [(f"layer {each.layer}", str(each.first), str(each.second)) for each in changes]
+    names, firsts, seconds = (max(map(len, column)) for column in zip(*rows, strict=True))
+    notes = [" (other constants)" if each.what == CONSTANTS else "" for each in changes]
+    return [
+        f"{name:<{names}}  {first:<{firsts}}  {second:<{seconds}}{note}".rstrip()
+        for (name, first, second), note in zip(rows, notes, strict=True)
+    ]
 
 
-def _print(difference: dict[str, Any]) -> None:
-    if difference["same_digest"]:
-        print(f"the same layers: {difference['digest'][0]}")
-    for name in ("model", "mean_bits", "bytes_per_token", "kl"):
-        before, after = difference[name]
-        print(f"{name:<16}{_text(before):>24}  {_text(after):>24}{'' if before == after else '  *'}")
-    for name, (before, after) in difference["geometry"].items():
-        print(f"{name:<16}{before:>24}  {after:>24}  *")
-    if difference["defaults_differ"]:
-        print("group size or symmetry differs")
-    for row in difference["layers"]:
-        before, after = row["first"], row["second"]
-        note = "" if {**before, "constants": 0} != {**after, "constants": 0} else " (other constants)"
-        print(f"layer {row['layer']:<10}{_side(before):>24}  {_side(after):>24}{note}")
+def _write_page(path: Path, difference: ProfileDifference, names: tuple[str, str]) -> None:
+    check_page_file(path)
+    from kvtuner.evaluation.difference_page import difference_page  # matplotlib is not for every look
+
+    write_page(path, difference_page(difference, names))
 
 
-def _side(row: dict[str, Any]) -> str:
-    return f"{row['pair']} {row['k_transform']}/{row['v_transform']}"
+def _facts(difference: ProfileDifference) -> list[str]:
+    facts = difference.to_json()
+    both = (difference.first, difference.second)
+    lines = [f"the same layers: {facts['digest'][0]}"] if facts["same_digest"] else []
+    lines.append(_row("model", *(printable(p.model.id) for p in both)))
+    lines += [_row(name, *map(_text, facts[name])) for name in FACTS]
+    lines.append(_row("kl", *map(_kl, both)))
+    if difference.defaults:
+        lines.append("granularity, group size or symmetry differs")
+    for name, (before, after) in (difference.geometry | difference.defaults).items():
+        if name != "k.granularity":  # which stands above
+            lines.append(_row(name, str(before), str(after)))
+    lines.append(f"{'bytes':<16}the second takes {facts['bytes_ratio']:.3f}x those of the first")
+    lines.append(f"{'quality':<16}{difference.quality.words()}")
+    return lines
+
+
+def _row(name: str, before: str, after: str) -> str:
+    return f"{name:<16}{before:>24}  {after:>24}{'' if before == after else '  *'}"
+
+
+def _kl(profile: Profile) -> str:
+    if profile.quality is None:
+        return NOT_MEASURED
+    kl = profile.quality.measured_kl
+    return interval(Interval(kl.mean, kl.low, kl.high))
+
+
+def _strips(difference: ProfileDifference, terminal: Terminal) -> list[str]:
+    first, second = layer_codes(difference.first), layer_codes(difference.second)
+    explained = legend((*first, *second), terminal)
+    if difference.layers is None:
+        return [
+            *strip_lines(tracks(first, "1 "), terminal),
+            "",
+            *strip_lines(tracks(second, "2 "), terminal),
+            *explained,
+        ]
+    marks = [" "] * len(first)
+    for change in difference.layers:
+        marks[change.layer] = "~" if change.what == CONSTANTS else "^"
+    rows = [*tracks(first, "1 "), *tracks(second, "2 "), Track("changed", "".join(marks))]
+    return [*strip_lines(rows, terminal), *explained, *(indented("mark", MARKS, terminal) if difference.layers else [])]
 
 
 def _text(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -13,8 +14,9 @@ from tqdm import tqdm
 from kvtuner.calibration.calibrate import CalibrationOptions, Workbench
 from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model import load_model, load_tokenizer, read_shape
-from kvtuner.cli.given import command_said, making, model_record, profile_of, take_from_profile
+from kvtuner.cli.given import making, model_record, profile_of, take_from_profile, warn_of_mismatches
 from kvtuner.cli.parser import LEVELS
+from kvtuner.cli.said import command_said
 from kvtuner.cli.session import corpus_source, model_source, run_folder, say
 from kvtuner.errors import CorpusError, EndpointError, PrecisionError, RunFolderError
 from kvtuner.evaluation.answers import Examiner, accuracy_cell, make_exams
@@ -62,22 +64,40 @@ TOP_LOGPROBS: Final = 20
 
 def run(args: Namespace) -> int:
     """Run the sub-command."""
-    evaluation, file, samples = evaluate(args)
+    made = evaluate(args)
     if args.json:
-        print(json.dumps({"evaluation": str(file), **evaluation.model_dump(mode="json")}, indent=1))
+        print(json.dumps({"evaluation": str(made.file), **made.evaluation.model_dump(mode="json")}, indent=1))
         return 0
-    print("\n".join(evaluation_lines(evaluation, profile_of(args.profile)[1])))
-    say(f"\nwritten to {file}; `kvtuner show {args.profile}` shows it again")
-    if samples is not None:
-        say(f"what every way says after the same beginnings, side by side: {samples}")
+    print("\n".join(evaluation_lines(made.evaluation, made.profile)))
+    say(f"\nwritten to {made.file}; `kvtuner show {made.file.parent}` shows it again")
+    if made.samples is not None:
+        say(f"what every way says after the same beginnings, side by side: {made.samples}")
     return 0
 
 
-def evaluate(args: Namespace) -> tuple[Evaluation, Path, Path | None]:
-    """What the flags ask for, its file beside the profile, and the file of samples if there are any."""
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What was made.
+
+    Attributes:
+        profile: that was evaluated.
+        evaluation: of it.
+        file: of the evaluation, beside the profile's.
+        samples: file of what every way says, if that was asked for.
+    """
+
+    profile: Profile
+    evaluation: Evaluation
+    file: Path
+    samples: Path | None
+
+
+def evaluate(args: Namespace) -> Evaluated:
+    """Make what the flags ask for."""
     said = command_said(args)
-    path, profile = profile_of(args.profile)
-    if not os.access(path.parent, os.W_OK):
+    found = profile_of(args.profile)
+    path, profile = found.path, found.profile
+    if found.is_own and not os.access(path.parent, os.W_OK):
         raise RunFolderError(f"{path.parent} cannot be written, where the evaluation will stand; copy the profile")
     _check_flags(args)
     take_from_profile(args, profile)
@@ -88,6 +108,7 @@ def evaluate(args: Namespace) -> tuple[Evaluation, Path, Path | None]:
     for subject in subjects:
         subject.cache(shape.config, args.read_plan, shape.context_length)  # refuses before anything is loaded
     tokenizer = load_tokenizer(model_source(args))
+    warn_of_mismatches(profile, model_record(args, shape, profile.model.dtype, tokenizer), shape.context_length)
     text = Text(tokenizer)
     corpus = load_corpus(corpus_source(args, shape), tokenizer)
     filler = "\n".join(tokenizer.batch_decode(corpus.splits["report"].tolist(), skip_special_tokens=True))
@@ -103,7 +124,7 @@ def evaluate(args: Namespace) -> tuple[Evaluation, Path, Path | None]:
     evaluation = Evaluation(
         evaluation_version=1,
         profile_digest=profile.digest,
-        model=model_record(args, shape, host.dtype or profile.model.dtype),
+        model=model_record(args, shape, host.dtype or profile.model.dtype, tokenizer),
         host=host.record(),
         data=Data(
             corpus=corpus_source(args, shape).name,
@@ -114,13 +135,16 @@ def evaluate(args: Namespace) -> tuple[Evaluation, Path, Path | None]:
         cells=tuple(cells),
         making=making(said, args),
     )
+    if not found.is_own:  # the catalogue's and the cache's are as they came: a copy gets the evaluation
+        path = folder.file(path.name)
+        write_atomically(path, found.path.read_bytes())
     file = evaluation_path(path, evaluation)
     write_atomically(file, dump_evaluation(evaluation))
     if "samples" not in args.levels:
-        return evaluation, file, None
+        return Evaluated(profile, evaluation, file, None)
     samples = folder.file(SAMPLES_FILE)
     write_atomically(samples, "\n".join(_samples(args, host, text, corpus.splits["report"])))
-    return evaluation, file, samples
+    return Evaluated(profile, evaluation, file, samples)
 
 
 def _check_flags(args: Namespace) -> None:
@@ -187,7 +211,7 @@ def _host(
             subject.name: Endpoint(subject.name, urls[subject.name], args.api, text, args.timeout)
             for subject in subjects
         }
-        identity = {"model_config": shape.config_sha256, "report_tokens": corpus.hashes()["report"]}
+        identity = {"model_config": shape.settings_sha256, "report_tokens": corpus.hashes()["report"]}
         sequences = corpus.splits["report"][: args.scored_sequences].tolist()
         scoring = Scoring(sequences, args.positions, args.top_logprobs, args.seed)
         return ServedHost(endpoints, profile, PROFILE, identity=identity, scoring=scoring)

@@ -7,43 +7,50 @@ import platform
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvtuner import __version__
-from kvtuner.bench.server_flags import ServerFlags
-from kvtuner.calibration.naming import public_name
-from kvtuner.cli.parser import build_parser
 from kvtuner.cli.session import model_source, say
-from kvtuner.cli.show import profile_files
-from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.evaluation import Making
-from kvtuner.exported_configs.evidence import ModelIdentity
-from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.find import find_profile, find_profiles
+from kvtuner.exported_configs.mismatch import Policy, compare, refuse
+from kvtuner.runtime_loader.model_check import calibrated_positions
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Sequence
 
+    from transformers import PreTrainedTokenizerBase
+
     from kvtuner.calibration.model import ModelShape
+    from kvtuner.exported_configs.evidence import ModelIdentity
+    from kvtuner.exported_configs.find import Found
+    from kvtuner.exported_configs.mismatch import Mismatch
     from kvtuner.exported_configs.profile import Profile
 
 MAX_SEED: Final = 2**31
 MAX_COMMAND: Final = 2000
-_PATHS: Final = ("profile", "model", "data", "include_path")
-_UNSAID: Final = ("command", "json", "debug", "out", "endpoint", "profile")
 
 
-def profile_of(text: str) -> tuple[Path, Profile]:
-    """The profile that a file or a run folder holds.
+def profile_of(text: str) -> Found:
+    """The one profile that is named, with what should be known of how it was found said.
 
     Raises:
-        ProfileError: none, several, or one that is wrong.
+        ProfileError: none, several, one that is wrong, or not the one that was pinned.
+        HubError: the hub does not give it.
     """
-    files = profile_files(Path(text))
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files)
-        raise ProfileError(f"{text} holds several profiles; name one of {names}")
-    return files[0], load_profile(files[0])
+    return _said([find_profile(text)])[0]
+
+
+def profiles_of(text: str) -> list[Found]:
+    """The same of all that are named: several of a run folder."""
+    return _said(find_profiles(text))
+
+
+def _said(found: list[Found]) -> list[Found]:
+    for note in (note for each in found for note in each.notes):
+        say(note)
+    return found
 
 
 def take_from_profile(args: Namespace, profile: Profile) -> None:
@@ -65,30 +72,25 @@ def take_from_profile(args: Namespace, profile: Profile) -> None:
         say(f"the search read {record.corpus}; without --data the shipped demo corpus is taken")
 
 
-def model_record(args: Namespace, shape: ModelShape, dtype: Any) -> ModelIdentity:
+def model_record(args: Namespace, shape: ModelShape, dtype: str, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
     """The model that the flags name, as results say it."""
-    return ModelIdentity(
-        id=model_source(args).name,
-        revision=args.revision,
-        config_sha256=shape.config_sha256,
-        architecture=shape.architecture,
-        dtype=dtype,
-    )
+    return shape.identity(model_source(args), dtype, tokenizer)
 
 
-def command_said(args: Namespace) -> list[str]:
-    """The command with the last parts of paths only: results are made to be shared. Call before flags get defaults."""
-    words = ["kvtuner", args.command, public_name(str(args.profile))]
-    usual = vars(build_parser().parse_args([args.command, "x"]))
-    for name, value in sorted(vars(args).items()):
-        if name in _UNSAID or value == usual[name]:
-            continue
-        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        if name == "server_args":
-            text = shlex.join(ServerFlags.parse(text).shared())
-        text = public_name(text) if name in _PATHS else text
-        words += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
-    return words + [word for way, _ in args.endpoint or () for word in ("--endpoint", f"{way}=URL")]
+def warn_of_mismatches(profile: Profile, found: ModelIdentity, context_length: int) -> list[Mismatch]:
+    """Say where the model that is measured is not the profile's; measuring it is right all the same.
+
+    Raises:
+        ProfileError: another architecture.
+    """
+    policy = Policy(allow_derived=True, rescore="this evaluation")
+    positions = calibrated_positions(profile)
+    mismatches = compare(profile.model, found, policy, positions=positions, context_length=context_length)
+    refuse(mismatches)
+    for each in mismatches:
+        if each.severity == "warning":
+            say(f"warning: {each.text}")
+    return mismatches
 
 
 def making(said: Sequence[str], args: Namespace, *, device: str | None = None) -> Making:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvtuner import __version__
 from kvtuner.cli.bench_parser import Types, add_bench_flags
+from kvtuner.cli.profile_parser import add_profile_commands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,7 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
         _common(command)
     _evaluation(commands)
     _bench(commands)
-    _small_commands(commands)
+    for about_profiles in add_profile_commands(commands, formatter=_Help, switch=_switch):
+        _common(about_profiles)
     return parser
 
 
@@ -260,23 +262,6 @@ def _common(parser: argparse.ArgumentParser) -> None:
 def _switch(group: argparse._ActionsContainer, flag: str, text: str, *, default: bool = False) -> None:
     """A flag that ``--no-`` turns off, be it on by default or by the YAML file."""
     group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
-
-
-def _small_commands(commands: Any) -> None:
-    report = commands.add_parser("report", help="write report.html and its pictures again from a run folder")
-    report.add_argument("folder", help="run folder")
-    show = commands.add_parser("show", help="a profile or a finished run, in the terminal")
-    show.add_argument("path", help="profile.json or run folder")
-    validate = commands.add_parser("validate", help="check a profile's schema, digest and inner consistency")
-    validate.add_argument("file", nargs="+", help="profile.json")
-    validate.add_argument("--model", metavar="ID|FOLDER|demo", help="also check that it fits this model")
-    diff = commands.add_parser("diff", help="two profiles: layers that changed, bytes, quality")
-    diff.add_argument("first")
-    diff.add_argument("second")
-    diff.add_argument("--exit-code", action="store_true", help="exit 1 if the layers differ")
-    doctor = commands.add_parser("doctor", help="what this machine has, and whether kvtuner can work here")
-    for parser in (report, show, validate, diff, doctor):
-        _common(parser)
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvtuner import __version__
+from kvtuner.cli.said import search_said
 from kvtuner.cli.session import corpus_source
 from kvtuner.evaluation.validation import pooled
 from kvtuner.exported_configs.build import AskedBudget, LayerChoice, build_profile
@@ -16,7 +17,6 @@ from kvtuner.exported_configs.evidence import (
     CalibrationRecord,
     Interval,
     Libraries,
-    ModelIdentity,
     Provenance,
     Quality,
     SearchRecord,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 def make_profile(run: SearchRun, found: Finding, quality: Quality) -> Profile:
     """The profile of the winner."""
-    geometry, options = run.shape.geometry, run.bench.options
+    geometry, options, loaded = run.shape.geometry, run.bench.options, run.bench.loaded
     return build_profile(
         geometry=geometry,
         layers=[
@@ -52,13 +52,7 @@ def make_profile(run: SearchRun, found: Finding, quality: Quality) -> Profile:
         k_group_size=options.quant.k_group_size or geometry.head_dim,
         v_group_size=options.quant.v_group_size or geometry.v_head_dim,
         symmetric=options.quant.symmetric,
-        model=ModelIdentity(
-            id=run.bench.loaded.source.name,
-            revision=run.args.revision,
-            config_sha256=run.shape.config_sha256,
-            architecture=run.shape.architecture,
-            dtype=run.bench.loaded.dtype_name,  # type: ignore[arg-type]  # pydantic checks it
-        ),
+        model=run.shape.identity(loaded.source, loaded.dtype_name, loaded.tokenizer),
         budget=AskedBudget(found.asked, run.args.tp_size, run.args.pp_size),
         quality=quality,
         provenance=_provenance(run, found),
@@ -142,4 +136,5 @@ def _provenance(run: SearchRun, found: Finding) -> Provenance:
         if found.study is None
         else SearchRecord(sampler=run.args.sampler, trials=len(found.study.trials), seed=run.args.seed),
         libraries=Libraries(**{name: importlib.metadata.version(name) for name in ("torch", "transformers", "optuna")}),
+        command=search_said(run.args),
     )

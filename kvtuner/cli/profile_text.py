@@ -1,13 +1,14 @@
-"""A profile as text for a terminal: facts, a strip of layers, quality. Knows nothing of files."""
+"""A profile as text for a terminal: facts, quality, runs of layers. Knows nothing of files."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from kvtuner.precision import NATIVE_BITS
+
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile import Profile
-    from kvtuner.precision import PrecisionPair
 
 GIB = 1 << 30
 
@@ -23,6 +24,7 @@ def summary(profile: Profile) -> dict[str, Any]:
         "mean_bits": float(profile.mean_bits),
         "effective_bits": round(float(profile.effective_bits), 6),
         "bytes_per_token": stored,
+        "k_granularity": profile.defaults.k.granularity,
         "bf16_bytes_per_token": bf16,
         "tokens_per_gib": GIB // stored,
         "layers": [
@@ -61,21 +63,22 @@ def describe(profile: Profile) -> str:
     for first, last, keys, values in runs(profile):
         name = str(first) if first == last else f"{first}-{last}"
         lines.append(f"{name:<10}{keys:<44}{values}")
-    lines += ["", *strip(profile.pairs)]
     return "\n".join(lines)
 
 
 def runs(profile: Profile) -> list[tuple[int, int, str, str]]:
     """Neighbouring layers that are stored alike, as (first, last, keys, values)."""
 
-    def side(layer: int, bits: int, name: str) -> str:
+    def side(bits: int, name: str) -> str:
         return f"{bits} bit" if name == "none" else f"{bits} bit ({name})"
 
+    def keys_of(layer: int, bits: int) -> str:
+        if profile.defaults.k.granularity == "per_channel" and bits != NATIVE_BITS:
+            return f"{bits} bit per channel ({profile.defaults.k.group_size} tokens)"
+        return side(bits, profile.transform_name(layer, "k"))
+
     rows = [
-        (
-            side(layer, pair.k_bits, profile.transform_name(layer, "k")),
-            side(layer, pair.v_bits, profile.transform_name(layer, "v")),
-        )
+        (keys_of(layer, pair.k_bits), side(pair.v_bits, profile.transform_name(layer, "v")))
         for layer, pair in enumerate(profile.pairs)
     ]
     result, layer = [], 0
@@ -84,17 +87,6 @@ def runs(profile: Profile) -> list[tuple[int, int, str, str]]:
         result.append((layer, layer + count - 1, keys, values))
         layer += count
     return result
-
-
-def strip(pairs: tuple[PrecisionPair, ...], width: int = 64) -> list[str]:
-    """One character per layer and side: 2, 4, 8, or F for 16 bits."""
-    letters = {2: "2", 4: "4", 8: "8", 16: "F"}
-    lines = []
-    for first in range(0, len(pairs), width):
-        part = pairs[first : first + width]
-        lines.append(f"K {''.join(letters[pair.k_bits] for pair in part)}  layers {first}-{first + len(part) - 1}")
-        lines.append(f"V {''.join(letters[pair.v_bits] for pair in part)}")
-    return lines
 
 
 def printable(text: str) -> str:

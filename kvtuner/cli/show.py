@@ -1,4 +1,4 @@
-"""``kvtuner show``: a profile, or the profiles of a run folder, in the terminal."""
+"""``kvtuner show``: a profile, or the profiles of a run folder, in the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -7,36 +7,59 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtuner.cli.given import profiles_of
+from kvtuner.cli.page_file import check_page_file, write_page
 from kvtuner.cli.profile_text import describe, printable, summary
+from kvtuner.cli.strip import profile_strip
+from kvtuner.cli.terminal import Terminal
 from kvtuner.errors import ProfileError
 from kvtuner.evaluation.evaluation_text import evaluation_lines
-from kvtuner.exported_configs.evaluation import SUFFIX, evaluation_files, load_evaluation
-from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.evaluation import evaluation_files, load_evaluation
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Sequence
 
     from kvtuner.exported_configs.evaluation import Evaluation
+    from kvtuner.exported_configs.find import Found
     from kvtuner.exported_configs.profile import Profile
 
 
 def run(args: Namespace) -> int:
     """Run the sub-command."""
-    files = profile_files(Path(args.path))
-    profiles = [load_profile(file) for file in files]
+    found = profiles_of(args.path)
+    files, profiles = [each.path for each in found], [each.profile for each in found]
     evaluations = [_evaluations(file, profile) for file, profile in zip(files, profiles, strict=True)]
+    if args.html:
+        _write_page(Path(args.html), found, evaluations)
     if args.json:
+        page = {"page": args.html} if args.html else {}
         facts = [
-            {**summary(profile), "evaluations": [each.model_dump(mode="json") for each in found]}
-            for profile, found in zip(profiles, evaluations, strict=True)
+            {**summary(profile), "evaluations": [each.model_dump(mode="json") for each in measured], **page}
+            for profile, measured in zip(profiles, evaluations, strict=True)
         ]
         print(json.dumps(facts[0] if len(facts) == 1 else facts, indent=1))
         return 0
-    for number, (profile, found) in enumerate(zip(profiles, evaluations, strict=True)):
+    terminal = Terminal.of_stdout()
+    for number, (profile, measured) in enumerate(zip(profiles, evaluations, strict=True)):
         print("\n" * bool(number) + describe(profile))
-        for evaluation in found:
+        print("\n" + "\n".join(profile_strip(profile, terminal)))
+        for evaluation in measured:
             print("\n" + "\n".join(map(printable, evaluation_lines(evaluation, profile))))
+    if args.html:
+        print(f"\npage: {args.html}")
     return 0
+
+
+def _write_page(path: Path, found: Sequence[Found], evaluations: Sequence[list[Evaluation]]) -> None:
+    check_page_file(path)
+    from kvtuner.evaluation.profile_page import ShownProfile, profile_page  # matplotlib is not for every look
+
+    shown = [
+        ShownProfile(each.name, each.profile, tuple(measured))
+        for each, measured in zip(found, evaluations, strict=True)
+    ]
+    write_page(path, profile_page(shown))
 
 
 def _evaluations(path: Path, profile: Profile) -> list[Evaluation]:
@@ -51,17 +74,3 @@ def _evaluations(path: Path, profile: Profile) -> list[Evaluation]:
         if evaluation.profile_digest == profile.digest:
             found.append(evaluation)
     return found
-
-
-def profile_files(path: Path) -> list[Path]:
-    """The file itself, or the profiles of a run folder.
-
-    Raises:
-        ProfileError: a folder without a profile.
-    """
-    if not path.is_dir():
-        return [path]
-    files = [file for file in sorted(path.glob("profile*.json")) if SUFFIX not in file.name]
-    if not files:
-        raise ProfileError(f"{path} holds no profile.json yet; run `kvtuner search --out {path}` to its end first")
-    return files

@@ -1,32 +1,68 @@
-"""``kvtuner validate``: schema, digest and inner consistency of profiles, with no model at hand."""
+"""``kvtuner validate``: schema, digest and inner consistency of profiles, and whether they are for a model."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from kvtuner.cli.given import profiles_of
 from kvtuner.cli.profile_text import printable
-from kvtuner.exported_configs.load import load_profile
+from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.identity import identity_of
+from kvtuner.exported_configs.mismatch import Policy, compare
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from collections.abc import Iterator, Mapping
+
+    from kvtuner.exported_configs.mismatch import Mismatch
+    from kvtuner.exported_configs.profile import Profile
 
 
 def run(args: Namespace) -> int:
-    """Run the sub-command."""
-    results = []
+    """Run the sub-command: 1 where a profile is valid, but not for the model."""
+    policy = _policy(args)
+    results: list[dict[str, Any]] = []
     for name in args.file:
-        profile = load_profile(Path(name))
-        if args.model:
-            from kvtuner.calibration.model import ModelSource, read_config
-            from kvtuner.runtime_loader.model_check import check_model
+        for each in profiles_of(name):
+            results.append(_result(str(each.path) if each.is_own else each.name, each.profile, args, policy))
+    print(json.dumps(results, indent=1) if args.json else "\n".join(line for each in results for line in _lines(each)))
+    return int(any(result["fits"] is False for result in results))
 
-            check_model(profile, read_config(ModelSource(args.model)))
-        results.append({"file": name, "digest": profile.digest, "model": profile.model.id, "valid": True})
-    if args.json:
-        print(json.dumps(results, indent=1))
-    else:
-        for result in results:
-            print(f"{result['file']}: valid, {result['digest']}, for {printable(str(result['model']))}")
-    return 0
+
+def _result(name: str, profile: Profile, args: Namespace, policy: Policy) -> dict[str, Any]:
+    found = _mismatches(profile, args.model, policy) if args.model else []
+    return {
+        "file": name,
+        "digest": profile.digest,
+        "model": profile.model.id,
+        "valid": True,
+        "fits": all(each.severity != "error" for each in found) if args.model else None,
+        "mismatches": [each._asdict() for each in found],
+    }
+
+
+def _policy(args: Namespace) -> Policy:
+    policy = Policy(strict=args.strict, allow_derived=args.allow_derived)
+    for is_given, flag in ((policy.strict, policy.strict_flag), (policy.allow_derived, policy.allow_flag)):
+        if is_given and not args.model:
+            raise ProfileError(f"{flag} is about the model that a profile is for; give --model too")
+    return policy
+
+
+def _mismatches(profile: Profile, model: str, policy: Policy) -> list[Mismatch]:
+    from kvtuner.calibration.model import ModelSource, read_config
+    from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
+
+    source = ModelSource(model)
+    config = read_config(source)
+    check_model(profile, config)
+    found = identity_of(config, id=model, revision=None, dtype=profile.model.dtype, files=source.path)
+    positions = calibrated_positions(profile)
+    return compare(profile.model, found, policy, positions=positions, context_length=found.max_positions)
+
+
+def _lines(result: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{result['file']}: valid, {result['digest']}, for {printable(str(result['model']))}"
+    for each in result["mismatches"]:
+        yield f"  {each['severity']}: {printable(each['text'])}"

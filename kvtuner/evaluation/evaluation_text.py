@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from kvtuner.evaluation.formatting import fixed, interval, number, percent
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.exported_configs.evaluation import PROFILE
+from kvtuner.exported_configs.mismatch import is_same_configuration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,6 +36,11 @@ FLAGS: Final = {
     " before they were stored, and only what follows the first token of an answer shows a loss",
 }
 MARKS: Final = {"floor": "-", "ceiling": "+", "unread": "~", None: " "}
+CONFIGURATIONS: Final = {
+    True: "",
+    False: ", not the configuration that was searched",
+    None: ", which cannot be compared with the configuration that was searched",
+}
 MOST_EXPONENT: Final = 700
 
 
@@ -75,7 +81,7 @@ def _quoted(text: str) -> list[str]:
 def _about(evaluation: Evaluation, profile: Profile) -> list[str]:
     model, host, data, made = evaluation.model, evaluation.host, evaluation.data, evaluation.making
     name = f"{model.id}@{model.revision}" if model.revision else model.id
-    other = "" if model.config_sha256 == profile.model.config_sha256 else ", not the configuration that was searched"
+    other = CONFIGURATIONS[is_same_configuration(model, profile.model)]
     where = f"read plan {host.read_plan}" if host.read_plan else f"reads {host.reads or 'what it does not say'}"
     hits = "" if host.hit_share is None else f", {percent(host.hit_share)} of prompts found in its cache"
     seen = "which calibration and selection did not see" if data.is_unseen else "which the search may have seen"

@@ -17,15 +17,15 @@ _POLICY: Final = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _CSS_PIXELS_PER_PIXEL: Final = 0.625  # pictures have 160 dots per inch; 100 CSS pixels are an inch here
 
 
-def page(title: str, *sections: Markup) -> str:
-    """The whole of it."""
+def page(title: str, *sections: Markup, style: str = "") -> str:
+    """The whole of it; `style` adds to the common one."""
     head = element(
         "head",
         element("meta", charset="utf-8"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
         element("title", title),
-        element("style", PAGE_STYLE),
+        element("style", PAGE_STYLE, style),
     )
     return f"<!DOCTYPE html>\n{element('html', head, element('body', *sections), lang='en')}\n"
 

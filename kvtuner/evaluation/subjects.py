@@ -11,8 +11,9 @@ from kvtuner.calibration.simulate import LayerSpec
 from kvtuner.errors import PrecisionError
 from kvtuner.evaluation.validation import FP8, Contestant, fp8_contestant, reference_contestant
 from kvtuner.exported_configs.build import uniform_profile
-from kvtuner.exported_configs.evidence import ModelIdentity
+from kvtuner.exported_configs.identity import identity_of
 from kvtuner.precision import NATIVE_BITS, PrecisionPair
+from kvtuner.runtime_loader.model_check import check_model
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class Subject:
             ProfileError: the profile belongs to another model.
         """
         if self.profile is not None:
-            return KVTunerCache.from_profile(self.profile, config, read_plan, context_length=context_length)
+            check_model(self.profile, config, context_length=context_length)
+            return KVTunerCache.stored_by(self.profile, read_plan)
         if self.name == FP8:
             return KVTunerCache.fp8(config, read_plan, context_length=context_length)
         return DynamicCache(config=config)
@@ -85,8 +87,6 @@ def named(text: str, shape: ModelShape) -> Subject:
         raise PrecisionError(f"{text} is no way to store a cache, such as fp8 or K8V8: {error}") from error
     if NATIVE_BITS in (pair.k_bits, pair.v_bits) and pair.k_bits == pair.v_bits:
         raise PrecisionError(f"{text} is the unquantized cache, which everything is compared with anyway")
-    identity = ModelIdentity(
-        id="model", revision=None, config_sha256=shape.config_sha256, architecture=shape.architecture, dtype="bfloat16"
-    )
+    identity = identity_of(shape.config, id="model", revision=None, dtype="bfloat16")
     name = f"{pair}{SYMMETRIC if symmetric else ''}"
     return of_profile(name, uniform_profile(geometry, pair, identity, symmetric=symmetric))

@@ -11,13 +11,23 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.sglang.request import Attend
 
 
-def engine(profile: str | Path, *, attend: Attend = "fresh", hicache_only: bool = False, **arguments: Any) -> Any:
+def engine(
+    profile: str | Path,
+    *,
+    attend: Attend = "fresh",
+    hicache_only: bool = False,
+    strict: bool = False,
+    allow_derived: bool = False,
+    **arguments: Any,
+) -> Any:
     """An `sglang.Engine` that serves a profile.
 
     Args:
         profile: path of the file.
         attend: whether a chunk of new tokens reads itself exactly or as it was stored.
         hicache_only: leave the device pool in the model's dtype, and quantize what leaves it for host and storage.
+        strict: refuse what is otherwise warned of where the profile's model is not quite the served one.
+        allow_derived: warn of a fine-tune or another configuration of the same geometry, which are otherwise refused.
         **arguments: of `sglang.Engine`, but for a finished `server_args`, which nobody could check.
 
     Raises:
@@ -33,7 +43,14 @@ def engine(profile: str | Path, *, attend: Attend = "fresh", hicache_only: bool 
     if "server_args" in arguments:
         raise ServingError("engine() takes SGLang's arguments one by one, not server_args: those are checked already")
     served, variable = exchange(None), os.environ.get(REQUEST_VARIABLE)
-    request = ServingRequest(os.path.abspath(profile), None, attend, hicache_only=hicache_only)
+    request = ServingRequest(
+        os.path.abspath(profile),
+        None,
+        attend,
+        hicache_only=hicache_only,
+        strict=strict,
+        allow_derived=allow_derived,
+    )
     try:
         activate(request)
         request.to_environment(os.environ)  # for the schedulers that it starts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import KVTunerError
@@ -29,6 +30,9 @@ def register() -> None:
 
         on_flags(add_flags, _parsed)
         if request is not None:
+            if not os.environ.get(REQUEST_VARIABLE):
+                request = _located(request)
+                os.environ[PROFILE_VARIABLE] = request.profile or ""  # for the processes that this one starts
             _activate(request)
     except Exception as error:
         if os.environ.get(PROFILE_VARIABLE) or os.environ.get(REQUEST_VARIABLE):
@@ -47,10 +51,20 @@ def _parsed(args: Namespace) -> None:
 
                 exchange(None)
             return
+        request = _located(request)
         request.to_environment(os.environ)
         _activate(request)
     except (KVTunerError, ImportError, ValueError) as error:
         raise SystemExit(f"kvtuner: {error}") from None
+
+
+def _located(request: ServingRequest) -> ServingRequest:
+    """The same request with the path of the profile that it names."""
+    if request.profile is None:
+        return request
+    from kvtuner.runtime_loader.sglang.locate import locate
+
+    return replace(request, profile=locate(request.profile))
 
 
 def _activate(request: ServingRequest) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
@@ -22,7 +21,12 @@ Attend = Literal["fresh", "cache"]
 ATTENDS: Final = get_args(Attend)
 PROFILE_VARIABLE: Final = "KVTUNER_PROFILE"
 ATTEND_VARIABLE: Final = "KVTUNER_ATTEND"
+SIGNATURE_VARIABLE: Final = "KVTUNER_REQUIRE_SIGNATURE"
 HICACHE_VARIABLE: Final = "KVTUNER_HICACHE_ONLY"
+STRICT_VARIABLE: Final = "KVTUNER_STRICT"
+ALLOW_VARIABLE: Final = "KVTUNER_ALLOW_DERIVED"
+STRICT_FLAG: Final = "--kvtuner-strict"
+ALLOW_FLAG: Final = "--kvtuner-allow-derived"
 REQUEST_VARIABLE: Final = "KVTUNER_SERVING"
 OWN_STORAGES: Final = ("juicefs", "lmcache")
 """Names that SGLang's parser does not know: one works, one is refused with the reason."""
@@ -43,11 +47,14 @@ class ServingRequest:
     """What to serve.
 
     Attributes:
-        profile: path of a profile; None with `uniform`.
+        profile: what names a profile, a path once it was found; None with `uniform`.
         uniform: widths of a profile that is built for the model.
         attend: whether a chunk reads itself exactly (``fresh``) or as it was stored (``cache``).
         from_launcher: asked for by flags: a refusal then ends the process in one line.
         hicache_only: keep the device pool in the model's dtype, and quantize what leaves it for host and storage.
+        strict: refuse what is otherwise warned of where the profile's model is not quite the served one.
+        allow_derived: warn of a fine-tune or another configuration of the same geometry, which are otherwise refused.
+        signed_by: who must have signed the profile; None for anybody, and nobody.
     """
 
     profile: str | None
@@ -55,8 +62,13 @@ class ServingRequest:
     attend: Attend = "fresh"
     from_launcher: bool = False
     hicache_only: bool = False
+    strict: bool = False
+    allow_derived: bool = False
+    signed_by: str | None = None
 
     def __post_init__(self) -> None:
+        if self.strict and self.allow_derived:
+            raise ServingError(f"{STRICT_FLAG} and {ALLOW_FLAG} exclude each other; drop one of them")
         if self.hicache_only and self.attend != "fresh":
             raise ServingError(
                 "--kvtuner-attend is a choice of packed device pools; with one in the model's dtype a chunk reads"
@@ -85,7 +97,14 @@ class ServingRequest:
         path = environ.get(PROFILE_VARIABLE)
         if not path:
             return None
-        return cls(os.path.abspath(path), attend=_attend(environ), hicache_only=_hicache_only(environ))
+        return cls(
+            path,
+            attend=_attend(environ),
+            hicache_only=_is_set(environ, HICACHE_VARIABLE),
+            strict=_is_set(environ, STRICT_VARIABLE),
+            allow_derived=_is_set(environ, ALLOW_VARIABLE),
+            signed_by=environ.get(SIGNATURE_VARIABLE) or None,
+        )
 
 
 def _attend(environ: Mapping[str, str]) -> Attend:
@@ -95,10 +114,10 @@ def _attend(environ: Mapping[str, str]) -> Attend:
     return cast("Attend", attend)
 
 
-def _hicache_only(environ: Mapping[str, str]) -> bool:
-    text = environ.get(HICACHE_VARIABLE) or "0"
+def _is_set(environ: Mapping[str, str], variable: str) -> bool:
+    text = environ.get(variable) or "0"
     if text not in ("0", "1"):
-        raise ServingError(f"{HICACHE_VARIABLE} must be 0 or 1, not {text!r}")
+        raise ServingError(f"{variable} must be 0 or 1, not {text!r}")
     return text == "1"
 
 
@@ -107,8 +126,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("kvtuner", "per-layer quantized KV cache")
     group.add_argument(
         "--kvtuner-profile",
-        metavar="PATH",
-        help=f"serve the KV cache at this profile's per-layer precision (also: {PROFILE_VARIABLE})",
+        metavar="PROFILE",
+        help="serve the KV cache at this profile's per-layer precision: a file, a run folder,"
+        " owner/name[@revision][:path] of the hub, catalogue:name, or auto[:BUDGET] for the catalogue's profile of the"
+        f" served model; #sha256:... pins its digest (also: {PROFILE_VARIABLE})",
+    )
+    group.add_argument(
+        "--kvtuner-require-signature",
+        metavar="IDENTITY",
+        help="serve the profile only if it is signed by key:PUBLIC.pem, chain:ROOT.pem or sigstore:NAME,ISSUER (also:"
+        f" {SIGNATURE_VARIABLE})",
     )
     group.add_argument(
         "--kvtuner-attend",
@@ -125,6 +152,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --kvtuner-profile: leave the device pool as it is, and store by the profile what moves to host and"
         f" storage (also: {HICACHE_VARIABLE}=1)",
+    )
+    group.add_argument(
+        STRICT_FLAG,
+        action="store_true",
+        help="with --kvtuner-profile: refuse a model that differs in anything from the one that was searched, in what"
+        f" is otherwise warned of (also: {STRICT_VARIABLE}=1)",
+    )
+    group.add_argument(
+        ALLOW_FLAG,
+        action="store_true",
+        help="with --kvtuner-profile: serve a fine-tune, or another configuration of the same geometry, with a warning"
+        f" (also: {ALLOW_VARIABLE}=1)",
     )
     _add_storage_flags(parser)
 
@@ -215,13 +254,17 @@ def request_of_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> Se
     if len(asked) > 1:
         raise ServingError(f"{asked[0]} and {asked[1]} exclude each other; drop one of them")
     path = None if family else args.kvtuner_profile or environ.get(PROFILE_VARIABLE)
-    below = "--kvtuner-hicache-only" if args.kvtuner_hicache_only else ""
-    below = below or (f"{HICACHE_VARIABLE}=1" if _hicache_only(environ) else "")
+    below = _said(args.kvtuner_hicache_only, "--kvtuner-hicache-only", environ, HICACHE_VARIABLE)
+    strict = _said(args.kvtuner_strict, STRICT_FLAG, environ, STRICT_VARIABLE)
+    derived = _said(args.kvtuner_allow_derived, ALLOW_FLAG, environ, ALLOW_VARIABLE)
+    signed_by = args.kvtuner_require_signature or environ.get(SIGNATURE_VARIABLE) or None
+    signature = "--kvtuner-require-signature" if args.kvtuner_require_signature else SIGNATURE_VARIABLE
+    of_profiles = below or strict or derived or (signature if signed_by else "")
     if family is None and not path:
         if args.kvtuner_attend:
             raise ServingError("--kvtuner-attend needs --kvtuner-profile or --enable-kvtuner-quant; add one")
-        if below:
-            raise ServingError(f"{below} needs --kvtuner-profile; add it, or leave this out")
+        if of_profiles:
+            raise ServingError(f"{of_profiles} needs --kvtuner-profile; add it, or leave this out")
         storage = getattr(args, "hicache_storage_backend", None)
         if storage in OWN_STORAGES:
             raise ServingError(
@@ -229,13 +272,26 @@ def request_of_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> Se
                 " --enable-kvtuner-hicache, or use --hicache-storage-backend file"
             )
         return None
-    if family is not None and below:
-        raise ServingError(f"{below} needs --kvtuner-profile, not {family.switch}; drop one of them")
+    if family is not None and of_profiles:
+        raise ServingError(f"{of_profiles} needs --kvtuner-profile, not {family.switch}; drop one of them")
     hicache_only = family.hicache_only if family else bool(below)
     attend = args.kvtuner_attend or _attend(environ)
     uniform = _uniform(family, family.given(args)) if family else None
-    profile = os.path.abspath(path) if path else None
-    return ServingRequest(profile, uniform, attend, from_launcher=True, hicache_only=hicache_only)
+    return ServingRequest(
+        path or None,
+        uniform,
+        attend,
+        from_launcher=True,
+        hicache_only=hicache_only,
+        strict=bool(strict),
+        allow_derived=bool(derived),
+        signed_by=signed_by,
+    )
+
+
+def _said(is_given: bool, flag: str, environ: Mapping[str, str], variable: str) -> str:
+    """How a switch was said; empty if it was not."""
+    return flag if is_given else f"{variable}=1" if _is_set(environ, variable) else ""
 
 
 def _uniform(family: Family, given: dict[str, Any]) -> Uniform:

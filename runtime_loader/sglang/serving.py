@@ -6,37 +6,34 @@ import logging
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
-
-import torch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.cache_kind import refuse_other_caches
-from kvtuner.errors import KVTunerError, ProfileError, ServingError
+from kvtuner.errors import KVTunerError, ServingError
 from kvtuner.exported_configs.build import uniform_profile
-from kvtuner.exported_configs.evidence import ModelIdentity
+from kvtuner.exported_configs.catalogue import choose
+from kvtuner.exported_configs.identity import identity_of
 from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.mismatch import Policy, compare, refuse
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
-from kvtuner.run_folder import sha256_of
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 from kvtuner.runtime_loader.sglang.compat import args as seam
 from kvtuner.runtime_loader.sglang.compat.hooks import check_alone
 from kvtuner.runtime_loader.sglang.compat.model import model_config_of, refuse_other_pools
 from kvtuner.runtime_loader.sglang.compat.processes import on_ready, on_scheduler
 from kvtuner.runtime_loader.sglang.compat.versions import check_version
+from kvtuner.runtime_loader.sglang.locate import budget_of, is_auto
+from kvtuner.runtime_loader.sglang.request import ALLOW_FLAG, STRICT_FLAG
 from kvtuner.runtime_loader.sglang.rules import refuse_flags
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from kvtuner.exported_configs.evidence import ModelIdentity
     from kvtuner.exported_configs.profile import Profile
     from kvtuner.runtime_loader.sglang.request import Attend, ServingRequest
-
-_DTYPES: Final[dict[torch.dtype, Literal["bfloat16", "float16", "float32"]]] = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-}
 
 PROFILE_KEY: Final = "kvtuner_profile"
 """Under which a scheduler tells its launcher, and a server at `/server_info` everybody, the digest that it serves."""
@@ -64,7 +61,7 @@ class Serving:
         return self.request.attend
 
     def profile(self, model_config: Any) -> Profile:
-        """The profile to serve a model with, checked against it.
+        """The profile to serve a model with, of the same geometry.
 
         Args:
             model_config: SGLang's.
@@ -75,34 +72,27 @@ class Serving:
             PrecisionError: uniform flags that this model's heads cannot have.
         """
         config = model_config.hf_config
-        architecture = config.architectures[0]
         refuse_other_caches(config, context_length=model_config.context_len)
         refuse_other_pools(model_config)
         if self.loaded is not None:
             check_model(self.loaded, config)
-            if self.loaded.model.architecture != architecture:
-                raise ProfileError(
-                    f"the profile of {self.loaded.model.id} is for {self.loaded.model.architecture}, but this model is"
-                    f" {architecture}; use a profile that was searched for this model"
-                )
             return self.loaded
         uniform = self.request.uniform
-        assert uniform is not None
-        identity = ModelIdentity(
-            id=os.path.basename(os.path.normpath(model_config.model_path)),
-            revision=None,
-            config_sha256=sha256_of(config.to_json_string(use_diff=False)),
-            architecture=architecture,
-            dtype=_DTYPES[model_config.dtype],
-        )
+        if uniform is None:
+            return self._chosen(_identity(model_config))
         return uniform_profile(
             ModelGeometry.from_config(config),
             PrecisionPair(uniform.nbits_key, uniform.nbits_value),
-            identity,
+            _identity(model_config),
             k_group_size=uniform.q_group_size,
             v_group_size=uniform.q_group_size,
             symmetric=not uniform.asym,
         )
+
+    def _chosen(self, model: ModelIdentity) -> Profile:
+        """The catalogue's profile for the served model; every process chooses the same one."""
+        assert self.request.profile is not None
+        return load_profile(choose(model, budget_of(self.request.profile)))
 
 
 _active: Serving | None = None
@@ -129,10 +119,28 @@ def activate(request: ServingRequest) -> None:
     """
     global _active, _checked_digest
     check_version()
-    loaded = None if request.profile is None else load_profile(request.profile)
+    loaded = _load(request)
     _once("resolution", lambda: seam.on_resolution(_choose_backend, _check))
     _once("scheduler", lambda: on_scheduler(_start_scheduler))
     _active, _checked_digest = Serving(request, loaded), None
+
+
+def _load(request: ServingRequest) -> Profile | None:
+    """The profile that a request names; None of one that is built for the model, or chosen for it."""
+    if request.profile is None:
+        return None
+    if is_auto(request.profile):
+        if request.signed_by is not None:
+            raise ServingError(
+                f"--kvtuner-profile {request.profile} and a required signature exclude each other: the catalogue comes"
+                " with kvtuner and is not signed apart from it; drop one of them"
+            )
+        return None
+    if request.signed_by is None:
+        return load_profile(request.profile)
+    from kvtuner.exported_configs.signatures import Identity, load_verified
+
+    return load_verified(Path(request.profile), Identity.parse(request.signed_by))
 
 
 def _once(name: str, hook: Callable[[], None]) -> None:
@@ -196,7 +204,9 @@ def _check(server_args: Any) -> None:
         profile = serving.profile(model_config)
         profile.row_shape(arguments.tp_size // arguments.attn_dp_size)  # refuses heads that cannot be split so
         _checked_digest = profile.digest
-        _warn_beyond_calibration(profile, model_config.context_len)
+        if serving.request.uniform is None:
+            logger.info("kvtuner: serving %s", serving.request.profile)
+            _compare(serving.request, profile, model_config)
 
 
 def _refuse(arguments: Any) -> None:
@@ -209,17 +219,36 @@ def _refuse(arguments: Any) -> None:
         check_storage(arguments.hicache_storage_backend, extra_config(arguments.hicache_storage_backend_extra_config))
 
 
-def _warn_beyond_calibration(profile: Profile, context_length: int) -> None:
-    limit = calibrated_positions(profile)
-    if limit is not None and context_length > limit:
-        logger.warning(
-            "kvtuner: the profile was calibrated over %d positions, the server's context has %d: longer requests may"
-            " lose accuracy; search with --context-length %d, or serve with --context-length %d",
-            limit,
-            context_length,
-            context_length,
-            limit,
-        )
+def _compare(request: ServingRequest, profile: Profile, model_config: Any) -> None:
+    """Say once, in the launcher, what differs between the profile's model and the served one.
+
+    Raises:
+        ProfileError: what differs too much.
+    """
+    policy = Policy(request.strict, request.allow_derived, STRICT_FLAG, ALLOW_FLAG)
+    mismatches = compare(
+        profile.model,
+        _identity(model_config),
+        policy,
+        positions=calibrated_positions(profile),
+        context_length=model_config.context_len,
+    )
+    refuse(mismatches)
+    for each in mismatches:
+        log = logger.warning if each.severity == "warning" else logger.info
+        log("kvtuner: %s", each.text)
+
+
+def _identity(model_config: Any) -> ModelIdentity:
+    """The model that SGLang serves."""
+    return identity_of(
+        model_config.hf_config,
+        id=model_config.model_path,
+        revision=model_config.revision,
+        dtype=str(model_config.dtype).removeprefix("torch."),
+        quantized_by=model_config.quantization,
+        files=model_config.model_path,
+    )
 
 
 def _start_scheduler(server_args: Any) -> None:

@@ -16,6 +16,7 @@ import transformers
 
 from kvtuner.calibration.model import ModelSource, load_model, read_shape
 from kvtuner.errors import GeometryError, KVTunerError, PrecisionError, UnsupportedModelError
+from kvtuner.exported_configs.identity import config_sha256
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,11 +102,17 @@ def test_the_config_hash_follows_the_shape_and_not_the_place_or_the_dtype(
     model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = model_folder()
-    first = read_shape(ModelSource(str(folder))).config_sha256
-    moved = edited_config(folder, tmp_path / "moved", dtype="bfloat16", transformers_version="9.9.9")
-    assert read_shape(moved).config_sha256 == first
-    longer = edited_config(folder, tmp_path / "longer", max_position_embeddings=1024)
-    assert read_shape(longer).config_sha256 != first
+    first = read_shape(ModelSource(str(folder)))
+    moved = read_shape(edited_config(folder, tmp_path / "moved", dtype="bfloat16", transformers_version="9.9.9"))
+    assert moved.settings_sha256 == first.settings_sha256
+    assert config_sha256(moved.config) == config_sha256(first.config)
+    longer = read_shape(edited_config(folder, tmp_path / "longer", max_position_embeddings=1024))
+    assert longer.settings_sha256 != first.settings_sha256
+    assert config_sha256(longer.config) == config_sha256(first.config)  # it is the same network
+    turned = read_shape(edited_config(folder, tmp_path / "turned", rope_parameters={"rope_theta": 7.0}))
+    assert turned.settings_sha256 != first.settings_sha256
+    wider = read_shape(edited_config(folder, tmp_path / "wider", intermediate_size=48))
+    assert config_sha256(wider.config) != config_sha256(first.config)
 
 
 def test_the_weights_hash_follows_the_weights_and_not_the_place(
@@ -115,7 +122,7 @@ def test_the_weights_hash_follows_the_weights_and_not_the_place(
     first = load_tiny().weights_sha256
     assert load_model(ModelSource(str(tmp_path / "moved"), device="cpu")).weights_sha256 == first
     assert load_tiny(seed=1).weights_sha256 != first
-    assert load_tiny().shape.config_sha256 == load_tiny(seed=1).shape.config_sha256
+    assert load_tiny().shape.settings_sha256 == load_tiny(seed=1).shape.settings_sha256
 
 
 def test_the_weights_hash_sees_a_change_anywhere(make_model: Callable[..., Any], load_tiny: Callable[..., Any]) -> None:

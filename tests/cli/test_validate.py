@@ -1,13 +1,19 @@
-"""``kvtuner validate --model`` checks a profile against the context that it was made for."""
+"""``kvtuner validate --model`` checks a profile against the context that it was made for, and against its model."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtuner.calibration.model import ModelSource, read_config
+from kvtuner.calibration.model import ModelSource, load_tokenizer, read_config
+from kvtuner.cli.given import warn_of_mismatches
+from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.build import LayerChoice, dump_profile
+from kvtuner.exported_configs.identity import identity_of
+from kvtuner.exported_configs.load import load_profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,3 +43,128 @@ def test_a_windowed_model_is_checked_against_the_context_of_the_profile(
     else:
         assert status == 2
         assert "a window of 64 tokens, shorter than the context of 65" in err
+
+
+@pytest.fixture
+def recorded(profile_of: Callable[..., Profile], model_folder: Callable[..., Path], tmp_path: Path) -> Path:
+    """A profile of a hub's model that is also here as a folder, with all that is recorded of it."""
+    source = ModelSource(str(model_folder("llama-gqa")))
+    config = read_config(source)
+    made = profile_of(config, [LayerChoice(4, 4)] * config.num_hidden_layers, last_position=511)
+    tokenizer = load_tokenizer(source)
+    model = identity_of(config, id="Owner/llama-gqa", revision="v1", dtype="float32", tokenizer=tokenizer)
+    path = tmp_path / "profile.json"
+    path.write_bytes(dump_profile(made.model_copy(update={"model": model})))
+    return path
+
+
+def derived(folder: Path, to: Path, **changes: Any) -> Path:
+    """A copy of a model's configuration, with some fields changed."""
+    to.mkdir()
+    values = {**json.loads((folder / "config.json").read_text()), **changes}
+    (to / "config.json").write_text(json.dumps(values))
+    return to
+
+
+def test_the_model_of_a_profile_fits_it_and_nothing_is_said(
+    run: Any, recorded: Path, model_folder: Callable[..., Path]
+) -> None:
+    for flags in ((), ("--strict",), ("--allow-derived",)):
+        status, out, err = run("validate", recorded, "--model", model_folder("llama-gqa"), *flags)
+        assert (status, out.count("\n"), err) == (0, 1, "")
+    (result,) = json.loads(run("validate", recorded, "--model", model_folder("llama-gqa"), "--json")[1])
+    assert (result["valid"], result["fits"], result["mismatches"]) == (True, True, [])
+    (result,) = json.loads(run("validate", recorded, "--json")[1])
+    assert (result["valid"], result["fits"], result["mismatches"]) == (True, None, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "usual", "strict", "allowed"),
+    [
+        ({"intermediate_size": 112}, "configuration", 1, 1, 0),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "rope", 0, 1, 0),
+        ({"max_position_embeddings": 1024}, "context", 0, 1, 0),
+        ({"quantization_config": {"quant_method": "awq"}}, "weights", 0, 1, 0),
+    ],
+)
+def test_what_differs_is_listed_and_decides_the_status(
+    changes: dict[str, Any],
+    kind: str,
+    usual: int,
+    strict: int,
+    allowed: int,
+    run: Any,
+    recorded: Path,
+    model_folder: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    other = derived(model_folder("llama-gqa"), tmp_path / "llama-gqa", **changes)
+    for expected, flags in ((usual, ()), (strict, ("--strict",)), (allowed, ("--allow-derived",))):
+        status, out, err = run("validate", recorded, "--model", other, *flags, "--json")
+        assert (status, err) == (expected, "")
+        (result,) = json.loads(out)
+        worst = result["mismatches"][0]
+        assert (worst["kind"], worst["severity"]) == (kind, "error" if expected else "warning")
+        assert result["fits"] is not bool(expected)
+        text = run("validate", recorded, "--model", other, *flags)[1].splitlines()
+        assert text[1] == f"  {worst['severity']}: {worst['text']}"
+
+
+def test_a_copy_in_the_hub_s_cache_is_known_by_its_name_and_commit(
+    run: Any, recorded: Path, model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    for name, kinds in (("Owner--llama-gqa", []), ("Owner--llama-chat", ["fine-tune"])):
+        folder = tmp_path / f"models--{name}" / "snapshots" / ("0" * 40)
+        folder.mkdir(parents=True)
+        shutil.copy(model_folder("llama-gqa") / "config.json", folder)
+        status, out, _ = run("validate", recorded, "--model", folder, "--json")
+        (result,) = json.loads(out)
+        assert status == len(kinds)
+        assert [each["kind"] for each in result["mismatches"]] == kinds  # v1 may be that commit
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--strict",), "--strict is about the model that a profile is for; give --model too"),
+        (("--allow-derived",), "--allow-derived is about the model"),
+        (("--model", "demo", "--strict", "--allow-derived"), "--strict and --allow-derived exclude each other"),
+    ],
+)
+def test_flags_that_say_nothing_are_refused(flags: tuple[str, ...], message: str, run: Any, recorded: Path) -> None:
+    status, out, err = run("validate", recorded, *flags)
+    assert (status, out) == (2, "")
+    assert message in err
+
+
+def test_eval_and_bench_say_what_differs_and_measure_it(
+    recorded: Path, model_folder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = load_profile(recorded)
+    folder = model_folder("llama-gqa", chat=True)
+    other = read_config(ModelSource(str(derived(folder, tmp_path / "tuned", intermediate_size=112))))
+    tokenizer = load_tokenizer(ModelSource(str(folder)))
+    found = identity_of(other, id="Owner/tuned", revision=None, dtype="float32", tokenizer=tokenizer)
+    kinds = [each.kind for each in warn_of_mismatches(profile, found, 512)]
+    assert kinds == ["configuration", "tokenizer"]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["warning", "warning"]
+    assert lines[0].endswith("; allowed: this evaluation tells what that costs")
+    assert warn_of_mismatches(profile, profile.model, 512) == []
+    assert capsys.readouterr().err == ""
+    with pytest.raises(ProfileError, match="is for LlamaForCausalLM"):
+        warn_of_mismatches(profile, found.model_copy(update={"architecture": "XForCausalLM"}), 512)
+
+
+@pytest.mark.slow
+def test_a_search_records_what_its_profile_is_for(finished: Path, model_folder: Callable[..., Path], run: Any) -> None:
+    """Of the model, by the same function that everything else asks."""
+    source = ModelSource(str(model_folder("llama-gqa")))
+    found = load_profile(finished / "profile.json").model
+    config = read_config(source)
+    wanted = identity_of(
+        config, id="llama-gqa", revision=None, dtype="float32", tokenizer=load_tokenizer(source), files=source.path
+    )
+    assert found == wanted
+    assert None not in (found.rope_sha256, found.tokenizer_sha256, found.max_positions, found.checkpoint_sha256)
+    assert run("validate", finished / "profile.json", "--model", source.model, "--strict")[0] == 0

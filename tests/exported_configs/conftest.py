@@ -126,6 +126,19 @@ def profile(make_profile: Callable[..., Profile]) -> Profile:
 
 
 @pytest.fixture(scope="session")
+def per_channel(make_profile: Callable[..., Profile], make_transform: Callable[..., Transform]) -> Profile:
+    """Keys per channel in groups of 32 tokens, every width of keys, and a rotated value."""
+    layers = [
+        LayerChoice(8, 4),
+        LayerChoice(4, 2, v_transform=make_transform("hadamard")),
+        LayerChoice(16, 16),
+        LayerChoice(2, 8),
+        LayerChoice(16, 8),
+    ]
+    return make_profile(layers=layers, k_granularity="per_channel", k_group_size=32)
+
+
+@pytest.fixture(scope="session")
 def pristine(profile: Profile) -> dict[str, Any]:
     """The small profile as plain JSON values; not to be changed."""
     document: dict[str, Any] = json.loads(dump_profile(profile))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvtuner.exported_configs.build import AskedBudget, LayerChoice
+from kvtuner.exported_configs.build import AskedBudget, LayerChoice, dump_profile
 from kvtuner.exported_configs.digest import canonical_text
 from kvtuner.exported_configs.evidence import Quality
 from kvtuner.exported_configs.load import load_profile
@@ -59,6 +59,29 @@ def test_digest_agrees_with_an_independent_expansion(
     pristine: dict[str, Any], reseal: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
     assert reseal(pristine)["digest"] == pristine["digest"]
+
+
+def test_digest_of_keys_per_channel_agrees_with_an_independent_expansion(
+    per_channel: Profile, reseal: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    document = json.loads(dump_profile(per_channel))
+    assert document["defaults"]["k"] == {
+        "granularity": "per_channel",
+        "group_size": 32,
+        "symmetric": False,
+        "transform": "none",
+    }
+    assert reseal(document)["digest"] == per_channel.digest
+
+
+def test_granularity_alone_changes_the_digest(make_profile: Callable[..., Profile]) -> None:
+    plain = {"geometry": ModelGeometry(2, 6, 3, 64, 32), "budget": AskedBudget("by hand"), "k_group_size": 64}
+    for layers, differs in (([LayerChoice(4, 4), LayerChoice(16, 4)], True), ([LayerChoice(16, 4)] * 2, False)):
+        digests = {
+            make_profile(**plain, layers=layers, k_granularity=granularity).digest
+            for granularity in ("per_token", "per_channel")
+        }
+        assert len(digests) == 1 + differs
 
 
 def test_new_evidence_never_changes_the_digest(make_profile: Callable[..., Profile], profile: Profile) -> None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import pytest
 import torch
 
-from kvtuner.errors import GeometryError, ProfileError
-from kvtuner.exported_configs.build import AskedBudget, LayerChoice
+from kvtuner.errors import GeometryError, PrecisionError, ProfileError
+from kvtuner.exported_configs.build import AskedBudget, LayerChoice, dump_profile
+from kvtuner.exported_configs.load import load_profile
 from kvtuner.exported_configs.profile import Profile
 from kvtuner.exported_configs.stored import KeyTransform, ValueTransform
 from kvtuner.geometry import ModelGeometry
@@ -98,6 +99,71 @@ def test_quant_spec_simulates_what_the_built_transform_would(
     stored = choices[1].k_transform.apply(keys)
     assert torch.equal(spec.transform.apply(keys), stored)
     assert torch.equal(spec.simulate(keys), QuantSpec(4, choices[1].k_transform, 24).simulate(keys))
+
+
+def test_keys_per_channel_load_and_cost_what_was_worked_out_by_hand(per_channel: Profile) -> None:
+    reloaded = load_profile(dump_profile(per_channel))
+    assert reloaded == per_channel and reloaded.has_per_channel_keys
+    assert (reloaded.defaults.k.granularity, reloaded.defaults.v.granularity) == ("per_channel", "per_token")
+    # 3 heads of 48 channels: 4 * 144 / 32 = 18 bytes of scale words a token. Values have 3 words, 12 bytes.
+    keys = [144 + 18 + 14, 72 + 18 + 6, 288, 36 + 18 + 10, 288]
+    values = [48 + 12 + 4, 24 + 12 + 12, 192, 96 + 12 + 4, 96 + 12 + 4]
+    assert reloaded.bytes_per_token() == sum(keys) + sum(values)
+    # One head: 6 bytes of words; K8 48, K4 24, K2 12.
+    one_head = [64, 32, 96, 32, 96], [32, 16, 64, 48, 48]
+    assert reloaded.bytes_per_token(tp_size=3) == sum(map(sum, one_head))
+
+
+def test_nothing_is_quantized_with_keys_per_channel_yet(per_channel: Profile) -> None:
+    for number, bits in enumerate((8, 4, 16, 2, 16)):
+        if bits == 16:
+            assert per_channel.quant_spec(number, "k") is None
+            continue
+        with pytest.raises(
+            ProfileError, match=rf"layers\[{number}\].k: .* tail pages, .* search or import with per_token"
+        ):
+            per_channel.quant_spec(number, "k")
+    rotated = per_channel.quant_spec(1, "v")
+    assert rotated is not None and str(rotated.transform.kind) == "hadamard"
+
+
+def test_unquantized_keys_are_not_per_channel(make_profile: Callable[..., Profile]) -> None:
+    layers = [LayerChoice(16, 4)] * 5
+    profile = make_profile(layers=layers, k_granularity="per_channel", k_group_size=64)
+    assert not profile.has_per_channel_keys
+
+
+@pytest.mark.parametrize("group_size", [1, 8, 15, 24, 33, 48, 256])
+def test_tokens_per_scale_outside_the_set_are_refused(
+    make_profile: Callable[..., Profile], choices: tuple[LayerChoice, ...], group_size: int
+) -> None:
+    with pytest.raises(
+        ProfileError, match=rf"group_size of \(16, 32, 64, 128\) tokens, not {group_size}; KIVI's is 32"
+    ):
+        make_profile(layers=choices[:1], k_granularity="per_channel", k_group_size=group_size)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "place"),
+    [((0, 0, 1), r"layers\[2\].k"), ((0, 0, 3), r"layers\[2\].k"), ((3, 4, 0), r"defaults.k")],
+)
+def test_transforms_of_keys_per_channel_are_refused(
+    make_profile: Callable[..., Profile], choices: tuple[LayerChoice, ...], numbers: tuple[int, ...], place: str
+) -> None:
+    layers = [choices[number] for number in numbers]
+    with pytest.raises(ProfileError, match=place + ": per_channel keys have transform 'none', not"):
+        make_profile(layers=layers, k_granularity="per_channel", k_group_size=16, budget=AskedBudget("4bit", tp_size=3))
+
+
+def test_heads_that_do_not_fill_units_are_refused_per_channel_too(make_profile: Callable[..., Profile]) -> None:
+    with pytest.raises(PrecisionError, match="head_dim 36 cannot be packed at 2 bits"):
+        make_profile(
+            geometry=ModelGeometry(1, 1, 1, 36, 32),
+            layers=[LayerChoice(2, 16)],
+            k_granularity="per_channel",
+            k_group_size=32,
+            budget=AskedBudget("4bit"),
+        )
 
 
 def test_transform_name_is_none_at_16_bits_and_the_default_where_unnamed(profile: Profile) -> None:

@@ -37,7 +37,8 @@ def test_schema_states_the_closed_sets_of_the_format() -> None:
         assert definitions[side]["properties"]["bits"]["enum"] == list(ALL_BITS)
     assert set(definitions["StoredKeys"]["properties"]) == {"bits", "transform", "mu", "lambda"}
     assert set(definitions["StoredValues"]["properties"]) == {"bits", "transform"}
-    assert definitions["KeyDefaults"]["properties"]["granularity"]["const"] == "per_token"
+    assert definitions["KeyDefaults"]["properties"]["granularity"]["enum"] == ["per_token", "per_channel"]
+    assert definitions["ValueDefaults"]["properties"]["granularity"]["const"] == "per_token"
 
 
 def test_no_object_of_the_schema_takes_unknown_fields() -> None:

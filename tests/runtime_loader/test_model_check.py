@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from transformers import MistralConfig
 
 from kvtuner.errors import ProfileError, UnsupportedModelError
-from kvtuner.exported_configs.build import LayerChoice
+from kvtuner.exported_configs.build import LayerChoice, uniform_profile
+from kvtuner.exported_configs.identity import identity_of
+from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
@@ -53,7 +55,73 @@ def test_without_a_calibration_the_model_s_positions_are_the_context(profile_of:
         check_model(profile, windowed(128))
 
 
+def test_keys_per_channel_are_refused_by_every_host_until_there_are_tail_pages(
+    profile_of: Callable[..., Profile],
+) -> None:
+    config = windowed(512)
+    served = profile_of(config, [LayerChoice(4, 4), LayerChoice(16, 4)])
+
+    def per_channel(k_bits: int) -> Profile:
+        pair = PrecisionPair(k_bits, 4)
+        return uniform_profile(served.to_geometry(), pair, served.model, k_granularity="per_channel", k_group_size=32)
+
+    for check in (check_model, KVTunerCache.from_profile):
+        check(served, config)
+        check(per_channel(16), config)
+        with pytest.raises(
+            ProfileError, match="need tail pages, which no host has yet; search or import with per_token"
+        ):
+            check(per_channel(4), config)
+
+
 def test_another_model_is_refused(profile_of: Callable[..., Profile]) -> None:
     profile = profile_of(windowed(128), LAYERS, last_position=127)
     with pytest.raises(ProfileError, match="has num_attention_heads 4, but this model has 2"):
         check_model(profile, windowed(128, num_heads=2))
+
+
+def recorded(profile: Profile, config: MistralConfig, **changes: Any) -> Profile:
+    """A profile that says which configuration it was searched for."""
+    given: dict[str, Any] = {"id": "Owner/Name", "revision": None, "dtype": "bfloat16"}
+    model = identity_of(config, **given).model_copy(update={"architecture": profile.model.architecture, **changes})
+    return profile.model_copy(update={"model": model})
+
+
+def test_a_cache_takes_the_configuration_that_was_searched_in_whatever_words(
+    profile_of: Callable[..., Profile],
+) -> None:
+    profile = recorded(profile_of(windowed(128), LAYERS, last_position=127), windowed(128))
+    config = windowed(128)
+    config._name_or_path, config.dtype, config.eos_token_id = "somewhere/deep/else", "float16", 7
+    KVTunerCache.from_profile(profile, config)
+
+
+def test_a_cache_refuses_a_derived_configuration_unless_it_is_allowed(profile_of: Callable[..., Profile]) -> None:
+    profile = recorded(profile_of(windowed(128), LAYERS, last_position=127), windowed(128))
+    derived = windowed(128)
+    derived.intermediate_size += 1
+    with pytest.raises(ProfileError, match=r"of Owner/Name is for configuration sha256:\w+, .* by allow_derived=True$"):
+        KVTunerCache.from_profile(profile, derived)
+    with pytest.warns(UserWarning, match="allowed: `kvtuner eval PROFILE --model Owner/Name` tells what that costs"):
+        cache = KVTunerCache.from_profile(profile, derived, allow_derived=True)
+    assert len(cache.layers) == 2
+    assert len(KVTunerCache.stored_by(profile).layers) == 2
+    with pytest.raises(ProfileError, match="has num_attention_heads 4, but this model has 2"):
+        KVTunerCache.from_profile(profile, windowed(128, num_heads=2), allow_derived=True)
+
+
+def test_a_cache_refuses_a_fine_tune_of_the_hub_by_its_name(profile_of: Callable[..., Profile]) -> None:
+    profile = recorded(profile_of(windowed(128), LAYERS, last_position=127), windowed(128))
+    tuned = windowed(128)
+    for place in ("Owner/Name-Chat", "/x/hub/models--Owner--Name-Chat/snapshots/" + "0" * 40):
+        tuned._name_or_path = place
+        with pytest.raises(ProfileError, match="is for Owner/Name, but this model is Owner/Name-Chat, of the same"):
+            KVTunerCache.from_profile(profile, tuned)
+
+
+def test_a_cache_warns_of_other_rotations(profile_of: Callable[..., Profile]) -> None:
+    profile = recorded(profile_of(windowed(128), LAYERS, last_position=127), windowed(128))
+    turned = windowed(128)
+    turned.rope_parameters = {"rope_type": "default", "rope_theta": 7.0}
+    with pytest.warns(UserWarning, match="measured under other rotations"):
+        KVTunerCache.from_profile(profile, turned)

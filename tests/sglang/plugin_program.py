@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import copy
+import logging
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import sglang.srt.plugins
 from sglang.srt.server_args import ServerArgs
+from transformers import AutoConfig
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.sglang import serving
@@ -154,22 +156,105 @@ def schedulers_that_serve_something_else_are_refused() -> None:
     assert "scheduler 0 does not serve the profile" in refusal(serving._hear, [{"status": "ready"}])
 
 
-def a_long_context_is_warned_of() -> None:
-    import logging
+class Log(logging.Handler):
+    """What the plugin says, by level."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[tuple[str, str]] = []
+        logging.getLogger("kvtuner").addHandler(self)
+        logging.getLogger("kvtuner").setLevel("INFO")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append((record.levelname, record.getMessage()))
+
+
+def resolved(*flags: str, **recorded: Any) -> list[tuple[str, str]]:
+    """What SGLang's own resolution makes the plugin say of a profile that records the served model, but for changes."""
+    from kvtuner.exported_configs.build import dump_profile
+    from kvtuner.exported_configs.identity import identity_of
     from kvtuner.exported_configs.load import load_profile
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("kvtuner").addHandler(handler)
-    profile = load_profile(PROFILE)
-    limited = copy.copy(profile)
+    config = AutoConfig.from_pretrained(MODEL)
+    model = identity_of(config, id="Owner/llama-gqa", revision=None, dtype="float32").model_copy(update=recorded)
+    path = Path(PROFILE).with_name("recorded.json")
+    path.write_bytes(dump_profile(load_profile(PROFILE).model_copy(update={"model": model})))
+    log = Log()
+    server_args = parse("--kvtuner-profile", str(path), "--dtype", "float32", *flags)
+    server_args.resolve_once()
+    assert serving._checked_digest == load_profile(path).digest
+    logging.getLogger("kvtuner").removeHandler(log)
+    return [each for each in log.said if not each[1].startswith("kvtuner: serving ")]
+
+
+YARN = '{"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "max_position_embeddings": 1024}'
+OTHER = "sha256:" + "0" * 64
+
+
+def the_searched_model_is_served_without_a_word() -> None:
+    assert resolved() == []
+    assert resolved("--kvtuner-strict") == []
+
+
+def another_configuration_is_refused_unless_it_is_allowed() -> None:
+    wider = ("--json-model-override-args", '{"intermediate_size": 112}')
+    line = refusal(resolved, *wider)
+    assert line.startswith("kvtuner: the profile of Owner/llama-gqa is for configuration sha256:")
+    assert line.endswith("or allow a derived one by --kvtuner-allow-derived")
+    ((level, said),) = resolved(*wider, "--kvtuner-allow-derived")
+    assert level == "WARNING"
+    assert said.endswith("; allowed: `kvtuner eval PROFILE --model llama-gqa` tells what that costs")
+
+
+def a_fine_tune_of_the_hub_is_refused_unless_it_is_allowed() -> None:
+    place = Path(PROFILE).parent / "models--Owner--llama-chat" / "snapshots" / ("c0ffee" * 7)[:40]
+    place.parent.mkdir(parents=True)
+    place.symlink_to(MODEL)
+    globals()["MODEL"] = str(place)
+    line = refusal(resolved)
+    assert "is for Owner/llama-gqa, but this model is Owner/llama-chat, of the same configuration" in line
+    ((level, said),) = resolved("--kvtuner-allow-derived")
+    assert (level, "tells what that costs" in said) == ("WARNING", True)
+    ((level, said),) = resolved(id="Owner/llama-chat", revision="decade" * 6)
+    assert (level, "was searched on revision decade" in said) == ("WARNING", True)
+    assert resolved("--kvtuner-strict", id="Owner/llama-chat", revision="c0ffee" * 6) == []
+
+
+def what_is_warned_of_is_refused_strictly() -> None:
+    for flags, recorded, words in (
+        ((), {"rope_sha256": OTHER}, "measured under other rotations"),
+        (("--json-model-override-args", YARN), {}, "measured under other rotations"),
+        ((), {"weight_quantization": "awq"}, "on weights with quantization awq, but this model's have none"),
+        ((), {"id": "Owner/other"}, "is for Owner/other, but this model is called llama-gqa"),
+    ):
+        warnings = [said for level, said in resolved(*flags, **recorded) if level == "WARNING"]  # type: ignore[arg-type]
+        assert len(warnings) == 1
+        assert warnings[0].startswith("kvtuner: ")
+        assert words in warnings[0]
+        line = refusal(resolved, *flags, "--kvtuner-strict", **recorded)
+        assert words in line
+        assert line.endswith("or drop --kvtuner-strict")
+
+
+def an_older_profile_is_served_with_one_line() -> None:
+    older = {"config_sha256": OTHER, "rope_sha256": None, "weight_quantization": None, "max_positions": None}
+    ((level, said),) = resolved(**older)
+    assert (level, "made by hand or by an older kvtuner" in said) == ("INFO", True)
+    assert "or drop --kvtuner-strict" in refusal(resolved, "--kvtuner-strict", **older)
+
+
+def another_architecture_is_refused_whatever_is_allowed() -> None:
+    line = refusal(resolved, "--kvtuner-allow-derived", architecture="XForCausalLM")
+    assert "is for XForCausalLM, but this model is LlamaForCausalLM" in line
+
+
+def a_long_context_is_warned_of() -> None:
     serving.calibrated_positions = lambda _: 256  # type: ignore[assignment]
-    serving._warn_beyond_calibration(limited, 256)
-    assert not said
-    serving._warn_beyond_calibration(limited, 512)
-    assert "calibrated over 256 positions, the server's context has 512" in said[0]
+    assert resolved("--context-length", "256") == []
+    ((level, said),) = resolved("--context-length", "512")
+    assert level == "WARNING"
+    assert "calibrated over 256 positions, but the context here is 512" in said
+    assert "drop --kvtuner-strict" in refusal(resolved, "--context-length", "512", "--kvtuner-strict")
 
 
 sglang.srt.plugins.load_plugins()

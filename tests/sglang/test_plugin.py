@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from kvtuner.exported_configs.build import LayerChoice
 
 PROGRAM = Path(__file__).with_name("plugin_program.py")
-HELPERS = ("parse", "refusal")
+HELPERS = ("parse", "refusal", "resolved")
 CHECKS = [
     node.name
     for node in ast.parse(PROGRAM.read_text()).body

@@ -219,6 +219,14 @@ def test_the_variables_of_an_engine(variable: str, tiny: Path, fitting: Path, re
         (("--enable-kvtuner-quant", "--kvtuner-hicache-only"), "--kvtuner-hicache-only needs --kvtuner-profile, not"),
         (("--kvtuner-hicache-only",), "--kvtuner-hicache-only needs --kvtuner-profile"),
         (("--kvtuner-hicache-only", "--kvtuner-profile", "p", "--kvtuner-attend", "cache"), "reads itself exactly"),
+        (("--kvtuner-strict",), "--kvtuner-strict needs --kvtuner-profile; add it"),
+        (("--kvtuner-allow-derived",), "--kvtuner-allow-derived needs --kvtuner-profile; add it"),
+        (("--enable-kvtuner-quant", "--kvtuner-strict"), "--kvtuner-strict needs --kvtuner-profile, not --enable"),
+        (("--enable-kvtuner-hicache", "--kvtuner-allow-derived"), "-derived needs --kvtuner-profile, not --enable"),
+        (
+            ("--kvtuner-profile", "p", "--kvtuner-strict", "--kvtuner-allow-derived"),
+            "--kvtuner-strict and --kvtuner-allow-derived exclude each other; drop one of them",
+        ),
         (("--hicache-storage-backend", "juicefs"), "juicefs is for quantized pages"),
         (("--hicache-storage-backend", "lmcache"), "lmcache is for quantized pages"),
     ],
@@ -248,12 +256,34 @@ def parsed(*flags: str) -> Namespace:
         ),
         ((), {"KVTUNER_PROFILE": "p", "KVTUNER_HICACHE_ONLY": "1", "KVTUNER_ATTEND": "cache"}, "reads itself exactly"),
         (("--kvtuner-profile", "p"), {"KVTUNER_HICACHE_ONLY": "yes"}, "must be 0 or 1, not 'yes'"),
+        ((), {"KVTUNER_STRICT": "1"}, "KVTUNER_STRICT=1 needs --kvtuner-profile; add it"),
+        (
+            ("--enable-kvtuner-quant",),
+            {"KVTUNER_ALLOW_DERIVED": "1"},
+            "KVTUNER_ALLOW_DERIVED=1 needs --kvtuner-profile",
+        ),
+        (("--kvtuner-profile", "p"), {"KVTUNER_STRICT": "on"}, "KVTUNER_STRICT must be 0 or 1, not 'on'"),
+        (("--kvtuner-profile", "p", "--kvtuner-strict"), {"KVTUNER_ALLOW_DERIVED": "1"}, "exclude each other"),
     ],
 )
 def test_variables_that_contradict_flags(flags: tuple[str, ...], variables: dict[str, str], message: str) -> None:
     with pytest.raises(ServingError) as refusal:
         request_of_flags(parsed(*flags), variables)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(("name", "field"), [("strict", "strict"), ("allow-derived", "allow_derived")])
+def test_how_strictly_a_profile_is_taken_travels_to_schedulers(name: str, field: str) -> None:
+    variable = f"KVTUNER_{field.upper()}"
+    by_flag = request_of_flags(parsed("--kvtuner-profile", "/p", f"--kvtuner-{name}"), {})
+    by_both = request_of_flags(parsed("--kvtuner-profile", "/p"), {variable: "1"})
+    assert by_flag == by_both == ServingRequest("/p", from_launcher=True, **{field: True})
+    environ: dict[str, str] = {}
+    by_flag.to_environment(environ)
+    assert ServingRequest.from_environment(environ) == by_flag
+    by_variables = {"KVTUNER_PROFILE": "/p", variable: "1"}
+    assert ServingRequest.from_environment(by_variables) == ServingRequest("/p", **{field: True})
+    assert ServingRequest.from_environment({"KVTUNER_PROFILE": "/p", variable: "0"}) == ServingRequest("/p")
 
 
 def test_the_seeds_flags_ask_for_what_they_say() -> None:

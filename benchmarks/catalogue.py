@@ -1,0 +1,70 @@
+"""Make the catalogue's profiles of the demo model and of its twin with outlier key channels, with their evaluations.
+
+    make catalogue
+
+A search of each model for each budget, in a run folder of its own; an evaluation of each profile; and the index. The
+same profiles wherever it runs: `tests/cli/test_catalogue_made_again.py` makes them again and compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvtuner.calibration.demo.outliers import make_twin
+from kvtuner.cli import main as kvtuner
+from kvtuner.exported_configs import catalogue
+from kvtuner.exported_configs.evaluation import evaluation_files
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BUDGETS: Final = ("3bit", "4bit", "6bit")
+TWIN: Final = "demo-outliers"
+
+
+def make(work: Path, name: str) -> dict[str, Path]:
+    """Search and evaluate one model, by its name in the catalogue; gives the files by their names there."""
+    model = "demo" if name == "demo" else str(twin(work))
+    files = {}
+    for budget in BUDGETS:
+        out = work / f"catalogue-{name}-{budget}"
+        profile = out / "profile.json"
+        _run("search", "--model", model, "--budget", budget, "--no-report", "--out", str(out))
+        _run("eval", str(profile), "--model", model, "--levels", "likelihood,recall", "--out", str(out / "evaluation"))
+        for file in (profile, *evaluation_files(profile)):
+            files[file.name.replace("profile", f"{name}-{budget}", 1)] = file
+    return files
+
+
+def twin(work: Path) -> Path:
+    """The folder of the twin, made where it is not there."""
+    folder = work / TWIN
+    if not folder.exists():
+        make_twin("demo", folder)
+    return folder
+
+
+def _run(*words: str) -> None:
+    if status := kvtuner(words):
+        raise SystemExit(status)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make all of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("runs"), help="folder of run folders and of the twin")
+    work = parser.parse_args(argv).work
+    for name in ("demo", TWIN):
+        files = make(work, name)
+        for old in catalogue.FOLDER.glob(f"{name}-[0-9]*"):
+            old.unlink()
+        for kept, file in files.items():
+            shutil.copy(file, catalogue.FOLDER / kept)
+    catalogue.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""From what names a profile to the profile: files, run folders, the catalogue, the hub. Knows nothing of its use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.catalogue import catalogue_file
+from kvtuner.exported_configs.evaluation import SUFFIX
+from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.reference import (
+    CATALOGUE_PREFIX,
+    CatalogueReference,
+    FileReference,
+    HubReference,
+    check_digest,
+    parse_reference,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvtuner.exported_configs.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A profile that was named.
+
+    Attributes:
+        path: of its file on this machine.
+        profile: read and checked.
+        name: that finds the same profile again: a file's name, or a reference with its commit.
+        is_own: whether it is the user's file, beside which results may stand; not a cache's or the catalogue's.
+        notes: what a person should know of how it was found.
+    """
+
+    path: Path
+    profile: Profile
+    name: str
+    is_own: bool
+    notes: tuple[str, ...] = ()
+
+
+def find_profile(text: str) -> Found:
+    """The one profile that is named.
+
+    Args:
+        text: see `kvtuner.exported_configs.reference`.
+
+    Raises:
+        ProfileError: none, several, a wrong one, or not the one that was pinned.
+        HubError: the hub does not give it.
+    """
+    found = find_profiles(text)
+    if len(found) > 1:
+        names = ", ".join(each.path.name for each in found)
+        raise ProfileError(f"{text} holds several profiles; name one of {names}")
+    return found[0]
+
+
+def find_profiles(text: str) -> list[Found]:
+    """All profiles that are named: several of a run folder.
+
+    Raises:
+        ProfileError: none, a wrong one, or not the one that was pinned.
+        HubError: the hub does not give it.
+    """
+    reference = parse_reference(text)
+    if isinstance(reference, HubReference):
+        from kvtuner.exported_configs.hub import pull
+
+        pulled = pull(reference)
+        kept = pulled.stored
+        at = HubReference(kept.origin.repo, kept.origin.commit, kept.origin.path)
+        found = [Found(kept.path, kept.load(), str(at), False, pulled.notes)]
+    elif isinstance(reference, CatalogueReference):
+        path = catalogue_file(reference.name)
+        found = [Found(path, load_profile(path), f"{CATALOGUE_PREFIX}{reference.name}", False)]
+    else:
+        found = _of_files(reference)
+    if reference.digest is not None and len(found) > 1:
+        found = [each for each in found if each.profile.digest == reference.digest] or found
+    for each in found:
+        check_digest(each.profile.digest, reference.digest, text.partition("#")[0])
+    return found
+
+
+def _of_files(reference: FileReference) -> list[Found]:
+    return [Found(path, load_profile(path), path.name, True) for path in profile_files(reference.path)]
+
+
+def profile_files(path: Path) -> list[Path]:
+    """The file itself, or the profiles of a run folder.
+
+    Raises:
+        ProfileError: a folder without a profile.
+    """
+    if not path.is_dir():
+        return [path]
+    files = [file for file in sorted(path.glob("profile*.json")) if SUFFIX not in file.name]
+    if not files:
+        raise ProfileError(f"{path} holds no profile.json yet; run `kvtuner search --out {path}` to its end first")
+    return files

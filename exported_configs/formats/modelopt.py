@@ -1,0 +1,159 @@
+"""NVIDIA ModelOpt's map of layers, schema version 1, as it stands in ``hf_quant_config.json`` or ``config.json``."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtuner import __version__
+from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.formats.exported import Difference, Exported, Storage, differences, refusal
+from kvtuner.exported_configs.formats.imported import Imported, ImportOptions, Vocabulary, check_layer_id
+from kvtuner.exported_configs.formats.source import read_json
+from kvtuner.precision import PrecisionPair
+
+if TYPE_CHECKING:
+    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.geometry import ModelGeometry
+
+SCHEMA_VERSION: Final = 1
+NATIVE: Final = PrecisionPair(16, 16)
+INT8: Final = PrecisionPair(8, 8)
+MIXED: Final = "MIXED_PRECISION"
+
+_ALGO, _LAYERS, _VERSION = "kv_cache_quant_algo", "kv_cache_quantized_layers", "kv_cache_schema_version"
+_SECTIONS: Final = ("quantization", "quantization_config")
+_MODULE: Final = re.compile(r"(.*\.)?layers\.(\d{1,4})\.(self_attn|attn|attention|mixer)", re.ASCII)
+_MAX_NAME: Final = 256
+_INT8_NOTE: Final = (
+    "ModelOpt's INT8 has one calibrated scale per tensor; here scales are made while serving, per token and head"
+)
+
+
+def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Imported:
+    """Read ModelOpt's map; layers that it does not name are not quantized.
+
+    Raises:
+        ProfileError: no such map, another version, layers that the model has not, or formats that are no integers.
+    """
+    algorithms = _algorithms(_section(read_json(data)), geometry)
+    vocabulary = Vocabulary(options.words)
+    pairs = {layer: vocabulary.mapped(name) for layer, name in algorithms.items()}
+    kept = sorted(layer for layer, pair in pairs.items() if pair is None)
+    for layer in kept:
+        _check_integers(layer, algorithms[layer])
+    if kept and options.symmetric is False:
+        raise ProfileError(f"layer {kept[0]}: INT8 is symmetric; leave --asymmetric out, or say --map INT8=8")
+    k_group, v_group = options.group_sizes(geometry)
+    return Imported(
+        layers=tuple(pairs.get(layer, NATIVE) or INT8 for layer in range(geometry.num_layers)),
+        k_group_size=k_group,
+        v_group_size=v_group,
+        symmetric=bool(kept) or bool(options.symmetric),
+        notes=(_INT8_NOTE,) * bool(kept) + vocabulary.notes(),
+    )
+
+
+def write(profile: Profile) -> Exported:
+    """Write ``hf_quant_config.json``, which has 8-bit symmetric layers and unquantized ones.
+
+    Raises:
+        ProfileError: any other layer.
+    """
+    found = [
+        Difference(layer, f"{pair} is neither INT8 nor unquantized")
+        for layer, pair in enumerate(profile.pairs)
+        if pair not in (INT8, NATIVE)
+    ]
+    found += differences(profile, Storage(profile.geometry.head_dim, profile.geometry.v_head_dim, symmetric=True))
+    if found:
+        raise refusal("modelopt", sorted(found))
+    layers = [layer for layer, pair in enumerate(profile.pairs) if pair == INT8]
+    is_whole = len(layers) == len(profile.pairs)
+    document = {
+        "producer": {"name": "kvtuner", "version": __version__},
+        "quantization": {
+            "quant_algo": None,
+            _ALGO: "INT8" if is_whole else MIXED if layers else None,
+            _LAYERS: {f"model.layers.{layer}.self_attn": {"quant_algo": "INT8"} for layer in layers},
+            _VERSION: SCHEMA_VERSION,
+        },
+    }
+    return Exported(json.dumps(document, indent=1) + "\n", (_INT8_NOTE,) * bool(layers))
+
+
+def _section(document: Any) -> dict[str, Any]:
+    """The one object that speaks of the KV cache."""
+    if not isinstance(document, dict):
+        raise ProfileError("must be a JSON object; give hf_quant_config.json or config.json")
+    places = [document, *(document.get(name) for name in _SECTIONS)]
+    found = [place for place in places if isinstance(place, dict) and {_ALGO, _LAYERS, _VERSION} & set(place)]
+    if len(found) != 1:
+        what = "no" if not found else "more than one"
+        raise ProfileError(f"has {what} {_ALGO} or {_LAYERS}; give ModelOpt's hf_quant_config.json or config.json")
+    return found[0]
+
+
+def _algorithms(section: dict[str, Any], geometry: ModelGeometry) -> dict[int, str]:
+    """The algorithm of every quantized layer."""
+    algorithm, layers = section.get(_ALGO), section.get(_LAYERS)
+    if algorithm is not None and not isinstance(algorithm, str):
+        raise ProfileError(f"{_ALGO} must be a name, not {type(algorithm).__name__}")
+    version = section.get(_VERSION)
+    is_known = type(version) is int and version == SCHEMA_VERSION
+    if not is_known and (layers is not None or version is not None):
+        raise ProfileError(f"{_VERSION} must be {SCHEMA_VERSION}, not {str(version)[:20]!a}; upgrade kvtuner")
+    if layers is not None:
+        found = _named_layers(layers, geometry)
+        _check_agreement(algorithm, found)
+        return found
+    if algorithm is None:
+        raise ProfileError(f"{_ALGO} is null and there is no {_LAYERS}: its KV cache is not quantized")
+    if algorithm == MIXED:
+        raise ProfileError(f"{_ALGO} is {MIXED}, but {_LAYERS} is missing; export the checkpoint again")
+    return dict.fromkeys(range(geometry.num_layers), algorithm)
+
+
+def _named_layers(layers: Any, geometry: ModelGeometry) -> dict[int, str]:
+    if not isinstance(layers, dict):
+        raise ProfileError(f"{_LAYERS} must be an object, not {type(layers).__name__}")
+    found: dict[int, str] = {}
+    prefixes = set()
+    for name, entry in layers.items():
+        match = _MODULE.fullmatch(name) if len(name) <= _MAX_NAME else None
+        if match is None:
+            raise ProfileError(f"{_LAYERS}: {name[:80]!a} is no attention module like model.layers.0.self_attn")
+        layer = int(match[2])
+        check_layer_id(layer, geometry)
+        prefixes.add(match[1])
+        if layer in found or len(prefixes) > 1:
+            raise ProfileError(f"{_LAYERS}: {name!a} is a second module of layer {layer}, or of another model")
+        found[layer] = _algorithm_of(name, entry)
+    return found
+
+
+def _algorithm_of(name: str, entry: Any) -> str:
+    if not isinstance(entry, dict) or set(entry) != {"quant_algo"}:
+        raise ProfileError(f"{_LAYERS}: {name!a} must have quant_algo and nothing else")
+    algorithm = entry["quant_algo"]
+    if not isinstance(algorithm, str):
+        raise ProfileError(f"{_LAYERS}: quant_algo of {name!a} must be a name, not {type(algorithm).__name__}")
+    return algorithm
+
+
+def _check_agreement(algorithm: str | None, found: dict[int, str]) -> None:
+    names = set(found.values())
+    if algorithm == MIXED or names == {algorithm} or (algorithm is None and not names):
+        return
+    said = "null" if algorithm is None else ascii(algorithm[:40])
+    named = ", ".join(sorted(ascii(name[:40]) for name in names)[:3]) or "no layer"
+    raise ProfileError(f"{_ALGO} is {said}, but {_LAYERS} has {named}; export the checkpoint again")
+
+
+def _check_integers(layer: int, algorithm: str) -> None:
+    if algorithm != "INT8":
+        raise ProfileError(
+            f"layer {layer} is {algorithm[:40]!a}, and a profile holds integers; to store integers in its place say"
+            " so, such as --map FP8=8,NVFP4=4"
+        )

@@ -1,0 +1,88 @@
+"""mlx-optiq's ``kv_config.json``: bits and groups of some layers, keys and values alike."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.formats.exported import Difference, Exported, Storage, differences, refusal
+from kvtuner.exported_configs.formats.imported import Imported, ImportOptions, check_layer_id
+from kvtuner.exported_configs.formats.source import read_json
+from kvtuner.precision import NATIVE_BITS, PACKED_BITS, PrecisionPair
+
+if TYPE_CHECKING:
+    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.geometry import ModelGeometry
+
+DEFAULT_GROUP: Final = 64
+FULL_PRECISION: Final = 0
+_FIELDS: Final = ("layer_idx", "bits", "group_size")
+
+
+def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Imported:
+    """Read a file; layers that it does not name are not quantized.
+
+    Raises:
+        ProfileError: a file of another kind or model, or groups that differ among layers.
+    """
+    entries = _entries(read_json(data), geometry)
+    groups = {group: layer for layer, (bits, group) in reversed(entries.items()) if bits != FULL_PRECISION}
+    if options.group_size is None and len(groups) > 1:
+        (one, first), (other, second), *_ = groups.items()
+        raise ProfileError(
+            f"a profile has one group size, but layer {first} has {one} and layer {second} has {other};"
+            " give --group-size"
+        )
+    notes: tuple[str, ...] = ()
+    k_group, v_group = options.group_sizes(geometry)
+    if options.group_size is None and groups:
+        k_group = v_group = next(iter(groups))
+    elif groups and set(groups) != {options.group_size}:
+        notes = (f"groups of {options.group_size} channels as --group-size says, not those of the file",)
+    widths = [entries.get(layer, (FULL_PRECISION, 0))[0] or NATIVE_BITS for layer in range(geometry.num_layers)]
+    return Imported(tuple(PrecisionPair(bits, bits) for bits in widths), k_group, v_group, symmetric=False, notes=notes)
+
+
+def write(profile: Profile) -> Exported:
+    """Write every layer.
+
+    Raises:
+        ProfileError: keys and values that are not alike, symmetric grids, transforms, keys per channel.
+    """
+    group = profile.defaults.k.group_size
+    found = [
+        Difference(layer, f"{pair} has other bits for keys than for values")
+        for layer, pair in enumerate(profile.pairs)
+        if pair.k_bits != pair.v_bits
+    ]
+    found += differences(profile, Storage(group, group, symmetric=False))
+    if found:
+        raise refusal("optiq", sorted(found))
+    entries = [
+        {"layer_idx": layer, "bits": FULL_PRECISION}
+        if pair.k_bits == NATIVE_BITS
+        else {"layer_idx": layer, "bits": pair.k_bits, "group_size": group}
+        for layer, pair in enumerate(profile.pairs)
+    ]
+    return Exported(json.dumps(entries, indent=1) + "\n")
+
+
+def _entries(document: Any, geometry: ModelGeometry) -> dict[int, tuple[int, int]]:
+    """Bits and group of the layers named."""
+    if not isinstance(document, list):
+        raise ProfileError("must be a JSON list of layer_idx, bits and group_size; this is no kv_config.json of optiq")
+    found: dict[int, tuple[int, int]] = {}
+    for place, entry in enumerate(document):
+        if not isinstance(entry, dict) or not {"layer_idx", "bits"} <= set(entry) <= set(_FIELDS):
+            raise ProfileError(f"entry {place} must have layer_idx, bits and perhaps group_size, and nothing else")
+        if not all(type(value) is int for value in entry.values()):
+            raise ProfileError(f"entry {place}: layer_idx, bits and group_size must be integers")
+        layer, bits, group = entry["layer_idx"], entry["bits"], entry.get("group_size", DEFAULT_GROUP)
+        check_layer_id(layer, geometry)
+        if layer in found:
+            raise ProfileError(f"entry {place}: layer {layer} stands twice; remove one")
+        if bits not in (FULL_PRECISION, *PACKED_BITS):
+            raise ProfileError(f"layer {layer}: bits must be 0 (not quantized), 2, 4 or 8, not {bits}")
+        found[layer] = bits, group
+    return found

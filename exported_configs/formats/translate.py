@@ -1,0 +1,124 @@
+"""Reads any of the formats into a profile, and writes a profile in any of them. Knows nothing of files or flags."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from kvtuner import __version__
+from kvtuner.errors import PrecisionError, ProfileError
+from kvtuner.exported_configs.build import AskedBudget, LayerChoice, build_profile
+from kvtuner.exported_configs.evidence import Libraries, Provenance
+from kvtuner.exported_configs.formats import (
+    FORMATS,
+    kvtuner_yaml,
+    modelopt,
+    optiq,
+    ranges,
+    vllm_skip_layers,
+)
+from kvtuner.precision import NATIVE_BITS, check_group_size, check_token_group
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtuner.exported_configs.evidence import ModelIdentity
+    from kvtuner.exported_configs.formats.exported import Exported
+    from kvtuner.exported_configs.formats.imported import Imported, ImportOptions
+    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.geometry import ModelGeometry
+
+_READERS: Final[dict[str, Callable[[bytes, ModelGeometry, ImportOptions], Imported]]] = {
+    "kvtuner-yaml": kvtuner_yaml.read,
+    "modelopt": modelopt.read,
+    "optiq": optiq.read,
+    "ranges": ranges.read,
+}
+_WRITERS: Final[dict[str, Callable[[Profile], Exported]]] = {
+    "kvtuner-yaml": kvtuner_yaml.write,
+    "modelopt": modelopt.write,
+    "optiq": optiq.write,
+}
+_LOSSY_WRITERS: Final = {"ranges": ranges.write, "vllm-skip-layers": vllm_skip_layers.write}
+_FLAGS: Final = {
+    "scheme": "--scheme",
+    "words": "--map",
+    "group_size": "--group-size",
+    "default_word": "--default-dtype",
+    "symmetric": "--symmetric or --asymmetric",
+}
+
+
+def read(data: bytes, name: str, geometry: ModelGeometry, options: ImportOptions) -> Imported:
+    """Read another tool's file.
+
+    Args:
+        data: its content.
+        name: of the format, one of `formats.READ`.
+        geometry: of the model that it is for.
+        options: what the user says beside it.
+
+    Raises:
+        ProfileError: whatever is wrong with it, or an option that means nothing to the format.
+    """
+    for field, flag in _FLAGS.items():
+        if field not in FORMATS[name].options and getattr(options, field) not in (None, {}):
+            raise ProfileError(f"{name} files say that themselves, or do not have it; leave {flag} out")
+    imported = _READERS[name](data, geometry, options)
+    _check_groups(imported, geometry)
+    return imported
+
+
+def write(profile: Profile, name: str, *, lossy: bool = False) -> Exported:
+    """Write a profile as another tool's file.
+
+    Args:
+        profile: how every layer is stored.
+        name: of the format, one of `formats.WRITTEN`.
+        lossy: drop what the format cannot say, where something useful is left; the notes say what.
+
+    Raises:
+        ProfileError: the format cannot say it; names the first layer and what would be lost.
+    """
+    if FORMATS[name].can_lose:
+        return _LOSSY_WRITERS[name](profile, lossy=lossy)
+    if lossy:
+        raise ProfileError(f"{name} is never written with a loss; leave --lossy out")
+    return _WRITERS[name](profile)
+
+
+def to_profile(imported: Imported, name: str, geometry: ModelGeometry, model: ModelIdentity) -> Profile:
+    """The profile of what was read; nothing was measured, and no transforms are known."""
+    return build_profile(
+        geometry=geometry,
+        layers=[LayerChoice(pair.k_bits, pair.v_bits) for pair in imported.layers],
+        k_group_size=imported.k_group_size,
+        v_group_size=imported.v_group_size,
+        symmetric=imported.symmetric,
+        k_granularity=imported.k_granularity,
+        model=model,
+        budget=AskedBudget(f"imported from {name}"),
+        quality=None,
+        provenance=Provenance(
+            kvtuner_version=__version__,
+            calibration=None,
+            search=None,
+            libraries=Libraries(torch=torch.__version__, transformers="none", optuna="none"),
+        ),
+    )
+
+
+def _check_groups(imported: Imported, geometry: ModelGeometry) -> None:
+    check_keys = check_token_group if imported.k_granularity == "per_channel" else check_group_size
+    for layer, pair in enumerate(imported.layers):
+        for name, check, head_dim, bits, group in (
+            ("keys", check_keys, geometry.head_dim, pair.k_bits, imported.k_group_size),
+            ("values", check_group_size, geometry.v_head_dim, pair.v_bits, imported.v_group_size),
+        ):
+            if bits == NATIVE_BITS:
+                continue
+            try:
+                check(head_dim, bits, group)
+            except PrecisionError as error:
+                raise ProfileError(f"layer {layer}, {name}: {error}; say so with --group-size") from error

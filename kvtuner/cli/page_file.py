@@ -1,0 +1,46 @@
+"""Writes a page where ``--html`` says. Knows nothing of what is on it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+from kvtuner.errors import RunFolderError
+from kvtuner.run_folder import write_atomically
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_BEGINNING: Final = b"<!DOCTYPE html>"
+
+
+def check_page_file(path: Path) -> None:
+    """Refuse a place where no page can or should be, before any work: a page may be written over, no other file.
+
+    Raises:
+        RunFolderError: a folder, a file that is no page, or a folder that cannot be written.
+    """
+    try:
+        if path.is_dir():
+            raise RunFolderError(f"--html {path} is a folder; name a file in it, such as {path / 'profile.html'}")
+        if path.exists() and not _is_page(path):
+            raise RunFolderError(f"--html {path} is there and is no HTML page; name another file, or remove it")
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+    except OSError as error:
+        raise RunFolderError(f"--html {path} cannot be written ({error.strerror}); name another file") from error
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise RunFolderError(f"--html {path}: {folder} is no folder that can be written; name another file")
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write it; a reader sees the old page or the new one.
+
+    Raises:
+        RunFolderError: the disk is full or the folder cannot be written.
+    """
+    write_atomically(path, text.encode(errors="replace"))
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as handle:
+        return handle.read(len(_BEGINNING)).lower() == _BEGINNING.lower()

@@ -1,0 +1,82 @@
+"""Words for layers: ``0-1:bf16,62:int8``, as people type them. Knows neither models nor what a word means."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvtuner.errors import PrecisionError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+MAX_TEXT: Final = 1 << 16
+
+# Four digits bound the work that a hostile range can ask for.
+_LAYERS: Final = re.compile(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", re.ASCII)
+
+
+class LayerRange(NamedTuple):
+    """Neighbouring layers and their word."""
+
+    first: int
+    last: int
+    word: str
+
+
+def read_ranges(text: str) -> list[LayerRange]:
+    """The ranges of a text, in its order.
+
+    Raises:
+        PrecisionError: an entry that cannot be read, or a text that nobody types.
+    """
+    if len(text) > MAX_TEXT:
+        raise PrecisionError(f"layers are given in at most {MAX_TEXT} characters, not {len(text)}")
+    return [_entry(entry) for entry in text.split(",")]
+
+
+def read_layers(layers: str, word: str) -> LayerRange:
+    """One range, its layers and its word apart: ``0`` or ``2-27``.
+
+    Raises:
+        PrecisionError: layers that cannot be read.
+    """
+    return _entry(f"{layers}:{word}")
+
+
+def words_by_layer(ranges: Iterable[LayerRange]) -> dict[int, str]:
+    """The word of every layer that is named.
+
+    Raises:
+        PrecisionError: a layer named twice.
+    """
+    words: dict[int, str] = {}
+    for first, last, word in ranges:
+        for layer in range(first, last + 1):
+            if layer in words:
+                raise PrecisionError(f"each layer may be given once, but layer {layer} is twice")
+            words[layer] = word
+    return words
+
+
+def write_ranges(words: Sequence[str]) -> str:
+    """The text for a word of every layer from 0 on; neighbours with the same word are one range."""
+    entries = []
+    for word, members in groupby(enumerate(words), key=lambda item: item[1]):
+        layers = [layer for layer, _ in members]
+        name = f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+        entries.append(f"{name}:{word}")
+    return ",".join(entries)
+
+
+def _entry(entry: str) -> LayerRange:
+    layers, _, word = entry.partition(":")
+    match = _LAYERS.fullmatch(layers)
+    if match is None or not word.strip():
+        raise PrecisionError(f"an entry is written 0:K8V8 or 2-27:K4V2, not {entry.strip()[:60]!r}")
+    first = int(match[1])
+    last = first if match[2] is None else int(match[2])
+    if last < first:
+        raise PrecisionError(f"a range goes from its lower to its higher layer, not {entry.strip()[:60]!r}")
+    return LayerRange(first, last, word.strip())

@@ -1,0 +1,146 @@
+"""``kvtuner import`` and ``kvtuner export``, as they are typed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtuner.exported_configs.load import load_profile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+NUM_LAYERS = 3
+
+
+@pytest.fixture
+def model(model_folder: Callable[..., Path], tmp_path: Path) -> Path:
+    """A folder with a configuration of three layers and nothing else: no weights, no tokenizer."""
+    folder = tmp_path / "Tiny-3B"
+    folder.mkdir()
+    shutil.copy(model_folder("llama-gqa") / "config.json", folder)
+    return folder
+
+
+@pytest.fixture
+def preset(tmp_path: Path) -> Path:
+    path = tmp_path / "Tiny-3B_pertoken_KVTuner4_0.yaml"
+    path.write_text("".join(f"{n}:\n  nbits_key: 4\n  nbits_value: 2\n" for n in range(NUM_LAYERS)))
+    return path
+
+
+def test_a_preset_becomes_a_profile_of_the_model(
+    run: Callable[..., Any], model: Path, preset: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "profile.json"
+    status, stdout, err = run("import", preset, "--from", "kvtuner-yaml", "--model", model, "--out", out)
+    assert (status, err) == (0, "")
+    profile = load_profile(out)
+    assert profile.digest in stdout
+    assert [str(pair) for pair in profile.pairs] == ["K4V2"] * NUM_LAYERS
+    assert (profile.model.id, profile.model.architecture, profile.model.dtype) == (
+        "Tiny-3B",
+        "LlamaForCausalLM",
+        "float32",
+    )
+    assert run("validate", out, "--model", model)[0] == 0
+    assert "imported from kvtuner-yaml" in run("show", out)[1]
+
+
+def test_without_out_the_profile_is_on_stdout_and_notes_are_not(
+    run: Callable[..., Any], model: Path, preset: Path
+) -> None:
+    renamed = preset.rename(preset.with_name("Other-7B_kivi_KVTuner6_1.yaml"))
+    flags = ("--from", "kvtuner-yaml", "--model", model, "--group-size", "16")
+    status, stdout, err = run("import", renamed, *flags)
+    assert status == 0
+    profile = load_profile(stdout.encode())
+    assert profile.has_per_channel_keys and profile.defaults.v.group_size == 16
+    assert "note: the file's name says 'Other-7B', but it is imported for 'Tiny-3B'" in err
+    assert "no host serves it yet" in err
+
+
+def test_a_file_is_overwritten_by_force_only(
+    run: Callable[..., Any], model: Path, preset: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "there.json"
+    out.write_text("mine")
+    flags = ("--from", "kvtuner-yaml", "--model", model, "--out", out)
+    status, _, err = run("import", preset, *flags)
+    assert status == 2 and "is there already" in err and out.read_text() == "mine"
+    assert run("import", preset, *flags, "--force")[0] == 0
+    digest = load_profile(out).digest
+    status, _, err = run("export", out, "--to", "kvtuner-yaml", "--out", out)
+    assert status == 2 and "is there already" in err and load_profile(out).digest == digest
+    assert run("export", out, "--to", "kvtuner-yaml", "--out", out, "--force")[0] == 0
+    assert out.read_text() == preset.read_text()
+
+
+def test_ranges_are_a_text_or_a_file(run: Callable[..., Any], model: Path, tmp_path: Path) -> None:
+    flags = ("--from", "ranges", "--model", model)
+    file = tmp_path / "ranges.yaml"
+    file.write_text("kv_cache_per_layer_dtype:\n  0: bf16\n  2: bf16\n")
+    by_text = run("import", "0:bf16,2:bf16", *flags, "--default-dtype", "fp8", "--map", "FP8=8", "--symmetric")
+    by_file = run("import", file, *flags, "--default-dtype", "int8", "--symmetric")
+    assert by_text[0] == by_file[0] == 0
+    assert "note: FP8 is stored as K8V8" in by_text[2] and by_file[2] == ""
+    digests = {load_profile(result[1].encode()).digest for result in (by_text, by_file)}
+    assert len(digests) == 1
+    status, _, err = run("import", "0" * 5000, *flags)
+    assert status == 2 and "an entry is written" in err
+    status, _, err = run("import", tmp_path / "absent.yaml", *flags)
+    assert status == 2 and "must be ranges like" in err
+
+
+def test_both_answers_can_be_json(run: Callable[..., Any], model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    flags = ("--from", "ranges", "--model", model, "--out", out, "--json")
+    facts = json.loads(run("import", "0:bf16,1-2:int8", *flags)[1])
+    assert facts["file"] == str(out) and facts["digest"] == load_profile(out).digest and facts["notes"] == []
+    facts = json.loads(run("export", out, "--to", "vllm-skip-layers", "--lossy", "--json")[1])
+    assert facts["text"] == "0\n" and "--kv-cache-dtype int8_per_token_head" in facts["notes"][0]
+
+
+def test_what_is_lost_is_refused_or_said(run: Callable[..., Any], model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    assert run("import", "0-2:int4", "--from", "ranges", "--model", model, "--symmetric", "--out", out)[0] == 0
+    status, stdout, err = run("export", out, "--to", "ranges")
+    assert (status, stdout) == (2, "") and "layer 0: keys are symmetric (and 1 more); --lossy" in err
+    status, stdout, err = run("export", out, "--to", "ranges", "--lossy")
+    assert (status, stdout) == (0, "0-2:int4\n") and "note: dropped, from layer 0 on: keys are symmetric" in err
+    for name in ("modelopt", "optiq", "kvtuner-yaml"):
+        status, _, err = run("export", out, "--to", name, "--lossy")
+        assert status == 2 and "leave --lossy out" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--from", "optiq", "--model", "demo"), "demo.yaml cannot be read"),
+        (("--from", "ranges", "--model", "/nowhere/model"), "model folder /nowhere/model does not exist"),
+        (("--from", "ranges", "--model", "demo", "--group-size", "-4"), "--group-size must be at least 1"),
+        (("--from", "ranges", "--model", "demo", "--map", "fp8"), "--map is written FP8=8"),
+        (("--from", "ranges", "--model", "demo", "--scheme", "kivi"), "leave --scheme out"),
+        (("--from", "vllm-skip-layers", "--model", "demo"), "invalid choice"),
+        (("--from", "ranges", "--model", "demo", "--symmetric", "--asymmetric"), "not allowed with"),
+        (("--from", "ranges"), "--model"),
+        (("--model", "demo"), "--from"),
+    ],
+)
+def test_wrong_flags_are_refused_in_words(run: Callable[..., Any], flags: tuple[str, ...], says: str) -> None:
+    status, stdout, err = run("import", "demo.yaml", *flags)
+    assert (status, stdout) == (2, "") and says in err
+
+
+def test_no_code_of_a_model_is_run(run: Callable[..., Any], model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config.update(model_type="mine", auto_map={"AutoConfig": "evil.Config"})
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "evil.py").write_text(f"open({str(model / 'ran')!r}, 'w')\nclass Config: pass\n")
+    status, _, err = run("import", "0-2:8", "--from", "ranges", "--model", model)
+    assert status == 2 and "code of its own" in err
+    assert not (model / "ran").exists()

@@ -1,0 +1,185 @@
+"""A profile travels: pushed after a preview, pulled by commit, listed, and named wherever a profile is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")]
+
+REPO = "me/tiny-kv4"
+
+
+@pytest.fixture(scope="module")
+def reported(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with its report."""
+    from kvtuner.cli import main
+
+    folder = Path(shutil.copytree(finished, tmp_path_factory.mktemp("reported") / "run"))
+    assert main(["report", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def copied(reported: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(reported, tmp_path / "run"))
+
+
+def test_the_preview_names_every_file_and_pushes_nothing(run: Any, hub: Any, reported: Path) -> None:
+    status, out, err = run("push", reported, "--repo", REPO, "--dry-run", "--json")
+    plan = json.loads(out)
+    assert status == 0 and hub.repos == {}
+    assert {"README.md", "profile.json", "report.html"} < set(plan["files"])
+    assert all(name in err for name in plan["files"]) and "a new public repository" in err
+    assert not hub.asked("POST", "")
+
+
+def test_without_somebody_to_ask_nothing_is_pushed(run: Any, hub: Any, reported: Path) -> None:
+    status, _, err = run("push", reported, "--repo", REPO)
+    assert status == 2 and "add --yes" in err and hub.repos == {}
+
+
+def test_push_pull_and_use_by_commit(run: Any, hub: Any, reported: Path, tmp_path: Path) -> None:
+    status, out, _ = run("push", reported, "--repo", REPO, "--yes", "--json")
+    made = json.loads(out)
+    assert status == 0 and len(hub.repos[REPO].commits) == 2, "the repository's first commit, and ours"
+    files = hub.repos[REPO].commits[made["commit"]]
+    assert files["profile.json"] == (reported / "profile.json").read_bytes()
+    assert files["report.html"] == (reported / "report.html").read_bytes()
+    assert any(name.startswith("pictures/") for name in files)
+
+    named = f"{REPO}@{made['commit']}"
+    status, out, _ = run("pull", named, "--out", tmp_path / "p.json", "--json")
+    pulled = json.loads(out)
+    assert status == 0 and (tmp_path / "p.json").read_bytes() == files["profile.json"]
+    digest = pulled["digest"]
+
+    for words in (("show", named), ("validate", f"{named}#{digest}"), ("diff", named, reported / "profile.json")):
+        status, out, err = run(*words)
+        assert status == 0 and digest in out, err
+    status, _, err = run("show", f"{named}#sha256:{'0' * 64}")
+    assert status == 2 and "was asked for" in err
+    status, out, _ = run("list", "--json")
+    rows = [row for row in json.loads(out) if row["where"] == "cache"]
+    assert [row["name"] for row in rows] == [f"{named}:profile.json"] and rows[0]["digest"] == digest
+
+
+def test_a_branch_is_said_to_move(run: Any, hub: Any, reported: Path) -> None:
+    hub.repo(REPO, {"profile.json": (reported / "profile.json").read_bytes()})
+    commit = hub.repos[REPO].refs["main"]
+    status, _, err = run("show", REPO)
+    assert status == 0 and f"{REPO}@main may change; it is {REPO}@{commit} now" in err
+
+
+def test_pushing_the_same_again_makes_no_commit(run: Any, hub: Any, reported: Path) -> None:
+    assert run("push", reported, "--repo", REPO, "--yes")[0] == 0
+    before = dict(hub.repos[REPO].commits)
+    assert run("push", reported, "--repo", REPO, "--yes")[0] == 0
+    assert hub.repos[REPO].commits.keys() == before.keys()
+
+
+def test_what_belonged_to_the_replaced_profile_goes(run: Any, hub: Any, reported: Path) -> None:
+    old = {"profile.json": b"{}", "profile.json.sig": b"old", "profile.evaluation-x.json": b"{}", "notes.txt": b"mine"}
+    hub.repo(REPO, old)
+    status, _, err = run("push", reported, "--repo", REPO, "--yes")
+    files = hub.repos[REPO].commits[hub.repos[REPO].refs["main"]]
+    assert status == 0 and files["notes.txt"] == b"mine"
+    assert "profile.json.sig" not in files and "profile.evaluation-x.json" not in files
+    assert "removes  profile.json.sig" in err and "replaces profile.json" in err
+
+
+def test_the_card_says_what_a_hub_and_a_person_look_for(run: Any, hub: Any, reported: Path) -> None:
+    plan = json.loads(run("push", reported, "--repo", REPO, "--dry-run", "--json", "--license", "mit")[1])
+    profile = json.loads((reported / "profile.json").read_text())
+    _, metadata, body = plan["card"].split("---\n", 2)
+    card = yaml.safe_load(metadata)
+    assert card["license"] == "mit" and card["library_name"] == "kvtuner"
+    assert {"kv-cache", "sglang", "kvtuner"} <= set(card["tags"])
+    assert "base_model" not in card, "a folder's name is no model of the hub"
+    assert profile["digest"] in body and f"{profile['budget']['bytes_per_token']:,} bytes per token" in body
+    rows = re.findall(r"^\| (.+?) \|", body, re.MULTILINE)
+    assert {"this profile", *(each["name"] for each in profile["quality"]["baselines"])} <= set(rows)
+    assert f"    {profile['provenance']['command']}\n" in body
+
+
+def test_the_card_of_a_model_of_the_hub_names_it_as_its_base(run: Any, hub: Any, copied: Path, tmp_path: Path) -> None:
+    path = copied / "profile.json"
+    document = json.loads(path.read_text())
+    document["model"]["id"] = "Qwen/Qwen2.5-7B-Instruct"
+    document["provenance"]["calibration"]["corpus"] = "allenai/c4"
+    document["budget"]["asked"] = "4bit | <b>`x`</b>"
+    path.write_text(json.dumps(document))
+    plan = json.loads(run("push", path, "--repo", REPO, "--dry-run", "--json")[1])
+    card = yaml.safe_load(plan["card"].split("---\n", 2)[1])
+    assert card["base_model"] == "Qwen/Qwen2.5-7B-Instruct" and card["base_model_relation"] == "quantized"
+    assert card["datasets"] == ["allenai/c4"]
+    assert "<b>" not in plan["card"]
+
+
+def test_the_command_of_a_profile_is_the_search_that_made_it(reported: Path) -> None:
+    from kvtuner.cli.parser import build_parser, parse
+
+    profile = json.loads((reported / "profile.json").read_text())
+    words = shlex.split(profile["provenance"]["command"])
+    assert words[:2] == ["kvtuner", "search"]
+    args = parse(build_parser(), words[1:])
+    assert args.budget == [profile["budget"]["asked"]]
+    assert args.model == profile["model"]["id"] and "/" not in args.data
+    assert args.sequence_length == profile["provenance"]["calibration"]["sequence_length"]
+    assert str(reported) not in profile["provenance"]["command"]
+
+
+def test_an_evaluation_of_another_profile_is_not_pushed(run: Any, hub: Any, copied: Path) -> None:
+    status, _, err = run("push", copied / "nothing.json", "--repo", REPO, "--yes")
+    assert status == 2 and "nothing.json" in err
+    (copied / "profile.evaluation-x-1.json").write_text("{}")
+    status, _, err = run("push", copied, "--repo", REPO, "--yes")
+    assert status == 2 and "profile.evaluation-x-1.json" in err and hub.repos == {}
+
+
+@pytest.mark.parametrize("words", [("push", "--repo", "nobody"), ("pull",), ("push",)])
+def test_wrong_words_are_refused_in_one_line(words: tuple[str, ...], reported: Path) -> None:
+    done = kvtuner(words[0], str(reported), *words[1:])
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
+def test_a_process_of_its_own_pulls_from_the_named_endpoint_and_keeps_the_token_to_itself(
+    hub: Any, reported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repo(REPO, {"profile.json": (reported / "profile.json").read_bytes()}, private=True)
+    done = kvtuner("pull", REPO, "--json")
+    assert done.returncode == 0, done.stderr
+    pulled = json.loads(done.stdout)
+    assert Path(pulled["file"]).is_relative_to(os.environ["KVTUNER_CACHE"])
+    assert hub.token not in done.stdout + done.stderr
+    assert hub.token not in "".join(path.read_text() for path in Path(pulled["file"]).parent.iterdir())
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.requests.clear()
+    done = kvtuner("show", REPO)
+    assert done.returncode == 0 and "HF_HUB_OFFLINE" in done.stderr and hub.requests == []
+
+
+def test_list_shows_what_a_folder_holds_and_what_fits_a_model(
+    run: Any, hub: Any, reported: Path, model_folder: Any
+) -> None:
+    status, out, _ = run("list", reported.parent, "--json", "--model", model_folder("head-dim-80"))
+    assert status == 0 and json.loads(out) == []
+    rows = json.loads(run("list", reported.parent, "--json")[1])
+    assert str(reported / "profile.json") in [row["name"] for row in rows]
+    status, _, err = run("list", reported / "nowhere")
+    assert status == 2 and "is no folder" in err
+
+
+def kvtuner(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvtuner", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL, check=False)

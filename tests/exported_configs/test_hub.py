@@ -1,0 +1,337 @@
+"""Fetching and pushing over real HTTP: what is verified, what is kept, and one clear line for every fault."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from huggingface_hub import constants
+
+from kvtuner.errors import HubError, ProfileError, RunFolderError
+from kvtuner.exported_configs.build import LayerChoice, dump_profile
+from kvtuner.exported_configs.evaluation import evaluation_files
+from kvtuner.exported_configs.hub import Upload, look_at_branch, pull, push
+from kvtuner.exported_configs.reference import HubReference
+from kvtuner.exported_configs.store import all_stored, cache_folder, stored
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvtuner.exported_configs.profile import Profile
+
+REPO = "me/tiny-kv4"
+MAIN = HubReference(REPO, "main")
+
+
+@pytest.fixture
+def data(profile: Profile) -> bytes:
+    return dump_profile(profile)
+
+
+def test_a_branch_is_fetched_by_its_commit_checked_and_kept_by_digest(hub: Any, profile: Profile, data: bytes) -> None:
+    oid = hub.repo(REPO, {"profile.json": data}).refs["main"]
+    pulled = pull(MAIN)
+    assert pulled.stored.path.read_bytes() == data
+    assert pulled.stored.load() == profile
+    assert pulled.stored.path.parent == cache_folder() / profile.digest.removeprefix("sha256:")
+    assert (pulled.stored.origin.commit, pulled.stored.origin.repo) == (oid, REPO)
+    assert pulled.notes == (f"{REPO}@main may change; it is {REPO}@{oid} now: name that to keep it",)
+    fetched = hub.asked("GET", "/resolve/")
+    assert fetched and all(f"/resolve/{oid}/" in path for path in fetched), "by the commit, never by the branch"
+
+
+def test_a_commit_or_a_digest_that_is_kept_needs_no_request(hub: Any, profile: Profile, data: bytes) -> None:
+    oid = hub.repo(REPO, {"profile.json": data}).refs["main"]
+    pull(MAIN)
+    hub.requests.clear()
+    assert pull(MAIN.at(oid)).notes == ()
+    assert pull(HubReference("somebody/else", "main", digest=profile.digest)).stored.load() == profile
+    assert hub.requests == []
+    pull(MAIN)
+    assert hub.requests, "a branch is looked up every time"
+
+
+def test_a_kept_profile_that_was_damaged_is_fetched_again(hub: Any, data: bytes) -> None:
+    oid = hub.repo(REPO, {"profile.json": data}).refs["main"]
+    path = pull(MAIN).stored.path
+    for damage in (data.replace(b'"bits": 4', b'"bits": 8', 1), data[: len(data) // 2], b""):
+        path.write_bytes(damage)
+        assert pull(MAIN.at(oid)).stored.path.read_bytes() == data
+
+
+def test_a_digest_that_is_pinned_must_be_the_one_that_comes(hub: Any, data: bytes) -> None:
+    hub.repo(REPO, {"profile.json": data})
+    other = "sha256:" + "0" * 64
+    with pytest.raises(ProfileError, match=f"but {other} was asked for"):
+        pull(HubReference(REPO, "main", digest=other))
+    assert list(all_stored()) == []
+
+
+def test_a_branch_that_moved_is_said(hub: Any, profile: Profile, data: bytes, other_data: bytes) -> None:
+    repo = hub.repo(REPO, {"profile.json": data})
+    before = repo.refs["main"]
+    pull(MAIN)
+    after = repo.commit({"profile.json": other_data})
+    notes = pull(MAIN).notes
+    assert notes[0].startswith(f"{REPO}@main may change; it is {REPO}@{after} now")
+    assert notes[1] == f"{REPO}@main moved: it was {before} when it was pulled last"
+    assert stored(profile.digest) is not None, "the older one is still there"
+
+
+def test_evaluations_and_a_signature_come_with_the_profile(hub: Any, data: bytes) -> None:
+    beside = {
+        "profile.evaluation-x-1.json": b"{}",
+        "profile.json.sig": b"signature",
+        "profile-8bit.json": data,
+        "profile.evaluation-x/../../evil.json": b"{}",
+        "other.evaluation-y.json": b"{}",
+        "model.safetensors": b"w" * 100,
+    }
+    hub.repo(REPO, {"profile.json": data, **beside})
+    kept = pull(MAIN).stored.path
+    assert sorted(file.name for file in kept.parent.iterdir()) == [
+        "origin.json",
+        "profile.evaluation-x-1.json",
+        "profile.json",
+        "profile.json.sig",
+    ]
+    assert [file.name for file in evaluation_files(kept)] == ["profile.evaluation-x-1.json"]
+    assert not hub.asked("GET", "safetensors|8bit|other|evil")
+
+
+def test_a_profile_by_its_path_keeps_its_name(hub: Any, data: bytes) -> None:
+    hub.repo(REPO, {"kv/profile-4bit.json": data, "kv/profile-4bit.json.sig": b"s", "profile-4bit.json.sig": b"other"})
+    kept = pull(HubReference(REPO, "main", "kv/profile-4bit.json")).stored
+    assert kept.path.name == "profile-4bit.json"
+    assert kept.path.with_name("profile-4bit.json.sig").read_bytes() == b"s"
+
+
+def test_a_tag_of_a_private_repository_is_fetched_with_the_token(hub: Any, data: bytes) -> None:
+    repo = hub.repo(REPO, {"profile.json": data}, private=True)
+    repo.refs["v1"] = repo.refs["main"]
+    assert pull(HubReference(REPO, "v1")).stored.origin.revision == "v1"
+    assert {token for _, _, token in hub.requests} == {f"Bearer {hub.token}"}
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "refused token": ({"status": 401, "headers": {"message": "Invalid credentials in Authorization header"}}, "token"),
+    "forbidden": ({"status": 403}, "may not do that"),
+    "rate limit": ({"status": 429, "headers": {"Retry-After": "77"}}, "rate limit is reached; try again in 77 seconds"),
+    "broken hub": ({"status": 500}, "the hub answers 500; try again later"),
+    "no hub at all": ({"body": b"<html>a portal</html>"}, "does not answer as a hub does"),
+    "teapot": ({"status": 418}, "the hub answers 418"),
+    "slow": ({"wait": 3.0}, "cannot be reached"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_of_the_hub_have_words_of_their_own(
+    hub: Any, data: bytes, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fault, words = FAULTS[name]
+    hub.repo(REPO, {"profile.json": data})
+    hub.fail("GET", "/api/models/", **fault)
+    impatient(monkeypatch)
+    with caplog.at_level(logging.DEBUG), pytest.raises(HubError, match=re.escape(words)) as refused:
+        pull(MAIN)
+    check_message(str(refused.value), hub, caplog)
+    assert list(all_stored()) == []
+
+
+def test_what_is_not_there_is_named(hub: Any, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    oid = hub.repo(REPO, {"profile-4bit.json": data, "profile-8bit.json": data}).refs["main"]
+    hub.repo("me/gated", {"profile.json": data}, gated=True)
+    for reference, words in (
+        (HubReference("me/nothing", "main"), "me/nothing@main: there is no such repository, or it is private"),
+        (HubReference(REPO, "v9"), f"{REPO}@v9: the repository has no such revision"),
+        (HubReference(REPO, "0" * 40), "has no such revision"),
+        (HubReference(REPO, "main"), f"{oid}: the repository has no file profile.json; it has profile-4bit.json, prof"),
+        (HubReference("me/gated", "main"), "is gated; accept its terms"),
+    ):
+        with caplog.at_level(logging.DEBUG), pytest.raises(HubError, match=re.escape(words)) as refused:
+            pull(reference)
+        check_message(str(refused.value), hub, caplog)
+
+
+def test_a_hub_that_is_not_there_is_named(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(HubError, match=r"http://127\.0\.0\.1:1 cannot be reached .*HF_ENDPOINT"):
+        pull(MAIN)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 700])
+def test_a_connection_that_is_cut_for_good_leaves_nothing_usable(
+    hub: Any, data: bytes, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.repo(REPO, {"profile.json": data})
+    fault = hub.fail("GET", "/resolve/.*/profile.json", cut=cut)
+    impatient(monkeypatch)
+    with pytest.raises(HubError, match=REPO):
+        pull(MAIN)
+    assert list(all_stored()) == [] and not list(cache_folder().rglob("*.json"))
+    fault.times = 0
+    assert pull(MAIN).stored.path.read_bytes() == data
+
+
+def test_a_connection_that_is_cut_once_is_resumed(hub: Any, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.repo(REPO, {"profile.json": data})
+    hub.fail("GET", "/resolve/.*/profile.json", cut=500, times=1)
+    impatient(monkeypatch)
+    assert pull(MAIN).stored.path.read_bytes() == data
+
+
+@pytest.mark.parametrize("kind", ["truncated", "edited", "text", "newer"])
+def test_content_that_is_no_valid_profile_is_refused_and_not_kept(hub: Any, data: bytes, kind: str) -> None:
+    wrong = {
+        "truncated": data[:-200],
+        "edited": data.replace(b'"bits": 4', b'"bits": 8', 1),
+        "text": b"version https://git-lfs.github.com/spec/v1\n",
+        "newer": data.replace(b'"schema_version": 1', b'"schema_version": 2'),
+    }[kind]
+    assert wrong != data
+    oid = hub.repo(REPO, {"profile.json": wrong}).refs["main"]
+    with pytest.raises(ProfileError, match=f"{REPO}@{oid} holds no valid profile"):
+        pull(MAIN)
+    assert list(all_stored()) == []
+
+
+def test_a_file_too_large_for_a_profile_is_not_fetched(hub: Any) -> None:
+    hub.repo(REPO, {"profile.json": b" " * (8 * 2**20 + 1)})
+    with pytest.raises(HubError, match="has 8388609 bytes, above 8388608"):
+        pull(MAIN)
+    assert not hub.asked("GET", "/resolve/")
+
+
+def test_offline_gives_what_was_pulled_and_refuses_the_rest(
+    hub: Any, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oid = hub.repo(REPO, {"profile.json": data}).refs["main"]
+    pull(MAIN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+    (note,) = pull(MAIN).notes
+    assert note == f"HF_HUB_OFFLINE: {REPO}@main as it was when it was pulled, {oid}"
+    assert pull(MAIN.at(oid)).notes == ()
+    with pytest.raises(HubError, match="me/other@main: HF_HUB_OFFLINE is set and it was never pulled; pull it once"):
+        pull(HubReference("me/other", "main"))
+    with pytest.raises(HubError, match=f"never pulled; here is {REPO} at {oid}"):
+        pull(HubReference(REPO, "v2"))
+    with pytest.raises(HubError, match="a push needs the hub"):
+        look_at_branch(REPO, None)
+    assert hub.requests == []
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    hub: Any, data: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub.repo(REPO, {"profile.json": data})
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVTUNER_CACHE", str(tmp_path / "file"))
+    with pytest.raises(RunFolderError, match="set KVTUNER_CACHE to another folder"):
+        pull(MAIN)
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's own, of httpx
+def test_a_push_makes_one_commit_of_all_files(hub: Any, data: bytes) -> None:
+    files = {"README.md": b"---\nlicense: mit\n---\n", "profile.json": data, "pictures/a.png": b"\x89PNG" * 9}
+    head = look_at_branch(REPO, None)
+    assert head.commit is None
+    made = push(Upload(REPO, None, head, files, private=True), "first")
+    repo = hub.repos[REPO]
+    assert repo.private and len(repo.commits) == 2 and repo.refs["main"] == made.commit
+    assert {name: repo.commits[made.commit][name] for name in files} == files
+    assert pull(MAIN.at(made.commit)).stored.path.read_bytes() == data
+
+
+def test_a_push_replaces_and_removes_on_top_of_what_was_seen(hub: Any, data: bytes, other_data: bytes) -> None:
+    repo = hub.repo(REPO, {"profile.json": other_data, "profile.json.sig": b"old", "notes.txt": b"mine"})
+    head = look_at_branch(REPO, None)
+    made = push(Upload(REPO, None, head, {"profile.json": data}, ("profile.json.sig",)), "second")
+    assert set(repo.commits[made.commit]) == {".gitattributes", "profile.json", "notes.txt"}
+    assert repo.commits[made.commit]["profile.json"] == data
+
+
+def test_a_branch_that_moved_since_it_was_seen_is_not_written_over(hub: Any, data: bytes) -> None:
+    repo = hub.repo(REPO, {"notes.txt": b"mine"})
+    head = look_at_branch(REPO, None)
+    hub.before_commit = lambda: repo.commit({"notes.txt": b"theirs"})
+    with pytest.raises(HubError, match="the branch moved while this was pushed"):
+        push(Upload(REPO, None, head, {"profile.json": data}), "late")
+    assert repo.commits[repo.refs["main"]] == {"notes.txt": b"theirs"}
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_an_upload_that_breaks_commits_nothing(hub: Any, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo = hub.repo(REPO, {"notes.txt": b"mine"})
+    hub.fail("PUT", "/large/", status=503)
+    impatient(monkeypatch)
+    with pytest.raises(HubError, match="the hub answers 503; try again later"):
+        push(Upload(REPO, None, look_at_branch(REPO, None), {"profile.json": data, "a.png": b"\x89PNG"}), "x")
+    assert repo.commits[repo.refs["main"]].keys() == {".gitattributes", "notes.txt"}
+
+
+def test_what_a_gitignore_leaves_out_is_named(hub: Any, data: bytes) -> None:
+    hub.repo(REPO, {"notes.txt": b"mine"})
+    hub.ignored = {"profile.json"}
+    with pytest.raises(HubError, match=r"lacks profile\.json: does the repository's \.gitignore"):
+        push(Upload(REPO, None, look_at_branch(REPO, None), {"profile.json": data, "notes.txt": b"new"}), "x")
+
+
+def test_a_pull_request_leaves_the_branch_alone(hub: Any, data: bytes) -> None:
+    repo = hub.repo(REPO, {"notes.txt": b"mine"})
+    before = repo.refs["main"]
+    made = push(Upload(REPO, None, look_at_branch(REPO, None), {"profile.json": data}, create_pr=True), "please")
+    assert repo.refs["main"] == before and "/discussions/1" in made.url
+    assert pull(MAIN.at(made.commit)).stored.path.read_bytes() == data
+
+
+@pytest.mark.parametrize("may_write", [True, False])
+def test_a_token_that_may_not_write_is_named(
+    hub: Any, data: bytes, may_write: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.may_write = may_write
+    if may_write:
+        monkeypatch.setenv("HF_TOKEN", "hf_another" + "x" * 20)
+    hub.repo("me/public", {"notes.txt": b""})
+    with caplog.at_level(logging.DEBUG), pytest.raises(HubError, match="this token") as refused:
+        push(Upload("me/public", None, look_at_branch("me/public", None), {"profile.json": data}), "x")
+    check_message(str(refused.value), hub, caplog)
+
+
+def test_the_store_is_whole_or_not_at_all(hub: Any, profile: Profile, data: bytes) -> None:
+    hub.repo(REPO, {"profile.json": data})
+    kept = pull(MAIN).stored
+    folder = kept.path.parent
+    (folder / "origin.json").write_text(json.dumps({"repo": "x"}))
+    assert stored(profile.digest) is None, "an origin that says too little is none"
+    pull(MAIN)
+    assert stored(profile.digest) == kept
+    (folder.parent / ".new-left-behind").mkdir()
+    (folder.parent / "notes").mkdir()
+    assert [each.digest for each in all_stored()] == [profile.digest]
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own waits and retries, shortened."""
+    import huggingface_hub.file_download
+    import huggingface_hub.utils._http
+
+    for module in (huggingface_hub.file_download, huggingface_hub.utils._http):
+        monkeypatch.setattr(module.time, "sleep", lambda _: None)
+    monkeypatch.setattr(constants, "DEFAULT_REQUEST_TIMEOUT", 1.0)
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
+
+
+def check_message(message: str, hub: Any, caplog: pytest.LogCaptureFixture) -> None:
+    assert "\n" not in message and len(message) < 400
+    assert hub.token not in message and hub.token not in caplog.text
+
+
+@pytest.fixture
+def other_data(make_profile: Callable[..., Profile]) -> bytes:
+    return dump_profile(make_profile(layers=[LayerChoice(8, 8)] * 5))
