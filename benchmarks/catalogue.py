@@ -31,6 +31,7 @@ def make(work: Path, name: str) -> dict[str, Path]:
     files = {}
     for budget in BUDGETS:
         out = work / f"catalogue-{name}-{budget}"
+        shutil.rmtree(out, ignore_errors=True)
         profile = out / "profile.json"
         _run("search", "--model", model, "--budget", budget, "--no-report", "--out", str(out))
         _run("eval", str(profile), "--model", model, "--levels", "likelihood,recall", "--out", str(out / "evaluation"))
@@ -40,10 +41,10 @@ def make(work: Path, name: str) -> dict[str, Path]:
 
 
 def twin(work: Path) -> Path:
-    """The folder of the twin, made where it is not there."""
+    """The folder of the twin, made anew."""
     folder = work / TWIN
-    if not folder.exists():
-        make_twin("demo", folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    make_twin("demo", folder)
     return folder
 
 

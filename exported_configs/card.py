@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
 from kvtuner.errors import HubError
 from kvtuner.exported_configs.evaluation import PROFILE
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile import Profile
 
 TAGS: Final = ("kv-cache", "kv-cache-quantization", "sglang", "kvtuner")
-_SAFE: Final = str.maketrans({character: f"&#{ord(character)};" for character in "&<>|`[*_"})
+_SAFE: Final = str.maketrans({character: f"&#{ord(character)};" for character in "&<>|`[]*_"})
 _LETTERS: Final = {2: "2", 4: "4", 8: "8", 16: "F"}
 
 
@@ -57,7 +58,7 @@ def card(repo: str, shown: Sequence[Shown], *, license_id: str, pictures: Sequen
     parts = [_head(repo, shown[0].profile)]
     parts += [_profile(repo, each) for each in shown]
     if pictures:
-        parts.append("## Pictures\n\n" + "\n\n".join(f"![{_cell(path)}]({path})" for path in pictures))
+        parts.append("## Pictures\n\n" + "\n\n".join(f"![{_cell(path)}]({quote(path)})" for path in pictures))
     return f"---\n{_metadata(shown, license_id)}---\n\n" + "\n\n".join(parts) + "\n"
 
 
@@ -103,8 +104,9 @@ def _profile(repo: str, shown: Shown) -> str:
         f" padding), {profile.bytes_per_token():,} bytes per token in place of {bf16:,} in 16 bit:"
         f" {bf16 / profile.bytes_per_token():.2f} times as many tokens.",
         "",
-        f"    kvtuner pull {name}",
-        f"    python -m sglang.launch_server --model-path {shlex.quote(profile.model.id)} --kvtuner-profile {name}",
+        f"    kvtuner pull {shlex.quote(name)}",
+        f"    python -m sglang.launch_server --model-path {shlex.quote(profile.model.id)}"
+        f" --kvtuner-profile {shlex.quote(name)}",
         "",
         f"Digest: {_code(profile.digest)}. Model revision: {_code(profile.model.revision or 'not recorded')}.",
         "",

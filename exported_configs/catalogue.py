@@ -5,6 +5,7 @@ of how they were made; CONTRIBUTING says what evidence each must bring.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -22,6 +23,7 @@ from kvtuner.run_folder import sha256_of, write_atomically
 
 FOLDER: Final = Path(__file__).with_name("profiles")
 USUAL_BUDGET: Final = "4bit"
+_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*-[0-9][a-z0-9.]*")
 INDEX: Final = "index.json"
 INDEX_SCHEMA: Final = "index.schema.json"
 _KIND: Final = DocumentKind("index", "python -m kvtuner.exported_configs.catalogue", 2**20)
@@ -150,11 +152,34 @@ def make_index(folder: Path = FOLDER) -> Index:
     paths = [path for path in sorted(folder.glob("*.json")) if path.name not in (INDEX, INDEX_SCHEMA)]
     profiles = [path for path in paths if SUFFIX not in path.name]
     entries = tuple(_entry(path, load_profile(path)) for path in profiles)
+    for entry in entries:
+        _check_evidence(entry, folder)
+    asked = [(entry.model.id, entry.budget) for entry in entries]
+    if len(set(asked)) < len(asked):
+        raise ProfileError("the catalogue has two profiles of one model by one budget; keep the better one")
     listed = {name for entry in entries for name in entry.evaluations}
     for path in paths:
         if SUFFIX in path.name and path.name not in listed:
             raise ProfileError(f"{path.name} evaluates no profile of the catalogue; remove it")
     return Index(catalogue_version=1, profiles=tuple(sorted(entries, key=lambda entry: entry.name)))
+
+
+def _check_evidence(entry: Entry, folder: Path) -> None:
+    """What every profile of the catalogue must bring; CONTRIBUTING says why."""
+    profile = load_profile(folder / f"{entry.name}.json")
+    lacking = [
+        what
+        for what, is_there in (
+            ("a name in lower case that ends with its budget", _NAME.fullmatch(entry.name) is not None),
+            ("the command that made it", profile.provenance.command is not None),
+            ("its measured quality", entry.kl is not None),
+            ("an evaluation", bool(entry.evaluations)),
+            ("what its weights are known by", entry.model.checkpoint_sha256 is not None),
+        )
+        if not is_there
+    ]
+    if lacking:
+        raise ProfileError(f"{entry.name} lacks {', '.join(lacking)}; a profile of the catalogue brings its evidence")
 
 
 def _entry(path: Path, profile: Profile) -> Entry:

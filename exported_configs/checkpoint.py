@@ -9,17 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from os import SEEK_END
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.run_folder import canonical_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
     from typing import BinaryIO
 
 SAMPLE_BYTES: Final = 4096
 MAX_HEADER_BYTES: Final = 100 * 2**20
+ONE_FILE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
 
 
 def checkpoint_sha256(folder: Path) -> str | None:
@@ -29,38 +32,67 @@ def checkpoint_sha256(folder: Path) -> str | None:
         folder: of a checkpoint, where all of its files are, or none.
 
     Returns:
-        None where there are no such files, or not all of them, or one that cannot be read.
+        None where there are no such files, or not all of them, or one that cannot be read or is no safetensors file;
+        also where files have other names, since nothing says there which of them are the model.
     """
     try:
         files = _files(folder)
         tensors = dict(sorted(tensor for file in files for tensor in _tensors(file)))
-    except (OSError, ValueError, KeyError, TypeError):
+        text = canonical_json(tensors).encode()
+    except (OSError, ValueError, KeyError, RecursionError):
         return None  # of another format, or damaged: whoever loads the weights says so
-    if not tensors:
-        return None
-    return "sha256:" + hashlib.sha256(canonical_json(tensors).encode()).hexdigest()
+    return "sha256:" + hashlib.sha256(text).hexdigest() if tensors else None
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those that an index names, or all."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [folder / name for name in sorted(set(names))]
-    return sorted(folder.glob("*.safetensors"))
+    """The one file of a model, or those that its index names; adapters and other copies beside them do not count."""
+    if (folder / ONE_FILE).is_file():
+        return [folder / ONE_FILE]
+    index = folder / INDEX
+    if not index.is_file():
+        return []
+    with index.open("rb") as file:
+        text = file.read(MAX_HEADER_BYTES + 1)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError("no index of weights")
+    names = _mapping(_mapping(json.loads(text))["weight_map"]).values()
+    if not all(isinstance(name, str) and name.endswith(".safetensors") and not {*"/\\"} & {*name} for name in names):
+        raise ValueError("an index names files beside it")
+    return [folder / name for name in sorted(set(names))]
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, list[Any]]]:
     """Name, dtype, shape and checksum of a sample of every tensor of a file."""
+    if not path.is_file():
+        raise ValueError("no file, or a pipe that would be waited for")
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if not 0 < size <= MAX_HEADER_BYTES:
             raise ValueError("no safetensors file")
-        header = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            start, end = entry["data_offsets"]
-            yield name, [entry["dtype"], entry["shape"], _sample(file, 8 + size + start, end - start)]
+        header = _mapping(json.loads(file.read(size)))
+        num_bytes = file.seek(0, SEEK_END) - 8 - size
+        for name, found in header.items():
+            if name == "__metadata__":
+                continue
+            entry = _mapping(found)
+            dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+            if not isinstance(dtype, str) or not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+                raise ValueError("no tensor of a safetensors file")
+            start, end = offsets
+            if not start <= end <= num_bytes:
+                raise ValueError("a tensor reversed, or beyond the end of its file")
+            yield name, [dtype, shape, _sample(file, 8 + size + start, end - start)]
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    return value
+
+
+def _are_counts(value: Any) -> bool:
+    """Whether it is a list of whole numbers, none below 0."""
+    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 
 def _sample(file: BinaryIO, start: int, size: int) -> int:

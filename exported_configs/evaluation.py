@@ -242,18 +242,27 @@ def load_evaluation(path: Path) -> Evaluation:
         ProfileError: whatever is wrong with it.
     """
     with naming(path, EVALUATION):
-        document = read_document(path, EVALUATION)
-        version = document.get("evaluation_version")
-        if type(version) is not int or version != EVALUATION_VERSION:
-            raise ProfileError(
-                f"evaluation_version must be {EVALUATION_VERSION}, not {short(version)}; upgrade kvtuner, or"
-                f" {EVALUATION.again}"
-            )
-        check_lengths(document, EVALUATION)
-        try:
-            return Evaluation.model_validate(document)
-        except ValidationError as error:
-            raise ProfileError(f"{explain(error)}; {EVALUATION.again}") from error
+        return parse_evaluation(path)
+
+
+def parse_evaluation(source: Path | bytes) -> Evaluation:
+    """The same of a file's content, without its name in errors.
+
+    Raises:
+        ProfileError: whatever is wrong with it.
+    """
+    document = read_document(source, EVALUATION)
+    version = document.get("evaluation_version")
+    if type(version) is not int or version != EVALUATION_VERSION:
+        raise ProfileError(
+            f"evaluation_version must be {EVALUATION_VERSION}, not {short(version)}; upgrade kvtuner, or"
+            f" {EVALUATION.again}"
+        )
+    check_lengths(document, EVALUATION)
+    try:
+        return Evaluation.model_validate(document)
+    except ValidationError as error:
+        raise ProfileError(f"{explain(error)}; {EVALUATION.again}") from error
 
 
 def dump_evaluation(evaluation: Evaluation) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -69,7 +70,7 @@ def find_profiles(text: str) -> list[Found]:
     """
     reference = parse_reference(text)
     if isinstance(reference, HubReference):
-        from kvtuner.exported_configs.hub import pull
+        from kvtuner.exported_configs.hub import pull  # with what a hub needs
 
         pulled = pull(reference)
         kept = pulled.stored
@@ -97,7 +98,7 @@ def profile_files(path: Path) -> list[Path]:
     Raises:
         ProfileError: a folder without a profile.
     """
-    if not path.is_dir():
+    if not os.path.isdir(path):  # which says no where Path.is_dir raises: a name that is too long
         return [path]
     files = [file for file in sorted(path.glob("profile*.json")) if SUFFIX not in file.name]
     if not files:

@@ -1,4 +1,4 @@
-"""What goes wrong between here and the hub, in one line each with the way out. Never names a token.
+"""What goes wrong between here and the hub, in one line each with the way out. Never names a token or a password.
 
 Imported only where huggingface_hub is.
 """
@@ -6,11 +6,13 @@ Imported only where huggingface_hub is.
 from __future__ import annotations
 
 import json
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 import httpx
-from huggingface_hub import constants
+from huggingface_hub import constants, get_token
 from huggingface_hub.errors import (
     DisabledRepoError,
     EntryNotFoundError,
@@ -30,44 +32,61 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LOG_IN: Final = "log in (hf auth login) or set HF_TOKEN"
+ABSENT: Final = f"there is no such repository, or it is private; check the name, or {LOG_IN}"
+_OF_THE_HUB: Final = (
+    HfHubHTTPError,
+    EntryNotFoundError,
+    OfflineModeIsEnabled,
+    FileMetadataError,
+    HFValidationError,
+    httpx.HTTPError,
+    json.JSONDecodeError,
+)
+# An answer that is JSON but not the hub's: the library takes it apart and trips.
+_OF_ANSWERS: Final = (KeyError, TypeError, AttributeError, IndexError, RecursionError)
+_ADDRESS: Final = re.compile(r"https?://[^\s'\"]+")
 
 
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
+def refusing(what: str, conflict: str = "") -> Iterator[None]:
     """Word the failures of huggingface_hub.
 
     Args:
         what: is asked for, such as ``me/model@main``: begins every message.
+        conflict: what it means that something else was there first.
 
     Raises:
         HubError: whatever failed.
     """
     try:
         yield
-    except (HfHubHTTPError, EntryNotFoundError, OfflineModeIsEnabled, FileMetadataError, HFValidationError) as error:
-        raise HubError(f"{what}: {_words(error)}") from error
-    except (httpx.HTTPError, json.JSONDecodeError) as error:
-        raise HubError(f"{what}: {_words(error)}") from error
+    except _OF_THE_HUB as error:
+        raise HubError(f"{what}: {_words(error, conflict)}") from error
+    except _OF_ANSWERS as error:
+        raise HubError(f"{what}: {_not_a_hub()}") from error
+    except ValueError as error:
+        # What the library refuses before, or by the hub's word: a card's metadata, say.
+        raise HubError(f"{what}: {_short(error)}") from error
     except RuntimeError as error:
         # An upload in one of the library's threads.
-        if not isinstance(error.__cause__, httpx.HTTPError):
-            raise
-        raise HubError(f"{what}: {_words(error.__cause__)}") from error
+        cause = error.__cause__
+        words = _words(cause, conflict) if isinstance(cause, _OF_THE_HUB) else _short(error)
+        raise HubError(f"{what}: {words}") from error
     except OSError as error:
         # Of a download whose size is not what the hub said, and of disks.
         raise HubError(f"{what}: {_short(error)}; run the same command again") from error
 
 
-def _words(error: Exception) -> str:
+def _words(error: Exception, conflict: str) -> str:
     cause = error.__cause__
     if isinstance(error, LocalEntryNotFoundError) and isinstance(cause, Exception):
-        return _words(cause)
+        return _words(cause, conflict)
     if isinstance(error, OfflineModeIsEnabled | LocalEntryNotFoundError):
-        return "HF_HUB_OFFLINE is set and it was never fetched; pull it once without, or name a file"
+        return "HF_HUB_OFFLINE is set; unset it, or name a file"
     if isinstance(error, GatedRepoError):
         return f"is gated; accept its terms on its page, then {LOG_IN}"
     if isinstance(error, RepositoryNotFoundError):
-        return f"there is no such repository, or it is private; check the name, or {LOG_IN}"
+        return ABSENT
     if isinstance(error, RevisionNotFoundError):
         return "the repository has no such revision (removed, or renamed); see its history for the one you mean"
     if isinstance(error, EntryNotFoundError):
@@ -75,22 +94,22 @@ def _words(error: Exception) -> str:
     if isinstance(error, DisabledRepoError):
         return "the hub has disabled this repository"
     if isinstance(error, HfHubHTTPError):
-        return _status(error)
+        return _status(error, conflict)
     if isinstance(error, HFValidationError):
         return f"the hub does not allow this name ({_short(error)})"
     if isinstance(error, FileMetadataError | json.JSONDecodeError):
-        return f"{constants.ENDPOINT} does not answer as a hub does; check HF_ENDPOINT and proxies"
-    return f"{constants.ENDPOINT} cannot be reached ({_short(error)}); check the network and HF_ENDPOINT"
+        return _not_a_hub()
+    return f"{_endpoint()} cannot be reached ({_short(error)}); check the network and HF_ENDPOINT"
 
 
-def _status(error: HfHubHTTPError) -> str:
+def _status(error: HfHubHTTPError, conflict: str) -> str:
     status = error.response.status_code
     if status == 401:
-        return f"the hub refuses this token; {LOG_IN} with another"
+        return ABSENT if get_token() is None else f"the hub refuses this token; {LOG_IN} with another"
     if status == 403:
         return f"this token may not do that; {LOG_IN} with one that may write here"
-    if status in (409, 412):
-        return "the branch moved while this was pushed; run the same command again to see what is there now"
+    if status in (409, 412) and conflict:
+        return conflict
     if status == 429:
         after = error.response.headers.get("Retry-After", "")
         when = f"in {after} seconds" if after.isdigit() else "later"
@@ -100,7 +119,26 @@ def _status(error: HfHubHTTPError) -> str:
     return f"the hub answers {status}: {_short(error)}"
 
 
-def _short(error: Exception) -> str:
-    """The first line of an error, as a terminal shows it."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _not_a_hub() -> str:
+    return f"{_endpoint()} does not answer as a hub does; check HF_ENDPOINT and proxies"
+
+
+def _endpoint() -> str:
+    return _public(constants.ENDPOINT)
+
+
+def _public(address: str) -> str:
+    """An address without passwords and signed queries."""
+    try:
+        parts = urlsplit(address)
+        port = f":{parts.port}" if parts.port else ""
+    except ValueError:
+        return "an address that is none"
+    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
+
+
+def _short(error: BaseException) -> str:
+    """An error in one line, as a terminal shows it."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    line = _ADDRESS.sub(lambda match: _public(match[0]), line)
     return "".join(c if c.isprintable() else "?" for c in line)[:200]

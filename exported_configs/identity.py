@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os.path
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -39,8 +40,9 @@ _POSITIONS: Final = (
 )
 _ROTARY: Final = (
     *("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"),
-    *("rotary_emb_base", "rotary_pct"),
+    *("rotary_emb_base", "rotary_pct", "original_max_position_embeddings"),
 )
+_WINDOWS: Final = ("sliding_window", "max_window_layers", "use_sliding_window")
 _WEIGHTS: Final = ("quantization_config", "compression_config")
 _NOT_OF_THE_NETWORK: Final = frozenset(
     (
@@ -112,11 +114,11 @@ def public_name(text: str) -> str:
 
     A hub id stays as it is. Printable and short enough for a profile.
     """
-    snapshot = _SNAPSHOT.search(text)
-    path = Path(text).expanduser()
-    name = snapshot[1].replace("--", "/") if snapshot else path.resolve().name if path.exists() else text
-    printable = "".join(c if c.isprintable() else "_" for c in name).strip().lstrip("./~\\")
-    return printable[:MAX_NAME].strip() or "unnamed"
+    snapshot = _snapshot(text)
+    path = _existing(text)
+    name = snapshot[1].replace("--", "/") if snapshot else os.path.basename(os.path.realpath(path)) if path else text
+    printable = "".join(c if c.isprintable() and c != "\\" else "_" for c in name).lstrip("./~ ")
+    return printable[:MAX_NAME].rstrip(" /") or "unnamed"
 
 
 def is_hub_id(name: str) -> bool:
@@ -171,20 +173,32 @@ def tokenizer_sha256(tokenizer: Any) -> str:
 
 def _commit(model: str, revision: str | None) -> str | None:
     """The commit that a path in the hub's cache names, or that this cache holds of a hub id."""
-    snapshot = _SNAPSHOT.search(model) or _SNAPSHOT.search(str(_cached(model, revision)))
+    snapshot = _snapshot(model) or _SNAPSHOT.search(str(_cached(model, revision)))
     return snapshot[2] if snapshot else None
+
+
+def _snapshot(model: str) -> re.Match[str] | None:
+    """Repository and commit of a path into the hub's cache: as it was typed, or as links and dots lead there."""
+    path = _existing(model)
+    return _SNAPSHOT.search(os.path.realpath(path) if path else os.path.normpath(model)) or _SNAPSHOT.search(model)
+
+
+def _existing(model: str) -> str | None:
+    """The path of what exists; None of everything else, such as a text that is too long for a path."""
+    path = os.path.expanduser(model)
+    return path if os.path.exists(path) else None
 
 
 def _checkpoint(model: str, revision: str | None) -> str | None:
     """What the weights of a folder, or of a model in the hub's cache, are known by; None of others."""
-    path = Path(model).expanduser()
-    folder = path if path.is_dir() else _cached(model, revision)
+    path = _existing(model)
+    folder = Path(path) if path and os.path.isdir(path) else _cached(model, revision)
     return None if folder is None else checkpoint_sha256(folder)
 
 
 def _cached(model: str, revision: str | None) -> Path | None:
     """The folder of a hub id in the hub's cache; asks no network."""
-    if not is_hub_id(model) or Path(model).exists():
+    if not is_hub_id(model) or _existing(model):
         return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -204,17 +218,33 @@ def _network(config: Any) -> dict[str, Any]:
     """
     defaults = None if getattr(config, "has_no_defaults_at_init", False) else _plain(type(config)().to_dict())
     kept: dict[str, Any] = {"model_type": config.model_type}
+    idle = _idle_windows(config, has_kinds=defaults is None or "layer_types" in defaults)
     for name, value in config.to_dict().items():
         part = vars(config).get(name)
-        if _is_not_of_the_network(name) or (defaults is not None and name not in defaults):
+        if name in idle or _is_not_of_the_network(name) or (defaults is not None and name not in defaults):
             continue
         if hasattr(part, "to_dict"):
             kept[name] = _network(part)
         elif name == "layer_types" and _is_full(value) and (defaults is None or _is_full(defaults[name])):
             continue  # as without: releases differ in which models list them
-        elif defaults is None or canonical_json(_plain(value)) != canonical_json(defaults[name]):
-            kept[name] = _plain(value)
+        elif defaults is None or name == "sliding_window" or not _is_default(_plain(value), defaults[name]):
+            kept[name] = _plain(value)  # a window even if it is the default, since without it no layer slides
     return kept
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if (value is None or value is False) and (default is None or default is False):
+        return True  # a switch that is off, in either word
+    return canonical_json(value) == canonical_json(default)
+
+
+def _idle_windows(config: Any, *, has_kinds: bool) -> tuple[str, ...]:
+    """Fields of windows that decide nothing: all where no layer slides, those that only make the list of layers."""
+    kinds = getattr(config, "layer_types", None) if has_kinds else None
+    is_on = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", None) is not False
+    if not is_on or not getattr(config, "sliding_window", None):
+        return _WINDOWS
+    return _WINDOWS[1:] if kinds else ()
 
 
 def _is_full(layer_types: Any) -> bool:
@@ -245,7 +275,8 @@ def _one_rotation(given: Mapping[str, Any], text: Any) -> dict[str, Any]:
     if found.get("partial_rotary_factor") == 1:
         del found["partial_rotary_factor"]
     if found["rope_type"] not in ("default", "linear") and "original_max_position_embeddings" not in found:
-        found["original_max_position_embeddings"] = max_positions(text)
+        own = getattr(text, "original_max_position_embeddings", None)
+        found["original_max_position_embeddings"] = own or max_positions(text)
     return found if "rope_theta" in found or given else {}
 
 

@@ -33,6 +33,7 @@ Kind = Literal[
     "positions",
     "older",
     "unrecorded",
+    "unread",
 ]
 
 NAMELESS: Final = ("demo", "model", "unnamed")
@@ -82,8 +83,7 @@ TABLE: Final[dict[Kind, Rule]] = {
     ),
     "name": Rule(
         "warning",
-        "the profile is for {wanted}, but this model is called {found}, and a folder's name cannot tell whether it is"
-        " the same",
+        "the profile is for {wanted}, but this model is called {found}, and nothing here tells whether it is the same",
         "make sure that it is, or measure it by {rescore}",
     ),
     "revision": Rule(
@@ -123,6 +123,13 @@ TABLE: Final[dict[Kind, Rule]] = {
         strict=True,
     ),
     "unrecorded": Rule("info", "not recorded in the profile, and so not compared: {wanted}"),
+    "unread": Rule(
+        "info",
+        "this model's weights were not compared with those of the profile (checkpoint_sha256 {wanted}): no whole"
+        " set of its safetensors files was found, or nobody has looked",
+        "download the model first to have them compared",
+        strict=True,
+    ),
 }
 
 
@@ -233,7 +240,7 @@ def _differences(wanted: ModelIdentity, found: ModelIdentity) -> Iterator[tuple[
     if wanted.architecture != found.architecture and not found.architecture.endswith("Config"):
         yield "architecture", wanted.architecture, found.architecture
     if is_same:
-        yield from _names(wanted, found)
+        yield from _names(wanted, found, is_comparable=is_comparable)
     else:
         yield "configuration", _short(wanted.config_sha256), _short(found.config_sha256)
     fields: tuple[tuple[Kind, str], ...] = (
@@ -252,32 +259,43 @@ def _differences(wanted: ModelIdentity, found: ModelIdentity) -> Iterator[tuple[
             yield kind, _short(a), _short(b)
     if missing:
         yield "unrecorded" if is_comparable else "older", ", ".join(missing), ""
+    if wanted.checkpoint_sha256 is not None and found.checkpoint_sha256 is None:
+        yield "unread", _short(wanted.checkpoint_sha256), ""
 
 
-def _names(wanted: ModelIdentity, found: ModelIdentity) -> Iterator[tuple[Kind, str, str]]:
-    """Ids, revisions and weights of models of one configuration."""
+def _names(wanted: ModelIdentity, found: ModelIdentity, *, is_comparable: bool) -> Iterator[tuple[Kind, str, str]]:
+    """Ids, revisions and weights of models of one configuration, as far as that is recorded."""
     is_same_checkpoint = _is_same_checkpoint(wanted, found)
     if is_same_checkpoint:
         return  # whatever it is called
-    if wanted.id in NAMELESS or found.id in NAMELESS:
-        if is_same_checkpoint is False:
-            yield "checkpoint", *_weights(wanted, found)
-        return
     a, b = wanted.id.casefold(), found.id.casefold()
     if is_hub_id(a) and is_hub_id(b):
-        if a != b:
-            yield "fine-tune", wanted.id, found.id
-            return
-    elif a.rpartition("/")[2] != b.rpartition("/")[2]:
-        if is_same_checkpoint is False:
-            yield "checkpoint", *_weights(wanted, found)
-        else:
+        yield from _repositories(wanted, found, is_same_checkpoint, is_comparable=is_comparable)
+    elif is_same_checkpoint is False:
+        yield "checkpoint", *_weights(wanted, found)
+    elif a in NAMELESS or b in NAMELESS:
+        # Where no configuration is recorded either, what is said of older profiles says so of all.
+        if is_comparable and not (a in NAMELESS and b in NAMELESS):
             yield "name", wanted.id, found.id
-        return
-    if is_same_checkpoint is False:
+    elif a.rpartition("/")[2] != b.rpartition("/")[2]:
+        yield "name", wanted.id, found.id
+    elif _is_other_revision(wanted, found):
+        yield "name", f"{wanted.id}@{wanted.revision}", f"{found.id}@{found.revision}"
+
+
+def _repositories(
+    wanted: ModelIdentity, found: ModelIdentity, is_same_checkpoint: bool | None, *, is_comparable: bool
+) -> Iterator[tuple[Kind, str, str]]:
+    """What differs between models of the hub whose weights are not the same, or not known to be."""
+    if wanted.id.casefold() != found.id.casefold():
+        quantized = wanted.weight_quantization, found.weight_quantization
+        # Quantized checkpoints of a model have names of their own, and weights that tell nothing.
+        is_quantized_apart = is_comparable and None not in quantized and quantized[0] != quantized[1]
+        yield "name" if is_quantized_apart else "fine-tune", wanted.id, found.id
+    elif is_same_checkpoint is False:
         yield "revision", *_revisions(wanted, found)
-    elif wanted.revision and found.revision and _other_revision(wanted.revision, found.revision):
-        yield "revision", wanted.revision, found.revision
+    elif _is_other_revision(wanted, found):
+        yield "revision", str(wanted.revision), str(found.revision)
 
 
 def _is_same_checkpoint(wanted: ModelIdentity, found: ModelIdentity) -> bool | None:
@@ -302,8 +320,11 @@ def _revisions(wanted: ModelIdentity, found: ModelIdentity) -> tuple[str, str]:
     return a, b
 
 
-def _other_revision(a: str, b: str) -> bool:
-    """Whether revisions differ; a branch beside a commit may be the same one."""
+def _is_other_revision(wanted: ModelIdentity, found: ModelIdentity) -> bool:
+    """Whether revisions are recorded and differ; a branch beside a commit may be the same one."""
+    a, b = wanted.revision, found.revision
+    if not a or not b:
+        return False
     are_commits = [_COMMIT.fullmatch(each) is not None for each in (a, b)]
     if all(are_commits):
         return not (a.startswith(b) or b.startswith(a))

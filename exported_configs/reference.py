@@ -93,7 +93,7 @@ def parse_reference(text: str) -> Reference:
         return CatalogueReference(name.removeprefix(CATALOGUE_PREFIX), digest)
     path = Path(os.path.expanduser(name))
     match = _HUB.fullmatch(name)
-    if match is None or (name.endswith(".json") and match["path"] is None) or path.exists():
+    if match is None or (name.endswith(".json") and match["path"] is None) or os.path.exists(path):
         return FileReference(path, digest)
     return HubReference(match["repo"], match["revision"] or MAIN, _checked(match["path"] or PROFILE_FILE, text), digest)
 

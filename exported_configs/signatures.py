@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import SignatureError
-from kvtuner.exported_configs import signing_keys, verifiers
+from kvtuner.exported_configs import signers, signing_keys
 from kvtuner.exported_configs.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.load import load_profile
 from kvtuner.exported_configs.signature_bundle import AGAIN, SIGNATURE, SUFFIX, Bundle, Kind, read_bundle
@@ -71,12 +71,10 @@ class Verified:
     """A file whose signature is that of who was asked for.
 
     Attributes:
-        path: of the file.
         signed_by: a key's fingerprint, or whom the signer's certificate names.
         data: the bytes that the signature covers; what is on the disk may be others by now.
     """
 
-    path: Path
     signed_by: str
     data: bytes = field(repr=False)
 
@@ -102,6 +100,7 @@ def sign_profile(path: Path, signer: Signer) -> Path:
         )
     data = _read(path, MAX_PROFILE_BYTES, "profile")
     load_profile(data, path)
+    signers.require_library()
     target = signature_path(path)
     partial = path.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
@@ -135,7 +134,7 @@ def verify_profile(path: Path, identity: Identity) -> Verified:
                 f" {identity}; ask its publisher how it is signed"
             )
         _check_signature(path.name, data, signature, bundle, identity)
-        return Verified(path, signed_by(bundle), data)
+        return Verified(signed_by(bundle), data)
     except SignatureError as error:
         raise SignatureError(f"{signature_path(path)}: {error}") from error
 
@@ -169,6 +168,7 @@ def _check_content(bundle: Bundle, data: bytes, path: Path) -> None:
 
 def _check_signature(name: str, data: bytes, signature: bytes, bundle: Bundle, identity: Identity) -> None:
     """Ask the library about private copies."""
+    signers.require_library()
     try:
         with tempfile.TemporaryDirectory(prefix="kvtuner-") as folder:
             content = Path(folder) / "content"
@@ -177,11 +177,11 @@ def _check_signature(name: str, data: bytes, signature: bytes, bundle: Bundle, i
             file.write_bytes(data)
             copied_signature.write_bytes(signature)
             if identity.kind == "key":
-                verifiers.check_key(file, copied_signature, bundle, identity.paths[0])
+                signers.check_key(file, copied_signature, bundle, identity.paths[0])
             elif identity.kind == "chain":
-                verifiers.check_chain(file, copied_signature, bundle, identity.paths)
+                signers.check_chain(file, copied_signature, bundle, identity.paths)
             else:
-                verifiers.check_sigstore(file, copied_signature, identity.name, identity.issuer)
+                signers.check_sigstore(file, copied_signature, identity.name, identity.issuer)
     except OSError as error:
         raise SignatureError(f"no private copy can be made ({error.strerror}); free the temporary folder") from error
 

@@ -1,7 +1,4 @@
-"""Elliptic-curve keys and certificates in PEM files, checked one rule at a time. Knows nothing of profiles.
-
-The library that signs takes whatever a file holds; here every way in which it may not fit has its own words.
-"""
+"""Public keys and certificates, with the rules that the library that signs leaves out. Knows nothing of profiles."""
 
 from __future__ import annotations
 
@@ -16,33 +13,9 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
-CURVES: Final = ("secp256r1", "secp384r1", "secp521r1")
 MAX_KEY_BYTES: Final = 2**20
+_CURVES: Final = ("secp256r1", "secp384r1", "secp521r1")
 _ISSUER_OIDS: Final = ("1.3.6.1.4.1.57264.1.8", "1.3.6.1.4.1.57264.1.1")
-
-
-def private_key(path: Path, password: bytes | None) -> ec.EllipticCurvePrivateKey:
-    """The private key of a PEM file.
-
-    Raises:
-        SignatureError: no file, no PEM, a wrong password or none, or no key of P-256, P-384 or P-521.
-    """
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    data = read_pem(path, "a private key")
-    try:
-        key = serialization.load_pem_private_key(data, password)
-    except TypeError as error:
-        way = "name its password's variable with --password-env" if password is None else "leave out --password-env"
-        raise SignatureError(f"{path} cannot be opened: {error}; {way}") from error
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise SignatureError(f"{path} is no private key that can be read: {_first(error)}; give a PEM file") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise SignatureError(_no_curve(path, type(key).__name__))
-    _check_curve(path, key.curve)
-    return key
 
 
 def public_key(path: Path) -> ec.EllipticCurvePublicKey:
@@ -53,17 +26,13 @@ def public_key(path: Path) -> ec.EllipticCurvePublicKey:
     """
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
 
-    data = read_pem(path, "a public key")
+    data = _read_pem(path, "a public key")
     try:
         key = serialization.load_pem_public_key(data)
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise SignatureError(f"{path} is no public key that can be read: {_first(error)}; give a PEM file") from error
-    if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise SignatureError(_no_curve(path, type(key).__name__))
-    _check_curve(path, key.curve)
-    return key
+        raise SignatureError(f"{path} is no public key that can be read: {first(error)}; give a PEM file") from error
+    return _elliptic(path, key)
 
 
 def certificates(path: Path) -> list[x509.Certificate]:
@@ -74,11 +43,10 @@ def certificates(path: Path) -> list[x509.Certificate]:
     """
     from cryptography import x509
 
-    data = read_pem(path, "certificates")
     try:
-        return x509.load_pem_x509_certificates(data)
+        return x509.load_pem_x509_certificates(_read_pem(path, "certificates"))
     except ValueError as error:
-        raise SignatureError(f"{path} holds no certificate that can be read: {_first(error)}; give PEM") from error
+        raise SignatureError(f"{path} holds no certificate that can be read: {first(error)}; give PEM") from error
 
 
 def leaf(der: bytes) -> x509.Certificate:
@@ -89,35 +57,39 @@ def leaf(der: bytes) -> x509.Certificate:
     """
     from cryptography import x509
     from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric import ec
 
     try:
         certificate = x509.load_der_x509_certificate(der)
         key = certificate.public_key()
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise SignatureError(f"the signature's certificate cannot be read: {_first(error)}; sign again") from error
-    if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise SignatureError(_no_curve("the signature's certificate", type(key).__name__))
-    _check_curve("the signature's certificate", key.curve)
+        raise SignatureError(f"the signature's certificate cannot be read: {first(error)}; sign again") from error
+    _elliptic("the signature's certificate", key)
     return certificate
 
 
-def may_sign(certificate: x509.Certificate) -> bool:
-    """Whether a certificate's uses allow signatures, by the library's rule."""
+def check_use(certificate: x509.Certificate) -> None:
+    """Check that a certificate's uses allow signatures, by the library's rule.
+
+    Raises:
+        SignatureError: they do not, so that no signature by it is ever good; or nobody can tell.
+    """
     from cryptography import x509
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
-    extensions = certificate.extensions
     try:
-        if extensions.get_extension_for_class(x509.KeyUsage).value.digital_signature:
-            return True
-    except x509.ExtensionNotFound:
-        pass
-    try:
-        uses = extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-    except x509.ExtensionNotFound:
-        return False
-    return ExtendedKeyUsageOID.CODE_SIGNING in uses
+        extensions = certificate.extensions
+    except (ValueError, x509.DuplicateExtension) as error:
+        raise SignatureError(
+            f"the signer's certificate has extensions that cannot be read ({first(error)}); use another"
+        ) from error
+    found = [extension.value for extension in extensions]
+    uses = [use.digital_signature for use in found if isinstance(use, x509.KeyUsage)]
+    uses += [ExtendedKeyUsageOID.CODE_SIGNING in use for use in found if isinstance(use, x509.ExtendedKeyUsage)]
+    if not any(uses):
+        raise SignatureError(
+            f"the certificate of {subject(certificate)!a} is not for signing; use one with digital signature among its"
+            " uses"
+        )
 
 
 def fingerprint(key: ec.EllipticCurvePublicKey) -> str:
@@ -140,12 +112,12 @@ def subject(certificate: x509.Certificate) -> str:
     return ", ".join(said + [issuer] * bool(issuer)) or certificate.subject.rfc4514_string()
 
 
-def read_pem(path: Path, what: str) -> bytes:
-    """The bytes of a small file.
+def first(error: Exception) -> str:
+    """The first sentence of what cryptography says: the others point to its documentation."""
+    return str(error).partition(". ")[0] or type(error).__name__
 
-    Raises:
-        SignatureError: it cannot be read, or is larger than 1 MiB.
-    """
+
+def _read_pem(path: Path, what: str) -> bytes:
     try:
         with path.open("rb") as handle:
             data = handle.read(MAX_KEY_BYTES + 1)
@@ -171,15 +143,10 @@ def _sigstore_issuer(certificate: x509.Certificate) -> str:
     return ""
 
 
-def _check_curve(place: Path | str, curve: ec.EllipticCurve) -> None:
-    if curve.name not in CURVES:
-        raise SignatureError(_no_curve(place, f"one of {curve.name}"))
+def _elliptic(place: Path | str, key: object) -> ec.EllipticCurvePublicKey:
+    from cryptography.hazmat.primitives.asymmetric import ec
 
-
-def _no_curve(place: Path | str, found: str) -> str:
-    return f"{place}: the key must be of P-256, P-384 or P-521 ({', '.join(CURVES)}), not {found}; make another"
-
-
-def _first(error: Exception) -> str:
-    """The first sentence of what cryptography says: the others point to its documentation."""
-    return str(error).partition(". ")[0] or type(error).__name__
+    if isinstance(key, ec.EllipticCurvePublicKey) and key.curve.name in _CURVES:
+        return key
+    found = f"one of {key.curve.name}" if isinstance(key, ec.EllipticCurvePublicKey) else type(key).__name__
+    raise SignatureError(f"{place}: the key must be of P-256, P-384 or P-521, not {found}; make another")

@@ -1,22 +1,27 @@
-"""Profiles that were fetched, kept on this machine by their digest. Knows nothing of where they come from.
+"""Profiles that were fetched, kept on this machine by their digest and their origin. Knows nothing of hubs.
 
-``<cache>/<hex digest>/`` holds the profile under its own file name, what came with it, and ``origin.json``. A folder
-appears whole or not at all, and every profile is read and checked again whenever it is used.
+``<cache>/<digest>/<repository>@<commit>~<path>/`` holds the profile under its own file name, what came with it, and
+``origin.json`` with the hash of every file: what was changed since is not whole, and is fetched again. ``refs`` says
+which commit a branch or a tag was when it was pulled last.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import ProfileError, RunFolderError
 from kvtuner.exported_configs.document import DocumentKind, naming, read_document
 from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.reference import is_commit
+from kvtuner.run_folder import RunFolder, write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -25,8 +30,10 @@ if TYPE_CHECKING:
 
 CACHE_VARIABLE: Final = "KVTUNER_CACHE"
 ORIGIN: Final = "origin.json"
-_ORIGIN: Final = DocumentKind("origin", "pull the profile again", 2**16)
-_FIELDS: Final = {"repo", "revision", "commit", "path"}
+REFS: Final = "refs"
+_LOCK: Final = "lock"
+_MAX_BYTES: Final = 2**23 + 1
+_ORIGIN: Final = DocumentKind("origin", "pull the profile again", 2**16, field_name=re.compile(r"[^\x00-\x1f/]{1,255}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +42,31 @@ class Origin:
 
     Attributes:
         repo: ``owner/name``.
-        revision: as it was asked for.
-        commit: what that was then.
+        commit: in full.
         path: of the file in the repository.
     """
 
     repo: str
-    revision: str
     commit: str
     path: str
 
     def __str__(self) -> str:
         return f"{self.repo}@{self.commit}:{self.path}"
 
+    @property
+    def key(self) -> str:
+        """Name of its folder; hubs tell no capitals apart in names of repositories."""
+        place = hashlib.sha256(self.path.encode()).hexdigest()[:12]
+        return f"{self.repo.lower().replace('/', '--')}@{self.commit}~{place}"
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A profile of the store.
+    """A whole profile of the store.
 
     Attributes:
         path: of the profile's file.
-        digest: its folder's; the profile may have been damaged since.
+        digest: of the profile.
         origin: where it came from.
     """
 
@@ -67,7 +78,7 @@ class Stored:
         """Read and check it.
 
         Raises:
-            ProfileError: damaged since it was stored.
+            ProfileError: damaged since it was found.
         """
         profile = load_profile(self.path)
         if profile.digest != self.digest:
@@ -84,80 +95,112 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "kvtuner"
 
 
-def store(name: str, digest: str, files: Mapping[str, bytes], origin: Origin) -> Stored:
-    """Keep a profile and what came with it, in place of what had its digest.
+def store(digest: str, files: Mapping[str, bytes], origin: Origin) -> Stored:
+    """Keep a profile and what came with it; what lies there and is whole stays.
 
     Args:
-        name: of the profile among the files.
         digest: of the checked profile.
-        files: by names without folders.
+        files: by names without folders; the profile's is that of the origin's path.
         origin: where they come from.
 
     Raises:
         RunFolderError: the disk is full, or the folder cannot be written.
     """
-    final = _folder(digest)
-    record = {"repo": origin.repo, "revision": origin.revision, "commit": origin.commit, "path": origin.path}
+    assert ORIGIN not in files
+    cache = cache_folder()
+    final = _folder(digest, origin)
+    record = {**asdict(origin), "files": {name: _sha256(data) for name, data in files.items()}}
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=final.parent, prefix=".new-") as work:
+        with RunFolder(cache).lock(_LOCK), tempfile.TemporaryDirectory(dir=cache, prefix=".new-") as work:
             fresh = Path(work, "files")
             fresh.mkdir()
-            for file, data in {**files, ORIGIN: json.dumps(record, indent=1).encode()}.items():
-                (fresh / file).write_bytes(data)
-            _swap(fresh, final, Path(work, "old"))
+            for name, data in {**files, ORIGIN: json.dumps(record, indent=1).encode()}.items():
+                (fresh / name).write_bytes(data)
+            _place(fresh, final, Path(work, "damaged"))
     except OSError as error:
         raise RunFolderError(
-            f"cannot keep the profile in {final.parent}: {error.strerror or error}; set {CACHE_VARIABLE} to another"
-            " folder"
+            f"cannot keep the profile in {cache}: {error.strerror or error}; set {CACHE_VARIABLE} to another folder"
         ) from error
-    return Stored(final / name, digest, origin)
+    return Stored(final / PurePosixPath(origin.path).name, digest, origin)
 
 
-def _swap(fresh: Path, final: Path, old: Path) -> None:
-    """Put a folder in the place of another; who reads meanwhile sees the one, the other, or for a moment none."""
+def _place(fresh: Path, final: Path, damaged: Path) -> None:
+    """Move a folder to where it belongs, under the lock."""
     if final.exists():
-        if _same(fresh, final):
-            return
-        final.rename(old)
+        if _read(final) is not None:
+            return  # another process was faster: a commit's files never change
+        final.rename(damaged)
     fresh.rename(final)
-    if old.exists():
-        shutil.rmtree(old)
+    shutil.rmtree(damaged, ignore_errors=True)  # its place is taken; the temporary folder goes anyway
 
 
-def _same(first: Path, second: Path) -> bool:
-    def content(folder: Path) -> dict[str, bytes]:
-        return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-
-    return content(first) == content(second)
-
-
-def stored(digest: str) -> Stored | None:
-    """The profile with a digest, as far as its folder says; None if there is none."""
-    folder = _folder(digest)
-    try:
-        with naming(folder / ORIGIN, _ORIGIN):
-            record = read_document(folder / ORIGIN, _ORIGIN)
-    except ProfileError:
-        return None  # never stored, or not whole: it is fetched again
-    if set(record) != _FIELDS or not all(isinstance(value, str) for value in record.values()):
-        return None
-    origin = Origin(**record)
-    path = folder / Path(origin.path).name
-    return Stored(path, digest, origin) if path.is_file() else None
+def find_stored(repo: str, commit: str, path: str) -> Stored | None:
+    """What was fetched from a commit, if it is whole."""
+    key = Origin(repo, commit, path).key
+    folders = sorted(cache_folder().glob(f"*/{key}")) if is_commit(commit) else []
+    return next((found for folder in folders if (found := _read(folder)) is not None), None)
 
 
 def all_stored() -> Iterator[Stored]:
-    """Every stored profile, by digest."""
-    try:
-        names = sorted(entry.name for entry in cache_folder().iterdir() if entry.is_dir())
-    except OSError:
-        return  # no cache yet
-    for name in names:
-        found = stored(f"sha256:{name}") if len(name) == 64 and name.isalnum() else None
+    """Every whole profile of the store, by digest."""
+    for folder in sorted(cache_folder().glob("*/*@*~*")):
+        found = _read(folder)
         if found is not None:
             yield found
 
 
-def _folder(digest: str) -> Path:
-    return cache_folder() / digest.removeprefix("sha256:")
+def remember(repo: str, revision: str, commit: str) -> str | None:
+    """Note which commit a branch or a tag is; gives the one that it was when it was noted last.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
+    before = remembered(repo, revision)
+    if before != commit:
+        write_atomically(_ref(repo, revision), commit)
+    return before
+
+
+def remembered(repo: str, revision: str) -> str | None:
+    """Which commit a branch or a tag was when it was pulled last."""
+    try:
+        commit = _ref(repo, revision).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return commit if is_commit(commit) else None
+
+
+def _ref(repo: str, revision: str) -> Path:
+    # Hashed: a revision has slashes, and any length that a reference may have.
+    name = hashlib.sha256(revision.encode()).hexdigest()
+    return cache_folder() / REFS / repo.lower().replace("/", "--") / name
+
+
+def _read(folder: Path) -> Stored | None:
+    """What a folder holds, if each of its files is what was stored and the profile is valid."""
+    try:
+        with naming(folder / ORIGIN, _ORIGIN):
+            record = read_document(folder / ORIGIN, _ORIGIN)
+        files = record.pop("files")
+        origin = Origin(**record)
+        if origin.key != folder.name or not all(_sha256(_bytes(folder / name)) == files[name] for name in files):
+            return None
+        path = folder / PurePosixPath(origin.path).name
+        digest = load_profile(path).digest if path.name in files else ""
+    except (ProfileError, OSError, KeyError, TypeError, AttributeError):
+        return None  # never whole, or changed since: fetched again
+    return Stored(path, digest, origin) if digest == f"sha256:{folder.parent.name}" else None
+
+
+def _bytes(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_MAX_BYTES)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _folder(digest: str, origin: Origin) -> Path:
+    return cache_folder() / digest.removeprefix("sha256:") / origin.key

@@ -21,6 +21,7 @@ ALL_BITS: Final = (*PACKED_BITS, NATIVE_BITS)
 ROW_ALIGNMENT_BYTES: Final = 16
 SCALE_WORD_BYTES: Final = 4
 LAYOUT_ID: Final = "halfword-sliced-v1"
+GIB: Final = 1 << 30
 
 Granularity = Literal["per_token", "per_channel"]
 TOKEN_GROUPS: Final = (16, 32, 64, 128)
@@ -171,6 +172,11 @@ class RowShape:
 def bytes_per_token(pairs: Sequence[PrecisionPair], shape: RowShape) -> int:
     """Stored bytes of one token over the layers given, on a rank that holds `shape.num_kv_heads` heads."""
     return sum(shape.pair_bytes(pair) for pair in pairs)
+
+
+def tokens_per_gib(stored_bytes: int) -> int:
+    """Tokens that fit into 1 GiB, where one takes so many bytes."""
+    return GIB // stored_bytes
 
 
 def mean_bits(pairs: Sequence[PrecisionPair], shape: RowShape) -> Fraction:

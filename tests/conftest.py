@@ -263,6 +263,16 @@ def profile_of() -> Callable[..., Profile]:
     return make
 
 
+def _loopback_hub() -> Any:
+    return runpy.run_path(str(Path(__file__).with_name("hub_server.py")))["LoopbackHub"]()
+
+
+@pytest.fixture
+def hubs() -> Callable[[], Any]:
+    """One more hub that nobody is told of: `with hubs() as other:`."""
+    return lambda: _loopback_hub().running()
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """A hub on loopback (tests/hub_server.py) that this process, and what it starts, asks as somebody logged in.
@@ -271,7 +281,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """
     from huggingface_hub import constants
 
-    made = runpy.run_path(str(Path(__file__).with_name("hub_server.py")))["LoopbackHub"]()
+    made = _loopback_hub()
     places = {"HF_HOME": "hf", "HF_HUB_CACHE": "hf/hub", "KVTUNER_CACHE": "kept"}
     for name, folder in places.items():
         monkeypatch.setenv(name, str(tmp_path / folder))

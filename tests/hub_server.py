@@ -64,7 +64,6 @@ class Fault:
     cut: int | None = None
     wait: float = 0
     body: bytes | None = None
-    size: int | None = None
     times: int = 10**9
 
 
@@ -79,6 +78,7 @@ class LoopbackHub:
         self.rules: list[tuple[str, re.Pattern[str], Fault]] = []
         self.large: dict[str, bytes] = {}
         self.ignored: set[str] = set()
+        self.elsewhere: str | None = None
         self.before_commit: Callable[[], None] | None = None
         self._server = _Server(("127.0.0.1", 0), _handler(self))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -176,8 +176,7 @@ def _handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
 
         def _send(self, method: str, status: int, headers: Mapping[str, str], body: bytes, fault: Fault | None) -> None:
             self.send_response(status)
-            length = len(body) if fault is None or fault.size is None else fault.size
-            for name, value in {"Content-Length": str(length), **headers}.items():
+            for name, value in {"Content-Length": str(len(body)), **headers}.items():
                 if value:
                     self.send_header(name, value)
             self.end_headers()
@@ -201,7 +200,9 @@ def _handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
             if path == "/api/repos/create":
                 return self._create(json.loads(data))
             if path == "/api/validate-yaml":
-                return self._json({"errors": _card_errors(json.loads(data)["content"]), "warnings": []})
+                errors = _card_errors(json.loads(data)["content"])
+                status, headers, body = self._json({"errors": errors, "warnings": []})
+                return 400 if errors else status, headers, body
             if match := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
                 return self._large(json.loads(data))
             if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/([a-z-]+)/(.+))?", path):
@@ -237,6 +238,9 @@ def _handler(hub: LoopbackHub) -> type[BaseHTTPRequestHandler]:
             if data is None:
                 raise _Answer(404, "EntryNotFound", "Entry not found", **{"X-Repo-Commit": oid})
             headers = {"X-Repo-Commit": oid, "ETag": f'"{_git_hash(data)}"', "Accept-Ranges": "bytes"}
+            if hub.elsewhere is not None:  # as large files are: at another host
+                location = f"{hub.elsewhere}/{name}/resolve/{oid}/{path}"
+                return 302, {**headers, "Location": location, "X-Linked-Size": str(len(data))}, b""
             span = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
             if span and method == "GET":
                 start = int(span[1])
@@ -338,6 +342,8 @@ def _card_errors(card: str) -> list[dict[str, str]]:
     metadata = yaml.safe_load(match[1]) if match else None
     if not isinstance(metadata, dict):
         return [{"message": "no metadata"}]
+    if metadata.get("license") not in (None, "cc0-1.0", "apache-2.0", "mit"):
+        return [{"message": f"license {metadata['license']} is none"}]
     kinds = {"license": str, "tags": list, "library_name": str, "base_model": str}
     return [
         {"message": f"{key} must be {kind.__name__}"}

@@ -19,14 +19,6 @@ _NAMES: Final = {"k": "keys", "v": "values"}
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
-    """Another tool's file, and what the user should know, one line each."""
-
-    text: str
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Storage:
     """How the readers of a format store every quantized layer, whatever its bits: without transforms.
 
@@ -54,6 +46,21 @@ class Difference:
         return f"layer {self.layer}: {self.what}"
 
 
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """Another tool's file.
+
+    Attributes:
+        text: what is in it.
+        notes: what the user should know, one line each.
+        lost: what it does not say of the profile.
+    """
+
+    text: str
+    notes: tuple[str, ...] = ()
+    lost: tuple[Difference, ...] = ()
+
+
 def differences(profile: Profile, storage: Storage) -> list[Difference]:
     """What quantized layers have and the readers' storage has not, by the first layer of each; 16 bits lose nothing."""
     found = []
@@ -65,6 +72,15 @@ def differences(profile: Profile, storage: Storage) -> list[Difference]:
         names = ((layer, profile.transform_name(layer, side)) for layer in packed)
         found += [Difference(layer, f"{_NAMES[side]} are {name}") for layer, name in names if name != "none"][:1]
     return sorted(found)
+
+
+def uneven_layers(profile: Profile) -> list[Difference]:
+    """Layers that a format with one width for keys and values cannot say."""
+    return [
+        Difference(layer, f"{pair} has other bits for keys than for values")
+        for layer, pair in enumerate(profile.pairs)
+        if pair.k_bits != pair.v_bits
+    ]
 
 
 def refusal(name: str, found: Sequence[Difference], way_out: str = "keep the profile's own file") -> ProfileError:

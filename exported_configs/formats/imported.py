@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import PrecisionError, ProfileError
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from kvtuner.geometry import ModelGeometry
     from kvtuner.precision import Granularity
@@ -31,15 +31,21 @@ class ImportOptions:
 
     file_name: str = ""
     model: str = ""
-    scheme: str | None = None
-    words: Mapping[str, PrecisionPair] = field(default_factory=dict)
-    group_size: int | None = None
-    default_word: str | None = None
-    symmetric: bool | None = None
+    scheme: str | None = field(default=None, metadata={"flag": "--scheme"})
+    words: Mapping[str, PrecisionPair] = field(default_factory=dict, metadata={"flag": "--map"})
+    group_size: int | None = field(default=None, metadata={"flag": "--group-size"})
+    default_word: str | None = field(default=None, metadata={"flag": "--default-dtype"})
+    symmetric: bool | None = field(default=None, metadata={"flag": "--symmetric or --asymmetric"})
 
     def __post_init__(self) -> None:
         if self.group_size is not None and self.group_size < 1:
             raise ProfileError(f"--group-size must be at least 1 channel, not {str(self.group_size)[:20]}")
+
+    def flags_beyond(self, names: Collection[str]) -> Iterator[str]:
+        """Flags that the user gave and that are not of these fields."""
+        for each in fields(self):
+            if "flag" in each.metadata and each.name not in names and getattr(self, each.name) not in (None, {}):
+                yield each.metadata["flag"]
 
     def group_sizes(self, geometry: ModelGeometry) -> tuple[int, int]:
         """Channels per scale of keys and of values where the format has none of its own: one group per head."""

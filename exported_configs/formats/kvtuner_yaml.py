@@ -6,16 +6,15 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats import SCHEMES
 from kvtuner.exported_configs.formats.exported import Exported, Storage, differences, refusal
 from kvtuner.exported_configs.formats.imported import Imported, ImportOptions, check_layer_id
-from kvtuner.exported_configs.formats.source import read_yaml
 from kvtuner.precision import ALL_BITS, PrecisionPair
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile import Profile
     from kvtuner.geometry import ModelGeometry
 
+SCHEMES: Final = ("pertoken", "kivi")
 KIVI_GROUP: Final = 32
 _SIDES: Final = ("nbits_key", "nbits_value")
 _KIVI_NOTE: Final = (
@@ -31,6 +30,8 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
     Raises:
         ProfileError: a file that is no preset of this model, or one whose scheme nobody says.
     """
+    from kvtuner.exported_configs.formats.yaml_source import read_yaml  # PyYAML is for files of YAML alone
+
     pairs = _layers(read_yaml(data), geometry)
     scheme, notes = _scheme(options)
     k_group, v_group = options.group_sizes(geometry)

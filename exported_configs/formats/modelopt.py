@@ -43,15 +43,14 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
     kept = sorted(layer for layer, pair in pairs.items() if pair is None)
     for layer in kept:
         _check_integers(layer, algorithms[layer])
-    if kept and options.symmetric is False:
-        raise ProfileError(f"layer {kept[0]}: INT8 is symmetric; leave --asymmetric out, or say --map INT8=8")
+    symmetric = _is_symmetric(kept, pairs, options)
     k_group, v_group = options.group_sizes(geometry)
     return Imported(
         layers=tuple(pairs.get(layer, NATIVE) or INT8 for layer in range(geometry.num_layers)),
         k_group_size=k_group,
         v_group_size=v_group,
-        symmetric=bool(kept) or bool(options.symmetric),
-        notes=(_INT8_NOTE,) * bool(kept) + vocabulary.notes(),
+        symmetric=symmetric,
+        notes=_int8_notes(kept, symmetric=symmetric) + vocabulary.notes(),
     )
 
 
@@ -81,6 +80,27 @@ def write(profile: Profile) -> Exported:
         },
     }
     return Exported(json.dumps(document, indent=1) + "\n", (_INT8_NOTE,) * bool(layers))
+
+
+def _is_symmetric(kept: list[int], pairs: dict[int, PrecisionPair | None], options: ImportOptions) -> bool:
+    """INT8 is, by itself; mapped layers are as the user says, and a profile has one kind of grid for both."""
+    mapped = sorted(layer for layer, pair in pairs.items() if pair not in (None, NATIVE))
+    if not kept or not mapped:
+        if kept and options.symmetric is False:
+            raise ProfileError(f"layer {kept[0]}: INT8 is symmetric; leave --asymmetric out, or say --map INT8=8")
+        return bool(kept) or bool(options.symmetric)
+    if options.symmetric is None:
+        raise ProfileError(
+            f"layer {kept[0]} is INT8, which is symmetric, layer {mapped[0]} is what --map says, and a profile has one"
+            " kind of grid for both; say --symmetric or --asymmetric"
+        )
+    return options.symmetric
+
+
+def _int8_notes(kept: list[int], *, symmetric: bool) -> tuple[str, ...]:
+    if not kept:
+        return ()
+    return (_INT8_NOTE,) if symmetric else (_INT8_NOTE, "ModelOpt's INT8 is symmetric; here it is asymmetric, as said")
 
 
 def _section(document: Any) -> dict[str, Any]:

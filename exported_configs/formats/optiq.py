@@ -5,18 +5,29 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.exported import Difference, Exported, Storage, differences, refusal
+from kvtuner.errors import PrecisionError, ProfileError
+from kvtuner.exported_configs.formats.exported import (
+    Difference,
+    Exported,
+    Storage,
+    differences,
+    refusal,
+    uneven_layers,
+)
 from kvtuner.exported_configs.formats.imported import Imported, ImportOptions, check_layer_id
 from kvtuner.exported_configs.formats.source import read_json
-from kvtuner.precision import NATIVE_BITS, PACKED_BITS, PrecisionPair
+from kvtuner.precision import NATIVE_BITS, PACKED_BITS, PrecisionPair, check_group_size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvtuner.exported_configs.profile import Profile
     from kvtuner.geometry import ModelGeometry
 
 DEFAULT_GROUP: Final = 64
 FULL_PRECISION: Final = 0
+MLX_GROUPS: Final = (32, 64, 128)
+"""Of its affine quantization."""
 _FIELDS: Final = ("layer_idx", "bits", "group_size")
 
 
@@ -45,27 +56,53 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
 
 
 def write(profile: Profile) -> Exported:
-    """Write every layer.
+    """Write the quantized layers: its reader quantizes every layer that is named, and leaves the others alone.
 
     Raises:
-        ProfileError: keys and values that are not alike, symmetric grids, transforms, keys per channel.
+        ProfileError: keys and values that are not alike, symmetric grids, transforms, keys per channel, groups that MLX
+            has not.
     """
     group = profile.defaults.k.group_size
-    found = [
-        Difference(layer, f"{pair} has other bits for keys than for values")
-        for layer, pair in enumerate(profile.pairs)
-        if pair.k_bits != pair.v_bits
-    ]
-    found += differences(profile, Storage(group, group, symmetric=False))
+    found = uneven_layers(profile) + differences(profile, Storage(group, group, symmetric=False))
     if found:
         raise refusal("optiq", sorted(found))
     entries = [
-        {"layer_idx": layer, "bits": FULL_PRECISION}
-        if pair.k_bits == NATIVE_BITS
-        else {"layer_idx": layer, "bits": pair.k_bits, "group_size": group}
+        {"layer_idx": layer, "bits": pair.k_bits, "group_size": group}
         for layer, pair in enumerate(profile.pairs)
+        if pair.k_bits != NATIVE_BITS
     ]
+    if entries and group not in MLX_GROUPS:
+        difference = Difference(
+            entries[0]["layer_idx"], f"keys are in groups of {group}, but MLX has groups of {_words(MLX_GROUPS)} alone"
+        )
+        raise refusal("optiq", [difference], _way_out(profile))
     return Exported(json.dumps(entries, indent=1) + "\n")
+
+
+def _way_out(profile: Profile) -> str:
+    """The groups of MLX that rows of the model can have."""
+    widths = {pair.k_bits for pair in profile.pairs} - {NATIVE_BITS}
+    fit = [group for group in MLX_GROUPS if all(_fits(profile, bits, group) for bits in widths)]
+    if not fit:
+        return "rows of this model can have none of them: keep the profile's own file"
+    return (
+        f"make it with groups of {_words(fit)} (--k-group-size and --v-group-size of a search, --group-size of an"
+        " import)"
+    )
+
+
+def _fits(profile: Profile, bits: int, group: int) -> bool:
+    try:
+        for head_dim in (profile.geometry.head_dim, profile.geometry.v_head_dim):
+            check_group_size(head_dim, bits, group)
+    except PrecisionError:
+        return False
+    return True
+
+
+def _words(groups: Sequence[int]) -> str:
+    *others, last = map(str, groups)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _entries(document: Any, geometry: ModelGeometry) -> dict[int, tuple[int, int]]:

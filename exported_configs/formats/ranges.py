@@ -9,9 +9,9 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.exported_configs.formats.exported import Difference, Exported, Storage, differences, refusal
+from kvtuner.exported_configs.formats.exported import Exported, Storage, differences, refusal, uneven_layers
 from kvtuner.exported_configs.formats.imported import Imported, ImportOptions, Vocabulary, check_layer_id
-from kvtuner.exported_configs.formats.source import MAX_YAML_BYTES, decode, read_yaml
+from kvtuner.exported_configs.formats.source import MAX_YAML_BYTES, decode
 from kvtuner.layer_ranges import read_layers, read_ranges, words_by_layer, write_ranges
 from kvtuner.precision import PrecisionPair
 
@@ -54,29 +54,23 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
     return Imported(layers, k_group, v_group, symmetric=bool(options.symmetric), notes=(*notes, *vocabulary.notes()))
 
 
-def write(profile: Profile, *, lossy: bool) -> Exported:
+def write(profile: Profile) -> Exported:
     """Write the text, neighbours that are alike as one range.
 
     Raises:
-        ProfileError: other bits for keys than for values; or, unless that is lost on purpose, other storage than that
-            of an import without options.
+        ProfileError: other bits for keys than for values.
     """
-    uneven = [
-        Difference(layer, f"{pair} has other bits for keys than for values")
-        for layer, pair in enumerate(profile.pairs)
-        if pair.k_bits != pair.v_bits
-    ]
-    if uneven:
+    if uneven := uneven_layers(profile):
         raise refusal("ranges", uneven)
-    found = differences(profile, Storage(profile.geometry.head_dim, profile.geometry.v_head_dim, symmetric=False))
-    if found and not lossy:
-        raise refusal("ranges", found, "--lossy drops that")
-    text = write_ranges([WORDS[pair.k_bits] for pair in profile.pairs])
-    return Exported(text + "\n", tuple(f"dropped, from layer {each.layer} on: {each.what}" for each in found))
+    # An import without options has this storage.
+    lost = differences(profile, Storage(profile.geometry.head_dim, profile.geometry.v_head_dim, symmetric=False))
+    return Exported(write_ranges([WORDS[pair.k_bits] for pair in profile.pairs]) + "\n", lost=tuple(lost))
 
 
 def _words(data: bytes) -> dict[int, str]:
     """The word of every layer that is named."""
+    from kvtuner.exported_configs.formats.yaml_source import read_yaml  # PyYAML is for files of YAML alone
+
     text = decode(data, MAX_YAML_BYTES).strip()
     try:
         if text[:1].isdigit() and "\n" not in text:

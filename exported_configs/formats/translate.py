@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,44 +11,16 @@ from kvtuner import __version__
 from kvtuner.errors import PrecisionError, ProfileError
 from kvtuner.exported_configs.build import AskedBudget, LayerChoice, build_profile
 from kvtuner.exported_configs.evidence import Libraries, Provenance
-from kvtuner.exported_configs.formats import (
-    FORMATS,
-    kvtuner_yaml,
-    modelopt,
-    optiq,
-    ranges,
-    vllm_skip_layers,
-)
+from kvtuner.exported_configs.formats import FORMATS
+from kvtuner.exported_configs.formats.exported import refusal
 from kvtuner.precision import NATIVE_BITS, check_group_size, check_token_group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvtuner.exported_configs.evidence import ModelIdentity
     from kvtuner.exported_configs.formats.exported import Exported
     from kvtuner.exported_configs.formats.imported import Imported, ImportOptions
     from kvtuner.exported_configs.profile import Profile
     from kvtuner.geometry import ModelGeometry
-
-_READERS: Final[dict[str, Callable[[bytes, ModelGeometry, ImportOptions], Imported]]] = {
-    "kvtuner-yaml": kvtuner_yaml.read,
-    "modelopt": modelopt.read,
-    "optiq": optiq.read,
-    "ranges": ranges.read,
-}
-_WRITERS: Final[dict[str, Callable[[Profile], Exported]]] = {
-    "kvtuner-yaml": kvtuner_yaml.write,
-    "modelopt": modelopt.write,
-    "optiq": optiq.write,
-}
-_LOSSY_WRITERS: Final = {"ranges": ranges.write, "vllm-skip-layers": vllm_skip_layers.write}
-_FLAGS: Final = {
-    "scheme": "--scheme",
-    "words": "--map",
-    "group_size": "--group-size",
-    "default_word": "--default-dtype",
-    "symmetric": "--symmetric or --asymmetric",
-}
 
 
 def read(data: bytes, name: str, geometry: ModelGeometry, options: ImportOptions) -> Imported:
@@ -62,10 +35,11 @@ def read(data: bytes, name: str, geometry: ModelGeometry, options: ImportOptions
     Raises:
         ProfileError: whatever is wrong with it, or an option that means nothing to the format.
     """
-    for field, flag in _FLAGS.items():
-        if field not in FORMATS[name].options and getattr(options, field) not in (None, {}):
-            raise ProfileError(f"{name} files say that themselves, or do not have it; leave {flag} out")
-    imported = _READERS[name](data, geometry, options)
+    known = FORMATS[name]
+    assert known.read is not None
+    for flag in options.flags_beyond(known.options):
+        raise ProfileError(f"{name} files say that themselves, or do not have it; leave {flag} out")
+    imported = known.read(data, geometry, options)
     _check_groups(imported, geometry)
     return imported
 
@@ -81,11 +55,14 @@ def write(profile: Profile, name: str, *, lossy: bool = False) -> Exported:
     Raises:
         ProfileError: the format cannot say it; names the first layer and what would be lost.
     """
-    if FORMATS[name].can_lose:
-        return _LOSSY_WRITERS[name](profile, lossy=lossy)
-    if lossy:
+    known = FORMATS[name]
+    if lossy and not known.can_lose:
         raise ProfileError(f"{name} is never written with a loss; leave --lossy out")
-    return _WRITERS[name](profile)
+    exported = known.write(profile)
+    if exported.lost and not lossy:
+        raise refusal(name, exported.lost, "--lossy drops that")
+    dropped = (f"dropped, from layer {each.layer} on: {each.what}" for each in exported.lost)
+    return replace(exported, notes=(*exported.notes, *dropped))
 
 
 def to_profile(imported: Imported, name: str, geometry: ModelGeometry, model: ModelIdentity) -> Profile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.exported import Exported
+from kvtuner.exported_configs.formats.exported import Difference, Exported
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
@@ -15,11 +15,11 @@ NATIVE: Final = PrecisionPair(16, 16)
 DTYPES: Final = {PrecisionPair(8, 8): "int8_per_token_head", PrecisionPair(4, 4): "int4_per_token_head"}
 
 
-def write(profile: Profile, *, lossy: bool) -> Exported:
+def write(profile: Profile) -> Exported:
     """Write the indices of unquantized layers.
 
     Raises:
-        ProfileError: quantized layers that differ, or that vLLM has no dtype for; or what is lost was not asked for.
+        ProfileError: quantized layers that differ, or that vLLM has no dtype for.
     """
     kept = [layer for layer, pair in enumerate(profile.pairs) if pair == NATIVE]
     packed = {pair: layer for layer, pair in reversed(list(enumerate(profile.pairs))) if pair != NATIVE}
@@ -34,15 +34,8 @@ def write(profile: Profile, *, lossy: bool) -> Exported:
     if pair not in DTYPES:
         known = ", ".join(map(str, DTYPES))
         raise ProfileError(f"vLLM has no dtype for layer {first}, {pair}; those it has are {known}")
-    if not lossy:
-        raise ProfileError(
-            "vllm-skip-layers says which layers are not quantized and nothing of the others: bits, groups, symmetry and"
-            " transforms are lost; --lossy drops them"
-        )
-    notes = [
-        f"serve with --kv-cache-dtype {DTYPES[pair]}, which quantizes in its own way: groups, symmetry and transforms"
-        " of the profile are dropped"
-    ]
+    notes = [f"serve with --kv-cache-dtype {DTYPES[pair]}, which quantizes in its own way"]
     if not kept:
         notes.append("no layer has 16 bits: leave --kv-cache-dtype-skip-layers out")
-    return Exported(" ".join(map(str, kept)) + "\n", tuple(notes))
+    lost = Difference(first, "bits, groups, symmetry and transforms of quantized layers")
+    return Exported(" ".join(map(str, kept)) + "\n", tuple(notes), (lost,))

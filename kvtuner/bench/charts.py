@@ -21,6 +21,7 @@ from kvtuner.evaluation.plot_style import (
 )
 from kvtuner.evaluation.subjects import REFERENCE
 from kvtuner.exported_configs.evaluation import PROFILE
+from kvtuner.precision import GIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,7 +38,6 @@ MARKERS: Final = ("o", "s", "^", "v", "D", "P", "X", "<")
 WIDTH: Final = 5.0
 """Inches: narrow, so that a phone need not shrink it much."""
 HEIGHT: Final = 3.9
-GIB: Final = 2**30
 
 
 def charts(result: BenchResult) -> dict[str, bytes]:

@@ -11,6 +11,7 @@ from kvtuner.bench.usage import GPU_BUSY, GPU_MEMORY, GPU_MEMORY_BUSY, MEMORY
 from kvtuner.evaluation.evaluation_text import TITLES, value_text
 from kvtuner.evaluation.formatting import NOT_MEASURED, number, percent
 from kvtuner.exported_configs.evaluation import PROFILE
+from kvtuner.precision import tokens_per_gib
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -135,10 +136,16 @@ def _memory(result: BenchResult) -> Section:
         if size is None:
             continue
         fit = None if each.server is None else each.server.tokens_that_fit
-        gib = 2**30 // size
         against = f"{reference / size:.2f}x"
         rows.append(
-            (each.way.name, number(each.bits), f"{size:,}", f"{gib:,}", against, "-" if fit is None else f"{fit:,}")
+            (
+                each.way.name,
+                number(each.bits),
+                f"{size:,}",
+                f"{tokens_per_gib(size):,}",
+                against,
+                "-" if fit is None else f"{fit:,}",
+            )
         )
     headers = ("", "effective bits", "bytes/token", "tokens/GiB", "against the largest", "tokens that fit the server")
     words = "Bytes of keys and values of all layers, with scales, on one rank that holds all heads."

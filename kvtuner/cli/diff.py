@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.cli.given import profile_of
-from kvtuner.cli.page_file import check_page_file, write_page
+from kvtuner.cli.output_file import check_page_file, write_page
 from kvtuner.cli.profile_text import printable
 from kvtuner.cli.strip import Track, indented, legend, strip_lines, tracks
 from kvtuner.cli.terminal import Terminal
-from kvtuner.evaluation.formatting import NOT_MEASURED, interval
 from kvtuner.evaluation.layer_codes import layer_codes
 from kvtuner.evaluation.profile_difference import CONSTANTS, difference_of
-from kvtuner.evaluation.statistics import Interval
+from kvtuner.evaluation.profile_facts import kl_text
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -22,9 +21,8 @@ if TYPE_CHECKING:
 
     from kvtuner.evaluation.profile_difference import LayerChange, ProfileDifference
     from kvtuner.exported_configs.find import Found
-    from kvtuner.exported_configs.profile import Profile
 
-FACTS: Final = ("k_granularity", "mean_bits", "effective_bits", "bytes_per_token", "tokens_per_gib", "ratio_to_bf16")
+FACTS: Final = ("mean_bits", "effective_bits", "bytes_per_token", "tokens_per_gib", "ratio_to_bf16")
 MARKS: Final = "^=other bits, transform or granularity  ~=other constants only"
 
 
@@ -82,12 +80,9 @@ def _facts(difference: ProfileDifference) -> list[str]:
     lines = [f"the same layers: {facts['digest'][0]}"] if facts["same_digest"] else []
     lines.append(_row("model", *(printable(p.model.id) for p in both)))
     lines += [_row(name, *map(_text, facts[name])) for name in FACTS]
-    lines.append(_row("kl", *map(_kl, both)))
-    if difference.defaults:
-        lines.append("granularity, group size or symmetry differs")
+    lines.append(_row("kl", *(kl_text(p.quality) for p in both)))
     for name, (before, after) in (difference.geometry | difference.defaults).items():
-        if name != "k.granularity":  # which stands above
-            lines.append(_row(name, str(before), str(after)))
+        lines.append(_row(name, str(before), str(after)))
     lines.append(f"{'bytes':<16}the second takes {facts['bytes_ratio']:.3f}x those of the first")
     lines.append(f"{'quality':<16}{difference.quality.words()}")
     return lines
@@ -95,13 +90,6 @@ def _facts(difference: ProfileDifference) -> list[str]:
 
 def _row(name: str, before: str, after: str) -> str:
     return f"{name:<16}{before:>24}  {after:>24}{'' if before == after else '  *'}"
-
-
-def _kl(profile: Profile) -> str:
-    if profile.quality is None:
-        return NOT_MEASURED
-    kl = profile.quality.measured_kl
-    return interval(Interval(kl.mean, kl.low, kl.high))
 
 
 def _strips(difference: ProfileDifference, terminal: Terminal) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvtuner.cli.session import corpus_source, ranks_of, row_shape
 from kvtuner.evaluation.report_data import rank_words
 from kvtuner.evaluation.validation import UNIFORM_PAIRS
-from kvtuner.precision import PACKED_BITS, PrecisionPair, effective_bits, mean_bits
+from kvtuner.precision import PACKED_BITS, PrecisionPair, effective_bits, mean_bits, tokens_per_gib
 from kvtuner.quant import KEY_TRANSFORMS, VALUE_TRANSFORMS
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.model import ModelShape
     from kvtuner.cli.targets import Target
-
-GIB = 1 << 30
 
 
 def plan_of_work(args: Namespace, shape: ModelShape, targets: Sequence[Target]) -> dict[str, Any]:
@@ -33,7 +31,7 @@ def plan_of_work(args: Namespace, shape: ModelShape, targets: Sequence[Target]) 
             "mean_bits": float(mean_bits(pairs, rows)),
             "effective_bits": round(float(effective_bits(pairs, rows)), 4),
             "bytes_per_token": stored,
-            "tokens_per_gib": GIB // stored,
+            "tokens_per_gib": tokens_per_gib(stored),
             "inside": [c.budget.text for c in constraints if c.is_met(pairs)],
         }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtuner.cli.given import profile_of
-from kvtuner.cli.import_ import check_new
+from kvtuner.cli.output_file import check_new
 from kvtuner.cli.profile_text import printable
 from kvtuner.cli.session import say
 from kvtuner.exported_configs.formats.translate import write

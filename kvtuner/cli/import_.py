@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtuner.calibration.model import ModelSource, read_shape
+from kvtuner.cli.output_file import check_new
 from kvtuner.cli.profile_text import printable, summary
 from kvtuner.cli.session import say
 from kvtuner.errors import ProfileError
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from kvtuner.calibration.model import ModelShape
+
+
+_SUFFIXES: Final = (".yaml", ".yml", ".json", ".txt")
 
 
 def run(args: Namespace) -> int:
@@ -56,19 +60,13 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def check_new(out: str | None, *, force: bool) -> None:
-    """Refuse to overwrite a file that nobody said may be.
-
-    Raises:
-        ProfileError: it is there.
-    """
-    if out is not None and os.path.lexists(out) and not force:
-        raise ProfileError(f"{out} is there already; name another --out, or overwrite it with --force")
-
-
 def _content(source: str, name: str) -> bytes:
     """The file's bytes; the text itself where ranges are given in place of a file."""
     if name == "ranges" and not os.path.exists(source):
+        if ":" not in source or _is_path(source):
+            raise ProfileError(
+                f"there is no file {printable(source[:200])}, and it is no text of ranges such as 0-1:bf16; give either"
+            )
         return source.encode(errors="replace")
     try:
         with Path(source).open("rb") as handle:
@@ -76,6 +74,10 @@ def _content(source: str, name: str) -> bytes:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ProfileError(f"{printable(source[:200])} cannot be read ({reason}); give the path of a file") from error
+
+
+def _is_path(source: str) -> bool:
+    return os.sep in source or source.lower().endswith(_SUFFIXES)
 
 
 def _dtype(shape: ModelShape) -> str:

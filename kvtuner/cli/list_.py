@@ -14,6 +14,7 @@ from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.catalogue import catalogue_file, load_index
 from kvtuner.exported_configs.evaluation import SUFFIX
 from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.mismatch import Policy
 from kvtuner.exported_configs.store import all_stored
 
 if TYPE_CHECKING:
@@ -77,17 +78,17 @@ def _folder(top: Path) -> Iterator[_Row]:
 
 
 def _fitting(rows: list[_Row], model: str) -> list[_Row]:
-    from kvtuner.calibration.model import ModelSource, read_config
-    from kvtuner.runtime_loader.model_check import check_model
+    """Those that `kvtuner validate --model` finds nothing against."""
+    from kvtuner.cli.validate import mismatches
 
-    config = read_config(ModelSource(model))
     fitting = []
     for row in rows:
         try:
-            check_model(row.profile, config)
+            found = mismatches(row.profile, model, Policy())
         except ProfileError:
-            continue  # of another model
-        fitting.append(row)
+            continue  # another geometry
+        if all(each.severity != "error" for each in found):
+            fitting.append(row)
     return fitting
 
 

@@ -100,7 +100,8 @@ def _push(parser: argparse.ArgumentParser, switch: Callable[..., None]) -> argpa
 
 def _pull(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("reference", metavar="OWNER/NAME[@REVISION][:PATH]", help="#sha256:... pins its digest")
-    parser.add_argument("--out", metavar="FILE", help="also copy the profile there")
+    parser.add_argument("--out", metavar="FILE", help="also copy the profile there, with its signature")
+    parser.add_argument("--force", action="store_true", help="overwrite --out")
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,26 +11,34 @@ from kvtuner.cli.profile_text import printable
 from kvtuner.cli.session import say
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.hub import pull
+from kvtuner.exported_configs.load import load_profile
 from kvtuner.exported_configs.reference import HubReference, parse_reference
+from kvtuner.exported_configs.signature_bundle import SUFFIX as SIGNATURE_SUFFIX
 from kvtuner.run_folder import write_atomically
 
 if TYPE_CHECKING:
     from argparse import Namespace
+
+    from kvtuner.exported_configs.store import Stored
 
 
 def run(args: Namespace) -> int:
     """Run the sub-command."""
     reference = parse_reference(args.reference)
     if not isinstance(reference, HubReference):
-        raise ProfileError(f"{args.reference} is no profile of the hub; write owner/name[@revision][:path]")
+        there = f"; {args.reference} is on this machine, add @main for the hub's" if _is_here(args.reference) else ""
+        raise ProfileError(f"{args.reference} is no profile of the hub; write owner/name[@revision][:path]{there}")
+    copies = [] if args.out is None else [Path(args.out), Path(args.out + SIGNATURE_SUFFIX)]
+    for copy in copies:
+        if os.path.lexists(copy) and not args.force:
+            raise ProfileError(f"{copy} is there already; name another --out, or overwrite it with --force")
     pulled = pull(reference)
     for note in pulled.notes:
         say(note)
-    kept, profile = pulled.stored, pulled.stored.load()
-    path = kept.path
-    if args.out:
-        path = Path(args.out)
-        write_atomically(path, kept.path.read_bytes())
+    kept = pulled.stored
+    if copies:
+        _copy(kept, *copies)
+    path, profile = (copies or [kept.path])[0], kept.load()
     if args.json:
         facts = {
             "file": str(path),
@@ -44,3 +53,19 @@ def run(args: Namespace) -> int:
     else:
         print(f"{path}: valid, {profile.digest}, for {printable(profile.model.id)}, from {kept.origin}")
     return 0
+
+
+def _is_here(name: str) -> bool:
+    return os.path.exists(name.partition("#")[0])
+
+
+def _copy(kept: Stored, profile: Path, signature: Path) -> None:
+    """Copy a kept profile with its signature; another's that lies there goes."""
+    data = kept.path.read_bytes()
+    load_profile(data)
+    write_atomically(profile, data)
+    source = kept.path.with_name(kept.path.name + SIGNATURE_SUFFIX)
+    if source.exists():
+        write_atomically(signature, source.read_bytes())
+    else:
+        signature.unlink(missing_ok=True)

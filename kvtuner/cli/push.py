@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.cli.profile_text import printable
 from kvtuner.cli.session import say
-from kvtuner.errors import HubError, ProfileError
+from kvtuner.errors import HubError, ProfileError, SignatureError
 from kvtuner.exported_configs.card import Shown, card
-from kvtuner.exported_configs.evaluation import SUFFIX, evaluation_files, load_evaluation
+from kvtuner.exported_configs.evaluation import EVALUATION, SUFFIX, evaluation_files, parse_evaluation
+from kvtuner.exported_configs.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.find import profile_files
-from kvtuner.exported_configs.hub import SIGNATURE_SUFFIX, Upload, look_at_branch, push
 from kvtuner.exported_configs.load import load_profile
 from kvtuner.exported_configs.reference import PROFILE_FILE, parse_repo
+from kvtuner.exported_configs.signature_bundle import SIGNATURE, read_bundle
+from kvtuner.exported_configs.signature_bundle import SUFFIX as SIGNATURE_SUFFIX
+from kvtuner.exported_configs.upload import Upload, look_at_branch, push
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Mapping
 
+    from kvtuner.exported_configs.evaluation import Evaluation
+
 README: Final = "README.md"
 REPORT: Final = "report.html"
-_MAX_PICTURE_BYTES: Final = 4 * 2**20
+_MAX_REPORT_BYTES: Final = 2**25
+_MAX_PICTURE_BYTES: Final = 2**22
 _MAX_SHOWN_PICTURES: Final = 4
+_PNG: Final = b"\x89PNG\r\n\x1a\n"
 
 
 def run(args: Namespace) -> int:
@@ -57,7 +66,8 @@ def run(args: Namespace) -> int:
     else:
         print(made.url)
         for name in filter(_is_profile, files):
-            print(f"kvtuner pull {repo}@{made.commit}" + ("" if name == PROFILE_FILE else f":{name}"))
+            reference = f"{repo}@{made.commit}" + ("" if name == PROFILE_FILE else f":{name}")
+            print(shlex.join(["kvtuner", "pull", reference]))
     return 0
 
 
@@ -71,47 +81,87 @@ def _agreed(args: Namespace) -> bool:
 
 
 def _files(path: Path, repo: str, args: Namespace) -> dict[str, bytes]:
-    """Content by path in the repository; every profile and evaluation is read and checked first."""
+    """Content by path in the repository. What is sent is what was checked."""
     sources = profile_files(path)
     # One profile is found without being named.
     names = [PROFILE_FILE] if len(sources) == 1 else [source.name for source in sources]
     files: dict[str, bytes] = {}
     shown = []
     for source, name in zip(sources, names, strict=True):
-        profile = load_profile(source)
-        files[name] = source.read_bytes()
-        evaluations = []
-        for beside in evaluation_files(source):
-            evaluation = load_evaluation(beside)
-            if evaluation.profile_digest != profile.digest:
-                raise ProfileError(
-                    f"{beside.name} evaluates another profile than {source.name}; remove it, or evaluate this one"
-                )
-            evaluations.append(evaluation)
-            files[_beside(beside.name, source, name)] = beside.read_bytes()
+        data = files[name] = _read(source, MAX_PROFILE_BYTES)
+        profile = load_profile(data, source)
+        evaluations = _evaluations(source, profile.digest)
+        for file, (_, content) in evaluations.items():
+            # Beside the name that its profile gets.
+            files[file.replace(source.stem, name.removesuffix(".json"), 1)] = content
         signature = source.with_name(source.name + SIGNATURE_SUFFIX)
         if signature.exists():
-            files[name + SIGNATURE_SUFFIX] = signature.read_bytes()
-        shown.append(Shown(name, profile, evaluations))
-    pictures = _report(path, files) if args.report and path.is_dir() else []
+            files[name + SIGNATURE_SUFFIX] = _signature(signature, data)
+        shown.append(Shown(name, profile, [evaluation for evaluation, _ in evaluations.values()]))
+    pictures = []
+    if args.report and path.is_dir():
+        pictures = [picture for source in sources for picture in _report(path, source.stem, files)]
     text = card(repo, shown, license_id=args.license, pictures=pictures[:_MAX_SHOWN_PICTURES])
     return {README: text.encode(), **files}
 
 
-def _beside(name: str, source: Path, profile: str) -> str:
-    """An evaluation's name beside the name that its profile gets."""
-    return name.replace(source.stem, profile.removesuffix(".json"), 1)
+def _evaluations(source: Path, digest: str) -> dict[str, tuple[Evaluation, bytes]]:
+    """Of a profile, beside its file, with their bytes."""
+    found = {}
+    for file in evaluation_files(source):
+        data = _read(file, EVALUATION.max_bytes)
+        try:
+            evaluation = parse_evaluation(data)
+        except ProfileError as error:
+            raise ProfileError(f"{file}: {error}") from error
+        if evaluation.profile_digest != digest:
+            raise ProfileError(
+                f"{file.name} evaluates another profile than {source.name}; remove it, or evaluate this one"
+            )
+        found[file.name] = evaluation, data
+    return found
 
 
-def _report(folder: Path, files: dict[str, bytes]) -> list[str]:
-    """Add the report and its pictures; gives the pictures' paths."""
+def _signature(path: Path, signed: bytes) -> bytes:
+    """A signature that is of these bytes; whose it is, whoever pulls may ask."""
+    data = _read(path, SIGNATURE.max_bytes)
+    if read_bundle(data).sha256 != hashlib.sha256(signed).hexdigest():
+        raise SignatureError(f"{path} signs another content than the profile has now; sign it again, or remove it")
+    return data
+
+
+def _report(run: Path, profile: str, files: dict[str, bytes]) -> list[str]:
+    """Add the report of a run's profile and its own pictures; gives the pictures' paths."""
+    from kvtuner.evaluation.plots import PICTURES  # matplotlib is not for every push
+
+    # A run of several profiles has a folder for each one's report.
+    suffix = profile.removeprefix("profile")
+    folder, prefix = (run / f"report{suffix}", f"report{suffix}/") if suffix else (run, "")
     report = folder / REPORT
-    if report.is_file():
-        files[REPORT] = report.read_bytes()
-    pictures = [file for file in sorted(folder.glob("*.png")) if file.stat().st_size <= _MAX_PICTURE_BYTES]
-    for picture in pictures:
-        files[f"pictures/{picture.name}"] = picture.read_bytes()
-    return [f"pictures/{picture.name}" for picture in pictures]
+    if report.exists():
+        files[prefix + REPORT] = _read(report, _MAX_REPORT_BYTES)
+    pictures = {f"{prefix}pictures/{name}.png": folder / f"{name}.png" for name in PICTURES}
+    pictures = {place: picture for place, picture in pictures.items() if picture.exists()}
+    for place, picture in pictures.items():
+        files[place] = _read(picture, _MAX_PICTURE_BYTES)
+        if not files[place].startswith(_PNG):
+            raise ProfileError(f"{picture} is no picture of a report; write the report again, or push --no-report")
+    return list(pictures)
+
+
+def _read(path: Path, limit: int) -> bytes:
+    """A file's content; a link could publish what lies elsewhere."""
+    if path.is_symlink():
+        raise ProfileError(f"{path} is a link, and a push takes files only; push what it points to")
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ProfileError(f"{path} cannot be read ({reason}); name a profile or a run folder") from error
+    if len(data) > limit:
+        raise ProfileError(f"{path} is larger than {limit} bytes; push without it")
+    return data
 
 
 def _stale(there: tuple[str, ...], files: Mapping[str, bytes]) -> tuple[str, ...]:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtuner.bench.server_flags import ServerFlags
 from kvtuner.calibration.naming import public_name
 from kvtuner.cli.parser import build_parser
+from kvtuner.exported_configs.reference import FileReference, parse_reference
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Collection, Mapping
 
-_PATHS: Final = ("profile", "model", "data", "include_path")
+_PATHS: Final = ("model", "data", "include_path")
 _UNSAID: Final = ("command", "json", "debug", "out", "endpoint", "profile")
 # Where a search runs and what else it writes, not what it finds.
 _NOT_OF_SEARCHES: Final = (*_UNSAID, "device", "config", "dry_run", "report", "storage", "budget")
@@ -22,8 +23,18 @@ _NOT_OF_SEARCHES: Final = (*_UNSAID, "device", "config", "dry_run", "report", "s
 def command_said(args: Namespace) -> list[str]:
     """A command about a profile, with the last parts of paths only. Call before flags get defaults."""
     usual = vars(build_parser().parse_args([args.command, "x"]))
-    words = ["kvtuner", args.command, public_name(str(args.profile)), *_flags(vars(args), usual, _UNSAID)]
+    words = ["kvtuner", args.command, _profile(str(args.profile)), *_flags(vars(args), usual, _UNSAID)]
     return words + [word for way, _ in args.endpoint or () for word in ("--endpoint", f"{way}=URL")]
+
+
+def _profile(text: str) -> str:
+    """A profile's name: of a file its last part; a pin stays."""
+    reference = parse_reference(text)
+    if not isinstance(reference, FileReference):
+        return text
+    pin = f"#{reference.digest}" if reference.digest else ""
+    path = reference.path
+    return (public_name(str(path)) if path.exists() else path.name) + pin
 
 
 def search_said(args: Namespace) -> str:

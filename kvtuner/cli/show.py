@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtuner.cli.given import profiles_of
-from kvtuner.cli.page_file import check_page_file, write_page
+from kvtuner.cli.output_file import check_page_file, write_page
 from kvtuner.cli.profile_text import describe, printable, summary
 from kvtuner.cli.strip import profile_strip
 from kvtuner.cli.terminal import Terminal

@@ -31,7 +31,7 @@ def run(args: Namespace) -> int:
 
 
 def _result(name: str, profile: Profile, args: Namespace, policy: Policy) -> dict[str, Any]:
-    found = _mismatches(profile, args.model, policy) if args.model else []
+    found = mismatches(profile, args.model, policy) if args.model else []
     return {
         "file": name,
         "digest": profile.digest,
@@ -50,7 +50,12 @@ def _policy(args: Namespace) -> Policy:
     return policy
 
 
-def _mismatches(profile: Profile, model: str, policy: Policy) -> list[Mismatch]:
+def mismatches(profile: Profile, model: str, policy: Policy) -> list[Mismatch]:
+    """What a profile has against a model, by its configuration and files alone.
+
+    Raises:
+        ProfileError: another geometry.
+    """
     from kvtuner.calibration.model import ModelSource, read_config
     from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.evaluation.formatting import NOT_MEASURED, fixed, interval, percent
+from kvtuner.evaluation.formatting import NOT_MEASURED, fixed, percent
 from kvtuner.evaluation.layer_codes import layer_codes
 from kvtuner.evaluation.layer_picture import legend_markup, strip_markup, strip_style
 from kvtuner.evaluation.markup import Markup, element, join
 from kvtuner.evaluation.page import figure, page, section, table
-from kvtuner.evaluation.profile_difference import CONSTANTS, ratio_to_bf16, tokens_per_gib
+from kvtuner.evaluation.profile_difference import CONSTANTS
+from kvtuner.evaluation.profile_facts import kl_text, ratio_to_bf16
 from kvtuner.evaluation.quality_plot import quality_by_bits, quality_points
-from kvtuner.evaluation.statistics import Interval
+from kvtuner.precision import tokens_per_gib
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,7 +84,7 @@ def _bytes(difference: ProfileDifference) -> list[tuple[str, ...]]:
     both = (difference.first, difference.second)
     return [
         ("bytes per token", *(f"{p.bytes_per_token():,}" for p in both)),
-        ("tokens per GiB", *(f"{tokens_per_gib(p):,}" for p in both)),
+        ("tokens per GiB", *(f"{tokens_per_gib(p.bytes_per_token()):,}" for p in both)),
         ("tokens against bf16", *(f"{ratio_to_bf16(p):.2f}x" for p in both)),
         ("bytes against the first", "1x", f"{both[1].bytes_per_token() / both[0].bytes_per_token():.3f}x"),
         ("mean_bits", *(fixed(float(p.mean_bits), 3) for p in both)),
@@ -112,17 +113,12 @@ def _quality_column(quality: Quality | None) -> tuple[str, ...]:
     if quality is None:
         return (NOT_MEASURED,) * 5
     return (
-        _kl(quality),
+        kl_text(quality),
         percent(quality.top1_agreement),
         fixed(quality.perplexity, 3),
         fixed(quality.reference_perplexity, 3),
         quality.read_plan,
     )
-
-
-def _kl(quality: Quality) -> str:
-    kl = quality.measured_kl
-    return interval(Interval(kl.mean, kl.low, kl.high))
 
 
 def _figures(difference: ProfileDifference) -> list[Markup]:

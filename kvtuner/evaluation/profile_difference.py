@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.evaluation.layer_codes import PER_CHANNEL
-from kvtuner.evaluation.report_data import GIB
-from kvtuner.precision import NATIVE_BITS
+from kvtuner.evaluation.profile_facts import ratio_to_bf16
+from kvtuner.precision import NATIVE_BITS, tokens_per_gib
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.arrays import Fp16Array
@@ -132,7 +132,7 @@ class ProfileDifference:
             "mean_bits": [float(p.mean_bits) for p in both],
             "effective_bits": [round(float(p.effective_bits), 6) for p in both],
             "bytes_per_token": [p.bytes_per_token() for p in both],
-            "tokens_per_gib": [tokens_per_gib(p) for p in both],
+            "tokens_per_gib": [tokens_per_gib(p.bytes_per_token()) for p in both],
             "ratio_to_bf16": [round(ratio_to_bf16(p), 4) for p in both],
             "bytes_ratio": round(self.second.bytes_per_token() / self.first.bytes_per_token(), 6),
             "kl": [None if p.quality is None else p.quality.measured_kl.mean for p in both],
@@ -157,16 +157,6 @@ def difference_of(first: Profile, second: Profile) -> ProfileDifference:
         None if "num_layers" in geometry else _changes(first, second, with_constants=not geometry),
         _quality(first, second),
     )
-
-
-def tokens_per_gib(profile: Profile) -> int:
-    """Tokens that fit into 1 GiB on one rank that holds all heads."""
-    return GIB // profile.bytes_per_token()
-
-
-def ratio_to_bf16(profile: Profile) -> float:
-    """How many times more tokens fit than in bf16."""
-    return profile.to_geometry().bf16_bytes_per_token() / profile.bytes_per_token()
 
 
 def _defaults(first: Profile, second: Profile) -> dict[str, tuple[Any, Any]]:
@@ -221,16 +211,24 @@ def _quality(first: Profile, second: Profile) -> QualityDifference:
     if one is None or other is None:
         return QualityDifference(one, other, (), None)
     a, b = one.measured_kl, other.measured_kl
-    circumstances, others = _circumstances(first, one), _circumstances(second, other)
+    same_weights = first.model.checkpoint_sha256 == second.model.checkpoint_sha256 is not None
+    circumstances, others = (
+        _circumstances(profile, quality, same_weights=same_weights)
+        for profile, quality in ((first, one), (second, other))
+    )
     apart = tuple(name for name, value in circumstances.items() if value is None or value != others[name])
     return QualityDifference(one, other, apart, a.low <= b.high and b.low <= a.high)
 
 
-def _circumstances(profile: Profile, quality: Quality) -> dict[str, Any]:
-    """What two measurements must share to be of the same tokens, read alike by the same model; None is not known."""
+def _circumstances(profile: Profile, quality: Quality, *, same_weights: bool) -> dict[str, Any]:
+    """What two measurements must share to be of the same tokens, read alike by the same model; None is not known.
+
+    Where the weights are known to be the same, it makes no difference what the model is called.
+    """
     model, record = profile.model, profile.provenance.calibration
+    names = {"id", "revision"} if same_weights else set()
     return {
-        "model": (model.model_dump(exclude={"dtype", "max_positions"}), profile.geometry),
+        "model": (model.model_dump(exclude={"dtype", "max_positions", *names}), profile.geometry),
         "dtype": model.dtype,
         "read plan": quality.read_plan,
         "report text": None if record is None else (record.token_ids_sha256.report, quality.split_tokens),

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.evaluation.evaluation_page import evaluation_markup
-from kvtuner.evaluation.formatting import NOT_MEASURED, fixed, interval, number, percent
+from kvtuner.evaluation.formatting import fixed, interval, number, percent
 from kvtuner.evaluation.layer_codes import layer_codes
 from kvtuner.evaluation.layer_picture import legend_markup, strip_markup, strip_style
 from kvtuner.evaluation.markup import Markup, element, join
 from kvtuner.evaluation.page import figure, page, section, table
-from kvtuner.evaluation.profile_difference import ratio_to_bf16, tokens_per_gib
+from kvtuner.evaluation.profile_facts import grid_text, kl_text, ratio_to_bf16
 from kvtuner.evaluation.quality_plot import quality_by_bits, quality_points
-from kvtuner.evaluation.report_data import GIB
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.exported_configs.profile import NO_TAIL_PAGES
+from kvtuner.precision import tokens_per_gib
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,8 +64,8 @@ def byte_rows(profile: Profile) -> list[tuple[str, ...]]:
     sizes = (profile.bytes_per_token(), bf16 // 2, bf16)
     rows = [
         ("bytes per token", *(f"{size:,}" for size in sizes)),
-        ("tokens per GiB", *(f"{GIB // size:,}" for size in sizes)),
-        ("tokens against bf16", *(f"{bf16 / size:.2f}x" for size in sizes)),
+        ("tokens per GiB", *(f"{tokens_per_gib(size):,}" for size in sizes)),
+        ("tokens against bf16", f"{ratio_to_bf16(profile):.2f}x", "2.00x", "1.00x"),
         ("mean_bits", fixed(float(profile.mean_bits), 3), "8", "16"),
         ("effective_bits", fixed(float(profile.effective_bits), 3), "8", "16"),
     ]
@@ -81,8 +81,6 @@ def identity_rows(profile: Profile) -> list[tuple[str, str]]:
     model, geometry = profile.model, profile.to_geometry()
     ranks = profile.budget
     parallel = "" if ranks.tp_size == ranks.pp_size == 1 else f", kept on TP {ranks.tp_size} x PP {ranks.pp_size}"
-    keys = profile.defaults.k
-    unit = "tokens per scale of a channel" if keys.granularity == "per_channel" else "channels per scale"
     return [
         ("digest", profile.digest),
         ("model", f"{model.id}{f'@{model.revision}' if model.revision else ''} ({model.architecture}, {model.dtype})"),
@@ -92,12 +90,8 @@ def identity_rows(profile: Profile) -> list[tuple[str, str]]:
             f"{geometry.num_layers} layers, {geometry.num_kv_heads} KV heads of {geometry.head_dim} and"
             f" {geometry.v_head_dim} channels, {geometry.num_attention_heads} query heads",
         ),
-        ("keys", f"{keys.granularity}, {keys.group_size} {unit}{', symmetric' if keys.symmetric else ''}"),
-        (
-            "values",
-            f"{profile.defaults.v.granularity}, {profile.defaults.v.group_size} channels per scale"
-            f"{', symmetric' if profile.defaults.v.symmetric else ''}",
-        ),
+        ("keys", grid_text(profile.defaults.k)),
+        ("values", grid_text(profile.defaults.v)),
     ]
 
 
@@ -108,9 +102,9 @@ def _overview(shown: Sequence[ShownProfile]) -> Markup:
             each.profile.budget.asked,
             fixed(float(each.profile.mean_bits)),
             f"{each.profile.bytes_per_token():,}",
-            f"{tokens_per_gib(each.profile):,}",
+            f"{tokens_per_gib(each.profile.bytes_per_token()):,}",
             f"{ratio_to_bf16(each.profile):.2f}x",
-            _kl_text(each.profile),
+            kl_text(each.profile.quality),
         )
         for each in shown
     ]
@@ -124,13 +118,6 @@ def _overview(shown: Sequence[ShownProfile]) -> Markup:
         "KL nats per token",
     )
     return join(element("h1", f"{len(shown)} profiles"), table(headers, rows))
-
-
-def _kl_text(profile: Profile) -> str:
-    if profile.quality is None:
-        return NOT_MEASURED
-    kl = profile.quality.measured_kl
-    return interval(Interval(kl.mean, kl.low, kl.high))
 
 
 def _article(shown: ShownProfile) -> tuple[Markup, ...]:
@@ -167,14 +154,14 @@ def _quality(profile: Profile) -> tuple[Markup, ...]:
     if (quality := profile.quality) is None:
         return ()
     facts = [
-        ("KL, nats per token", _kl_text(profile)),
+        ("KL, nats per token", kl_text(quality)),
         ("predicted", number(quality.predicted_kl)),
         ("p99 over tokens", number(quality.kl_p99)),
         ("top-1 as the unquantized model", percent(quality.top1_agreement)),
         ("perplexity", f"{fixed(quality.perplexity, 3)}, unquantized {fixed(quality.reference_perplexity, 3)}"),
         ("measured on", f"{quality.split_tokens:,} tokens, read plan {quality.read_plan}"),
     ]
-    own = ("this profile", _kl_text(profile), fixed(float(profile.mean_bits)), fixed(float(profile.effective_bits)))
+    own = ("this profile", kl_text(quality), fixed(float(profile.mean_bits)), fixed(float(profile.effective_bits)))
     rows = [
         (b.name, interval(Interval(b.kl_mean, b.kl_low, b.kl_high)), fixed(b.mean_bits), fixed(b.effective_bits))
         for b in sorted(quality.baselines, key=lambda each: (-each.effective_bits, each.name))

@@ -18,6 +18,7 @@ from kvtuner.evaluation.plot_style import (
     plain_log_ticks,
     render,
 )
+from kvtuner.evaluation.profile_facts import measured_kl
 from kvtuner.evaluation.statistics import Interval
 
 if TYPE_CHECKING:
@@ -78,8 +79,7 @@ def quality_points(profile: Profile, name: str, kind: Kind = "first") -> list[Qu
     """A profile and its baselines as far as they can be drawn; nothing where nothing was measured."""
     if (quality := profile.quality) is None:
         return []
-    kl = quality.measured_kl
-    points = [QualityPoint(_plain(name), float(profile.effective_bits), Interval(kl.mean, kl.low, kl.high), kind)]
+    points = [QualityPoint(_plain(name), float(profile.effective_bits), measured_kl(quality), kind)]
     for each in quality.baselines:
         kls = Interval(each.kl_mean, each.kl_low, each.kl_high)
         with_transforms: Kind = "transforms" if each.name.endswith(WITH_TRANSFORMS) else "plain"

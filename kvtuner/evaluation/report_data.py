@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from kvtuner.errors import RunFolderError
 from kvtuner.evaluation.formatting import plain_json
 from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval
+from kvtuner.precision import tokens_per_gib
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 REPORT_VERSION: Final = 1
 SAMPLED: Final = "sampler"
-GIB: Final = 1 << 30
 
 
 def rank_words(tp_size: int, pp_size: int) -> str:
@@ -47,12 +47,12 @@ class BudgetOutcome:
     @property
     def tokens_per_gib(self) -> int:
         """Tokens that fit into 1 GiB."""
-        return GIB // self.bytes_per_token
+        return tokens_per_gib(self.bytes_per_token)
 
     @property
     def bf16_tokens_per_gib(self) -> int:
         """Tokens of the unquantized cache that fit into 1 GiB."""
-        return GIB // self.bf16_bytes_per_token
+        return tokens_per_gib(self.bf16_bytes_per_token)
 
     @property
     def rank(self) -> str:

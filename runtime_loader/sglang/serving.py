@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.cache_kind import refuse_other_caches
@@ -16,6 +15,7 @@ from kvtuner.exported_configs.catalogue import choose
 from kvtuner.exported_configs.identity import identity_of
 from kvtuner.exported_configs.load import load_profile
 from kvtuner.exported_configs.mismatch import Policy, compare, refuse
+from kvtuner.exported_configs.reference import FileReference, check_digest, parse_reference
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
@@ -24,8 +24,8 @@ from kvtuner.runtime_loader.sglang.compat.hooks import check_alone
 from kvtuner.runtime_loader.sglang.compat.model import model_config_of, refuse_other_pools
 from kvtuner.runtime_loader.sglang.compat.processes import on_ready, on_scheduler
 from kvtuner.runtime_loader.sglang.compat.versions import check_version
-from kvtuner.runtime_loader.sglang.locate import budget_of, is_auto
-from kvtuner.runtime_loader.sglang.request import ALLOW_FLAG, STRICT_FLAG
+from kvtuner.runtime_loader.sglang.locate import budget_of, is_auto, pin_of, pinned
+from kvtuner.runtime_loader.sglang.request import ALLOW_FLAG, PROFILE_VARIABLE, STRICT_FLAG
 from kvtuner.runtime_loader.sglang.rules import refuse_flags
 
 if TYPE_CHECKING:
@@ -78,8 +78,7 @@ class Serving:
             check_model(self.loaded, config)
             return self.loaded
         uniform = self.request.uniform
-        if uniform is None:
-            return self._chosen(_identity(model_config))
+        assert uniform is not None
         return uniform_profile(
             ModelGeometry.from_config(config),
             PrecisionPair(uniform.nbits_key, uniform.nbits_value),
@@ -88,11 +87,6 @@ class Serving:
             v_group_size=uniform.q_group_size,
             symmetric=not uniform.asym,
         )
-
-    def _chosen(self, model: ModelIdentity) -> Profile:
-        """The catalogue's profile for the served model; every process chooses the same one."""
-        assert self.request.profile is not None
-        return load_profile(choose(model, budget_of(self.request.profile)))
 
 
 _active: Serving | None = None
@@ -136,11 +130,36 @@ def _load(request: ServingRequest) -> Profile | None:
                 " with kvtuner and is not signed apart from it; drop one of them"
             )
         return None
+    named = parse_reference(request.profile)
+    assert isinstance(named, FileReference)  # by `locate`
     if request.signed_by is None:
-        return load_profile(request.profile)
-    from kvtuner.exported_configs.signatures import Identity, load_verified
+        profile = load_profile(named.path)
+    else:
+        from kvtuner.exported_configs.signatures import Identity, load_verified
 
-    return load_verified(Path(request.profile), Identity.parse(request.signed_by))
+        profile = load_verified(named.path, Identity.parse(request.signed_by))
+    check_digest(profile.digest, named.digest, str(named.path))
+    return profile
+
+
+def _choose(request: ServingRequest, model: ModelIdentity) -> Serving:
+    """Serve the catalogue's profile for a model in place of ``auto``, here and in the processes that this one starts.
+
+    Raises:
+        ProfileError: the catalogue has none, or not the one that was pinned.
+    """
+    global _active
+    assert request.profile is not None
+    path = choose(model, budget_of(request.profile))
+    profile = load_profile(path)
+    check_digest(profile.digest, pin_of(request.profile), request.profile)
+    request = replace(request, profile=pinned(str(path), profile.digest))
+    if request.from_launcher:
+        request.to_environment(os.environ)
+    else:
+        os.environ[PROFILE_VARIABLE] = request.profile or ""
+    _active = Serving(request, profile)
+    return _active
 
 
 def _once(name: str, hook: Callable[[], None]) -> None:
@@ -201,6 +220,8 @@ def _check(server_args: Any) -> None:
         _refuse(arguments)
         serving = active()
         model_config = model_config_of(server_args)
+        if serving.request.profile is not None and is_auto(serving.request.profile):
+            serving = _choose(serving.request, _identity(model_config))
         profile = serving.profile(model_config)
         profile.row_shape(arguments.tp_size // arguments.attn_dp_size)  # refuses heads that cannot be split so
         _checked_digest = profile.digest

@@ -90,10 +90,17 @@ def test_ranges_are_a_text_or_a_file(run: Callable[..., Any], model: Path, tmp_p
     assert "note: FP8 is stored as K8V8" in by_text[2] and by_file[2] == ""
     digests = {load_profile(result[1].encode()).digest for result in (by_text, by_file)}
     assert len(digests) == 1
-    status, _, err = run("import", "0" * 5000, *flags)
+    status, _, err = run("import", "0" * 5000 + ":8", *flags)
     assert status == 2 and "an entry is written" in err
-    status, _, err = run("import", tmp_path / "absent.yaml", *flags)
-    assert status == 2 and "must be ranges like" in err
+
+
+@pytest.mark.parametrize(
+    "source", ["nofile.yaml", "nofile.YML", "0:nofile.json", "2-3:x.txt", "a:b/0-1", "nofile", "0-1", "8" * 5000]
+)
+def test_a_path_of_no_file_is_not_taken_for_ranges(run: Callable[..., Any], model: Path, source: str) -> None:
+    status, stdout, err = run("import", source, "--from", "ranges", "--model", model)
+    assert (status, stdout) == (2, "") and f"there is no file {source[:200]}" in err
+    assert "ranges such as 0-1:bf16" in err
 
 
 def test_both_answers_can_be_json(run: Callable[..., Any], model: Path, tmp_path: Path) -> None:
@@ -121,10 +128,7 @@ def test_what_is_lost_is_refused_or_said(run: Callable[..., Any], model: Path, t
     ("flags", "says"),
     [
         (("--from", "optiq", "--model", "demo"), "demo.yaml cannot be read"),
-        (("--from", "ranges", "--model", "/nowhere/model"), "model folder /nowhere/model does not exist"),
-        (("--from", "ranges", "--model", "demo", "--group-size", "-4"), "--group-size must be at least 1"),
-        (("--from", "ranges", "--model", "demo", "--map", "fp8"), "--map is written FP8=8"),
-        (("--from", "ranges", "--model", "demo", "--scheme", "kivi"), "leave --scheme out"),
+        (("--from", "ranges", "--model", "demo"), "there is no file demo.yaml"),
         (("--from", "vllm-skip-layers", "--model", "demo"), "invalid choice"),
         (("--from", "ranges", "--model", "demo", "--symmetric", "--asymmetric"), "not allowed with"),
         (("--from", "ranges"), "--model"),
@@ -133,6 +137,20 @@ def test_what_is_lost_is_refused_or_said(run: Callable[..., Any], model: Path, t
 )
 def test_wrong_flags_are_refused_in_words(run: Callable[..., Any], flags: tuple[str, ...], says: str) -> None:
     status, stdout, err = run("import", "demo.yaml", *flags)
+    assert (status, stdout) == (2, "") and says in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--model", "/nowhere/model"), "model folder /nowhere/model does not exist"),
+        (("--model", "demo", "--group-size", "-4"), "--group-size must be at least 1"),
+        (("--model", "demo", "--map", "fp8"), "--map is written FP8=8"),
+        (("--model", "demo", "--scheme", "kivi"), "leave --scheme out"),
+    ],
+)
+def test_wrong_flags_of_ranges_are_refused_in_words(run: Callable[..., Any], flags: tuple[str, ...], says: str) -> None:
+    status, stdout, err = run("import", "0-8:int8", "--from", "ranges", *flags)
     assert (status, stdout) == (2, "") and says in err
 
 

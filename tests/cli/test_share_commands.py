@@ -117,13 +117,89 @@ def test_the_card_of_a_model_of_the_hub_names_it_as_its_base(run: Any, hub: Any,
     document = json.loads(path.read_text())
     document["model"]["id"] = "Qwen/Qwen2.5-7B-Instruct"
     document["provenance"]["calibration"]["corpus"] = "allenai/c4"
-    document["budget"]["asked"] = "4bit | <b>`x`</b>"
+    document["quality"]["baselines"][0]["name"] = "x | <b>`y`</b> [z](http://evil)"
     path.write_text(json.dumps(document))
     plan = json.loads(run("push", path, "--repo", REPO, "--dry-run", "--json")[1])
     card = yaml.safe_load(plan["card"].split("---\n", 2)[1])
     assert card["base_model"] == "Qwen/Qwen2.5-7B-Instruct" and card["base_model_relation"] == "quantized"
     assert card["datasets"] == ["allenai/c4"]
-    assert "<b>" not in plan["card"]
+    body = plan["card"].split("---\n", 2)[2]
+    assert "<b>" not in body and "](http" not in body.replace("](https://pypi.org", "")
+    (row,) = (line for line in body.splitlines() if "evil" in line)
+    assert row.count("|") == 6, "a name ends no cell"
+
+
+def test_a_link_publishes_nothing(run: Any, hub: Any, copied: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_bytes(b"hf_SECRET")
+    for name in ("report.html", "profile.json.sig", "layers.png", "profile.evaluation-x-1.json"):
+        path = copied / name
+        kept = path.read_bytes() if path.exists() else None
+        path.unlink(missing_ok=True)
+        path.symlink_to(secret)
+        status, _, err = run("push", copied, "--repo", f"me/{name}", "--yes")
+        if name == "layers.png":  # no picture of the report's is called so
+            repo = hub.repos[f"me/{name}"]
+            assert status == 0 and b"hf_SECRET" not in b"".join(repo.commits[repo.refs["main"]].values())
+        else:
+            assert status == 2 and "is a link" in err and f"me/{name}" not in hub.repos
+        path.unlink()
+        if kept is not None:
+            path.write_bytes(kept)
+    picture = next(copied.glob("*.png"))
+    picture.write_bytes(b"hf_SECRET")
+    status, _, err = run("push", copied, "--repo", "me/other", "--yes")
+    assert status == 2 and "is no picture of a report" in err and "me/other" not in hub.repos
+    (copied / "holiday.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    plan = json.loads(run("push", copied, "--repo", "me/other", "--dry-run", "--no-report", "--json")[1])
+    assert set(plan["files"]) == {"README.md", "profile.json"}
+
+
+def test_a_signature_of_other_bytes_is_not_pushed(run: Any, hub: Any, copied: Path, keys: Any) -> None:
+    path = copied / "profile.json"
+    assert run("sign", path, "--private-key", keys("mine")[0])[0] == 0
+    plan = json.loads(run("push", copied, "--repo", REPO, "--dry-run", "--json")[1])
+    assert "profile.json.sig" in plan["files"]
+    path.write_text(path.read_text() + "\n")
+    status, _, err = run("push", copied, "--repo", REPO, "--yes")
+    assert status == 2 and "signs another content" in err and hub.repos == {}
+
+
+def test_a_pushed_signature_is_verified_where_it_arrives(
+    run: Any, hub: Any, copied: Path, keys: Any, tmp_path: Path
+) -> None:
+    private, public = keys("mine")
+    assert run("sign", copied / "profile.json", "--private-key", private)[0] == 0
+    assert run("push", copied, "--repo", REPO, "--yes")[0] == 0
+    assert run("verify", REPO, "--identity", f"key:{public}")[0] == 0
+    copy = tmp_path / "here.json"
+    assert run("pull", REPO, "--out", copy)[0] == 0
+    assert run("verify", copy, "--identity", f"key:{public}")[0] == 0
+    assert run("verify", copy, "--identity", f"key:{keys('other')[1]}")[0] == 2
+
+
+def test_a_pull_overwrites_nothing_that_nobody_said(run: Any, hub: Any, reported: Path, tmp_path: Path) -> None:
+    hub.repo(REPO, {"profile.json": (reported / "profile.json").read_bytes()})
+    mine = tmp_path / "mine.json"
+    mine.write_text("precious")
+    (tmp_path / "mine.json.sig").write_text("of something else")
+    status, _, err = run("pull", REPO, "--out", mine)
+    assert status == 2 and "--force" in err and mine.read_text() == "precious"
+    assert run("pull", REPO, "--out", mine, "--force")[0] == 0
+    assert mine.read_bytes() == (reported / "profile.json").read_bytes()
+    assert not (tmp_path / "mine.json.sig").exists(), "a signature of another file is worse than none"
+
+
+def test_an_evaluation_names_no_folder_of_this_machine(reported: Path, tmp_path: Path) -> None:
+    from kvtuner.cli.parser import build_parser
+    from kvtuner.cli.said import command_said
+
+    digest = json.loads((reported / "profile.json").read_text())["digest"]
+    for named in (str(reported / "profile.json"), f"{reported / 'profile.json'}#{digest}", str(tmp_path / "gone.json")):
+        said = command_said(build_parser().parse_args(["eval", named]))
+        assert str(tmp_path.parent.name) not in " ".join(said) and said[2].startswith(("profile.json", "gone.json"))
+    said = command_said(build_parser().parse_args(["eval", f"{REPO}@v1:x.json#{digest}"]))
+    assert said[2] == f"{REPO}@v1:x.json#{digest}"
 
 
 def test_the_command_of_a_profile_is_the_search_that_made_it(reported: Path) -> None:

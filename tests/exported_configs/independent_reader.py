@@ -1,12 +1,13 @@
 """Profiles and their rows, read as docs/profiles.md says and by nothing else; knows no kvtuner.
 
-A profile takes forty lines and a row sixteen more. Refused, with any exception, is what rows and addresses depend on;
-the rest of the format is not looked at.
+A profile takes forty lines, a row sixteen more and the hash of a checkpoint twelve. Refused, with any exception, is
+what rows and addresses depend on; the rest of the format is not looked at.
 """
 
 import base64
 import hashlib
 import json
+import zlib
 
 import numpy as np
 
@@ -58,6 +59,20 @@ def read(data):
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     assert top["digest"] == "sha256:" + hashlib.sha256(text.encode()).hexdigest(), "digest"
     return text, top["digest"], sides
+
+
+def checkpoint(files):
+    tensors = {}
+    for data in files:
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            start, end = (8 + size + offset for offset in entry["data_offsets"])
+            sample = data[start:end] if end - start <= 4096 else data[start : start + 4096] + data[end - 4096 : end]
+            tensors[name] = [entry["dtype"], entry["shape"], zlib.crc32(sample)]
+    text = json.dumps(tensors, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return text, "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 def rotate(x):

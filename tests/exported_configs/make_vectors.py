@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import base64
 import copy
+import hashlib
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
 
 from kvtuner.exported_configs.build import AskedBudget, LayerChoice, build_profile, dump_profile
+from kvtuner.exported_configs.checkpoint import checkpoint_sha256
 from kvtuner.exported_configs.digest import canonical_text
 from kvtuner.exported_configs.evidence import ModelIdentity, Provenance, Quality
 from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.stored import KeyTransform
 from kvtuner.geometry import ModelGeometry
 from kvtuner.quant import Transform, TransformKind, pack_rows, quantize
 
@@ -32,13 +36,8 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).resolve().parents[2] / "exported_configs" / "vectors"
 HASH = "sha256:" + "0123456789abcdef" * 4
-MODEL = {
-    "id": "owner/model",
-    "revision": None,
-    "config_sha256": HASH,
-    "architecture": "TinyForCausalLM",
-    "dtype": "bfloat16",
-}
+NETWORK = {"config_sha256": HASH, "architecture": "TinyForCausalLM", "dtype": "bfloat16"}
+MODEL = {"id": "owner/model", "revision": None, **NETWORK}
 LIBRARIES = {"torch": "2.13.0", "transformers": "5.0.0", "optuna": "none"}
 HAND_MADE = {"kvtuner_version": "0.1.0", "calibration": None, "search": None, "libraries": LIBRARIES}
 SEARCHED = {
@@ -47,10 +46,7 @@ SEARCHED = {
         "corpus": "owner/corpus@main",
         "token_ids_sha256": {"calibrate": HASH, "select": HASH, "report": HASH},
         "num_sequences": {"calibrate": 8, "select": 4, "report": 16},
-        "sequence_length": 512,
-        "position_range": [0, 8191],
-        "seed": 7,
-        "score": "kl",
+        **{"sequence_length": 512, "position_range": [0, 8191], "seed": 7, "score": "kl"},
     },
     "search": {"sampler": "nsga2", "trials": 100, "seed": 7},
     "libraries": LIBRARIES,
@@ -61,24 +57,12 @@ QUALITY = {
     "split_tokens": 4096,
     "predicted_kl": 0.0123457,
     "measured_kl": {"mean": 0.0125, "low": 0.011, "high": 0.014},
-    "kl_p99": 0.2,
-    "top1_agreement": 0.97,
-    "perplexity": 12.5,
-    "reference_perplexity": 12.25,
+    **{"kl_p99": 0.2, "top1_agreement": 0.97, "perplexity": 12.5, "reference_perplexity": 12.25},
     "baselines": [
         {"name": "K4V4", "mean_bits": 4.0, "effective_bits": 4.25, "kl_mean": 0.05, "kl_low": 0.04, "kl_high": 0.06}
     ],
 }
-KEY_KINDS = (
-    "none",
-    "hadamard",
-    "balanced",
-    "balanced+hadamard",
-    "centered",
-    "centered+hadamard",
-    "centered+balanced",
-    "centered+balanced+hadamard",
-)
+KEY_KINDS: tuple[str, ...] = get_args(KeyTransform)
 
 
 def ramp(heads: int, head_dim: int, scale: float = 1.0) -> torch.Tensor:
@@ -128,14 +112,8 @@ def profiles() -> dict[str, Profile]:
              enumerate(KEY_KINDS)]  # fmt: skip
     unequal = [LayerChoice(4, 2, transform(name, 3, 48), transform("hadamard", 3, 32)) for name in
                ("hadamard", "balanced+hadamard", "centered+balanced+hadamard")]  # fmt: skip
-    named = {
-        **MODEL,
-        "id": "modèle-日本語",
-        "rope_sha256": HASH,
-        "weight_quantization": "awq",
-        "tokenizer_sha256": HASH,
-        "max_positions": 32768,
-    }
+    hashes = {"rope_sha256": HASH, "tokenizer_sha256": HASH, "checkpoint_sha256": HASH}
+    named = {**MODEL, **hashes, "id": "modèle-日本語", "weight_quantization": "awq", "max_positions": 32768}
     return {
         "example": example(),
         "uniform": make(small, [LayerChoice(4, 4)] * 2),
@@ -187,6 +165,34 @@ def shuffled(profile: Profile) -> bytes:
     )
 
 
+def with_nulls(profile: Profile) -> bytes:
+    """The same profile with a null in every place of a field that may be absent."""
+    document = json.loads(dump_profile(profile))
+    optional = ("rope_sha256", "tokenizer_sha256", "checkpoint_sha256", "weight_quantization", "max_positions")
+    document["model"] = {**dict.fromkeys(optional), **document["model"]}
+    document["provenance"] = {"command": None, **document["provenance"]}
+    for layer in document["layers"]:
+        layer["k"] = {"transform": None, "mu": None, "lambda": None, **layer["k"]}
+        layer["v"] = {"transform": None, **layer["v"]}
+    return json.dumps(document, indent=1).encode() + b"\n"
+
+
+def checkpoint() -> bytes:
+    """A safetensors file with tensors of several types, one empty, in an order that is not that of their names."""
+    header, data = dict[str, Any](__metadata__={"format": "pt"}), b""
+    for name, dtype, shape, size in (
+        ("model.norm.weight", "BF16", [9], 18),
+        ("lm_head.weight", "F32", [4, 8], 128),
+        ("model.größe", "F16", [], 2),
+        ("model.empty", "I64", [0, 3], 0),
+    ):
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + size]}
+        data += bytes((7 * number + len(name)) % 256 for number in range(size))
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data
+
+
 def fraction(value: Any) -> str:
     return f"{value.numerator}/{value.denominator}"
 
@@ -194,21 +200,17 @@ def fraction(value: Any) -> str:
 def expectation(profile: Profile) -> Document:
     """What a reader must find."""
     shape = profile.row_shape()
+
+    def sides(k_bits: int, v_bits: int) -> list[tuple[Side, int, int]]:
+        return [("k", k_bits, shape.k_bytes(k_bits)), ("v", v_bits, shape.v_bytes(v_bits))]
+
     return {
         "canonical": canonical_text(profile.layout, profile.geometry, profile.defaults, profile.layers),
         "digest": profile.digest,
         "layers": [
             {
-                "k": {
-                    "bits": pair.k_bits,
-                    "transform": profile.transform_name(number, "k"),
-                    "bytes": shape.k_bytes(pair.k_bits),
-                },
-                "v": {
-                    "bits": pair.v_bits,
-                    "transform": profile.transform_name(number, "v"),
-                    "bytes": shape.v_bytes(pair.v_bits),
-                },
+                side: {"bits": bits, "transform": profile.transform_name(number, side), "bytes": size}
+                for side, bits, size in sides(pair.k_bits, pair.v_bits)
             }
             for number, pair in enumerate(profile.pairs)
         ],
@@ -252,24 +254,17 @@ def rows(name: str, profile: Profile) -> list[Document]:
 
 def reseal(document: Document) -> Document:
     """With the digest that its layers have, as whoever forges a profile would; for documents that a reader refuses."""
-    import hashlib
 
     def expand(side: Document, defaults: Document) -> Document:
         given = {name: value for name, value in side.items() if value is not None}
         return {"bits": 16} if side["bits"] == 16 else {**defaults, **given}
 
-    content = {
-        "layout": document["layout"],
-        "geometry": document["geometry"],
-        "layers": [
-            {
-                "layer": entry["layer"],
-                "k": expand(entry["k"], document["defaults"]["k"]),
-                "v": expand(entry["v"], document["defaults"]["v"]),
-            }
-            for entry in document["layers"]
-        ],
-    }
+    defaults = document["defaults"]
+    layers = [
+        {"layer": entry["layer"], **{side: expand(entry[side], defaults[side]) for side in ("k", "v")}}
+        for entry in document["layers"]
+    ]
+    content = {"layout": document["layout"], "geometry": document["geometry"], "layers": layers}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return {**document, "digest": "sha256:" + hashlib.sha256(text.encode()).hexdigest()}
 
@@ -322,6 +317,10 @@ def invalid() -> Iterator[tuple[str, bool, bytes]]:
         ("integer-as-boolean", True, changed(base, "geometry.num_kv_heads", True)),
         ("integer-as-text", True, changed(base, "defaults.k.group_size", "16")),
         ("boolean-as-integer", False, changed(base, "defaults.k.symmetric", 0)),
+        ("null-where-a-field-must-be", True, changed(base, "layers.0.k.bits", None, sealed=False)),
+        ("null-transform-of-the-defaults", True, changed(base, "defaults.v.transform", None)),
+        ("null-in-an-array", True, changed(base, "layers.1.k.mu.shape", None)),
+        ("nullable-field-absent", False, changed(base, "model.revision", ...)),
         ("count-zero", True, changed(base, "geometry.num_kv_heads", 0)),
         ("count-too-large", True, changed(base, "geometry.head_dim", 2048)),
         ("bits-outside-the-set", True, changed(base, "layers.0.v.bits", 3)),
@@ -366,6 +365,7 @@ def files() -> dict[str, bytes]:
     made = profiles()
     found = {f"valid/{name}.json": dump_profile(profile) for name, profile in made.items()}
     found["valid/order-and-space.json"] = shuffled(made["mixed"])
+    found["valid/nulls.json"] = with_nulls(made["transforms"])
     expected: Document = {"valid": {}, "invalid": {}}
     for path, data in sorted(found.items()):
         name, profile = Path(path).stem, load_profile(data)
@@ -373,6 +373,11 @@ def files() -> dict[str, bytes]:
     for name, is_safety, data in invalid():
         found[f"invalid/{name}.json"] = data
         expected["invalid"][name] = {"rule": name.replace("-", " "), "safety": is_safety}
+    name = "checkpoint/model.safetensors"
+    found[name] = checkpoint()
+    with TemporaryDirectory() as folder:
+        Path(folder, "model.safetensors").write_bytes(found[name])
+        expected["checkpoint"] = {name: {"checkpoint_sha256": checkpoint_sha256(Path(folder))}}
     parts = [
         f'"{part}": {{\n' + ",\n".join(f'"{name}": {json.dumps(facts)}' for name, facts in entries.items()) + "\n}"
         for part, entries in expected.items()

@@ -6,7 +6,6 @@ import json
 import random
 from typing import TYPE_CHECKING, Any
 
-import huggingface_hub
 import pytest
 import transformers
 from hypothesis import HealthCheck, given, settings
@@ -17,9 +16,7 @@ from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity import (
     config_sha256,
     identity_of,
-    is_hub_id,
     max_positions,
-    public_name,
     rope_sha256,
     tokenizer_sha256,
     weight_quantization,
@@ -32,8 +29,6 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.evidence import ModelIdentity
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-OTHER_COMMIT = "89abcdef" * 5
 BOUNDED = settings(
     max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -48,7 +43,8 @@ SIZES = {
     "tie_word_embeddings": [False, True],
 }
 STRUCTURE: dict[str, dict[str, list[Any]]] = {
-    "Qwen2": {**SIZES, "hidden_act": ["silu", "gelu"], "sliding_window": [None, 64], "use_sliding_window": [True]},
+    "Qwen2": {**SIZES, "hidden_act": ["silu", "gelu"]},
+    "Mistral": {**SIZES, "hidden_act": ["silu", "gelu"], "sliding_window": [4096, None, 64]},
     "Llama": {
         **SIZES,
         "hidden_act": ["silu", "gelu"],
@@ -64,7 +60,7 @@ STRUCTURE: dict[str, dict[str, list[Any]]] = {
         "sliding_window": [4096, 128],
         "final_logit_softcapping": [30.0, None, 29.5],
         "attn_logit_softcapping": [50.0, None],
-        "layer_types": [["full_attention"] * 2, ["sliding_attention", "full_attention"]],
+        "layer_types": [["full_attention", "sliding_attention"], ["sliding_attention", "full_attention"]],
     },
 }
 """Values of every field that decides the network, by hand: the first is not always the class's default."""
@@ -129,6 +125,21 @@ def test_no_other_field_changes_the_hash() -> None:
     for name, values in NOT_STRUCTURE.items():
         for value in values:
             assert config_sha256(config_of("Llama", {name: value})) == plain, name
+
+
+def test_the_positions_that_long_rotations_started_from_belong_to_the_rotations() -> None:
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+    def phi(**values: Any) -> Any:
+        shape = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 512}
+        return transformers.Phi3Config(**shape, rope_scaling=dict(factors), **values)
+
+    near, far = (phi(original_max_position_embeddings=positions) for positions in (64, 128))
+    assert config_sha256(near) == config_sha256(far)
+    assert rope_sha256(near) != rope_sha256(far)
+    late = phi(original_max_position_embeddings=64)
+    late.rope_parameters.pop("original_max_position_embeddings")  # as a server's override leaves it
+    assert rope_sha256(late) == rope_sha256(near)
 
 
 def test_a_default_that_a_newer_transformers_adds_changes_nothing() -> None:
@@ -291,48 +302,6 @@ class Slow:
 
 def test_a_tokenizer_without_a_backend_hashes_by_its_vocabulary() -> None:
     assert tokenizer_sha256(Slow(a=0, b=1)) == tokenizer_sha256(Slow(b=1, a=0)) != tokenizer_sha256(Slow(a=1, b=0))
-
-
-def test_names_are_hub_ids_or_last_parts(tmp_path: Path) -> None:
-    snapshot = tmp_path / "models--Owner--Name-7B.x" / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    (tmp_path / ".hidden").mkdir()
-    assert public_name(str(snapshot)) == public_name(f"{snapshot}/") == "Owner/Name-7B.x"
-    assert public_name(str(snapshot.parent)) == "snapshots"
-    assert public_name("/gone/hub/models--gpt2/snapshots/" + COMMIT) == "gpt2"
-    assert public_name("Owner/Name-7B.x") == "Owner/Name-7B.x"
-    assert public_name(str(tmp_path / ".hidden")) == "hidden"
-    assert [is_hub_id(name) for name in ("a/b", "a", "a/b/c", "a/", "/b", "a b/c", "A-1/B_2.x")] == [
-        *(True, False, False, False, False, False),
-        True,
-    ]
-
-
-def test_the_commit_stands_for_the_revision_where_it_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tmp_path / "models--Owner--Name"
-    for commit in (COMMIT, OTHER_COMMIT):
-        (cache / "snapshots" / commit).mkdir(parents=True)
-        (cache / "snapshots" / commit / "config.json").write_text("{}")
-    (cache / "refs").mkdir()
-    (cache / "refs" / "main").write_text(COMMIT)
-    (cache / "refs" / "v2").write_text(OTHER_COMMIT)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.file_download.constants, "HF_HUB_CACHE", str(tmp_path))
-
-    def revision(id: str, typed: str | None = None, config: Any = None) -> str | None:
-        return made(config, id=id, revision=typed).revision
-
-    assert revision("Owner/Name") == revision("Owner/Name", "main") == revision("Owner/Name", COMMIT) == COMMIT
-    assert revision("Owner/Name", "v2") == OTHER_COMMIT
-    assert revision("Owner/Name", "v3") == "v3"
-    assert revision("Owner/Other", "v3") == "v3"
-    assert revision("Owner/Other") is None
-    assert revision("a--b/c", "v3") == "v3"  # no repository is called so
-    assert revision("folder") is None
-    assert revision(str(cache / "snapshots" / OTHER_COMMIT)) == OTHER_COMMIT
-    kept = Qwen2Config()
-    kept._commit_hash = OTHER_COMMIT
-    assert revision("Owner/Name", "main", kept) == OTHER_COMMIT
 
 
 def test_a_profile_of_an_older_kvtuner_loads(document: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.evidence import ModelIdentity
 from kvtuner.exported_configs.mismatch import (
     DERIVED,
+    NAMELESS,
     TABLE,
     Mismatch,
     Policy,
@@ -33,6 +36,7 @@ WANTED = ModelIdentity(
 )
 KNOWN = {"checkpoint_sha256": A}
 OLDER = {"rope_sha256": None, "weight_quantization": None, "tokenizer_sha256": None, "max_positions": None}
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "serving.md"
 SERVER = {"strict_flag": "--kvtuner-strict", "allow_flag": "--kvtuner-allow-derived"}
 
 Outcome = tuple[str, str] | None
@@ -58,8 +62,8 @@ ROWS: list[tuple[str, dict[str, Any], Outcome, Outcome, Outcome]] = [
     ("case", {"id": "owner/NAME"}, None, None, None),
     ("folder", {"id": "name", "revision": None}, None, None, None),
     ("other folder", {"id": "chat", "revision": None}, ("name", "warning"), ("name", "error"), ("name", "warning")),
-    ("the demo", {"id": "demo", "revision": None}, None, None, None),
-    ("made for what is served", {"id": "model", "revision": None}, None, None, None),
+    ("the demo", {"id": "demo", "revision": None}, ("name", "warning"), ("name", "error"), ("name", "warning")),
+    ("a folder called model", {"id": "Model"}, ("name", "warning"), ("name", "error"), ("name", "warning")),
     (
         "revision",
         {"revision": "decade0decade0"},
@@ -102,7 +106,7 @@ def test_a_row(changes: dict[str, Any], usual: Outcome, strict: Outcome, derived
 
 def test_every_row_of_the_table_is_reached() -> None:
     rows = {outcome[0] for row in ROWS for outcome in row[2:] if outcome}
-    assert rows | {"context", "older", "unrecorded", "checkpoint"} == set(TABLE)
+    assert rows | {"context", "older", "unrecorded", "checkpoint", "unread"} == set(TABLE)
     assert set(DERIVED) == {"configuration", "fine-tune", "checkpoint"}
 
 
@@ -126,8 +130,10 @@ def test_the_same_weights_are_the_same_model_whatever_it_is_called(changes: dict
         ({"id": "chat"}, "checkpoint", "error"),
         ({"id": "demo"}, "checkpoint", "error"),
         ({"id": "Other/Name-Chat"}, "fine-tune", "error"),
-        ({"id": "name"}, "revision", "warning"),
+        ({"id": "name"}, "checkpoint", "error"),
+        ({"id": "name", "revision": None}, "checkpoint", "error"),
         ({"revision": None}, "revision", "warning"),
+        ({"id": "OWNER/name", "revision": "decade0decade0"}, "revision", "warning"),
         ({"weight_quantization": "awq"}, "weights", "warning"),
     ],
 )
@@ -139,7 +145,8 @@ def test_other_weights_of_one_configuration_show(changes: dict[str, Any], kind: 
     if kind in ("checkpoint", "revision"):
         assert A[:19] in line.text and B[:19] in line.text
     only_recorded_here = compare(WANTED, other(**KNOWN, **changes), Policy())
-    assert all(each.kind != "checkpoint" for each in only_recorded_here)
+    assert {each.kind for each in only_recorded_here}.isdisjoint(("checkpoint", "unread"))
+    assert compare(other(found, id="name"), other(**KNOWN, id="name"), Policy())[0].kind in ("checkpoint", "weights")
 
 
 @pytest.mark.parametrize("changes", [row[1] for row in ROWS if row[2]], ids=[row[0] for row in ROWS if row[2]])
@@ -209,7 +216,94 @@ def test_a_fine_tune_has_revisions_of_its_own() -> None:
     found = other(id="Other/Chat", revision="decade0decade0")
     assert only(compare(WANTED, found, Policy(allow_derived=True))) == ("fine-tune", "warning")
     moved = other(id="name", revision="decade0decade0")
-    assert only(compare(WANTED, moved, Policy())) == ("revision", "warning")
+    (line,) = compare(WANTED, moved, Policy())
+    assert line.kind == "name"  # a folder has no revisions of its own
+    assert "is for Owner/Name@c0ffee0c0ffee0, but this model is called name@decade0decade0, and nothing" in line.text
+
+
+@pytest.mark.parametrize("recorded", [{}, KNOWN])
+def test_a_quantized_checkpoint_s_own_name_is_no_fine_tune(recorded: dict[str, Any]) -> None:
+    awq = other(id="Owner/Name-AWQ", revision="decade0decade0", weight_quantization="awq", checkpoint_sha256=B)
+    plain = other(**recorded)
+    for wanted, found in ((plain, awq), (awq, other(**KNOWN))):
+        said = compare(wanted, found, Policy())
+        assert [(each.kind, each.severity) for each in said] == [("name", "warning"), ("weights", "warning")]
+        refuse(said)
+        assert [each.severity for each in compare(wanted, found, Policy(strict=True))] == ["error"] * 2
+    folder = compare(plain, other(awq, id="name-awq"), Policy())
+    assert [each.kind for each in folder] == ["name", "weights"]
+    wider = compare(plain, other(awq, config_sha256=B), Policy())
+    assert [(each.kind, each.severity) for each in wider] == [("configuration", "error"), ("weights", "warning")]
+
+
+@pytest.mark.parametrize("unknown", [{"weight_quantization": None}, OLDER, {"weight_quantization": "none"}])
+def test_another_name_is_a_fine_tune_where_no_other_quantization_is_known(unknown: dict[str, Any]) -> None:
+    found = other(id="Owner/Name-AWQ", weight_quantization=unknown.get("weight_quantization") or "awq")
+    assert compare(other(**unknown), found, Policy())[0][:2] == ("fine-tune", "error")
+    half_older = other(rope_sha256=None)
+    assert compare(half_older, other(id="Owner/Name-AWQ", weight_quantization="awq"), Policy())[0].kind == "fine-tune"
+
+
+@pytest.mark.parametrize("changes", [{}, {"id": "name"}, {"revision": None}])
+def test_weights_that_nobody_compared_are_said(changes: dict[str, Any]) -> None:
+    wanted, found = other(**KNOWN), other(**changes)
+    (line,) = compare(wanted, found, Policy())
+    assert line[:2] == ("unread", "info")
+    assert (
+        "weights were not compared with those of the profile" in line.text
+        and f"checkpoint_sha256 {A[:19]}" in line.text
+    )
+    assert line.text.endswith("; download the model first to have them compared")
+    (strict,) = compare(wanted, found, Policy(strict=True, **SERVER))  # type: ignore[arg-type]
+    assert (strict.severity, strict.text) == ("error", f"{line.text}, or drop --kvtuner-strict")
+    assert only(compare(wanted, found, Policy(allow_derived=True))) == ("unread", "info")
+    kinds = [each.kind for each in compare(wanted, other(id="chat", weight_quantization="awq"), Policy())]
+    assert kinds == ["name", "weights", "unread"]
+
+
+@pytest.mark.parametrize("nameless", NAMELESS)
+def test_a_name_that_says_nothing_is_warned_of_where_weights_say_nothing_either(nameless: str) -> None:
+    for a, b in ((WANTED, other(id=nameless)), (other(id=nameless), WANTED), (other(id=nameless), other(id="folder"))):
+        assert only(compare(a, b, Policy())) == ("name", "warning")
+        assert only(compare(a, b, Policy(strict=True))) == ("name", "error")
+        assert compare(other(a, **KNOWN), other(b, **KNOWN), Policy(strict=True)) == []
+    for both in NAMELESS:
+        assert compare(other(id=nameless), other(id=both), Policy(strict=True)) == []
+    (line,) = compare(other(id=nameless, **OLDER), WANTED, Policy())
+    assert line.kind == "older"  # which says that nothing is known
+
+
+Cells = tuple[str, str, str]
+
+
+def documented() -> dict[str, Cells]:
+    """What the page's table says of each kind: by default, allowed and strict."""
+    rows = re.findall(r"^\| `([a-z-]+)`: [^|]+\| (\w+) \| (\w+) \| (\w+) \|$", DOCUMENTED.read_text(), re.MULTILINE)
+    assert len({row[0] for row in rows}) == len(rows)
+    return {kind: cells for kind, *cells in ((row[0], *row[1:]) for row in rows)}  # type: ignore[misc]
+
+
+REACHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{outcome[0]: ({}, changes) for _, changes, outcome, *_ in ROWS if outcome},
+    "checkpoint": (KNOWN, {"id": "name", "checkpoint_sha256": B}),
+    "context": ({}, {}),
+    "older": (OLDER, {}),
+    "unrecorded": ({"max_positions": None}, {}),
+    "unread": (KNOWN, {}),
+}
+
+
+def test_the_documented_table_is_what_happens() -> None:
+    words = {"error": "refused", "warning": "warning", "info": "said"}
+    happens = {"geometry": ["refused"] * 3}  # before anything here is asked
+    for kind, (wanted, found) in REACHED.items():
+        served = {"positions": 1, "context_length": 2} if kind == "context" else {}
+        policies = (Policy(), Policy(allow_derived=True), Policy(strict=True))
+        lines = [compare(other(**wanted), other(**found), policy, **served) for policy in policies]
+        assert [line.kind for each in lines for line in each] == [kind] * 3
+        happens[kind] = [words[line.severity] for each in lines for line in each]
+    assert set(happens) == {"geometry", *TABLE}
+    assert documented() == happens
 
 
 def test_what_an_older_profile_does_not_record_is_one_line() -> None:

@@ -191,8 +191,21 @@ def test_changed_file_and_changed_certificates_are_refused(
 
 
 def test_certificate_that_is_not_for_signing_is_refused(file: Path, folder: Path, root: Holder) -> None:
-    sign(file, certify(folder, "encrypter", root, digital_signature=False), root)
-    assert "the certificate of 'CN=encrypter' is not for signing" in why(file, root)
+    from model_signing import signing
+
+    encrypter, words = (
+        certify(folder, "encrypter", root, digital_signature=False),
+        "of 'CN=encrypter' is not for signing",
+    )
+    with pytest.raises(SignatureError, match=words):
+        sign(file, encrypter, root)
+    assert not signature_path(file).exists()
+    signing.Config().use_certificate_signer(  # as somebody else might
+        private_key=encrypter.key_file,
+        signing_certificate=encrypter.certificate_file,
+        certificate_chain=[root.certificate_file],
+    ).sign(file, signature_path(file))
+    assert words in why(file, root)
     uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING])
     sign(file, certify(folder, "coder", root, digital_signature=False, extensions=(uses,)), root)
     assert load_verified(file, trust(root))
@@ -200,7 +213,10 @@ def test_certificate_that_is_not_for_signing_is_refused(file: Path, folder: Path
 
 def test_certificate_with_another_kind_of_key_is_refused(file: Path, folder: Path, root: Holder) -> None:
     odd = certify(folder, "odd", root, key=rsa.generate_private_key(65537, 1024))
-    with pytest.raises(SignatureError, match=r"must be of P-256, P-384 or P-521 .*, not RSAPrivateKey"):
+    with pytest.raises(
+        SignatureError,
+        match=r"odd.key.pem is of no elliptic curve \(RSAPublicKey\); give the key of .*odd.pem, of P-256, P-",
+    ):
         sign(file, odd, root)
     sign(file, certify(folder, "signer", root), root)
     bundle = json.loads(signature_path(file).read_bytes())
@@ -208,6 +224,19 @@ def test_certificate_with_another_kind_of_key_is_refused(file: Path, folder: Pat
     bundle["verificationMaterial"]["x509CertificateChain"]["certificates"][0]["rawBytes"] = der
     signature_path(file).write_text(json.dumps(bundle))
     assert "the signature's certificate: the key must be of P-256, P-384 or P-521" in why(file, root)
+
+
+def test_certificate_with_an_extension_that_cannot_be_read_is_refused(file: Path, folder: Path, root: Holder) -> None:
+    junk = x509.UnrecognizedExtension(x509.SubjectAlternativeName.oid, b"junk")
+    broken, signer = certify(folder, "broken", root, extensions=(junk,)), certify(folder, "signer", root)
+    with pytest.raises(SignatureError, match="the signer's certificate has extensions that cannot be read"):
+        sign(file, broken, root)
+    sign(file, signer, root)
+    bundle = json.loads(signature_path(file).read_bytes())
+    der = base64.b64encode(broken.certificate.public_bytes(Encoding.DER)).decode()
+    bundle["verificationMaterial"]["x509CertificateChain"]["certificates"][0]["rawBytes"] = der
+    signature_path(file).write_text(json.dumps(bundle))
+    assert "the signer's certificate has extensions that cannot be read" in why(file, root)
 
 
 def test_certificate_counts_on_the_day_it_began(file: Path, folder: Path) -> None:
@@ -239,7 +268,10 @@ def test_files_that_do_not_fit_are_refused(file: Path, folder: Path, root: Holde
     signer, other = certify(folder, "signer", root), certify(folder, "other", root)
     key_file, certificate, chain = signer.key_file, signer.certificate_file, (root.certificate_file,)
     for wrong, words in (
-        (CertificateSigner(other.key_file, certificate, chain), "signer.pem is of another key than .*other.key.pem"),
+        (
+            CertificateSigner(other.key_file, certificate, chain),
+            "other.key.pem cannot sign: .* does not match .*; give the key of .*signer.pem",
+        ),
         (CertificateSigner(key_file, key_file, chain), "holds no certificate that can be read"),
         (CertificateSigner(key_file, certificate, ()), "a certificate needs those above it: add --certificate-chain"),
         (CertificateSigner(key_file, certificate, (key_file,)), "holds no certificate that can be read"),

@@ -5,19 +5,20 @@ from __future__ import annotations
 import base64
 import datetime
 import hashlib
+import importlib
 import json
 import socket
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+import requests
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from kvtuner.errors import SignatureError
-from kvtuner.exported_configs import verifiers
 from kvtuner.exported_configs.build import dump_profile
 from kvtuner.exported_configs.signature_bundle import read_bundle
 from kvtuner.exported_configs.signatures import (
@@ -27,8 +28,7 @@ from kvtuner.exported_configs.signatures import (
     signature_path,
     signed_by,
 )
-from kvtuner.exported_configs.signers import SigstoreSigner
-from kvtuner.exported_configs.signing_library import bounded, sigstore_errors
+from kvtuner.exported_configs.signers import SigstoreSigner, bounded, check_sigstore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,7 +131,7 @@ def test_servers_that_never_answer_are_given_up(file: Path, deaf: None, tmp_path
     signature.write_bytes(self_made(file))
     start = time.monotonic()
     with pytest.raises(SignatureError, match=r"Sigstore did not answer within 0.5 s"):
-        verifiers.check_sigstore(file, signature, "me@example.org", "https://accounts.google.com", 0.5)
+        check_sigstore(file, signature, "me@example.org", "https://accounts.google.com", 0.5)
     assert time.monotonic() - start < 10
 
 
@@ -146,14 +146,49 @@ def test_who_signed_is_read_from_the_certificate(file: Path) -> None:
     assert signed_by(read_bundle(self_made(file))) == "me@example.org, https://accounts.google.com"
 
 
+def errors_of_sigstore() -> set[type[Exception]]:
+    """Every error that its client defines, by the modules that name them; three of these are private."""
+    found: set[type[Exception]] = set()
+    for name in (
+        "errors",
+        "oidc",
+        "models",
+        "dsse",
+        "_internal.fulcio.client",
+        "_internal.rekor",
+        "_internal.timestamp",
+    ):
+        members = vars(importlib.import_module(f"sigstore.{name}")).values()
+        found |= {
+            kind
+            for kind in members
+            if isinstance(kind, type) and issubclass(kind, Exception) and kind.__module__.startswith("sigstore.")
+        }
+    return found
+
+
 def test_what_sigstore_raises_is_known_and_all_else_goes_through() -> None:
-    def fail(error: Exception) -> Any:
+    def fail(error: Exception) -> None:
         raise error
 
-    for kind in sigstore_errors():
-        if kind.__init__ in (Exception.__init__, OSError.__init__):
-            with pytest.raises(SignatureError, match="cannot be reached: no luck"):
-                bounded(lambda kind=kind: fail(kind("no luck")), 10)
-    with pytest.raises(ZeroDivisionError):
-        bounded(lambda: 1 // 0, 10)
-    assert bounded(lambda: 5, 10) == 5
+    from sigstore._internal.fulcio.client import FulcioClientError
+
+    class Derived(FulcioClientError):  # type: ignore[misc]
+        __module__ = "elsewhere"
+
+    known = errors_of_sigstore()
+    names = {kind.__name__ for kind in known}
+    assert {"Error", "NetworkError", "ExpiredIdentity", "RekorClientError", "TimestampError"} <= names
+    refused = []
+    for kind in (*known, Derived, OSError, EOFError, requests.RequestException, requests.ConnectTimeout):
+        error = kind.__new__(kind, "no luck")  # whatever else its constructor wants
+        with pytest.raises(SignatureError, match=r"cannot be reached: .*; check the network"):
+            bounded(lambda error=error: fail(error), 10)
+        refused.append(kind)
+    assert len(refused) == len(known) + 5 >= 15
+    for other in (ZeroDivisionError("1"), ValueError("2"), RuntimeError("3"), AttributeError("4")):
+        with pytest.raises(type(other), match=str(other)):
+            bounded(lambda other=other: fail(other), 10)
+    ran: list[int] = []
+    bounded(lambda: ran.append(1), 10)
+    assert ran == [1]

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import dsa, ec, ed25519, rsa
 
 from kvtuner.errors import ProfileError, SignatureError
-from kvtuner.exported_configs import verifiers
+from kvtuner.exported_configs import signers
 from kvtuner.exported_configs.build import dump_profile
 from kvtuner.exported_configs.load import load_profile
 from kvtuner.exported_configs.signatures import (
@@ -161,30 +161,32 @@ def test_link_is_verified_but_not_signed(signed: Path, keys: Keys, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("make", "found"),
+    ("make", "refused", "found"),
     [
-        (lambda: rsa.generate_private_key(65537, 1024), "RSAPrivateKey"),
-        (ed25519.Ed25519PrivateKey.generate, "Ed25519PrivateKey"),
-        (lambda: dsa.generate_private_key(1024), "DSAPrivateKey"),
-        (lambda: ec.generate_private_key(ec.SECP256K1()), "one of secp256k1"),
+        (lambda: rsa.generate_private_key(65537, 1024), "is of no elliptic curve", "RSAPublicKey"),
+        (ed25519.Ed25519PrivateKey.generate, "is of no elliptic curve", "Ed25519PublicKey"),
+        (lambda: dsa.generate_private_key(1024), "is of no elliptic curve", "DSAPublicKey"),
+        (lambda: ec.generate_private_key(ec.SECP256K1()), "cannot sign: Unsupported .*secp256k1", "one of secp256k1"),
     ],
     ids=["rsa", "ed25519", "dsa", "secp256k1"],
 )
-def test_key_of_another_kind_is_refused(signed: Path, keys: Keys, make: Callable[[], Any], found: str) -> None:
+def test_key_of_another_kind_is_refused(
+    signed: Path, keys: Keys, make: Callable[[], Any], refused: str, found: str
+) -> None:
     private, public = keys("odd", key=make())
     before = signature_path(signed).read_bytes()
-    with pytest.raises(SignatureError, match=f"must be of P-256, P-384 or P-521 .*, not {found}"):
+    with pytest.raises(SignatureError, match=rf"odd.*pem {refused}.*; give the PEM file of a key of P-256, P-384 or"):
         sign_profile(signed, KeySigner(private))
     assert signature_path(signed).read_bytes() == before
-    assert f"not {found.replace('Private', 'Public')}" in why(signed, f"key:{public}")
+    assert f"must be of P-256, P-384 or P-521, not {found}" in why(signed, f"key:{public}")
 
 
 def test_every_way_to_give_a_wrong_password_has_its_words(file: Path, keys: Keys) -> None:
     locked, public = keys("locked", password=b"open sesame")
     for signer, words in (
         (KeySigner(locked), "Password was not given but private key is encrypted; name its password's variable"),
-        (KeySigner(locked, b"sesame"), "is no private key that can be read: Incorrect password"),
-        (KeySigner(keys()[0], b"any"), "Password was given but private key is not encrypted.; leave out --password"),
+        (KeySigner(locked, b"sesame"), "cannot sign: Incorrect password"),
+        (KeySigner(keys()[0], b"any"), "Password was given but private key is not encrypted.; .* or leave that out"),
     ):
         with pytest.raises(SignatureError, match=words):
             sign_profile(file, signer)
@@ -206,8 +208,15 @@ def test_files_that_hold_no_key_are_refused(signed: Path, keys: Keys, tmp_path: 
         (huge, "has more than 1048576 bytes"),
     ):
         assert words in why(signed, f"key:{path}")
-    with pytest.raises(SignatureError, match="is no private key that can be read"):
-        sign_profile(signed, KeySigner(public))
+    for path, words in (
+        (public, "pub.pem cannot sign: .*; give the PEM file of a key of P-256"),
+        (
+            tmp_path / "absent.pem",
+            "absent.pem cannot be read \\(No such file or directory\\); give the PEM file of a key",
+        ),
+    ):
+        with pytest.raises(SignatureError, match=words):
+            sign_profile(signed, KeySigner(path))
 
 
 def test_profile_that_is_none_is_not_signed(tmp_path: Path, keys: Keys) -> None:
@@ -233,14 +242,14 @@ def test_signed_bytes_that_are_no_profile_are_refused_as_such(file: Path, keys: 
 def test_what_is_loaded_is_what_was_verified(
     signed: Path, keys: Keys, profile: Profile, make_profile: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, other = verifiers.check_key, dump_profile(make_profile(symmetric=True))
+    real, other = signers.check_key, dump_profile(make_profile(symmetric=True))
 
     def swap_then_check(*args: Any) -> None:
         signed.write_bytes(other)
         real(*args)
         signature_path(signed).write_bytes(b"gone")
 
-    monkeypatch.setattr(verifiers, "check_key", swap_then_check)
+    monkeypatch.setattr(signers, "check_key", swap_then_check)
     assert load_verified(signed, Identity.parse(f"key:{keys()[1]}")).digest == profile.digest
     assert load_profile(signed).digest != profile.digest
 

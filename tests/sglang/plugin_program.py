@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -220,11 +221,41 @@ def a_fine_tune_of_the_hub_is_refused_unless_it_is_allowed() -> None:
     assert resolved("--kvtuner-strict", id="Owner/llama-chat", revision="c0ffee" * 6) == []
 
 
+def a_quantized_checkpoint_of_the_hub_is_served_with_warnings() -> None:
+    place = Path(PROFILE).parent / "models--Owner--llama-gqa-AWQ" / "snapshots" / ("c0ffee" * 7)[:40]
+    place.parent.mkdir(parents=True)
+    place.symlink_to(MODEL)
+    globals()["MODEL"] = str(place)
+    (name, weights) = resolved(weight_quantization="awq")
+    assert [name[0], weights[0]] == ["WARNING", "WARNING"]
+    assert "is for Owner/llama-gqa, but this model is called Owner/llama-gqa-AWQ" in name[1]
+    assert "is for Owner/llama-gqa, but this model is Owner/llama-gqa-AWQ" in refusal(resolved)
+
+
+def weights_are_compared_where_they_are_and_said_where_they_are_not() -> None:
+    from kvtuner.exported_configs.checkpoint import checkpoint_sha256
+
+    known = checkpoint_sha256(Path(MODEL))
+    assert known is not None
+    assert resolved("--kvtuner-strict", checkpoint_sha256=known) == []
+    assert resolved("--kvtuner-strict", checkpoint_sha256=known, id="demo") == []
+    assert "but this model's weights are others, llama-gqa (sha256:" in refusal(resolved, checkpoint_sha256=OTHER)
+    ((level, said),) = resolved("--kvtuner-allow-derived", checkpoint_sha256=OTHER)
+    assert (level, "tells what that costs" in said) == ("WARNING", True)
+    bare = Path(PROFILE).parent / "llama-gqa"  # as before a download
+    shutil.copytree(MODEL, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    globals()["MODEL"] = str(bare)
+    ((level, said),) = resolved(checkpoint_sha256=known)
+    assert (level, "weights were not compared with those of the profile" in said) == ("INFO", True)
+    assert refusal(resolved, "--kvtuner-strict", checkpoint_sha256=known).endswith("or drop --kvtuner-strict")
+
+
 def what_is_warned_of_is_refused_strictly() -> None:
     for flags, recorded, words in (
         ((), {"rope_sha256": OTHER}, "measured under other rotations"),
         (("--json-model-override-args", YARN), {}, "measured under other rotations"),
         ((), {"weight_quantization": "awq"}, "on weights with quantization awq, but this model's have none"),
+        ((), {"id": "model"}, "is for model, but this model is called llama-gqa"),
         ((), {"id": "Owner/other"}, "is for Owner/other, but this model is called llama-gqa"),
     ):
         warnings = [said for level, said in resolved(*flags, **recorded) if level == "WARNING"]  # type: ignore[arg-type]

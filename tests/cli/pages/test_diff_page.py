@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile import Profile
 
 
+HASH = "sha256:" + 64 * "a"
+OTHER_HASH = "sha256:" + 64 * "b"
+
+
 @pytest.mark.parametrize(
     ("build", "changed", "marks"),
     [
@@ -81,9 +85,27 @@ def test_diff_of_another_granularity_or_group_says_which(kit: SimpleNamespace) -
     assert any(line.startswith("layer 0") and "per channel/none" in line for line in lines)
     groups = difference_of(first, kit.make(plain, v_group_size=8))
     assert groups.to_json()["defaults"] == {"v.group_size": [16, 8]} and groups.layers == ()
-    (row,) = (line for line in difference_lines(groups, Terminal(80)) if line.startswith("v.group_size"))
-    assert row.split() == ["v.group_size", "16", "8", "*"]
+    assert defaults_of(difference_lines(groups, Terminal(80))) == [["v.group_size", "16", "8", "*"]]
     assert "v.group_size" in kit.Page(difference_page(groups, ("a", "b"))).cells
+
+
+def defaults_of(lines: list[str]) -> list[list[str]]:
+    """Rows about what all quantized layers share, by any words for it."""
+    return [line.split() for line in lines if re.search(r"granularity|group|symmetr", line) and "^" not in line]
+
+
+def test_diff_names_each_default_that_differs_once_with_both_values(kit: SimpleNamespace) -> None:
+    plain = [kit.choice((4, 4)), kit.choice((16, 4))]
+    first = kit.make(plain)
+    second = kit.make(plain, k_granularity="per_channel", k_group_size=32, v_group_size=8, symmetric=True)
+    assert defaults_of(difference_lines(difference_of(first, second), Terminal(80))) == [
+        ["k.granularity", "per_token", "per_channel", "*"],
+        ["k.group_size", "16", "32", "*"],
+        ["k.symmetric", "False", "True", "*"],
+        ["v.group_size", "16", "8", "*"],
+        ["v.symmetric", "False", "True", "*"],
+    ]
+    assert defaults_of(difference_lines(difference_of(second, second), Terminal(80))) == []
 
 
 def test_diff_of_other_shapes_goes_as_far_as_it_can(kit: SimpleNamespace) -> None:
@@ -183,6 +205,27 @@ def test_quality_that_was_measured_otherwise_is_not_compared(kit: SimpleNamespac
     assert difference_of(unknown, unknown).quality.apart == ("report text", "positions")
     bare = difference_of(first, kit.make(kit.BASE, quality=None)).quality
     assert not bare.is_comparable and "not measured of the second" in bare.words()
+
+
+@pytest.mark.parametrize(
+    ("changes", "others", "apart"),
+    [
+        ({"checkpoint_sha256": HASH}, {"checkpoint_sha256": HASH}, ()),
+        ({"checkpoint_sha256": HASH}, {"checkpoint_sha256": OTHER_HASH}, ("model",)),
+        ({"checkpoint_sha256": HASH}, {"checkpoint_sha256": None}, ("model",)),
+        ({"checkpoint_sha256": None}, {"checkpoint_sha256": None}, ("model",)),
+        ({"checkpoint_sha256": HASH}, {"checkpoint_sha256": HASH, "config_sha256": OTHER_HASH}, ("model",)),
+        ({"checkpoint_sha256": HASH}, {"checkpoint_sha256": HASH, "rope_sha256": OTHER_HASH}, ("model",)),
+        ({"checkpoint_sha256": HASH}, {"checkpoint_sha256": HASH, "tokenizer_sha256": OTHER_HASH}, ("model",)),
+    ],
+)
+def test_one_model_by_hub_id_and_by_folder_is_compared_where_the_weights_are_known_to_be_the_same(
+    kit: SimpleNamespace, changes: dict[str, Any], others: dict[str, Any], apart: tuple[str, ...]
+) -> None:
+    by_id = {**kit.MODEL, "id": "owner/tiny", "revision": "0123abcd", **changes}
+    by_folder = {**kit.MODEL, "id": "tiny-copy", "revision": None, **others}
+    first, second = (kit.make(kit.BASE, model=ModelIdentity.model_validate(each)) for each in (by_id, by_folder))
+    assert difference_of(first, second).quality.apart == apart
 
 
 def test_a_picture_of_both_is_drawn_where_both_were_measured_alike(kit: SimpleNamespace) -> None:

@@ -21,6 +21,7 @@ from kvtuner.cli.strip import COLOURS, profile_strip
 from kvtuner.cli.terminal import Terminal, wants_colour
 from kvtuner.evaluation.profile_difference import difference_of
 from kvtuner.exported_configs.build import dump_profile
+from kvtuner.exported_configs.load import load_profile
 
 if TYPE_CHECKING:
     from types import SimpleNamespace
@@ -150,6 +151,27 @@ def test_show_on_a_real_terminal_has_its_width_and_colours(kit: SimpleNamespace,
     strip = [line for line in lines if line.startswith(("K bits", "V bits", "K kind", "V kind"))]
     assert {len(line) for line in strip} == {57, 37}  # 50 and 30 layers beside names
     assert kit.read_strip(lines) == kit.stored(profile)
+
+
+def test_show_says_every_layer_once(kit: SimpleNamespace, run: Any, tmp_path: Path) -> None:
+    """Four rows of the strip and the ruler are all that grows with the layers."""
+    lengths = []
+    for count in (9, 10):
+        file = tmp_path / f"{count}.json"
+        file.write_bytes(dump_profile(kit.make([kit.choice((2 + 2 * (n % 2), 4)) for n in range(count)])))
+        lines = run("show", file)[1].splitlines()
+        assert kit.read_strip(lines) == kit.stored(load_profile(file))
+        lengths.append((len(lines), [len(line) for line in lines if line.startswith(("K ", "V "))]))
+    assert lengths[0][0] == lengths[1][0]
+    assert [after - before for before, after in zip(lengths[0][1], lengths[1][1], strict=True)] == [1] * 4
+
+
+def test_show_says_how_scales_are_shared(kit: SimpleNamespace) -> None:
+    plain = [kit.choice((4, 4))]
+    lines = describe(kit.make(plain, k_granularity="per_channel", k_group_size=32, v_group_size=8)).splitlines()
+    assert "keys      per channel, 32 tokens per scale of a channel" in lines
+    assert "values    per token, 8 channels per scale" in lines
+    assert "keys      per token, 16 channels per scale, symmetric" in describe(kit.make(plain, symmetric=True))
 
 
 def test_hostile_text_steers_no_terminal(kit: SimpleNamespace) -> None:

@@ -76,12 +76,29 @@ def test_a_mapping_that_no_layer_needs_is_said(take: Callable[..., Any]) -> None
 
 
 def test_int8_is_symmetric_whatever_is_asked(take: Callable[..., Any], refusal: Callable[..., str]) -> None:
-    both = document(L0="INT8", L1="FP8")
-    words = parse_map("FP8=4")
-    assert take(both, "modelopt", words=words)[0].defaults.k.symmetric
-    assert "layer 0: INT8 is symmetric" in refusal(both, "modelopt", words=words, symmetric=False)
-    remapped = take(both, "modelopt", words={**words, **parse_map("INT8=8")}, symmetric=False)[0]
+    alone = document(L0="INT8", L2="INT8")
+    assert take(alone, "modelopt")[0].defaults.k.symmetric
+    assert "layer 0: INT8 is symmetric" in refusal(alone, "modelopt", symmetric=False)
+    remapped = take(alone, "modelopt", words=parse_map("INT8=8"), symmetric=False)[0]
     assert not remapped.defaults.k.symmetric
+
+
+def test_int8_beside_mapped_layers_needs_a_word_on_the_grid(
+    take: Callable[..., Any], refusal: Callable[..., str]
+) -> None:
+    both, words = document(L1="NVFP4", L2="INT8"), parse_map("NVFP4=4")
+    message = refusal(both, "modelopt", words=words)
+    assert "layer 2 is INT8, which is symmetric, layer 1 is what --map says" in message
+    assert "say --symmetric or --asymmetric" in message
+    for symmetric in (True, False):
+        profile, notes = take(both, "modelopt", words=words, symmetric=symmetric)
+        assert [str(pair) for pair in profile.pairs] == ["K16V16", "K4V4", "K8V8", "K16V16"]
+        assert (profile.defaults.k.symmetric, profile.defaults.v.symmetric) == (symmetric, symmetric)
+        assert any("INT8 is symmetric; here it is asymmetric" in note for note in notes) != symmetric
+    unquantized = take(both, "modelopt", words=parse_map("NVFP4=16"))[0]
+    assert unquantized.defaults.k.symmetric, "16 bits have no grid"
+    values_only = parse_map("NVFP4=K16V4")
+    assert "say --symmetric or --asymmetric" in refusal(both, "modelopt", words=values_only)
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,53 @@ def test_groups_must_suit_the_heads(take: Callable[..., Any], refusal: Callable[
     )
 
 
-def test_every_layer_is_written(take: Callable[..., Any]) -> None:
-    profile = take([layer(1, 2, group_size=32)], "optiq")[0]
-    assert json.loads(write(profile, "optiq").text) == [
-        layer(0, 0),
-        layer(1, 2, group_size=32),
-        layer(2, 0),
-        layer(3, 0),
-    ]
+def served(text: str) -> dict[int, tuple[int, int]]:
+    """Bits and group of the layers that mlx-optiq 0.7.7 quantizes: all that the file names, at the bits it says."""
+    return {entry["layer_idx"]: (entry["bits"], entry.get("group_size", 64)) for entry in json.loads(text)}
+
+
+def test_layers_that_are_not_quantized_are_left_out_for_the_reader_quantizes_all_it_finds(
+    take: Callable[..., Any],
+) -> None:
+    profile = take([layer(0, 0), layer(1, 2, group_size=32), layer(3, 4, group_size=32)], "optiq")[0]
+    text = write(profile, "optiq").text
+    assert served(text) == {1: (2, 32), 3: (4, 32)}
+    assert take(text, "optiq")[0].digest == profile.digest
+    assert json.loads(write(take([], "optiq")[0], "optiq").text) == []
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "bits", "group", "way_out"),
+    [
+        (128, 2, 16, "make it with groups of 32, 64 or 128 "),
+        (256, 8, 256, "make it with groups of 128 ("),
+        (64, 4, 16, "make it with groups of 32 or 64 ("),
+        (80, 8, 80, "none of them: keep the profile's own file"),
+        (96, 4, 48, "none of them: keep the profile's own file"),
+    ],
+)
+def test_groups_that_mlx_has_not_are_refused_with_those_that_fit(
+    take: Callable[..., Any], head_dim: int, bits: int, group: int, way_out: str
+) -> None:
+    shape = ModelGeometry(2, 8, 2, head_dim, head_dim)
+    profile = take([layer(1, bits, group_size=group)], "optiq", shape=shape)[0]
+    with pytest.raises(ProfileError) as refused:
+        write(profile, "optiq")
+    assert f"layer 1: keys are in groups of {group}, but MLX has groups of 32, 64 or 128 alone" in str(refused.value)
+    assert way_out in str(refused.value)
+
+
+def test_the_groups_of_the_way_out_are_written(take: Callable[..., Any]) -> None:
+    for head_dim, bits, groups in ((128, 2, (32, 64, 128)), (256, 8, (128,)), (64, 4, (32, 64))):
+        shape = ModelGeometry(2, 8, 2, head_dim, head_dim)
+        for group in groups:
+            profile = take([layer(1, bits, group_size=group)], "optiq", shape=shape)[0]
+            assert served(write(profile, "optiq").text) == {1: (bits, group)}
+
+
+def test_a_group_of_layers_that_are_not_quantized_refuses_nothing(take: Callable[..., Any]) -> None:
+    profile = take([layer(2, 0)], "optiq", group_size=16)[0]
+    assert profile.defaults.k.group_size == 16 and write(profile, "optiq").text == "[]\n"
 
 
 @pytest.mark.parametrize(

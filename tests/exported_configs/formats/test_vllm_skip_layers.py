@@ -28,8 +28,11 @@ def test_unquantized_layers_are_listed_and_the_dtype_is_said(
     exported = write(profile, "vllm-skip-layers", lossy=True)
     assert exported.text == text
     assert f"--kv-cache-dtype {dtype}," in exported.notes[0]
-    assert ("leave --kv-cache-dtype-skip-layers out" in exported.notes[-1]) == (text == "\n")
-    with pytest.raises(ProfileError, match="are lost; --lossy drops them"):
+    assert any("leave --kv-cache-dtype-skip-layers out" in note for note in exported.notes) == (text == "\n")
+    first = next(layer for layer, pair in enumerate(profile.pairs) if pair.k_bits != 16)
+    lost = "bits, groups, symmetry and transforms of quantized layers"
+    assert exported.notes[-1] == f"dropped, from layer {first} on: {lost}"
+    with pytest.raises(ProfileError, match=f"layer {first}: {lost}; --lossy drops that"):
         write(profile, "vllm-skip-layers")
 
 

@@ -1,11 +1,11 @@
-"""Writes a page where ``--html`` says. Knows nothing of what is on it."""
+"""Where ``--html`` and ``--out`` may write: a page over a page, any other file by force. Knows nothing of contents."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.errors import RunFolderError
+from kvtuner.errors import ProfileError, RunFolderError
 from kvtuner.run_folder import write_atomically
 
 if TYPE_CHECKING:
@@ -39,6 +39,16 @@ def write_page(path: Path, text: str) -> None:
         RunFolderError: the disk is full or the folder cannot be written.
     """
     write_atomically(path, text.encode(errors="replace"))
+
+
+def check_new(out: str | None, *, force: bool) -> None:
+    """Refuse to overwrite a file that nobody said may be.
+
+    Raises:
+        ProfileError: it is there.
+    """
+    if out is not None and os.path.lexists(out) and not force:
+        raise ProfileError(f"{out} is there already; name another --out, or overwrite it with --force")
 
 
 def _is_page(path: Path) -> bool:
