@@ -158,12 +158,17 @@ def uniform_profile(
         model=model,
         budget=AskedBudget(str(pair)),
         quality=None,
-        provenance=Provenance(
-            kvtuner_version=__version__,
-            calibration=None,
-            search=None,
-            libraries=Libraries(torch=torch.__version__, transformers="none", optuna="none"),
-        ),
+        provenance=unsearched(),
+    )
+
+
+def unsearched() -> Provenance:
+    """Of a profile that no search chose."""
+    return Provenance(
+        kvtuner_version=__version__,
+        calibration=None,
+        search=None,
+        libraries=Libraries(torch=torch.__version__, transformers="none", optuna="none"),
     )
 
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
-from kvtuner import __version__
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.exported_configs.build import AskedBudget, LayerChoice, build_profile
-from kvtuner.exported_configs.evidence import Libraries, Provenance
+from kvtuner.exported_configs.build import AskedBudget, LayerChoice, build_profile, unsearched
 from kvtuner.exported_configs.formats import FORMATS
 from kvtuner.exported_configs.formats.exported import refusal
 from kvtuner.precision import NATIVE_BITS, check_group_size, check_token_group
@@ -77,12 +73,7 @@ def to_profile(imported: Imported, name: str, geometry: ModelGeometry, model: Mo
         model=model,
         budget=AskedBudget(f"imported from {name}"),
         quality=None,
-        provenance=Provenance(
-            kvtuner_version=__version__,
-            calibration=None,
-            search=None,
-            libraries=Libraries(torch=torch.__version__, transformers="none", optuna="none"),
-        ),
+        provenance=unsearched(),
     )
 
 

@@ -202,3 +202,71 @@ def refusal() -> Callable[[bytes | Path], str]:
         return message
 
     return load_in_vain
+
+
+@pytest.fixture
+def file(tmp_path: Path, profile: Profile) -> Path:
+    """The small profile's file."""
+    path = tmp_path / "profile.json"
+    path.write_bytes(dump_profile(profile))
+    return path
+
+
+@pytest.fixture
+def signed(file: Path, keys: Callable[..., tuple[Path, Path]]) -> Path:
+    """The small profile's file, signed by a key."""
+    from kvtuner.exported_configs.signatures import sign_profile
+    from kvtuner.exported_configs.signers import KeySigner
+
+    sign_profile(file, KeySigner(keys()[0]))
+    return file
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's own waits and retries, shortened."""
+    import huggingface_hub.file_download
+    import huggingface_hub.utils._http
+    from huggingface_hub import constants
+
+    from kvtuner.exported_configs import hub_client
+
+    monkeypatch.setattr(hub_client, "ANSWER_S", 1.0)
+    for module in (huggingface_hub.file_download, huggingface_hub.utils._http):
+        monkeypatch.setattr(module.time, "sleep", lambda _: None)
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
+
+
+@pytest.fixture
+def check_message() -> Callable[..., None]:
+    """A refusal is one short line, and neither it nor a log holds the token."""
+
+    def check(message: str, hub: Any, caplog: pytest.LogCaptureFixture) -> None:
+        assert "\n" not in message and len(message) < 400
+        assert hub.token not in message and hub.token not in caplog.text
+
+    return check
+
+
+@pytest.fixture
+def data(profile: Profile) -> bytes:
+    """The small profile's bytes."""
+    return dump_profile(profile)
+
+
+@pytest.fixture
+def versions(make_profile: Callable[..., Profile]) -> list[bytes]:
+    """Profiles of other layers, in no order of their digests."""
+    return [dump_profile(make_profile(layers=[LayerChoice(*bits)] * 5)) for bits in ((8, 8), (4, 8), (8, 4), (16, 8))]
+
+
+@pytest.fixture
+def signature(profile: Profile, keys: Any, tmp_path: Path) -> bytes:
+    """Of the small profile, by a key."""
+    from kvtuner.exported_configs.signatures import sign_profile
+    from kvtuner.exported_configs.signers import KeySigner
+
+    path = tmp_path / "profile.json"
+    path.write_bytes(dump_profile(profile))
+    return sign_profile(path, KeySigner(keys("mine")[0])).read_bytes()

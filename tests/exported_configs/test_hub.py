@@ -12,16 +12,12 @@ import pytest
 from huggingface_hub import constants
 
 from kvtuner.errors import HubError, ProfileError, RunFolderError
-from kvtuner.exported_configs import hub_client
-from kvtuner.exported_configs.build import LayerChoice, dump_profile
 from kvtuner.exported_configs.catalogue import FOLDER
 from kvtuner.exported_configs.evaluation import evaluation_files
 from kvtuner.exported_configs.hub import pull
 from kvtuner.exported_configs.reference import HubReference
-from kvtuner.exported_configs.signatures import sign_profile
-from kvtuner.exported_configs.signers import KeySigner
 from kvtuner.exported_configs.store import all_stored, cache_folder, find_stored, remembered
-from kvtuner.exported_configs.upload import Upload, look_at_branch, push
+from kvtuner.exported_configs.upload import look_at_branch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,11 +27,6 @@ if TYPE_CHECKING:
 
 REPO = "me/tiny-kv4"
 MAIN = HubReference(REPO, "main")
-
-
-@pytest.fixture
-def data(profile: Profile) -> bytes:
-    return dump_profile(profile)
 
 
 def test_a_branch_is_fetched_by_its_commit_checked_and_kept_by_digest(hub: Any, profile: Profile, data: bytes) -> None:
@@ -202,19 +193,25 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_of_the_hub_have_words_of_their_own(
-    hub: Any, data: bytes, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hub: Any,
+    data: bytes,
+    name: str,
+    caplog: pytest.LogCaptureFixture,
+    impatient: None,
+    check_message: Callable[..., None],
 ) -> None:
     fault, words = FAULTS[name]
     hub.repo(REPO, {"profile.json": data})
     hub.fail("GET", "/api/models/", **fault)
-    impatient(monkeypatch)
     with caplog.at_level(logging.DEBUG), pytest.raises(HubError, match=re.escape(words)) as refused:
         pull(MAIN)
     check_message(str(refused.value), hub, caplog)
     assert list(all_stored()) == []
 
 
-def test_what_is_not_there_is_named(hub: Any, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_there_is_named(
+    hub: Any, data: bytes, caplog: pytest.LogCaptureFixture, check_message: Callable[..., None]
+) -> None:
     oid = hub.repo(REPO, {"profile-4bit.json": data, "profile-8bit.json": data}).refs["main"]
     hub.repo("me/gated", {"profile.json": data}, gated=True)
     for reference, words in (
@@ -285,11 +282,10 @@ def test_pulls_side_by_side_agree(hub: Any, versions: list[bytes]) -> None:
 
 @pytest.mark.parametrize("cut", [0, 1, 700])
 def test_a_connection_that_is_cut_for_good_leaves_nothing_usable(
-    hub: Any, data: bytes, cut: int, monkeypatch: pytest.MonkeyPatch
+    hub: Any, data: bytes, cut: int, impatient: None
 ) -> None:
     hub.repo(REPO, {"profile.json": data})
     fault = hub.fail("GET", "/resolve/.*/profile.json", cut=cut)
-    impatient(monkeypatch)
     with pytest.raises(HubError, match=REPO):
         pull(MAIN)
     assert list(all_stored()) == [] and not list(cache_folder().rglob("*.json"))
@@ -297,10 +293,9 @@ def test_a_connection_that_is_cut_for_good_leaves_nothing_usable(
     assert pull(MAIN).stored.path.read_bytes() == data
 
 
-def test_a_connection_that_is_cut_once_is_resumed(hub: Any, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_is_cut_once_is_resumed(hub: Any, data: bytes, impatient: None) -> None:
     hub.repo(REPO, {"profile.json": data})
     hub.fail("GET", "/resolve/.*/profile.json", cut=500, times=1)
-    impatient(monkeypatch)
     assert pull(MAIN).stored.path.read_bytes() == data
 
 
@@ -361,87 +356,6 @@ def test_a_cache_that_cannot_be_written_is_named(
         pull(MAIN)
 
 
-@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's own, of httpx
-def test_a_push_makes_one_commit_of_all_files(hub: Any, data: bytes) -> None:
-    files = {"README.md": b"---\nlicense: mit\n---\n", "profile.json": data, "pictures/a.png": b"\x89PNG" * 9}
-    head = look_at_branch(REPO, None)
-    assert head.commit is None
-    made = push(Upload(REPO, None, head, files, private=True), "first")
-    repo = hub.repos[REPO]
-    assert repo.private and len(repo.commits) == 2 and repo.refs["main"] == made.commit
-    assert {name: repo.commits[made.commit][name] for name in files} == files
-    assert pull(MAIN.at(made.commit)).stored.path.read_bytes() == data
-
-
-def test_a_push_replaces_and_removes_on_top_of_what_was_seen(hub: Any, data: bytes, versions: list[bytes]) -> None:
-    repo = hub.repo(REPO, {"profile.json": versions[0], "profile.json.sig": b"old", "notes.txt": b"mine"})
-    head = look_at_branch(REPO, None)
-    made = push(Upload(REPO, None, head, {"profile.json": data}, ("profile.json.sig",)), "second")
-    assert set(repo.commits[made.commit]) == {".gitattributes", "profile.json", "notes.txt"}
-    assert repo.commits[made.commit]["profile.json"] == data
-
-
-def test_a_branch_that_moved_since_it_was_seen_is_not_written_over(hub: Any, data: bytes) -> None:
-    repo = hub.repo(REPO, {"notes.txt": b"mine"})
-    head = look_at_branch(REPO, None)
-    hub.before_commit = lambda: repo.commit({"notes.txt": b"theirs"})
-    with pytest.raises(HubError, match="the branch moved while this was pushed"):
-        push(Upload(REPO, None, head, {"profile.json": data}), "late")
-    assert repo.commits[repo.refs["main"]] == {"notes.txt": b"theirs"}
-
-
-@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_an_upload_that_breaks_commits_nothing(hub: Any, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    repo = hub.repo(REPO, {"notes.txt": b"mine"})
-    hub.fail("PUT", "/large/", status=503)
-    impatient(monkeypatch)
-    with pytest.raises(HubError, match="the hub answers 503; try again later"):
-        push(Upload(REPO, None, look_at_branch(REPO, None), {"profile.json": data, "a.png": b"\x89PNG"}), "x")
-    assert repo.commits[repo.refs["main"]].keys() == {".gitattributes", "notes.txt"}
-
-
-def test_what_a_gitignore_leaves_out_is_named(hub: Any, data: bytes) -> None:
-    hub.repo(REPO, {"notes.txt": b"mine"})
-    hub.ignored = {"profile.json"}
-    with pytest.raises(HubError, match=r"lacks profile\.json: does the repository's \.gitignore"):
-        push(Upload(REPO, None, look_at_branch(REPO, None), {"profile.json": data, "notes.txt": b"new"}), "x")
-
-
-def test_a_pull_request_leaves_the_branch_alone(hub: Any, data: bytes) -> None:
-    repo = hub.repo(REPO, {"notes.txt": b"mine"})
-    before = repo.refs["main"]
-    made = push(Upload(REPO, None, look_at_branch(REPO, None), {"profile.json": data}, create_pr=True), "please")
-    assert repo.refs["main"] == before and "/discussions/1" in made.url
-    assert pull(MAIN.at(made.commit)).stored.path.read_bytes() == data
-
-
-@pytest.mark.parametrize("may_write", [True, False])
-def test_a_token_that_may_not_write_is_named(
-    hub: Any, data: bytes, may_write: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    hub.may_write = may_write
-    if may_write:
-        monkeypatch.setenv("HF_TOKEN", "hf_another" + "x" * 20)
-    hub.repo("me/public", {"notes.txt": b""})
-    with caplog.at_level(logging.DEBUG), pytest.raises(HubError, match="this token") as refused:
-        push(Upload("me/public", None, look_at_branch("me/public", None), {"profile.json": data}), "x")
-    check_message(str(refused.value), hub, caplog)
-
-
-def test_a_card_that_the_hub_refuses_is_named(hub: Any, data: bytes) -> None:
-    head = look_at_branch(REPO, None)
-    files = {"profile.json": data, "README.md": b"---\nlicense: my-own\n---\n"}
-    with pytest.raises(HubError, match=r"Invalid metadata in README\.md"):
-        push(Upload(REPO, None, head, files), "x")
-
-
-def test_somebody_who_was_faster_to_make_the_repository_is_named(hub: Any, data: bytes) -> None:
-    head = look_at_branch(REPO, None)
-    hub.repo(REPO, {"notes.txt": b"theirs"})
-    with pytest.raises(HubError, match="somebody made this repository meanwhile"):
-        push(Upload(REPO, None, head, {"profile.json": data}), "x")
-
-
 def test_a_folder_of_the_store_that_is_not_whole_is_none(hub: Any, data: bytes) -> None:
     hub.repo(REPO, {"profile.json": data})
     kept = pull(MAIN).stored
@@ -460,36 +374,6 @@ def test_a_folder_of_the_store_that_is_not_whole_is_none(hub: Any, data: bytes) 
     (kept.path.parents[2] / ".new-left-behind").mkdir()
     (kept.path.parents[2] / "notes").mkdir()
     assert list(all_stored()) == [kept]
-
-
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's own waits and retries, shortened."""
-    import huggingface_hub.file_download
-    import huggingface_hub.utils._http
-
-    monkeypatch.setattr(hub_client, "ANSWER_S", 1.0)
-    for module in (huggingface_hub.file_download, huggingface_hub.utils._http):
-        monkeypatch.setattr(module.time, "sleep", lambda _: None)
-    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
-
-
-def check_message(message: str, hub: Any, caplog: pytest.LogCaptureFixture) -> None:
-    assert "\n" not in message and len(message) < 400
-    assert hub.token not in message and hub.token not in caplog.text
-
-
-@pytest.fixture
-def versions(make_profile: Callable[..., Profile]) -> list[bytes]:
-    """Profiles of other layers, in no order of their digests."""
-    return [dump_profile(make_profile(layers=[LayerChoice(*bits)] * 5)) for bits in ((8, 8), (4, 8), (8, 4), (16, 8))]
-
-
-@pytest.fixture
-def signature(profile: Profile, keys: Any, tmp_path: Path) -> bytes:
-    path = tmp_path / "profile.json"
-    path.write_bytes(dump_profile(profile))
-    return sign_profile(path, KeySigner(keys("mine")[0])).read_bytes()
 
 
 def evaluation_of(digest: str) -> bytes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import random
+import runpy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,50 +14,17 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from kvtuner.errors import SignatureError
-from kvtuner.exported_configs.build import dump_profile
-from kvtuner.exported_configs.signatures import Identity, load_verified, sign_profile, signature_path
-from kvtuner.exported_configs.signers import KeySigner
+from kvtuner.exported_configs.signatures import Identity, load_verified, signature_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from kvtuner.exported_configs.profile import Profile
 
     Keys = Callable[..., "tuple[Path, Path]"]
 
-PAYLOAD_TYPE = "application/vnd.in-toto+json"
-
-
-@pytest.fixture
-def signed(tmp_path: Path, profile: Profile, keys: Keys) -> Path:
-    path = tmp_path / "profile.json"
-    path.write_bytes(dump_profile(profile))
-    sign_profile(path, KeySigner(keys()[0]))
-    return path
-
-
-def why(path: Path, identity: Identity | str) -> str:
-    """The line that a verification is refused with."""
-    identity = Identity.parse(identity) if isinstance(identity, str) else identity
-    with pytest.raises(SignatureError) as refused:
-        load_verified(path, identity)
-    message = str(refused.value)
-    assert message.isprintable() and 20 < len(message) < 600
-    return message
-
-
-def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a signature's JSON."""
-    target = signature_path(path)
-    document = json.loads(target.read_bytes())
-    change(document)
-    target.write_text(json.dumps(document))
-
-
-def dsse(payload: bytes) -> bytes:
-    """What a signature of a payload is computed over."""
-    return b"DSSEv1 %d %b %d %b" % (len(PAYLOAD_TYPE), PAYLOAD_TYPE.encode(), len(payload), payload)
+_shared = runpy.run_path(str(Path(__file__).with_name("signing_helpers.py")))
+why, edit, dsse, PAYLOAD_TYPE = (_shared[name] for name in ("why", "edit", "dsse", "PAYLOAD_TYPE"))
 
 
 def forge(path: Path, private_key: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import runpy
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,51 +29,15 @@ from kvtuner.exported_configs.signers import KeySigner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from kvtuner.exported_configs.profile import Profile
 
     Keys = Callable[..., "tuple[Path, Path]"]
 
-PAYLOAD_TYPE = "application/vnd.in-toto+json"
+_shared = runpy.run_path(str(Path(__file__).with_name("signing_helpers.py")))
+why, edit, dsse, PAYLOAD_TYPE = (_shared[name] for name in ("why", "edit", "dsse", "PAYLOAD_TYPE"))
 HASHES = {"secp256r1": hashes.SHA256, "secp384r1": hashes.SHA384, "secp521r1": hashes.SHA512}
 CURVES = [ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()]
-
-
-@pytest.fixture
-def file(tmp_path: Path, profile: Profile) -> Path:
-    path = tmp_path / "profile.json"
-    path.write_bytes(dump_profile(profile))
-    return path
-
-
-@pytest.fixture
-def signed(file: Path, keys: Keys) -> Path:
-    sign_profile(file, KeySigner(keys()[0]))
-    return file
-
-
-def why(path: Path, identity: Identity | str) -> str:
-    """The line that a verification is refused with."""
-    identity = Identity.parse(identity) if isinstance(identity, str) else identity
-    with pytest.raises(SignatureError) as refused:
-        load_verified(path, identity)
-    message = str(refused.value)
-    assert message.isprintable() and 20 < len(message) < 600
-    return message
-
-
-def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a signature's JSON."""
-    target = signature_path(path)
-    document = json.loads(target.read_bytes())
-    change(document)
-    target.write_text(json.dumps(document))
-
-
-def dsse(payload: bytes) -> bytes:
-    """What a signature of a payload is computed over."""
-    return b"DSSEv1 %d %b %d %b" % (len(PAYLOAD_TYPE), PAYLOAD_TYPE.encode(), len(payload), payload)
 
 
 @pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
