@@ -1,7 +1,6 @@
 """Generate text with a profile on transformers: packed keys and values, on any machine.
 
-kvtuner search --model demo --budget 4bit --out runs/demo
-python examples/generate.py --model demo --profile runs/demo/profile.json --prompt "def main("
+python examples/generate.py --model demo --profile catalogue:demo-4bit --prompt "def main("
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvtuner.calibration.model import ModelSource
-from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.find import find_profile
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 
@@ -20,14 +19,14 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="hub id, local folder, or the shipped demo model")
-    parser.add_argument("--profile", required=True)
+    parser.add_argument("--profile", default="catalogue:demo-4bit", help="file, run folder, owner/name of the hub, ...")
     parser.add_argument("--prompt", default="def main(")
     parser.add_argument("--tokens", type=int, default=48, help="to generate at most")
     args = parser.parse_args()
     path = ModelSource(args.model).path
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
-    cache = KVTunerCache.from_profile(load_profile(args.profile), model.config)
+    cache = KVTunerCache.from_profile(find_profile(args.profile).profile, model.config)
     inputs = tokenizer(args.prompt, return_tensors="pt")
     with torch.no_grad():
         ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=args.tokens, do_sample=False)
