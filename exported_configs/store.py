@@ -118,11 +118,15 @@ def store(digest: str, files: Mapping[str, bytes], origin: Origin) -> Stored:
             for name, data in {**files, ORIGIN: json.dumps(record, indent=1).encode()}.items():
                 (fresh / name).write_bytes(data)
             _place(fresh, final, Path(work, "damaged"))
-    except OSError as error:
-        raise RunFolderError(
-            f"cannot keep the profile in {cache}: {error.strerror or error}; set {CACHE_VARIABLE} to another folder"
-        ) from error
+    except (OSError, RunFolderError) as error:
+        raise _unwritable(error) from error
     return Stored(final / PurePosixPath(origin.path).name, digest, origin)
+
+
+def _unwritable(error: OSError | RunFolderError) -> RunFolderError:
+    cause = error.__cause__ if isinstance(error, RunFolderError) else error
+    reason = cause.strerror if isinstance(cause, OSError) else error
+    return RunFolderError(f"cannot write in {cache_folder()}: {reason}; set {CACHE_VARIABLE} to another folder")
 
 
 def _place(fresh: Path, final: Path, damaged: Path) -> None:
@@ -158,7 +162,10 @@ def remember(repo: str, revision: str, commit: str) -> str | None:
     """
     before = remembered(repo, revision)
     if before != commit:
-        write_atomically(_ref(repo, revision), commit)
+        try:
+            write_atomically(_ref(repo, revision), commit)
+        except RunFolderError as error:
+            raise _unwritable(error) from error
     return before
 
 

@@ -21,7 +21,6 @@ from kvtuner.exported_configs.upload import look_at_branch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from kvtuner.exported_configs.profile import Profile
 
@@ -346,13 +345,18 @@ def test_offline_gives_what_was_pulled_last_and_refuses_the_rest(
     assert hub.requests == []
 
 
-def test_a_cache_that_cannot_be_written_is_named(
-    hub: Any, data: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("obstacle", ["the folder", "the lock", "the refs"])
+def test_a_cache_that_cannot_be_written_is_named(hub: Any, data: bytes, obstacle: str) -> None:
     hub.repo(REPO, {"profile.json": data})
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("KVTUNER_CACHE", str(tmp_path / "file"))
-    with pytest.raises(RunFolderError, match="set KVTUNER_CACHE to another folder"):
+    cache = cache_folder()
+    if obstacle == "the folder":
+        cache.write_text("")
+    elif obstacle == "the lock":
+        (cache / "lock").mkdir(parents=True)
+    else:
+        cache.mkdir()
+        (cache / "refs").write_text("")
+    with pytest.raises(RunFolderError, match=r"cannot write in .*kept: .*; set KVTUNER_CACHE to another folder"):
         pull(MAIN)
 
 
