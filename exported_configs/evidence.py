@@ -205,4 +205,4 @@ class Provenance(Section):
     calibration: CalibrationRecord | None
     search: SearchRecord | None
     libraries: Libraries
-    command: Command | None = None
+    command: Annotated[Command, Field(min_length=1)] | None = None

@@ -61,7 +61,7 @@ Bits = Annotated[int, AfterValidator(_check_bits), WithJsonSchema({"type": "inte
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Figure = Annotated[float, Field(allow_inf_nan=False, ge=-1e30, le=1e30), AfterValidator(round_figure)]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(check_printable)]
-Command = Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(check_printable)]
+Command = Annotated[str, Field(max_length=2000), AfterValidator(check_printable)]
 Name = Annotated[Text, AfterValidator(_check_name)]
 HubId = Annotated[Name, AfterValidator(_check_hub_id)]
 Sha256 = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]

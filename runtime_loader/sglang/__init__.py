@@ -18,16 +18,18 @@ def engine(
     hicache_only: bool = False,
     strict: bool = False,
     allow_derived: bool = False,
+    signed_by: str | None = None,
     **arguments: Any,
 ) -> Any:
     """An `sglang.Engine` that serves a profile.
 
     Args:
-        profile: path of the file.
+        profile: what names it: a file, a run folder, a profile of the hub or the catalogue, or ``auto``.
         attend: whether a chunk of new tokens reads itself exactly or as it was stored.
         hicache_only: leave the device pool in the model's dtype, and quantize what leaves it for host and storage.
         strict: refuse what is otherwise warned of where the profile's model is not quite the served one.
         allow_derived: warn of a fine-tune or another configuration of the same geometry, which are otherwise refused.
+        signed_by: who must have signed the profile, as ``key:PUBLIC.pem``; anybody by default.
         **arguments: of `sglang.Engine`, but for a finished `server_args`, which nobody could check.
 
     Raises:
@@ -37,6 +39,7 @@ def engine(
     import sglang
 
     from kvtuner.errors import ServingError
+    from kvtuner.runtime_loader.sglang.locate import locate
     from kvtuner.runtime_loader.sglang.request import REQUEST_VARIABLE, ServingRequest
     from kvtuner.runtime_loader.sglang.serving import activate, exchange
 
@@ -44,12 +47,13 @@ def engine(
         raise ServingError("engine() takes SGLang's arguments one by one, not server_args: those are checked already")
     served, variable = exchange(None), os.environ.get(REQUEST_VARIABLE)
     request = ServingRequest(
-        os.path.abspath(profile),
+        locate(str(profile)),
         None,
         attend,
         hicache_only=hicache_only,
         strict=strict,
         allow_derived=allow_derived,
+        signed_by=signed_by,
     )
     try:
         activate(request)

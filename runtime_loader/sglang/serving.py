@@ -25,7 +25,7 @@ from kvtuner.runtime_loader.sglang.compat.model import model_config_of, refuse_o
 from kvtuner.runtime_loader.sglang.compat.processes import on_ready, on_scheduler
 from kvtuner.runtime_loader.sglang.compat.versions import check_version
 from kvtuner.runtime_loader.sglang.locate import budget_of, is_auto, pin_of, pinned
-from kvtuner.runtime_loader.sglang.request import ALLOW_FLAG, PROFILE_VARIABLE, STRICT_FLAG
+from kvtuner.runtime_loader.sglang.request import ALLOW_FLAG, PROFILE_VARIABLE, REQUEST_VARIABLE, STRICT_FLAG
 from kvtuner.runtime_loader.sglang.rules import refuse_flags
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _choose(request: ServingRequest, model: ModelIdentity) -> Serving:
     profile = load_profile(path)
     check_digest(profile.digest, pin_of(request.profile), request.profile)
     request = replace(request, profile=pinned(str(path), profile.digest))
-    if request.from_launcher:
+    if os.environ.get(REQUEST_VARIABLE):
         request.to_environment(os.environ)
     else:
         os.environ[PROFILE_VARIABLE] = request.profile or ""
