@@ -11,7 +11,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvtuner.calibration.model import DEMO_MODEL
 from kvtuner.exported_configs.build import LayerChoice
+from kvtuner.exported_configs.catalogue import catalogue_file
+from kvtuner.exported_configs.load import load_profile
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
@@ -88,3 +91,22 @@ def test_an_engine_whose_schedulers_load_no_plugin_is_refused(
     assert done.returncode != 0
     assert "ANSWER" not in done.stdout
     assert "ServingError: scheduler 0 does not serve the profile: its process did not load" in done.stderr
+
+
+@pytest.mark.parametrize("way", ["variable", "function"])
+def test_an_engine_serves_the_catalogues_profile_of_its_model(
+    way: str, on_a_processor: dict[str, str], tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    digest = load_profile(catalogue_file("demo-4bit")).digest
+    named = f"auto#{digest}"
+    done = subprocess.run(
+        [sys.executable, str(program), str(DEMO_MODEL), "" if way == "variable" else named, "[5, 6, 7]"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**on_a_processor, **({"KVTUNER_PROFILE": named} if way == "variable" else {})},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "ANSWER" in done.stdout and digest in done.stdout + done.stderr
