@@ -23,17 +23,19 @@ if TYPE_CHECKING:
 
 BUDGETS: Final = ("3bit", "4bit", "6bit")
 TWIN: Final = "demo-outliers"
+AS_THE_DEMO: Final = ("--sequence-length", "512", "--sequences", "4,12,12")
+"""What `--model demo` means: the model was trained on 512 tokens, and its twin is the same function."""
 
 
 def make(work: Path, name: str) -> dict[str, Path]:
     """Search and evaluate one model, by its name in the catalogue; gives the files by their names there."""
-    model = "demo" if name == "demo" else str(twin(work))
+    model, asked = ("demo", ()) if name == "demo" else (str(twin(work)), AS_THE_DEMO)
     files = {}
     for budget in BUDGETS:
         out = work / f"catalogue-{name}-{budget}"
         shutil.rmtree(out, ignore_errors=True)
         profile = out / "profile.json"
-        _run("search", "--model", model, "--budget", budget, "--no-report", "--out", str(out))
+        _run("search", "--model", model, "--budget", budget, *asked, "--no-report", "--out", str(out))
         _run("eval", str(profile), "--model", model, "--levels", "likelihood,recall", "--out", str(out / "evaluation"))
         for file in (profile, *evaluation_files(profile)):
             files[file.name.replace("profile", f"{name}-{budget}", 1)] = file
@@ -57,9 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Make all of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("runs"), help="folder of run folders and of the twin")
-    work = parser.parse_args(argv).work
-    for name in ("demo", TWIN):
-        files = make(work, name)
+    parser.add_argument("--models", nargs="+", choices=("demo", TWIN), default=("demo", TWIN), help="both, by default")
+    args = parser.parse_args(argv)
+    for name in args.models:
+        files = make(args.work, name)
         for old in catalogue.FOLDER.glob(f"{name}-[0-9]*"):
             old.unlink()
         for kept, file in files.items():
