@@ -8,14 +8,15 @@ or one that does not survive being written. Mutations are plain and seeded: the 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import random
 import resource
+import runpy
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
@@ -72,12 +73,8 @@ GROWTHS: list[tuple[str, Callable[[random.Random, bytes], bytes]]] = [
 ]  # fmt: skip
 
 
-def module(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+def module(name: str) -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(HERE / f"{name}.py")))
 
 
 READER, RESEAL = module("independent_reader").read, module("make_vectors").reseal

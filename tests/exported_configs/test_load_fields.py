@@ -90,7 +90,7 @@ def test_null_stands_only_where_the_format_says_so(put: Put, refusal: Refusal, p
         if steps and not (optional and steps[0] != "defaults"):
             refusal(encode(put(pristine, steps, None)))
     for steps in NULLABLE:
-        load_profile(encode(put(pristine, steps, None)))
+        assert load_profile(encode(put(pristine, steps, None))).digest == pristine["digest"]
 
 
 def test_every_field_but_the_optional_ones_must_be_present(refusal: Refusal, pristine: Document) -> None:

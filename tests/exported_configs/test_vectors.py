@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import re
+import runpy
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,12 +33,8 @@ WITH_ROWS = [name for name in VALID if EXPECTED["valid"][name]["rows"]]
 PAGE = (ROOT / "docs" / "profiles.md").read_text(encoding="utf-8")
 
 
-def module(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+def module(name: str) -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(HERE / f"{name}.py")))
 
 
 reader = module("independent_reader")
