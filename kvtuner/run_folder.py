@@ -51,9 +51,10 @@ def write_atomically(path: Path, data: bytes | str) -> None:
             os.fsync(handle.fileno())
         partial.replace(path)
     except OSError as error:
+        raise _write_error(path, error) from error
+    finally:  # of an interrupt, too
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise _write_error(path, error) from error
 
 
 def _write_error(path: Path, error: OSError) -> RunFolderError:

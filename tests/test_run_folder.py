@@ -300,6 +300,20 @@ def test_full_disk_keeps_the_old_file_and_says_how_to_go_on(
     assert folder.read_checked("table.json") == {"version": 1}
 
 
+def test_an_interrupt_while_a_file_is_written_keeps_the_old_one_and_leaves_no_other(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    folder.write_checked("table.json", {"version": 1})
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run_folder.os, "fsync", interrupt)
+        folder.write_checked("table.json", {"version": 2})
+    assert names(folder) == ["table.json"]
+    assert folder.read_checked("table.json") == {"version": 1}
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_device_without_space_is_reported_by_its_own_error(folder: RunFolder) -> None:
     folder.write_checked("table.json", {"version": 1})
