@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -29,30 +28,18 @@ from kvtuner.calibration.model import DEMO_MODEL, LoadedModel, ModelSource, load
 from kvtuner.calibration.read_plan import ReadPlan
 from kvtuner.calibration.simulate import LayerSpec, Simulator, quantized_attention
 from kvtuner.calibration.statistics import measure_constants
+from kvtuner.cli import main
 from kvtuner.exported_configs.build import LayerChoice
-from kvtuner.precision import PrecisionPair
 from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
     from kvtuner.calibration.read_plan import ReadPlanName
     from kvtuner.exported_configs.profile import Profile
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def recall() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("recall", ROOT / "benchmarks" / "recall.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["recall"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -154,17 +141,15 @@ def test_the_training_script_writes_a_model_of_the_kind_that_is_shipped(tmp_path
 
 
 @pytest.mark.slow
-def test_recall_of_forty_pairs_is_whole_unquantized_and_lost_at_two_bits(demo: LoadedModel, recall: Any) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
-    two_bits = recall.uniform_of(demo.shape, PrecisionPair(2, 2))
-    match = {
-        name: recall.exact_match(model, demo.tokenizer, profile, num_pairs=40, num_problems=12, num_questions=5, seed=1)
-        for name, profile in (("unquantized", None), ("K2V2", two_bits))
-    }
-    assert match["unquantized"] >= 0.90
-    assert match["unquantized"] - match["K2V2"] >= 0.20
+def test_recall_is_whole_unquantized_and_by_the_profile_and_lost_at_two_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--levels recall --against K2V2 --lengths 256 --problems 12 --questions 5 --seed 1 --json"
+    assert main(["eval", "catalogue:demo-4bit", "--model", "demo", "--out", str(tmp_path), *words.split()]) == 0
+    (cell,) = json.loads(capsys.readouterr().out)["cells"]
+    match = {result["subject"]: result["mean"] for result in cell["results"]}
+    assert min(match["bf16"], match["profile"]) >= 0.90
+    assert match["bf16"] - match["K2V2"] >= 0.20
 
 
 @pytest.mark.slow
