@@ -105,7 +105,7 @@ def launch_command(model: Path, *flags: str, port: int = 0, place: Place = HERE)
         *place.enter, *place.launcher, "--model-path", str(model), "--device", "cpu",
         "--dtype", "float32", "--disable-cuda-graph", "--port", str(port or free_port()),
         "--max-total-tokens", "2048", "--max-running-requests", "8", "--mem-fraction-static", "0.5",
-        "--host", place.address, *flags,
+        "--host", place.address, "--sleep-on-idle", *flags,
     ]  # fmt: skip
 
 

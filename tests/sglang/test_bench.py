@@ -27,7 +27,7 @@ BY_TIME = ("time to the first token grows with the prompt", "latency grows with 
 """Gates that a machine with much else to do can fail: tests wait for no quiet one."""
 ON_A_PROCESSOR = (
     "--device cpu --dtype bfloat16 --disable-cuda-graph --mem-fraction-static 0.5 --max-running-requests 4"
-    " --skip-server-warmup"
+    " --skip-server-warmup --sleep-on-idle"
 )
 
 
