@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtuner.exported_configs import evidence
+from kvtuner.quant import saturated
 
 ReadPlanName = evidence.ReadPlan
 ROWS_AT_A_TIME = 128  # under a mask: all rows at once would read the keys that causality hides from the early ones
@@ -108,8 +109,8 @@ def attend(
         In the queries' dtype, [batch, num_heads, tokens - start, v_head_dim].
     """
     dtype = call.q.dtype
-    k = call.k if k is None else k.to(dtype)
-    v = call.v if v is None else v.to(dtype)
+    k = call.k if k is None else saturated(k, dtype)
+    v = call.v if v is None else saturated(v, dtype)
     start = call.first if start is None else start
     if call.softcap is not None:
         late = torch.arange(start, k.shape[2], device=k.device)

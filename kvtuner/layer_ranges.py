@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvtuner.errors import PrecisionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
 MAX_TEXT: Final = 1 << 16
 
@@ -60,10 +60,10 @@ def words_by_layer(ranges: Iterable[LayerRange]) -> dict[int, str]:
     return words
 
 
-def write_ranges(words: Sequence[str]) -> str:
-    """The text for a word of every layer from 0 on; neighbours with the same word are one range."""
+def write_ranges(words: Iterable[object], *, start: int = 0) -> str:
+    """The text for a word of every layer from `start` on; neighbours with the same word are one range."""
     entries = []
-    for word, members in groupby(enumerate(words), key=lambda item: item[1]):
+    for word, members in groupby(enumerate(words, start), key=lambda item: item[1]):
         layers = [layer for layer, _ in members]
         name = f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
         entries.append(f"{name}:{word}")

@@ -263,6 +263,11 @@ def _divide(x: Tensor, divisor: int) -> Tensor:
     return x / torch.full_like(x, divisor)
 
 
+def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`; fp16's largest number where the last step of a grid, or a Hadamard, goes beyond it."""
+    return (x.clamp(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else x).to(dtype)
+
+
 def encode_fp8(x: Tensor) -> Tensor:
     """The fp8 baseline: e4m3fn with scale 1, saturating at 448, as SGLang serves it; float8_e4m3fn, same shape."""
     return x.to(torch.float32).clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn)

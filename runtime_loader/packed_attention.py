@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kvtuner.errors import CacheError
-from kvtuner.quant import IDENTITY, hadamard
+from kvtuner.quant import IDENTITY, hadamard, saturated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -227,7 +227,7 @@ class TorchAttention:
                 products = products + _products(q[request : request + 1].float(), k_transform.mu.float().unsqueeze(0))
             weights = torch.softmax(scores(products), dim=-1)
             output[request] = _weighted(weights, values.read_stored(read))[0]
-        output = (hadamard(output) if v_transform.kind.hadamard else output).to(q.dtype)
+        output = saturated(hadamard(output) if v_transform.kind.hadamard else output, q.dtype)
         return output if out is None else out.copy_(output)
 
     def extend(

@@ -9,7 +9,7 @@ import torch
 
 from kvtuner.errors import ProfileError
 from kvtuner.precision import NATIVE_BITS, row_bytes
-from kvtuner.quant import QuantSpec, encode_fp8, pack_rows, quantize, unpack_rows
+from kvtuner.quant import QuantSpec, encode_fp8, pack_rows, quantize, saturated, unpack_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +63,9 @@ class RowFormat:
         if self.spec is None:
             return rows.to(dtype)
         transform = self.spec.transform
-        blocks = [transform.invert(self.unpack_stored(block)).to(dtype) for block in rows.split(BLOCK_TOKENS, dim=-2)]
+        blocks = [
+            saturated(transform.invert(self.unpack_stored(block)), dtype) for block in rows.split(BLOCK_TOKENS, dim=-2)
+        ]
         return torch.cat(blocks, dim=-3)
 
     def unpack_stored(self, rows: Tensor) -> Tensor:

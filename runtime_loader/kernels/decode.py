@@ -16,13 +16,14 @@ import triton
 import triton.language as tl
 
 from kvtuner.runtime_loader.kernels.transform import hadamard
-from kvtuner.runtime_loader.kernels.unpack import ONE, codes_of, factor_of, log2_and_inverse, scale_and_minimum
-
-
-@triton.jit
-def fp16_saturated(x):
-    """The nearest fp16, at most 65504; NaN stays NaN, which minimum and maximum of a GPU would lose."""
-    return tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x)).to(tl.float16)
+from kvtuner.runtime_loader.kernels.unpack import (
+    ONE,
+    codes_of,
+    factor_of,
+    fp16_saturated,
+    log2_and_inverse,
+    scale_and_minimum,
+)
 
 
 @triton.jit
@@ -307,6 +308,8 @@ def merge_splits(
         total = total * shrink + share
         out = out * shrink[:, None] + fresh[None, :] * share[:, None]
     out = tl.reshape(out / tl.where(total == 0.0, 1.0, total)[:, None], (PADDED,))
+    if out_ptr.dtype.element_ty == tl.float16:
+        out = fp16_saturated(out)
     tl.store(
         out_ptr + query * out_stride_t + head * out_stride_h + channels,
         out.to(out_ptr.dtype.element_ty), mask=real,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from kvtuner.runtime_loader.kernels.transform import hadamard
-from kvtuner.runtime_loader.kernels.unpack import scale_and_minimum
+from kvtuner.runtime_loader.kernels.unpack import fp16_saturated, scale_and_minimum
 
 
 @triton.jit(do_not_specialize_on_alignment=["count_ptr"])
@@ -47,4 +47,6 @@ def read_side(
         if CENTERED:
             y = y + tl.load(mu_ptr + head * DIM + channels, mask=real, other=0.0)[None, :]
     out = out_ptr + tokens[:, None] * out_stride_t + head * out_stride_h + channels[None, :]
+    if BITS != 16 and out_ptr.dtype.element_ty == tl.float16:
+        y = fp16_saturated(y)  # half a step above the largest key, or a Hadamard of such
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)

@@ -98,3 +98,9 @@ def log2_and_inverse(x, ASM: tl.constexpr):
         log2 = tl.log2(x)
         inverse = 1.0 / x
     return log2, inverse
+
+
+@triton.jit
+def fp16_saturated(x):
+    """The nearest fp16, at most 65504; NaN stays NaN, which minimum and maximum of a GPU would lose."""
+    return tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x)).to(tl.float16)

@@ -45,7 +45,6 @@ def engine(
 
     if "server_args" in arguments:
         raise ServingError("engine() takes SGLang's arguments one by one, not server_args: those are checked already")
-    served, variable = exchange(None), os.environ.get(REQUEST_VARIABLE)
     request = ServingRequest(
         locate(str(profile)),
         None,
@@ -55,6 +54,7 @@ def engine(
         allow_derived=allow_derived,
         signed_by=signed_by,
     )
+    served, variable = exchange(None), os.environ.get(REQUEST_VARIABLE)
     try:
         activate(request)
         request.to_environment(os.environ)  # for the schedulers that it starts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from dataclasses import replace
@@ -11,13 +10,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kvtuner.errors import ServingError
+from kvtuner.layer_ranges import write_ranges
 from kvtuner.precision import NATIVE_BITS, PrecisionPair
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, Scores
 from kvtuner.runtime_loader.sglang.compat.metrics import set_gauge
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
     from kvtuner.runtime_loader.packed_attention import StoredRows
@@ -116,7 +114,7 @@ def announce(pool: PackedKVPool, ranks: Ranks) -> None:
         f"  attention {serving.attention.name}, attend {serving.attend}, self-test passed",
         f"  {bytes_per_token:,} bytes per token, {bf16_bytes:,} in bf16 ({bf16_bytes / bytes_per_token:.2f}x)",
         f"  {pool.size:,} tokens, in bytes that hold {bf16_tokens:,} in bf16",
-        f"  {layer_ranges(pairs)}",
+        f"  {write_ranges(pairs.values(), start=pool.start_layer)}",
     ]
     logger.info("\n".join(lines))
     rank = {"digest": profile.digest, "tp_rank": str(ranks.tp_rank), "pp_rank": str(ranks.pp_rank)}
@@ -147,10 +145,3 @@ def layer_pairs(pool: PackedKVPool) -> dict[int, PrecisionPair]:
         layer_id: PrecisionPair(keys.format.bits, values.format.bits)
         for layer_id, (keys, values) in enumerate(zip(pool.keys, pool.values, strict=True), pool.start_layer)
     }
-
-
-def layer_ranges(pairs: Mapping[int, PrecisionPair]) -> str:
-    """Such as ``0:K8V8,1-6:K4V2``, of layers in order."""
-    ranges = [list(group) for _, group in itertools.groupby(pairs, key=lambda layer_id: pairs[layer_id])]
-    names = [f"{ids[0]}" if len(ids) == 1 else f"{ids[0]}-{ids[-1]}" for ids in ranges]
-    return ",".join(f"{name}:{pairs[ids[0]]}" for name, ids in zip(names, ranges, strict=True))

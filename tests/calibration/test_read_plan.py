@@ -132,6 +132,17 @@ def test_exact_readings_leave_attention_as_it_is_under_every_plan() -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
+def test_readings_beyond_fp16_are_its_largest_numbers(softcap) -> None:
+    call = random_call(SHAPES["gqa"], softcap, torch.float16)
+    plan = ReadPlan("cache", 0)
+    v = call.v.float()
+    v[..., 0], v[..., 1] = 70000.0, -70000.0
+    out = attend_by_plan(call, plan, call.k.float(), v)
+    torch.testing.assert_close(out, attend_by_plan(call, plan, call.k.float(), v.clamp(-65504, 65504)))
+    assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
 def test_outputs_have_the_dtype_of_the_queries(softcap) -> None:
     call = random_call(SHAPES["gqa"], softcap, torch.bfloat16)
     k_read, v_read = other_readings(call)

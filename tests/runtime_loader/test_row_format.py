@@ -9,8 +9,8 @@ import torch
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.build import LayerChoice
-from kvtuner.quant import Transform, TransformKind
-from kvtuner.runtime_loader.row_format import rank_formats
+from kvtuner.quant import QuantSpec, Transform, TransformKind
+from kvtuner.runtime_loader.row_format import RowFormat, rank_formats
 
 
 @pytest.fixture
@@ -44,3 +44,18 @@ def test_a_stage_has_its_layers_and_no_others(profile: Any) -> None:
     assert (only.k.bits, only.v.bits) == (16, 8)
     with pytest.raises(ProfileError, match="the profile has layers 0 to 1, but this rank serves layers 1 to 2"):
         rank_formats(profile, range(1, 3))
+
+
+@pytest.mark.parametrize("kind", ["none", "hadamard"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_fp16_states_at_the_end_of_their_range_come_back_finite(bits: int, kind: str) -> None:
+    states = torch.randn(300, 1, 64, generator=torch.Generator().manual_seed(bits)).half()
+    states[:, 0, 5], states[:, 0, 11] = 65504.0, -65504.0
+    states[0, 0, 3] = torch.nan
+    row_format = RowFormat(1, 64, QuantSpec(bits, Transform(TransformKind(hadamard=kind == "hadamard"))))
+    rows = row_format.pack(states)
+    found, wanted = row_format.unpack(rows, torch.float16), row_format.unpack(rows, torch.float32)
+    assert torch.isnan(found[0]).all()
+    assert torch.isfinite(found[1:]).all()
+    assert float(wanted[1:].abs().max()) > 65519, "or nothing was beyond fp16"
+    torch.testing.assert_close(found[1:].float(), wanted[1:].clamp(-65504, 65504).half().float(), rtol=0, atol=0)

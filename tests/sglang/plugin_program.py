@@ -15,7 +15,7 @@ import sglang.srt.plugins
 from sglang.srt.server_args import ServerArgs
 from transformers import AutoConfig
 
-from kvtuner.errors import ServingError
+from kvtuner.errors import KVTunerError
 from kvtuner.runtime_loader.sglang import serving
 from kvtuner.runtime_loader.sglang.compat import attention, pool, versions
 
@@ -31,7 +31,7 @@ def parse(*flags: str) -> ServerArgs:
 def refusal(call: Any, *arguments: Any, **named: Any) -> str:
     try:
         call(*arguments, **named)
-    except (ServingError, SystemExit) as error:
+    except (KVTunerError, SystemExit) as error:
         return str(error)
     raise AssertionError(f"{call} refused nothing")
 
@@ -125,6 +125,17 @@ def an_engine_with_finished_arguments_is_refused() -> None:
     from kvtuner.runtime_loader.sglang import engine
 
     assert "not server_args" in refusal(engine, PROFILE, server_args=parse())
+
+
+def a_refused_engine_leaves_the_process_serving_what_it_served() -> None:
+    from kvtuner.runtime_loader.sglang import engine
+
+    parse("--kvtuner-profile", PROFILE)
+    before, variable = serving._active, os.environ["KVTUNER_SERVING"]
+    refusal(engine, PROFILE + ".missing", model_path=MODEL)
+    refusal(engine, PROFILE, strict=True, allow_derived=True, model_path=MODEL)
+    assert serving._active is before
+    assert os.environ["KVTUNER_SERVING"] == variable
 
 
 def models_that_generate_no_text_or_read_more_are_refused() -> None:

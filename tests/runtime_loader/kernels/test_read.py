@@ -31,3 +31,22 @@ def test_rows_read_back_are_those_of_quant(
     out = torch.empty(23, num_heads, head_dim)
     read(KernelSide.of(stored), slots, torch.tensor([23]), out)
     torch.testing.assert_close(out, stored.read(slots, torch.float32), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["none", "hadamard"])
+@pytest.mark.parametrize("bits", [2, 8])
+def test_an_fp16_model_reads_finite_numbers_of_keys_at_its_end(
+    bits: int, kind: str, row_format: Any, poisoned: Any
+) -> None:
+    stored = poisoned(row_format(1, 64, bits, kind), 8)
+    states = torch.randn(8, 1, 64, generator=torch.Generator().manual_seed(0)).half()
+    states[:4, 0, 7], states[:, 0, 9] = 65504.0, -65504.0
+    states[5, 0, 3] = torch.nan
+    slots = torch.arange(8)
+    stored.write(slots, states)
+    out = torch.empty(8, 1, 64, dtype=torch.float16)
+    read(KernelSide.of(stored), slots, torch.tensor([8]), out)
+    torch.testing.assert_close(out, stored.read(slots, torch.float16), rtol=0, atol=0, equal_nan=True)
+    assert torch.isnan(out[5]).any()
+    assert torch.isfinite(out[[0, 1, 2, 3, 4, 6, 7]]).all()
+    assert float(stored.read(slots[:4], torch.float32).abs().max()) > 65519, "or nothing was beyond fp16"
