@@ -34,8 +34,8 @@ format:
 	$(PYTHON) -m ruff format .
 
 ablation: ## README's results table; about half an hour on two cores
-	$(BIN)/kvtuner search --model demo --budget 4bit --no-report --out runs/demo-4bit
-	PYTHONPATH=examples/sglang_on_cpu $(BIN)/kvtuner bench runs/demo-4bit --model demo --ablation $(ABLATION) \
+	OMP_NUM_THREADS=1 $(BIN)/kvtuner search --model demo --budget 4bit --no-report --out runs/demo-4bit
+	OMP_NUM_THREADS=1 PYTHONPATH=examples/sglang_on_cpu $(BIN)/kvtuner bench runs/demo-4bit --model demo --ablation $(ABLATION) \
 		--out runs/demo-ablation
 	mkdir -p benchmarks/results/ablation-cpu
 	cp runs/demo-ablation/bench.html runs/demo-ablation/bench.md runs/demo-ablation/bench.json runs/demo-ablation/*.png \

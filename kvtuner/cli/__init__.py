@@ -17,7 +17,7 @@ _RENAMED = {"import": "import_", "list": "list_"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status.
 
-    0: done. 1: `doctor` or `diff --exit-code` found something. 2: a clear refusal, one line on stderr.
+    0: done. 1: done, and `doctor`, `validate`, `diff --exit-code` or `bench` found something. 2: a clear refusal, one line on stderr.
     130: interrupted; the same command resumes.
     """
     from kvtuner.cli.parser import build_parser, parse

@@ -197,9 +197,9 @@ def _serving(shown: ShownProfile) -> tuple[str, Markup]:
     words = ["sglang serve", "--model-path", model, *(["--revision", shlex.quote(revision)] if revision else [])]
     command = " ".join([*words, "--kvtuner-profile", shlex.quote(shown.name)])
     return (
-        "With SGLang and the plugin that comes with kvtuner. The server refuses to start where the profile cannot be"
+        "With SGLang, in an environment that has kvtuner with its extra `sglang`. The server refuses to start where the profile cannot be"
         " honoured, and says bytes per token, tokens that fit and the digest when it does.",
-        element("pre", f"pip install 'kvtuner[sglang]'\n{command}"),
+        element("pre", command),
     )
 
 
