@@ -93,7 +93,7 @@ def measured_elsewhere(num_bytes: int, device: str) -> float | None:
 def weight_bytes(config: Any, served: Mapping[str, Any], *, trust_remote_code: bool = False) -> int | None:
     """Bytes of weights that generating a token reads at least, of all ranks together; None where nobody can tell.
 
-    An embedding that is only looked up is left out, and of experts those that a token does not reach.
+    Embeddings that are only looked up are left out, those of positions too, and experts that a token does not reach.
 
     Args:
         config: of the model, as transformers has it.
@@ -113,15 +113,24 @@ def weight_bytes(config: Any, served: Mapping[str, Any], *, trust_remote_code: b
     active = _active_experts(text) if has_experts else 1.0
     if active is None:
         return None
-    looked_up = None if text.tie_word_embeddings else model.get_input_embeddings().weight
+    looked_up = _looked_up(model)
     elements = sum(
         parameter.numel() * (active if EXPERTS in name else 1.0)
         for name, parameter in model.named_parameters()
-        if parameter is not looked_up
+        if id(parameter) not in looked_up
     )
     quantized = any(served.get(name) for name in QUANTIZED_BY) or getattr(config, "quantization_config", None)
     each = QUANTIZED_BYTES if quantized else BYTES_OF.get(str(served.get("dtype")), BYTES_OF["bfloat16"])
     return int(elements * each)
+
+
+def _looked_up(model: Any) -> set[int]:
+    """Ids of the weights of embeddings, but for one that the output layer is tied to: that is read whole."""
+    from torch.nn import Embedding
+
+    tables = [model.get_input_embeddings(), *(module for module in model.modules() if isinstance(module, Embedding))]
+    head = model.get_output_embeddings()
+    return {id(table.weight) for table in tables if head is None or table.weight is not head.weight}
 
 
 def _active_experts(config: Any) -> float | None:

@@ -73,6 +73,8 @@ class Sent:
 class Client:
     """A client of one server.
 
+    SGLang's client goes to the server by no proxy, whatever the environment says, and takes the key to no other origin.
+
     Args:
         url: of the server, without a path.
         api: how it is spoken to.

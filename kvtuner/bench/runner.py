@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
     from kvtuner.run_folder import RunFolder
 
 JOURNAL: Final = "requests.jsonl"
-BENCHING: Final = 1
+BENCHING: Final = 2
 """Raised whenever the same load would be sent, or timed, otherwise."""
 WARM_OUTPUT: Final = 8
 """Tokens that an unmeasured request generates at most."""
+LARGEST: Final = Capacity(sys.maxsize, None, None)
+"""What all loads fit."""
 
 
 class Target(Protocol):
@@ -188,6 +191,16 @@ class Work:
     stream: Sequence[int]
     seed: str
     journal: Journal
+
+    def check(self) -> None:
+        """Whether the text has prompts for every load that a server could be sent, however much it holds.
+
+        Raises:
+            CorpusError: it has too few that begin differently.
+        """
+        prompts, (loads, _) = Prompts(self.stream, self.seed), plan_loads(self.options, LARGEST)
+        for load in loads:
+            prompts.check(load.prompt_tokens, load.requests)
 
     def prompts(self, load: Load) -> list[list[int]]:
         """Of a load: the same whatever else is sent."""

@@ -14,7 +14,7 @@ from kvtuner.exported_configs.evaluation import PROFILE
 from kvtuner.precision import tokens_per_gib
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from kvtuner.bench.result import BenchResult, WayResult
     from kvtuner.exported_configs.evaluation import Cell
@@ -208,32 +208,29 @@ def _batches(result: BenchResult) -> Section | None:
 
 
 def _stability(result: BenchResult) -> Section | None:
+    by_way = {each.way.name: each.run.rounds() for each in result.ways if each.run is not None}
+    has_gpu = any(GPU_MEMORY in row for rounds in by_way.values() for row in rounds)
+    kind, place = (GPU_MEMORY, "GPU") if has_gpu else (MEMORY, "host")
     rows = []
-    for each in result.ways:
-        rounds = [] if each.run is None else each.run.rounds()
+    for name, rounds in by_way.items():
         if not rounds:
             continue
         e2e = [row["e2e_s"]["p50"] for row in rounds if row["e2e_s"]["p50"] is not None]
-        memory = [row[name] for row in rounds for name in (GPU_MEMORY, MEMORY) if name in row][:: _memories(rounds)]
         rows.append(
             (
-                each.way.name,
+                name,
                 str(len(rounds)),
                 f"{sum(row['answered'] for row in rounds)} of {sum(row['sent'] for row in rounds)}",
                 milliseconds(e2e[0]) if e2e else NOT_MEASURED,
                 milliseconds(e2e[-1]) if e2e else NOT_MEASURED,
                 milliseconds(max(e2e)) if e2e else NOT_MEASURED,
-                f"{_mib(memory[0])} / {_mib(memory[-1])}" if memory else NOT_MEASURED,
+                f"{_mib(rounds[0].get(kind))} / {_mib(rounds[-1].get(kind))}",
             )
         )
-    headers = ("", "rounds", "answered", "first round ms", "last round ms", "slowest ms", "memory MiB first / last")
+    memory = f"{place} memory MiB first / last"
+    headers = ("", "rounds", "answered", "first round ms", "last round ms", "slowest ms", memory)
     words = f"The same load again and again. {_shape(result, 'stability')} Median time of a request, by round."
     return Section("Stability", words, (Table(headers, tuple(rows)),)) if rows else None
-
-
-def _memories(rounds: Sequence[dict[str, Any]]) -> int:
-    """How many kinds of memory a round has."""
-    return max(1, sum(name in rounds[0] for name in (GPU_MEMORY, MEMORY)))
 
 
 def _resources(result: BenchResult) -> Section | None:

@@ -13,11 +13,11 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import EndpointError
+from kvtuner.evaluation.opener import opener_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -98,9 +98,8 @@ def _wait(server: Server, start_s: float) -> None:
 
 def _is_healthy(url: str) -> bool:
     """Whether it generates: ``/health`` asks it to, once it says that it is ready."""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with direct.open(f"{url}/health", timeout=HEALTH_S) as answer:
+        with opener_of(url).open(f"{url}/health", timeout=HEALTH_S) as answer:
             return bool(answer.status == http.HTTPStatus.OK)
     except (urllib.error.URLError, http.client.HTTPException, OSError):
         return False

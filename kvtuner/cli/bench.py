@@ -137,6 +137,7 @@ class _Bench:
         stream = [token for split in corpus.splits.values() for token in split.flatten().tolist()]
         text = sha256_of(corpus.hashes())
         self._work = Work(_load_options(args), stream, f"{args.seed} {text}", Journal(folder))
+        self._work.check()  # refused before a server is started
         self._bandwidth, self._no_bandwidth = self._find_bandwidth()
         self._model: str | None = None
         self.urls: dict[str, str] = {}

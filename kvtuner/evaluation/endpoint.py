@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
 
 from kvtuner.errors import EndpointError
 from kvtuner.evaluation.next_token import from_openai, from_sglang
+from kvtuner.evaluation.opener import opener_of, proxy_of
 from kvtuner.run_folder import sha256_of
 
 if TYPE_CHECKING:
@@ -27,8 +28,22 @@ KEY_VARIABLE: Final = "KVTUNER_API_KEY"
 """Sent as a bearer token where it is set; never a flag, so that it is in no file's command."""
 MAX_ANSWER_BYTES: Final = 64 << 20
 FLUSH_S: Final = 60
-KEPT: Final = 2
-"""Raised whenever more is kept of an answer than before."""
+KEPT: Final = 3
+"""Raised whenever more is kept of an answer, or of the server that gave it, than before."""
+STARTED_WITH: Final = (
+    "dtype",
+    "quantization",
+    "torchao_config",
+    "quantization_param_path",
+    "revision",
+    "json_model_override_args",
+    "tp_size",
+)
+"""What SGLang says it was started with, of that which decides answers besides the model and its cache."""
+LOADED: Final = ("model_path", "load_format", "weight_version")
+"""What SGLang says of the weights that it holds now: an update changes them while it runs."""
+NO_ANSWER: Final = (KeyError, IndexError, TypeError, AttributeError, ValueError, OSError, http.client.HTTPException)
+"""What comes of a server that is not there, or says something else than was asked."""
 LEAST_HITS: Final = 0.5
 """Share of prompts that a server must find in its cache, for its answers to show how it stores them."""
 MAX_STOPS: Final = 4
@@ -47,6 +62,7 @@ class Served:
         digest: of the profile it serves; None where it serves none, or does not say.
         reads: what a chunk reads of itself: ``fresh``, ``cache``, ``below`` an exact device; None without a profile.
         kv_cache_dtype: as SGLang names it; None elsewhere.
+        weights: what SGLang says of `STARTED_WITH` and `LOADED`, in this order; nothing elsewhere.
     """
 
     model: str
@@ -54,6 +70,7 @@ class Served:
     digest: str | None
     reads: Reads | None
     kv_cache_dtype: str | None
+    weights: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +106,7 @@ class Endpoint:
         timeout_s: for one answer.
 
     Raises:
-        EndpointError: it cannot be reached, or serves no model.
+        EndpointError: it cannot be reached, redirects, or serves no model.
     """
 
     def __init__(
@@ -102,6 +119,7 @@ class Endpoint:
     ) -> None:
         self.name, self.url, self.api = name, url.rstrip("/"), api
         self._text, self._timeout_s = text, timeout_s
+        self._opener = opener_of(self.url)
         self.hits = HitCount()
         self.served = self._served()
 
@@ -112,7 +130,7 @@ class Endpoint:
             return None
         served = self.served
         said = [served.model, served.version, served.digest, served.reads, served.kv_cache_dtype]
-        return sha256_of([self.api, KEPT, *said])
+        return sha256_of([self.api, KEPT, *said, *served.weights])
 
     def is_unread(self, hits: HitCount) -> bool:
         """Whether prompts may have been read as they were before they were stored, which shows no damage."""
@@ -205,7 +223,7 @@ class Endpoint:
         try:
             answer = self._post(*self._request(ids, num_tokens, **more))
             found, hits = parse(answer), self._hits_of(answer, len(ids))
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError, OSError, http.client.HTTPException):
+        except NO_ANSWER:
             self.check_alive()
             return None
         if counted:
@@ -242,18 +260,21 @@ class Endpoint:
         try:
             if self.api == "openai":
                 return Served(str(self.get("/v1/models")["data"][0]["id"]), None, None, None, None)
-            info = self.get("/server_info")
+            info, model = self.get("/server_info"), self.get("/model_info")
             return Served(
                 str(info["model_path"]),
                 info.get("version"),
                 info.get("kvtuner_profile"),
                 _known_reads(info.get("kvtuner_reads")),
                 info.get("kv_cache_dtype"),
+                (*map(info.get, STARTED_WITH), *map(model.get, LOADED)),
             )
-        except (KeyError, IndexError, TypeError, ValueError, OSError, http.client.HTTPException) as error:
+        except NO_ANSWER as error:
+            proxy = proxy_of(self.url)
+            through = f", through the proxy {proxy}; no_proxy leaves hosts out" if proxy else ""
             raise EndpointError(
-                f"{self.url} does not answer as {self.api} servers do ({_reason(error)}); start one there, or give"
-                " another --api"
+                f"{self.url} does not answer as {self.api} servers do ({_reason(error)}{through}); start one there, or"
+                " give another --api"
             ) from error
 
     def check_alive(self) -> None:
@@ -291,8 +312,12 @@ class Endpoint:
     def _read(self, request: urllib.request.Request) -> bytes:
         if key := os.environ.get(KEY_VARIABLE):
             request.add_header("Authorization", f"Bearer {key}")
-        with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-            return bytes(answer.read(MAX_ANSWER_BYTES))
+        try:
+            with self._opener.open(request, timeout=self._timeout_s) as answer:
+                return bytes(answer.read(MAX_ANSWER_BYTES))
+        except urllib.error.HTTPError as error:
+            error.close()  # it holds the connection
+            raise
 
 
 def _known_reads(said: object) -> Reads | None:

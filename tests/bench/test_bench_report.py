@@ -17,7 +17,9 @@ from kvtuner.bench.loads import Capacity, LoadOptions, plan_loads
 from kvtuner.bench.report import JSON, MARKDOWN, write_report
 from kvtuner.bench.result import BenchResult, WayResult, summary_lines
 from kvtuner.bench.runner import Harness, Run
+from kvtuner.bench.sections import sections
 from kvtuner.bench.target import ServerRecord
+from kvtuner.bench.usage import GPU_MEMORY, MEMORY
 from kvtuner.bench.ways import ABLATION, PER_CHANNEL, make_ways
 from kvtuner.calibration.model import DEMO_MODEL, ModelSource, read_shape
 from kvtuner.exported_configs.build import LayerChoice
@@ -150,6 +152,37 @@ def test_a_way_that_should_have_been_served_is_a_problem(make_result: Any) -> No
     result = replace(result, ways=tuple(broken if each is fp8 else each for each in result.ways))
     assert result.problems() == ["fp8: not served: out of memory"]
     assert any("FAILED  fp8: not served" in line for line in summary_lines(result))
+
+
+HOST = {MEMORY: 5 * 2.0**20}
+BOTH = {**HOST, GPU_MEMORY: 7 * 2.0**20}
+
+
+@pytest.mark.parametrize(
+    ("usages", "kind", "expected"),
+    [
+        ([BOTH, BOTH, BOTH], "GPU", "7 / 7"),
+        ([HOST, HOST, HOST], "host", "5 / 5"),
+        ([HOST, BOTH, BOTH], "GPU", "- / 7"),
+        ([BOTH, HOST, BOTH], "GPU", "7 / 7"),
+        ([BOTH, BOTH, HOST], "GPU", "7 / -"),
+        ([HOST, BOTH, HOST], "GPU", "- / -"),
+        ([{}, {}, {}], "host", "- / -"),
+    ],
+)
+def test_memory_is_of_one_kind_in_all_rounds(
+    make_result: Any, usages: list[dict[str, float]], kind: str, expected: str
+) -> None:
+    result = make_result()
+    ways = []
+    for each, seen in zip(result.ways, (usages, [HOST] * 3), strict=False):
+        rounds = [one for one in each.run.answered if one.load.kind == "stability"]
+        looked = tuple(replace(one, usage=usage) for one, usage in zip(rounds, seen, strict=True))
+        ways.append(replace(each, run=replace(each.run, answered=looked)))
+    (found,) = (each for each in sections(replace(result, ways=tuple(ways))) if each.title == "Stability")
+    (table,) = found.tables
+    assert table.headers[-1] == f"{kind} memory MiB first / last"
+    assert [row[-1] for row in table.rows] == [expected, "5 / 5" if kind == "host" else "- / -"]
 
 
 def test_the_ablation_has_every_group_of_its_design(make_result: Any) -> None:

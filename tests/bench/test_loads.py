@@ -1,11 +1,26 @@
 from __future__ import annotations
 
-from itertools import pairwise
+import sys
+from itertools import pairwise, product
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from kvtuner.bench.loads import Capacity, Load, LoadOptions, plan_loads
 from kvtuner.bench.prompts import DRAWN, Prompts
+from kvtuner.bench.runner import Journal, Work
+from kvtuner.calibration.model import DEMO_MODEL
+from kvtuner.cli import main
+from kvtuner.errors import CorpusError
+from kvtuner.exported_configs.build import LayerChoice, dump_profile
+from kvtuner.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
 
 WIDE = Capacity(context=40_000, tokens=1_000_000, requests=300)
 
@@ -70,3 +85,73 @@ def test_no_two_prompts_begin_alike_and_all_are_as_long_as_asked() -> None:
 def test_few_tokens_still_give_different_beginnings() -> None:
     prompts = Prompts([1, 2, 3] * 50, "0")
     assert len({tuple(prompts.take(20)[:DRAWN]) for _ in range(60)}) == 60
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(stream=st.lists(st.integers(0, 3), min_size=1, max_size=9), length=st.integers(1, 6))
+def test_all_beginnings_that_there_are_come_once_and_then_no_more(stream: list[int], length: int) -> None:
+    beginnings = set(product(set(stream), repeat=min(DRAWN, length)))
+    prompts = Prompts(stream, "s")
+    prompts.check(length, len(beginnings))
+    taken = [prompts.take(length) for _ in beginnings]
+    assert {tuple(prompt[:DRAWN]) for prompt in taken} == beginnings
+    assert all(len(prompt) == length for prompt in taken)
+    with pytest.raises(CorpusError, match=rf"{len(beginnings) + 1:,} of length {length} are asked for"):
+        prompts.check(length, len(beginnings) + 1)
+    with pytest.raises(CorpusError, match="no two prompts may begin alike"):
+        prompts.take(length)
+
+
+def test_a_token_that_is_rare_in_the_text_does_not_have_to_be_waited_for() -> None:
+    prompts = Prompts([1] * 10**6 + [2], "s")
+    assert len({tuple(prompts.take(9)[:DRAWN]) for _ in range(16)}) == 16
+
+
+def work(stream: Sequence[int], options: LoadOptions, folder: Path) -> Work:
+    run = RunFolder(folder)
+    run.create()
+    return Work(options, stream, "0", Journal(run))
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "needed"),
+    [
+        (LoadOptions(prompt_tokens=1), 1279, 1280),
+        (LoadOptions(prompt_tokens=1, concurrency=(40,)), 199, 200),
+        (LoadOptions(lengths=(1, 10), repeats=7), 6, 7),
+        (LoadOptions(prompt_tokens=1, concurrency=(1,), batches=(33,), repeats=2), 32, 33),
+    ],
+)
+def test_loads_for_which_the_text_has_too_few_beginnings_are_refused_before_any_is_sent(
+    options: LoadOptions, tokens: int, needed: int, tmp_path: Path
+) -> None:
+    work(range(tokens + 1), options, tmp_path).check()
+    with pytest.raises(CorpusError) as refused:
+        work(range(tokens), options, tmp_path).check()
+    assert f"{needed:,} of length 1 are asked for, of which the text's {tokens:,} different tokens begin" in str(
+        refused.value
+    )
+    for flag in ("--prompt", "--lengths", "--concurrency", "--batches", "--repeats", "--data"):
+        assert flag in str(refused.value)
+
+
+def test_the_command_refuses_them_before_a_server_is_started(
+    profile_of: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AutoConfig.from_pretrained(DEMO_MODEL)
+    profile = tmp_path / "profile.json"
+    profile.write_bytes(dump_profile(profile_of(config, [LayerChoice(4, 4)] * config.num_hidden_layers)))
+    monkeypatch.setattr("kvtuner.cli.bench.serving_client", lambda: None)  # it need not be installed to refuse
+    monkeypatch.setattr("kvtuner.cli.bench.running", lambda *_: pytest.fail("a server is started"))
+    words = ["bench", str(profile), "--model", "demo", "--out", str(tmp_path / "run"), "--lengths", "1", "--repeats"]
+    assert main([*words, "100000"]) == 2
+    assert "no two prompts may begin alike, and 100,000 of length 1 are asked for" in capsys.readouterr().err
+
+
+def test_every_load_that_passed_the_check_has_its_prompts(tmp_path: Path) -> None:
+    mine = work([*range(5)] * 9, LoadOptions(lengths=(1, 2), prompt_tokens=4, concurrency=(64,)), tmp_path)
+    mine.check()
+    loads, _ = plan_loads(mine.options, Capacity(sys.maxsize, None, None))
+    for load in loads:
+        prompts = mine.prompts(load)
+        assert len({tuple(prompt[:DRAWN]) for prompt in prompts}) == len(prompts) == load.requests

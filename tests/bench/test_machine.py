@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
 
 from kvtuner.bench import bandwidth
 from kvtuner.bench.bandwidth import measured_elsewhere, weight_bytes
@@ -40,6 +40,20 @@ def test_an_untied_embedding_is_only_looked_up() -> None:
     config = LlamaConfig(**SMALL, tie_word_embeddings=False)
     read = [size for name, size in parameters(config).items() if "embed_tokens" not in name]
     assert weight_bytes(config, {"dtype": "float16"}) == 2 * sum(read)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "only_looked_up"),
+    [(GPT2Config, ["wpe"]), (OPTConfig, ["embed_positions"]), (LlamaConfig, [])],
+)
+def test_tables_of_positions_are_only_looked_up(kind: Any, only_looked_up: list[str], is_tied: bool) -> None:
+    config = kind(**{**SMALL, "hidden_size": 48}, word_embed_proj_dim=48, tie_word_embeddings=is_tied)
+    found = parameters(config)
+    left_out = [*only_looked_up, *([] if is_tied else ["wte", "embed_tokens"])]
+    read = sum(size for name, size in found.items() if not any(part in name for part in left_out))
+    assert read < sum(found.values()) or not left_out
+    assert weight_bytes(config, {"dtype": "float32"}) == 4 * read
 
 
 def test_of_experts_those_that_a_token_reaches_are_read() -> None:
