@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -20,7 +21,7 @@ from kvtuner.precision import LAYOUT_ID
 from kvtuner.run_folder import RunFolder, refuse_difference, sha256_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvtuner.calibration.corpus import Corpus, SplitName
     from kvtuner.calibration.model import LoadedModel
@@ -54,7 +55,7 @@ class CalibrationOptions:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which leave no place for what is computed once
 class Workbench:
     """A loaded model with its corpus: what calibration, search and validation measure on."""
 
@@ -94,6 +95,11 @@ class Workbench:
         """A simulator over a split; `reuse` for many configurations that are alike."""
         return Simulator(self.chain, self.batches(split, offsets), self.plan, reuse=reuse)
 
+    @cached_property
+    def weights_sha256(self) -> str:
+        """Of the model, hashed once: it reads all of the weights."""
+        return self.loaded.weights_sha256
+
     def identity(self) -> dict[str, Any]:
         """What decides every measurement; a run folder is bound to it."""
         loaded, options = self.loaded, self.options
@@ -101,7 +107,7 @@ class Workbench:
         return {
             "model_config": loaded.shape.settings_sha256,
             "dtype": loaded.dtype_name,  # before the weights: the first field that differs is the one named
-            "model_weights": loaded.weights_sha256,
+            "model_weights": self.weights_sha256,
             "context_length": loaded.shape.context_length,
             "sequence_length": self.corpus.splits["calibrate"].shape[1],
             "calibrate_tokens": hashes["calibrate"],
@@ -129,12 +135,19 @@ def _refuse_unknown_tokens(loaded: LoadedModel, corpus: Corpus) -> None:
         )
 
 
-def calibrate(bench: Workbench, folder: RunFolder) -> SensitivityTable:
+def calibrate(
+    bench: Workbench, folder: RunFolder, on_left_out: Callable[[str], None] | None = None
+) -> SensitivityTable:
     """Measure the table, or read what an earlier run measured of it.
+
+    Args:
+        bench: the model and its data.
+        folder: holds the table.
+        on_left_out: given a line about every candidate that gets no isolated KL, because it is not finite.
 
     Raises:
         RunFolderError: the folder belongs to another model, data or settings, or is damaged.
-        NonFiniteActivationError: NaN or infinity in a layer.
+        NonFiniteActivationError: NaN or infinity in a layer, or under all candidates of one of its widths.
     """
     identity = bench.identity()
     folder.check_identity(IDENTITY_FILE, identity, "measurements")
@@ -146,7 +159,7 @@ def calibrate(bench: Workbench, folder: RunFolder) -> SensitivityTable:
             table = _measure_candidates(bench, folder, identity)
             table.save(folder)
         if bench.options.score == "kl" and any(missing_candidates(table, "kl")):
-            table = _measure_isolated(bench, folder, table)
+            table = _measure_isolated(bench, folder, table, on_left_out)
             table.save(folder)
     return table
 
@@ -179,7 +192,9 @@ def _measure_candidates(bench: Workbench, folder: RunFolder, identity: dict[str,
     )
 
 
-def _measure_isolated(bench: Workbench, folder: RunFolder, table: SensitivityTable) -> SensitivityTable:
+def _measure_isolated(
+    bench: Workbench, folder: RunFolder, table: SensitivityTable, on_left_out: Callable[[str], None] | None
+) -> SensitivityTable:
     candidates = isolated_candidates(table.scores)
     num_batches = -(-bench.corpus.splits["calibrate"].shape[0] // bench.options.batch_size)
     folder.log("isolated", candidates=len(candidates), batches=num_batches)
@@ -195,6 +210,13 @@ def _measure_isolated(bench: Workbench, folder: RunFolder, table: SensitivityTab
             identity=sha256_of(table.identity),
             on_forward=bar.update,
         )
+    for candidate in candidates:
+        if candidate not in measured:
+            reason = "its isolated KL is not finite"
+            folder.log("left out", **asdict(candidate), reason=reason)
+            if on_left_out is not None:
+                place = f"layer {candidate.layer} {candidate.side}{candidate.bits}"
+                on_left_out(f"{place} with transform {candidate.transform} is left out: {reason}")
     scores = {c: replace(s, kl=measured.get(c, s.kl)) for c, s in table.scores.items()}
     return replace(table, scores=scores)
 

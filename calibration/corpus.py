@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvtuner.calibration.naming import public_name
 from kvtuner.errors import CorpusError
+from kvtuner.exported_configs.identity import public_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,6 +28,7 @@ MAX_DOCUMENTS = 20_000
 MIN_SEQUENCE_LENGTH = 4  # the first quarter is read exactly, and of the rest one token at least predicts another
 OVERLAP_WINDOW = 48
 MAX_OVERLAP = 0.10
+_ENCODING = "utf-8-sig"  # with or without a byte order mark
 Message = Mapping[str, Any]
 Document = str | tuple[Message, ...]
 
@@ -115,13 +116,17 @@ def load_corpus(source: CorpusSource, tokenizer: PreTrainedTokenizerBase) -> Cor
 
 def _documents(source: CorpusSource) -> Iterator[Document]:
     path = DEMO_CORPUS if source.data == "demo" else Path(source.data)
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:
+        raise CorpusError(f"cannot read {source.data[:60]}: {error.strerror or error}") from error
+    if is_folder:
         files = [file for file in sorted(path.rglob("*")) if file.suffix in (".txt", ".md", ".jsonl", ".json")]
         if not files:
             raise CorpusError(f"{path} holds no .txt, .md, .jsonl or .json file")
         for file in files:
             yield from _file_documents(file, source.text_field)
-    elif path.is_file():
+    elif is_file:
         yield from _file_documents(path, source.text_field)
     elif path.suffix in (".txt", ".md", ".jsonl", ".json") or source.data.startswith((".", "/", "~")):
         raise CorpusError(f"{source.data} does not exist")
@@ -132,25 +137,41 @@ def _documents(source: CorpusSource) -> Iterator[Document]:
 def _file_documents(path: Path, text_field: str) -> Iterator[Document]:
     try:
         if path.suffix not in (".jsonl", ".json"):
-            if (text := path.read_text(encoding="utf-8")).strip():
+            if (text := path.read_text(encoding=_ENCODING)).strip():
                 yield text
             return
-        with path.open(encoding="utf-8") as handle:
-            if path.suffix == ".json":
-                rows = json.load(handle)
-                if not isinstance(rows, list):
-                    raise CorpusError(f"{path} must hold a JSON list of objects")
-                numbered: Iterable[tuple[int, Any]] = enumerate(rows, 1)
-            else:
-                numbered = ((n, json.loads(line)) for n, line in enumerate(handle, 1) if line.strip())
-            for number, row in numbered:
-                yield from _row_document(row, text_field, f"{path}, line {number}")
+        for number, row in _rows(path):
+            yield from _row_document(row, text_field, f"{path}, line {number}")
     except UnicodeDecodeError as error:
         raise CorpusError(f"{path} is not UTF-8 text: {error}") from error
-    except json.JSONDecodeError as error:
-        raise CorpusError(f"{path} is not JSON: {error}") from error
     except OSError as error:
         raise CorpusError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """What a JSON list or JSON lines hold, with its number from 1."""
+    with path.open(encoding=_ENCODING) as handle:
+        if path.suffix == ".jsonl":
+            for number, line in enumerate(handle, 1):
+                if line.strip():
+                    yield number, _parsed(line.rstrip("\n"), f"{path}, line {number}")
+            return
+        rows = _parsed(handle.read(), str(path))
+    if not isinstance(rows, list):
+        raise CorpusError(f"{path} must hold a JSON list of objects")
+    yield from enumerate(rows, 1)
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno} column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise CorpusError(f"{where} is not JSON: {error.msg}, {place}") from error
+    except RecursionError as error:
+        raise CorpusError(f"{where} is nested too deeply; a text needs one object, a conversation three") from error
+    except ValueError as error:  # of an integer's digits; in Python's own words the way out is a call
+        raise CorpusError(f"{where} holds an integer of too many digits; give it as a string") from error
 
 
 def _row_document(row: Any, text_field: str, where: str) -> Iterator[Document]:
@@ -160,6 +181,10 @@ def _row_document(row: Any, text_field: str, where: str) -> Iterator[Document]:
         messages = row["messages"]
         if not isinstance(messages, list) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
             raise CorpusError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
+        try:
+            _refuse_surrogates(_plain_text(messages), where)
+        except RecursionError as error:
+            raise CorpusError(f"{where}: 'messages' are nested too deeply") from error
         yield tuple(messages)
         return
     text = row.get(text_field)
@@ -167,8 +192,22 @@ def _row_document(row: Any, text_field: str, where: str) -> Iterator[Document]:
         raise CorpusError(
             f"{where}: no text in field {text_field!r} (fields: {sorted(row)}); choose one with --text-field"
         )
+    _refuse_surrogates(text, where)
     if text.strip():
         yield text
+
+
+def _refuse_surrogates(text: str, where: str) -> None:
+    """Refuse half of a character, which JSON can spell; a tokenizer has no bytes for it, and a model never reads it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise CorpusError(f"{where}: the text holds the lone surrogate \\u{code:04x}; drop or replace it") from error
+
+
+def _plain_text(messages: Sequence[Message]) -> str:
+    return json.dumps(messages, sort_keys=True, default=str, ensure_ascii=False)
 
 
 def _dataset_documents(source: CorpusSource) -> Iterator[Document]:
@@ -190,7 +229,7 @@ def _dataset_documents(source: CorpusSource) -> Iterator[Document]:
 def _without_repeats(documents: list[Document], source: CorpusSource) -> list[Document]:
     unique: dict[str, Document] = {}
     for document in documents:
-        text = document if isinstance(document, str) else json.dumps(document, sort_keys=True, default=str)
+        text = document if isinstance(document, str) else _plain_text(document)
         unique.setdefault(" ".join(text.split()), document)
     repeats = len(documents) - len(unique)
     if repeats and not source.deduplicate:

@@ -6,21 +6,22 @@ over the sequences that run side by side. Knows no budgets.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.continuation import PROMPT_BYTES, run_prompt
 from kvtuner.calibration.divergence import KEPT_BYTES, Reference, compare, following
-from kvtuner.calibration.finite import check_finite
 from kvtuner.calibration.sensitivity import SIDES, Candidate, LayerConstants, Scores
 from kvtuner.calibration.side_by_side import num_workers, run_side_by_side
 from kvtuner.calibration.simulate import LayerSpec, quantized_attention
+from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import PACKED_BITS
 from kvtuner.quant import QuantSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.chain import DecoderChain, Trace
@@ -67,7 +68,7 @@ def measure_isolated(
     identity: str,
     on_forward: Callable[[], None] | None = None,
 ) -> dict[Candidate, float]:
-    """Mean KL per scored token of every candidate, nats.
+    """Mean KL per scored token of every candidate whose KL is finite, nats.
 
     Each candidate's forward starts at its own layer, from the exact residual stream of the tokens after the prompt.
 
@@ -83,7 +84,7 @@ def measure_isolated(
         on_forward: called after each forward, done now or before.
 
     Raises:
-        NonFiniteActivationError: a candidate drives the model to NaN or infinity.
+        NonFiniteActivationError: all candidates of one width of one side of a layer drive the model to NaN or infinity.
     """
     done = {
         (
@@ -94,13 +95,14 @@ def measure_isolated(
         if record.get("identity") == identity
     }
     totals = dict.fromkeys(candidates, 0.0)
+    broken: set[Candidate] = set()
     num_tokens = 0
     waiting = iter(batches)
     while together := list(islice(waiting, num_workers(chain.model))):
         runs: dict[int, _Run] = {}
         num_tokens += sum(batch.input_ids.shape[0] * (batch.input_ids.shape[1] - plan.split) for batch in together)
         for candidate in candidates:
-            missing = [batch for batch in together if (batch.index, candidate) not in done]
+            missing = [b for b in together if candidate not in broken and (b.index, candidate) not in done]
             for batch in missing:
                 if batch.index not in runs:
                     limit = PROMPT_BYTES - sum(run.prompt.num_bytes for run in runs.values())
@@ -112,10 +114,27 @@ def measure_isolated(
             folder.append(JOURNAL, *found)
             done.update(((record["batch"], candidate), record) for record in found)
             for batch in together:
-                totals[candidate] += done[batch.index, candidate]["kl_sum"]
+                if candidate not in broken:
+                    kl = done[batch.index, candidate]["kl_sum"]
+                    if kl is None:
+                        broken.add(candidate)
+                        _check_rivals(candidate, candidates, broken)
+                    else:
+                        totals[candidate] += kl
                 if on_forward is not None:
                     on_forward()
-    return {candidate: total / num_tokens for candidate, total in totals.items()}
+    return {candidate: total / num_tokens for candidate, total in totals.items() if candidate not in broken}
+
+
+def _check_rivals(candidate: Candidate, candidates: Sequence[Candidate], broken: Set[Candidate]) -> None:
+    """Refuse a model that no candidate in the place of this one keeps finite."""
+    place = (candidate.layer, candidate.side, candidate.bits)
+    if all(other in broken for other in candidates if (other.layer, other.side, other.bits) == place):
+        side = "keys" if candidate.side == "k" else "values"
+        raise NonFiniteActivationError(
+            f"layer {candidate.layer}: its {side} at {candidate.bits} bits make the predictions NaN or infinity;"
+            " try --dtype float32 or bfloat16, or check the checkpoint"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +153,16 @@ def _run_exactly(chain: DecoderChain, batch: Batch, plan: ReadPlan, prompt_limit
     return _Run(batch, prompt, trace, Reference(chain, scored, kept_limit))
 
 
-def _kl_sums(chain: DecoderChain, runs: Sequence[_Run], layer: int, spec: LayerSpec, plan: ReadPlan) -> list[float]:
-    """KL of each run, summed over the scored tokens, when one layer is stored as `spec` says."""
+def _kl_sums(
+    chain: DecoderChain, runs: Sequence[_Run], layer: int, spec: LayerSpec, plan: ReadPlan
+) -> list[float | None]:
+    """KL of each run, summed over the scored tokens, when one layer is stored as `spec` says; None if not finite."""
 
-    def kl_sum(run: _Run) -> float:
+    def kl_sum(run: _Run) -> float | None:
         listener = run.prompt.before(quantized_attention({layer: spec}, plan))
         final = chain.run(run.trace.residual[layer], run.trace.calls, listener, start=layer)
         scored = final[:, plan.split - run.prompt.num_tokens :]
-        kl = compare(chain, run.reference, scored, following(run.batch.input_ids, plan.split)).kl
-        check_finite(layer, divergences=kl)
-        return float(kl.sum())
+        kl = float(compare(chain, run.reference, scored, following(run.batch.input_ids, plan.split)).kl.sum())
+        return kl if math.isfinite(kl) else None
 
     return list(run_side_by_side(kl_sum, runs, num_workers(chain.model)))

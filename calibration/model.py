@@ -159,6 +159,7 @@ def read_shape(source: ModelSource) -> ModelShape:
     config = read_config(source)
     text = config.get_text_config(decoder=True)
     refuse_other_caches(config, context_length=source.context_length)
+    _refuse_no_decoder(config, source)
     geometry = ModelGeometry.from_config(config)
     longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     context_length = source.context_length or longest
@@ -174,6 +175,17 @@ def read_shape(source: ModelSource) -> ModelShape:
         for head_dim in (geometry.head_dim, geometry.v_head_dim):
             check_group_size(head_dim, bits, head_dim)
     return ModelShape(config, geometry, context_length)
+
+
+def _refuse_no_decoder(config: PretrainedConfig, source: ModelSource) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    own = getattr(config, "auto_map", None) or {}
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "AutoModelForCausalLM" not in own:
+        raise UnsupportedModelError(
+            f"{source.model} is a {config.model_type!r}, which transformers does not load as a decoder of text alone:"
+            " models that read images or sound, and encoders, are not supported"
+        )
 
 
 def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedModel:

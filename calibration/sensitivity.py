@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 Side = Literal["k", "v"]
 SIDES: tuple[Side, Side] = ("k", "v")
 ScoreName = Literal["kl", "fisher", "e_o"]
-SCORE_NAMES: tuple[ScoreName, ...] = ("kl", "fisher", "e_o")
 TABLE_FILE = "sensitivity.json"
 TABLE_VERSION = 1
 
@@ -38,10 +37,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a candidate costs, each a mean over the calibration tokens that read quantized keys and values.
+    """What a candidate costs, each but e_self a mean over the calibration tokens that read quantized keys and values.
 
     Attributes:
-        e_self: mean |x - x'| / |x| of the keys (e_k) or values (e_v) themselves.
+        e_self: mean |x - x'| / |x| of the keys (e_k) or values (e_v) themselves, over all calibration tokens; those
+            that no token reads quantized count zero.
         e_a: mean |a - a'| of attention probabilities; zero for values.
         e_o: mean |o - o'| / |o| of attention outputs.
         fisher: half the expected squared directional derivative of the loss, nats per token.

@@ -151,6 +151,25 @@ class Simulator:
             torch.cat([part.nll for part in parts]),
         )
 
+    def broken_layer(self, specs: Mapping[int, LayerSpec], *, batches: slice = slice(None)) -> int | None:
+        """The first layer that puts out NaN or infinity, None if none does; runs all layers for it.
+
+        Args:
+            specs: by layer; absent layers stay exact.
+            batches: which of `prepared` to run.
+        """
+        broken: list[int] = []
+
+        def look(layer_id: int, hidden: Tensor) -> None:
+            if not bool(torch.isfinite(hidden).all()):
+                broken.append(layer_id - 1)
+
+        for item in self.prepared[batches]:
+            listener = item.prompt.before(quantized_attention(specs, self.plan))
+            final = self.chain.run(item.embedded, item.calls, listener, on_input=look)
+            look(len(self.chain.layers), final)
+        return min(broken, default=None)
+
     def _final(self, item: PreparedBatch, layers: Sequence[LayerSpec | None]) -> Tensor:
         """Final hidden states of the scored tokens, [batch, tokens - split, hidden_size]."""
         if all(spec is None or spec.is_exact for spec in layers):

@@ -15,6 +15,8 @@ _OTHER_CACHES: Final = {
     "cross_attention_layers": "cross-attention layers",
     "num_kv_shared_layers": "layers that read another layer's keys",
 }
+_SINKS: Final = ("gpt_oss",)
+"""No configuration says that its layers have sinks: the attention seam would find them in the weights."""
 _WINDOWS: Final = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 _FULL: Final = ("full_attention", "attention")
 
@@ -35,6 +37,8 @@ def refuse_other_caches(config: ConfigLike, *, context_length: int | None = None
     for attribute, what in _OTHER_CACHES.items():
         if getattr(text, attribute, None) or getattr(config, attribute, None):
             raise UnsupportedModelError(_refusal(name, what))
+    if name in _SINKS:
+        raise UnsupportedModelError(_refusal(name, "attention sinks"))
     longest = context_length or getattr(text, "max_position_embeddings", None)
     for layer_id, kind in enumerate(_layer_kinds(text)):
         window = getattr(text, _WINDOWS.get(kind, ""), None)

@@ -74,11 +74,6 @@ class ModelGeometry:
         v_head_dim = _optional(text, "v_head_dim") or head_dim
         return cls(num_layers - shared, num_heads, num_kv_heads, head_dim, v_head_dim, shared)
 
-    @property
-    def num_query_groups(self) -> int:
-        """Query heads per KV head: 1 for MHA, num_attention_heads for MQA."""
-        return self.num_attention_heads // self.num_kv_heads
-
     def kv_heads_of_rank(self, tp_rank: int, tp_size: int) -> range:
         """KV heads that one tensor-parallel rank stores; beyond num_kv_heads ranks, heads are replicated.
 

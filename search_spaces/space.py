@@ -83,11 +83,6 @@ class SearchSpace:
         """Number of choices of each group."""
         return tuple(len(self.menus[group[0]].choices) for group in self.groups)
 
-    @property
-    def num_configurations(self) -> int:
-        """Size of the space."""
-        return math.prod(self.sizes)
-
     def configuration(self, indices: Sequence[int]) -> Configuration:
         """The configuration in which each group takes its choice of that index."""
         chosen = {

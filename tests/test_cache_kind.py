@@ -9,6 +9,7 @@ import pytest
 from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
+    GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
@@ -36,6 +37,7 @@ def remote_config(*, is_encoder_decoder: bool = False, **fields: Any) -> Any:
         (DeepseekV3Config(), r"'deepseek_v3' has multi-head latent attention \(MLA\)"),
         (T5Config(), "'t5' has an encoder"),
         (Gemma3TextConfig(), "'gemma3_text' has sliding_attention in layer 0"),
+        (GptOssConfig(), "'gpt_oss' has attention sinks"),
         (Qwen3NextConfig(), "'qwen3_next' has linear_attention in layer 0"),
         (Llama4TextConfig(), "'llama4_text' has chunked_attention in layer 0"),
         (MistralConfig(sliding_window=4096, max_position_embeddings=8192), "'mistral' has sliding_attention"),

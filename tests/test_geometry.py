@@ -249,7 +249,8 @@ def test_ranks_hold_every_head_equally_often_beside_the_query_heads_that_read_it
     assert sorted(itertools.chain(*ranks)) == sorted(list(range(num_kv_heads)) * copies)
     for rank, heads in enumerate(ranks):
         queries = range(rank * num_kv_heads, (rank + 1) * num_kv_heads)  # a rank's share of the query heads
-        assert {query // shape.num_query_groups for query in queries} == set(heads)
+        group = num_attention_heads // num_kv_heads  # query heads that read one KV head
+        assert {query // group for query in queries} == set(heads)
         assert heads == range(heads[0], heads[-1] + 1)
 
 

@@ -71,7 +71,9 @@ def heartbeat(trial: optuna.Trial) -> Iterator[None]:
             count += 1
             try:
                 trial.set_user_attr(HEARTBEAT, count)
-            except (*STORAGE_ERRORS, RuntimeError):  # RuntimeError: others have given the trial up
+            except (*STORAGE_ERRORS, OSError):
+                continue  # a storage that is locked or full now may not be at the next beat
+            except RuntimeError:  # others have given the trial up
                 return
 
     thread = threading.Thread(target=beat, name="kvtuner-heartbeat", daemon=True)

@@ -137,8 +137,10 @@ class MeasuredKL:
         for kl in found:
             if not math.isfinite(kl):
                 pairs = ", ".join(str(choice.pair) for choice in configuration)
+                layer = self._simulator.broken_layer(specs, batches=batches)
+                where = "" if layer is None else f" from layer {layer} on"
                 raise NonFiniteActivationError(
-                    f"a measured KL must be finite, but is {kl} ({pairs}); run the model in a wider dtype"
+                    f"a measured KL must be finite, but is {kl}{where} ({pairs}); run the model in a wider dtype"
                 )
         return found
 

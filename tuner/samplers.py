@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial, TrialState
 
 SamplerName = Literal["nsga2", "tpe", "random", "none"]
-SAMPLER_NAMES: Final[tuple[SamplerName, ...]] = ("nsga2", "tpe", "random", "none")
 
 POPULATION_SIZE: Final = 24
 """Individuals in a generation of NSGA-II. Of Optuna's default of 50, 100 trials would make two generations."""

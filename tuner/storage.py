@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import optuna
 from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
-from sqlalchemy import event, make_url
+from sqlalchemy import URL, event, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from kvtuner.errors import RunFolderError
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 LOCK_TIMEOUT_S: Final = 60.0
 IDENTITY: Final = "identity"
-SQLITE: Final = "sqlite:///"
 JOURNAL: Final = "journal:///"
 STORAGE_ERRORS: Final = (SQLAlchemyError, sqlite3.Error, optuna.exceptions.StorageInternalError)
 
@@ -59,7 +58,7 @@ def _storage_error(url: str | None, error: BaseException) -> RunFolderError:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     reason = str(getattr(cause, "orig", None) or cause).split("\n")[0]
-    is_file = url is not None and url.startswith((SQLITE, JOURNAL))
+    is_file = url is not None and (url.startswith(JOURNAL) or _parsed(url).get_backend_name() == "sqlite")
     remedy = next((way for word, way in _WAYS_OUT.items() if word in reason), _DAMAGED if is_file else _UNREACHED)
     return RunFolderError(f"the study in {printable_url(url)} cannot be used ({reason}): {remedy}")
 
@@ -74,6 +73,38 @@ def printable_url(url: str | None) -> str:
         return url.rpartition("@")[2]
 
 
+def sqlite_url(path: Path) -> str:
+    """The URL of an SQLite database in a file, whatever characters its path has."""
+    return URL.create("sqlite", database=str(path)).render_as_string()
+
+
+def _parsed(url: str) -> URL:
+    try:
+        return make_url(url)
+    except (ArgumentError, ValueError) as error:
+        raise _no_storage(error) from error
+
+
+def _no_storage(reason: object) -> RunFolderError:
+    return RunFolderError(f"a study is stored in sqlite:///PATH, journal:///PATH or a database: {reason}")
+
+
+def _sqlite_file(url: str) -> Path | None:
+    """The file of an SQLite database, by whatever spelling of its URL; None for other databases.
+
+    Raises:
+        RunFolderError: it is no URL, or one of SQLite with a query, another driver or no file.
+    """
+    parsed = _parsed(url)
+    if parsed.get_backend_name() != "sqlite":
+        return None
+    if "?" in url:
+        raise _no_storage(f"{printable_url(url)} has a query after its '?', which SQLite's cannot have")
+    if parsed.get_driver_name() != "pysqlite" or not parsed.database or parsed.database == ":memory:":
+        raise _no_storage(f"{printable_url(url)} is no sqlite:///PATH")
+    return Path(parsed.database)
+
+
 def open_storage(url: str | None) -> optuna.storages.BaseStorage:
     """Open ``sqlite:///PATH``, ``journal:///PATH`` or any database URL of SQLAlchemy; None is memory.
 
@@ -85,17 +116,17 @@ def open_storage(url: str | None) -> optuna.storages.BaseStorage:
     if url.startswith(JOURNAL):
         return _open_journal(Path(url.removeprefix(JOURNAL)))
     options: dict[str, Any] = {"pool_pre_ping": True}
-    if url.startswith(SQLITE):
-        path = Path(url.removeprefix(SQLITE))
+    path = _sqlite_file(url)
+    if path is not None:
         _check_sqlite(path)
         options = {"creator": lambda: _connect(path)}
     try:
         storage = RDBStorage(url, engine_kwargs=options)
     except (ImportError, ValueError, ArgumentError) as error:
-        raise RunFolderError(f"a study is stored in sqlite:///PATH, journal:///PATH or a database: {error}") from error
+        raise _no_storage(error) from error
     except RuntimeError as error:
         raise RunFolderError(f"{printable_url(url)} is of another Optuna: {str(error).splitlines()[0]}") from error
-    if url.startswith(SQLITE):
+    if path is not None:
         # Optuna takes a queued trial by reading and then writing its state. SQLite has no SELECT ... FOR UPDATE, and
         # its driver begins a transaction at the first write: without this two workers can take the same trial.
         event.listen(storage.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
@@ -134,7 +165,12 @@ def _check_sqlite(path: Path) -> None:
 @contextlib.contextmanager
 def opening_lock(url: str | None) -> Iterator[None]:
     """Let one process at a time create a study, bind it and queue its first trials, where files can be locked."""
-    path = next((Path(url.removeprefix(p)) for p in (SQLITE, JOURNAL) if url and url.startswith(p)), None)
+    if url is None:
+        path = None
+    elif url.startswith(JOURNAL):
+        path = Path(url.removeprefix(JOURNAL))
+    else:
+        path = _sqlite_file(url)
     if path is None:
         yield
         return

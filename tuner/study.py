@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import optuna
 
-from kvtuner.errors import SearchSpaceError
+from kvtuner.errors import NonFiniteActivationError, SearchSpaceError
 from kvtuner.tuner.interrupts import InterruptGate
 from kvtuner.tuner.samplers import POPULATION_SIZE, SamplerName, make_sampler
 from kvtuner.tuner.storage import bind_identity, open_storage, opening_lock, storage_errors
@@ -67,7 +67,8 @@ def refine(
     Args:
         space: menus and groups.
         constraint: the budget. What breaks it is a finished trial, but is never measured and never wins.
-        objective: measures a configuration; deterministic, for nothing is measured twice in a study.
+        objective: measures a configuration; deterministic, for nothing is measured twice in a study. One whose KL is
+            not finite, by its value or by `NonFiniteActivationError`, is a finished trial that never wins.
         warm: tried first, in this order, as `SearchSpace.project` sees them; those that break the budget are
             left out.
         sampler: proposes the rest; "none" ends after the warm starts.
@@ -86,7 +87,7 @@ def refine(
     Raises:
         RunFolderError: the storage cannot be used, or its study is of another identity, space or budget.
         SearchSpaceError: no trial was inside the budget.
-        NonFiniteActivationError: the objective is NaN or infinite.
+        NonFiniteActivationError: nothing that was measured is finite.
     """
     gate = InterruptGate()
     with gate.closed(), storage_errors(storage):
@@ -123,6 +124,9 @@ def _identity(space: SearchSpace, constraint: Constraint, identity: Mapping[str,
 
 def _result(records: Sequence[TrialRecord], population_size: int | None) -> StudyResult:
     values = {record.number: record.value for record in records if record.value is not None}
+    failures = [record.failure for record in records if record.failure is not None]
+    if failures and not values:
+        raise NonFiniteActivationError(failures[0])
     if not values:
         raise SearchSpaceError(
             f"one trial at least must be inside the budget, but of {len(records)} none is;"

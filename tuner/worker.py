@@ -35,7 +35,11 @@ POLL_S: Final = 0.2
 # User attributes of a trial; optuna-dashboard shows them.
 SOURCE: Final = "source"
 OUTCOME: Final = "outcome"  # a dictionary: each attribute is a commit of its own
+FAILURE: Final = "failure"  # in an outcome, where a KL is not finite
 TICKET: Final = "ticket"
+
+FAILURE_VIOLATION: Final = 1.0
+"""What the sampler is told of a configuration without a finite KL: as bad as twice the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +49,11 @@ class TrialRecord:
     Attributes:
         number: in the study, from 0.
         configuration: what was tried.
-        value: KL, nats per token, measured or estimated by a race; None outside the budget, where nothing is measured.
+        value: KL, nats per token, measured or estimated by a race; None outside the budget, where nothing is measured,
+            and where the KL is not finite.
         source: whether it was a warm start or the sampler's idea.
         is_measured: whether it took a measurement of its own; else it broke the budget or repeated another.
+        failure: why its KL is not finite; None where it is, or was not asked for.
     """
 
     number: int
@@ -55,11 +61,12 @@ class TrialRecord:
     value: float | None
     source: Literal["warm", "sampler"]
     is_measured: bool
+    failure: str | None = None
 
     @property
     def is_feasible(self) -> bool:
         """Whether it keeps the budget."""
-        return self.value is not None
+        return self.value is not None or self.failure is not None
 
 
 class Worker:
@@ -186,19 +193,21 @@ class Worker:
         pairs = pairs_of(configuration)
         violation = self._constraint.violation(pairs)
         known = self._tried.get(indices)
-        set_violation(trial, violation)
-        outcome = {
+        outcome: dict[str, Any] = {
             "mean_bits": float(mean_bits(pairs, self._constraint.shape)),
             "bytes_per_token": bytes_per_token(pairs, self._constraint.shape),
             "is_feasible": violation <= 0,
             "is_measured": violation <= 0 and known is None,
         }
+        # A finished trial needs a value; its constraint keeps one that has no KL from winning.
+        value = predicted_score(configuration)
+        if violation <= 0:
+            try:
+                value = self._measure(trial, indices) if known is None else _finite(known)
+            except NonFiniteActivationError as error:
+                violation, outcome[FAILURE] = FAILURE_VIOLATION, str(error)
+        set_violation(trial, violation)
         trial.set_user_attr(OUTCOME, outcome)
-        if violation > 0:
-            # A finished trial needs a value; its constraint keeps it from winning.
-            value = predicted_score(configuration)
-        else:
-            value = self._measure(trial, indices) if known is None else known
         ended = self._end(trial.number, value)
         return None if ended is None else self._record(ended)
 
@@ -219,8 +228,8 @@ class Worker:
         return value
 
     def _measured(self) -> dict[tuple[int, ...], float]:
-        """Values that the study had when the trial began."""
-        return {indices: value for indices, value in self._tried.items() if value is not None}
+        """Finite values that the study had when the trial began."""
+        return {i: value for i, value in self._tried.items() if value is not None and math.isfinite(value)}
 
     def is_wanted(self, params: Mapping[str, Any]) -> bool:
         """Whether parameters keep the budget and are new to the study."""
@@ -262,12 +271,15 @@ class Worker:
             return None
 
     def _record(self, trial: FrozenTrial) -> TrialRecord:
+        outcome = trial.user_attrs[OUTCOME]
+        failure = outcome.get(FAILURE)
         return TrialRecord(
             number=trial.number,
             configuration=self._space.configuration(self._indices(trial.params)),
-            value=trial.value if trial.user_attrs[OUTCOME]["is_feasible"] else None,
+            value=trial.value if outcome["is_feasible"] and failure is None else None,
             source=trial.user_attrs.get(SOURCE, "sampler"),
-            is_measured=trial.user_attrs[OUTCOME]["is_measured"],
+            is_measured=outcome["is_measured"],
+            failure=failure,
         )
 
     def _is_decided(self, trial: FrozenTrial) -> bool:
@@ -275,13 +287,12 @@ class Worker:
         return _all_params(trial).keys() == self.distributions.keys()
 
     def _values_of(self, trials: Iterable[FrozenTrial]) -> dict[tuple[int, ...], float | None]:
-        """What trials have measured, and None for what others are to measure or breaks the budget."""
+        """What trials have measured, inf if not finite; None for what others are to measure or breaks the budget."""
         values: dict[tuple[int, ...], float | None] = {}
         for trial in trials:
             if trial.state != TrialState.FAIL and self._is_decided(trial):
-                is_measured = trial.state == TrialState.COMPLETE and trial.user_attrs[OUTCOME]["is_feasible"]
                 indices = self._indices(_all_params(trial))
-                values[indices] = trial.value if is_measured else values.get(indices)
+                values[indices] = _value_of(trial, values.get(indices))
         return values
 
     def _trials(self) -> list[FrozenTrial]:
@@ -306,6 +317,24 @@ def _is_surplus(trials: Sequence[FrozenTrial], number: int, num_trials: int, *, 
     finished = sum(trial.state == TrialState.COMPLETE for trial in trials)
     ahead = sum(trial.state == TrialState.RUNNING for trial in trials[:number])
     return finished + ahead >= num_trials
+
+
+def _value_of(trial: FrozenTrial, otherwise: float | None) -> float | None:
+    """What a trial has measured, infinite if that was not finite; `otherwise` if nothing."""
+    if trial.state != TrialState.COMPLETE or not trial.user_attrs[OUTCOME]["is_feasible"]:
+        return otherwise
+    return math.inf if FAILURE in trial.user_attrs[OUTCOME] else trial.value
+
+
+def _finite(known: float) -> float:
+    """A value that the study knows.
+
+    Raises:
+        NonFiniteActivationError: it is not finite.
+    """
+    if not math.isfinite(known):
+        raise NonFiniteActivationError("it repeats a configuration whose KL is not finite")
+    return known
 
 
 def _ticket(trial: FrozenTrial) -> int:

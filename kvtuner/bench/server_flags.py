@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final
 
-from kvtuner.calibration.naming import public_name
 from kvtuner.errors import EndpointError
+from kvtuner.exported_configs.identity import public_name
 
 OURS: Final = {
     "--host": "servers listen on this machine alone",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtuner.bench.client import Client
 from kvtuner.bench.loads import Capacity
 from kvtuner.bench.usage import Observer
-from kvtuner.calibration.naming import public_name
 from kvtuner.errors import EndpointError
 from kvtuner.evaluation.hosts import check_served
+from kvtuner.exported_configs.identity import public_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -27,7 +27,7 @@ def run(args: Namespace) -> int:
     folder.create()
     phases = Phases(bench, folder)
     with phases.phase("calibrate"):
-        table = calibrate(bench, folder)
+        table = calibrate(bench, folder, say)
     result = {
         "table": str(folder.file(TABLE_FILE)),
         "candidates": len(table.scores),

@@ -57,9 +57,28 @@ LENGTHS: Final = (128, 256, 512, 2048, 8192)
 SAMPLES_FILE: Final = "samples.md"
 SAMPLE_PROMPT: Final = 128
 SAMPLE_TOKENS: Final = 64
-POSITIONS: Final = 32
-SCORED_SEQUENCES: Final = 8
-TOP_LOGPROBS: Final = 20
+_USUAL: Final = {
+    "problems": 10,
+    "questions": 4,
+    "samples": 3,
+    "batch_size": 1,
+    "timeout": 120,
+    "positions": 32,
+    "scored_sequences": 8,
+    "top_logprobs": 20,
+}
+"""Of flags that say nothing: which are known from none, to be refused where nothing would read them."""
+_OF_SERVERS: Final = ("positions", "scored_sequences", "top_logprobs", "timeout")
+_OF_TASKS: Final = ("include_path", "limit", "num_fewshot", "apply_chat_template")
+_OF_LEVELS: Final[dict[str, tuple[str, ...]]] = {
+    "problems": ("recall", "needle", "arithmetic"),
+    "questions": ("recall", "needle", "arithmetic"),
+    "samples": ("samples",),
+    "batch_size": ("likelihood",),
+    "positions": ("likelihood",),
+    "scored_sequences": ("likelihood",),
+    "top_logprobs": ("likelihood",),
+}
 
 
 def run(args: Namespace) -> int:
@@ -148,27 +167,57 @@ def evaluate(args: Namespace) -> Evaluated:
 
 
 def _check_flags(args: Namespace) -> None:
-    """Flags of the one host say nothing to the other."""
+    """No flag is ignored: one that nothing would read is refused; then those that say nothing get their defaults.
+
+    Raises:
+        EndpointError: of servers without any, or of a model loaded here beside them.
+        CorpusError: of a level or of tasks that are not asked for.
+    """
     if args.endpoint is None:
         if args.api is not None:
             raise EndpointError("--api is how servers are spoken to; give --endpoint too")
-        for flag in ("positions", "scored_sequences", "top_logprobs"):
-            if getattr(args, flag) is not None:
-                raise EndpointError(f"--{flag.replace('_', '-')} is for servers; give --endpoint too")
+        if (name := _first_given(args, _OF_SERVERS)) is not None:
+            raise EndpointError(f"{_flag(name)} is for servers; give --endpoint too")
         args.levels = args.levels or LEVELS
         args.against = args.against or ("fp8", "K8V8")
-        return
-    for flag in ("read_plan", "against"):
-        if getattr(args, flag) is not None:
-            raise EndpointError(
-                f"--{flag.replace('_', '-')} is for a model loaded here; what servers read was said when they were"
-                " started, and other ways are other endpoints, such as fp8=URL"
-            )
-    args.api = args.api or "sglang"
-    args.levels = args.levels or _levels_of_servers(args)
-    args.positions = args.positions or POSITIONS
-    args.scored_sequences = args.scored_sequences or SCORED_SEQUENCES
-    args.top_logprobs = args.top_logprobs or TOP_LOGPROBS
+    else:
+        _refuse_flags_of_models(args)
+        args.api = args.api or "sglang"
+        args.levels = args.levels or _levels_of_servers(args)
+    if not args.tasks and (name := _first_given(args, _OF_TASKS)) is not None:
+        raise CorpusError(f"{_flag(name)} is for tasks of lm-evaluation-harness; give --tasks too, or leave it out")
+    # A host that begins a context at any position puts no text before additions.
+    lengths = ("recall", "needle", "arithmetic") if args.endpoint else ("recall", "needle")
+    for name, levels in {**_OF_LEVELS, "lengths": lengths}.items():
+        if getattr(args, name) is not None and not set(levels) & set(args.levels):
+            raise CorpusError(f"{_flag(name)} is for --levels {' or '.join(levels)}; ask for that too, or leave it out")
+    for name, usual in _USUAL.items():
+        if getattr(args, name) is None:
+            setattr(args, name, usual)
+
+
+def _refuse_flags_of_models(args: Namespace) -> None:
+    if (name := _first_given(args, ("read_plan", "against"))) is not None:
+        raise EndpointError(
+            f"{_flag(name)} is for a model loaded here; what servers read was said when they were started, and other"
+            " ways are other endpoints, such as fp8=URL"
+        )
+    given = ["batch_size"] if args.batch_size is not None else []
+    given += [name for name in ("device", "dtype") if getattr(args, name) != "auto"]
+    if given:
+        raise EndpointError(
+            f"{_flag(given[0])} is for a model loaded here, not for servers; leave out {_flag(given[0])} or --endpoint"
+        )
+
+
+def _first_given(args: Namespace, names: Sequence[str]) -> str | None:
+    """Of flags that say nothing where they are None, or a switch that is off."""
+    values = ((name, getattr(args, name)) for name in names)
+    return next((name for name, value in values if value is not None and value is not False), None)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _levels_of_servers(args: Namespace) -> tuple[str, ...]:

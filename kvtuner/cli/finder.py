@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from kvtuner.cli.session import Finding, SearchRun, ranks_of, row_shape, say
+from kvtuner.cli.session import Finding, SearchRun, ranks_of, row_shape, say, say_left_out
+from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.assemble import keeps_budget, rank_bytes
 from kvtuner.evaluation.formatting import number
 from kvtuner.precision import ALL_BITS, PrecisionPair
@@ -25,6 +26,7 @@ from kvtuner.search_spaces.space import (
 )
 from kvtuner.tuner.exact import nested, solve, solve_front
 from kvtuner.tuner.samplers import POPULATION_SIZE
+from kvtuner.tuner.storage import sqlite_url
 from kvtuner.tuner.study import StudyResult, refine
 from kvtuner.tuner.warm_starts import warm_starts
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from kvtuner.cli.targets import Target
     from kvtuner.search_spaces.budget import Constraint
     from kvtuner.tuner.objective import MeasuredKL
+    from kvtuner.tuner.worker import TrialRecord
 
 STUDY_FILE = "study.db"
 
@@ -57,9 +60,14 @@ class Finder:
         return {pair: uniform(self.run.table, pair, self.run.args.score, rows, transforms=True) for pair in pairs}
 
     def uniform_table(self) -> dict[PrecisionPair, float]:
-        """Measured KL of every uniform pair, nats per token."""
-        bar = tqdm(self.uniforms().items(), desc="uniform K x V", disable=None)
-        return {pair: self.objective(configuration) for pair, configuration in bar}
+        """Measured KL of every uniform pair, nats per token; without those whose KL is not finite, which it says."""
+        found = {}
+        for pair, configuration in tqdm(self.uniforms().items(), desc="uniform K x V", disable=None):
+            try:
+                found[pair] = self.objective(configuration)
+            except NonFiniteActivationError as error:
+                say_left_out(self.run, f"uniform {pair}", str(error))
+        return found
 
     def space(self, constraint: Constraint) -> SearchSpace:
         """What may be chosen under a budget."""
@@ -98,11 +106,7 @@ class Finder:
         warm = [exact] if member else self._warm_starts(space, target.constraint)
         with self.run.phases.phase(f"refinement {target.asked}"):
             study = self._refine(target, target.constraint, space, warm)
-        exact_kl = self.objective(exact)
-        say(
-            f"refinement {target.asked}: exact solution {exact_kl:.4g}, best {study.best_value:.4g} nats per token:"
-            f" a gain of {number(exact_kl - study.best_value)} on the select split"
-        )
+        exact_kl = self._exact_kl(target, exact, study)
         return Finding(
             asked=target.asked,
             configuration=study.best,
@@ -114,6 +118,19 @@ class Finder:
             study=study,
             fronts=tuple(solve_front(space, target.constraint.cost, stage) for stage in target.constraint.stages),
         )
+
+    def _exact_kl(self, target: Target, exact: Configuration, study: StudyResult) -> float | None:
+        """Measured KL of the exact solution, None where it is not finite; says what refinement gained over it."""
+        try:
+            exact_kl = self.objective(exact)
+        except NonFiniteActivationError:  # its trial has said so
+            say(f"refinement {target.asked}: best {study.best_value:.4g} nats per token; the exact solution has no KL")
+            return None
+        say(
+            f"refinement {target.asked}: exact solution {exact_kl:.4g}, best {study.best_value:.4g} nats per token:"
+            f" a gain of {number(exact_kl - study.best_value)} on the select split"
+        )
+        return exact_kl
 
     def _hand_written(self, target: Target, uniform_kl: dict[PrecisionPair, float]) -> Finding:
         assert target.pairs is not None
@@ -139,8 +156,14 @@ class Finder:
     ) -> StudyResult:
         args = self.run.args
         identity = {"measurements": sha256_of(self.run.table.identity), **target.identity}
-        storage = args.storage or f"sqlite:///{self.run.folder.file(STUDY_FILE).resolve()}"
+        storage = args.storage or sqlite_url(self.run.folder.file(STUDY_FILE).resolve())
         with tqdm(total=args.trials, desc=f"refine {target.asked}", unit="trial", disable=None) as bar:
+
+            def on_trial(trial: TrialRecord) -> None:
+                bar.update(1)
+                if trial.failure is not None and trial.is_measured:
+                    say_left_out(self.run, f"trial {trial.number} of {target.asked}", trial.failure)
+
             return refine(
                 space,
                 constraint,
@@ -153,5 +176,5 @@ class Finder:
                 study_name=f"{target.name}-{sha256_of(identity)[7:19]}",
                 identity=identity,
                 race=self.objective.against,
-                on_trial=lambda _: bar.update(1),
+                on_trial=on_trial,
             )

@@ -10,8 +10,9 @@ from tqdm import tqdm
 from kvtuner.cli.profile_of_run import make_profile, stored_quality
 from kvtuner.cli.report import DATA_FILE
 from kvtuner.cli.report_of_run import make_report_data
-from kvtuner.cli.session import ranks_of, row_shape, say
+from kvtuner.cli.session import ranks_of, row_shape, say, say_left_out
 from kvtuner.cli.targets import bind_target
+from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.assemble import Terms, quality_of
 from kvtuner.evaluation.report import summary_json, write_report
 from kvtuner.evaluation.validation import (
@@ -52,11 +53,12 @@ def finish(run: SearchRun, target: Target, found: Finding, validator: Validator)
         found: what the search found.
         validator: measures on the report split.
     """
-    contestants = _contestants(run)
-    measured = _measure_all(validator, [*contestants, _winner(run, found)])
+    reference, *baselines = _contestants(run)
+    measured = _measure_all(run, validator, [reference, _winner(run, found)], baselines)
+    contestants = [reference, *(baseline for baseline in baselines if baseline.key in measured)]
     found = _overridden(run, found, contestants, measured)
     winner = _winner(run, found)
-    measured[winner.key] = _measure_all(validator, [winner])[winner.key]
+    measured.update(_measure_all(run, validator, [winner], []))
     quality = _quality(run, found, winner, contestants, measured)
     profile = make_profile(run, found, stored_quality(run, found, winner, contestants, measured, quality[0].baselines))
     folder = RunFolder(run.folder.file(f"report{target.suffix}")) if target.suffix else run.folder
@@ -107,11 +109,21 @@ def _winner(run: SearchRun, found: Finding) -> Contestant:
     return _contestant(run, name, found.configuration, transforms=transforms)
 
 
-def _measure_all(validator: Validator, contestants: Sequence[Contestant]) -> dict[str, Measured]:
-    measured: dict[str, Measured] = {}
-    jobs = [(contestant, offsets) for offsets in OFFSETS for contestant in contestants]
+def _measure_all(
+    run: SearchRun, validator: Validator, needed: Sequence[Contestant], others: Sequence[Contestant]
+) -> dict[str, Measured]:
+    """Results by key of contestant, without those of `others` whose KL is not finite, which it says."""
+    measured: dict[str, Measured] = {contestant.key: {} for contestant in (*needed, *others)}
+    jobs = [(contestant, offsets) for offsets in OFFSETS for contestant in (*needed, *others)]
     for contestant, offsets in tqdm(jobs, desc="validation", disable=None):
-        measured.setdefault(contestant.key, {})[offsets] = validator.measure(contestant, offsets)
+        if contestant.key in measured:
+            try:
+                measured[contestant.key][offsets] = validator.measure(contestant, offsets)
+            except NonFiniteActivationError as error:
+                if any(contestant.key == other.key for other in needed):
+                    raise
+                say_left_out(run, contestant.name, str(error))
+                del measured[contestant.key]
     return measured
 
 
@@ -141,7 +153,7 @@ def _overridden(
     configuration = uniform(
         run.table, rival.pairs[0], run.args.score, row_shape(run.args, run.shape), transforms=rival.transforms
     )
-    measured_kl = found.uniform_kl[rival.pairs[0]] if rival.transforms else None
+    measured_kl = found.uniform_kl.get(rival.pairs[0]) if rival.transforms else None
     return replace(found, configuration=configuration, measured_kl=measured_kl, uniform_name=rival.name)
 
 

@@ -20,6 +20,8 @@ _PATHS = ("model", "data", "out")
 LEVELS = ("likelihood", "recall", "needle", "arithmetic", "samples")
 _APIS = ("sglang", "openai")
 _SAMPLERS = ("nsga2", "tpe", "random", "none")
+REFINEMENT = {"sampler": "nsga2", "trials": 100}
+"""Of a search where nothing is said; `--layers` does not refine, so that a flag of these must be known from none."""
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -150,10 +152,9 @@ def _search(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sampler",
         choices=_SAMPLERS,
-        default="nsga2",
-        help="of the refinement; none measures the warm starts only",
+        help="of the refinement; none measures the warm starts only; nsga2 by default",
     )
-    group.add_argument("--trials", type=_positive, default=100, help="of the refinement, warm starts included")
+    group.add_argument("--trials", type=_positive, help="of the refinement, warm starts included; 100 by default")
     _switch(group, "--nested", "a larger budget never takes bits away; needs --sampler none")
     group.add_argument("--tp-size", type=_positive, default=1, help="tensor-parallel ranks that will serve")
     group.add_argument(
@@ -203,10 +204,10 @@ def _evaluation(commands: Any) -> None:
         metavar="TOKENS[,...]",
         help="of recall's and needles' contexts; those of 128, 256, 512, 2048 and 8192 that fit, by default",
     )
-    group.add_argument("--problems", type=_several, default=10, help="contexts of every length")
-    group.add_argument("--questions", type=_positive, default=4, help="after each context")
-    group.add_argument("--samples", type=_positive, default=3, help="prompts that all ways continue")
-    group.add_argument("--batch-size", type=_positive, default=1, help="sequences in flight")
+    group.add_argument("--problems", type=_several, help="contexts of every length; 10 by default")
+    group.add_argument("--questions", type=_positive, help="after each context; 4 by default")
+    group.add_argument("--samples", type=_positive, help="prompts that all ways continue; 3 by default")
+    group.add_argument("--batch-size", type=_positive, help="sequences in flight, of likelihood; 1 by default")
     group.add_argument("--seed", type=_seed, help="of documents, questions and bootstrap; the search's by default")
     tasks = command.add_argument_group("tasks of lm-evaluation-harness (pip install 'kvtuner[eval]')")
     tasks.add_argument(
@@ -225,7 +226,7 @@ def _evaluation(commands: Any) -> None:
         help="of the server that serves the profile; others as bf16=URL, fp8=URL, K8V8=URL",
     )
     served.add_argument("--api", choices=_APIS, help="how they are spoken to; sglang by default")
-    served.add_argument("--timeout", type=_positive, default=120, metavar="SECONDS", help="for one answer")
+    served.add_argument("--timeout", type=_positive, metavar="SECONDS", help="for one answer; 120 by default")
     served.add_argument(
         "--positions", type=_positive, metavar="TOKENS", help="last ones of each sequence, that they score; default 32"
     )

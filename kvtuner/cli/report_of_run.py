@@ -90,8 +90,9 @@ def _additivity(run: SearchRun, found: Finding) -> tuple[AdditivityRow, ...]:
     if found.exact is not None and found.exact_kl is not None:
         checks.append(("exact", found.exact, found.exact_kl))
     for pair in UNIFORM_PAIRS:
-        configuration = uniform(run.table, pair, run.args.score, rows, transforms=True)
-        checks.append((str(pair), configuration, found.uniform_kl[pair]))
+        if pair in found.uniform_kl:
+            configuration = uniform(run.table, pair, run.args.score, rows, transforms=True)
+            checks.append((str(pair), configuration, found.uniform_kl[pair]))
     predicted = [(name, predicted_score(configuration), kl) for name, configuration, kl in checks]
     return tuple(AdditivityRow(name, score, kl) for name, score, kl in predicted if not math.isnan(score))
 

@@ -6,8 +6,8 @@ import shlex
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.bench.server_flags import ServerFlags
-from kvtuner.calibration.naming import public_name
-from kvtuner.cli.parser import build_parser
+from kvtuner.cli.parser import REFINEMENT, build_parser
+from kvtuner.exported_configs.identity import public_name
 from kvtuner.exported_configs.reference import FileReference, parse_reference
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def search_said(args: Namespace) -> str:
 
     All budgets are named: what was measured for one guides the search for the others.
     """
-    usual = vars(build_parser().parse_args(["search"]))
+    usual = {**vars(build_parser().parse_args(["search"])), **REFINEMENT}
     words = ["kvtuner", "search", *(["--budget", *args.budget] if args.budget else [])]
     return shlex.join(words + _flags(vars(args), usual, _NOT_OF_SEARCHES))
 
@@ -50,7 +50,7 @@ def search_said(args: Namespace) -> str:
 def _flags(said: Mapping[str, Any], usual: Mapping[str, Any], left_out: Collection[str]) -> list[str]:
     words: list[str] = []
     for name, value in sorted(said.items()):
-        if name in left_out or value == usual[name]:
+        if name in left_out or value in (None, usual[name]):
             continue
         flag = name.replace("_", "-")
         if isinstance(value, bool):

@@ -10,7 +10,7 @@ from kvtuner.calibration.model import read_shape
 from kvtuner.cli.dry_run import plan_of_work, print_plan
 from kvtuner.cli.finder import Finder
 from kvtuner.cli.outcome import finish
-from kvtuner.cli.session import Phases, SearchRun, calibration_options, model_source, prepare, run_folder
+from kvtuner.cli.session import Phases, SearchRun, calibration_options, model_source, prepare, run_folder, say
 from kvtuner.cli.targets import refuse_other_targets, targets_of
 from kvtuner.evaluation.report import terminal_table
 from kvtuner.evaluation.validation import Validator
@@ -38,7 +38,7 @@ def run(args: Namespace) -> int:
     folder.create()
     phases = Phases(bench, folder)
     with phases.phase("calibration"):
-        table = calibrate(bench, folder)
+        table = calibrate(bench, folder, say)
     results = _search(SearchRun(args, shape, bench, folder, phases, table), targets)
     if args.json:
         print(json.dumps(results[0] if len(results) == 1 else results, indent=1))

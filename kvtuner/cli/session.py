@@ -188,6 +188,12 @@ class SearchRun:
     table: SensitivityTable
 
 
+def say_left_out(run: SearchRun, what: str, reason: str) -> None:
+    """Say, here and in the event log, what has no finite KL and takes no further part."""
+    run.folder.log("left out", what=what, reason=reason)
+    say(f"{what} is left out: {reason}")
+
+
 Measured = dict[Offsets, SequenceSums]
 """Results of one contestant by kind of offsets."""
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtuner.cli.parser import REFINEMENT
 from kvtuner.cli.session import ranks_of
 from kvtuner.errors import BudgetError, RunFolderError, SearchSpaceError
 from kvtuner.exported_configs.fields import MAX_TEXT
+from kvtuner.layer_ranges import write_ranges
 from kvtuner.run_folder import refuse_difference, sha256_of
 from kvtuner.search_spaces.budget import SMALLEST_PAIR, Budget
 from kvtuner.search_spaces.ranges import check_layers, parse_keep, parse_ranges
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from kvtuner.run_folder import RunFolder
     from kvtuner.search_spaces.budget import Constraint
 
-_SEARCH_FLAGS: Final = ("keep", "groups", "nested")
+_SEARCH_FLAGS: Final = ("keep", "groups", "nested", "sampler", "trials", "storage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Target:
 
 
 def targets_of(args: Namespace, shape: ModelShape) -> list[Target]:
-    """What the flags ask for.
+    """What the flags ask for; those of the refinement that say nothing get their defaults.
 
     Raises:
         BudgetError: neither or both of --budget and --layers, a budget that cannot be kept, or budgets that do not
@@ -67,6 +69,11 @@ def targets_of(args: Namespace, shape: ModelShape) -> list[Target]:
     """
     if bool(args.budget) == bool(args.layers):
         raise BudgetError("give --budget (such as 4bit) or --layers (such as 0-1:bf16,2-27:K4V2), one of the two")
+    if args.layers:
+        _refuse_search_flags(args)
+    for name, usual in REFINEMENT.items():
+        if getattr(args, name) is None:
+            setattr(args, name, usual)
     if args.layers:
         return [_hand_written(args, shape)]
     if args.nested and args.sampler != "none":
@@ -94,16 +101,6 @@ def targets_of(args: Namespace, shape: ModelShape) -> list[Target]:
         )
         for budget, constraint in zip(budgets, constraints, strict=True)
     ]
-
-
-def run_length(pairs: Sequence[PrecisionPair]) -> str:
-    """A configuration as `parse_ranges` reads it, equal neighbours as one range: ``0:K8V4,1-27:K4V2``."""
-    entries, layer = [], 0
-    for pair, members in groupby(pairs):
-        last = layer + len(list(members)) - 1
-        entries.append(f"{layer}:{pair}" if layer == last else f"{layer}-{last}:{pair}")
-        layer = last + 1
-    return ",".join(entries)
 
 
 def refuse_other_targets(folder: RunFolder, targets: Sequence[Target]) -> None:
@@ -144,12 +141,17 @@ def _kept(args: Namespace) -> dict[int, PrecisionPair]:
     return parse_keep(args.keep) if args.keep else {}
 
 
-def _hand_written(args: Namespace, shape: ModelShape) -> Target:
+def _refuse_search_flags(args: Namespace) -> None:
     for name in _SEARCH_FLAGS:
         if getattr(args, name):
-            raise SearchSpaceError(f"--{name} restricts a search, but --layers writes one configuration; leave one out")
+            raise SearchSpaceError(
+                f"--{name} is of a search, but --layers writes one configuration; leave one out, here or in --config"
+            )
+
+
+def _hand_written(args: Namespace, shape: ModelShape) -> Target:
     pairs = tuple(parse_ranges(args.layers, shape.geometry.num_layers))
-    asked = run_length(pairs)
+    asked = write_ranges(pairs)
     if len(asked) > MAX_TEXT:  # of a profile's field, which the layers themselves stand beside
         asked = f"{len(pairs)} layers by hand, {sha256_of(asked)[:19]}"
     ranks_of(args, shape)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 JOURNAL: Final = "answers.jsonl"
 ANSWERING: Final = 1
 """Raised whenever the same questions would be answered otherwise."""
+MOST_OVER: Final = 2.0
+"""How many times its length a context may have that its few lines need: short tables are rough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def make_exams(
         seed: of everything drawn.
 
     Raises:
-        CorpusError: a context that does not fit.
+        CorpusError: a context that does not fit, or a length that the questions alone exceed by far.
     """
     exams = []
     for level in levels:
@@ -79,11 +81,17 @@ def make_exams(
         for length in (*([0] if free_standing else []), *([] if free_standing and counts_positions else lengths)):
             rng = random.Random(f"{seed} {level} {length}")
             problems = tuple(_problem(level, rng, text, length, num_questions, filler) for _ in range(num_problems))
+            least = min(text.count(problem.context) for problem in problems)
+            if not free_standing and least > MOST_OVER * length:
+                raise CorpusError(
+                    f"{level} of {length} tokens takes {least} with {num_questions} questions after each context; give"
+                    " longer --lengths, or fewer --questions"
+                )
             room = context_length - max(map(text.longest, problems))
             if room < 0:
                 raise CorpusError(
                     f"{level} of {length} tokens takes {-room} more than the context of {context_length}; give shorter"
-                    " --lengths"
+                    " --lengths, or fewer --questions"
                 )
             positions = {0, room // 2, room} if free_standing and counts_positions else {0}
             exams += [Exam(level, length or None, position, problems) for position in sorted(positions)]

@@ -133,9 +133,10 @@ def front_points(fronts: Sequence[Front], shape: RowShape) -> tuple[FrontPoint, 
     if len(fronts) != 1:
         return ()
     (front,) = fronts
-    step = max(1, len(front) // MAX_FRONT_POINTS)
+    last = len(front) - 1
+    step = max(1, -(-last // (MAX_FRONT_POINTS - 1)))
     points = []
-    for index in range(0, len(front), step):
+    for index in (*range(0, last, step), last):
         configuration = front.configuration(index)
         pairs = [choice.pair for choice in configuration]
         bits = float(effective_bits(pairs, shape)), float(mean_bits(pairs, shape))

@@ -15,7 +15,7 @@ from kvtuner.evaluation.endpoint import HitCount
 from kvtuner.run_folder import sha256_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from lm_eval.api.instance import Instance
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,14 @@ UNSCORED: Final = -700.0
 """In place of a log-likelihood that never came, nats; its question is marked wrong, and metrics take no infinity."""
 
 logger: Final = logging.getLogger("kvtuner")
+
+
+def asks_for_sampling(options: Mapping[str, Any]) -> bool:
+    """Whether a task's generation would be drawn at random, as the harness's own models read its options."""
+    temperature = options.get("temperature")
+    if options.get("do_sample") is None:
+        return bool(temperature)
+    return bool(options["do_sample"]) and temperature != 0
 
 
 class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
@@ -49,6 +57,8 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
         hits: of every task, how much of its prompts was found in a server's cache.
         unsaid: of every task, questions with a generation that never came.
         unscored: of every task, questions with a log-likelihood that never came.
+        greedy: tasks that ask for sampling, which are answered greedily all the same.
+        was_asked: whether tasks are loaded and their prompts made, so that what fails is no longer their fault.
     """
 
     def __init__(
@@ -67,6 +77,8 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
         self.hits: defaultdict[str, HitCount] = defaultdict(HitCount)
         self.unsaid: defaultdict[str, set[int]] = defaultdict(set)
         self.unscored: defaultdict[str, set[int]] = defaultdict(set)
+        self.greedy: set[str] = set()
+        self.was_asked = False
         self._known = {
             record["key"]: record for record in folder.records(JOURNAL) if record.get("identity") == identity
         }
@@ -89,14 +101,21 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
         )
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation after its context, and whether it is the greedy one."""
-        found = []
+        """Log-probability of each continuation after its context, and whether it is the greedy one.
+
+        Of an empty one 0, and that it is: certain.
+        """
+        self.was_asked = True
+        found: list[tuple[float, bool]] = []
         for request in requests:
             context, continuation = request.args
             stripped = context.rstrip()
-            continuation = context[len(stripped) :] + continuation  # a space belongs to the word after it
+            # A space belongs to the word after it, where there is one.
+            after = self._text.after(stripped, context[len(stripped) :] + continuation) if continuation else []
+            if not after:
+                found.append((0.0, True))
+                continue
             before = self._text.context(stripped) or [self._first_token()]
-            after = self._text.after(stripped, continuation)
             before = self._shortened(before, len(after))
             ask = partial(self._taker.log_likelihood, before, after)
             answer = self._journalled(request, ["loglikelihood", before, after], ask)
@@ -108,6 +127,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Log-probability of each text, in pieces as long as the context, of which the first quarter is one chunk."""
+        self.was_asked = True
         found = []
         for request in requests:
             ids = self._text.context(request.args[0])
@@ -121,9 +141,12 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """What is said greedily after each context, up to the first of the task's stops."""
+        self.was_asked = True
         found = []
         for request in requests:
             context, options = request.args
+            if asks_for_sampling(options):
+                self.greedy.add(request.task_name)
             stops = options.get("until") or []
             stops = [stops] if isinstance(stops, str) else list(stops)
             num_tokens = int(options.get("max_gen_toks", DEFAULT_MAX_TOKENS))

@@ -197,8 +197,8 @@ def _serving(shown: ShownProfile) -> tuple[str, Markup]:
     words = ["sglang serve", "--model-path", model, *(["--revision", shlex.quote(revision)] if revision else [])]
     command = " ".join([*words, "--kvtuner-profile", shlex.quote(shown.name)])
     return (
-        "With SGLang, in an environment that has kvtuner with its extra `sglang`. The server refuses to start where the profile cannot be"
-        " honoured, and says bytes per token, tokens that fit and the digest when it does.",
+        "With SGLang, in an environment that has kvtuner with its extra `sglang`. The server refuses to start where the"
+        " profile cannot be honoured, and says bytes per token, tokens that fit and the digest when it does.",
         element("pre", command),
     )
 

@@ -62,21 +62,29 @@ def recall(rng: random.Random, count_tokens: CountTokens, num_tokens: int, num_q
     Args:
         rng: draws.
         count_tokens: of a text.
-        num_tokens: of the context, about; at least a few lines are made.
+        num_tokens: of the context, about; at least a few lines are made, and no more than fit where one line more
+            would make all keys longer.
         num_questions: asked, of different lines while there are any.
     """
-    seed, num_pairs = rng.random(), 64
-    while True:  # keys get longer where there are many
-        drawn = recall_problem(random.Random(seed), num_pairs, NUM_EXAMPLES + num_questions)
-        lines = [drawn.table[index] for index in drawn.questions]
-        examples = "".join(f"{key}:{value}\n" for key, value in lines[:NUM_EXAMPLES])
+    seed, num_pairs, least = rng.random(), 64, NUM_EXAMPLES + num_questions
+    tried: list[int] = []
+    while num_pairs not in tried:  # keys get longer where there are many
+        tried.append(num_pairs)
+        problem, examples = _table(seed, num_pairs, num_questions)
         fixed = count_tokens("?\n" + examples)
-        per_line = (count_tokens(drawn.prompt + examples) - fixed) / num_pairs
-        wanted = max(round((num_tokens - fixed) / per_line), NUM_EXAMPLES + num_questions)
+        per_line = (count_tokens(problem.context) - fixed) / num_pairs
+        wanted = max(round((num_tokens - fixed) / per_line), least)
         if abs(wanted - num_pairs) <= max(1, num_pairs // 50):
-            asked = tuple(Question(f"{key}:", value) for key, value in lines[NUM_EXAMPLES:])
-            return Problem(drawn.prompt + examples, asked)
+            return problem
         num_pairs = wanted
+    # Longer keys ask for fewer lines, which have shorter keys and ask for more: the longest table that is not too long.
+    turns = tried[tried.index(num_pairs) :]
+    fits, exceeds = min(turns), max(turns)
+    while exceeds - fits > 1:
+        middle = (fits + exceeds) // 2
+        is_short = count_tokens(_table(seed, middle, num_questions)[0].context) <= num_tokens
+        fits, exceeds = (middle, exceeds) if is_short else (fits, middle)
+    return _table(seed, fits, num_questions)[0]
 
 
 def needles(rng: random.Random, count_tokens: CountTokens, num_tokens: int, num_questions: int, filler: str) -> Problem:
@@ -120,6 +128,15 @@ def arithmetic(
     asked = [line.strip().partition("=") for line in lines[NUM_SUMS:]]
     before = "".join(_lines(rng, count_tokens, num_tokens - count_tokens(examples), filler))
     return Problem(before + examples, tuple(Question(f"{left}=", total) for left, _, total in asked))
+
+
+def _table(seed: float, num_pairs: int, num_questions: int) -> tuple[Problem, str]:
+    """A table of so many lines with questions about it, and the examples that its context ends with."""
+    drawn = recall_problem(random.Random(seed), num_pairs, NUM_EXAMPLES + num_questions)
+    lines = [drawn.table[index] for index in drawn.questions]
+    examples = "".join(f"{key}:{value}\n" for key, value in lines[:NUM_EXAMPLES])
+    asked = tuple(Question(f"{key}:", value) for key, value in lines[NUM_EXAMPLES:])
+    return Problem(drawn.prompt + examples, asked), examples
 
 
 def _lines(rng: random.Random, count_tokens: CountTokens, num_tokens: int, filler: str) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from kvtuner.errors import CorpusError, EndpointError
+from kvtuner.errors import CorpusError, EndpointError, KVTunerError
 from kvtuner.evaluation.corpus_scores import MEASURES, CorpusScores, corpus_of
 from kvtuner.evaluation.likelihood import bounds
 from kvtuner.evaluation.paired import Marks, mcnemar, sign_flip
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from kvtuner.evaluation.harness import HarnessModel
 
 SEED: Final = 1234
+GREEDY: Final = " (greedy)"
+"""Behind the name of a task that asks for sampling."""
 
 Found = TypeVar("Found")
 
@@ -123,18 +125,25 @@ def task_cells(
     Raises:
         CorpusError: tasks that the harness does not know, cannot load, or that score nothing that can be paired.
         EndpointError: a server is gone, or gives no log-likelihoods where a task needs them.
+        KVTunerError: whatever a model raises that is asked.
     """
     include = None if options.include_path is None else str(options.include_path)
     manager = TaskManager(include_path=include)  # reads thousands of files
     found = {name: _evaluated(model, options, manager) for name, model in models.items()}
+    greedy = set().union(*(model.greedy for model in models.values()))
+    for task in sorted(greedy):
+        logger.warning("kvtuner: %s asks for sampling, but all ways answer it greedily, as what is compared must", task)
     cells = []
     for label, answered in found[PROFILE].items():
         hits = {name: model.hits[answered.task] for name, model in models.items()}
+        suffix = GREEDY if answered.task in greedy else ""
         for metric in answered.rows[0]["metrics"]:
             failures = {
                 name: len(model.unsaid[answered.task] | model.unscored[answered.task]) for name, model in models.items()
             }
-            about = _About(f"{label} {metric}"[:200], failures, is_unread(hits), reference, seed)
+            about = _About(
+                f"{label} {metric}"[: 200 - len(suffix)] + suffix, failures, is_unread(hits), reference, seed
+            )
             ways = {name: samples[label] for name, samples in found.items()}
             corpora = _all_of({name: each.corpus(metric) for name, each in ways.items()})
             scores = _all_of({name: each.numbers(metric) for name, each in ways.items()})
@@ -168,7 +177,11 @@ def _evaluated(model: HarnessModel, options: TaskOptions, manager: Any) -> dict[
                 fewshot_random_seed=SEED,
                 confirm_run_unsafe_code=False,
             )
+    except KVTunerError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        if model.was_asked:
+            raise
         reason = " ".join(str(error).split())[:300]
         raise CorpusError(f"--tasks {','.join(options.tasks)} cannot be evaluated: {reason}") from error
     assert results is not None

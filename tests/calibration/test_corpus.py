@@ -228,6 +228,19 @@ def test_a_row_of_another_form_is_refused_with_its_line(
         ("data.txt", b"latin \xe9\xe8 text", "is not UTF-8 text"),
         ("data.jsonl", b'{"text": "latin \xe9"}\n', "is not UTF-8 text"),
         ("data.json", b'[{"text": "latin \xe9"}]', "is not UTF-8 text"),
+        ("data.jsonl", b'{"text": "a"}\n{"text": "cut', "line 2 is not JSON: Unterminated string starting at, column"),
+        ("data.json", b'[{"text": "a"},\n{"text": 1,}]', "is not JSON: Expecting property name"),
+        ("data.jsonl", b'{"text": "a"}\n{"text": "\\ud800 x"}\n', r"line 2: the text holds the lone surrogate \ud800"),
+        ("data.json", b'[{"text": "x \\udfff"}]', r"line 1: the text holds the lone surrogate \udfff"),
+        (
+            "data.jsonl",
+            b'{"text": "a"}\n{"messages": [{"role": "user", "content": [{"text": "\\udc00"}]}]}',
+            r"line 2: the text holds the lone surrogate \udc00",
+        ),
+        ("data.jsonl", b'{"text": "a"}\n{"text": ' + b"[" * 100_000, "line 2 is nested too deeply"),
+        ("data.json", b"[" * 100_000, "is nested too deeply"),
+        ("data.jsonl", b'{"text": "a", "id": ' + b"7" * 5001 + b"}", "line 1 holds an integer of too many digits"),
+        ("data.json", b"[" + b"7" * 5001 + b"]", "holds an integer of too many digits"),
     ],
 )
 def test_a_damaged_file_is_refused_by_name(
@@ -237,6 +250,39 @@ def test_a_damaged_file_is_refused_by_name(
     message = refusal(source(tmp_path / name), tokenizer)
     assert words in message
     assert name in message
+
+
+@pytest.mark.parametrize("depth", range(100, 1100, 50))
+def test_a_conversation_of_any_depth_is_read_or_refused(
+    depth: int, make_tokenizer: Callable[..., Any], tmp_path: Path
+) -> None:
+    message = b'{"role": "user", "content": "Hello", "more": ' + b"[" * depth + b"]" * depth + b"}"
+    (tmp_path / "chat.jsonl").write_bytes(b'{"messages": [' + message + b"]}\n")
+    words = refusal(source(tmp_path / "chat.jsonl"), make_tokenizer(chat_template=TEMPLATE))
+    assert "is too short" in words or "line 1" in words
+
+
+@pytest.mark.parametrize("name", ["data.txt", "data.jsonl", "data.json"])
+def test_a_byte_order_mark_is_no_text(name: str, texts: list[str], tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"text": text} for text in texts]
+    content = {
+        "data.txt": "\n".join(texts),
+        "data.jsonl": "".join(json.dumps(row) + "\n" for row in rows),
+        "data.json": json.dumps(rows),
+    }[name]
+    plain, marked = tmp_path / "plain" / name, tmp_path / "marked" / name
+    for path, encoding in ((plain, "utf-8"), (marked, "utf-8-sig")):
+        path.parent.mkdir()
+        path.write_text(content, encoding=encoding)
+    assert marked.stat().st_size == plain.stat().st_size + 3
+    assert torch.equal(joined(load_corpus(source(marked), tokenizer)), joined(load_corpus(source(plain), tokenizer)))
+
+
+@pytest.mark.parametrize("data", ["d" * 5000, "/" + "d" * 5000, "d" * 300 + ".jsonl"])
+def test_data_of_a_name_that_no_file_can_have_is_refused(data: str, tokenizer: Any) -> None:
+    message = refusal(source(data), tokenizer)
+    assert f"cannot read {data[:60]}: File name too long" in message
+    assert len(message) < 200
 
 
 def test_data_that_does_not_exist_is_refused(tokenizer: Any, tmp_path: Path) -> None:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvtuner.calibration import isolated
 from kvtuner.calibration.isolated import JOURNAL, isolated_candidates, measure_isolated, spec_of
 from kvtuner.calibration.measure import QuantOptions
 from kvtuner.calibration.read_plan import READ_PLANS, ReadPlan
 from kvtuner.calibration.sensitivity import Candidate, LayerConstants, Scores
-from kvtuner.calibration.simulate import Simulator
+from kvtuner.calibration.simulate import LayerSpec, Simulator
 from kvtuner.calibration.statistics import measure_constants
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import PACKED_BITS
-from kvtuner.quant import KEY_TRANSFORMS, VALUE_TRANSFORMS
+from kvtuner.quant import KEY_TRANSFORMS, VALUE_TRANSFORMS, QuantSpec
 from kvtuner.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -43,6 +45,13 @@ CANDIDATES = [
 
 class Interrupted(Exception):
     pass
+
+
+class Faulty(QuantSpec):
+    """Reads NaN for whatever was stored."""
+
+    def simulate(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, torch.nan, dtype=torch.float32)
 
 
 def kl_of(
@@ -243,7 +252,53 @@ def test_all_transforms_are_measured_at_2_bits_and_the_fisher_scores_choice_abov
             ]
 
 
-def test_a_candidate_that_drives_the_model_to_nan_is_named_and_not_journalled(
+def test_a_candidate_that_drives_the_model_to_nan_is_left_out_and_not_measured_again(
+    setting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, batches, constants = setting
+    broken = CANDIDATES[0]
+    rival = replace(broken, transform="hadamard" if broken.transform == "none" else "none")
+    candidates = list(dict.fromkeys([*CANDIDATES, rival]))
+    spec_of = isolated.spec_of
+
+    def faulty(candidate: Candidate, *args: Any) -> LayerSpec:
+        return LayerSpec(k=Faulty(2), v=Faulty(2)) if candidate == broken else spec_of(candidate, *args)
+
+    def measure(folder: RunFolder) -> dict[Candidate, float]:
+        ticks = 0
+
+        def on_forward() -> None:
+            nonlocal ticks
+            ticks += 1
+
+        found = measure_isolated(
+            chain,
+            batches,
+            candidates,
+            constants,
+            plan=DECODE,
+            options=DEFAULTS,
+            folder=folder,
+            identity="mine",
+            on_forward=on_forward,
+        )
+        assert ticks == len(candidates) * len(batches)
+        return found
+
+    folder, healthy = RunFolder(tmp_path / "faulty"), RunFolder(tmp_path / "healthy")
+    folder.create()
+    healthy.create()
+    expected = measure(healthy)
+    monkeypatch.setattr(isolated, "spec_of", faulty)
+    found = measure(folder)
+    assert found == {candidate: kl for candidate, kl in expected.items() if candidate != broken}
+    lines = folder.file(JOURNAL).read_bytes()
+    assert [record["kl_sum"] for record in folder.records(JOURNAL)].count(None) == 1
+    assert measure(folder) == found
+    assert folder.file(JOURNAL).read_bytes() == lines
+
+
+def test_a_width_that_no_candidate_keeps_finite_is_refused_by_its_place(
     make_model: Callable[..., Any],
     chain_over: Callable[..., DecoderChain],
     random_batches: Any,
@@ -253,9 +308,12 @@ def test_a_candidate_that_drives_the_model_to_nan_is_named_and_not_journalled(
     constants = measure_constants(chain, batches)
     finish = chain.finish
     chain.finish = lambda hidden: finish(hidden) * torch.nan  # type: ignore[method-assign]
-    with pytest.raises(NonFiniteActivationError, match="layer 0: its divergences hold NaN"):
-        kl_of(chain, batches, RunFolder(tmp_path), constants=constants)
-    assert not RunFolder(tmp_path).file(JOURNAL).exists()
+    first = CANDIDATES[0]
+    words = f"layer {first.layer}: its {'keys' if first.side == 'k' else 'values'} at {first.bits} bits make"
+    for _ in range(2):
+        with pytest.raises(NonFiniteActivationError, match=words):
+            kl_of(chain, batches, RunFolder(tmp_path), constants=constants)
+    assert {record["kl_sum"] for record in RunFolder(tmp_path).records(JOURNAL)} == {None}
 
 
 @pytest.mark.slow

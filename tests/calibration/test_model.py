@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from kvtuner.calibration.model import ModelSource, load_model, read_shape
-from kvtuner.errors import GeometryError, KVTunerError, PrecisionError, UnsupportedModelError
+from kvtuner.errors import KVTunerError, PrecisionError, UnsupportedModelError
 from kvtuner.exported_configs.identity import config_sha256
 
 if TYPE_CHECKING:
@@ -301,6 +301,11 @@ def test_linear_attention_is_refused(name: str, tmp_path: Path) -> None:
     assert "without a KV cache" in refusal(lambda: read_shape(source))
 
 
+def test_a_model_that_reads_images_is_refused_before_its_weights_are_asked_for(tmp_path: Path) -> None:
+    source = config_folder(tmp_path, "Qwen2VL")
+    assert "is a 'qwen2_vl'" in refusal(lambda: read_shape(source))
+
+
 def test_a_window_shorter_than_the_context_is_refused_and_says_how_to_serve(tmp_path: Path) -> None:
     source = config_folder(tmp_path, "Mistral", **DECODER, sliding_window=128)
     message = refusal(lambda: read_shape(source))
@@ -347,7 +352,7 @@ def test_a_head_dim_that_cannot_be_packed_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
     source = config_folder(tmp_path, "EfficientNet")
-    assert "is this a decoder-only language model?" in refusal(lambda: read_shape(source), GeometryError)
+    assert "is a 'efficientnet'" in refusal(lambda: read_shape(source))
 
 
 def test_a_model_that_does_not_say_its_context_must_be_told(tmp_path: Path) -> None:

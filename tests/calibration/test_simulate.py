@@ -302,6 +302,29 @@ def test_an_exact_run_that_is_not_finite_is_an_error_that_names_the_layer(
         Simulator(chain, [batch], plan_of("decode"))
 
 
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_the_layer_that_a_configuration_breaks_is_told(
+    broken: int, make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    chain = chain_over(make_model("llama-gqa"))
+    simulator = Simulator(chain, random_batches(3, TOKENS), plan_of("decode"))
+    specs = {layer: LayerSpec(k=QuantSpec(4), v=QuantSpec(4)) for layer in range(3)}
+    assert simulator.broken_layer(specs) is None
+    inputs: list[object] = []
+    run = chain.run_layer
+
+    def overflowing(layer_id: int, hidden: torch.Tensor, call: Any) -> torch.Tensor:
+        output = run(layer_id, hidden, call)
+        inputs.append(hidden)
+        # Only the second sequence overflows.
+        return output * torch.inf if layer_id == broken and len(inputs) > 3 else output
+
+    chain.run_layer = overflowing  # type: ignore[method-assign]
+    assert simulator.broken_layer(specs) == broken
+    inputs.clear()
+    assert simulator.broken_layer(specs, batches=slice(0, 1)) is None
+
+
 def test_reading_back_quantizes_each_token_and_head_alone() -> None:
     x = torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(0))
     read = read_back(QuantSpec(4), x)

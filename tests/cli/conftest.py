@@ -38,10 +38,11 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 def search(run: Callable[..., tuple[int, str, str]], model_folder: Any, corpus_file: Path) -> Callable[..., Any]:
     """A small search of a tiny model, without the report unless asked for; returns the JSON result."""
 
-    def call(out: Path, *args: str, model: str = "llama-gqa", trials: int = 6, report: bool = False) -> Any:
+    def call(out: Path, *args: str, model: str = "llama-gqa", trials: int | None = 6, report: bool = False) -> Any:
         status, stdout, stderr = run(
             "search", "--model", model_folder(model), "--data", corpus_file, *SMALL,
-            "--trials", trials, "--out", out, "--json", *(() if report else ("--no-report",)), *args,
+            *(() if trials is None else ("--trials", trials)), "--out", out, "--json",
+            *(() if report else ("--no-report",)), *args,
         )  # fmt: skip
         assert status == 0, stderr
         return json.loads(stdout)

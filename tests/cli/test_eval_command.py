@@ -17,7 +17,9 @@ from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 pytestmark = pytest.mark.slow
 
-FEW = ("--lengths", "40,70", "--problems", "3", "--questions", "2", "--samples", "2")
+QUESTIONS = ("--problems", "3", "--questions", "2")
+TABLES = ("--lengths", "40,70", *QUESTIONS)
+FEW = (*TABLES, "--samples", "2")
 
 
 @pytest.fixture
@@ -96,10 +98,10 @@ def test_the_file_stands_beside_the_profile_and_is_shown(evaluate: Any, run: Any
     assert "which calibration and selection did not see" in shown
     assert "the unquantized model fails: this cannot show a loss" in shown
     assert json.loads(run("show", path, "--json")[1])["evaluations"] == [found]
-    second = evaluate(*FEW, "--levels", "recall")[1]
+    second = evaluate(*TABLES, "--levels", "recall")[1]
     assert second["evaluation"] != str(file)
     assert len(json.loads(run("show", path, "--json")[1])["evaluations"]) == 2, "nothing measured is lost"
-    again = evaluate(*FEW, "--levels", "recall")[1]
+    again = evaluate(*TABLES, "--levels", "recall")[1]
     assert again == second
 
 
@@ -124,11 +126,19 @@ def test_nothing_of_this_machine_or_of_anybodys_text_is_in_the_file(
     assert samples.count("**bf16**") == samples.count("**K8V8**") == 2
 
 
+@pytest.mark.parametrize("level", ["recall", "needle"])
+def test_a_length_that_the_questions_alone_exceed_is_refused_and_not_shown_as_it(level: str, evaluate: Any) -> None:
+    status, _, err, _ = evaluate("--levels", level, "--lengths", "8", "--problems", "2", "--questions", "9")
+    assert status == 2
+    assert f"{level} of 8 tokens takes " in err
+    assert "give longer --lengths, or fewer --questions" in err
+
+
 def test_what_was_asked_is_not_asked_again(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtuner.calibration.simulate import Simulator
     from kvtuner.evaluation.offline import Offline
 
-    levels = ("--levels", "likelihood,recall", *FEW)
+    levels = ("--levels", "likelihood,recall", *TABLES)
     first = evaluate(*levels)[1]
 
     def unwanted(*_: Any, **__: Any) -> None:
@@ -144,7 +154,7 @@ def test_what_was_asked_is_not_asked_again(evaluate: Any, monkeypatch: pytest.Mo
 def test_an_interrupted_evaluation_goes_on(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtuner.evaluation.offline import Offline
 
-    levels = ("--levels", "recall,arithmetic", *FEW)
+    levels = ("--levels", "recall,arithmetic", *TABLES)
     whole, asked = Offline.answers, []
 
     def interrupted(self: Any, *arguments: Any, **more: Any) -> Any:
@@ -163,7 +173,7 @@ def test_an_interrupted_evaluation_goes_on(evaluate: Any, monkeypatch: pytest.Mo
 
 
 def test_a_damaged_or_foreign_evaluation_hides_nothing(evaluate: Any, run: Any) -> None:
-    _, found, _, path = evaluate("--levels", "arithmetic", *FEW)
+    _, found, _, path = evaluate("--levels", "arithmetic", *QUESTIONS)
     file = Path(found["evaluation"])
     document = json.loads(file.read_text())
     cell = document["cells"][0]
@@ -190,7 +200,7 @@ def test_a_damaged_or_foreign_evaluation_hides_nothing(evaluate: Any, run: Any) 
 
 
 def test_a_profile_with_any_name_finds_its_evaluations(evaluate: Any, run: Any, tmp_path: Path) -> None:
-    _, found, _, path = evaluate("--levels", "arithmetic", *FEW)
+    _, found, _, path = evaluate("--levels", "arithmetic", *QUESTIONS)
     odd = path.with_name("profile[1].json")
     path.rename(odd)
     file = Path(found["evaluation"])
@@ -207,6 +217,7 @@ def test_refusals(evaluate: Any, run: Any, model_folder: Any, tmp_path: Path) ->
         (("--positions", "4"), "--positions is for servers; give --endpoint too"),
         (("--scored-sequences", "4"), "--scored-sequences is for servers"),
         (("--top-logprobs", "4"), "--top-logprobs is for servers"),
+        (("--timeout", "4"), "--timeout is for servers"),
         (("--endpoint", "localhost:1"), "an endpoint is http://HOST:PORT"),
         (("--endpoint", "fp8=http://127.0.0.1:9"), "none of the endpoints serves the profile"),
         (("--endpoint", "http://127.0.0.1:9"), "does not answer as sglang servers do"),
@@ -224,6 +235,62 @@ def test_refusals(evaluate: Any, run: Any, model_folder: Any, tmp_path: Path) ->
     status, _, err = run("eval", tmp_path / "nothing.json")
     assert status == 2
     assert "cannot be read" in err
+
+
+SERVER = ("--endpoint", "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    (("--limit", "4"), "--limit is for tasks of lm-evaluation-harness; give --tasks too"),
+    (("--num-fewshot", "0"), "--num-fewshot is for tasks"),
+    (("--apply-chat-template",), "--apply-chat-template is for tasks"),
+    (("--include-path", "."), "--include-path is for tasks"),
+    (("--levels", "likelihood", "--questions", "4"), "--questions is for --levels recall or needle or arithmetic; ask"),
+    (("--levels", "samples", "--problems", "10"), "--problems is for --levels recall or needle or arithmetic; ask"),
+    (("--levels", "recall", "--samples", "3"), "--samples is for --levels samples; ask"),
+    (("--levels", "arithmetic", "--lengths", "64"), "--lengths is for --levels recall or needle; ask"),
+    (("--levels", "recall", "--batch-size", "1"), "--batch-size is for --levels likelihood; ask"),
+    ((*SERVER, "--levels", "samples", "--lengths", "64"), "--lengths is for --levels recall or needle or arithmetic"),
+    ((*SERVER, "--levels", "recall", "--positions", "4"), "--positions is for --levels likelihood"),
+    ((*SERVER, "--levels", "recall", "--scored-sequences", "4"), "--scored-sequences is for --levels likelihood"),
+    ((*SERVER, "--levels", "recall", "--top-logprobs", "4"), "--top-logprobs is for --levels likelihood"),
+    ((*SERVER, "--api", "openai", "--top-logprobs", "4"), "--top-logprobs is for --levels likelihood"),
+    ((*SERVER, "--batch-size", "2"), "--batch-size is for a model loaded here, not for servers"),
+    ((*SERVER, "--device", "cpu"), "--device is for a model loaded here, not for servers"),
+    ((*SERVER, "--dtype", "float32"), "--dtype is for a model loaded here, not for servers"),
+])  # fmt: skip
+def test_a_flag_that_nothing_would_read_is_refused_in_one_line(
+    evaluate: Any, tmp_path: Path, flags: tuple[str, ...], said: str
+) -> None:
+    status, out, err, _ = evaluate(*flags, as_json=False)
+    assert (status, out) == (2, "")
+    assert said in err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flags", [
+    ("--levels", "arithmetic,samples", "--samples", "1", *QUESTIONS),
+    (*SERVER, "--levels", "arithmetic", "--lengths", "64", "--timeout", "1", "--device", "auto"),
+    (*SERVER, "--levels", "likelihood", "--positions", "4", "--no-apply-chat-template"),
+])  # fmt: skip
+def test_a_flag_that_is_read_is_not(evaluate: Any, flags: tuple[str, ...]) -> None:
+    status, _, err, _ = evaluate(*flags, as_json=False)
+    assert status == (2 if "--endpoint" in flags else 0)
+    assert status == 0 or "does not answer as sglang servers do" in err
+
+
+def test_the_weights_are_hashed_once(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtuner.calibration import model
+
+    healthy, hashed = model.fingerprint, []
+
+    def counted(tensors: Any) -> str:
+        hashed.append(len(tensors))
+        return healthy(tensors)
+
+    monkeypatch.setattr(model, "fingerprint", counted)
+    assert evaluate("--levels", "likelihood,recall", *TABLES)[0] == 0
+    assert len(hashed) == 1
 
 
 def test_intervals_are_those_of_numpy(evaluate: Any) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
+from kvtuner.calibration.read_plan import ReadPlanName
+from kvtuner.calibration.sensitivity import ScoreName
+from kvtuner.cli import parser as parser_module
 from kvtuner.cli.parser import build_parser, parse
+from kvtuner.evaluation.endpoint import Api
+from kvtuner.tuner.samplers import SamplerName
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,6 +21,14 @@ def parsed(tmp_path: Path, text: str, *flags: str) -> dict[str, Any]:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     return vars(parse(build_parser(), ["search", "--config", str(file), *flags]))
+
+
+@pytest.mark.parametrize(
+    ("copy", "known"),
+    [("_SCORES", ScoreName), ("_PLANS", ReadPlanName), ("_SAMPLERS", SamplerName), ("_APIS", Api)],
+)
+def test_the_parsers_words_are_those_of_the_modules_that_it_does_not_import(copy: str, known: object) -> None:
+    assert getattr(parser_module, copy) == get_args(known)
 
 
 def test_null_in_the_yaml_file_is_the_default(tmp_path: Path) -> None:

@@ -149,8 +149,9 @@ def test_flags_that_contradict_the_model_or_themselves_are_refused(
     refused: Any, model_folder: Any, corpus_file: Path, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     message = refused(
-        "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--out", tmp_path / "run", *flags
-    )
+        "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL[:-2], "--out", tmp_path / "run",
+        *flags,
+    )  # fmt: skip
     assert "unrecognized" not in message  # refused for what it says, not for how the test spells it
     assert not (tmp_path / "run").exists()
 
@@ -158,6 +159,9 @@ def test_flags_that_contradict_the_model_or_themselves_are_refused(
 @pytest.mark.parametrize(("flags", "complaint"), [
     (("--layers", "0-2:K4V2", "--nested"), "--nested"), (("--layers", "0-2:K4V2", "--groups"), "--groups"),
     (("--layers", "0-2:K4V2", "--keep", "0:8"), "--keep"),
+    (("--layers", "0-2:K4V2", "--sampler", "nsga2"), "--sampler is of a search, but --layers writes one"),
+    (("--layers", "0-2:K4V2", "--trials", "100"), "--trials is of a search, but --layers writes one"),
+    (("--layers", "0-2:K4V2", "--storage", "sqlite:///x.db"), "--storage is of a search, but --layers writes one"),
     (("--budget", "4bit", "--keep", "0:16,1:K4V4"), "smallest possible is"),
     (("--budget", "4bit", "3bit", "--nested", "--sampler", "none"), "must ascend, but 3bit is smaller than 4bit"),
     (("--budget", "3bit", "50%", "--nested", "--sampler", "none"), "do not mix"),
@@ -171,6 +175,14 @@ def test_what_cannot_work_is_refused_before_weights_are_loaded(
     (folder / "model.safetensors").unlink()
     assert complaint in refused("search", "--model", folder, *flags)
     assert complaint in refused("search", "--model", folder, *flags, "--dry-run")
+
+
+def test_flags_of_a_search_in_a_file_are_refused_beside_layers(refused: Any, copied: Any, tmp_path: Path) -> None:
+    file = tmp_path / "search.yaml"
+    file.write_text("trials: 50\n")
+    said = refused("search", "--config", file, "--model", copied(), "--layers", "0-2:K4V2", "--dry-run")
+    assert "--trials is of a search" in said
+    assert "in --config" in said
 
 
 @pytest.mark.slow

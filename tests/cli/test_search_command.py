@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ def test_kept_layers_are_kept(search: Callable[..., Any], tmp_path: Path) -> Non
 
 
 def test_a_hand_written_configuration_is_exported_as_it_is(search: Callable[..., Any], tmp_path: Path) -> None:
-    result = search(tmp_path / "run", "--layers", "0:bf16,1-2:K4V2")
+    result = search(tmp_path / "run", "--layers", "0:bf16,1-2:K4V2", trials=None)
     assert result["quality"][0]["winner"]["name"] == "hand-written"
     assert result["budget"]["asked"] == "0:K16V16,1-2:K4V2"
     assert load_profile(tmp_path / "run/profile.json").pairs == (
@@ -329,6 +330,39 @@ def test_a_uniform_that_may_not_be_better_takes_no_place(
     low = 0.5 if flags else 0.0
     monkeypatch.setattr(outcome, "kl_difference", lambda *_: Interval(1.0, low, 2.0))
     assert search(tmp_path / "run", "--budget", "4bit", *flags, trials=2)["uniform_winner"] is None
+
+
+def test_what_makes_the_model_overflow_is_left_out_and_said_and_the_search_goes_on(
+    run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvtuner.calibration import simulate
+
+    healthy = simulate.quantized_attention
+
+    def overflowing(specs: Any, plan: Any) -> Any:
+        listen = healthy(specs, plan)
+        two_bits = sum(spec is not None and spec.k is not None and spec.k.bits == 2 for spec in specs.values())
+        return (lambda layer, call: listen(layer, call) * float("inf")) if two_bits > 1 else listen
+
+    monkeypatch.setattr(simulate, "quantized_attention", overflowing)
+    arguments = (
+        "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--trials", "12",
+        "--out", tmp_path / "run", "--budget", "3.5bit", "--json",
+    )  # fmt: skip
+    status, out, err = run(*arguments)
+    assert status == 0, err
+    left_out = [line for line in err.splitlines() if " is left out: " in line]
+    assert any("uniform K2V8 is left out: a measured KL must be finite, but is" in line for line in left_out)
+    assert any(re.search(r"trial \d+ of 3.5bit is left out: .* from layer 0 on \(K2V", line) for line in left_out)
+    profile = load_profile(json.loads(out)["profile"])
+    assert sum(pair.k_bits == 2 for pair in profile.pairs) <= 1
+    assert not any("K2V2" in baseline.name for baseline in profile.quality.baselines)
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert sum(event["event"] == "left out" for event in events) == len(left_out)
+    status, again, err = run(*arguments)
+    assert status == 0, err
+    assert json.loads(again)["digest"] == json.loads(out)["digest"]
+    assert "trial" not in "".join(line for line in err.splitlines() if " is left out: " in line), "told once"
 
 
 def test_every_long_step_has_a_bar_and_says_what_it_cost(

@@ -4,12 +4,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import scipy.stats
 import torch
 
 from kvtuner.calibration.sensitivity import Candidate, LayerConstants, Scores, SensitivityTable
 from kvtuner.evaluation.assemble import (
+    MAX_FRONT_POINTS,
+    front_points,
     keeps_budget,
     pair_additivity,
     rank_bytes,
@@ -21,6 +24,8 @@ from kvtuner.evaluation.validation import Contestant, fp8_contestant
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
 from kvtuner.search_spaces.budget import Budget
+from kvtuner.search_spaces.space import Choice, LayerMenu, SearchSpace
+from kvtuner.tuner.exact import Front
 
 GEOMETRY = ModelGeometry(num_layers=5, num_attention_heads=8, num_kv_heads=4, head_dim=32, v_head_dim=32)
 
@@ -78,6 +83,20 @@ def test_pairs_are_compared_with_the_sum_of_their_sides() -> None:
     assert found.num_pairs == 3
     assert (found.median, found.maximum) == (pytest.approx(0.1), pytest.approx(0.5))
     assert pair_additivity(table()) is None
+
+
+@pytest.mark.parametrize("num_points", [1, 2, 399, 400, 401, 799, 800, 801, 1197, 1198, 5000])
+def test_a_long_front_is_drawn_from_end_to_end_by_few_points(num_points: int) -> None:
+    pair, rows = PrecisionPair.parse("K4V2"), replace(GEOMETRY, num_layers=1).row_shape()
+    menu = LayerMenu(0, tuple(Choice(pair, "none", "none", 1, -float(score)) for score in range(num_points)))
+    numbers = np.arange(num_points)
+    front = Front(numbers, -numbers.astype(float), numbers[:, None], SearchSpace((menu,), ((0,),), rows), (0,))
+    drawn = [-point.predicted_kl for point in front_points([front], rows)]
+    assert len(drawn) == num_points if num_points <= MAX_FRONT_POINTS else len(drawn) <= MAX_FRONT_POINTS
+    assert len(drawn) > min(num_points, MAX_FRONT_POINTS) // 2
+    assert (drawn[0], drawn[-1]) == (0, num_points - 1)
+    assert drawn == sorted(set(drawn))
+    assert front_points([front, front], rows) == ()
 
 
 def table_of(scores: dict[Candidate, Scores]) -> SensitivityTable:

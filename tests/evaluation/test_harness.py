@@ -16,6 +16,7 @@ from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
 from kvtuner.calibration.model import ModelSource, load_tokenizer, read_shape
 from kvtuner.cli import main
+from kvtuner.errors import CacheError
 from kvtuner.evaluation.harness import HarnessModel
 from kvtuner.evaluation.offline import Offline
 from kvtuner.evaluation.subjects import named
@@ -110,6 +111,28 @@ def test_long_texts_are_scored_in_pieces_each_token_once(
         scored += piece.shape[1] - 1
     assert scored == len(ids) - 1
     assert found == pytest.approx(expected, abs=1e-3)
+
+
+def test_an_empty_continuation_is_certain_and_takes_nothing_from_its_neighbours(harness: Any) -> None:
+    model = harness({"name": "llama-gqa"}, "bf16")
+    alone = model.loglikelihood(asking(("one", " two")))
+    found = model.loglikelihood(asking(("abc", ""), ("one", " two"), ("", ""), ("abc ", "")))
+    assert found == [(0.0, True), *alone, (0.0, True), (0.0, True)]
+
+
+@pytest.mark.parametrize(("options", "is_sampled"), [
+    ({}, False), ({"do_sample": False}, False), ({"do_sample": False, "temperature": 0.7}, False),
+    ({"temperature": 0}, False), ({"do_sample": True, "temperature": 0.0}, False),
+    ({"do_sample": True}, True), ({"do_sample": True, "temperature": 1.5}, True), ({"temperature": 0.7}, True),
+])  # fmt: skip
+def test_a_task_that_asks_for_sampling_is_noted_and_answered_greedily(
+    harness: Any, options: dict[str, Any], is_sampled: bool
+) -> None:
+    model = harness({"name": "llama-gqa"}, "bf16")
+    (greedy,) = model.generate_until(asking(("one two", {"max_gen_toks": 12})))
+    assert model.greedy == set()
+    assert model.generate_until(asking(("one two", {"max_gen_toks": 12, **options}))) == [greedy]
+    assert model.greedy == ({"a"} if is_sampled else set())
 
 
 def test_generations_stop_where_the_task_says(harness: Any, load_tiny: Any, model_folder: Any) -> None:
@@ -240,11 +263,53 @@ def test_tasks_that_cannot_be_asked(evaluate: Any, tasks: Path) -> None:
     (tasks / "broken.yaml").write_text(
         "task: broken\ndataset_path: json\ndataset_kwargs: {data_files: nowhere.jsonl}\n"
     )
+    unsafe = (tasks / "sums.yaml").read_text().replace("task: demo_sums", "task: unsafe") + "unsafe_code: true\n"
+    (tasks / "unsafe.yaml").write_text(unsafe)
     for flags, said in (
         (("--tasks", "no_such_task"), "no_such_task"),
         (("--tasks", "broken", "--include-path", str(tasks)), "cannot be evaluated"),
+        (("--tasks", "unsafe", "--include-path", str(tasks)), "marked as unsafe"),
+        (("--tasks", "demo_sums", "--include-path", str(tasks), "--apply-chat-template"), "cannot be evaluated"),
         (("--tasks", "x", "--include-path", str(tasks / "none")), "is no folder"),
     ):
         status, _, err = evaluate(*flags)
         assert status == 2, flags
         assert said in err
+
+
+def test_sampling_is_left_out_with_a_warning_and_the_result_says_so(
+    evaluate: Any, tasks: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tasks / "sums.yaml"
+    drawn = file.read_text().replace("max_gen_toks: 8", "max_gen_toks: 8, do_sample: true, temperature: 1.5")
+    (tasks / "drawn.yaml").write_text(drawn.replace("task: demo_sums", "task: demo_drawn"))
+    status, found, err = evaluate("--tasks", "demo_sums,demo_drawn", "--include-path", str(tasks), "--against", "K8V8")
+    assert status == 0, err
+    cells = {cell["task"]: cell for cell in found["cells"] if cell["level"] == "task"}
+    assert set(cells) == {"demo_sums exact_match", "demo_drawn exact_match (greedy)"}
+    assert cells["demo_drawn exact_match (greedy)"]["results"] == cells["demo_sums exact_match"]["results"]
+    (said,) = (record.getMessage() for record in caplog.records if "sampling" in record.getMessage())
+    assert "demo_drawn asks for sampling" in said
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), KeyError("a bug of ours"), OSError("the disk")])
+def test_what_fails_in_the_model_is_not_blamed_on_the_task(
+    evaluate: Any, tasks: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Offline, "log_likelihood", failing)
+    with pytest.raises(type(error)) as raised:
+        evaluate("--tasks", "demo_lines", "--include-path", str(tasks))
+    assert raised.value is error
+
+
+def test_a_refusal_of_the_model_keeps_its_words(evaluate: Any, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(*_: Any, **__: Any) -> None:
+        raise CacheError("the cache is of another batch")
+
+    monkeypatch.setattr(Offline, "continuation", refusing)
+    status, _, err = evaluate("--tasks", "demo_sums", "--include-path", str(tasks))
+    assert status == 2
+    assert err.splitlines()[-1] == "kvtuner eval: error: the cache is of another batch"

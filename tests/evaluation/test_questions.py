@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
+from typing import TYPE_CHECKING
 
 import pytest
 
+from kvtuner.calibration.demo.tasks import recall_problem
+from kvtuner.calibration.model import ModelSource, load_tokenizer
 from kvtuner.evaluation.questions import NUM_EXAMPLES, Problem, Question, arithmetic, needles, recall
+from kvtuner.evaluation.text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FILLER = "".join(f"Line {number} of a text that says nothing, if: or: anything.\n" for number in range(40))
 
@@ -15,6 +23,17 @@ FILLER = "".join(f"Line {number} of a text that says nothing, if: or: anything.\
 def count(text: str) -> int:
     """A tokenizer: longer words and numbers are more tokens."""
     return len(re.findall(r"\w{1,2}|\W", text))
+
+
+def bounded(count_tokens: Callable[[str], int]) -> Callable[[str], int]:
+    """The same, for a search that ends soon."""
+    calls = itertools.count()
+
+    def counted(text: str) -> int:
+        assert next(calls) < 100, "still looking"
+        return count_tokens(text)
+
+    return counted
 
 
 def answers_of(problem: Problem) -> list[tuple[str, list[str]]]:
@@ -35,6 +54,39 @@ def test_a_key_stands_once_in_a_table_of_the_length(num_tokens: int) -> None:
     assert len(examples.splitlines()) == NUM_EXAMPLES
     assert all(found == [answer] for answer, found in answers_of(problem))
     assert len({question.text for question in problem.questions}) == 5
+
+
+LONGEST_OF_TWO_LETTERS = 26**2 // 2
+"""Lines of a table: a longer one has keys of three letters."""
+
+
+@pytest.mark.parametrize(
+    ("make_count", "lengths"),
+    [
+        pytest.param(
+            lambda: Text(load_tokenizer(ModelSource("demo"))).count, range(2300, 2700, 50), marks=pytest.mark.slow
+        ),
+        (lambda: len, range(2300, 3200, 50)),
+        (lambda: lambda text: len(re.findall(r"\d|[a-z]{1,2}|\W", text)), range(1900, 2560, 20)),
+        (lambda: count, range(1600, 2900, 50)),
+    ],
+    ids=["demo", "characters", "digits", "pairs of characters"],
+)
+def test_a_table_is_found_where_longer_keys_ask_for_fewer_lines(
+    make_count: Callable[[], Callable[[str], int]], lengths: range
+) -> None:
+    counted, lines = make_count(), set()
+    for num_tokens in lengths:
+        problem = recall(random.Random(num_tokens), bounded(counted), num_tokens, 4)
+        table = problem.context.partition("?\n")[0].splitlines()
+        lines.add(len(table))
+        assert counted(problem.context) < 1.03 * num_tokens + 8
+        if counted(problem.context) < 0.97 * num_tokens - 8:
+            assert len(table) == LONGEST_OF_TWO_LETTERS, "the longest there is before keys get longer"
+            longer = recall_problem(random.Random(num_tokens), len(table) + 1, 1).prompt
+            assert counted(longer) > 0.97 * num_tokens - 40
+        assert all(found == [answer] for answer, found in answers_of(problem))
+    assert min(lines) < LONGEST_OF_TWO_LETTERS < max(lines), "both sides of where keys get longer"
 
 
 @pytest.mark.parametrize("num_tokens", [120, 1000, 5000])

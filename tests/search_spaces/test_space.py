@@ -168,7 +168,6 @@ def test_configuration_of_indices_and_back(random_table: Table) -> None:
     configuration = space.configuration(indices)
     assert [c.pair for c in configuration] == [m.choices[i].pair for m, i in zip(space.menus, indices, strict=True)]
     assert space.project(configuration) == indices
-    assert space.num_configurations == math.prod(len(menu.choices) for menu in space.menus)
 
 
 def test_projection_replaces_pruned_pairs_by_better_ones_that_cost_no_more(random_table: Table) -> None:

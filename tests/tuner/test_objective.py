@@ -49,6 +49,9 @@ class Simulated:
         kl = torch.tensor([self.kls[bits][row] for row in rows], dtype=torch.float64)
         return SimpleNamespace(kl=kl.unsqueeze(1).expand(-1, 3))
 
+    def broken_layer(self, specs: Mapping[int, Any], *, batches: slice) -> int | None:
+        return next(iter(specs)) if any(item.batch.input_ids for item in self.prepared[batches]) else None
+
 
 class Table:
     @staticmethod
@@ -161,7 +164,7 @@ def test_a_race_that_meets_no_number_is_an_error_that_keeps_what_was_measured(tm
 def test_a_kl_that_is_not_finite_is_an_error_and_is_not_journalled(value: float, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     measured = objective(Simulated({16: [value]}), folder)
-    with pytest.raises(NonFiniteActivationError, match=rf"must be finite, but is {value} \(K16V16\)"):
+    with pytest.raises(NonFiniteActivationError, match=rf"must be finite, but is {value} from layer 0 on \(K16V16\)"):
         measured(WINNER)
     assert measured.num_sequences == 0
     assert not folder.file(JOURNAL).exists()

@@ -19,7 +19,7 @@ from kvtuner.search_spaces.budget import Constraint
 from kvtuner.search_spaces.space import Configuration, SearchSpace
 from kvtuner.tuner import storage as storage_module
 from kvtuner.tuner.exact import solve
-from kvtuner.tuner.storage import open_storage, printable_url, storage_errors
+from kvtuner.tuner.storage import open_storage, printable_url, sqlite_url, storage_errors
 from kvtuner.tuner.study import StudyResult, refine
 
 if TYPE_CHECKING:
@@ -239,6 +239,45 @@ def test_urls_that_are_none_are_refused(run: Run, url: str) -> None:
     assert "sqlite:///PATH, journal:///PATH or a database" in refusal(run, url)
 
 
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("sqlite:///{}/study.db?timeout=5", "has a query after its '?', which SQLite's cannot have"),
+        ("sqlite:///file:{}/study.db?uri=true", "has a query"),
+        ("sqlite+aiosqlite:///{}/study.db", "is no sqlite:///PATH"),
+        ("sqlite:///:memory:", "is no sqlite:///PATH"),
+        ("sqlite://", "is no sqlite:///PATH"),
+    ],
+)
+def test_urls_of_sqlite_that_name_more_or_less_than_a_file_are_refused(
+    run: Run, tmp_path: Path, url: str, says: str
+) -> None:
+    assert says in refusal(run, url.format(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["study.db", "what? 50%20.db", "a@b#c.db"])
+def test_the_url_of_a_file_names_that_file(run: Run, tmp_path: Path, name: str) -> None:
+    run(sqlite_url(tmp_path / name))
+    assert {path.name for path in tmp_path.iterdir()} == {name, f".{name}.lock"}
+
+
+def test_every_spelling_of_a_sqlite_url_is_protected(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "study.db"
+    first = run(f"sqlite+pysqlite:///{path}")
+    assert run(f"sqlite:///{path}") == first
+    assert (tmp_path / ".study.db.lock").exists()
+    with sqlite3.connect(path, isolation_level=None) as holder:
+        engine = open_storage(f"sqlite+pysqlite:///{path}").engine  # type: ignore[attr-defined]  # of a database
+        with engine.begin():
+            holder.execute("PRAGMA busy_timeout=20")
+            with pytest.raises(sqlite3.OperationalError, match="locked"):
+                holder.execute("BEGIN IMMEDIATE")
+    holder.close()
+    path.write_bytes(b"no database" * 100)
+    assert "delete it" in refusal(run, f"sqlite+pysqlite:///{path}")
+
+
 def test_passwords_are_not_printed() -> None:
     assert "secret" not in printable_url("postgresql://me:secret@host:5432/db")
     assert "host" in printable_url("postgresql://me:secret@host:5432/db")
@@ -258,7 +297,7 @@ def test_a_database_that_cannot_be_reached_is_not_to_be_deleted() -> None:
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("scheme", ["sqlite", "journal"])
+@pytest.mark.parametrize("scheme", ["sqlite", "sqlite+pysqlite", "journal"])
 def test_a_queued_trial_is_taken_by_one_worker(scheme: str, tmp_path: Path) -> None:
     url, num_workers, each = f"{scheme}:///{tmp_path}/study", 4, 15
     study = optuna.create_study(study_name="queue", storage=open_storage(url))

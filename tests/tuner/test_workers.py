@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import signal
 import subprocess
 import sys
@@ -103,7 +102,8 @@ def resume(space: SearchSpace, constraint: Constraint, url: str) -> StudyResult:
 
 
 def states(url: str) -> Counter[TrialState]:
-    return Counter(trial.state for trial in optuna.load_study(study_name="kvtuner", storage=url).trials)
+    study = optuna.load_study(study_name="kvtuner", storage=open_storage(url))
+    return Counter(trial.state for trial in study.trials)
 
 
 @pytest.mark.parametrize("num_begun", [1, 4, NUM_WARM + 3], ids=["first", "among warm starts", "after them"])
@@ -351,47 +351,3 @@ def test_an_error_of_the_objective_is_not_taken_for_a_trial_given_up(
 
     with pytest.raises(RuntimeError, match="out of memory"):
         refine(space, constraint, objective, warm=warm_of(space))
-
-
-def test_a_worker_knows_itself_and_the_dead() -> None:
-    own = liveness.worker_id()
-    machine, _, start = own.split("|")
-    assert not liveness.has_ended(own)
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    alive = f"{machine}|{child.pid}|{liveness._start_of(child.pid)}"
-    assert not liveness.has_ended(alive)
-    child.kill()
-    # Killed but not yet waited for, it is a zombie.
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert liveness.has_ended(alive)
-    child.communicate()
-    assert liveness.has_ended(alive)
-    assert liveness.has_ended(f"{machine}|{os.getpid()}|{start}1"), "a process id used again is another worker"
-    assert not liveness.has_ended(f"another machine|{child.pid}|{start}")
-
-
-def test_heartbeats_show_that_a_worker_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "HEARTBEAT_S", 0.01)
-    monkeypatch.setattr(liveness, "GRACE_S", 0.2)
-    study = optuna.create_study()
-    trial = study.ask()
-    trial.set_user_attr(liveness.WORKER, "another machine|1|1")
-    watch = liveness.Watch()
-    with liveness.heartbeat(trial):
-        for _ in range(30):
-            assert not watch.is_lost(study.trials[0])
-            time.sleep(0.02)
-    begun = time.monotonic()
-    while not watch.is_lost(study.trials[0]):
-        time.sleep(0.02)
-    assert time.monotonic() - begun >= 0.1
-
-
-def test_a_heartbeat_ends_quietly_when_the_trial_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "HEARTBEAT_S", 0.01)
-    study = optuna.create_study()
-    trial = study.ask()
-    with liveness.heartbeat(trial):
-        study.tell(trial, state=TrialState.FAIL)
-        time.sleep(0.05)
-    assert study.trials[0].state == TrialState.FAIL

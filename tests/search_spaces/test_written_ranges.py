@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtuner.cli.targets import run_length
+from kvtuner.layer_ranges import write_ranges
 from kvtuner.precision import PrecisionPair
 from kvtuner.search_spaces.ranges import parse_ranges
 
@@ -16,12 +16,12 @@ def test_a_configuration_is_written_with_equal_neighbours_as_one_range(
     text: str, shortest: str, num_layers: int
 ) -> None:
     pairs = parse_ranges(text, num_layers)
-    assert run_length(pairs) == shortest
+    assert write_ranges(pairs) == shortest
     assert parse_ranges(shortest, num_layers) == pairs
 
 
 def test_a_long_text_of_equal_neighbours_becomes_short() -> None:
     text = ",".join(f"{layer}:K4V2" for layer in range(100))
     assert len(text) > 256
-    assert run_length(parse_ranges(text, 100)) == "0-99:K4V2"
-    assert run_length([PrecisionPair(4, 2)]) == "0:K4V2"
+    assert write_ranges(parse_ranges(text, 100)) == "0-99:K4V2"
+    assert write_ranges([PrecisionPair(4, 2)]) == "0:K4V2"
