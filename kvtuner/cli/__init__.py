@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -17,11 +19,14 @@ _RENAMED = {"import": "import_", "list": "list_"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status.
 
-    0: done. 1: done, and `doctor`, `validate`, `diff --exit-code` or `bench` found something. 2: a clear refusal, one line on stderr.
-    130: interrupted; the same command resumes.
+    0: done. 1: done, and `doctor`, `validate`, `diff --exit-code` or `bench` found something. 2: a clear refusal, one
+    line on stderr. 130: interrupted; the same command resumes.
     """
     from kvtuner.cli.parser import build_parser, parse
 
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, io.StringIO())
     parser = build_parser()
     args = parse(parser, list(sys.argv[1:] if argv is None else argv))
     if args.command is None:
@@ -39,7 +44,9 @@ def _run(command: str, args: object) -> int:
     sys.unraisablehook = _unraisable
     try:
         module = importlib.import_module(f"kvtuner.cli.{_RENAMED.get(command, command)}")
-        return int(module.run(args))
+        status = int(module.run(args))
+        sys.stdout.flush()
+        return status
     except KVTunerError as error:
         if debug:
             raise
@@ -56,6 +63,12 @@ def _run(command: str, args: object) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"kvtuner {command}: error: no space left for what is written ({error.strerror})", file=sys.stderr)
+        sys.stdout = io.StringIO()  # what is left of the old one would be written at the end
+        return 2
 
 
 def _unraisable(problem: sys.UnraisableHookArgs) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtuner.cli.given import profiles_of
 from kvtuner.cli.profile_text import printable
-from kvtuner.errors import ProfileError
+from kvtuner.errors import KVTunerError, ProfileError
 from kvtuner.exported_configs.identity import identity_of
 from kvtuner.exported_configs.mismatch import Policy, compare
 
@@ -20,13 +20,20 @@ if TYPE_CHECKING:
 
 
 def run(args: Namespace) -> int:
-    """Run the sub-command: 1 where a profile is valid, but not for the model."""
+    """Run the sub-command: 1 where a profile is valid, but not for the model; 2 where one of several is not valid."""
     policy = _policy(args)
     results: list[dict[str, Any]] = []
     for name in args.file:
-        for each in profiles_of(name):
-            results.append(_result(str(each.path) if each.is_own else each.name, each.profile, args, policy))
+        try:
+            for each in profiles_of(name):
+                results.append(_result(str(each.path) if each.is_own else each.name, each.profile, args, policy))
+        except KVTunerError as error:
+            if len(args.file) == 1:
+                raise
+            results.append({"file": name, "valid": False, "error": " ".join(str(error).split())})
     print(json.dumps(results, indent=1) if args.json else "\n".join(line for each in results for line in _lines(each)))
+    if not all(result["valid"] for result in results):
+        return 2
     return int(any(result["fits"] is False for result in results))
 
 
@@ -68,6 +75,9 @@ def mismatches(profile: Profile, model: str, policy: Policy) -> list[Mismatch]:
 
 
 def _lines(result: Mapping[str, Any]) -> Iterator[str]:
+    if not result["valid"]:
+        yield f"{result['file']}: refused: {printable(result['error'])}"
+        return
     yield f"{result['file']}: valid, {result['digest']}, for {printable(str(result['model']))}"
     for each in result["mismatches"]:
         yield f"  {each['severity']}: {printable(each['text'])}"

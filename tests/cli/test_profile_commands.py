@@ -138,3 +138,35 @@ def test_the_module_can_be_run(tmp_path: Path) -> None:
         [sys.executable, "-m", "kvtuner", "--version"], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert done.stdout.startswith("kvtuner ")
+
+
+def test_a_file_of_several_that_is_no_profile_hides_no_other(run: Any, finished: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.json"
+    cut.write_text((finished / "profile.json").read_text()[:200])
+    status, out, _ = run("validate", finished, cut, finished, "--json")
+    assert status == 2
+    found = json.loads(out)
+    assert [each["valid"] for each in found] == [True, False, True]
+    assert "JSON" in found[1]["error"]
+    status, out, _ = run("validate", cut, finished)
+    assert (status, out.splitlines()[0].startswith(f"{cut}: refused: ")) == (2, True)
+    assert "valid, sha256:" in out.splitlines()[1]
+    assert run("validate", cut)[0] == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_one_line(finished: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvtuner", "show", str(finished)], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2
+    assert done.stderr == "kvtuner show: error: no space left for what is written (No space left on device)\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_closed_output_is_no_failure(closed: str, finished: Path) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -m kvtuner show "$1" {closed}', sys.executable, str(finished)], capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (0, b"")

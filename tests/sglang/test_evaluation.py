@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 SCORED, POSITIONS = 3, 12
 SCORING = ("--levels", "likelihood", "--scored-sequences", str(SCORED), "--positions", str(POSITIONS))
-FEW = ("--lengths", "150", "--problems", "5", "--questions", "3", "--samples", "1")
+QUESTIONS = ("--problems", "5", "--questions", "3")
+FEW = ("--lengths", "150", *QUESTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def accuracies(found: Any, subject: str) -> dict[tuple[str, int | None], float]:
 def test_served_profiles_are_asked_what_the_transformers_host_is_asked(
     served: tuple[str, ...], evaluate: Any, rough: Path, tmp_path: Path
 ) -> None:
-    levels = ("--levels", "recall,arithmetic,samples", *FEW)
+    levels = ("--levels", "recall,arithmetic,samples", *FEW, "--samples", "1")
     _, offline, _ = evaluate(*levels, "--read-plan", "hit", "--out", str(tmp_path / "offline"))
     status, found, _ = evaluate(*levels, *served)
     assert status == 0
@@ -229,7 +230,8 @@ def tasks(tmp_path: Path) -> Path:
 def test_tasks_of_servers_are_answered_as_the_transformers_host_answers_them(
     served: tuple[str, ...], evaluate: Any, tasks: Path, tmp_path: Path
 ) -> None:
-    flags = ("--levels", "arithmetic", *FEW, "--include-path", str(tasks), "--tasks")
+    flags = ("--levels", "arithmetic", *QUESTIONS, "--include-path", str(tasks), "--tasks")
+    served = ("--lengths", "150", *served)
     both, offline = "demo_sums,demo_lines", str(tmp_path / "offline")
     status, there, err = evaluate(*flags, both, "--read-plan", "hit", "--out", offline)
     assert status == 0, err
