@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 from kvtuner import __version__
 from kvtuner.cli.session import model_source, say
+from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.evaluation import Making
 from kvtuner.exported_configs.find import find_profile, find_profiles
+from kvtuner.exported_configs.identity import is_hub_id
 from kvtuner.exported_configs.mismatch import Policy, compare, refuse
 from kvtuner.runtime_loader.model_check import calibrated_positions
 
@@ -54,9 +56,16 @@ def _said(found: list[Found]) -> list[Found]:
 
 
 def take_from_profile(args: Namespace, profile: Profile) -> None:
-    """What was not said is as the search had it: the model, the corpus's cut and so its unseen part."""
+    """What was not said is as the search had it: the model, the corpus's cut and so its unseen part.
+
+    Raises:
+        ProfileError: the model was a folder, whose name alone finds none, or another one.
+    """
     if args.model is None:
-        args.model, args.revision = profile.model.id, args.revision or profile.model.revision
+        name, revision = profile.model.id, args.revision or profile.model.revision
+        if name != "demo" and not is_hub_id(name) and revision is None:
+            raise ProfileError(f"the profile is for a model of a folder called {name}; give --model FOLDER")
+        args.model, args.revision = name, revision
         say(f"no --model given: taking {args.model}{f'@{args.revision}' if args.revision else ''}")
     record = profile.provenance.calibration
     if args.seed is None:

@@ -134,6 +134,17 @@ def test_a_length_that_the_questions_alone_exceed_is_refused_and_not_shown_as_it
     assert "give longer --lengths, or fewer --questions" in err
 
 
+def test_a_model_that_was_a_folder_is_asked_for_and_not_guessed(
+    run: Any, finished: Path, model_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = load_profile(finished / "profile.json").model.id
+    shutil.copytree(model_folder("qwen2-bias"), tmp_path / name)  # another one that is called so
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run("eval", finished, "--out", tmp_path / "out")
+    assert (status, out) == (2, "")
+    assert err.endswith(f"the profile is for a model of a folder called {name}; give --model FOLDER\n")
+
+
 def test_what_was_asked_is_not_asked_again(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtuner.calibration.simulate import Simulator
     from kvtuner.evaluation.offline import Offline
