@@ -303,8 +303,8 @@ def _names(args: Namespace) -> list[str]:
     if args.levels and not args.ablation:
         raise EndpointError("--levels is for the quality of --ablation; add it, or run kvtuner eval")
     if args.endpoint:
-        for flag in ("server_args", "kv_memory", "start_timeout"):
-            if getattr(args, flag):
+        for flag in ("server_args", "kv_memory", "start_timeout", "device", "dtype"):
+            if getattr(args, flag) not in (None, "", "auto"):
                 name = f"--{flag.replace('_', '-')}"
                 raise EndpointError(f"{name} is for servers that are started here; leave out --endpoint")
         if args.against or args.ablation:

@@ -32,6 +32,8 @@ def profile(profile_of: Any, tmp_path: Path) -> str:
     ("flags", "words"),
     [
         (("--endpoint", URL, "--server-args", "--tp 2"), "--server-args is for servers that are started here"),
+        (("--endpoint", URL, "--device", "cpu"), "--device is for servers that are started here"),
+        (("--endpoint", URL, "--dtype", "float16"), "--dtype is for servers that are started here"),
         (("--endpoint", URL, "--kv-memory", "1GiB"), "--kv-memory is for servers that are started here"),
         (("--endpoint", URL, "--ablation"), "--against and --ablation start servers"),
         (("--endpoint", URL, "--endpoint", URL), "profile is asked twice"),
