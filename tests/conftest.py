@@ -7,6 +7,8 @@ import os
 import random
 import runpy
 import signal
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -331,3 +333,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that asks for `family` on every family of models."""
     if "family" in metafunc.fixturenames:
         metafunc.parametrize("family", FAMILIES)
+
+
+@pytest.fixture
+def serve_http() -> Iterator[Callable[[type[BaseHTTPRequestHandler]], Any]]:
+    """`serve_http(handler)`: a server on 127.0.0.1, ended with the test."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(handler: type[BaseHTTPRequestHandler]) -> Any:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()

@@ -73,3 +73,6 @@ def test_a_model_with_another_cache_is_refused_by_name(config: Any, named: str) 
 )
 def test_a_model_whose_layers_read_every_token_is_taken(config: PreTrainedConfig) -> None:
     refuse_other_caches(config)
+    config.get_text_config(decoder=True).kv_lora_rank = 8
+    with pytest.raises(UnsupportedModelError, match="MLA"):
+        refuse_other_caches(config)

@@ -6,15 +6,14 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -56,21 +55,15 @@ class Server(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Any]]:
+def serve(serve_http: Any) -> Callable[..., Any]:
     """`serve(target=None)`: a server on 127.0.0.1, with the `keys` that came."""
-    servers: list[Any] = []
 
     def start(target: str | None = None) -> Any:
-        server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+        server = serve_http(Server)
         server.target, server.keys = target, []
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        servers.append(server)
         return server
 
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    return start
 
 
 def test_the_key_stays_with_the_server_it_is_for_and_no_proxy_is_asked(serve: Any, model_folder: Any) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +15,7 @@ from kvtuner.evaluation.served_likelihood import Scoring, ServedScorer
 from kvtuner.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 INFO = {
@@ -66,22 +65,16 @@ class Server(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Any]]:
+def serve(serve_http: Any) -> Callable[..., Any]:
     """`serve()`: a server on 127.0.0.1 with its `url`, `info`, `model`, `asked`, `redirects` and `status`."""
-    servers: list[Any] = []
 
     def start() -> Any:
-        server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+        server = serve_http(Server)
         server.info, server.model, server.asked, server.redirects = dict(INFO), dict(MODEL), [], {}
         server.status, server.url = 200, f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        servers.append(server)
         return server
 
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    return start
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -307,21 +306,15 @@ class Faulty(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def faulty(rough: Path) -> Iterator[Callable[[str], str]]:
+def faulty(rough: Path, serve_http: Any) -> Callable[[str], str]:
     """`faulty(fault)`: the address of a server that has it."""
-    servers: list[ThreadingHTTPServer] = []
 
     def start(fault: str) -> str:
         handler = type("Handler", (Faulty,), {"fault": fault, "digest": load_profile(rough).digest})
         Faulty.asked = 0
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), handler))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_port}"
+        return f"http://127.0.0.1:{serve_http(handler).server_port}"
 
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    return start
 
 
 @pytest.mark.parametrize("fault", ["cut", "error", "empty"])
