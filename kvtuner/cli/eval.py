@@ -15,7 +15,7 @@ from kvtuner.calibration.calibrate import CalibrationOptions, Workbench
 from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model import load_model, load_tokenizer, read_shape
 from kvtuner.cli.given import making, model_record, profile_of, take_from_profile, warn_of_mismatches
-from kvtuner.cli.parser import LEVELS
+from kvtuner.cli.parser import EVALUATION, LEVELS
 from kvtuner.cli.said import command_said
 from kvtuner.cli.session import corpus_source, model_source, run_folder, say
 from kvtuner.errors import CorpusError, EndpointError, PrecisionError, RunFolderError
@@ -57,17 +57,6 @@ LENGTHS: Final = (128, 256, 512, 2048, 8192)
 SAMPLES_FILE: Final = "samples.md"
 SAMPLE_PROMPT: Final = 128
 SAMPLE_TOKENS: Final = 64
-_USUAL: Final = {
-    "problems": 10,
-    "questions": 4,
-    "samples": 3,
-    "batch_size": 1,
-    "timeout": 120,
-    "positions": 32,
-    "scored_sequences": 8,
-    "top_logprobs": 20,
-}
-"""Of flags that say nothing: which are known from none, to be refused where nothing would read them."""
 _OF_SERVERS: Final = ("positions", "scored_sequences", "top_logprobs", "timeout")
 _OF_TASKS: Final = ("include_path", "limit", "num_fewshot", "apply_chat_template")
 _OF_LEVELS: Final[dict[str, tuple[str, ...]]] = {
@@ -191,7 +180,7 @@ def _check_flags(args: Namespace) -> None:
     for name, levels in {**_OF_LEVELS, "lengths": lengths}.items():
         if getattr(args, name) is not None and not set(levels) & set(args.levels):
             raise CorpusError(f"{_flag(name)} is for --levels {' or '.join(levels)}; ask for that too, or leave it out")
-    for name, usual in _USUAL.items():
+    for name, usual in EVALUATION.items():
         if getattr(args, name) is None:
             setattr(args, name, usual)
 

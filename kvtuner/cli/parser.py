@@ -22,6 +22,17 @@ _APIS = ("sglang", "openai")
 _SAMPLERS = ("nsga2", "tpe", "random", "none")
 REFINEMENT = {"sampler": "nsga2", "trials": 100}
 """Of a search where nothing is said; `--layers` does not refine, so that a flag of these must be known from none."""
+EVALUATION = {
+    "problems": 10,
+    "questions": 4,
+    "samples": 3,
+    "batch_size": 1,
+    "timeout": 120,
+    "positions": 32,
+    "scored_sequences": 8,
+    "top_logprobs": 20,
+}
+"""Of an evaluation where nothing is said; one that nothing would read is refused, so known from none, too."""
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -152,9 +163,11 @@ def _search(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sampler",
         choices=_SAMPLERS,
-        help="of the refinement; none measures the warm starts only; nsga2 by default",
+        help=f"of the refinement; none measures the warm starts only; {REFINEMENT['sampler']} by default",
     )
-    group.add_argument("--trials", type=_positive, help="of the refinement, warm starts included; 100 by default")
+    group.add_argument(
+        "--trials", type=_positive, help=f"of the refinement, warm starts included; {REFINEMENT['trials']} by default"
+    )
     _switch(group, "--nested", "a larger budget never takes bits away; needs --sampler none")
     group.add_argument("--tp-size", type=_positive, default=1, help="tensor-parallel ranks that will serve")
     group.add_argument(
@@ -204,10 +217,10 @@ def _evaluation(commands: Any) -> None:
         metavar="TOKENS[,...]",
         help="of recall's and needles' contexts; those of 128, 256, 512, 2048 and 8192 that fit, by default",
     )
-    group.add_argument("--problems", type=_several, help="contexts of every length; 10 by default")
-    group.add_argument("--questions", type=_positive, help="after each context; 4 by default")
-    group.add_argument("--samples", type=_positive, help="prompts that all ways continue; 3 by default")
-    group.add_argument("--batch-size", type=_positive, help="sequences in flight, of likelihood; 1 by default")
+    _unsaid(group, "--problems", "contexts of every length", of=_several)
+    _unsaid(group, "--questions", "after each context")
+    _unsaid(group, "--samples", "prompts that all ways continue")
+    _unsaid(group, "--batch-size", "sequences in flight, of likelihood")
     group.add_argument("--seed", type=_seed, help="of documents, questions and bootstrap; the search's by default")
     tasks = command.add_argument_group("tasks of lm-evaluation-harness (pip install 'kvtuner[eval]')")
     tasks.add_argument(
@@ -226,17 +239,10 @@ def _evaluation(commands: Any) -> None:
         help="of the server that serves the profile; others as bf16=URL, fp8=URL, K8V8=URL",
     )
     served.add_argument("--api", choices=_APIS, help="how they are spoken to; sglang by default")
-    served.add_argument("--timeout", type=_positive, metavar="SECONDS", help="for one answer; 120 by default")
-    served.add_argument(
-        "--positions", type=_positive, metavar="TOKENS", help="last ones of each sequence, that they score; default 32"
-    )
-    served.add_argument("--scored-sequences", type=_several, metavar="N", help="that they score at most; default 8")
-    served.add_argument(
-        "--top-logprobs",
-        type=_positive,
-        metavar="K",
-        help="likely tokens that a truncated KL tells apart; default 20",
-    )
+    _unsaid(served, "--timeout", "for one answer", metavar="SECONDS")
+    _unsaid(served, "--positions", "last ones of each sequence, that they score", metavar="TOKENS")
+    _unsaid(served, "--scored-sequences", "that they score at most", metavar="N", of=_several)
+    _unsaid(served, "--top-logprobs", "likely tokens that a truncated KL tells apart", metavar="K")
     run = command.add_argument_group("run")
     run.add_argument(
         "--out", metavar="FOLDER", help="what is asked once is kept here; runs/<model>-eval-... by default"
@@ -258,6 +264,19 @@ def _bench(commands: Any) -> None:
 def _common(parser: argparse.ArgumentParser) -> None:
     _switch(parser, "--json", "print the result as JSON on stdout")
     _switch(parser, "--debug", "traceback instead of one line")
+
+
+def _unsaid(
+    group: argparse._ActionsContainer,
+    flag: str,
+    text: str,
+    *,
+    metavar: str | None = None,
+    of: Callable[[str], int] | None = None,
+) -> None:
+    """A number of `EVALUATION`, which stays None where the flag is not given; at least 1 unless `of` says otherwise."""
+    usual = EVALUATION[flag.removeprefix("--").replace("-", "_")]
+    group.add_argument(flag, type=of or _positive, metavar=metavar, help=f"{text}; {usual} by default")
 
 
 def _switch(group: argparse._ActionsContainer, flag: str, text: str, *, default: bool = False) -> None:
