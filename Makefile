@@ -48,10 +48,10 @@ demo-model:
 	$(PYTHON) -m kvtuner.calibration.demo.train --out calibration/demo/model
 
 schema:
-	$(PYTHON) -m kvtuner.exported_configs.schema
+	$(PYTHON) -m kvtuner.exported_configs.profile.schema
 
 catalogue: ## searches the profiles that come with kvtuner anew
 	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/catalogue.py
 
 catalogue-index: ## after a profile was added to exported_configs/profiles
-	$(PYTHON) -m kvtuner.exported_configs.catalogue
+	$(PYTHON) -m kvtuner.exported_configs.sharing.catalogue

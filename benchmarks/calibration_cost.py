@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvtuner.calibration.batches import batches
-from kvtuner.calibration.chain import DecoderChain
-from kvtuner.calibration.measure import CandidateMeasurement, QuantOptions
-from kvtuner.calibration.model import ModelSource, load_model
-from kvtuner.calibration.read_plan import ReadPlan
-from kvtuner.calibration.statistics import measure_constants
+from kvtuner.calibration.candidate_pass import CandidateMeasurement, QuantizationOptions
+from kvtuner.calibration.forward.chain import DecoderChain
+from kvtuner.calibration.forward.read_plan import ReadPlan
+from kvtuner.calibration.model_loading import ModelSource, load_model
+from kvtuner.calibration.transform_statistics import measure_constants
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +58,7 @@ def main() -> None:
         loaded.model.requires_grad_(False)
 
     def candidates(draws: int) -> None:
-        CandidateMeasurement(chain, constants, plan, QuantOptions(), draws, 0).run(batch)
+        CandidateMeasurement(chain, constants, plan, QuantizationOptions(), draws, 0).run(batch)
 
     for draws in args.draws:
         ratios, firsts = [], []

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvtuner.calibration.demo.outliers import make_twin
 from kvtuner.cli import main as kvtuner
-from kvtuner.exported_configs import catalogue
-from kvtuner.exported_configs.evaluation import evaluation_files
+from kvtuner.exported_configs.profile.evaluation_record import evaluation_files
+from kvtuner.exported_configs.sharing import catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -280,8 +280,8 @@ def write_profile(path: Path) -> None:
     """K4V4 in every layer, for the demo model."""
     from transformers import AutoConfig
 
-    from kvtuner.exported_configs.build import dump_profile, uniform_profile
-    from kvtuner.exported_configs.identity import identity_of
+    from kvtuner.exported_configs.identity.model_identity import identity_of
+    from kvtuner.exported_configs.profile.build import dump_profile, uniform_profile
     from kvtuner.geometry import ModelGeometry
 
     config = AutoConfig.from_pretrained(ROOT / "calibration" / "demo" / "model")

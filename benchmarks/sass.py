@@ -37,7 +37,7 @@ import dequantize_then_dot
 
 from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, effective_bits
 from kvtuner.quant import QuantSpec, Transform, TransformKind
-from kvtuner.runtime_loader.kernels import decode, read, store
+from kvtuner.runtime_loader.kernels import decode, read_rows, store_rows
 from kvtuner.runtime_loader.kernels.launch import (
     EXACT,
     READ_TOKENS,
@@ -48,7 +48,7 @@ from kvtuner.runtime_loader.kernels.launch import (
 )
 from kvtuner.runtime_loader.kernels.settings import DecodeLaunch, Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
-from kvtuner.runtime_loader.packed_attention import StoredRows
+from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
 
 H200_LANES_PER_S: Final = 132 * 4 * 32 * 1.755e9
@@ -106,9 +106,9 @@ def side_of(shape: Shape, bits: int) -> KernelSide:
     row_format = RowFormat(shape.num_kv_heads, shape.head_dim, spec)
     if spec is None:
         native = torch.empty(1024, shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16, device="meta")
-        return KernelSide.of(StoredRows(native, row_format))
+        return KernelSide.of(PackedRows(native, row_format))
     rows = torch.empty(1024, row_format.row_bytes(torch.bfloat16), dtype=torch.uint8, device="meta")
-    return KernelSide.of(StoredRows(rows, row_format))
+    return KernelSide.of(PackedRows(rows, row_format))
 
 
 def kind_of(name: str, facts: dict[str, Any]) -> str:
@@ -225,11 +225,11 @@ def rows_kernels(arch: int) -> list[dict[str, Any]]:
         transform = Transform(parts, ones if parts.centered else None, ones if parts.balanced else None)
         row_format = RowFormat(shape.num_kv_heads, shape.head_dim, QuantSpec(bits, transform))
         num_bytes = row_format.row_bytes(torch.bfloat16)
-        side = KernelSide.of(StoredRows(torch.empty(9, num_bytes, dtype=torch.uint8, device="meta"), row_format))
+        side = KernelSide.of(PackedRows(torch.empty(9, num_bytes, dtype=torch.uint8, device="meta"), row_format))
         # A program of the store kernel writes keys or values: what the other is, is taken off.
         for function, facts, off, tokens in (
-            (store.store_rows, store_facts(side, native), store_facts(native, native), STORED_TOKENS),
-            (read.read_side, read_facts(side), None, READ_TOKENS),
+            (store_rows.store_rows, store_facts(side, native), store_facts(native, native), STORED_TOKENS),
+            (read_rows.read_side, read_facts(side), None, READ_TOKENS),
         ):
             kernel = compiled(function, facts, nvidia(arch), **EXACT)
             code, _ = disassembled(kernel.asm["cubin"])

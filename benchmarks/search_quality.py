@@ -25,17 +25,17 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 
-from kvtuner.calibration.calibrate import CalibrationOptions, Workbench, calibrate
+from benchmarks.greedy import greedy
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
-from kvtuner.calibration.isolated import isolated_candidates
-from kvtuner.calibration.model import ModelSource, load_model
+from kvtuner.calibration.isolated_kl import isolated_candidates
+from kvtuner.calibration.model_loading import ModelSource, load_model
+from kvtuner.calibration.workbench import CalibrationOptions, Workbench, calibrate
 from kvtuner.errors import SearchSpaceError
 from kvtuner.evaluation.validation import Contestant, SequenceSums, Validator, pooled
 from kvtuner.precision import ALL_BITS, PrecisionPair
 from kvtuner.run_folder import RunFolder, sha256_of
 from kvtuner.search_spaces.budget import Budget
 from kvtuner.search_spaces.space import build_space, pairs_of, uniform
-from kvtuner.tuner.baselines import greedy
 from kvtuner.tuner.exact import solve
 from kvtuner.tuner.objective import MeasuredKL, describe, layer_specs
 from kvtuner.tuner.samplers import POPULATION_SIZE
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.sensitivity import SensitivityTable
     from kvtuner.search_spaces.budget import Constraint
-    from kvtuner.search_spaces.space import Choice, Configuration, SearchSpace
+    from kvtuner.search_spaces.space import Configuration, LayerChoice, SearchSpace
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Arena:
     objective: MeasuredKL
     validator: Validator
 
-    def report_kl(self, configuration: Sequence[Choice], name: str, *, transforms: bool = True) -> float:
+    def report_kl(self, configuration: Sequence[LayerChoice], name: str, *, transforms: bool = True) -> float:
         """Mean KL on the report split over small and large position offsets."""
         contestant = Contestant(
             name=name,

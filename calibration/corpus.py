@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvtuner.errors import CorpusError
-from kvtuner.exported_configs.identity import public_name
+from kvtuner.exported_configs.identity.model_identity import public_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvtuner.errors import RunFolderError
-from kvtuner.exported_configs.arrays import Fp16Array, encode_fp16
+from kvtuner.exported_configs.profile.arrays import Fp16Array, encode_fp16
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PACKED_BITS, PrecisionPair
 from kvtuner.quant import KEY_TRANSFORMS, Transform, TransformKind
@@ -36,7 +36,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class CandidateScores:
     """What a candidate costs, each but e_self a mean over the calibration tokens that read quantized keys and values.
 
     Attributes:
@@ -98,19 +98,19 @@ class SensitivityTable:
     identity: Mapping[str, Any]
     geometry: ModelGeometry
     constants: tuple[LayerConstants, ...]
-    scores: Mapping[Candidate, Scores]
+    scores: Mapping[Candidate, CandidateScores]
     pairs: Mapping[tuple[int, PrecisionPair], float] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
-    _by_place: Mapping[tuple[int, Side, int], dict[str, Scores]] = field(init=False, repr=False, compare=False)
+    _by_place: Mapping[tuple[int, Side, int], dict[str, CandidateScores]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        by_place: dict[tuple[int, Side, int], dict[str, Scores]] = {}
+        by_place: dict[tuple[int, Side, int], dict[str, CandidateScores]] = {}
         for candidate, scores in self.scores.items():
             place = (candidate.layer, candidate.side, candidate.bits)
             by_place.setdefault(place, {})[candidate.transform] = scores
         object.__setattr__(self, "_by_place", by_place)
 
-    def of(self, layer: int, side: Side, bits: int) -> dict[str, Scores]:
+    def of(self, layer: int, side: Side, bits: int) -> dict[str, CandidateScores]:
         """Scores of one layer, side and width, by transform."""
         return self._by_place.get((layer, side, bits), {})
 
@@ -180,7 +180,7 @@ class SensitivityTable:
                 for item in payload["constants"]
             ),
             scores={
-                Candidate(**{name: row[name] for name in candidate_fields}): Scores(
+                Candidate(**{name: row[name] for name in candidate_fields}): CandidateScores(
                     **{name: row[name] for name in score_fields}
                 )
                 for row in payload["scores"]

@@ -10,8 +10,8 @@ import argparse
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvtuner.calibration.model import ModelSource
-from kvtuner.exported_configs.find import find_profile
+from kvtuner.calibration.model_loading import ModelSource
+from kvtuner.exported_configs.sharing.find import find_profile
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from kvtuner.cache_kind import refuse_other_caches
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.profile import NO_TAIL_PAGES
+from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
 
 if TYPE_CHECKING:
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ConfigLike
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class StoredRows:
+class PackedRows:
     """Keys or values of one layer in a pool of token slots.
 
     Not a tensor on purpose: code that would read rows as keys fails at once. Compared by identity.
@@ -54,7 +54,7 @@ class StoredRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ScoreScaling:
     """How scores are made of queries and keys.
 
     Attributes:
@@ -82,7 +82,7 @@ class PackedAttention(Protocol):
     name: str
     rounding: float
 
-    def prepare(self, layers: list[tuple[StoredRows, StoredRows]], num_heads: int, max_requests: int) -> None:
+    def prepare(self, layers: list[tuple[PackedRows, PackedRows]], num_heads: int, max_requests: int) -> None:
         """Get ready, once, before anything is captured in a graph.
 
         Args:
@@ -95,18 +95,18 @@ class PackedAttention(Protocol):
         """
         ...
 
-    def store(self, keys: StoredRows, values: StoredRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    def store(self, keys: PackedRows, values: PackedRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Transform, quantize, pack and write keys and values [tokens, num_kv_heads, head_dim] to slots [tokens]."""
         ...
 
     def decode(
         self,
         q: Tensor,
-        keys: StoredRows,
-        values: StoredRows,
+        keys: PackedRows,
+        values: PackedRows,
         indptr: Tensor,
         slots: Tensor,
-        scores: Scores,
+        scores: ScoreScaling,
         out: Tensor | None = None,
     ) -> Tensor:
         """Attention of one query per request over what the pool holds of it.
@@ -130,10 +130,10 @@ class PackedAttention(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        keys: StoredRows,
-        values: StoredRows,
+        keys: PackedRows,
+        values: PackedRows,
         bounds: ExtendBounds,
-        scores: Scores,
+        scores: ScoreScaling,
         out: Tensor | None = None,
     ) -> Tensor:
         """Attention of new tokens over their request's stored prefix and, causally, over one another.
@@ -154,7 +154,7 @@ class PackedAttention(Protocol):
         ...
 
     def read_prefix(
-        self, q: Tensor, keys: StoredRows, values: StoredRows, bounds: ExtendBounds
+        self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds
     ) -> tuple[Tensor, Tensor] | None:
         """The stored prefixes in model space, where the host's own attention reads them faster than `extend` would.
 
@@ -194,10 +194,10 @@ class TorchAttention:
     name = "torch"
     rounding = 0.0
 
-    def prepare(self, layers: list[tuple[StoredRows, StoredRows]], num_heads: int, max_requests: int) -> None:
+    def prepare(self, layers: list[tuple[PackedRows, PackedRows]], num_heads: int, max_requests: int) -> None:
         """See `PackedAttention.prepare`: there is nothing to do."""
 
-    def store(self, keys: StoredRows, values: StoredRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    def store(self, keys: PackedRows, values: PackedRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """See `PackedAttention.store`."""
         keys.write(slots, k)
         values.write(slots, v)
@@ -205,11 +205,11 @@ class TorchAttention:
     def decode(
         self,
         q: Tensor,
-        keys: StoredRows,
-        values: StoredRows,
+        keys: PackedRows,
+        values: PackedRows,
         indptr: Tensor,
         slots: Tensor,
-        scores: Scores,
+        scores: ScoreScaling,
         out: Tensor | None = None,
     ) -> Tensor:
         """See `PackedAttention.decode`: in stored space, so that the history is never transformed back."""
@@ -235,10 +235,10 @@ class TorchAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        keys: StoredRows,
-        values: StoredRows,
+        keys: PackedRows,
+        values: PackedRows,
         bounds: ExtendBounds,
-        scores: Scores,
+        scores: ScoreScaling,
         out: Tensor | None = None,
     ) -> Tensor:
         """See `PackedAttention.extend`: the prefix is read back to model space, beside keys that hold their mean."""
@@ -258,12 +258,12 @@ class TorchAttention:
         return output
 
     def read_prefix(
-        self, q: Tensor, keys: StoredRows, values: StoredRows, bounds: ExtendBounds
+        self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds
     ) -> tuple[Tensor, Tensor] | None:
         """See `PackedAttention.read_prefix`: never."""
 
 
-def _transform(stored: StoredRows) -> Transform:
+def _transform(stored: PackedRows) -> Transform:
     return IDENTITY if stored.format.spec is None else stored.format.spec.transform
 
 

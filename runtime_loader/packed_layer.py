@@ -80,7 +80,7 @@ def _allocate(like: Tensor, capacity: int) -> Tensor:
         return torch.empty((like.shape[0], capacity, *like.shape[2:]), dtype=like.dtype, device=like.device)
 
 
-class StoredSide:
+class PackedSide:
     """Keys, or values, of one layer."""
 
     def __init__(self, row_format: RowFormat) -> None:

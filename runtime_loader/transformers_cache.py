@@ -18,21 +18,21 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvtuner.cache_kind import refuse_other_caches
 from kvtuner.errors import CacheError
-from kvtuner.exported_configs.evidence import ReadPlan
-from kvtuner.exported_configs.identity import identity_of, is_hub_id, public_name
-from kvtuner.exported_configs.mismatch import Policy, compare, refuse
+from kvtuner.exported_configs.identity.mismatch import Policy, compare, refuse
+from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id, public_name
+from kvtuner.exported_configs.profile.evidence import ReadPlan
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
-from kvtuner.runtime_loader.packed_layer import StoredSide
+from kvtuner.runtime_loader.packed_layer import PackedSide
 from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_formats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvtuner.exported_configs.evidence import ModelIdentity
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.evidence import ModelIdentity
+    from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ConfigLike
 
 READ_PLANS: Final[tuple[ReadPlan, ...]] = get_args(ReadPlan)
@@ -54,8 +54,8 @@ class KVTunerLayer(CacheLayerMixin):
 
     def __init__(self, layer_format: LayerFormat) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-        self.k = StoredSide(layer_format.k)
-        self.v = StoredSide(layer_format.v)
+        self.k = PackedSide(layer_format.k)
+        self.v = PackedSide(layer_format.v)
 
     def __repr__(self) -> str:
         spec = self.k.format.spec

@@ -11,7 +11,7 @@ from kvtuner.errors import SearchSpaceError
 from kvtuner.precision import ALL_BITS, NATIVE_BITS, PrecisionPair, RowShape
 from kvtuner.run_folder import sha256_of
 from kvtuner.search_spaces.groups import group_layers
-from kvtuner.search_spaces.ranges import check_layers
+from kvtuner.search_spaces.written_layers import check_layers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LayerChoice:
     """One way to store a layer.
 
     Attributes:
@@ -38,7 +38,7 @@ class Choice:
     score: float
 
 
-Configuration = tuple[Choice, ...]
+Configuration = tuple[LayerChoice, ...]
 """One choice per layer."""
 
 
@@ -51,7 +51,7 @@ class LayerMenu:
     """
 
     layer: int
-    choices: tuple[Choice, ...]
+    choices: tuple[LayerChoice, ...]
 
     @property
     def pairs(self) -> tuple[PrecisionPair, ...]:
@@ -113,7 +113,7 @@ class SearchSpace:
         ]
         return min(fitting or [0], key=lambda i: sum(self.menus[layer].choices[i].score for layer in group))
 
-    def _takes_no_more(self, choice: Choice, other: Choice) -> bool:
+    def _takes_no_more(self, choice: LayerChoice, other: LayerChoice) -> bool:
         payload, limit = (payload_bits(pair, self.shape) for pair in (choice.pair, other.pair))
         return choice.cost_bytes <= other.cost_bytes and payload <= limit
 
@@ -239,9 +239,9 @@ def _menu(
     return LayerMenu(layer, tuple(sorted(choices, key=lambda c: (c.cost_bytes, payload_bits(c.pair, shape), c.pair))))
 
 
-def _pareto(choices: Sequence[Choice], shape: RowShape) -> list[Choice]:
+def _pareto(choices: Sequence[LayerChoice], shape: RowShape) -> list[LayerChoice]:
     """The choices that none beats in bytes, payload bits and score at once; the first of equals."""
-    kept: list[Choice] = []
+    kept: list[LayerChoice] = []
     for choice in sorted(choices, key=lambda c: (c.cost_bytes, payload_bits(c.pair, shape), c.score, c.pair)):
         payload = payload_bits(choice.pair, shape)
         if not any(other.score <= choice.score and payload_bits(other.pair, shape) <= payload for other in kept):
@@ -249,10 +249,10 @@ def _pareto(choices: Sequence[Choice], shape: RowShape) -> list[Choice]:
     return kept
 
 
-def _choice(table: SensitivityTable, score: ScoreName, shape: RowShape, layer: int, pair: PrecisionPair) -> Choice:
+def _choice(table: SensitivityTable, score: ScoreName, shape: RowShape, layer: int, pair: PrecisionPair) -> LayerChoice:
     k_transform, k_score = _best(table, layer, "k", pair.k_bits, score)
     v_transform, v_score = _best(table, layer, "v", pair.v_bits, score)
-    return Choice(pair, k_transform, v_transform, shape.pair_bytes(pair), k_score + v_score)
+    return LayerChoice(pair, k_transform, v_transform, shape.pair_bytes(pair), k_score + v_score)
 
 
 def _best(table: SensitivityTable, layer: int, side: Side, bits: int, score: ScoreName) -> tuple[str, float]:
@@ -274,7 +274,7 @@ def _plain_score(table: SensitivityTable, layer: int, side: Side, bits: int, sco
     return math.nan if value is None else value
 
 
-def _e_o(table: SensitivityTable, layer: int, choice: Choice) -> float:
+def _e_o(table: SensitivityTable, layer: int, choice: LayerChoice) -> float:
     sides: tuple[tuple[Side, int, str], ...] = (
         ("k", choice.pair.k_bits, choice.k_transform),
         ("v", choice.pair.v_bits, choice.v_transform),

@@ -17,8 +17,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvtuner.exported_configs.build import LayerChoice
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.build import LayerQuantization
+    from kvtuner.exported_configs.profile.profile import Profile
 
 # Read when libraries are first imported. No test may reach the network, and a second thread only gets in the way of
 # tensors this small: on a busy machine waiting for it takes a hundred times the work.
@@ -200,7 +200,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Calla
 @pytest.fixture(scope="session")
 def load_tiny(model_folder: Callable[..., Path]) -> Callable[..., Any]:
     """A `LoadedModel` of a `model_folder`, shared between tests; same arguments."""
-    from kvtuner.calibration.model import ModelSource, load_model
+    from kvtuner.calibration.model_loading import ModelSource, load_model
 
     known: dict[Path, Any] = {}
 
@@ -216,8 +216,8 @@ def load_tiny(model_folder: Callable[..., Path]) -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def profile_of() -> Callable[..., Profile]:
     """A profile of layer choices for a configuration, as if calibrated up to `last_position`, or not at all."""
-    from kvtuner.exported_configs import evidence
-    from kvtuner.exported_configs.build import AskedBudget, build_profile
+    from kvtuner.exported_configs.profile import evidence
+    from kvtuner.exported_configs.profile.build import AskedBudget, build_profile
     from kvtuner.geometry import ModelGeometry
 
     digest = "sha256:" + 64 * "0"
@@ -235,7 +235,7 @@ def profile_of() -> Callable[..., Profile]:
 
     def make(
         config: Any,
-        layers: Sequence[LayerChoice],
+        layers: Sequence[LayerQuantization],
         *,
         group_size: int | None = None,
         symmetric: bool = False,

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from kvtuner.calibration.model import ModelSource, read_config
+from kvtuner.calibration.model_loading import ModelSource, read_config
 from kvtuner.cli.parser import build_parser, parse
-from kvtuner.exported_configs.build import LayerChoice, dump_profile
+from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 @pytest.mark.slow
 def test_text_is_generated_from_packed_rows(profile_of: Callable[..., Any], tmp_path: Path) -> None:
-    profile = profile_of(read_config(ModelSource("demo")), [LayerChoice(4, 4)] * 9)
+    profile = profile_of(read_config(ModelSource("demo")), [LayerQuantization(4, 4)] * 9)
     (tmp_path / "profile.json").write_bytes(dump_profile(profile))
     done = subprocess.run(
         [sys.executable, EXAMPLES / "generate.py", "--profile", tmp_path / "profile.json", "--tokens", "8"],

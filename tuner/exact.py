@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtuner.errors import BudgetError
-from kvtuner.search_spaces.space import Choice, Configuration, SearchSpace, pairs_of, predicted_score
+from kvtuner.search_spaces.space import Configuration, LayerChoice, SearchSpace, pairs_of, predicted_score
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ class Front:
             raise BudgetError(f"the cheapest configuration costs {self.costs[0]}, more than {cap}; raise the budget")
         return point
 
-    def _chosen(self, point: int) -> dict[int, Choice]:
+    def _chosen(self, point: int) -> dict[int, LayerChoice]:
         return {
             layer: self.space.menus[layer].choices[index]
             for group, index in zip(self.groups, self.indices[point], strict=True)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.tuner.storage import STORAGE_ERRORS
+from kvtuner.tuner.study_storage import STORAGE_ERRORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,7 +85,7 @@ def heartbeat(trial: optuna.Trial) -> Iterator[None]:
         thread.join()
 
 
-class Watch:
+class LivenessMonitor:
     """Tells lost trials by heartbeats that this process has seen, so that clocks need not agree."""
 
     def __init__(self) -> None:

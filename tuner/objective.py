@@ -7,7 +7,7 @@ from bisect import bisect_right
 from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.calibration.simulate import LayerSpec
+from kvtuner.calibration.forward.simulator import LayerSpec
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import NATIVE_BITS
 from kvtuner.quant import QuantSpec
@@ -16,18 +16,18 @@ from kvtuner.run_folder import LogReader
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvtuner.calibration.measure import QuantOptions
+    from kvtuner.calibration.candidate_pass import QuantizationOptions
+    from kvtuner.calibration.forward.simulator import Simulator
     from kvtuner.calibration.sensitivity import SensitivityTable, Side
-    from kvtuner.calibration.simulate import Simulator
     from kvtuner.run_folder import RunFolder
-    from kvtuner.search_spaces.space import Choice
+    from kvtuner.search_spaces.space import LayerChoice
 
 JOURNAL: Final = "measured.jsonl"
 RACE: Final = ((6, 1.4), (3, 1.2), (2, 1.05))
 """After one in how many sequences a measurement ends beyond how many times the best one's KL."""
 
 
-def describe(configuration: Sequence[Choice]) -> str:
+def describe(configuration: Sequence[LayerChoice]) -> str:
     """A configuration as text that says everything it decides: ``K4:hadamard V2:none, ...``."""
     return ", ".join(
         f"K{choice.pair.k_bits}:{choice.k_transform} V{choice.pair.v_bits}:{choice.v_transform}"
@@ -36,13 +36,13 @@ def describe(configuration: Sequence[Choice]) -> str:
 
 
 def layer_specs(
-    configuration: Sequence[Choice], table: SensitivityTable, options: QuantOptions
+    configuration: Sequence[LayerChoice], table: SensitivityTable, options: QuantizationOptions
 ) -> Mapping[int, LayerSpec]:
     """What a simulator needs to know of a configuration."""
     return {layer: _layer_spec(layer, choice, table, options) for layer, choice in enumerate(configuration)}
 
 
-def _layer_spec(layer: int, choice: Choice, table: SensitivityTable, options: QuantOptions) -> LayerSpec:
+def _layer_spec(layer: int, choice: LayerChoice, table: SensitivityTable, options: QuantizationOptions) -> LayerSpec:
     def spec(side: Side, bits: int, transform: str) -> QuantSpec | None:
         if bits == NATIVE_BITS:
             return None
@@ -61,7 +61,7 @@ class MeasuredKL:
         self,
         simulator: Simulator,
         table: SensitivityTable,
-        options: QuantOptions,
+        options: QuantizationOptions,
         folder: RunFolder,
         identity: str,
     ) -> None:
@@ -85,7 +85,7 @@ class MeasuredKL:
         """By configuration, the KLs of its first sequences."""
         self._read_journal()
 
-    def __call__(self, configuration: Sequence[Choice]) -> float:
+    def __call__(self, configuration: Sequence[LayerChoice]) -> float:
         """Measure, or look up, one configuration on all sequences.
 
         Raises:
@@ -95,7 +95,7 @@ class MeasuredKL:
         self.num_sequences += len(found)
         return fmean(found)
 
-    def against(self, configuration: Sequence[Choice], best: Sequence[Choice]) -> float:
+    def against(self, configuration: Sequence[LayerChoice], best: Sequence[LayerChoice]) -> float:
         """The same, but of a configuration that soon turns out to be clearly worse than `best` only an estimate.
 
         After each part of `RACE` the ratio of its KL to that of `best` on the same sequences is compared with the
@@ -114,7 +114,7 @@ class MeasuredKL:
                 return fmean(rival) * sum(found) / so_far
         return self(configuration)
 
-    def _sequences(self, configuration: Sequence[Choice], stages: int | None = None) -> list[float]:
+    def _sequences(self, configuration: Sequence[LayerChoice], stages: int | None = None) -> list[float]:
         """Mean KL of every sequence of the first stages, None for all; what is missing runs in one go."""
         last = len(self._ends) - 1 if stages is None else stages
         key = describe(configuration)
@@ -130,7 +130,7 @@ class MeasuredKL:
             known = self._known[key] = known + found
         return known[: self._ends[last]]
 
-    def _run(self, configuration: Sequence[Choice], batches: slice) -> list[float]:
+    def _run(self, configuration: Sequence[LayerChoice], batches: slice) -> list[float]:
         """Mean KL of every sequence of some batches."""
         specs = {layer: self._spec(layer, choice) for layer, choice in enumerate(configuration)}
         found: list[float] = self._simulator.measure(specs, batches=batches).kl.mean(dim=1).tolist()
@@ -144,7 +144,7 @@ class MeasuredKL:
                 )
         return found
 
-    def _spec(self, layer: int, choice: Choice) -> LayerSpec:
+    def _spec(self, layer: int, choice: LayerChoice) -> LayerSpec:
         """One object for what is stored alike: by it a simulator knows what it need not run again."""
         key = layer, describe([choice])
         if key not in self._specs:

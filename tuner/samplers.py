@@ -57,7 +57,7 @@ def make_sampler(
     """
     num_proposals = 1 if is_wanted is None else _NUM_PROPOSALS[name]
     inner = _optuna_sampler(name, seed)
-    return _ChoosySampler(inner, num_proposals, distributions, is_wanted or bool, suggest or (lambda _: None))
+    return _CandidatePoolSampler(inner, num_proposals, distributions, is_wanted or bool, suggest or (lambda _: None))
 
 
 def _optuna_sampler(name: SamplerName, seed: int) -> BaseSampler:
@@ -97,7 +97,7 @@ class _RememberingNSGAIISampler(NSGAIISampler):
         return self._parents_of[generation]
 
 
-class _ChoosySampler(BaseSampler):
+class _CandidatePoolSampler(BaseSampler):
     """Asks another sampler, again while it proposes what is not wanted, where it has no suggestion of its own.
 
     Children of two configurations near the budget are beyond it every other time, and often not new. Neither is

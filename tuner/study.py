@@ -12,7 +12,7 @@ import optuna
 from kvtuner.errors import NonFiniteActivationError, SearchSpaceError
 from kvtuner.tuner.interrupts import InterruptGate
 from kvtuner.tuner.samplers import POPULATION_SIZE, SamplerName, make_sampler
-from kvtuner.tuner.storage import bind_identity, open_storage, opening_lock, storage_errors
+from kvtuner.tuner.study_storage import bind_identity, open_storage, opening_lock, storage_errors
 from kvtuner.tuner.worker import TrialRecord, Worker
 
 if TYPE_CHECKING:

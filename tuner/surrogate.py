@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvtuner.search_spaces.space import Choice, LayerMenu, SearchSpace
+from kvtuner.search_spaces.space import LayerChoice, LayerMenu, SearchSpace
 from kvtuner.tuner.exact import solve
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Surrogate:
         corrected = SearchSpace(tuple(menus), self._space.groups, self._space.shape)
         return corrected.project(solve(corrected, self._constraint))
 
-    def _corrected(self, group: int, choice: Choice, deviations: NDArray[np.float64]) -> Choice:
+    def _corrected(self, group: int, choice: LayerChoice, deviations: NDArray[np.float64]) -> LayerChoice:
         k, v = self._columns[group, "k", choice.pair.k_bits], self._columns[group, "v", choice.pair.v_bits]
         factor = 1.0 + float(deviations[0] + deviations[k] + deviations[v])
         return replace(choice, score=choice.score * max(factor, SMALLEST_FACTOR))

@@ -16,9 +16,9 @@ from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import bytes_per_token, mean_bits
 from kvtuner.search_spaces.space import pairs_of, predicted_score
 from kvtuner.tuner.interrupts import InterruptGate
-from kvtuner.tuner.liveness import WORKER, Watch, heartbeat, worker_id
+from kvtuner.tuner.liveness import WORKER, LivenessMonitor, heartbeat, worker_id
 from kvtuner.tuner.samplers import FIXED_PARAMS, set_violation
-from kvtuner.tuner.storage import STORAGE_ERRORS
+from kvtuner.tuner.study_storage import STORAGE_ERRORS
 from kvtuner.tuner.surrogate import Surrogate
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Worker:
         self._objective = objective
         self._race = race
         self._surrogate = Surrogate(space, constraint)
-        self._watch = Watch()
+        self._watch = LivenessMonitor()
         self._gate = gate or InterruptGate()
         self._tried: dict[tuple[int, ...], float | None] = {}
         self._start: tuple[int, ...] | None = None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gpu_parts.machine import Machine
     from gpu_parts.pools import Shape
-    from kvtuner.runtime_loader.packed_attention import StoredRows
+    from kvtuner.runtime_loader.packed_attention import PackedRows
 
 NATIVE: Final = PrecisionPair(16, 16)
 SGLANG_SPLITS: Final = (8, 32)
@@ -46,7 +46,7 @@ def sglang_kernels() -> tuple[Any, str]:
 
 
 def by_sglang(
-    kernel: Any, machine: Machine, shape: Shape, keys: StoredRows, values: StoredRows, num_requests: int, splits: int
+    kernel: Any, machine: Machine, shape: Shape, keys: PackedRows, values: PackedRows, num_requests: int, splits: int
 ) -> Callable[..., Tensor]:
     """SGLang's own Triton kernel over bf16 rows: these, or those that it is given."""
     size = (num_requests, shape.num_heads, splits)
@@ -55,7 +55,7 @@ def by_sglang(
     num_splits = torch.full((num_requests,), splits, dtype=torch.int32, device=machine.device)
     out = torch.empty(num_requests, shape.num_heads, shape.head_dim, dtype=machine.dtype, device=machine.device)
 
-    def run(q: Tensor, indptr: Tensor, slots: Tensor, keys: StoredRows = keys, values: StoredRows = values) -> Tensor:
+    def run(q: Tensor, indptr: Tensor, slots: Tensor, keys: PackedRows = keys, values: PackedRows = values) -> Tensor:
         kernel(
             q, keys.rows, values.rows, out, indptr, slots, logits, lse, num_splits, splits, shape.head_dim**-0.5,
             1.0, 1.0,
@@ -92,7 +92,7 @@ def by_torch(
 
 
 def by_dequantizing(
-    machine: Machine, shape: Shape, keys: StoredRows, values: StoredRows, num_requests: int
+    machine: Machine, shape: Shape, keys: PackedRows, values: PackedRows, num_requests: int
 ) -> Callable[[Tensor, Tensor, Tensor], object]:
     """Codes to float32, to bf16, then the product, launched as SGLang launches its kernel."""
     sides = KernelSide.of(keys), KernelSide.of(values)

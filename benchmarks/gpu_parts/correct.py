@@ -18,16 +18,16 @@ from gpu_parts.pools import Shape, empty_rows, row_format, states
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import KEY_TRANSFORMS
 from kvtuner.runtime_loader.kernels import launch
-from kvtuner.runtime_loader.kernels.attention import TritonAttention
 from kvtuner.runtime_loader.kernels.scratch import Scratch
 from kvtuner.runtime_loader.kernels.settings import Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
-from kvtuner.runtime_loader.packed_attention import ExtendBounds, Scores
+from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
+from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvtuner.runtime_loader.packed_attention import StoredRows
+    from kvtuner.runtime_loader.packed_attention import PackedRows
 
 FULL: Final = "centered+balanced+hadamard"
 TOLERANCE: Final = 1e-2
@@ -163,7 +163,7 @@ def check(case: Case, device: str) -> float:
     if case.what == "read":
         return max(_misread(machine, side, slots) for side in (keys, values))
     indptr = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=machine.device)
-    scores = Scores(shape.head_dim**-0.5, case.logit_cap)
+    scores = ScoreScaling(shape.head_dim**-0.5, case.logit_cap)
     if case.what == "extend":
         q, k_new, v_new = (
             states(machine, sum(case.fresh), heads, shape.head_dim, seed)
@@ -228,7 +228,7 @@ def _differ(found: Tensor, wanted: Tensor) -> float:
     return (~torch.isclose(found, wanted, rtol=0, atol=0, equal_nan=True)).any(1).double().mean().item()
 
 
-def _written(side: StoredRows, rows: Tensor) -> Tensor:
+def _written(side: PackedRows, rows: Tensor) -> Tensor:
     """Rows without what pads them, which nobody writes."""
     form = side.format
     if form.spec is None:
@@ -237,7 +237,7 @@ def _written(side: StoredRows, rows: Tensor) -> Tensor:
     return rows[:, : form.num_heads * form.head_dim * form.bits // 8 + 4 * groups]
 
 
-def _misread(machine: Machine, side: StoredRows, slots: Tensor) -> float:
+def _misread(machine: Machine, side: PackedRows, slots: Tensor) -> float:
     out = torch.full((len(slots), *side.shape[1:]), torch.inf, device=machine.device, dtype=machine.dtype)
     launch.read(KernelSide.of(side), slots, torch.tensor([len(slots)], device=machine.device), out)
     wanted = side.format.unpack(side.rows[slots].cpu(), torch.float32).to(machine.dtype)
@@ -245,7 +245,7 @@ def _misread(machine: Machine, side: StoredRows, slots: Tensor) -> float:
 
 
 def exact(
-    q: Tensor, keys: StoredRows, values: StoredRows, slots: Tensor, lengths: tuple[int, ...], scores: Scores,
+    q: Tensor, keys: PackedRows, values: PackedRows, slots: Tensor, lengths: tuple[int, ...], scores: ScoreScaling,
     fresh: tuple[tuple[int, ...], Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention in float64 over what rows read as, and over new tokens, causally."""
@@ -267,8 +267,8 @@ def exact(
 
 
 def _replayed(
-    machine: Machine, attention: TritonAttention, q: Tensor, keys: StoredRows, values: StoredRows, indptr: Tensor,
-    slots: Tensor, scores: Scores,
+    machine: Machine, attention: TritonAttention, q: Tensor, keys: PackedRows, values: PackedRows, indptr: Tensor,
+    slots: Tensor, scores: ScoreScaling,
 ) -> Tensor:  # fmt: skip
     """A graph captured with requests of one token, replayed with those at hand."""
     attention.prepare([(keys, values)], q.shape[1], len(q))

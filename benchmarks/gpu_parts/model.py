@@ -13,8 +13,8 @@ from gpu_parts import baselines
 from gpu_parts.pools import LLAMA, TINY, Shape, batch_of, filled, row_format
 from gpu_parts.speed import timed
 from kvtuner.precision import PrecisionPair
-from kvtuner.runtime_loader.kernels.attention import TritonAttention
-from kvtuner.runtime_loader.packed_attention import Scores
+from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
+from kvtuner.runtime_loader.packed_attention import ScoreScaling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gpu_parts.machine import Machine
     from gpu_parts.speed import Row
-    from kvtuner.runtime_loader.packed_attention import StoredRows
+    from kvtuner.runtime_loader.packed_attention import PackedRows
 
 SPARE_BYTES: Final = 3 << 30
 EQUAL: Final = (32, 16384)
@@ -127,25 +127,25 @@ def step_of(
     tokens = torch.randint(sizes.vocabulary, (num_requests,), device=machine.device)
     angle = float(length) / 5e5 ** torch.linspace(0, 1, shape.head_dim // 2, device=machine.device)
     cos, sin = angle.cos().to(machine.dtype), angle.sin().to(machine.dtype)
-    heads, scores = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), Scores(shape.head_dim**-0.5)
+    heads, scores = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), ScoreScaling(shape.head_dim**-0.5)
 
-    def by_kernel(q: Tensor, keys: StoredRows, values: StoredRows) -> Tensor:
+    def by_kernel(q: Tensor, keys: PackedRows, values: PackedRows) -> Tensor:
         return attention.decode(q, keys, values, batch.indptr, slots, scores)
 
-    def by_torch(q: Tensor, keys: StoredRows, values: StoredRows) -> Tensor:
+    def by_torch(q: Tensor, keys: PackedRows, values: PackedRows) -> Tensor:
         k, v = (side.rows.view(num_requests, length, *side.shape[1:]).transpose(1, 2) for side in (keys, values))
         with sdpa_kernel(baselines.SDPA.get(rival, SDPBackend.MATH)):
             out = scaled_dot_product_attention(q.unflatten(1, (shape.num_kv_heads, shape.gqa)), k, v)
         return out.flatten(1, 2)
 
-    attend: Callable[[Tensor, StoredRows, StoredRows], Tensor] = by_kernel
+    attend: Callable[[Tensor, PackedRows, PackedRows], Tensor] = by_kernel
     if rival.startswith("torch"):
         attend = by_torch
     elif rival.startswith("sglang"):
         kernel, _ = baselines.sglang_kernels()
         native = baselines.by_sglang(kernel, machine, shape, *layers[0], num_requests, baselines.SGLANG_SPLITS[0])
 
-        def attend(q: Tensor, keys: StoredRows, values: StoredRows) -> Tensor:
+        def attend(q: Tensor, keys: PackedRows, values: PackedRows) -> Tensor:
             return native(q, batch.indptr, slots, keys, values)
 
     def step() -> Tensor:

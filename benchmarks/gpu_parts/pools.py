@@ -9,7 +9,7 @@ import torch
 
 from kvtuner.precision import NATIVE_BITS
 from kvtuner.quant import QuantSpec, Transform, TransformKind
-from kvtuner.runtime_loader.packed_attention import StoredRows
+from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from gpu_parts.machine import Machine
     from kvtuner.precision import PrecisionPair
-    from kvtuner.runtime_loader.kernels.attention import TritonAttention
+    from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 
 FILLED_TOKENS: Final = 4096
 
@@ -59,13 +59,13 @@ def row_format(
     return RowFormat(*size, QuantSpec(bits, Transform(parts, mu, lam), group_size, symmetric))
 
 
-def empty_rows(machine: Machine, form: RowFormat, num_slots: int) -> StoredRows:
+def empty_rows(machine: Machine, form: RowFormat, num_slots: int) -> PackedRows:
     """Rows that nobody wrote."""
     if form.spec is None:
         shape: tuple[int, ...] = (num_slots, form.num_heads, form.head_dim)
-        return StoredRows(torch.empty(shape, dtype=machine.dtype, device=machine.device), form)
+        return PackedRows(torch.empty(shape, dtype=machine.dtype, device=machine.device), form)
     shape = (num_slots, form.row_bytes(machine.dtype))
-    return StoredRows(torch.empty(shape, dtype=torch.uint8, device=machine.device), form)
+    return PackedRows(torch.empty(shape, dtype=torch.uint8, device=machine.device), form)
 
 
 def states(machine: Machine, num_tokens: int, num_heads: int, head_dim: int, seed: int = 0) -> Tensor:
@@ -76,7 +76,7 @@ def states(machine: Machine, num_tokens: int, num_heads: int, head_dim: int, see
 
 def filled(
     machine: Machine, attention: TritonAttention, shape: Shape, pair: PrecisionPair, num_slots: int, kind: str = "none"
-) -> tuple[StoredRows, StoredRows]:
+) -> tuple[PackedRows, PackedRows]:
     """Keys and values of one layer in every slot; after the first some thousand they repeat."""
     v_kind = "hadamard" if "hadamard" in kind else "none"
     sides = [

@@ -16,11 +16,11 @@ from gpu_parts import baselines
 from gpu_parts.pools import LLAMA, TINY, Shape, batch_of, empty_rows, filled, row_format, states
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.kernels import launch
-from kvtuner.runtime_loader.kernels.attention import TritonAttention
 from kvtuner.runtime_loader.kernels.scratch import Scratch
 from kvtuner.runtime_loader.kernels.settings import Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
-from kvtuner.runtime_loader.packed_attention import ExtendBounds, Scores
+from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
+from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from gpu_parts.machine import Machine
     from kvtuner.runtime_loader.kernels.settings import DecodeLaunch
-    from kvtuner.runtime_loader.packed_attention import StoredRows
+    from kvtuner.runtime_loader.packed_attention import PackedRows
 
 PAIRS: Final = tuple(PrecisionPair.parse(pair) for pair in ("K16V16", "K8V8", "K8V4", "K4V4", "K4V2", "K2V2"))
 BATCHES: Final = (1, 8, 32, 128)
@@ -96,10 +96,10 @@ def decode(machine: Machine, shape: Shape, num_requests: int, length: int) -> It
 
 def rivals(
     machine: Machine, shape: Shape, pair: PrecisionPair, kind: str, attention: TritonAttention,
-    rows: tuple[StoredRows, StoredRows], num_requests: int,
+    rows: tuple[PackedRows, PackedRows], num_requests: int,
 ) -> dict[str, Callable[[Tensor, Tensor, Tensor], object]]:  # fmt: skip
     """Ours, and whoever else reads the same rows."""
-    found = {"ours": functools.partial(_decoded, attention, rows, Scores(shape.head_dim**-0.5))}
+    found = {"ours": functools.partial(_decoded, attention, rows, ScoreScaling(shape.head_dim**-0.5))}
     kernel, _ = baselines.sglang_kernels()
     if pair == baselines.NATIVE and kernel is not None:
         for splits in baselines.SGLANG_SPLITS:
@@ -111,12 +111,14 @@ def rivals(
     return found
 
 
-def _decoded(attention: TritonAttention, rows: Any, scores: Scores, q: Tensor, indptr: Tensor, slots: Tensor) -> Tensor:
+def _decoded(
+    attention: TritonAttention, rows: Any, scores: ScoreScaling, q: Tensor, indptr: Tensor, slots: Tensor
+) -> Tensor:
     return attention.decode(q, *rows, indptr, slots, scores)
 
 
 def _launched(
-    q: Tensor, sides: Any, indptr: Tensor, scores: Scores, settings: DecodeLaunch, splits: int, scratch: Scratch,
+    q: Tensor, sides: Any, indptr: Tensor, scores: ScoreScaling, settings: DecodeLaunch, splits: int, scratch: Scratch,
     out: Tensor, slots: Tensor,
 ) -> None:  # fmt: skip
     launch.decode(q, *sides, indptr, slots, scores, settings, splits, scratch.restart(), out)
@@ -132,7 +134,7 @@ def pages(machine: Machine) -> Iterator[Row]:
         for page_size in (1, 16, 64):
             batch = batch_of(machine, num_requests, length, num_requests * length, 1, page_size)
             run = functools.partial(
-                attention.decode, q, keys, values, batch.indptr, batch.slots[0], Scores(shape.head_dim**-0.5)
+                attention.decode, q, keys, values, batch.indptr, batch.slots[0], ScoreScaling(shape.head_dim**-0.5)
             )
             yield {"shape": shape.name, "batch": num_requests, "length": length, "pair": str(pair),
                    "page_size": page_size, "seconds": machine.seconds([run])}  # fmt: skip
@@ -203,7 +205,7 @@ def extends(machine: Machine) -> Iterator[Row]:
             )
             row = {**base, "tokens": count, "pair": str(pair)}
             bounds = [ExtendBounds(prefix.new_tensor([0, count]).long(), prefix, each, count) for each in slots]
-            scores = Scores(shape.head_dim**-0.5)
+            scores = ScoreScaling(shape.head_dim**-0.5)
             fused = [functools.partial(attention.extend, q, k, v, *rows, each, scores) for each in bounds]
             yield timed(machine, {**row, "way": "kernel"}, list, fused)
             other = [functools.partial(_read_then_torch, sides, each, prefix, backs, q, k, v) for each in slots]
@@ -211,7 +213,7 @@ def extends(machine: Machine) -> Iterator[Row]:
         del rows, attention, sides
 
 
-def _gathered(rows: tuple[StoredRows, StoredRows], slots: Tensor, backs: list[Tensor]) -> None:
+def _gathered(rows: tuple[PackedRows, PackedRows], slots: Tensor, backs: list[Tensor]) -> None:
     for side, back in zip(rows, backs, strict=True):
         torch.index_select(side.rows, 0, slots, out=back)
 
@@ -250,7 +252,15 @@ def sweep(machine: Machine, pair: PrecisionPair) -> Iterator[Row]:
                 {each * device.processors // (num_requests * shape.num_kv_heads) or 1 for each in programs}
             ):
                 run = functools.partial(
-                    _launched, q, sides, batch.indptr, Scores(shape.head_dim**-0.5), settings, splits, scratch, out
+                    _launched,
+                    q,
+                    sides,
+                    batch.indptr,
+                    ScoreScaling(shape.head_dim**-0.5),
+                    settings,
+                    splits,
+                    scratch,
+                    out,
                 )
                 row = {"shape": shape.name, "batch": num_requests, "length": length, "pair": str(pair)}
                 row |= {"launch": dataclasses.asdict(settings), "splits": splits}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvtuner.calibration.model import ModelSource
+from kvtuner.calibration.model_loading import ModelSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.exported_configs.formats import kvtuner_yaml, modelopt, optiq, ranges, vllm_skip_layers
+from kvtuner.exported_configs.formats import dtype_ranges, kvtuner_yaml, modelopt, optiq, vllm_skip_layers
 from kvtuner.exported_configs.formats.kvtuner_yaml import SCHEMES as SCHEMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtuner.exported_configs.formats.exported import Exported
-    from kvtuner.exported_configs.formats.imported import Imported, ImportOptions
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.formats.export_requirements import Exported
+    from kvtuner.exported_configs.formats.import_result import Imported, ImportOptions
+    from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
 
 
@@ -38,7 +38,9 @@ FORMATS: Final = {
     "kvtuner-yaml": Format(kvtuner_yaml.write, kvtuner_yaml.read, ("scheme", "group_size")),
     "modelopt": Format(modelopt.write, modelopt.read, ("words", "group_size", "symmetric")),
     "optiq": Format(optiq.write, optiq.read, ("group_size",)),
-    "ranges": Format(ranges.write, ranges.read, ("words", "group_size", "symmetric", "default_word"), can_lose=True),
+    "ranges": Format(
+        dtype_ranges.write, dtype_ranges.read, ("words", "group_size", "symmetric", "default_word"), can_lose=True
+    ),
     "vllm-skip-layers": Format(vllm_skip_layers.write, can_lose=True),
 }
 READ: Final = tuple(name for name, known in FORMATS.items() if known.read is not None)

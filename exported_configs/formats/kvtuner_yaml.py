@@ -6,12 +6,12 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.exported import Exported, Storage, differences, refusal
-from kvtuner.exported_configs.formats.imported import Imported, ImportOptions, check_layer_id
+from kvtuner.exported_configs.formats.export_requirements import Exported, Storage, differences, refusal
+from kvtuner.exported_configs.formats.import_result import Imported, ImportOptions, check_layer_id
 from kvtuner.precision import ALL_BITS, PrecisionPair
 
 if TYPE_CHECKING:
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
 
 SCHEMES: Final = ("pertoken", "kivi")

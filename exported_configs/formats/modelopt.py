@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner import __version__
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.exported import Difference, Exported, Storage, differences, refusal
-from kvtuner.exported_configs.formats.imported import Imported, ImportOptions, Vocabulary, check_layer_id
-from kvtuner.exported_configs.formats.source import read_json
+from kvtuner.exported_configs.formats.export_requirements import Exported, LostFeature, Storage, differences, refusal
+from kvtuner.exported_configs.formats.import_result import Imported, ImportOptions, Vocabulary, check_layer_id
+from kvtuner.exported_configs.formats.json_source import read_json
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
 
 SCHEMA_VERSION: Final = 1
@@ -61,7 +61,7 @@ def write(profile: Profile) -> Exported:
         ProfileError: any other layer.
     """
     found = [
-        Difference(layer, f"{pair} is neither INT8 nor unquantized")
+        LostFeature(layer, f"{pair} is neither INT8 nor unquantized")
         for layer, pair in enumerate(profile.pairs)
         if pair not in (INT8, NATIVE)
     ]

@@ -6,22 +6,22 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.exported_configs.formats.exported import (
-    Difference,
+from kvtuner.exported_configs.formats.export_requirements import (
     Exported,
+    LostFeature,
     Storage,
     differences,
     refusal,
     uneven_layers,
 )
-from kvtuner.exported_configs.formats.imported import Imported, ImportOptions, check_layer_id
-from kvtuner.exported_configs.formats.source import read_json
+from kvtuner.exported_configs.formats.import_result import Imported, ImportOptions, check_layer_id
+from kvtuner.exported_configs.formats.json_source import read_json
 from kvtuner.precision import NATIVE_BITS, PACKED_BITS, PrecisionPair, check_group_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
 
 DEFAULT_GROUP: Final = 64
@@ -72,7 +72,7 @@ def write(profile: Profile) -> Exported:
         if pair.k_bits != NATIVE_BITS
     ]
     if entries and group not in MLX_GROUPS:
-        difference = Difference(
+        difference = LostFeature(
             entries[0]["layer_idx"], f"keys are in groups of {group}, but MLX has groups of {_words(MLX_GROUPS)} alone"
         )
         raise refusal("optiq", [difference], _way_out(profile))

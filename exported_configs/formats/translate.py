@@ -6,16 +6,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.exported_configs.build import AskedBudget, LayerChoice, build_profile, unsearched
 from kvtuner.exported_configs.formats import FORMATS
-from kvtuner.exported_configs.formats.exported import refusal
+from kvtuner.exported_configs.formats.export_requirements import refusal
+from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, unsearched
 from kvtuner.precision import NATIVE_BITS, check_group_size, check_token_group
 
 if TYPE_CHECKING:
-    from kvtuner.exported_configs.evidence import ModelIdentity
-    from kvtuner.exported_configs.formats.exported import Exported
-    from kvtuner.exported_configs.formats.imported import Imported, ImportOptions
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.formats.export_requirements import Exported
+    from kvtuner.exported_configs.formats.import_result import Imported, ImportOptions
+    from kvtuner.exported_configs.profile.evidence import ModelIdentity
+    from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
 
 
@@ -65,7 +65,7 @@ def to_profile(imported: Imported, name: str, geometry: ModelGeometry, model: Mo
     """The profile of what was read; nothing was measured, and no transforms are known."""
     return build_profile(
         geometry=geometry,
-        layers=[LayerChoice(pair.k_bits, pair.v_bits) for pair in imported.layers],
+        layers=[LayerQuantization(pair.k_bits, pair.v_bits) for pair in imported.layers],
         k_group_size=imported.k_group_size,
         v_group_size=imported.v_group_size,
         symmetric=imported.symmetric,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.exported import Difference, Exported
+from kvtuner.exported_configs.formats.export_requirements import Exported, LostFeature
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
 
 NATIVE: Final = PrecisionPair(16, 16)
 DTYPES: Final = {PrecisionPair(8, 8): "int8_per_token_head", PrecisionPair(4, 4): "int4_per_token_head"}
@@ -37,5 +37,5 @@ def write(profile: Profile) -> Exported:
     notes = [f"serve with --kv-cache-dtype {DTYPES[pair]}, which quantizes in its own way"]
     if not kept:
         notes.append("no layer has 16 bits: leave --kv-cache-dtype-skip-layers out")
-    lost = Difference(first, "bits, groups, symmetry and transforms of quantized layers")
+    lost = LostFeature(first, "bits, groups, symmetry and transforms of quantized layers")
     return Exported(" ".join(map(str, kept)) + "\n", tuple(notes), (lost,))

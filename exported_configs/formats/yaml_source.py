@@ -7,7 +7,7 @@ from typing import Any, Final
 import yaml
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.source import MAX_YAML_BYTES, TOO_DEEP, check_digits, decode
+from kvtuner.exported_configs.formats.json_source import MAX_YAML_BYTES, TOO_DEEP, check_digits, decode
 
 MAX_YAML_DEPTH: Final = 8
 

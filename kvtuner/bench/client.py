@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import EndpointError
-from kvtuner.evaluation.endpoint import KEY_VARIABLE
+from kvtuner.evaluation.backends.endpoint import KEY_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvtuner.bench.loads import Load
-    from kvtuner.evaluation.endpoint import Api
+    from kvtuner.evaluation.backends.endpoint import Api
 
 PATHS: Final = {"sglang": "/generate", "openai": "/v1/completions"}
 BACKENDS: Final = {"sglang": "sglang", "openai": "vllm"}
@@ -33,7 +33,7 @@ LEAST_OF_ASKED: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class RequestResult:
     """A request and what came of it.
 
     Attributes:
@@ -65,7 +65,7 @@ class Sent:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, record: dict[str, Any]) -> Sent:
+    def from_json(cls, record: dict[str, Any]) -> RequestResult:
         """What `to_json` made."""
         return cls(**{**record, "gaps_s": tuple(record["gaps_s"])})
 
@@ -92,7 +92,7 @@ class Client:
         self._tokenizer, self._timeout_s = tokenizer, timeout_s
         self._serving = serving_client()
 
-    def send(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[Sent]:
+    def send(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[RequestResult]:
         """All requests of a load, in the order of `prompts`."""
         with _bearer(), contextlib.redirect_stdout(io.StringIO()):  # a failure is printed there, and kept here
             answers = asyncio.run(self._all(load, prompts))
@@ -138,13 +138,13 @@ class Client:
             late.error = f"no answer within {self._timeout_s:g} s"
             return late
 
-    def _sent(self, load: Load, num_prompt: int, answer: Any, started_s: float, took_s: float) -> Sent:
+    def _sent(self, load: Load, num_prompt: int, answer: Any, started_s: float, took_s: float) -> RequestResult:
         text = answer.generated_text
         retokenized = len(self._tokenizer.encode(text, add_special_tokens=False)) if text else 0
         says = self._api == "sglang" and answer.success and bool(text)
         reported = answer.output_len if says else None
         error = None if answer.success else _last_line(answer.error).replace(self._server, "the server")
-        return Sent(
+        return RequestResult(
             prompt_tokens=num_prompt,
             asked_tokens=load.output_tokens,
             reported_tokens=reported,

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from kvtuner.bench.figures import num_tokens
+from kvtuner.bench.metrics import num_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtuner.bench.client import Sent
-    from kvtuner.bench.figures import Answered
+    from kvtuner.bench.client import RequestResult
+    from kvtuner.bench.metrics import LoadResult
 
 Verdict = Literal["passed", "failed", "not asked"]
 
@@ -54,7 +54,7 @@ class Gate:
         return asdict(self)
 
 
-def all_gates(answered: Sequence[Answered], bound: float | None, no_bound: str) -> list[Gate]:
+def all_gates(answered: Sequence[LoadResult], bound: float | None, no_bound: str) -> list[Gate]:
     """Every gate over all that one server was sent.
 
     Args:
@@ -85,7 +85,7 @@ def _gate(name: str, passed: bool, words: str) -> Gate:
     return Gate(name, "passed" if passed else "failed", words)
 
 
-def _answered(answered: Sequence[Answered]) -> Gate:
+def _answered(answered: Sequence[LoadResult]) -> Gate:
     sent = [each for one in answered for each in one.sent]
     good = sum(each.error is None for each in sent)
     reasons = sorted({each.error for each in sent if each.error})
@@ -93,7 +93,7 @@ def _answered(answered: Sequence[Answered]) -> Gate:
     return _gate("requests are answered", good >= LEAST_ANSWERED * len(sent), f"{good} of {len(sent)}{why}")
 
 
-def _counted(answered: Sequence[Answered]) -> Gate:
+def _counted(answered: Sequence[LoadResult]) -> Gate:
     """Of tokens that a server reports; where it reports none, those in the text are what counts."""
     name = "reported tokens are in the text"
     reporting = [each for one in answered for each in one.good if each.reported_tokens is not None]
@@ -108,7 +108,7 @@ def _counted(answered: Sequence[Answered]) -> Gate:
     )
 
 
-def _new_prompts(answered: Sequence[Answered]) -> Gate:
+def _new_prompts(answered: Sequence[LoadResult]) -> Gate:
     name = "prompts were new to the server"
     known = [each for one in answered for each in one.good if each.cached_tokens is not None]
     if not known:
@@ -120,11 +120,11 @@ def _new_prompts(answered: Sequence[Answered]) -> Gate:
     return _gate(name, _cached_share(known) <= MOST_CACHED and max(shares) <= MOST_CACHED_OF_LOAD, words)
 
 
-def _cached_share(sent: Sequence[Sent]) -> float:
+def _cached_share(sent: Sequence[RequestResult]) -> float:
     return float(sum(each.cached_tokens or 0 for each in sent) / sum(each.prompt_tokens for each in sent))
 
 
-def _first_token_grows(answered: Sequence[Answered]) -> Gate:
+def _first_token_grows(answered: Sequence[LoadResult]) -> Gate:
     """Prefilling takes time by the length of a prompt: the quickest of the longest takes longer than usual ones."""
     name = "time to the first token grows with the prompt"
     times = _by_tokens(answered, "prompt", "prompt_tokens", lambda each: each.ttft_s)
@@ -140,7 +140,7 @@ def _first_token_grows(answered: Sequence[Answered]) -> Gate:
     )
 
 
-def _latency_grows(answered: Sequence[Answered]) -> Gate:
+def _latency_grows(answered: Sequence[LoadResult]) -> Gate:
     """Tokens are generated one after another."""
     name = "latency grows with the output"
     times = _by_tokens(answered, "output", "output_tokens", lambda each: each.latency_s)
@@ -155,7 +155,7 @@ def _latency_grows(answered: Sequence[Answered]) -> Gate:
     )
 
 
-def _below_bound(answered: Sequence[Answered], bound: float | None, no_bound: str) -> Gate:
+def _below_bound(answered: Sequence[LoadResult], bound: float | None, no_bound: str) -> Gate:
     """Every token of a request reads all weights once."""
     name = "tokens per second are below what memory allows"
     rates = [num_tokens(each) / each.latency_s for one in answered for each in one.good if each.latency_s > 0]
@@ -164,7 +164,7 @@ def _below_bound(answered: Sequence[Answered], bound: float | None, no_bound: st
     return _gate(name, max(rates) <= bound, f"{max(rates):,.1f} of one request at most, {bound:,.0f} possible")
 
 
-def _by_tokens(answered: Sequence[Answered], kind: str, attribute: str, seconds: Any) -> dict[int, list[float]]:
+def _by_tokens(answered: Sequence[LoadResult], kind: str, attribute: str, seconds: Any) -> dict[int, list[float]]:
     found: dict[int, list[float]] = {}
     for one in answered:
         values = [seconds(each) for each in one.good]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tqdm import tqdm
 
-from kvtuner.bench.client import Sent
-from kvtuner.bench.figures import Answered, figures
+from kvtuner.bench.client import RequestResult
 from kvtuner.bench.gates import Gate, all_gates
 from kvtuner.bench.loads import Capacity, Load, LoadOptions, plan_loads
+from kvtuner.bench.metrics import LoadResult, figures
 from kvtuner.bench.prompts import Prompts
 from kvtuner.run_folder import canonical_json, sha256_of
 
@@ -31,7 +31,7 @@ LARGEST: Final = Capacity(sys.maxsize, None, None)
 """What all loads fit."""
 
 
-class Target(Protocol):
+class LoadTarget(Protocol):
     """A server under load.
 
     Attributes:
@@ -40,7 +40,7 @@ class Target(Protocol):
 
     capacity: Capacity
 
-    def send(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[Sent]:
+    def send(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[RequestResult]:
         """See `kvtuner.bench.client.Client.send`."""
         ...
 
@@ -58,7 +58,7 @@ class Target(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Harness:
+class MeasurementCost:
     """What measuring itself took.
 
     Attributes:
@@ -71,8 +71,8 @@ class Harness:
     between_s: float
     client_cpu_s: float
 
-    def __add__(self, other: Harness) -> Harness:
-        return Harness(
+    def __add__(self, other: MeasurementCost) -> MeasurementCost:
+        return MeasurementCost(
             self.measured_s + other.measured_s,
             self.between_s + other.between_s,
             self.client_cpu_s + other.client_cpu_s,
@@ -85,11 +85,11 @@ class Harness:
         return {**asdict(self), **shares}
 
 
-NOTHING: Final = Harness(0.0, 0.0, 0.0)
+NOTHING: Final = MeasurementCost(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SchemeRun:
     """All that one server was sent.
 
     Attributes:
@@ -98,13 +98,13 @@ class Run:
         harness: of all of them.
     """
 
-    answered: tuple[Answered, ...]
+    answered: tuple[LoadResult, ...]
     left_out: tuple[Load, ...]
-    harness: Harness
+    harness: MeasurementCost
 
     def rows(self) -> list[dict[str, Any]]:
         """Figures of each load, all its rounds together."""
-        kinds: dict[tuple[Any, ...], list[Answered]] = {}
+        kinds: dict[tuple[Any, ...], list[LoadResult]] = {}
         for one in self.answered:
             load = one.load
             kinds.setdefault((load.kind, load.prompt_tokens, load.output_tokens, load.concurrency), []).append(one)
@@ -140,7 +140,7 @@ class Journal:
         if self.server(way) != said:
             self._put({"key": _key(way), "way": name, "server": said})
 
-    def get(self, way: str, load: Load, seed: str) -> tuple[Answered, Harness] | None:
+    def get(self, way: str, load: Load, seed: str) -> tuple[LoadResult, MeasurementCost] | None:
         """What came of a load, and what measuring it took; None before it was sent.
 
         Args:
@@ -151,10 +151,10 @@ class Journal:
         record = self._known.get(_key(way, load.to_json(), seed))
         if record is None:
             return None
-        sent = tuple(map(Sent.from_json, record["sent"]))
-        return Answered(load, sent, record["usage"]), Harness(**record["harness"])
+        sent = tuple(map(RequestResult.from_json, record["sent"]))
+        return LoadResult(load, sent, record["usage"]), MeasurementCost(**record["harness"])
 
-    def put(self, way: str, name: str, seed: str, answered: Answered, harness: Harness) -> None:
+    def put(self, way: str, name: str, seed: str, answered: LoadResult, harness: MeasurementCost) -> None:
         """Keep it."""
         self._put(
             {
@@ -177,7 +177,7 @@ def _key(way: str, *what: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class BenchWork:
     """What every way is sent.
 
     Attributes:
@@ -208,7 +208,7 @@ class Work:
         return [prompts.take(load.prompt_tokens) for _ in range(load.requests)]
 
 
-def replay(capacity: Capacity, work: Work, *, way: str) -> Run | None:
+def replay(capacity: Capacity, work: BenchWork, *, way: str) -> SchemeRun | None:
     """What `run_loads` found before, of a server that was the same; None where a load is missing."""
     loads, left_out = plan_loads(work.options, capacity)
     known = [found for load in loads if (found := work.journal.get(way, load, work.seed)) is not None]
@@ -217,7 +217,7 @@ def replay(capacity: Capacity, work: Work, *, way: str) -> Run | None:
     return _run(known, left_out)
 
 
-def run_loads(target: Target, work: Work, *, way: str, name: str) -> Run:
+def run_loads(target: LoadTarget, work: BenchWork, *, way: str, name: str) -> SchemeRun:
     """Send what fits and was not sent before, and keep it.
 
     Before the first load of a shape the same is sent once, unmeasured: kernels are compiled, memory is touched.
@@ -229,13 +229,13 @@ def run_loads(target: Target, work: Work, *, way: str, name: str) -> Run:
         name: for people.
     """
     loads, left_out = plan_loads(work.options, target.capacity)
-    found: list[tuple[Answered, Harness]] = []
+    found: list[tuple[LoadResult, MeasurementCost]] = []
     warm: set[tuple[int, int]] = set()
     gone = None
     for load in tqdm(loads, desc=name, unit="load", disable=None):
         known = work.journal.get(way, load, work.seed)
         if known is None and gone is not None:
-            known = Answered(load, tuple(_never_sent(load, gone) for _ in range(load.requests)), {}), NOTHING
+            known = LoadResult(load, tuple(_never_sent(load, gone) for _ in range(load.requests)), {}), NOTHING
         if known is None:
             shape = (load.prompt_tokens, min(load.concurrency, load.requests))
             if shape not in warm:
@@ -248,33 +248,33 @@ def run_loads(target: Target, work: Work, *, way: str, name: str) -> Run:
     return _run(found, left_out)
 
 
-def _warm_up(target: Target, work: Work, load: Load) -> None:
+def _warm_up(target: LoadTarget, work: BenchWork, load: Load) -> None:
     lanes = min(load.concurrency, load.requests)
     same = replace(load, output_tokens=min(load.output_tokens, WARM_OUTPUT), requests=lanes, round=-1)
     target.send(same, work.prompts(same))
 
 
-def _measure(target: Target, load: Load, prompts: Sequence[Sequence[int]]) -> tuple[Answered, Harness]:
+def _measure(target: LoadTarget, load: Load, prompts: Sequence[Sequence[int]]) -> tuple[LoadResult, MeasurementCost]:
     started = time.perf_counter()
     target.forget()
     begun, begun_cpu = time.perf_counter(), time.process_time()
     with target.watching() as usage:
         sent = target.send(load, prompts)
     taken, taken_cpu = time.perf_counter() - begun, time.process_time() - begun_cpu
-    answered = Answered(load, tuple(sent), usage)
+    answered = LoadResult(load, tuple(sent), usage)
     measured = answered.duration_s
-    return answered, Harness(measured, begun - started + max(0.0, taken - measured), taken_cpu)
+    return answered, MeasurementCost(measured, begun - started + max(0.0, taken - measured), taken_cpu)
 
 
-def _run(found: Sequence[tuple[Answered, Harness]], left_out: Sequence[Load]) -> Run:
+def _run(found: Sequence[tuple[LoadResult, MeasurementCost]], left_out: Sequence[Load]) -> SchemeRun:
     harness = NOTHING
     for _, each in found:
         harness += each
-    return Run(tuple(answered for answered, _ in found), tuple(left_out), harness)
+    return SchemeRun(tuple(answered for answered, _ in found), tuple(left_out), harness)
 
 
-def _never_sent(load: Load, reason: str) -> Sent:
-    return Sent(
+def _never_sent(load: Load, reason: str) -> RequestResult:
+    return RequestResult(
         prompt_tokens=load.prompt_tokens,
         asked_tokens=load.output_tokens,
         reported_tokens=None,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import EndpointError
-from kvtuner.evaluation.opener import opener_of
+from kvtuner.evaluation.backends.url_opener import opener_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Final
 
 from kvtuner.errors import EndpointError
-from kvtuner.exported_configs.identity import public_name
+from kvtuner.exported_configs.identity.model_identity import public_name
 
 OURS: Final = {
     "--host": "servers listen on this machine alone",

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.evaluation.subjects import REFERENCE, named, of_profile
+from kvtuner.evaluation.scheme import REFERENCE, named, of_profile
 from kvtuner.evaluation.validation import FP8
-from kvtuner.exported_configs.build import dump_profile
-from kvtuner.exported_configs.evaluation import PROFILE
+from kvtuner.exported_configs.profile.build import dump_profile
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE
 from kvtuner.run_folder import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from kvtuner.calibration.model import ModelShape
-    from kvtuner.evaluation.subjects import Subject
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.calibration.model_loading import ModelShape
+    from kvtuner.evaluation.scheme import Subject
+    from kvtuner.exported_configs.profile.profile import Profile
 
 PER_CHANNEL: Final = "K4V4-per-channel"
 GROUPS: Final = {

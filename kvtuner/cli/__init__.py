@@ -43,7 +43,7 @@ def _run(command: str, args: object) -> int:
     debug = bool(getattr(args, "debug", False))
     sys.unraisablehook = _unraisable
     try:
-        module = importlib.import_module(f"kvtuner.cli.{_RENAMED.get(command, command)}")
+        module = importlib.import_module(f"kvtuner.cli.commands.{_RENAMED.get(command, command)}")
         status = int(module.run(args))
         sys.stdout.flush()
         return status

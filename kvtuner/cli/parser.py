@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from kvtuner import __version__
 from kvtuner.cli.bench_parser import Types, add_bench_flags
 from kvtuner.cli.profile_parser import add_profile_commands
+from kvtuner.pipeline.defaults import EVALUATION, REFINEMENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,19 +21,6 @@ _PATHS = ("model", "data", "out")
 LEVELS = ("likelihood", "recall", "needle", "arithmetic", "samples")
 _APIS = ("sglang", "openai")
 _SAMPLERS = ("nsga2", "tpe", "random", "none")
-REFINEMENT = {"sampler": "nsga2", "trials": 100}
-"""Of a search where nothing is said; `--layers` does not refine, so that a flag of these must be known from none."""
-EVALUATION = {
-    "problems": 10,
-    "questions": 4,
-    "samples": 3,
-    "batch_size": 1,
-    "timeout": 120,
-    "positions": 32,
-    "scored_sequences": 8,
-    "top_logprobs": 20,
-}
-"""Of an evaluation where nothing is said; one that nothing would read is refused, so known from none, too."""
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):

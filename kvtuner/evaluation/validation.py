@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvtuner.calibration.simulate import LayerSpec, Simulator
+from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.statistics import Interval, bootstrap_mean, paired_difference, quantile
 from kvtuner.precision import PrecisionPair
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvtuner.calibration.batches import Offsets
-    from kvtuner.calibration.calibrate import Workbench
-    from kvtuner.calibration.divergence import TokenScores
+    from kvtuner.calibration.kl import TokenScores
+    from kvtuner.calibration.workbench import Workbench
     from kvtuner.run_folder import RunFolder
 
 JOURNAL = "validation.jsonl"

@@ -10,8 +10,8 @@ import triton
 
 from kvtuner.runtime_loader.kernels.decode import decode_split, merge_splits, prepare_queries
 from kvtuner.runtime_loader.kernels.extend import attend_fresh
-from kvtuner.runtime_loader.kernels.read import read_side
-from kvtuner.runtime_loader.kernels.store import store_rows
+from kvtuner.runtime_loader.kernels.read_rows import read_side
+from kvtuner.runtime_loader.kernels.store_rows import store_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.kernels.scratch import Scratch
     from kvtuner.runtime_loader.kernels.settings import DecodeLaunch
     from kvtuner.runtime_loader.kernels.side import Facts, KernelSide
-    from kvtuner.runtime_loader.packed_attention import ExtendBounds, Scores
+    from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
 
 TILE: Final = 16
 """Pairs of query and head of a program: the least that a tensor core takes."""
@@ -72,7 +72,7 @@ def decode_facts(keys: KernelSide, values: KernelSide, gqa: int, launch: DecodeL
 
 
 def decode(
-    q: Tensor, keys: KernelSide, values: KernelSide, indptr: Tensor, slots: Tensor, scores: Scores,
+    q: Tensor, keys: KernelSide, values: KernelSide, indptr: Tensor, slots: Tensor, scores: ScoreScaling,
     launch: DecodeLaunch, num_splits: int, scratch: Scratch, out: Tensor,
 ) -> None:  # fmt: skip
     """Attention of one query per request over packed rows; as `PackedAttention.decode`.
@@ -99,7 +99,7 @@ def decode(
 
 
 def extend(
-    q: Tensor, k: Tensor, v: Tensor, keys: KernelSide, values: KernelSide, bounds: ExtendBounds, scores: Scores,
+    q: Tensor, k: Tensor, v: Tensor, keys: KernelSide, values: KernelSide, bounds: ExtendBounds, scores: ScoreScaling,
     launch: DecodeLaunch, num_splits: int, scratch: Scratch, out: Tensor,
 ) -> None:  # fmt: skip
     """Attention of new tokens over their request's packed rows and, causally, over one another.
@@ -182,7 +182,7 @@ def _prepare(q: Tensor, keys: KernelSide, scratch: Scratch, *, biased: bool) -> 
 
 def _attend_rows(
     q: Tensor, queries: Tensor, bias: Tensor, keys: KernelSide, values: KernelSide, indptr: Tensor,
-    slots: Tensor, scores: Scores, launch: DecodeLaunch, num_splits: int, scratch: Scratch, *, num_requests: int,
+    slots: Tensor, scores: ScoreScaling, launch: DecodeLaunch, num_splits: int, scratch: Scratch, *, num_requests: int,
     biased: bool, bounds: ExtendBounds | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Partial outputs and their weights, with room for a part of fresh tokens where there are `bounds`."""

@@ -15,9 +15,9 @@ from kvtuner.runtime_loader.host_tier.pages import ALIGNMENT
 from kvtuner.runtime_loader.host_tier.stopwatch import untimed
 from kvtuner.runtime_loader.host_tier.transfer import block_tokens, in_blocks, pages_of
 from kvtuner.runtime_loader.kernels import launch
-from kvtuner.runtime_loader.kernels.pages import copy_pages
+from kvtuner.runtime_loader.kernels.move_pages import copy_pages
 from kvtuner.runtime_loader.kernels.side import KernelSide
-from kvtuner.runtime_loader.packed_attention import StoredRows
+from kvtuner.runtime_loader.packed_attention import PackedRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,4 +161,4 @@ class _Staging:
 def _kernel_side(side: DeviceSide, rows: Tensor) -> KernelSide:
     if side.format.spec is None:
         rows = rows.view(side.buffer.dtype).view(len(rows), *side.buffer.shape[1:])
-    return KernelSide.of(StoredRows(rows, side.format))
+    return KernelSide.of(PackedRows(rows, side.format))

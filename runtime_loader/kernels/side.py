@@ -13,7 +13,7 @@ from kvtuner.quant import IDENTITY, hadamard_block
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvtuner.runtime_loader.packed_attention import StoredRows
+    from kvtuner.runtime_loader.packed_attention import PackedRows
 
 Facts = dict[str, Any]
 
@@ -55,7 +55,7 @@ class KernelSide:
     symmetric: bool
 
     @classmethod
-    def of(cls, stored: StoredRows) -> KernelSide:
+    def of(cls, stored: PackedRows) -> KernelSide:
         """Prepare a pool's rows."""
         row_format, spec = stored.format, stored.format.spec
         transform = IDENTITY if spec is None else spec.transform

@@ -39,7 +39,7 @@ def engine(
     import sglang
 
     from kvtuner.errors import ServingError
-    from kvtuner.runtime_loader.sglang.locate import locate
+    from kvtuner.runtime_loader.sglang.profile_location import locate
     from kvtuner.runtime_loader.sglang.request import REQUEST_VARIABLE, ServingRequest
     from kvtuner.runtime_loader.sglang.serving import activate, exchange
 

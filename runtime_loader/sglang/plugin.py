@@ -62,7 +62,7 @@ def _located(request: ServingRequest) -> ServingRequest:
     """The same request with the path of the profile that it names."""
     if request.profile is None:
         return request
-    from kvtuner.runtime_loader.sglang.locate import locate
+    from kvtuner.runtime_loader.sglang.profile_location import locate
 
     return replace(request, profile=locate(request.profile))
 

@@ -16,7 +16,7 @@ from kvtuner.runtime_loader.sglang.compat.processes import on_introduction
 from kvtuner.runtime_loader.sglang.serving import PROFILE_KEY, READS_KEY, active, refusing
 
 if TYPE_CHECKING:
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.runtime_loader.packed_attention import PackedAttention
     from kvtuner.runtime_loader.sglang.request import Attend
 
@@ -69,11 +69,11 @@ def install(*, packed: bool, tiers: bool) -> None:
     Raises:
         ServingError: a seam that another plugin has, or that is gone.
     """
-    from kvtuner.runtime_loader.sglang.backend import make_backend
+    from kvtuner.runtime_loader.sglang.attention_backend import make_backend
     from kvtuner.runtime_loader.sglang.compat.attention import on_triton_backend
     from kvtuner.runtime_loader.sglang.compat.pool import MHATokenToKVPool, on_built, on_pool
-    from kvtuner.runtime_loader.sglang.pool import PackedKVPool
-    from kvtuner.runtime_loader.sglang.proof import announce_capacity
+    from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
+    from kvtuner.runtime_loader.sglang.self_test import announce_capacity
 
     on_introduction(lambda: {PROFILE_KEY: _profile().digest, READS_KEY: active().attend if packed else "below"})
     if packed:
@@ -81,15 +81,15 @@ def install(*, packed: bool, tiers: bool) -> None:
         on_triton_backend(make_backend)
     on_built(PackedKVPool if packed else MHATokenToKVPool, _begin_tiers if tiers else lambda *_: None, refusing)
     if tiers:
-        from kvtuner.runtime_loader.sglang import tier
+        from kvtuner.runtime_loader.sglang.hicache import tier
 
         tier.install(refusing)
 
 
 def _begin_tiers(kvc: Any, pool: Any) -> None:
     """A device pool was built: what lies below it, SGLang asks for later."""
-    from kvtuner.runtime_loader.sglang import tier
-    from kvtuner.runtime_loader.sglang.identity import TieredRank
+    from kvtuner.runtime_loader.sglang.hicache import tier
+    from kvtuner.runtime_loader.sglang.hicache.page_identity import TieredRank
 
     serving = active()
     packed, device = not serving.request.hicache_only, torch.device(kvc.device)
@@ -173,7 +173,7 @@ def _implementation(device: torch.device) -> PackedAttention:
     if _implementation_name(device) == "torch":
         return TorchAttention()
     try:
-        from kvtuner.runtime_loader.kernels.attention import TritonAttention
+        from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
     except ImportError as error:
         raise ServingError(f"the kernels need Triton 3.6 or newer: {error}; install it") from error
     return TritonAttention(device)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.cache_kind import refuse_other_caches
 from kvtuner.errors import KVTunerError, ServingError
-from kvtuner.exported_configs.build import uniform_profile
-from kvtuner.exported_configs.catalogue import choose
-from kvtuner.exported_configs.identity import identity_of
-from kvtuner.exported_configs.load import load_profile
-from kvtuner.exported_configs.mismatch import Policy, compare, refuse
-from kvtuner.exported_configs.reference import FileReference, check_digest, parse_reference
+from kvtuner.exported_configs.identity.mismatch import Policy, compare, refuse
+from kvtuner.exported_configs.identity.model_identity import identity_of
+from kvtuner.exported_configs.profile.build import uniform_profile
+from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.exported_configs.sharing.catalogue import choose
+from kvtuner.exported_configs.sharing.reference import FileReference, check_digest, parse_reference
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
@@ -24,15 +24,15 @@ from kvtuner.runtime_loader.sglang.compat.hooks import check_alone
 from kvtuner.runtime_loader.sglang.compat.model import model_config_of, refuse_other_pools
 from kvtuner.runtime_loader.sglang.compat.processes import on_ready, on_scheduler
 from kvtuner.runtime_loader.sglang.compat.versions import check_version
-from kvtuner.runtime_loader.sglang.locate import budget_of, is_auto, pin_of, pinned
+from kvtuner.runtime_loader.sglang.option_rules import refuse_flags
+from kvtuner.runtime_loader.sglang.profile_location import budget_of, is_auto, pin_of, pinned
 from kvtuner.runtime_loader.sglang.request import ALLOW_FLAG, PROFILE_VARIABLE, REQUEST_VARIABLE, STRICT_FLAG
-from kvtuner.runtime_loader.sglang.rules import refuse_flags
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvtuner.exported_configs.evidence import ModelIdentity
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.evidence import ModelIdentity
+    from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.runtime_loader.sglang.request import Attend, ServingRequest
 
 PROFILE_KEY: Final = "kvtuner_profile"
@@ -135,7 +135,7 @@ def _load(request: ServingRequest) -> Profile | None:
     if request.signed_by is None:
         profile = load_profile(named.path)
     else:
-        from kvtuner.exported_configs.signatures import Identity, load_verified
+        from kvtuner.exported_configs.signing.signatures import Identity, load_verified
 
         profile = load_verified(named.path, Identity.parse(request.signed_by))
     check_digest(profile.digest, named.digest, str(named.path))
@@ -234,8 +234,8 @@ def _refuse(arguments: Any) -> None:
     refuse_flags(arguments, hicache_only=active().request.hicache_only)
     if arguments.enable_hierarchical_cache and arguments.hicache_storage_backend is not None:
         # Not above: what a server without storage does not need.
-        from kvtuner.runtime_loader.sglang.compat.hicache import extra_config
-        from kvtuner.runtime_loader.sglang.storage import check_storage
+        from kvtuner.runtime_loader.sglang.compat.hierarchical_cache import extra_config
+        from kvtuner.runtime_loader.sglang.hicache.checked_storage import check_storage
 
         check_storage(arguments.hicache_storage_backend, extra_config(arguments.hicache_storage_backend_extra_config))
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtuner.bench.client import Sent
-from kvtuner.bench.figures import Answered, figures
+from kvtuner.bench.client import RequestResult
 from kvtuner.bench.gates import Gate, all_gates
 from kvtuner.bench.loads import Load
+from kvtuner.bench.metrics import LoadResult, figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 ANSWERED, COUNTED, NEW, GROWS, LONGER, BOUND = range(6)
 
 
-def sent(load: Load, *, started_s: float = 0.0) -> Sent:
+def sent(load: Load, *, started_s: float = 0.0) -> RequestResult:
     """As a server would take 1 ms for each 10 prompt tokens, and 5 ms for each generated one."""
     first, gap = load.prompt_tokens * 1e-4 + 0.01, 0.005
     gaps = (gap,) * (load.output_tokens - 1)
-    return Sent(
+    return RequestResult(
         load.prompt_tokens, load.output_tokens, load.output_tokens, load.output_tokens, 0,
         started_s, first, first + sum(gaps), gaps, None,
     )  # fmt: skip
 
 
-def honest() -> list[Answered]:
+def honest() -> list[LoadResult]:
     loads = [Load("prompt", length, 16, 1, 3) for length in (10, 100, 1000, 4000)]
     loads += [Load("output", 100, tokens, 1, 3) for tokens in (16, 64, 256)]
-    return [Answered(load, tuple(sent(load) for _ in range(load.requests)), {}) for load in loads]
+    return [LoadResult(load, tuple(sent(load) for _ in range(load.requests)), {}) for load in loads]
 
 
-def changed(one: Answered, change: Callable[[Sent], Sent]) -> Answered:
+def changed(one: LoadResult, change: Callable[[RequestResult], RequestResult]) -> LoadResult:
     return replace(one, sent=tuple(map(change, one.sent)))
 
 
-def gates(answered: Sequence[Answered], bound: float | None = 1000.0) -> list[Gate]:
+def gates(answered: Sequence[LoadResult], bound: float | None = 1000.0) -> list[Gate]:
     return all_gates(answered, bound, "nobody measured it")
 
 
@@ -46,7 +46,7 @@ def test_honest_figures_pass_all_of_them() -> None:
     assert [gate.verdict for gate in gates(honest())] == ["passed"] * 6
 
 
-def constant_time(one: Sent) -> Sent:
+def constant_time(one: RequestResult) -> RequestResult:
     """The seed's report: 2 ms whatever the length."""
     return replace(one, ttft_s=0.002, latency_s=0.0025, gaps_s=(0.0005,))
 
@@ -58,7 +58,7 @@ def test_constant_time_fails_three_gates() -> None:
 
 
 def test_a_first_token_that_is_sometimes_slow_does_not_pass_for_growth() -> None:
-    def noisy(one: Answered) -> Answered:
+    def noisy(one: LoadResult) -> LoadResult:
         times = (0.002, 0.004, 0.05)
         return replace(one, sent=tuple(replace(s, ttft_s=t) for s, t in zip(one.sent, times, strict=True)))
 
@@ -73,7 +73,7 @@ def test_tokens_that_are_not_in_the_text_fail(in_the_text: int) -> None:
 
 @pytest.mark.parametrize("factor", [0.6, 0.9, 3.0])
 def test_text_that_is_tokenized_otherwise_passes(factor: float) -> None:
-    def other(one: Sent) -> Sent:
+    def other(one: RequestResult) -> RequestResult:
         return replace(one, retokenized_tokens=round(one.asked_tokens * factor))
 
     assert gates([changed(one, other) for one in honest()])[COUNTED].verdict == "passed"
@@ -95,14 +95,14 @@ def test_one_failure_in_a_hundred_passes_and_two_do_not() -> None:
     good = [sent(load) for _ in range(100)]
     for failures, verdict in ((1, "passed"), (2, "failed")):
         mixed = [replace(one, error="cut") for one in good[:failures]] + good[failures:]
-        found = gates([Answered(load, tuple(mixed), {})])[ANSWERED]
+        found = gates([LoadResult(load, tuple(mixed), {})])[ANSWERED]
         assert (found.verdict, found.words) == (verdict, f"{100 - failures} of 100; such as: cut")
 
 
 def test_what_cannot_be_asked_says_why() -> None:
     load = Load("prompt", 100, 16, 1, 2)
     silent = replace(sent(load), reported_tokens=None, cached_tokens=None)
-    found = gates([Answered(load, (silent, silent), {})], bound=None)
+    found = gates([LoadResult(load, (silent, silent), {})], bound=None)
     assert [gate.verdict for gate in found] == ["passed"] + ["not asked"] * 5
     assert found[BOUND].words == "nobody measured it"
     assert "8 times" in found[GROWS].words
@@ -118,7 +118,7 @@ def test_failures_stay_in_the_denominator_and_out_of_the_times() -> None:
     load = Load("concurrency", 100, 11, 2, 4)
     good = [sent(load, started_s=start) for start in (0.0, 0.0, 0.1)]
     slow = replace(sent(load), error="no answer within 9 s", latency_s=9.0, ttft_s=None, gaps_s=())
-    found = figures([Answered(load, (*good, slow), {})])
+    found = figures([LoadResult(load, (*good, slow), {})])
     assert (found["sent"], found["answered"], found["success_rate"]) == (4, 3, 0.75)
     assert found["duration_s"] == 9.0
     assert found["output_tokens_per_s"] == pytest.approx(33 / 9)
@@ -129,6 +129,6 @@ def test_failures_stay_in_the_denominator_and_out_of_the_times() -> None:
 def test_a_load_that_nobody_answered_has_no_times() -> None:
     load = Load("batch", 100, 11, 2, 2)
     gone = replace(sent(load), error="gone", latency_s=0.0, ttft_s=None, gaps_s=())
-    found = figures([Answered(load, (gone, gone), {})])
+    found = figures([LoadResult(load, (gone, gone), {})])
     assert found["ttft_s"] == {"p50": None, "p90": None, "p99": None}
     assert found["requests_per_s"] == 0

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 from kvtuner.bench import bandwidth
 from kvtuner.bench.bandwidth import measured_elsewhere, weight_bytes
 from kvtuner.bench.usage import GPU_BUSY, GPU_MEMORY, GPU_MEMORY_BUSY, MEMORY, Observer
-from kvtuner.calibration.model import DEMO_MODEL
+from kvtuner.calibration.model_loading import DEMO_MODEL
 
 SMALL = {
     "hidden_size": 32,

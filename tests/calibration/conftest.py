@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvtuner.calibration.batches import Batch, batches
-from kvtuner.calibration.chain import DecoderChain
-from kvtuner.calibration.seam import register
+from kvtuner.calibration.forward.attention_hook import register
+from kvtuner.calibration.forward.chain import DecoderChain
 from kvtuner.geometry import ModelGeometry
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from kvtuner.calibration.sensitivity import (
     SIDES,
     TABLE_FILE,
     Candidate,
+    CandidateScores,
     LayerConstants,
-    Scores,
     SensitivityTable,
     missing_candidates,
 )
@@ -45,7 +45,7 @@ def table() -> SensitivityTable:
                 for rank, transform in enumerate(transforms):
                     value = AWKWARD[(rank + layer) % len(AWKWARD)]
                     kl = value if bits == 2 else None
-                    scores[Candidate(layer, side, bits, transform)] = Scores(value, 0.0, value, value / 3, kl)
+                    scores[Candidate(layer, side, bits, transform)] = CandidateScores(value, 0.0, value, value / 3, kl)
     return SensitivityTable(
         identity={"model": "tiny", "seed": 3, "range": [0, 511], "none": None},
         geometry=geometry,
@@ -56,7 +56,7 @@ def table() -> SensitivityTable:
     )
 
 
-def with_scores(table: SensitivityTable, values: dict[str, Scores]) -> SensitivityTable:
+def with_scores(table: SensitivityTable, values: dict[str, CandidateScores]) -> SensitivityTable:
     return replace(table, scores={Candidate(0, "k", 4, name): scores for name, scores in values.items()})
 
 
@@ -120,9 +120,9 @@ def test_the_best_transform_has_the_lowest_value_of_the_score_that_was_asked_for
     few = with_scores(
         table,
         {
-            "none": Scores(1, 1, e_o=1.0, fisher=3.0, kl=2.0),
-            "hadamard": Scores(1, 1, e_o=2.0, fisher=1.0, kl=3.0),
-            "balanced": Scores(1, 1, e_o=3.0, fisher=2.0, kl=1.0),
+            "none": CandidateScores(1, 1, e_o=1.0, fisher=3.0, kl=2.0),
+            "hadamard": CandidateScores(1, 1, e_o=2.0, fisher=1.0, kl=3.0),
+            "balanced": CandidateScores(1, 1, e_o=3.0, fisher=2.0, kl=1.0),
         },
     )
     assert few.best(0, "k", 4, "e_o") == ("none", 1.0)
@@ -131,12 +131,14 @@ def test_the_best_transform_has_the_lowest_value_of_the_score_that_was_asked_for
 
 
 def test_transforms_without_the_score_take_no_part(table: SensitivityTable) -> None:
-    few = with_scores(table, {"none": Scores(1, 1, 1, fisher=0.0), "hadamard": Scores(1, 1, 1, fisher=9.0, kl=5.0)})
+    few = with_scores(
+        table, {"none": CandidateScores(1, 1, 1, fisher=0.0), "hadamard": CandidateScores(1, 1, 1, fisher=9.0, kl=5.0)}
+    )
     assert few.best(0, "k", 4, "kl") == ("hadamard", 5.0)
 
 
 def test_ties_are_broken_the_same_way_in_whatever_order_candidates_come(table: SensitivityTable) -> None:
-    tied = {name: Scores(1, 1, 1, fisher=1.0) for name in KEY_TRANSFORMS}
+    tied = {name: CandidateScores(1, 1, 1, fisher=1.0) for name in KEY_TRANSFORMS}
     forwards = with_scores(table, tied).best(0, "k", 4, "fisher")
     backwards = with_scores(table, dict(reversed(tied.items()))).best(0, "k", 4, "fisher")
     assert forwards == backwards

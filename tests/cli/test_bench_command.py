@@ -8,10 +8,10 @@ import pytest
 from transformers import AutoConfig
 
 from kvtuner.bench.server_flags import ServerFlags
-from kvtuner.calibration.model import DEMO_MODEL
+from kvtuner.calibration.model_loading import DEMO_MODEL
 from kvtuner.cli import main
 from kvtuner.cli.parser import build_parser
-from kvtuner.exported_configs.build import LayerChoice, dump_profile
+from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 
 if TYPE_CHECKING:
     import argparse
@@ -24,7 +24,7 @@ URL = "http://127.0.0.1:9"
 def profile(profile_of: Any, tmp_path: Path) -> str:
     config = AutoConfig.from_pretrained(DEMO_MODEL)
     path = tmp_path / "profile.json"
-    path.write_bytes(dump_profile(profile_of(config, [LayerChoice(4, 4)] * config.num_hidden_layers)))
+    path.write_bytes(dump_profile(profile_of(config, [LayerQuantization(4, 4)] * config.num_hidden_layers)))
     return str(path)
 
 
@@ -54,7 +54,7 @@ def test_flags_that_contradict_each_other_are_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtuner.cli.bench.serving_client", lambda: None)  # it need not be installed to refuse
+    monkeypatch.setattr("kvtuner.cli.commands.bench.serving_client", lambda: None)  # it need not be installed to refuse
     assert main(["bench", profile, "--model", "demo", *flags]) == 2
     assert words in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.calibration.demo.outliers import make_twin
-from kvtuner.exported_configs.catalogue import catalogue_file
+from kvtuner.exported_configs.sharing.catalogue import catalogue_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
-from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 pytestmark = pytest.mark.slow
@@ -146,8 +146,8 @@ def test_a_model_that_was_a_folder_is_asked_for_and_not_guessed(
 
 
 def test_what_was_asked_is_not_asked_again(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtuner.calibration.simulate import Simulator
-    from kvtuner.evaluation.offline import Offline
+    from kvtuner.calibration.forward.simulator import Simulator
+    from kvtuner.evaluation.backends.local_model import Offline
 
     levels = ("--levels", "likelihood,recall", *TABLES)
     first = evaluate(*levels)[1]
@@ -163,7 +163,7 @@ def test_what_was_asked_is_not_asked_again(evaluate: Any, monkeypatch: pytest.Mo
 
 
 def test_an_interrupted_evaluation_goes_on(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtuner.evaluation.offline import Offline
+    from kvtuner.evaluation.backends.local_model import Offline
 
     levels = ("--levels", "recall,arithmetic", *TABLES)
     whole, asked = Offline.answers, []
@@ -291,7 +291,7 @@ def test_a_flag_that_is_read_is_not(evaluate: Any, flags: tuple[str, ...]) -> No
 
 
 def test_the_weights_are_hashed_once(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtuner.calibration import model
+    from kvtuner.calibration import model_loading as model
 
     healthy, hashed = model.fingerprint, []
 
@@ -319,9 +319,9 @@ def test_intervals_are_those_of_numpy(evaluate: Any) -> None:
 
 def test_the_demo_model_is_right_and_two_bits_are_not(run: Any, tmp_path: Path) -> None:
     """The whole way: questions that have answers, in a profile that loses them."""
-    from kvtuner.calibration.model import ModelSource, read_shape
-    from kvtuner.evaluation.subjects import named
-    from kvtuner.exported_configs.build import dump_profile
+    from kvtuner.calibration.model_loading import ModelSource, read_shape
+    from kvtuner.evaluation.scheme import named
+    from kvtuner.exported_configs.profile.build import dump_profile
 
     path = tmp_path / "two.json"
     path.write_bytes(dump_profile(named("K2V2", read_shape(ModelSource("demo"))).profile))

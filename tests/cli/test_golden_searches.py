@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 import torch
 
-from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.profile.load import load_profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable

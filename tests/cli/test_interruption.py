@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.cli import main
-from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.profile.load import load_profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,12 +72,12 @@ PHASES: dict[str, Callable[[Path], bool]] = {
 # Where Ctrl-C is pressed in phases too short to be hit from outside: at the n-th call of a function.
 MOMENTS: dict[str, tuple[str, int]] = {
     "model is built": ("transformers.LlamaForCausalLM.__init__", 1),
-    "weights are hashed": ("kvtuner.calibration.fingerprint._checksum", 10),
-    "statistics": ("kvtuner.calibration.statistics.LayerSums.add", 5),
-    "candidates": ("kvtuner.calibration.measure.CandidateMeasurement._score_layer", 5),
+    "weights are hashed": ("kvtuner.calibration.weights_hash._checksum", 10),
+    "statistics": ("kvtuner.calibration.transform_statistics.LayerSums.add", 5),
+    "candidates": ("kvtuner.calibration.candidate_pass.CandidateMeasurement._score_layer", 5),
     "validation": ("kvtuner.evaluation.validation.Validator.measure", 5),
     "report is drawn": ("matplotlib.figure.Figure.savefig", 3),
-    "report is written": ("kvtuner.evaluation.report.write_atomically", 3),
+    "report is written": ("kvtuner.report.search_report.write_atomically", 3),
 }
 
 

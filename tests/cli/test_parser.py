@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
-from kvtuner.calibration.read_plan import ReadPlanName
+from kvtuner.calibration.forward.read_plan import ReadPlanName
 from kvtuner.calibration.sensitivity import ScoreName
 from kvtuner.cli import parser as parser_module
 from kvtuner.cli.parser import build_parser, parse
-from kvtuner.evaluation.endpoint import Api
+from kvtuner.evaluation.backends.endpoint import Api
 from kvtuner.tuner.samplers import SamplerName
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtuner.calibration.model import ModelSource, read_config
-from kvtuner.exported_configs.build import dump_profile, uniform_profile
-from kvtuner.exported_configs.identity import identity_of
+from kvtuner.calibration.model_loading import ModelSource, read_config
+from kvtuner.exported_configs.identity.model_identity import identity_of
+from kvtuner.exported_configs.profile.build import dump_profile, uniform_profile
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
 

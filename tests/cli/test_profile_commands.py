@@ -91,7 +91,7 @@ def test_doctor_finds_this_machine_fit(run: Any) -> None:
 
 
 def test_doctor_knows_a_module_from_a_distribution_of_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtuner.cli import doctor
+    from kvtuner.cli.commands import doctor
 
     def version(name: str) -> str:
         if name != "triton-windows":
@@ -101,7 +101,7 @@ def test_doctor_knows_a_module_from_a_distribution_of_another_name(monkeypatch: 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("importlib.metadata.version", version)
     monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: {"triton": ["triton-windows"]})
-    assert doctor._optional("triton", "kernels") == doctor.Finding("triton", "ok", "3.5")
+    assert doctor._optional("triton", "kernels") == doctor.DoctorCheck("triton", "ok", "3.5")
     assert doctor._optional("sglang", "serving").status == "ok"
 
 
@@ -112,7 +112,7 @@ def test_doctor_knows_a_module_from_a_distribution_of_another_name(monkeypatch: 
 def test_doctor_checks_the_versions_that_kvtuner_needs(
     monkeypatch: pytest.MonkeyPatch, name: str, version: str | None, status: str
 ) -> None:
-    from kvtuner.cli import doctor
+    from kvtuner.cli.commands import doctor
 
     def installed(asked: str) -> str:
         if version is None:

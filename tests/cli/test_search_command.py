@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import transformers
 
-from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
@@ -324,8 +324,8 @@ def test_pairs_are_compared_with_the_sum_of_their_sides_where_asked_for(search: 
 def test_a_uniform_that_may_not_be_better_takes_no_place(
     search: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
-    from kvtuner.cli import outcome
     from kvtuner.evaluation.statistics import Interval
+    from kvtuner.pipeline import outcome
 
     low = 0.5 if flags else 0.0
     monkeypatch.setattr(outcome, "kl_difference", lambda *_: Interval(1.0, low, 2.0))
@@ -335,7 +335,7 @@ def test_a_uniform_that_may_not_be_better_takes_no_place(
 def test_what_makes_the_model_overflow_is_left_out_and_said_and_the_search_goes_on(
     run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvtuner.calibration import simulate
+    from kvtuner.calibration.forward import simulator as simulate
 
     healthy = simulate.quantized_attention
 
@@ -418,8 +418,8 @@ def test_a_search_goes_on_from_what_calibrate_measured(
 def test_a_uniform_that_takes_the_place_of_the_winner_says_so(
     search: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transforms: bool
 ) -> None:
-    from kvtuner.cli import outcome
     from kvtuner.evaluation.statistics import Interval
+    from kvtuner.pipeline import outcome
 
     real = outcome._contestants
     monkeypatch.setattr(outcome, "kl_difference", lambda *_: Interval(1.0, 0.5, 1.5))

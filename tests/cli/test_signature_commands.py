@@ -18,12 +18,12 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from kvtuner.exported_configs.build import LayerChoice, dump_profile
+from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = b"not on the command line"
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, profile_of: Callable[..., Profile]) -> Path:
     from transformers import LlamaConfig
 
     config = LlamaConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
-    (tmp_path / "profile.json").write_bytes(dump_profile(profile_of(config, [LayerChoice(4, 2)] * 2)))
+    (tmp_path / "profile.json").write_bytes(dump_profile(profile_of(config, [LayerQuantization(4, 2)] * 2)))
     key, other = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     for name, encryption in (("key", NoEncryption()), ("locked", BestAvailableEncryption(PASSWORD))):
         (tmp_path / f"{name}.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))

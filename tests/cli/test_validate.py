@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtuner.calibration.model import ModelSource, load_tokenizer, read_config
-from kvtuner.cli.given import warn_of_mismatches
+from kvtuner.calibration.model_loading import ModelSource, load_tokenizer, read_config
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.build import LayerChoice, dump_profile
-from kvtuner.exported_configs.identity import identity_of
-from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.identity.model_identity import identity_of
+from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
+from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.pipeline.inputs import warn_of_mismatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
 
 
 @pytest.mark.parametrize(("context_length", "is_valid"), [(64, True), (65, False)])
@@ -33,7 +33,7 @@ def test_a_windowed_model_is_checked_against_the_context_of_the_profile(
 ) -> None:
     model = model_folder("mistral-no-window", sliding_window=64)
     config = read_config(ModelSource(str(model)))
-    made = profile_of(config, [LayerChoice(4, 4)] * config.num_hidden_layers, last_position=context_length - 1)
+    made = profile_of(config, [LayerQuantization(4, 4)] * config.num_hidden_layers, last_position=context_length - 1)
     profile = tmp_path / "profile.json"
     profile.write_bytes(dump_profile(made))
     status, out, err = run("validate", profile, "--model", model)
@@ -50,7 +50,7 @@ def recorded(profile_of: Callable[..., Profile], model_folder: Callable[..., Pat
     """A profile of a hub's model that is also here as a folder, with all that is recorded of it."""
     source = ModelSource(str(model_folder("llama-gqa")))
     config = read_config(source)
-    made = profile_of(config, [LayerChoice(4, 4)] * config.num_hidden_layers, last_position=511)
+    made = profile_of(config, [LayerQuantization(4, 4)] * config.num_hidden_layers, last_position=511)
     tokenizer = load_tokenizer(source)
     model = identity_of(config, id="Owner/llama-gqa", revision="v1", dtype="float32", tokenizer=tokenizer)
     path = tmp_path / "profile.json"

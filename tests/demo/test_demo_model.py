@@ -17,27 +17,27 @@ import torch
 from safetensors.torch import load_file
 
 from kvtuner.calibration.batches import batches
-from kvtuner.calibration.calibrate import CalibrationOptions, Workbench
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.calibration.demo import make_corpus
 from kvtuner.calibration.demo.outliers import add_outliers
 from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
 from kvtuner.calibration.demo.train import KEY_BIAS, add_key_biases
-from kvtuner.calibration.divergence import Reference, compare, following
-from kvtuner.calibration.model import DEMO_MODEL, LoadedModel, ModelSource, load_model
-from kvtuner.calibration.read_plan import ReadPlan
-from kvtuner.calibration.simulate import LayerSpec, Simulator, quantized_attention
-from kvtuner.calibration.statistics import measure_constants
+from kvtuner.calibration.forward.read_plan import ReadPlan
+from kvtuner.calibration.forward.simulator import LayerSpec, Simulator, quantized_attention
+from kvtuner.calibration.kl import Reference, compare, following
+from kvtuner.calibration.model_loading import DEMO_MODEL, LoadedModel, ModelSource, load_model
+from kvtuner.calibration.transform_statistics import measure_constants
+from kvtuner.calibration.workbench import CalibrationOptions, Workbench
 from kvtuner.cli import main
-from kvtuner.exported_configs.build import LayerChoice
+from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtuner.calibration.read_plan import ReadPlanName
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.calibration.forward.read_plan import ReadPlanName
+    from kvtuner.exported_configs.profile.profile import Profile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -186,7 +186,7 @@ def test_the_host_agrees_with_the_tuners_simulation(
     constants = measure_constants(bench.chain, bench.batches("calibrate"))
     names = ("hadamard", "centered+balanced+hadamard", "balanced", "none")
     layers = [
-        LayerChoice(
+        LayerQuantization(
             k, v, constant.transform("k", names[layer % 4]), constant.transform("v", "none" if v == 16 else "hadamard")
         )
         for layer, (constant, (k, v)) in enumerate(zip(constants, [(4, 2), (2, 4), (8, 16)] * 3, strict=True))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtuner.calibration.divergence import TokenScores
+from kvtuner.calibration.kl import TokenScores
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.validation import JOURNAL, SequenceSums, Validator, fp8_contestant
 from kvtuner.run_folder import RunFolder

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.build import AskedBudget, LayerChoice, build_profile, dump_profile
-from kvtuner.exported_configs.evidence import ModelIdentity, Provenance, Quality
-from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, dump_profile
+from kvtuner.exported_configs.profile.evidence import ModelIdentity, Provenance, QualityRecord
+from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.geometry import ModelGeometry
 from kvtuner.quant import Transform, TransformKind
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
 
 HASH = "sha256:" + "0123456789abcdef" * 4
 NUM_KV_HEADS, HEAD_DIM, V_HEAD_DIM = 3, 48, 32
@@ -86,20 +86,20 @@ def make_transform() -> Callable[..., Transform]:
 
 
 @pytest.fixture(scope="session")
-def choices(make_transform: Callable[..., Transform]) -> tuple[LayerChoice, ...]:
+def choices(make_transform: Callable[..., Transform]) -> tuple[LayerQuantization, ...]:
     """Five layers: every width, five transforms, 16 bits on either side and on both."""
     rotated = make_transform("hadamard")
     return (
-        LayerChoice(8, 4),
-        LayerChoice(4, 2, make_transform("centered+balanced+hadamard"), rotated),
-        LayerChoice(16, 16),
-        LayerChoice(2, 8, rotated),
-        LayerChoice(4, 16, rotated),
+        LayerQuantization(8, 4),
+        LayerQuantization(4, 2, make_transform("centered+balanced+hadamard"), rotated),
+        LayerQuantization(16, 16),
+        LayerQuantization(2, 8, rotated),
+        LayerQuantization(4, 16, rotated),
     )
 
 
 @pytest.fixture(scope="session")
-def make_profile(choices: tuple[LayerChoice, ...]) -> Callable[..., Profile]:
+def make_profile(choices: tuple[LayerQuantization, ...]) -> Callable[..., Profile]:
     """Build the small profile with some arguments of `build_profile` replaced."""
 
     def make(**changes: Any) -> Profile:
@@ -112,7 +112,7 @@ def make_profile(choices: tuple[LayerChoice, ...]) -> Callable[..., Profile]:
             "symmetric": False,
             "model": ModelIdentity.model_validate(MODEL),
             "budget": AskedBudget("4bit", tp_size=3, pp_size=2),
-            "quality": Quality.model_validate(QUALITY),
+            "quality": QualityRecord.model_validate(QUALITY),
             "provenance": Provenance.model_validate(PROVENANCE),
         }
         return build_profile(**{**arguments, **changes})
@@ -129,11 +129,11 @@ def profile(make_profile: Callable[..., Profile]) -> Profile:
 def per_channel(make_profile: Callable[..., Profile], make_transform: Callable[..., Transform]) -> Profile:
     """Keys per channel in groups of 32 tokens, every width of keys, and a rotated value."""
     layers = [
-        LayerChoice(8, 4),
-        LayerChoice(4, 2, v_transform=make_transform("hadamard")),
-        LayerChoice(16, 16),
-        LayerChoice(2, 8),
-        LayerChoice(16, 8),
+        LayerQuantization(8, 4),
+        LayerQuantization(4, 2, v_transform=make_transform("hadamard")),
+        LayerQuantization(16, 16),
+        LayerQuantization(2, 8),
+        LayerQuantization(16, 8),
     ]
     return make_profile(layers=layers, k_granularity="per_channel", k_group_size=32)
 
@@ -215,8 +215,8 @@ def file(tmp_path: Path, profile: Profile) -> Path:
 @pytest.fixture
 def signed(file: Path, keys: Callable[..., tuple[Path, Path]]) -> Path:
     """The small profile's file, signed by a key."""
-    from kvtuner.exported_configs.signatures import sign_profile
-    from kvtuner.exported_configs.signers import KeySigner
+    from kvtuner.exported_configs.signing.signatures import sign_profile
+    from kvtuner.exported_configs.signing.signers import KeySigner
 
     sign_profile(file, KeySigner(keys()[0]))
     return file
@@ -229,7 +229,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub.utils._http
     from huggingface_hub import constants
 
-    from kvtuner.exported_configs import hub_client
+    from kvtuner.exported_configs.sharing import hub_client
 
     monkeypatch.setattr(hub_client, "ANSWER_S", 1.0)
     for module in (huggingface_hub.file_download, huggingface_hub.utils._http):
@@ -258,14 +258,16 @@ def data(profile: Profile) -> bytes:
 @pytest.fixture
 def versions(make_profile: Callable[..., Profile]) -> list[bytes]:
     """Profiles of other layers, in no order of their digests."""
-    return [dump_profile(make_profile(layers=[LayerChoice(*bits)] * 5)) for bits in ((8, 8), (4, 8), (8, 4), (16, 8))]
+    return [
+        dump_profile(make_profile(layers=[LayerQuantization(*bits)] * 5)) for bits in ((8, 8), (4, 8), (8, 4), (16, 8))
+    ]
 
 
 @pytest.fixture
 def signature(profile: Profile, keys: Any, tmp_path: Path) -> bytes:
     """Of the small profile, by a key."""
-    from kvtuner.exported_configs.signatures import sign_profile
-    from kvtuner.exported_configs.signers import KeySigner
+    from kvtuner.exported_configs.signing.signatures import sign_profile
+    from kvtuner.exported_configs.signing.signers import KeySigner
 
     path = tmp_path / "profile.json"
     path.write_bytes(dump_profile(profile))

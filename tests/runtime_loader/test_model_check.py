@@ -8,8 +8,8 @@ import pytest
 from transformers import MistralConfig
 
 from kvtuner.errors import ProfileError, UnsupportedModelError
-from kvtuner.exported_configs.build import LayerChoice, uniform_profile
-from kvtuner.exported_configs.identity import identity_of
+from kvtuner.exported_configs.identity.model_identity import identity_of
+from kvtuner.exported_configs.profile.build import LayerQuantization, uniform_profile
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
@@ -17,9 +17,9 @@ from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
 
-LAYERS = [LayerChoice(4, 4), LayerChoice(4, 4)]
+LAYERS = [LayerQuantization(4, 4), LayerQuantization(4, 4)]
 
 
 def windowed(window: int, *, num_heads: int = 4) -> MistralConfig:
@@ -59,7 +59,7 @@ def test_keys_per_channel_are_refused_by_every_host_until_there_are_tail_pages(
     profile_of: Callable[..., Profile],
 ) -> None:
     config = windowed(512)
-    served = profile_of(config, [LayerChoice(4, 4), LayerChoice(16, 4)])
+    served = profile_of(config, [LayerQuantization(4, 4), LayerQuantization(16, 4)])
 
     def per_channel(k_bits: int) -> Profile:
         pair = PrecisionPair(k_bits, 4)

@@ -9,7 +9,7 @@ import torch
 
 from kvtuner.errors import CacheError
 from kvtuner.quant import KEY_TRANSFORMS, QuantSpec, Transform, TransformKind
-from kvtuner.runtime_loader.packed_attention import ExtendBounds, Scores, StoredRows, TorchAttention
+from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling, TorchAttention
 from kvtuner.runtime_loader.row_format import RowFormat
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ def transform(name: str, num_heads: int, head_dim: int) -> Transform:
     return Transform(kind, mu.half() if kind.centered else None, lam.half() if kind.balanced else None)
 
 
-def rows(num_heads: int, head_dim: int, spec: QuantSpec | None) -> StoredRows:
+def rows(num_heads: int, head_dim: int, spec: QuantSpec | None) -> PackedRows:
     row_format = RowFormat(num_heads, head_dim, spec)
     if spec is None:
-        return StoredRows(torch.full((NUM_SLOTS, num_heads, head_dim), torch.nan), row_format)
+        return PackedRows(torch.full((NUM_SLOTS, num_heads, head_dim), torch.nan), row_format)
     noise = torch.randint(0, 256, (NUM_SLOTS, row_format.row_bytes(torch.float32)), generator=torch.Generator())
-    return StoredRows(noise.to(torch.uint8), row_format)
+    return PackedRows(noise.to(torch.uint8), row_format)
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -55,7 +55,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, *, scale: float, logit_cap: float, ca
 
 def filled(
     heads: tuple[int, int], head_dim: int, k_spec: QuantSpec | None, v_spec: QuantSpec | None, lengths: list[int]
-) -> tuple[StoredRows, StoredRows, list[Tensor], Tensor, Tensor]:
+) -> tuple[PackedRows, PackedRows, list[Tensor], Tensor, Tensor]:
     """Rows of requests in random slots, their slots, and what the keys and values of slots read as."""
     keys, values = rows(heads[1], head_dim, k_spec), rows(heads[1], head_dim, v_spec)
     order = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(1))
@@ -77,7 +77,7 @@ def test_decode_is_attention_over_what_the_rows_mean(heads: tuple[int, int], nam
     keys, values, slots, k, v = filled(heads, head_dim, k_spec, v_spec, lengths)
     q = random(len(lengths), heads[0], head_dim, seed=9)
     indptr = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist(), 999])
-    found = TorchAttention().decode(q, keys, values, indptr, torch.cat(slots), Scores(0.11, logit_cap))
+    found = TorchAttention().decode(q, keys, values, indptr, torch.cat(slots), ScoreScaling(0.11, logit_cap))
     for request, (k_one, v_one) in enumerate(zip(k.split(lengths), v.split(lengths), strict=True)):
         if len(k_one) == 0:
             assert torch.equal(found[request], torch.zeros_like(found[request]))
@@ -100,7 +100,7 @@ def test_extend_reads_the_prefix_from_rows_and_new_tokens_as_they_are(
     q = random(sum(fresh), heads[0], head_dim, seed=9)
     k_new, v_new = (random(sum(fresh), heads[1], head_dim, seed=seed) for seed in (10, 11))
     bounds = ExtendBounds(torch.tensor([0, 1, 6, 9]), torch.tensor([0, 9, 9, 13]), torch.cat(slots), 5)
-    found = TorchAttention().extend(q, k_new, v_new, keys, values, bounds, Scores(0.13, logit_cap))
+    found = TorchAttention().extend(q, k_new, v_new, keys, values, bounds, ScoreScaling(0.13, logit_cap))
     parts = zip(q.split(fresh), k.split(lengths), v.split(lengths), k_new.split(fresh), v_new.split(fresh), strict=True)
     expected = torch.cat(
         [
@@ -121,7 +121,7 @@ def test_extend_reads_the_prefix_from_rows_and_new_tokens_as_they_are(
 def test_results_come_in_the_dtype_of_the_queries() -> None:
     keys, values, slots, _, _ = filled((2, 2), 64, QuantSpec(4), None, [3])
     q = random(1, 2, 64, seed=0).bfloat16()
-    assert TorchAttention().decode(q, keys, values, torch.tensor([0, 3]), slots[0], Scores(1.0)).dtype == q.dtype
+    assert TorchAttention().decode(q, keys, values, torch.tensor([0, 3]), slots[0], ScoreScaling(1.0)).dtype == q.dtype
 
 
 def test_rows_are_no_tensor_that_other_code_could_read_as_keys() -> None:
@@ -134,4 +134,6 @@ def test_rows_are_no_tensor_that_other_code_could_read_as_keys() -> None:
 def test_too_few_bounds_are_refused() -> None:
     keys, values, slots, _, _ = filled((2, 2), 64, QuantSpec(4), None, [3])
     with pytest.raises(CacheError, match="2 requests need 3 bounds"):
-        TorchAttention().decode(random(2, 2, 64, seed=0), keys, values, torch.tensor([0, 3]), slots[0], Scores(1.0))
+        TorchAttention().decode(
+            random(2, 2, 64, seed=0), keys, values, torch.tensor([0, 3]), slots[0], ScoreScaling(1.0)
+        )

@@ -9,7 +9,7 @@ from kvtuner.errors import CacheError, ProfileError
 from kvtuner.precision import row_bytes
 from kvtuner.quant import QuantSpec, Transform, TransformKind, pack_rows, quantize
 from kvtuner.runtime_loader import row_format
-from kvtuner.runtime_loader.packed_layer import StoredSide, TokenBuffer
+from kvtuner.runtime_loader.packed_layer import PackedSide, TokenBuffer
 from kvtuner.runtime_loader.row_format import RowFormat
 
 HADAMARD = Transform(TransformKind(hadamard=True))
@@ -20,8 +20,8 @@ def states(batch: int, heads: int, tokens: int, head_dim: int, seed: int = 0) ->
     return 3 * torch.randn(batch, heads, tokens, head_dim, generator=generator) + 1
 
 
-def stored(spec: QuantSpec | None, heads: int = 3, head_dim: int = 64) -> StoredSide:
-    return StoredSide(RowFormat(heads, head_dim, spec))
+def stored(spec: QuantSpec | None, heads: int = 3, head_dim: int = 64) -> PackedSide:
+    return PackedSide(RowFormat(heads, head_dim, spec))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.build import LayerChoice
+from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.quant import QuantSpec, Transform, TransformKind
 from kvtuner.runtime_loader.row_format import RowFormat, rank_formats
 
@@ -19,7 +19,7 @@ def profile(model_of: Any, profile_of: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     mu, lam = (torch.rand((2, 64), generator=generator).half() + 0.5 for _ in range(2))
     centered = Transform(TransformKind(centered=True, balanced=True), mu, lam)
-    return profile_of(config, [LayerChoice(4, 2, centered), LayerChoice(16, 8)])
+    return profile_of(config, [LayerQuantization(4, 2, centered), LayerQuantization(16, 8)])
 
 
 @pytest.mark.parametrize(

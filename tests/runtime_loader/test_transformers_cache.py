@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
-from kvtuner.exported_configs.build import LayerChoice
-from kvtuner.exported_configs.profile import Profile
+from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import ALL_BITS, NATIVE_BITS
 from kvtuner.quant import IDENTITY, QuantSpec, Transform
@@ -45,7 +45,7 @@ def prompt(batch: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def specs_of(layers: Sequence[LayerChoice], group_size: int | None, symmetric: bool) -> list[dict[str, Any]]:
+def specs_of(layers: Sequence[LayerQuantization], group_size: int | None, symmetric: bool) -> list[dict[str, Any]]:
     def spec(bits: int, transform: Transform) -> QuantSpec | None:
         return None if bits == NATIVE_BITS else QuantSpec(bits, transform, group_size, symmetric)
 
@@ -120,16 +120,16 @@ def no_grad() -> Iterator[None]:
 
 
 @pytest.fixture
-def choices_of(transform_of: TransformOf) -> Callable[..., list[LayerChoice]]:
+def choices_of(transform_of: TransformOf) -> Callable[..., list[LayerQuantization]]:
     """Layer choices of bit pairs, each key transform in its turn."""
 
-    def make(geometry: ModelGeometry, pairs: Sequence[tuple[int, int]], first: int = 0) -> list[LayerChoice]:
+    def make(geometry: ModelGeometry, pairs: Sequence[tuple[int, int]], first: int = 0) -> list[LayerQuantization]:
         layers = []
         for number, (k_bits, v_bits) in enumerate(pairs, first):
             key = transform_of(KEY_TRANSFORMS[number % len(KEY_TRANSFORMS)], geometry, number)
             value = transform_of(("hadamard", "none")[number % 2], geometry, number)
             layers.append(
-                LayerChoice(
+                LayerQuantization(
                     k_bits,
                     v_bits,
                     IDENTITY if k_bits == NATIVE_BITS else key,
@@ -141,7 +141,7 @@ def choices_of(transform_of: TransformOf) -> Callable[..., list[LayerChoice]]:
     return make
 
 
-NATIVE = [LayerChoice(16, 16), LayerChoice(16, 16)]
+NATIVE = [LayerQuantization(16, 16), LayerQuantization(16, 16)]
 
 
 @pytest.mark.parametrize("read_plan", READ_PLANS)
@@ -181,7 +181,7 @@ def test_an_fp8_cache_reads_as_the_baseline_and_takes_a_byte_for_each_channel(
 
 def test_the_three_read_plans_differ_and_the_test_would_see_it(model_of: ModelOf, profile_of: ProfileOf) -> None:
     model = model_of("llama-gqa-64", torch.float64)
-    specs = specs_of([LayerChoice(4, 4)] * 2, None, False)
+    specs = specs_of([LayerQuantization(4, 4)] * 2, None, False)
     logits = [uncached_logits(model, prompt(1, 37), specs, exact_reads(plan, CUTS)) for plan in READ_PLANS]
     for left, right in ((0, 1), (0, 2), (1, 2)):
         assert (logits[left] - logits[right]).abs().max() > 1e-3
@@ -189,7 +189,7 @@ def test_the_three_read_plans_differ_and_the_test_would_see_it(model_of: ModelOf
 
 def test_only_the_cache_plan_does_not_depend_on_where_chunks_are_cut(model_of: ModelOf, profile_of: ProfileOf) -> None:
     model = model_of("llama-gqa-64", torch.float64)
-    profile = profile_of(model.config, [LayerChoice(2, 4)] * 2)
+    profile = profile_of(model.config, [LayerQuantization(2, 4)] * 2)
     for read_plan in READ_PLANS:
         once, cut = (
             logits_in_chunks(model, KVTunerCache.from_profile(profile, model.config, read_plan), prompt(1, 37), cuts)
@@ -200,7 +200,7 @@ def test_only_the_cache_plan_does_not_depend_on_where_chunks_are_cut(model_of: M
 
 def test_a_plan_for_one_block_reads_a_cache_hit_exactly_within_itself(model_of: ModelOf, profile_of: ProfileOf) -> None:
     model, tokens = model_of("qwen3-mha-64", torch.float64), prompt(1, 24)
-    layers = [LayerChoice(2, 2)] * 2
+    layers = [LayerQuantization(2, 2)] * 2
     cache = KVTunerCache.from_profile(profile_of(model.config, layers), model.config)
     first = logits_in_chunks(model, cache, tokens, (0, 9))
     with pytest.raises(RuntimeError, match="on the way"), cache.reading("hit") as hit:
@@ -219,7 +219,7 @@ def test_a_plan_for_one_block_reads_a_cache_hit_exactly_within_itself(model_of: 
 def test_every_attention_implementation_reads_the_same(
     implementation: str, model_of: ModelOf, profile_of: ProfileOf
 ) -> None:
-    model, layers = copy.deepcopy(model_of("llama-gqa-64", torch.float64)), [LayerChoice(4, 8)] * 2
+    model, layers = copy.deepcopy(model_of("llama-gqa-64", torch.float64)), [LayerQuantization(4, 8)] * 2
     model.set_attn_implementation(implementation)
     cache = KVTunerCache.from_profile(profile_of(model.config, layers), model.config)
     found = logits_in_chunks(model, cache, prompt(2, 37), CUTS)
@@ -230,7 +230,7 @@ def test_every_attention_implementation_reads_the_same(
 def test_nan_in_the_keys_reaches_the_logits_as_it_would_unquantized(model_of: ModelOf, profile_of: ProfileOf) -> None:
     model = copy.deepcopy(model_of("llama-gqa-64", torch.float32))
     model.get_input_embeddings().weight[5] = torch.nan
-    packed = KVTunerCache.from_profile(profile_of(model.config, [LayerChoice(4, 4)] * 2), model.config, "cache")
+    packed = KVTunerCache.from_profile(profile_of(model.config, [LayerQuantization(4, 4)] * 2), model.config, "cache")
     for cache in (packed, DynamicCache()):
         logits = logits_in_chunks(model, cache, torch.tensor([[3, 4, 5, 6]]), (0, 2, 3, 4))
         assert logits.isnan().any(dim=-1).tolist() == [[False, False, True, True]]
@@ -289,7 +289,7 @@ def test_packed_rows_generate_what_a_cache_of_exact_rows_and_quantized_reads_gen
 
 def test_sequences_of_a_batch_do_not_see_each_other(model_of: ModelOf, profile_of: ProfileOf) -> None:
     model, tokens = model_of("qwen2-mqa-80", torch.float64), prompt(3, 37)
-    profile = profile_of(model.config, [LayerChoice(4, 2)] * 2)
+    profile = profile_of(model.config, [LayerQuantization(4, 2)] * 2)
     together = logits_in_chunks(model, KVTunerCache.from_profile(profile, model.config), tokens, CUTS)
     for row in range(3):
         cache = KVTunerCache.from_profile(profile, model.config)
@@ -309,7 +309,7 @@ def test_assisted_decoding_crops_and_still_generates_the_greedy_tokens(
             removed.append(before - self.get_seq_length())
 
     model = model_of("llama-gqa-64", torch.float64)
-    profile, tokens = profile_of(model.config, [LayerChoice(8, 4)] * 2), prompt(1, 6).repeat(1, 3)
+    profile, tokens = profile_of(model.config, [LayerQuantization(8, 4)] * 2), prompt(1, 6).repeat(1, 3)
     options = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": 0}
     greedy = generate(model, tokens, KVTunerCache.from_profile(profile, model.config), **options)
     cache = Watched.from_profile(profile, model.config)
@@ -324,7 +324,7 @@ def test_eight_bits_stay_close_to_the_usual_cache_and_two_do_not(model_of: Model
     reference = logits_in_chunks(model, DynamicCache(), tokens, CUTS).double().log_softmax(-1)
     kl = {}
     for bits in (2, 8):
-        cache = KVTunerCache.from_profile(profile_of(model.config, [LayerChoice(bits, bits)] * 2), model.config)
+        cache = KVTunerCache.from_profile(profile_of(model.config, [LayerQuantization(bits, bits)] * 2), model.config)
         logits = logits_in_chunks(model, cache, tokens, CUTS).double().log_softmax(-1)
         kl[bits] = (reference.exp() * (reference - logits)).sum(-1).mean().item()
     assert 0 < kl[8] < 1e-3 < 1e-1 < kl[2]
@@ -349,7 +349,7 @@ def test_a_float32_model_packs_alike_and_keeps_sixteen_bit_sides_at_twice_their_
     model_of: ModelOf, profile_of: ProfileOf
 ) -> None:
     model = model_of("qwen2-mqa-80", torch.float32)
-    profile = profile_of(model.config, [LayerChoice(4, 16), LayerChoice(2, 8)])
+    profile = profile_of(model.config, [LayerQuantization(4, 16), LayerQuantization(2, 8)])
     cache = KVTunerCache.from_profile(profile, model.config)
     logits_in_chunks(model, cache, prompt(3, 37), CUTS)
     native = 80 * 2  # one KV head of 80 channels, 2 bytes each

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from kvtuner.errors import CacheError, ProfileError, UnsupportedModelError
-from kvtuner.exported_configs.build import LayerChoice
-from kvtuner.exported_configs.profile import Profile
+from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.geometry import ModelGeometry
 from kvtuner.quant import Transform
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
@@ -23,7 +23,7 @@ ModelOf = Callable[[str, torch.dtype], PreTrainedModel]
 ProfileOf = Callable[..., Profile]
 TransformOf = Callable[[str, ModelGeometry, int], Transform]
 
-NATIVE = [LayerChoice(16, 16), LayerChoice(16, 16)]
+NATIVE = [LayerQuantization(16, 16), LayerQuantization(16, 16)]
 TOLERANCE = 1e-9  # float64 error of a model that is run in other chunks
 
 
@@ -46,7 +46,7 @@ def no_grad() -> Iterator[None]:
 def filled(model_of: ModelOf, profile_of: ProfileOf) -> Callable[[int, Tensor], KVTunerCache]:
     """A cache that read the tokens given by the `cache` plan, cut at a length."""
     model = model_of("llama-gqa-64", torch.float64)
-    profile = profile_of(model.config, [LayerChoice(4, 16), LayerChoice(16, 2)])
+    profile = profile_of(model.config, [LayerQuantization(4, 16), LayerQuantization(16, 2)])
 
     def fill(cut: int, tokens: Tensor) -> KVTunerCache:
         cache = KVTunerCache.from_profile(profile, model.config, "cache")
@@ -187,7 +187,7 @@ def test_heads_of_a_tensor_parallel_rank_are_refused_before_anything_is_stored(
     model_of: ModelOf, profile_of: ProfileOf
 ) -> None:
     config = model_of("llama-gqa-64", torch.float64).config
-    cache = KVTunerCache.from_profile(profile_of(config, [LayerChoice(4, 16)] * 2), config)
+    cache = KVTunerCache.from_profile(profile_of(config, [LayerQuantization(4, 16)] * 2), config)
     with pytest.raises(ProfileError, match="stores 2 KV heads of 64 channels, but attention gave 1 of 64"):
         cache.update(torch.zeros(1, 2, 3, 64), torch.zeros(1, 1, 3, 64), 0)
     assert cache.stored_bytes == 0
@@ -195,7 +195,7 @@ def test_heads_of_a_tensor_parallel_rank_are_refused_before_anything_is_stored(
 
 def test_another_batch_or_dtype_is_refused_and_changes_nothing(model_of: ModelOf, profile_of: ProfileOf) -> None:
     config = model_of("llama-gqa-64", torch.float64).config
-    profile = profile_of(config, [LayerChoice(4, 16)] * 2)
+    profile = profile_of(config, [LayerQuantization(4, 16)] * 2)
     cache = KVTunerCache.from_profile(profile, config)
     cache.update(torch.ones(1, 2, 3, 64), torch.ones(1, 2, 3, 64), 0)
     stored = cache.stored_bytes
@@ -222,7 +222,7 @@ def test_use_beyond_the_positions_of_the_key_means_warns_once(
 ) -> None:
     config = model_of("llama-gqa-64", torch.float64).config
     mean = transform_of("centered", ModelGeometry.from_config(config), 0)
-    centred = [LayerChoice(4, 4, mean), LayerChoice(4, 4)]
+    centred = [LayerQuantization(4, 4, mean), LayerQuantization(4, 4)]
     states = torch.ones(1, 2, 4, 64)
     cache = KVTunerCache.from_profile(profile_of(config, centred, last_position=7), config)
     cache.update(states, states, 0)
@@ -230,7 +230,7 @@ def test_use_beyond_the_positions_of_the_key_means_warns_once(
     with pytest.warns(UserWarning, match="over 8 positions, but the cache holds 12 tokens"):
         cache.update(states, states, 0)
     cache.update(states, states, 0)
-    for layers, last_position in (([LayerChoice(4, 4)] * 2, 7), (centred, None)):
+    for layers, last_position in (([LayerQuantization(4, 4)] * 2, 7), (centred, None)):
         silent = KVTunerCache.from_profile(profile_of(config, layers, last_position=last_position), config)
         for _ in range(3):
             silent.update(states, states, 0)

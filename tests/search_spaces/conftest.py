@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtuner.calibration.sensitivity import SIDES, Candidate, LayerConstants, Scores, SensitivityTable
+from kvtuner.calibration.sensitivity import SIDES, Candidate, CandidateScores, LayerConstants, SensitivityTable
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PACKED_BITS
 from kvtuner.quant import KEY_TRANSFORMS, VALUE_TRANSFORMS
@@ -20,7 +20,7 @@ TRANSFORMS = {"k": KEY_TRANSFORMS, "v": VALUE_TRANSFORMS}
 GEOMETRY = {"num_attention_heads": 8, "num_kv_heads": 2, "head_dim": 64, "v_head_dim": 64}
 
 
-def build_table(num_layers: int, score: Callable[[Candidate], Scores], **geometry: Any) -> SensitivityTable:
+def build_table(num_layers: int, score: Callable[[Candidate], CandidateScores], **geometry: Any) -> SensitivityTable:
     """A table that holds what `score` says of each candidate; `geometry` overrides the default."""
     shape = ModelGeometry(**(GEOMETRY | geometry | {"num_layers": num_layers}))
     ones = torch.ones(shape.num_kv_heads, shape.head_dim, dtype=torch.float16)
@@ -51,6 +51,6 @@ def random_table() -> Callable[..., SensitivityTable]:
 
     def build(num_layers: int, seed: int, **geometry: Any) -> SensitivityTable:
         rng = np.random.default_rng(seed)
-        return build_table(num_layers, lambda _: Scores(*rng.uniform(0, 1, size=5).tolist()), **geometry)
+        return build_table(num_layers, lambda _: CandidateScores(*rng.uniform(0, 1, size=5).tolist()), **geometry)
 
     return build

@@ -8,11 +8,11 @@ from itertools import product
 
 import pytest
 
-from kvtuner.calibration.sensitivity import Candidate, Scores, SensitivityTable
+from kvtuner.calibration.sensitivity import Candidate, CandidateScores, SensitivityTable
 from kvtuner.errors import RunFolderError, SearchSpaceError
 from kvtuner.precision import ALL_BITS, PrecisionPair, RowShape
 from kvtuner.search_spaces.space import (
-    Choice,
+    LayerChoice,
     SearchSpace,
     build_space,
     configuration_from_pairs,
@@ -37,13 +37,13 @@ def best_of(table: SensitivityTable, layer: int, side: str, bits: int) -> tuple[
     )
 
 
-def every_choice(table: SensitivityTable, layer: int, shape: RowShape) -> list[Choice]:
+def every_choice(table: SensitivityTable, layer: int, shape: RowShape) -> list[LayerChoice]:
     choices = []
     for pair in PAIRS:
         (k_score, k_name), (v_score, v_name) = (
             best_of(table, layer, side, bits) for side, bits in (("k", pair.k_bits), ("v", pair.v_bits))
         )
-        choices.append(Choice(pair, k_name, v_name, shape.pair_bytes(pair), k_score + v_score))
+        choices.append(LayerChoice(pair, k_name, v_name, shape.pair_bytes(pair), k_score + v_score))
     return choices
 
 
@@ -85,7 +85,9 @@ def test_without_padding_scores_descend_strictly_as_bytes_grow(random_table: Tab
 def test_padding_alone_does_not_prune_a_pair_of_less_payload(make_table: Table) -> None:
     # One head of 32: K8V2 and K4V4 both take 64 bytes, so a choice by bytes alone would hide K4V4 from bit budgets.
     kl = {("k", 2): 9.0, ("k", 4): 3.0, ("k", 8): 1.0, ("v", 2): 1.0, ("v", 4): 0.9, ("v", 8): 0.8}
-    table = make_table(1, lambda c: Scores(0, 0, 0, 0, kl[c.side, c.bits]), num_kv_heads=1, head_dim=32, v_head_dim=32)
+    table = make_table(
+        1, lambda c: CandidateScores(0, 0, 0, 0, kl[c.side, c.bits]), num_kv_heads=1, head_dim=32, v_head_dim=32
+    )
     shape = table.geometry.row_shape()
     choices = {c.pair: c for c in build_space(table, "kl", shape).menus[0].choices}
     assert choices[PrecisionPair(8, 2)].cost_bytes == choices[PrecisionPair(4, 4)].cost_bytes
@@ -131,9 +133,9 @@ def test_forcing_a_layer_that_the_model_lacks_is_refused(random_table: Table) ->
 
 
 def test_a_score_that_is_not_finite_names_its_layer(make_table: Table) -> None:
-    def score(candidate: Candidate) -> Scores:
+    def score(candidate: Candidate) -> CandidateScores:
         is_bad = (candidate.layer, candidate.side, candidate.bits) == (1, "v", 4)
-        return Scores(0.1, 0.1, 0.1, 0.1, math.inf if is_bad else 0.1)
+        return CandidateScores(0.1, 0.1, 0.1, 0.1, math.inf if is_bad else 0.1)
 
     table = make_table(2, score)
     with pytest.raises(SearchSpaceError, match="layer 1 v4 is inf"):
@@ -141,16 +143,16 @@ def test_a_score_that_is_not_finite_names_its_layer(make_table: Table) -> None:
 
 
 def test_a_score_that_was_not_measured_is_an_error(make_table: Table) -> None:
-    table = make_table(2, lambda _: Scores(0.1, 0.1, 0.1, 0.1))
+    table = make_table(2, lambda _: CandidateScores(0.1, 0.1, 0.1, 0.1))
     with pytest.raises(RunFolderError, match="'kl'"):
         build_space(table, "kl", table.geometry.row_shape())
 
 
 def test_groups_tie_layers_of_close_e_o_within_their_stage(make_table: Table) -> None:
-    def score(candidate: Candidate) -> Scores:
+    def score(candidate: Candidate) -> CandidateScores:
         # Layers 0, 1, 3 and 4 are alike, layer 2 is not; KL differs wildly everywhere.
         e_o = (0.3 if candidate.layer == 2 else 0.1 + 0.001 * candidate.layer) / candidate.bits
-        return Scores(0, 0, e_o, 0, 10.0**candidate.layer / candidate.bits)
+        return CandidateScores(0, 0, e_o, 0, 10.0**candidate.layer / candidate.bits)
 
     table = make_table(5, score)
     shape = table.geometry.row_shape()
@@ -228,7 +230,7 @@ def test_uniforms_have_one_pair_with_transforms_or_without(random_table: Table) 
 
 
 def test_a_baseline_whose_score_was_not_measured_says_so(make_table: Table) -> None:
-    table = make_table(2, lambda c: Scores(0, 0, 0, 0, None if c.transform == "none" else 0.5))
+    table = make_table(2, lambda c: CandidateScores(0, 0, 0, 0, None if c.transform == "none" else 0.5))
     plain = uniform(table, PrecisionPair(4, 4), "kl", table.geometry.row_shape(), transforms=False)
     assert math.isnan(predicted_score(plain))
 
@@ -241,7 +243,7 @@ def test_pairs_for_another_number_of_layers_are_refused(random_table: Table) -> 
 
 def test_digest_names_the_space_and_not_its_scores(random_table: Table, make_table: Table) -> None:
     def space(factor: float, **options: bool) -> SearchSpace:
-        table = make_table(2, lambda c: Scores(0, 0, 0, 0, factor / c.bits))
+        table = make_table(2, lambda c: CandidateScores(0, 0, 0, 0, factor / c.bits))
         return build_space(table, "kl", table.geometry.row_shape(), **options)
 
     assert space(1.0).digest() == space(2.0).digest()

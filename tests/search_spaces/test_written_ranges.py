@@ -4,7 +4,7 @@ import pytest
 
 from kvtuner.layer_ranges import write_ranges
 from kvtuner.precision import PrecisionPair
-from kvtuner.search_spaces.ranges import parse_ranges
+from kvtuner.search_spaces.written_layers import parse_ranges
 
 
 @pytest.mark.parametrize(("text", "shortest", "num_layers"), [

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bench_stub import stub
 
 from kvtuner.bench.client import Client
-from kvtuner.bench.figures import Answered, figures
 from kvtuner.bench.loads import Load
+from kvtuner.bench.metrics import LoadResult, figures
 
 FAULTS = ("none", "constant", "slow", "error", "dies", "empty", "cut", "short")
 
@@ -48,7 +48,7 @@ def side_by_side(url: str, tokenizer: object, load: Load, prompts: list[list[int
         return kept[-1]
 
     client._request = keeping  # type: ignore[method-assign]
-    ours = figures([Answered(load, tuple(client.send(load, prompts)), {})])
+    ours = figures([LoadResult(load, tuple(client.send(load, prompts)), {})])
     rows = [SimpleNamespace(prompt_len=50, text_prompt_len=50, vision_prompt_len=0)] * len(kept)
     metrics, _ = serving.calculate_metrics(rows, kept, ours["duration_s"], tokenizer, "sglang")
     return vars(metrics), ours

@@ -24,7 +24,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvtuner.exported_configs.build import LayerChoice, dump_profile
+from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 from kvtuner.geometry import ModelGeometry
 from kvtuner.quant import Transform, TransformKind
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
@@ -32,7 +32,7 @@ from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 400
@@ -256,10 +256,10 @@ KEY_KINDS = (
 
 
 @pytest.fixture(scope="session")
-def mixed_layers() -> Callable[[Any], list[LayerChoice]]:
+def mixed_layers() -> Callable[[Any], list[LayerQuantization]]:
     """Choices for the layers of a configuration: widths and transforms of every kind, one after the other."""
 
-    def choose(config: Any) -> list[LayerChoice]:
+    def choose(config: Any) -> list[LayerQuantization]:
         geometry = ModelGeometry.from_config(config)
         generator = torch.Generator().manual_seed(11)
         shape = (geometry.num_kv_heads, geometry.head_dim)
@@ -270,8 +270,8 @@ def mixed_layers() -> Callable[[Any], list[LayerChoice]]:
             lam = (0.4 * torch.randn(shape, generator=generator)).exp().half() if kind.balanced else None
             v_transform = Transform(TransformKind(hadamard=layer % 2 == 0))
             k_bits, v_bits = (4, 8)[layer % 2], (4, 4, 8, 16)[layer % 4]
-            choices.append(LayerChoice(k_bits, v_bits, Transform(kind, mu, lam), v_transform))
-        choices[-1] = LayerChoice(16, 16)
+            choices.append(LayerQuantization(k_bits, v_bits, Transform(kind, mu, lam), v_transform))
+        choices[-1] = LayerQuantization(16, 16)
         return choices
 
     return choose

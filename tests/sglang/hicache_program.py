@@ -23,22 +23,22 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from kvtuner.errors import ServingError
-from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES
 from kvtuner.runtime_loader.packed_attention import TorchAttention
-from kvtuner.runtime_loader.sglang import host_pool as host_pool_module
-from kvtuner.runtime_loader.sglang import identity as identity_module
-from kvtuner.runtime_loader.sglang import pool as pool_module
+from kvtuner.runtime_loader.sglang import packed_pool as pool_module
 from kvtuner.runtime_loader.sglang import scheduler, storage, tier
-from kvtuner.runtime_loader.sglang.compat.hicache import HostOptions
-from kvtuner.runtime_loader.sglang.compat.parallel import Ranks
+from kvtuner.runtime_loader.sglang.compat.hierarchical_cache import HostOptions
+from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
+from kvtuner.runtime_loader.sglang.hicache import host_pool as host_pool_module
+from kvtuner.runtime_loader.sglang.hicache import page_identity as identity_module
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.device_pool_info import MHABufferInfo
 
 START, STOP, SIZE = 1, 4, 48
 PROFILE, FOLDER, PAGE = load_profile(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-RANKS = Ranks(tp_rank=1, tp_size=2, pp_rank=0, world_rank=0)
+RANKS = ParallelRanks(tp_rank=1, tp_size=2, pp_rank=0, world_rank=0)
 HEADS, DIM = 1, 16
 GB = 2e-3
 
@@ -206,8 +206,8 @@ for number, other in enumerate((
     identity(changed(profile=load_profile(sys.argv[4]))), identity(changed(config=config_named("a", rope=2))),
     identity(changed(config=config_named("a", dtype=torch.float16))),
     identity(changed(attend="fresh")), identity(changed(packed=False)), identity(changed(model=torch.nn.Linear(4, 4))),
-    identity(page=PAGE + 1), identity(layers=range(2, 5)), identity(ranks=Ranks(0, 2, 0, 0)),
-    identity(ranks=Ranks(1, 4, 0, 0)), identity(ranks=Ranks(1, 2, 1, 0)),
+    identity(page=PAGE + 1), identity(layers=range(2, 5)), identity(ranks=ParallelRanks(0, 2, 0, 0)),
+    identity(ranks=ParallelRanks(1, 4, 0, 0)), identity(ranks=ParallelRanks(1, 2, 1, 0)),
 ), start=2):  # fmt: skip
     digests.add(other.digest)
     assert len(digests) == number, number

@@ -183,9 +183,9 @@ class Log(logging.Handler):
 
 def resolved(*flags: str, **recorded: Any) -> list[tuple[str, str]]:
     """What SGLang's own resolution makes the plugin say of a profile that records the served model, but for changes."""
-    from kvtuner.exported_configs.build import dump_profile
-    from kvtuner.exported_configs.identity import identity_of
-    from kvtuner.exported_configs.load import load_profile
+    from kvtuner.exported_configs.identity.model_identity import identity_of
+    from kvtuner.exported_configs.profile.build import dump_profile
+    from kvtuner.exported_configs.profile.load import load_profile
 
     config = AutoConfig.from_pretrained(MODEL)
     model = identity_of(config, id="Owner/llama-gqa", revision=None, dtype="float32").model_copy(update=recorded)
@@ -244,7 +244,7 @@ def a_quantized_checkpoint_of_the_hub_is_served_with_warnings() -> None:
 
 
 def weights_are_compared_where_they_are_and_said_where_they_are_not() -> None:
-    from kvtuner.exported_configs.checkpoint import checkpoint_sha256
+    from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
 
     known = checkpoint_sha256(Path(MODEL))
     assert known is not None

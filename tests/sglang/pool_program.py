@@ -7,17 +7,17 @@ from types import SimpleNamespace
 import torch
 
 from kvtuner.errors import ServingError
-from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.runtime_loader.packed_attention import TorchAttention
-from kvtuner.runtime_loader.sglang import pool as pool_module
+from kvtuner.runtime_loader.sglang import packed_pool as pool_module
 from kvtuner.runtime_loader.sglang import scheduler
-from kvtuner.runtime_loader.sglang.compat.parallel import Ranks
+from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
 
 START, STOP, SIZE, PAGE = 1, 4, 48, int(sys.argv[2])
 
 profile = load_profile(sys.argv[1])
 scheduler._serving = scheduler.RankServing(profile, "fresh", TorchAttention(), gqa=2, logit_cap=2.0)
-pool_module.ranks = lambda: Ranks(tp_rank=1, tp_size=2, pp_rank=0, world_rank=1)
+pool_module.ranks = lambda: ParallelRanks(tp_rank=1, tp_size=2, pp_rank=0, world_rank=1)
 pool_module.announce = lambda *_: None
 pool = pool_module.PackedKVPool(
     SIZE, page_size=PAGE, dtype=torch.bfloat16, head_num=1, head_dim=16, layer_num=STOP - START, device="cpu",

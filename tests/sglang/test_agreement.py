@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoConfig
 
-from kvtuner.exported_configs.build import LayerChoice
+from kvtuner.exported_configs.profile.build import LayerQuantization
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +92,7 @@ def test_16_bits_everywhere_is_plain_transformers(
 ) -> None:
     folder = model_folder("llama-gqa", num_hidden_layers=LAYERS)
     config = AutoConfig.from_pretrained(folder)
-    profile = profile_of(config, [LayerChoice(16, 16)] * LAYERS)
+    profile = profile_of(config, [LayerQuantization(16, 16)] * LAYERS)
     with serve(folder, "--kvtuner-profile", str(save_profile(profile))) as server:
         agreement = compare(server, folder, profile, prompts(*LENGTHS), 40)
     assert agreement.own < 1e-12
@@ -105,7 +105,7 @@ def test_without_a_profile_a_server_is_sglangs_own(
 ) -> None:
     folder = model_folder("llama-gqa")
     config = AutoConfig.from_pretrained(folder)
-    plain = profile_of(config, [LayerChoice(16, 16)] * config.num_hidden_layers)
+    plain = profile_of(config, [LayerQuantization(16, 16)] * config.num_hidden_layers)
     with serve(folder) as server:
         agreement = compare(server, folder, plain, prompts(*LENGTHS), 40)
         log = server.log
@@ -130,7 +130,7 @@ def test_every_family_agrees_at_every_uniform_width(
 ) -> None:
     folder = model_folder(name, num_hidden_layers=LAYERS)
     config = AutoConfig.from_pretrained(folder)
-    profile = profile_of(config, [LayerChoice(bits, bits)] * LAYERS, symmetric=symmetric)
+    profile = profile_of(config, [LayerQuantization(bits, bits)] * LAYERS, symmetric=symmetric)
     with serve(folder, "--kvtuner-profile", str(save_profile(profile))) as server:
         agreement = compare(server, folder, profile, prompts(*LENGTHS), 40)
     assert_agrees(agreement)
@@ -142,7 +142,7 @@ def test_uniform_flags_serve_a_profile_of_their_own(
 ) -> None:
     folder = model_folder("qwen3-qk-norm", num_hidden_layers=LAYERS)
     config = AutoConfig.from_pretrained(folder)
-    profile = profile_of(config, [LayerChoice(bits, bits)] * LAYERS, symmetric=asym == "false")
+    profile = profile_of(config, [LayerQuantization(bits, bits)] * LAYERS, symmetric=asym == "false")
     flags = (
         "--enable-kvtuner-quant", "--kvtuner-nbits-key", str(bits), "--kvtuner-nbits-value", str(bits),
         "--kvtuner-asym", asym, "--kvtuner-q-group-size", "32", "--kvtuner-axis-key", "0", "--kvtuner-axis-value", "0",
@@ -160,7 +160,7 @@ def test_the_demo_model_answers_from_a_searched_profile(serve: Any, tmp_path: Pa
     import random
 
     from kvtuner.calibration.demo.tasks import recall_problem
-    from kvtuner.calibration.model import DEMO_MODEL
+    from kvtuner.calibration.model_loading import DEMO_MODEL
     from kvtuner.cli import main
 
     run = tmp_path / "run"

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoConfig
 
-from kvtuner.calibration.model import DEMO_MODEL
-from kvtuner.exported_configs.build import LayerChoice
-from kvtuner.exported_configs.load import load_profile
+from kvtuner.calibration.model_loading import DEMO_MODEL
+from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.exported_configs.profile.load import load_profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,9 @@ ON_A_PROCESSOR = (
 def mixed(profile_of: Any, save_profile: Any) -> Path:
     """A profile of the demo model."""
     config = AutoConfig.from_pretrained(DEMO_MODEL)
-    choices = [LayerChoice(8, 4) if layer < 3 else LayerChoice(4, 4) for layer in range(config.num_hidden_layers)]
+    choices = [
+        LayerQuantization(8, 4) if layer < 3 else LayerQuantization(4, 4) for layer in range(config.num_hidden_layers)
+    ]
     path: Path = save_profile(profile_of(config, choices))
     return path
 

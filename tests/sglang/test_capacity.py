@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from kvtuner.exported_configs.build import LayerChoice
+from kvtuner.exported_configs.profile.build import LayerQuantization
 
 
 @pytest.mark.parametrize(("page_size", "way"), [(1, "flag"), (64, "configuration file")])
@@ -26,7 +26,7 @@ def test_tokens_are_the_available_bytes_divided_by_the_formula(
     tmp_path: Path,
 ) -> None:
     folder = model_folder("llama-gqa", num_hidden_layers=4)
-    profile = profile_of(AutoConfig.from_pretrained(folder), [LayerChoice(4, 4)] * 4)
+    profile = profile_of(AutoConfig.from_pretrained(folder), [LayerQuantization(4, 4)] * 4)
     path = save_profile(profile)
     # SGLang takes the profiled number where the cap is above it.
     flags = ("--max-total-tokens", "100000000", "--mem-fraction-static", "0.1", "--page-size", str(page_size))

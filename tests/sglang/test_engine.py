@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvtuner.calibration.model import DEMO_MODEL
-from kvtuner.exported_configs.build import LayerChoice
-from kvtuner.exported_configs.catalogue import catalogue_file
-from kvtuner.exported_configs.load import load_profile
+from kvtuner.calibration.model_loading import DEMO_MODEL
+from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.exported_configs.sharing.catalogue import catalogue_file
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def test_an_engine_whose_schedulers_load_no_plugin_is_refused(
     model_folder: Any, profile_of: Any, save_profile: Any, on_a_processor: dict[str, str], tmp_path: Path
 ) -> None:
     folder = model_folder("llama-gqa")
-    path = save_profile(profile_of(AutoConfig.from_pretrained(folder), [LayerChoice(4, 4)] * 3))
+    path = save_profile(profile_of(AutoConfig.from_pretrained(folder), [LayerQuantization(4, 4)] * 3))
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = subprocess.run(

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
-from kvtuner.calibration.model import DEMO_MODEL, ModelSource, load_tokenizer
+from kvtuner.calibration.model_loading import DEMO_MODEL, ModelSource, load_tokenizer
 from kvtuner.cli import main
-from kvtuner.exported_configs.build import LayerChoice
-from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ FEW = ("--lengths", "150", *QUESTIONS)
 def rough(profile_of: Any, save_profile: Any) -> Path:
     """A profile that hurts the demo model."""
     config = AutoConfig.from_pretrained(DEMO_MODEL)
-    path: Path = save_profile(profile_of(config, [LayerChoice(2, 4)] * config.num_hidden_layers))
+    path: Path = save_profile(profile_of(config, [LayerQuantization(2, 4)] * config.num_hidden_layers))
     return path
 
 
@@ -149,7 +149,7 @@ def test_likelihoods_of_servers_are_those_of_transformers(
     served: tuple[str, ...], evaluate: Any, serve: Any, rough: Path, profile_of: Any, save_profile: Any, tmp_path: Path
 ) -> None:
     config = AutoConfig.from_pretrained(DEMO_MODEL)
-    fine = save_profile(profile_of(config, [LayerChoice(8, 8)] * config.num_hidden_layers))
+    fine = save_profile(profile_of(config, [LayerQuantization(8, 8)] * config.num_hidden_layers))
     with serve(DEMO_MODEL, "--kvtuner-profile", str(fine)) as third:
         empty(third.url, served[1], served[3].removeprefix("bf16="))
         status, found, _ = evaluate(*SCORING, *served, "--endpoint", f"K8V8={third.url}")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from kvtuner.exported_configs.build import LayerChoice
+from kvtuner.exported_configs.profile.build import LayerQuantization
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -25,8 +25,10 @@ def test_a_host_pool_of_one_rank_keeps_pages_and_believes_no_others(
 ) -> None:
     config = AutoConfig.from_pretrained(model_folder("llama-gqa", num_hidden_layers=5))
     choices = mixed_layers(config)
-    choices[3] = LayerChoice(16, 2)
-    path, other = (save_profile(profile_of(config, each)) for each in (choices, [LayerChoice(8, 8), *choices[1:]]))
+    choices[3] = LayerQuantization(16, 2)
+    path, other = (
+        save_profile(profile_of(config, each)) for each in (choices, [LayerQuantization(8, 8), *choices[1:]])
+    )
     program = Path(__file__).with_name("hicache_program.py")
     done = subprocess.run(
         [sys.executable, str(program), str(path), str(tmp_path), str(page_size), str(other)],

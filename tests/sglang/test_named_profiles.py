@@ -14,17 +14,17 @@ import pytest
 from transformers import AutoConfig
 
 from kvtuner.calibration.demo.outliers import make_twin
-from kvtuner.calibration.model import DEMO_MODEL
-from kvtuner.exported_configs.build import LayerChoice, dump_profile
-from kvtuner.exported_configs.catalogue import catalogue_file
-from kvtuner.exported_configs.load import load_profile
-from kvtuner.exported_configs.signatures import sign_profile
-from kvtuner.exported_configs.signers import KeySigner
+from kvtuner.calibration.model_loading import DEMO_MODEL
+from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
+from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.exported_configs.sharing.catalogue import catalogue_file
+from kvtuner.exported_configs.signing.signatures import sign_profile
+from kvtuner.exported_configs.signing.signers import KeySigner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ def tiny(model_folder: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def profile(tiny: Path, profile_of: Any) -> Profile:
-    made: Profile = profile_of(AutoConfig.from_pretrained(tiny), [LayerChoice(4, 4)] * 3)
+    made: Profile = profile_of(AutoConfig.from_pretrained(tiny), [LayerQuantization(4, 4)] * 3)
     return made
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoConfig
 
-from kvtuner.exported_configs.build import LayerChoice
+from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.quant import Transform, TransformKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
 
 LAYERS = {"num_hidden_layers": 5}
 HADAMARD = Transform(TransformKind(hadamard=True))
@@ -26,7 +26,7 @@ def uneven(model_folder: Any, profile_of: Any, mixed_layers: Any) -> tuple[Any, 
     folder = model_folder("qwen2-bias", **LAYERS)
     config = AutoConfig.from_pretrained(folder)
     first = mixed_layers(config)[:3]
-    return folder, profile_of(config, [*first, LayerChoice(8, 8, HADAMARD), LayerChoice(8, 4)])
+    return folder, profile_of(config, [*first, LayerQuantization(8, 8, HADAMARD), LayerQuantization(8, 4)])
 
 
 TOPOLOGIES = {
@@ -90,7 +90,7 @@ def test_nodes_with_different_profiles_refuse_to_start_and_name_both(
     uneven: Any, profile_of: Any, save_profile: Any, launched_nodes: Any
 ) -> None:
     folder, profile = uneven
-    other = profile_of(AutoConfig.from_pretrained(folder), [LayerChoice(4, 4)] * 5)
+    other = profile_of(AutoConfig.from_pretrained(folder), [LayerQuantization(4, 4)] * 5)
     flags = [("--kvtuner-profile", str(save_profile(each))) for each in (profile, other)]
     statuses, output = launched_nodes(folder, flags, "--tp-size", "2")
     assert all(status != 0 for status in statuses)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from kvtuner.exported_configs.build import LayerChoice
+from kvtuner.exported_configs.profile.build import LayerQuantization
 
 PROGRAM = Path(__file__).with_name("plugin_program.py")
 HELPERS = ("parse", "refusal", "resolved")
@@ -27,7 +27,7 @@ def test_in_sglang(
     check: str, model_folder: Any, profile_of: Any, save_profile: Any, on_a_processor: dict[str, str]
 ) -> None:
     folder = model_folder("llama-gqa")
-    path = save_profile(profile_of(AutoConfig.from_pretrained(folder), [LayerChoice(4, 4)] * 3))
+    path = save_profile(profile_of(AutoConfig.from_pretrained(folder), [LayerQuantization(4, 4)] * 3))
     command = [sys.executable, str(PROGRAM), check, str(path), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=on_a_processor)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from kvtuner.exported_configs.build import LayerChoice
+from kvtuner.exported_configs.profile.build import LayerQuantization
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -24,7 +24,7 @@ def test_a_pool_of_one_rank_keeps_moves_and_copies_whole_rows(
 ) -> None:
     config = AutoConfig.from_pretrained(model_folder("llama-gqa", num_hidden_layers=5))
     choices = mixed_layers(config)
-    choices[3] = LayerChoice(16, 2)
+    choices[3] = LayerQuantization(16, 2)
     path = save_profile(profile_of(config, choices))
     program = Path(__file__).with_name("pool_program.py")
     done = subprocess.run(

@@ -17,7 +17,7 @@ from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
 
 TOKENS = 12
 

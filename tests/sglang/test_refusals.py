@@ -15,9 +15,9 @@ import transformers
 from transformers import AutoConfig
 
 from kvtuner.errors import ServingError
-from kvtuner.exported_configs.build import LayerChoice
+from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.runtime_loader.sglang.option_rules import BACKENDS, HICACHE_RULES, RULES, OptionRule, refuse_flags
 from kvtuner.runtime_loader.sglang.request import ServingRequest, Uniform, add_flags, request_of_flags
-from kvtuner.runtime_loader.sglang.rules import BACKENDS, HICACHE_RULES, RULES, Rule, refuse_flags
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ def tiny(model_folder: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def fitting(tiny: Path, profile_of: Any, save_profile: Any) -> Path:
-    path: Path = save_profile(profile_of(AutoConfig.from_pretrained(tiny), [LayerChoice(4, 4)] * 3))
+    path: Path = save_profile(profile_of(AutoConfig.from_pretrained(tiny), [LayerQuantization(4, 4)] * 3))
     return path
 
 
@@ -310,7 +310,7 @@ EVERY_RULE = (*BACKENDS, *RULES, *HICACHE_RULES)
 
 
 @pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.name)
-def test_every_rule_refuses_its_option_by_name(rule: Rule) -> None:
+def test_every_rule_refuses_its_option_by_name(rule: OptionRule) -> None:
     fine = {each.name: each.works[-1] for each in EVERY_RULE}
     for device in ("cpu", "cuda", "cuda:1"):
         for hicache_only in (False, True):

@@ -10,7 +10,7 @@ import pytest
 
 from kvtuner.precision import ALL_BITS, PrecisionPair, RowShape
 from kvtuner.search_spaces.budget import Budget, Constraint
-from kvtuner.search_spaces.space import Choice, Configuration, LayerMenu, SearchSpace
+from kvtuner.search_spaces.space import Configuration, LayerChoice, LayerMenu, SearchSpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ def space_of(
 ) -> SearchSpace:
     """A space in which every layer may choose any of `pairs`."""
     menus = tuple(
-        LayerMenu(layer, tuple(Choice(p, "none", "none", SHAPE.pair_bytes(p), score(layer, p)) for p in pairs))
+        LayerMenu(layer, tuple(LayerChoice(p, "none", "none", SHAPE.pair_bytes(p), score(layer, p)) for p in pairs))
         for layer in range(num_layers)
     )
     return SearchSpace(menus, groups or tuple((layer,) for layer in range(num_layers)), SHAPE)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from benchmarks.greedy import greedy
 from kvtuner.errors import BudgetError
 from kvtuner.precision import PrecisionPair
 from kvtuner.search_spaces.budget import Constraint
 from kvtuner.search_spaces.space import SearchSpace, pairs_of, predicted_score
-from kvtuner.tuner.baselines import greedy
 from kvtuner.tuner.exact import solve
 
 Space = Callable[..., SearchSpace]

@@ -11,7 +11,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from kvtuner.errors import BudgetError
 from kvtuner.precision import PrecisionPair
 from kvtuner.search_spaces.budget import Budget, Constraint
-from kvtuner.search_spaces.space import Choice, Configuration, LayerMenu, SearchSpace, pairs_of, predicted_score
+from kvtuner.search_spaces.space import Configuration, LayerChoice, LayerMenu, SearchSpace, pairs_of, predicted_score
 from kvtuner.tuner.exact import solve, solve_front
 
 Space = Callable[..., SearchSpace]
@@ -157,7 +157,7 @@ def test_a_budget_too_small_for_kept_layers_says_which_is_large_enough(
     make_space: Space, make_constraint: Limit
 ) -> None:
     free = make_space(4, lambda layer, pair: 1.0 / (pair.k_bits + pair.v_bits))
-    kept = LayerMenu(1, (Choice(PrecisionPair(16, 16), "none", "none", 128, 0.0),))
+    kept = LayerMenu(1, (LayerChoice(PrecisionPair(16, 16), "none", "none", 128, 0.0),))
     space = SearchSpace((free.menus[0], kept, *free.menus[2:]), free.groups, free.shape)
     for unit in ("bit", "bpe", "%", "KiB/token"):
         constraint = make_constraint(f"0.01{unit}", 4, num_stages=2)

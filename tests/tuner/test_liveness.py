@@ -15,8 +15,8 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from kvtuner.tuner import liveness, storage
-from kvtuner.tuner.storage import open_storage
+from kvtuner.tuner import liveness, study_storage
+from kvtuner.tuner.study_storage import open_storage
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +47,7 @@ def test_heartbeats_show_that_a_worker_lives(monkeypatch: pytest.MonkeyPatch) ->
     study = optuna.create_study()
     trial = study.ask()
     trial.set_user_attr(liveness.WORKER, "another machine|1|1")
-    watch = liveness.Watch()
+    watch = liveness.LivenessMonitor()
     with liveness.heartbeat(trial):
         for _ in range(30):
             assert not watch.is_lost(study.trials[0])
@@ -63,7 +63,7 @@ def test_heartbeats_go_on_after_a_storage_that_failed_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
     monkeypatch.setattr(liveness, "HEARTBEAT_S", 0.01)
-    monkeypatch.setattr(storage, "LOCK_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(study_storage, "LOCK_TIMEOUT_S", 0.02)
     url, failed = f"{scheme}:///{tmp_path}/study", threading.Event()
     trial = optuna.create_study(study_name="kvtuner", storage=open_storage(url)).ask()
     write = trial.set_user_attr

@@ -18,8 +18,8 @@ from kvtuner.precision import PrecisionPair
 from kvtuner.search_spaces.budget import Constraint
 from kvtuner.search_spaces.space import Configuration, SearchSpace, pairs_of, predicted_score
 from kvtuner.tuner.samplers import SamplerName
-from kvtuner.tuner.storage import open_storage
 from kvtuner.tuner.study import StudyResult, refine
+from kvtuner.tuner.study_storage import open_storage
 from kvtuner.tuner.warm_starts import warm_starts
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from kvtuner.calibration.measure import QuantOptions
+from kvtuner.calibration.candidate_pass import QuantizationOptions
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import PrecisionPair
 from kvtuner.run_folder import RunFolder
-from kvtuner.search_spaces.space import Choice
+from kvtuner.search_spaces.space import LayerChoice
 from kvtuner.tuner.objective import JOURNAL, RACE, MeasuredKL, describe
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def configuration(bits: int) -> Configuration:
-    return (Choice(PrecisionPair(bits, 16), "none", "none", 64, 0.0),)
+    return (LayerChoice(PrecisionPair(bits, 16), "none", "none", 64, 0.0),)
 
 
 WINNER, LOSER = configuration(16), configuration(8)
@@ -60,7 +60,7 @@ class Table:
 
 
 def objective(simulator: Simulated, folder: RunFolder, identity: str = "mine") -> MeasuredKL:
-    return MeasuredKL(cast("Any", simulator), cast("Any", Table), QuantOptions(), folder, identity)
+    return MeasuredKL(cast("Any", simulator), cast("Any", Table), QuantizationOptions(), folder, identity)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2, 3, 7])

@@ -14,7 +14,7 @@ import pytest
 from kvtuner.errors import SearchSpaceError
 from kvtuner.precision import PrecisionPair, mean_bits
 from kvtuner.search_spaces.budget import Constraint
-from kvtuner.search_spaces.space import Choice, Configuration, LayerMenu, SearchSpace, pairs_of, predicted_score
+from kvtuner.search_spaces.space import Configuration, LayerChoice, LayerMenu, SearchSpace, pairs_of, predicted_score
 from kvtuner.tuner.exact import solve
 from kvtuner.tuner.samplers import POPULATION_SIZE, SamplerName
 from kvtuner.tuner.study import Guidance, refine
@@ -166,7 +166,7 @@ def test_nothing_is_measured_twice(make_space: Space, make_constraint: Limit) ->
 
 def test_forced_layers_stay_forced(make_space: Space, make_constraint: Limit) -> None:
     free = make_space(4, lambda layer, pair: 1.0 / pair.k_bits, pairs=[LOW, MID, HIGH])
-    forced = LayerMenu(2, (Choice(NATIVE, "none", "none", free.shape.pair_bytes(NATIVE), 0.0),))
+    forced = LayerMenu(2, (LayerChoice(NATIVE, "none", "none", free.shape.pair_bytes(NATIVE), 0.0),))
     space = SearchSpace((*free.menus[:2], forced, free.menus[3]), free.groups, free.shape)
     landscape = Landscape(make_constraint("7bit", 4))
     warm = [space.configuration([1, 1, 0, 1]), free.configuration([0, 0, 0, 0])]

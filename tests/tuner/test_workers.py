@@ -22,8 +22,8 @@ from kvtuner.search_spaces.budget import Constraint
 from kvtuner.search_spaces.space import Configuration, SearchSpace, predicted_score
 from kvtuner.tuner import liveness
 from kvtuner.tuner.samplers import FIXED_PARAMS, make_sampler
-from kvtuner.tuner.storage import open_storage
 from kvtuner.tuner.study import StudyResult, refine
+from kvtuner.tuner.study_storage import open_storage
 from kvtuner.tuner.worker import OUTCOME, TICKET, TrialRecord, Worker
 
 if TYPE_CHECKING:

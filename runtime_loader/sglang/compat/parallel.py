@@ -18,7 +18,7 @@ FAREWELL_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class ParallelRanks:
     """Where this process stands.
 
     Attributes:
@@ -34,10 +34,10 @@ class Ranks:
     world_rank: int
 
 
-def ranks() -> Ranks:
+def ranks() -> ParallelRanks:
     """This process's ranks, once its groups are made."""
     parallel = get_parallel()
-    return Ranks(
+    return ParallelRanks(
         tp_rank=parallel.attn_tp_rank,
         tp_size=parallel.attn_tp_size,
         pp_rank=parallel.pp_rank,

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.evidence import ModelIdentity
-from kvtuner.exported_configs.formats.imported import ImportOptions
+from kvtuner.exported_configs.formats.import_result import ImportOptions
 from kvtuner.exported_configs.formats.translate import read, to_profile
+from kvtuner.exported_configs.profile.evidence import ModelIdentity
 from kvtuner.geometry import ModelGeometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
 
 MODEL = ModelIdentity(
     id="owner/Tiny-3.1B", revision=None, config_sha256="sha256:" + 64 * "0", architecture="Tiny", dtype="bfloat16"

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.build import uniform_profile
-from kvtuner.exported_configs.formats.imported import parse_map
+from kvtuner.exported_configs.formats.import_result import parse_map
 from kvtuner.exported_configs.formats.translate import write
+from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.build import uniform_profile
 from kvtuner.exported_configs.formats.translate import write
+from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.build import LayerChoice, uniform_profile
-from kvtuner.exported_configs.formats.imported import parse_map
+from kvtuner.exported_configs.formats.import_result import parse_map
 from kvtuner.exported_configs.formats.translate import write
+from kvtuner.exported_configs.profile.build import LayerQuantization, uniform_profile
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import Transform, TransformKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
 
 YAML = "kv_cache_per_layer_dtype:\n  0: bf16\n  1-2: int8\n  '3': K4V2\n"
@@ -127,9 +127,9 @@ def test_what_is_dropped_is_refused_or_said(
 
 
 def test_the_first_transformed_layer_is_named(make_profile: Callable[..., Profile]) -> None:
-    rotated = LayerChoice(4, 4, Transform(TransformKind(hadamard=True)))
+    rotated = LayerQuantization(4, 4, Transform(TransformKind(hadamard=True)))
     profile = make_profile(
-        layers=[LayerChoice(16, 16), LayerChoice(4, 4), LayerChoice(16, 16), rotated, rotated],
+        layers=[LayerQuantization(16, 16), LayerQuantization(4, 4), LayerQuantization(16, 16), rotated, rotated],
         k_group_size=48,
         v_group_size=32,
     )

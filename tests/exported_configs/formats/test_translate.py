@@ -14,18 +14,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.exported_configs.build import AskedBudget, LayerChoice, dump_profile
 from kvtuner.exported_configs.formats import FORMATS, READ, SCHEMES, WRITTEN
-from kvtuner.exported_configs.formats.imported import ImportOptions, parse_map
+from kvtuner.exported_configs.formats.import_result import ImportOptions, parse_map
 from kvtuner.exported_configs.formats.translate import read, to_profile, write
-from kvtuner.exported_configs.load import load_profile
+from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, dump_profile
+from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.geometry import ModelGeometry
 from kvtuner.quant import Transform, TransformKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
 
 BOUNDED = settings(
     max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
@@ -59,7 +59,7 @@ def arguments(draw: st.DrawFn) -> dict[str, Any]:
         transforms = [
             Transform() if bits == 16 or is_plain or draw(st.booleans()) else ROTATED for bits in (k_bits, v_bits)
         ]
-        layers.append(LayerChoice(k_bits, v_bits, *transforms))
+        layers.append(LayerQuantization(k_bits, v_bits, *transforms))
     granularity = draw(st.sampled_from(["per_token", "per_token", "per_channel"]))
     return {
         "geometry": ModelGeometry(num_layers, 4, 2, head_dim, v_head_dim),

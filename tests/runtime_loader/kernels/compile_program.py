@@ -19,7 +19,7 @@ import sass
 
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import QuantSpec, Transform, TransformKind
-from kvtuner.runtime_loader.kernels import decode, extend, pages, read, store
+from kvtuner.runtime_loader.kernels import decode, extend, move_pages, read_rows, store_rows
 from kvtuner.runtime_loader.kernels.launch import (
     EXACT,
     FRESH,
@@ -32,7 +32,7 @@ from kvtuner.runtime_loader.kernels.launch import (
 from kvtuner.runtime_loader.kernels.page_mover import BLOCK_WORDS, SPAN_FIELDS
 from kvtuner.runtime_loader.kernels.settings import Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
-from kvtuner.runtime_loader.packed_attention import StoredRows
+from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
 
 HOPPER, AMD = sass.nvidia(90), GPUTarget("hip", "gfx942", 64)
@@ -47,7 +47,7 @@ def transformed(bits: int, head_dim: int, *, symmetric: bool = False) -> KernelS
     spec = QuantSpec(bits, Transform(TransformKind(True, True, True), ones, ones), symmetric=symmetric)
     row_format = RowFormat(HEADS, head_dim, spec)
     rows = torch.empty(9, row_format.row_bytes(torch.bfloat16), dtype=torch.uint8, device="meta")
-    return KernelSide.of(StoredRows(rows, row_format))
+    return KernelSide.of(PackedRows(rows, row_format))
 
 
 def instructions(kernel: Any) -> dict[str, int]:
@@ -59,12 +59,12 @@ def instructions(kernel: Any) -> dict[str, int]:
 def stored(k_bits: int, v_bits: int, head_dim: int = 128) -> Any:
     """The store kernel, with every transform and both kinds of grid."""
     sides = transformed(k_bits, head_dim), transformed(v_bits, head_dim, symmetric=True)
-    return sass.compiled(store.store_rows, store_facts(*sides), HOPPER, **EXACT)
+    return sass.compiled(store_rows.store_rows, store_facts(*sides), HOPPER, **EXACT)
 
 
 def read_back(bits: int, head_dim: int) -> Any:
     """The read kernel, with every transform."""
-    return sass.compiled(read.read_side, read_facts(transformed(bits, head_dim)), HOPPER, **EXACT)
+    return sass.compiled(read_rows.read_side, read_facts(transformed(bits, head_dim)), HOPPER, **EXACT)
 
 
 def attending(pair: PrecisionPair, head_dim: int, target: GPUTarget, arch: str, **kind: bool) -> Any:
@@ -110,7 +110,7 @@ def copies(bits: int, head_dim: int) -> tuple[int, float]:
 def moving(*, to_host: bool) -> list[str]:
     """What the kernel that moves pages does to memory."""
     facts = {"TO_HOST": to_host, "FIELDS": SPAN_FIELDS, "BLOCK": BLOCK_WORDS}
-    return re.findall(r"[ls][dt][.]global\S*", sass.compiled(pages.copy_pages, facts, HOPPER).asm["ptx"])
+    return re.findall(r"[ls][dt][.]global\S*", sass.compiled(move_pages.copy_pages, facts, HOPPER).asm["ptx"])
 
 
 pairs = [PrecisionPair(k, v) for k, v in itertools.product((16, 4), (16, 4))]

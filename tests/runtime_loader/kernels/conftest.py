@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtuner.quant import QuantSpec, Transform, TransformKind
-from kvtuner.runtime_loader.packed_attention import StoredRows
+from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ def row_format() -> Callable[..., RowFormat]:
 
 
 @pytest.fixture
-def poisoned() -> Callable[..., StoredRows]:
+def poisoned() -> Callable[..., PackedRows]:
     """`poisoned(row_format, num_slots, dtype)`: rows in which whatever is not written reads NaN."""
 
-    def make(row_format: RowFormat, num_slots: int, dtype: torch.dtype = torch.float16) -> StoredRows:
+    def make(row_format: RowFormat, num_slots: int, dtype: torch.dtype = torch.float16) -> PackedRows:
         if row_format.spec is None:
             shape = (num_slots, row_format.num_heads, row_format.head_dim)
-            return StoredRows(torch.full(shape, torch.nan, dtype=dtype), row_format)
+            return PackedRows(torch.full(shape, torch.nan, dtype=dtype), row_format)
         row_bytes = row_format.row_bytes(dtype)
-        return StoredRows(torch.full((num_slots, row_bytes), SPARE, dtype=torch.uint8), row_format)
+        return PackedRows(torch.full((num_slots, row_bytes), SPARE, dtype=torch.uint8), row_format)
 
     return make

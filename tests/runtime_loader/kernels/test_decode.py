@@ -12,7 +12,7 @@ from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.scratch import Scratch
 from kvtuner.runtime_loader.kernels.settings import INTERPRETED
 from kvtuner.runtime_loader.kernels.side import KernelSide
-from kvtuner.runtime_loader.packed_attention import Scores, StoredRows, TorchAttention
+from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling, TorchAttention
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -25,11 +25,11 @@ TOLERANCE = 1e-2
 
 def decode(
     q: torch.Tensor,
-    keys: StoredRows,
-    values: StoredRows,
+    keys: PackedRows,
+    values: PackedRows,
     indptr: torch.Tensor,
     slots: torch.Tensor,
-    scores: Scores,
+    scores: ScoreScaling,
     num_splits: int = NUM_SPLITS,
 ) -> torch.Tensor:
     out, scratch = torch.full_like(q, torch.nan), Scratch(1 << 20, q.device)
@@ -39,7 +39,7 @@ def decode(
     return out
 
 
-def assert_agrees(keys: StoredRows, values: StoredRows, gqa: int, cap: float = 0.0) -> None:
+def assert_agrees(keys: PackedRows, values: PackedRows, gqa: int, cap: float = 0.0) -> None:
     generator = torch.Generator().manual_seed(7)
     num_heads, head_dim = keys.format.num_heads, keys.format.head_dim
     slots = torch.randperm(len(keys.rows), generator=generator)[: sum(LENGTHS)]
@@ -50,7 +50,7 @@ def assert_agrees(keys: StoredRows, values: StoredRows, gqa: int, cap: float = 0
     values.write(slots, (size * torch.randn(len(slots), *values.shape[1:], generator=generator)).half())
     q = torch.randn(len(LENGTHS), num_heads * gqa, head_dim, generator=generator)
     indptr = torch.tensor([0, *itertools.accumulate(LENGTHS)])
-    scores = Scores(head_dim**-0.5, cap)
+    scores = ScoreScaling(head_dim**-0.5, cap)
     expected = TorchAttention().decode(q, keys, values, indptr, slots, scores)
     found = decode(q, keys, values, indptr, slots, scores)
     assert (found[0] == 0).all()
@@ -97,7 +97,7 @@ def test_nan_is_seen_by_its_request_and_by_no_other(
         stored.write(slots, states)
     if where == "queries":
         q[0, 0, 5] = torch.nan
-    found = decode(q, keys, values, torch.tensor([0, 40, 80]), slots, Scores(0.125), num_splits)
+    found = decode(q, keys, values, torch.tensor([0, 40, 80]), slots, ScoreScaling(0.125), num_splits)
     assert found[0, 0].isnan().all()
     assert found[0, 1].isnan().all() == (where != "queries")
     assert not found[1].isnan().any()
@@ -111,7 +111,7 @@ def test_nothing_is_lost_over_a_long_split(row_format: Any, poisoned: Any) -> No
     for stored in (keys, values):
         stored.write(slots, torch.randn(3000, 1, 64, generator=generator))
     q, indptr = torch.randn(1, 2, 64, generator=generator), torch.tensor([0, 3000])
-    expected = TorchAttention().decode(q, keys, values, indptr, slots, Scores(0.02))
+    expected = TorchAttention().decode(q, keys, values, indptr, slots, ScoreScaling(0.02))
     assert expected.norm() < 0.05 * values.read(slots, torch.float32).norm(dim=-1).mean() * 2**0.5
-    found = decode(q, keys, values, indptr, slots, Scores(0.02), num_splits=1)
+    found = decode(q, keys, values, indptr, slots, ScoreScaling(0.02), num_splits=1)
     assert (found - expected).norm() < 2e-3 * expected.norm()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvtuner.runtime_loader.kernels import attention
-from kvtuner.runtime_loader.kernels.attention import TritonAttention
-from kvtuner.runtime_loader.packed_attention import ExtendBounds, Scores, StoredRows, TorchAttention
+from kvtuner.runtime_loader.kernels import triton_attention as attention
+from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
+from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling, TorchAttention
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -21,7 +21,7 @@ TOLERANCE = 1e-2  # as of decoding: queries and weights of rows are rounded to f
 
 
 def assert_agrees(
-    keys: StoredRows, values: StoredRows, gqa: int, cap: float = 0.0, fresh: tuple[int, ...] = FRESH
+    keys: PackedRows, values: PackedRows, gqa: int, cap: float = 0.0, fresh: tuple[int, ...] = FRESH
 ) -> None:
     generator = torch.Generator().manual_seed(11)
     num_heads, head_dim = keys.format.num_heads, keys.format.head_dim
@@ -41,7 +41,7 @@ def assert_agrees(
         slots,
         max(fresh),
     )
-    scores = Scores(head_dim**-0.5, cap)
+    scores = ScoreScaling(head_dim**-0.5, cap)
     expected = TorchAttention().extend(q, k, v, keys, values, bounds, scores)[:-PADDING]
     found = TritonAttention(torch.device("cpu")).extend(q, k, v, keys, values, bounds, scores)
     assert (found[-PADDING:] == 0).all()

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from kvtuner.runtime_loader.kernels.attention import TritonAttention
 from kvtuner.runtime_loader.kernels.scratch import Scratch
-from kvtuner.runtime_loader.packed_attention import Scores, TorchAttention
+from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
+from kvtuner.runtime_loader.packed_attention import ScoreScaling, TorchAttention
 
 
 def test_pieces_lie_apart_and_come_again_at_the_same_address() -> None:
@@ -44,7 +44,7 @@ def test_layers_of_all_kinds_share_it_at_every_batch(row_format: Any, poisoned: 
         indptr = torch.tensor([0, 20, 21, 40][: num_requests + 1])
         q = torch.randn(num_requests, 4, 64, generator=generator)
         for (keys, values), (*_, cap) in zip(layers, kinds, strict=True):
-            scores = Scores(0.125, cap)
+            scores = ScoreScaling(0.125, cap)
             expected = TorchAttention().decode(q, keys, values, indptr, slots, scores)
             out = torch.full_like(q, torch.nan)
             assert implementation.decode(q, keys, values, indptr, slots, scores, out) is out

@@ -12,7 +12,7 @@ from kvtuner.runtime_loader.kernels.launch import STORED_TOKENS, store
 from kvtuner.runtime_loader.kernels.side import KernelSide
 
 if TYPE_CHECKING:
-    from kvtuner.runtime_loader.packed_attention import StoredRows
+    from kvtuner.runtime_loader.packed_attention import PackedRows
     from kvtuner.runtime_loader.row_format import RowFormat
 
 # numpy's, of lanes that the kernel then throws away
@@ -47,7 +47,7 @@ def assert_stored(k_format: RowFormat, v_format: RowFormat, poisoned: Any, dtype
         assert torch.equal(wanted.rows.view(torch.uint8)[:, :written], got.rows.view(torch.uint8)[:, :written]), name
 
 
-def payload(stored: StoredRows) -> Any:
+def payload(stored: PackedRows) -> Any:
     """Bytes of a row without its padding, which the kernel leaves alone."""
     spec = stored.format.spec
     if spec is None:

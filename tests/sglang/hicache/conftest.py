@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
 
 TOKENS = 8
 TIE = 0.01

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from kvtuner.exported_configs.build import uniform_profile
-from kvtuner.exported_configs.evidence import ModelIdentity
+from kvtuner.exported_configs.profile.build import uniform_profile
+from kvtuner.exported_configs.profile.evidence import ModelIdentity
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.row_format import rank_formats
@@ -20,7 +20,7 @@ from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtuner.exported_configs.profile import Profile
+    from kvtuner.exported_configs.profile.profile import Profile
 
 TOKENS = 8
 

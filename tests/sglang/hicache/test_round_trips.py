@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 import pytest
 from transformers import AutoConfig
 
-from kvtuner.exported_configs.build import LayerChoice
+from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.runtime_loader.host_tier.stored_page import FAULTS, HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def test_tensor_parallel_ranks_keep_their_own_pages_and_read_no_others(
     with serve(folder, *tiers(storage), *two) as server:
         assert asking.each(server)["storage"] > 500
     config = AutoConfig.from_pretrained(folder)
-    other = save_profile(profile_of(config, [LayerChoice(8, 8)] * 4))
+    other = save_profile(profile_of(config, [LayerQuantization(8, 8)] * 4))
     with serve(folder, *tiers(storage, profile=other)) as server:
         # Another profile and another number of ranks: nothing on the same storage is theirs.
         answers = [server.generate([ids], TOKENS)[0] for ids in asking.requests]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoConfig
 
-from kvtuner.exported_configs.build import LayerChoice
+from kvtuner.exported_configs.profile.build import LayerQuantization
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,7 +75,7 @@ def test_a_mounted_filesystem_that_turns_read_only_and_goes_away(
 
 CHECK = """
 import sys
-from kvtuner.runtime_loader.sglang.storage import check_storage
+from kvtuner.runtime_loader.sglang.hicache.checked_storage import check_storage
 check_storage("juicefs", {"mount_point": sys.argv[1]})
 """
 
@@ -90,7 +90,7 @@ def test_two_servers_of_different_profiles_share_a_folder_at_once(
 ) -> None:
     folder, _, _ = served
     config = AutoConfig.from_pretrained(folder)
-    other = save_profile(profile_of(config, [LayerChoice(8, 8)] * 4))
+    other = save_profile(profile_of(config, [LayerQuantization(8, 8)] * 4))
     pages = tmp_path / "pages"
     with serve(folder, *tiers(pages)) as one, serve(folder, *tiers(pages, profile=other)) as two:
         for server in (one, two):

@@ -1,0 +1,279 @@
+"""Second pass: every candidate of every layer at once, without accumulating error and without keeping activations.
+
+Per batch the exact residual stream is kept at layer boundaries; layers are then re-run one at a time from the last to
+the first, each with the gradients of R losses under labels sampled from the model, and all candidates of the layer are
+scored on its exact queries, keys and values. Memory is one layer plus the residual stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvtuner.calibration.forward.attention_hook import listening
+from kvtuner.calibration.forward.finite_check import check_finite
+from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend, probabilities
+from kvtuner.calibration.row_sample import RowSample, sample_rows
+from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants, Side
+from kvtuner.errors import NonFiniteActivationError
+from kvtuner.precision import PACKED_BITS, PrecisionPair
+from kvtuner.quant import KEY_TRANSFORMS, VALUE_TRANSFORMS, Transform, quantize_widths
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from kvtuner.calibration.batches import Batch
+    from kvtuner.calibration.forward.chain import DecoderChain, Trace
+
+SCORES_IN_FLIGHT = 1 << 23
+MAX_SPAN = 128  # tokens between a block's first and last row: early rows see few keys that causality hides from them
+TINY = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationOptions:
+    """What all candidates share.
+
+    Attributes:
+        k_group_size: channels per scale of the keys; head_dim by default.
+        v_group_size: channels per scale of the values; v_head_dim by default.
+        symmetric: one grid around zero.
+    """
+
+    k_group_size: int | None = None
+    v_group_size: int | None = None
+    symmetric: bool = False
+
+    def group_size(self, side: Side) -> int | None:
+        """Channels per scale of one side."""
+        return self.k_group_size if side == "k" else self.v_group_size
+
+
+@dataclass
+class _Sums:
+    """Sums over sequences of one candidate's mean errors."""
+
+    e_self: float = 0.0
+    e_a: float = 0.0
+    e_o: float = 0.0
+    fisher: float = 0.0
+
+
+@dataclass
+class CandidateMeasurement:
+    """Accumulates the errors of all candidates of all layers."""
+
+    chain: DecoderChain
+    constants: Sequence[LayerConstants]
+    plan: ReadPlan
+    options: QuantizationOptions
+    num_draws: int
+    seed: int
+    with_pairs: bool = False
+    sums: dict[Candidate, _Sums] = field(default_factory=dict)
+    pair_sums: dict[tuple[int, PrecisionPair], float] = field(default_factory=dict)
+    num_sequences: int = 0
+
+    def run(self, batches: Iterable[Batch], on_layer: Callable[[int], None] | None = None) -> None:
+        """Measure all batches; `on_layer` is told the tokens of each layer done."""
+        for batch in batches:
+            self._measure_batch(batch, on_layer)
+            self.num_sequences += batch.input_ids.shape[0]
+
+    def _measure_batch(self, batch: Batch, on_layer: Callable[[int], None] | None) -> None:
+        trace = self.chain.trace(batch.input_ids, batch.position_ids)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + batch.index)
+        gradients = self._loss_gradients(trace, generator)
+        for layer_id in reversed(range(self.chain.geometry.num_layers)):
+            gradients = self._measure_layer(layer_id, trace, gradients, generator)
+            if on_layer is not None:
+                on_layer(batch.num_tokens)
+
+    def scores(self) -> dict[Candidate, CandidateScores]:
+        """Means over everything measured; isolated KL is not known here."""
+        n = self.num_sequences
+        return {
+            candidate: CandidateScores(sums.e_self / n, sums.e_a / n, sums.e_o / n, sums.fisher / n)
+            for candidate, sums in self.sums.items()
+        }
+
+    def pairs(self) -> dict[tuple[int, PrecisionPair], float]:
+        """The paper's e_o of pairs without transforms."""
+        return {key: value / self.num_sequences for key, value in self.pair_sums.items()}
+
+    def _loss_gradients(self, trace: Trace, generator: torch.Generator) -> list[Tensor]:
+        """Gradients of R sampled-label losses (summed over scored tokens) by the last layer's output."""
+        last = len(self.chain.layers) - 1
+        with torch.no_grad():
+            hidden = self.chain.run_layer_exactly(last, trace.residual[last], trace.calls[last])
+        check_finite(last, outputs=hidden)
+        if hidden.device.type != "cpu":  # probabilities of a whole vocabulary stay where they are
+            generator = torch.Generator(hidden.device).manual_seed(generator.initial_seed())
+        start = self.plan.split
+        gradients = [torch.zeros_like(hidden) for _ in range(self.num_draws)]
+        tokens = hidden.shape[1]
+        step = max(1, self.chain.rows_in_flight() // hidden.shape[0])
+        for first in range(start, tokens, step):
+            rows = slice(first, min(first + step, tokens))
+            leaf = hidden[:, rows].detach().requires_grad_()
+            logits = self.chain.logits(self.chain.finish(leaf))
+            p = logits.detach().softmax(dim=-1)
+            by_row = p.flatten(0, 1).to(generator.device)
+            labels = torch.multinomial(by_row, self.num_draws, replacement=True, generator=generator)
+            for draw, gradient in enumerate(gradients):
+                by_logits = p.clone()
+                index = labels[:, draw].reshape(*p.shape[:-1], 1).to(p.device)
+                by_logits.scatter_add_(-1, index, torch.full_like(index, -1.0, dtype=p.dtype))
+                (g,) = torch.autograd.grad(logits, leaf, by_logits, retain_graph=draw + 1 < self.num_draws)
+                gradient[:, rows] = g.to(gradient.dtype)
+        return gradients
+
+    def _measure_layer(
+        self, layer_id: int, trace: Trace, gradients: list[Tensor], generator: torch.Generator
+    ) -> list[Tensor]:
+        """Score one layer's candidates; returns the gradients by the layer's input."""
+        tap: list[tuple[AttentionCall, Tensor]] = []
+
+        def listen(_: int, call: AttentionCall) -> Tensor:
+            output = attend(call)
+            tap.append((call, output))
+            return output
+
+        leaf = trace.residual[layer_id].detach().requires_grad_()
+        with torch.enable_grad(), listening(listen):
+            output = self.chain.run_layer(layer_id, leaf, trace.calls[layer_id])
+        ((call, attended),) = tap
+        by_attended, by_input = [], []
+        for draw, gradient in enumerate(gradients):
+            g_attended, g_input = torch.autograd.grad(
+                output, (attended, leaf), gradient.to(output.device), retain_graph=draw + 1 < len(gradients)
+            )
+            by_attended.append(g_attended[:, :, self.plan.split :].to(torch.float32))
+            by_input.append(g_input)
+        self.chain.count.add(backward_layer_tokens=len(gradients) * leaf.shape[0] * leaf.shape[1])
+        detached = AttentionCall(call.q.detach(), call.k.detach(), call.v.detach(), call.scaling, call.softcap)
+        del output, attended, call
+        tap.clear()
+        with torch.no_grad():
+            self._score_layer(layer_id, detached, torch.stack(by_attended), generator)
+        return by_input
+
+    def _score_layer(self, layer_id: int, call: AttentionCall, gradients: Tensor, generator: torch.Generator) -> None:
+        """Score a layer's candidates on the attention of some tokens.
+
+        Args:
+            layer_id: of the layer.
+            call: its exact attention.
+            gradients: by the attention output, [draws, batch, num_heads, scored tokens, v_head_dim].
+            generator: draws the tokens.
+        """
+        if not bool(torch.isfinite(gradients).all()):
+            raise NonFiniteActivationError(
+                f"layer {layer_id}: its gradients hold NaN or infinity; try --dtype float32 or bfloat16"
+            )
+        keys = dict(self._readings(layer_id, "k", call.k, KEY_TRANSFORMS))
+        values = dict(self._readings(layer_id, "v", call.v, VALUE_TRANSFORMS))
+        largest = gradients.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+        importance = (gradients / largest).square().sum(dim=(0, 1, 2, -1))
+        rows = sample_rows(importance, self.plan.split, generator)
+        gradients = gradients[..., (rows.tokens - self.plan.split).to(gradients.device), :]
+        first = 0
+        while first < len(rows.tokens):
+            last = self._end_of_block(call, rows.tokens, first)
+            self._score_rows(layer_id, call, gradients[..., first:last, :], keys, values, rows, slice(first, last))
+            first = last
+
+    def _end_of_block(self, call: AttentionCall, tokens: Tensor, first: int) -> int:
+        """Rows [first, end) are scored together: near each other, and few enough to hold all their widths."""
+        near = int(torch.searchsorted(tokens, tokens[first] + MAX_SPAN))
+        per_row = call.q.shape[0] * call.q.shape[1] * call.k.shape[2] * len(PACKED_BITS)
+        return min(near, first + max(1, SCORES_IN_FLIGHT // per_row))
+
+    def _readings(
+        self, layer_id: int, side: Side, exact: Tensor, transforms: Sequence[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """What readers see under each transform, [widths, batch, num_kv_heads, tokens, head_dim] float32."""
+        heads_last, size = exact.transpose(1, 2), self.options.group_size(side)
+        exact = exact.to(torch.float32)
+        for name in transforms:
+            transform: Transform = self.constants[layer_id].transform(side, name)
+            stored = transform.apply(heads_last)
+            quantized = quantize_widths(stored, PACKED_BITS, size, symmetric=self.options.symmetric)
+            read = transform.invert(torch.stack([codes.dequantize() for codes in quantized])).transpose(2, 3)
+            read = self.plan.mix(exact.expand_as(read), read).contiguous()
+            self._add(layer_id, side, name, "e_self", exact.shape[0] * _relative_errors(exact, read).mean(dim=1))
+            yield name, read
+
+    def _score_rows(
+        self,
+        layer_id: int,
+        call: AttentionCall,
+        gradients: Tensor,
+        keys: dict[str, Tensor],
+        values: dict[str, Tensor],
+        rows: RowSample,
+        block: slice,
+    ) -> None:
+        """Score the attention of a block of `rows`."""
+        tokens = rows.tokens[block].to(call.q.device)
+        visible = slice(None, int(rows.tokens[block][-1]) + 1)
+        q = call.grouped_query(tokens)
+        v = call.v[:, :, visible].float()
+        g = gradients.unflatten(2, (call.k.shape[1], -1))
+        exact_a = probabilities(call, q, call.k[:, :, visible].float(), tokens)
+        exact_o = _read(exact_a, v)
+        weights, sequences = rows.weights[block].to(exact_o.device), call.k.shape[0]
+        share = sequences / float(rows.weights.sum())
+        # What all scored rows see, so that a mean does not depend on how rows are cut.
+        cells = exact_a.shape[1] * exact_a.shape[2] * float((rows.weights * (rows.tokens + 1)).sum())
+
+        def add_outputs(side: Side, name: str, read_o: Tensor) -> None:
+            self._add(layer_id, side, name, "e_o", share * (_relative_errors(exact_o, read_o) @ weights))
+            delta = (read_o - exact_o).unsqueeze(1)
+            along = (g * delta).sum(dim=(3, 4, -1))  # by width, draw, sequence and token
+            fisher = 0.5 * along.square().mean(dim=(1, 2)) @ weights
+            self._add(layer_id, side, name, "fisher", sequences / rows.population * fisher)
+
+        for name in KEY_TRANSFORMS:
+            read_a = probabilities(call, q, keys[name][..., visible, :], tokens)
+            add_outputs("k", name, _read(read_a, v))
+            if self.with_pairs and name == "none":
+                self._score_pairs(layer_id, read_a, values[name][..., visible, :], exact_o, share * weights)
+            moved = read_a.sub_(exact_a).abs_().sum(dim=(1, 2, 3, -1))
+            self._add(layer_id, "k", name, "e_a", moved @ weights / cells)
+        for name in VALUE_TRANSFORMS:
+            # Widths side by side in the channels: one product reads them all.
+            read_v = torch.cat(tuple(values[name][..., visible, :]), dim=-1)
+            read_o = _read(exact_a, read_v).unflatten(-1, (len(PACKED_BITS), -1))
+            add_outputs("v", name, read_o.movedim(-2, 0))
+
+    def _score_pairs(self, layer_id: int, read_a: Tensor, values: Tensor, exact_o: Tensor, shares: Tensor) -> None:
+        for k_index, k_bits in enumerate(PACKED_BITS):
+            read_o = torch.stack([_read(read_a[k_index], read_v) for read_v in values])
+            errors = _relative_errors(exact_o, read_o) @ shares
+            for v_bits, error in zip(PACKED_BITS, errors.tolist(), strict=True):
+                key = (layer_id, PrecisionPair(k_bits, v_bits))
+                self.pair_sums[key] = self.pair_sums.get(key, 0.0) + error
+
+    def _add(self, layer_id: int, side: Side, transform: str, score: str, by_width: Tensor) -> None:
+        for bits, value in zip(PACKED_BITS, by_width.tolist(), strict=True):
+            sums = self.sums.setdefault(Candidate(layer_id, side, bits, transform), _Sums())
+            setattr(sums, score, getattr(sums, score) + value)
+
+
+def _read(probabilities: Tensor, v: Tensor) -> Tensor:
+    """Attention outputs [..., num_kv_heads, group, rows, channels] of values [batch, num_kv_heads, tokens, channels].
+
+    The queries of a group are rows of one matrix: matmul would copy the values for each of them.
+    """
+    output: Tensor = (probabilities.flatten(-3, -2) @ v).unflatten(-2, probabilities.shape[-3:-1])
+    return output
+
+
+def _relative_errors(exact: Tensor, read: Tensor) -> Tensor:
+    """Mean of |x - x'| / |x|, the paper's e_k, e_v and e_o, of each width and row [widths, ..., rows, channels]."""
+    errors = (read - exact).abs_() / exact.abs().clamp_min(TINY)
+    return errors.mean(dim=(*range(1, errors.ndim - 2), -1))

@@ -1,0 +1,87 @@
+"""The seam to transformers: an attention function that hands each layer's post-RoPE q, k, v to whoever listens.
+
+Registered with AttentionInterface and AttentionMaskInterface, so no model code is patched. Sequences are never padded:
+the mask function returns None and attention is causal. Knows nothing of quantization.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtuner.calibration.forward.read_plan import AttentionCall, attend
+from kvtuner.errors import UnsupportedModelError
+
+IMPLEMENTATION = "kvtuner"
+Listener = Callable[[int, AttentionCall], Tensor]
+
+_listener: ContextVar[Listener | None] = ContextVar("kvtuner_attention_listener", default=None)
+# Arguments of some models' attention that change its result.
+_MEANINGFUL = ("position_bias", "head_mask", "sinks", "indices", "block_indices")
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Let `listener(layer_id, call)` compute attention, [batch, num_heads, tokens, v_head_dim], inside the block."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def register() -> str:
+    """Register the attention and mask functions; idempotent. Returns the implementation's name."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATION, _attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
+    return IMPLEMENTATION
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    layer_id = getattr(module, "layer_idx", None)
+    name = type(module).__name__
+    if layer_id is None:
+        raise UnsupportedModelError(f"{name} has no layer_idx, so its keys belong to no layer of the cache")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal:
+        raise UnsupportedModelError(f"layer {layer_id} ({name}) is not causal; only decoders have a KV cache to tune")
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"layer {layer_id} ({name}) builds its own attention mask, which is not supported")
+    if s_aux is not None:
+        raise UnsupportedModelError(f"layer {layer_id} ({name}) has attention sinks, which are not supported yet")
+    if sliding_window is not None and sliding_window < key.shape[2]:
+        raise UnsupportedModelError(
+            f"layer {layer_id} ({name}) has a window of {sliding_window}, below the {key.shape[2]} tokens it reads"
+        )
+    for argument in _MEANINGFUL:
+        if kwargs.get(argument) is not None:
+            raise UnsupportedModelError(f"layer {layer_id} ({name}) has {argument}, which is not supported yet")
+    call = AttentionCall(query, key, value, query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap)
+    listener = _listener.get()
+    output = attend(call) if listener is None else listener(layer_id, call)
+    return output.transpose(1, 2).contiguous(), None

@@ -1,0 +1,316 @@
+"""A decoder as a chain of layers that can be run from any layer on. Knows nothing of quantization or data.
+
+Found by looking, not by name: one traced forward shows what each layer is called with, that a layer's output is the
+next one's input, and which module turns the last output into the final hidden states. A model that is not such a
+chain is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kvtuner.calibration.forward.attention_hook import Listener, listening
+from kvtuner.calibration.forward.finite_check import check_finite, check_residual
+from kvtuner.calibration.forward.read_plan import AttentionCall, attend
+from kvtuner.errors import NonFiniteActivationError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from transformers import PreTrainedModel
+
+    from kvtuner.geometry import ModelGeometry
+
+LOGITS_IN_FLIGHT = 1 << 23
+MAX_LOGIT_ROWS = 128  # of a small vocabulary: what is done to logits then stays in a core's cache
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """Everything a layer was called with but its hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One forward pass of one batch, kept at layer boundaries.
+
+    Attributes:
+        residual: input of every layer, [batch, tokens, hidden_size] each.
+        calls: the rest of every layer's arguments.
+        final: final hidden states after the last norm, [batch, tokens, hidden_size].
+    """
+
+    residual: Sequence[Tensor]
+    calls: Sequence[LayerCall]
+    final: Tensor
+
+    def check_finite(self) -> None:
+        """Check the final hidden states, which show all that goes wrong on the way; one reduction if nothing did.
+
+        Raises:
+            NonFiniteActivationError: NaN or infinity; names the first layer that gave any.
+        """
+        if not bool(torch.isfinite(self.final).all()):
+            check_residual(self.residual)
+            check_finite(len(self.residual) - 1, outputs=self.final)
+
+
+@dataclass
+class ForwardCount:
+    """Work done, in layers and tokens; several threads may add to it."""
+
+    layer_tokens: int = 0
+    backward_layer_tokens: int = 0
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def add(self, layer_tokens: int = 0, backward_layer_tokens: int = 0) -> None:
+        """Count work."""
+        with self._lock:
+            self.layer_tokens += layer_tokens
+            self.backward_layer_tokens += backward_layer_tokens
+
+
+class DecoderChain:
+    """Runs a causal language model layer by layer."""
+
+    def __init__(self, model: PreTrainedModel, geometry: ModelGeometry) -> None:
+        """Find the chain in `model` and check it on a probe of a few tokens.
+
+        Raises:
+            UnsupportedModelError: the model is not a chain of layers with one attention call each.
+            NonFiniteActivationError: NaN or infinity in a layer.
+        """
+        self.model = model
+        self.geometry = geometry
+        self.name = type(model).__name__
+        self.count = ForwardCount()
+        self.decoder: nn.Module = model.get_decoder()
+        self.layers = self._find_layers()
+        head = model.get_output_embeddings()
+        if head is None:
+            raise UnsupportedModelError(f"{self.name} has no output embeddings: is it a causal language model?")
+        self.head: nn.Module = head
+        self._norm: nn.Module | None = None
+        self._check_on_probe()
+
+    @property
+    def input_device(self) -> torch.device:
+        """Where token ids are expected."""
+        return next(iter(self.model.get_input_embeddings().parameters())).device
+
+    def _find_layers(self) -> list[nn.Module]:
+        wanted = self.geometry.num_layers
+        for module in self.decoder.children():
+            if isinstance(module, nn.ModuleList) and len(module) == wanted + self.geometry.num_shared_layers:
+                return list(module)
+        raise UnsupportedModelError(f"{self.name} has no list of {wanted} decoder layers")
+
+    @torch.no_grad()
+    def trace(self, input_ids: Tensor, position_ids: Tensor, listener: Listener | None = None) -> Trace:
+        """Run the whole decoder once, exactly, keeping the residual stream.
+
+        Args:
+            input_ids: [batch, tokens].
+            position_ids: [batch, tokens].
+            listener: sees every layer's attention call; exact attention by default.
+
+        Raises:
+            NonFiniteActivationError: by the listener, if it checks; names the layer that NaN or infinity began in.
+        """
+        residual: list[Tensor] = []
+        calls: list[LayerCall] = []
+
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if args:
+                hidden, rest = args[0], args[1:]
+            else:
+                hidden, rest = kwargs["hidden_states"], ()
+            residual.append(hidden)
+            calls.append(LayerCall(rest, {name: value for name, value in kwargs.items() if name != "hidden_states"}))
+
+        handles = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in self.layers]
+        try:
+            with listening(listener or _exact):
+                output = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        except NonFiniteActivationError:
+            check_residual(residual)  # a layer that was given NaN is not the one that made it
+            raise
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.count.add(input_ids.numel() * len(self.layers))
+        return Trace(residual, calls, output.last_hidden_state)
+
+    @torch.no_grad()
+    def run(
+        self,
+        hidden: Tensor,
+        calls: Sequence[LayerCall],
+        listener: Listener,
+        *,
+        start: int = 0,
+        on_input: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """Final hidden states when layers from `start` on run with `listener` as their attention.
+
+        Args:
+            hidden: input of layer `start`, [batch, tokens, hidden_size].
+            calls: of a trace of the same batch.
+            listener: computes attention.
+            start: first layer to run.
+            on_input: is given the input of every layer that runs.
+        """
+        with listening(listener):
+            for layer_id in range(start, len(self.layers)):
+                if on_input is not None:
+                    on_input(layer_id, hidden)
+                hidden = self.run_layer(layer_id, hidden, calls[layer_id])
+        return self.finish(hidden)
+
+    def run_layer(self, layer_id: int, hidden: Tensor, call: LayerCall) -> Tensor:
+        """Output of one layer; gradients flow if they are enabled."""
+        output = self.layers[layer_id](hidden, *call.args, **call.kwargs)
+        self.count.add(hidden.shape[0] * hidden.shape[1])
+        result = output[0] if isinstance(output, tuple) else output
+        assert isinstance(result, Tensor)
+        return result
+
+    def run_layer_exactly(self, layer_id: int, hidden: Tensor, call: LayerCall) -> Tensor:
+        """Output of one layer with unquantized attention."""
+        with listening(_exact):
+            return self.run_layer(layer_id, hidden, call)
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """Final hidden states of the last layer's output."""
+        result = hidden if self._norm is None else self._norm(hidden)
+        assert isinstance(result, Tensor)
+        return result
+
+    def logits(self, final: Tensor) -> Tensor:
+        """Logits of final hidden states, float32; with the model's own scale and cap."""
+        device = next(iter(self.head.parameters())).device
+        logits: Tensor = self.head(final.to(device)).to(torch.float32)
+        config = self.model.config.get_text_config(decoder=True)
+        if (scale := getattr(config, "logit_scale", None)) is not None:
+            logits = logits * scale
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:
+            logits = logits / divisor
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits per token."""
+        return int(self.model.config.get_text_config(decoder=True).vocab_size)
+
+    def rows_in_flight(self) -> int:
+        """Token rows whose logits are held at a time."""
+        return max(1, min(MAX_LOGIT_ROWS, LOGITS_IN_FLIGHT // self.vocab_size))
+
+    def _check_on_probe(self) -> None:
+        device = self.input_device
+        ids = torch.arange(2, 10, device=device).unsqueeze(0) % self.model.config.get_text_config().vocab_size
+        positions = torch.arange(8, device=device).unsqueeze(0)
+        seen: list[tuple[int, AttentionCall]] = []
+        outputs, taken = self._watch(lambda: self.trace(ids, positions, lambda i, call: _note(seen, i, call)))
+        self._check_attention(seen)
+        for layer_id, output in enumerate(outputs):
+            check_finite(layer_id, outputs=output)
+        trace = taken.trace
+        for layer_id in range(1, len(self.layers)):
+            if not _is_same(trace.residual[layer_id], outputs[layer_id - 1]):
+                raise UnsupportedModelError(
+                    f"{self.name}: layer {layer_id} does not read layer {layer_id - 1}'s output alone;"
+                    " only plain chains of decoder layers are supported"
+                )
+        self._norm = taken.norm
+        with torch.no_grad():
+            replayed = self.run(trace.residual[0], trace.calls, _exact)
+            if not _is_close(replayed, trace.final):
+                raise UnsupportedModelError(f"{self.name}: running its layers one by one gives another result")
+            with listening(_exact):
+                whole = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        if not _is_close(self.logits(trace.final).to(whole.dtype), whole):
+            raise UnsupportedModelError(f"{self.name}: its logits are not the output embeddings of its hidden states")
+
+    def _watch(self, trace: Callable[[], Trace]) -> tuple[list[Tensor], _Probe]:
+        outputs: list[Tensor] = []
+        candidates: list[tuple[nn.Module, Tensor]] = []
+
+        def after_layer(module: nn.Module, args: Any, output: Any) -> None:
+            outputs.append(output[0] if isinstance(output, tuple) else output)
+
+        def after_child(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+                candidates.append((module, args[0]))
+
+        handles = [layer.register_forward_hook(after_layer) for layer in self.layers]
+        handles += [child.register_forward_hook(after_child) for child in self.decoder.children()]
+        try:
+            traced = trace()
+        finally:
+            for handle in handles:
+                handle.remove()
+        norms = [m for m, x in candidates if x.shape == outputs[-1].shape and _is_same(x, outputs[-1])]
+        return outputs, _Probe(traced, norms[-1] if norms else None)
+
+    def _check_attention(self, seen: list[tuple[int, AttentionCall]]) -> None:
+        geometry = self.geometry
+        ids = [layer_id for layer_id, _ in seen]
+        if ids != list(range(geometry.num_layers)):
+            raise UnsupportedModelError(
+                f"{self.name} has no attention seam in every layer: {geometry.num_layers} layers are expected to call"
+                f" transformers' AttentionInterface once each, in order, but the calls came from layers {ids}"
+            )
+        for layer_id, call in seen:
+            found = (call.q.shape[1], call.k.shape[1], call.k.shape[3], call.v.shape[3])
+            wanted = (
+                geometry.num_attention_heads,
+                geometry.num_kv_heads,
+                geometry.head_dim,
+                geometry.v_head_dim,
+            )
+            if found != wanted:
+                raise UnsupportedModelError(
+                    f"{self.name}: layer {layer_id} has (query heads, KV heads, head_dim, v_head_dim) = {found},"
+                    f" its configuration says {wanted}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    trace: Trace
+    norm: nn.Module | None
+
+
+def _is_same(found: Tensor, wanted: Tensor) -> bool:
+    """Equal element by element, NaN to NaN; the tensors may be on two devices."""
+    return torch.equal(found.nan_to_num(), wanted.to(found.device).nan_to_num())
+
+
+def _is_close(found: Tensor, wanted: Tensor) -> bool:
+    """Equal up to what a sum in another order may change: some kernels, as of experts on a GPU, add in any order."""
+    if not bool(torch.isfinite(wanted).all()):
+        return True  # the statistics pass names the layer
+    tolerance = 1e-4 if wanted.dtype == torch.float32 else 2e-2
+    difference = (found.to(wanted.device, torch.float32) - wanted.to(torch.float32)).abs().max()
+    return bool(difference <= tolerance * wanted.abs().max().to(torch.float32).clamp_min(1e-6))
+
+
+def _exact(layer_id: int, call: AttentionCall) -> Tensor:
+    return attend(call)
+
+
+def _note(seen: list[tuple[int, AttentionCall]], layer_id: int, call: AttentionCall) -> Tensor:
+    check_finite(layer_id, queries=call.q, keys=call.k, values=call.v)
+    seen.append((layer_id, call))
+    return attend(call)

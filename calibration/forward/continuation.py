@@ -1,0 +1,109 @@
+"""Sequences whose prompt runs once: what every run has in common is kept, the rest runs as after a prefill.
+
+Tokens before the split of a read plan see nothing quantized, so their keys and values are the same in every run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvtuner.calibration.forward.read_plan import AttentionCall, attend
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtuner.calibration.batches import Batch
+    from kvtuner.calibration.forward.attention_hook import Listener
+    from kvtuner.calibration.forward.chain import DecoderChain, Trace
+
+PROMPT_BYTES = 1 << 30
+TOLERANCE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Exact keys and values of the first tokens of a batch, of every layer.
+
+    Attributes:
+        k: [batch, num_kv_heads, tokens, head_dim] each; empty if no token is kept.
+        v: [batch, num_kv_heads, tokens, v_head_dim] each.
+    """
+
+    k: Sequence[Tensor] = ()
+    v: Sequence[Tensor] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.k[0].shape[2] if self.k else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held."""
+        return sum(x.numel() * x.element_size() for x in (*self.k, *self.v))
+
+    def before(self, listener: Listener) -> Listener:
+        """Let `listener` see keys and values of the whole sequence where the model computes the rest's."""
+        if not self.k:
+            return listener
+
+        def listen(layer_id: int, call: AttentionCall) -> Tensor:
+            k = torch.cat((self.k[layer_id], call.k), dim=2)
+            v = torch.cat((self.v[layer_id], call.v), dim=2)
+            return listener(layer_id, AttentionCall(call.q, k, v, call.scaling, call.softcap))
+
+        return listen
+
+
+NO_PROMPT = Prompt()
+
+
+def prompt_bytes(chain: DecoderChain, batch: Batch, split: int) -> int:
+    """Bytes of the keys and values of the first `split` tokens of a batch."""
+    geometry, dtype = chain.geometry, next(chain.model.parameters()).dtype
+    per_token = geometry.num_layers * geometry.num_kv_heads * (geometry.head_dim + geometry.v_head_dim)
+    return batch.input_ids.shape[0] * split * per_token * max(2, dtype.itemsize)
+
+
+def run_prompt(chain: DecoderChain, batch: Batch, split: int, limit: int = PROMPT_BYTES) -> tuple[Prompt, Trace]:
+    """Run a batch exactly, keep its first `split` tokens, and trace the others after them.
+
+    Nothing is kept, and all tokens are traced, where the keys and values would take more than `limit` bytes, and where
+    tokens run otherwise after a prompt than with it: another shape of a matrix product rounds otherwise, which adds up
+    in many layers of bfloat16. Both ways are right; whole sequences take longer.
+
+    Returns:
+        The prompt, and the trace of the tokens that are not in it: [batch, tokens - prompt.num_tokens, hidden_size].
+
+    Raises:
+        NonFiniteActivationError: NaN or infinity; names the layer.
+    """
+    if split == 0 or prompt_bytes(chain, batch, split) > limit:
+        trace = chain.trace(batch.input_ids, batch.position_ids)
+        trace.check_finite()
+        return NO_PROMPT, trace
+    k: list[Tensor] = []
+    v: list[Tensor] = []
+
+    def keep(_: int, call: AttentionCall) -> Tensor:
+        k.append(call.k[:, :, :split].clone())
+        v.append(call.v[:, :, :split].clone())
+        return attend(call)
+
+    whole = chain.trace(batch.input_ids, batch.position_ids, keep)
+    whole.check_finite()
+    expected = whole.final[:, split:]
+    del whole
+    prompt = Prompt(k, v)
+    trace = chain.trace(
+        batch.input_ids[:, split:], batch.position_ids[:, split:], prompt.before(lambda _, call: attend(call))
+    )
+    difference = torch.linalg.vector_norm((trace.final - expected).float())
+    if bool(difference <= TOLERANCE * torch.linalg.vector_norm(expected.float())):
+        return prompt, trace
+    del trace, expected
+    return run_prompt(chain, batch, 0)

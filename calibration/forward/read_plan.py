@@ -1,0 +1,159 @@
+"""Which tokens read quantized keys and values, and the attention that follows from it. Knows nothing of models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from kvtuner.exported_configs.profile import evidence
+from kvtuner.quant import saturated
+
+ReadPlanName = evidence.ReadPlan
+ROWS_AT_A_TIME = 128  # under a mask: all rows at once would read the keys that causality hides from the early ones
+READ_PLANS: tuple[ReadPlanName, ...] = get_args(ReadPlanName)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """How a sequence is read around its split.
+
+    Attributes:
+        name: ``decode``: tokens from the split on read everything quantized, their own keys and values included,
+            earlier ones are exact among themselves. ``hit``: tokens from the split on read the prefix quantized and are
+            exact within themselves. ``cache``: every token reads everything quantized.
+        split: first token that reads quantized keys and values; 0 for ``cache``.
+    """
+
+    name: ReadPlanName
+    split: int
+
+    @classmethod
+    def of(cls, name: ReadPlanName, sequence_length: int) -> ReadPlan:
+        """The plan the tuner measures: the first quarter is the prompt (half for ``hit``)."""
+        return cls(name, {"decode": sequence_length // 4, "hit": sequence_length // 2, "cache": 0}[name])
+
+    def mix(self, exact: Tensor, quantized: Tensor) -> Tensor:
+        """Keys or values [..., tokens, head_dim] as tokens from the split on read them."""
+        if self.name != "hit":
+            return quantized
+        return torch.cat((quantized[..., : self.split, :], exact[..., self.split :, :]), dim=-2)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One layer's attention, as its model asks for it.
+
+    Attributes:
+        q: [batch, num_heads, rows, head_dim], positions already encoded; of the last tokens, usually of all.
+        k: [batch, num_kv_heads, tokens, head_dim], likewise.
+        v: [batch, num_kv_heads, tokens, v_head_dim].
+        scaling: factor of the scores.
+        softcap: logit cap, or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scaling: float
+    softcap: float | None = None
+
+    @property
+    def first(self) -> int:
+        """The token of the first query."""
+        return self.k.shape[2] - self.q.shape[2]
+
+    def grouped_query(self, rows: Tensor | slice = slice(None)) -> Tensor:
+        """Queries at `rows` of q, float32 [batch, num_kv_heads, heads per KV head, rows, head_dim]."""
+        grouped: Tensor = self.q[:, :, rows].to(torch.float32).unflatten(1, (self.k.shape[1], -1))
+        return grouped
+
+
+def probabilities(call: AttentionCall, q: Tensor, k: Tensor, rows: Tensor) -> Tensor:
+    """Causal attention probabilities in float32.
+
+    Args:
+        call: for scaling and softcap.
+        q: [..., num_kv_heads, group, rows, head_dim].
+        k: [..., num_kv_heads, tokens, head_dim].
+        rows: which token each row of `q` is, [rows].
+
+    Returns:
+        [..., num_kv_heads, group, rows, tokens].
+    """
+    # The queries of a group are rows of one matrix: matmul would copy the keys for each of them.
+    scores = ((q * call.scaling).flatten(-3, -2) @ k.transpose(-1, -2)).unflatten(-2, q.shape[-3:-1])
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    hidden = torch.arange(k.shape[-2], device=rows.device) > rows.unsqueeze(-1)
+    # Adding -inf where it is hidden: several times faster than masked_fill_ on a CPU.
+    mask = torch.zeros(hidden.shape, device=rows.device).masked_fill_(hidden, float("-inf"))
+    weights: Tensor = scores.add_(mask.to(scores.device)).softmax(dim=-1)
+    return weights
+
+
+def attend(
+    call: AttentionCall, k: Tensor | None = None, v: Tensor | None = None, *, start: int | None = None
+) -> Tensor:
+    """Causal attention of tokens from `start` on, over keys and values that may differ from the call's own.
+
+    Args:
+        call: queries, keys and values.
+        k: keys to read instead, [batch, num_kv_heads, tokens, head_dim].
+        v: values to read instead.
+        start: first token that attends; the first that has a query by default.
+
+    Returns:
+        In the queries' dtype, [batch, num_heads, tokens - start, v_head_dim].
+    """
+    dtype = call.q.dtype
+    k = call.k if k is None else saturated(k, dtype)
+    v = call.v if v is None else saturated(v, dtype)
+    start = call.first if start is None else start
+    if call.softcap is not None:
+        late = torch.arange(start, k.shape[2], device=k.device)
+        weights = probabilities(call, call.grouped_query(late - call.first), k.to(torch.float32), late)
+        return (weights @ v.to(torch.float32).unsqueeze(2)).flatten(1, 2).to(dtype)
+    if start == 0:
+        return _attend_rows(call, k, v, slice(None), None)
+    tokens, blocks = k.shape[2], []
+    for first in range(start, tokens, ROWS_AT_A_TIME):
+        last = min(first + ROWS_AT_A_TIME, tokens)
+        # What is added to the scores: attention on a CPU would have to make it of a mask of booleans.
+        mask = torch.full((last - first, last), float("-inf"), dtype=dtype, device=k.device).triu_(first + 1)
+        rows = slice(first - call.first, last - call.first)
+        blocks.append(_attend_rows(call, k[:, :, :last], v[:, :, :last], rows, mask))
+    return torch.cat(blocks, dim=2)
+
+
+def _attend_rows(call: AttentionCall, k: Tensor, v: Tensor, rows: slice, mask: Tensor | None) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(
+        call.q[:, :, rows],
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=call.scaling,
+        enable_gqa=call.q.shape[1] != k.shape[1],
+    )
+
+
+def attend_by_plan(call: AttentionCall, plan: ReadPlan, k: Tensor, v: Tensor) -> Tensor:
+    """Attention in which tokens from the split on read `k` and `v` as the plan says.
+
+    Args:
+        call: exact queries, keys and values; queries of the whole sequence, or from the split on.
+        plan: what is read quantized.
+        k: quantized keys in model space, float32.
+        v: quantized values in model space, float32.
+    """
+    assert call.first == 0 or call.first >= plan.split
+    first = max(call.first, plan.split)
+    late = attend(call, plan.mix(call.k.float(), k), plan.mix(call.v.float(), v), start=first)
+    if first == call.first:
+        return late
+    prefix = slice(None, plan.split)
+    early = AttentionCall(call.q[:, :, prefix], call.k[:, :, prefix], call.v[:, :, prefix], call.scaling, call.softcap)
+    return torch.cat((attend(early), late), dim=2)

@@ -1,0 +1,193 @@
+"""Running a model as if its KV cache were quantized, and how far that moves its predictions. Knows no search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvtuner.calibration.forward.continuation import PROMPT_BYTES, Prompt, run_prompt
+from kvtuner.calibration.forward.parallel_sequences import num_workers, run_side_by_side
+from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend, attend_by_plan
+from kvtuner.calibration.forward.shared_layers import SharedLayers
+from kvtuner.calibration.kl import KEPT_BYTES, Reference, TokenScores, compare, following
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from kvtuner.calibration.batches import Batch
+    from kvtuner.calibration.forward.attention_hook import Listener
+    from kvtuner.calibration.forward.chain import DecoderChain, LayerCall
+    from kvtuner.quant import QuantSpec
+
+REUSE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerSpec:
+    """How one layer stores keys and values; None keeps a side in the served dtype.
+
+    Only an object equals itself: configurations that share layers share their objects.
+    """
+
+    k: QuantSpec | None = None
+    v: QuantSpec | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is quantized."""
+        return self.k is None and self.v is None
+
+
+def read_back(spec: QuantSpec | None, x: Tensor) -> Tensor:
+    """What a reader of the cache sees of x, [batch, num_kv_heads, tokens, head_dim], float32 in model space."""
+    if spec is None:
+        return x.to(torch.float32)
+    return spec.simulate(x.transpose(1, 2)).transpose(1, 2)
+
+
+def quantized_attention(specs: Mapping[int, LayerSpec | None], plan: ReadPlan) -> Listener:
+    """Attention in which the layers of `specs` are stored as they say, and all others exactly."""
+
+    def listen(layer_id: int, call: AttentionCall) -> Tensor:
+        spec = specs.get(layer_id)
+        if spec is None or spec.is_exact:
+            return attend(call)
+        return attend_by_plan(call, plan, read_back(spec.k, call.k), read_back(spec.v, call.v))
+
+    return listen
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A batch with what every simulated run of it shares.
+
+    Attributes:
+        batch: ids and positions.
+        prompt: the tokens that run only once.
+        embedded: input of the first layer for the others, [batch, rows, hidden_size].
+        calls: the layers' other arguments; their tensors are those of one call.
+        reference: of the exact final hidden states of the scored tokens, [batch, tokens - split, hidden_size].
+        shared: what measured configurations may have in common with others.
+    """
+
+    batch: Batch
+    prompt: Prompt
+    embedded: Tensor
+    calls: Sequence[LayerCall]
+    reference: Reference
+    shared: SharedLayers
+
+
+class Simulator:
+    """Measures quantized caches on a fixed set of sequences.
+
+    Keeps two hidden states per token (the embedding and the exact final state), what the layers are called with
+    besides, which they share: the encoding of the positions, the keys and values of the first sequences' prompts,
+    `PROMPT_BYTES` at most, and the log-probabilities of a small vocabulary, `KEPT_BYTES` at most. With `reuse` also
+    what layers put out under the last configurations.
+    """
+
+    def __init__(self, chain: DecoderChain, batches: Iterable[Batch], plan: ReadPlan, *, reuse: bool = False) -> None:
+        """Run the exact model over `batches`.
+
+        Args:
+            chain: the model.
+            batches: to measure on.
+            plan: what is read quantized.
+            reuse: do not run again the first layers that a configuration has in common with one that was measured; the
+                results are the same. Takes up to `REUSE_BYTES`.
+
+        Raises:
+            NonFiniteActivationError: it gives NaN or infinity; names the layer.
+        """
+        self.chain = chain
+        self.plan = plan
+        self._workers = num_workers(chain.model)
+        batches = list(batches)
+        reuse_limit = REUSE_BYTES // len(batches) if reuse else 0
+        self.prepared: list[PreparedBatch] = []
+        for batch in batches:
+            self.prepared.append(self._prepare(batch, KEPT_BYTES // len(batches), reuse_limit))
+
+    def _prepare(self, batch: Batch, kept_limit: int, reuse_limit: int) -> PreparedBatch:
+        prompt_limit = PROMPT_BYTES - sum(item.prompt.num_bytes for item in self.prepared)
+        prompt, trace = run_prompt(self.chain, batch, self.plan.split, prompt_limit)
+        final = trace.final[:, self.plan.split - prompt.num_tokens :].clone()
+        reference = Reference(self.chain, final, kept_limit)
+        return PreparedBatch(batch, prompt, trace.residual[0], trace.calls, reference, SharedLayers(reuse_limit))
+
+    def measure(
+        self,
+        specs: Mapping[int, LayerSpec],
+        on_batch: Callable[[int], None] | None = None,
+        *,
+        batches: slice = slice(None),
+    ) -> TokenScores:
+        """Scores of all sequences, or of those of some batches, [num_sequences, scored tokens].
+
+        Args:
+            specs: by layer; absent layers stay exact.
+            on_batch: told the number of tokens after each batch.
+            batches: which of `prepared` to run, one at least.
+        """
+        layers = [specs.get(layer_id) for layer_id in range(len(self.chain.layers))]
+
+        def score(item: PreparedBatch) -> TokenScores:
+            final = self._final(item, layers)
+            return compare(self.chain, item.reference, final, following(item.batch.input_ids, self.plan.split))
+
+        parts = []
+        items = self.prepared[batches]
+        for item, part in zip(items, run_side_by_side(score, items, self._workers), strict=True):
+            parts.append(part)
+            if on_batch is not None:
+                on_batch(item.batch.num_tokens)
+        return TokenScores(
+            torch.cat([part.kl for part in parts]),
+            torch.cat([part.agree for part in parts]),
+            torch.cat([part.nll for part in parts]),
+        )
+
+    def broken_layer(self, specs: Mapping[int, LayerSpec], *, batches: slice = slice(None)) -> int | None:
+        """The first layer that puts out NaN or infinity, None if none does; runs all layers for it.
+
+        Args:
+            specs: by layer; absent layers stay exact.
+            batches: which of `prepared` to run.
+        """
+        broken: list[int] = []
+
+        def look(layer_id: int, hidden: Tensor) -> None:
+            if not bool(torch.isfinite(hidden).all()):
+                broken.append(layer_id - 1)
+
+        for item in self.prepared[batches]:
+            listener = item.prompt.before(quantized_attention(specs, self.plan))
+            final = self.chain.run(item.embedded, item.calls, listener, on_input=look)
+            look(len(self.chain.layers), final)
+        return min(broken, default=None)
+
+    def _final(self, item: PreparedBatch, layers: Sequence[LayerSpec | None]) -> Tensor:
+        """Final hidden states of the scored tokens, [batch, tokens - split, hidden_size]."""
+        if all(spec is None or spec.is_exact for spec in layers):
+            return item.reference.final
+        listener = item.prompt.before(quantized_attention(dict(enumerate(layers)), self.plan))
+        start, hidden = item.shared.longest(layers)
+        hidden = item.embedded if hidden is None else hidden
+        inputs: dict[int, Tensor] = {}
+        room = item.shared.room_for(hidden)
+
+        def keep(layer_id: int, hidden: Tensor) -> None:
+            if layer_id <= room:
+                inputs[layer_id] = hidden
+
+        final = self.chain.run(hidden, item.calls, listener, start=start, on_input=keep)
+        item.shared.keep(layers, inputs)
+        return final[:, self.plan.split - item.prompt.num_tokens :]
+
+    def kl(self, specs: Mapping[int, LayerSpec]) -> float:
+        """Mean KL per scored token, nats."""
+        return float(self.measure(specs).kl.mean())

@@ -1,0 +1,168 @@
+"""Isolated forward KL: the model with one side of one layer at one width quantized, everything else exact.
+
+Every result is journalled as it is measured, so that a killed run repeats at most one forward: that of one candidate
+over the sequences that run side by side. Knows no budgets.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from kvtuner.calibration.forward.continuation import PROMPT_BYTES, run_prompt
+from kvtuner.calibration.forward.parallel_sequences import num_workers, run_side_by_side
+from kvtuner.calibration.forward.simulator import LayerSpec, quantized_attention
+from kvtuner.calibration.kl import KEPT_BYTES, Reference, compare, following
+from kvtuner.calibration.sensitivity import SIDES, Candidate, CandidateScores, LayerConstants
+from kvtuner.errors import NonFiniteActivationError
+from kvtuner.precision import PACKED_BITS
+from kvtuner.quant import QuantSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+
+    from kvtuner.calibration.batches import Batch
+    from kvtuner.calibration.candidate_pass import QuantizationOptions
+    from kvtuner.calibration.forward.chain import DecoderChain, Trace
+    from kvtuner.calibration.forward.continuation import Prompt
+    from kvtuner.calibration.forward.read_plan import ReadPlan
+    from kvtuner.run_folder import RunFolder
+
+JOURNAL = "isolated.jsonl"
+
+
+def isolated_candidates(scores: Mapping[Candidate, CandidateScores]) -> list[Candidate]:
+    """All transforms at 2 bit, where the Fisher score is no guide, and its choice at 4 and 8."""
+    chosen: list[Candidate] = []
+    for layer in sorted({candidate.layer for candidate in scores}):
+        for side in SIDES:
+            for bits in PACKED_BITS:
+                rivals = [c for c in scores if (c.layer, c.side, c.bits) == (layer, side, bits)]
+                best = min(rivals, key=lambda c: scores[c].fisher)
+                chosen.extend(rivals if bits == min(PACKED_BITS) else [best])
+    return chosen
+
+
+def spec_of(candidate: Candidate, constants: Sequence[LayerConstants], options: QuantizationOptions) -> LayerSpec:
+    """How the candidate's layer is stored."""
+    spec = QuantSpec(
+        bits=candidate.bits,
+        transform=constants[candidate.layer].transform(candidate.side, candidate.transform),
+        group_size=options.group_size(candidate.side),
+        symmetric=options.symmetric,
+    )
+    return LayerSpec(k=spec) if candidate.side == "k" else LayerSpec(v=spec)
+
+
+def measure_isolated(
+    chain: DecoderChain,
+    batches: Iterable[Batch],
+    candidates: Sequence[Candidate],
+    constants: Sequence[LayerConstants],
+    *,
+    plan: ReadPlan,
+    options: QuantizationOptions,
+    folder: RunFolder,
+    identity: str,
+    on_forward: Callable[[], None] | None = None,
+) -> dict[Candidate, float]:
+    """Mean KL per scored token of every candidate whose KL is finite, nats.
+
+    Each candidate's forward starts at its own layer, from the exact residual stream of the tokens after the prompt.
+
+    Args:
+        chain: the model.
+        batches: of the calibrate split.
+        candidates: what to measure.
+        constants: of the layers' transforms.
+        plan: which tokens read quantized keys and values.
+        options: what all candidates share.
+        folder: holds the journal.
+        identity: of the measurement; journal lines of another are not used.
+        on_forward: called after each forward, done now or before.
+
+    Raises:
+        NonFiniteActivationError: all candidates of one width of one side of a layer drive the model to NaN or infinity.
+    """
+    done = {
+        (
+            record["batch"],
+            Candidate(record["layer"], record["side"], record["bits"], record["transform"]),
+        ): record
+        for record in folder.records(JOURNAL)
+        if record.get("identity") == identity
+    }
+    totals = dict.fromkeys(candidates, 0.0)
+    broken: set[Candidate] = set()
+    num_tokens = 0
+    waiting = iter(batches)
+    while together := list(islice(waiting, num_workers(chain.model))):
+        runs: dict[int, _Run] = {}
+        num_tokens += sum(batch.input_ids.shape[0] * (batch.input_ids.shape[1] - plan.split) for batch in together)
+        for candidate in candidates:
+            missing = [b for b in together if candidate not in broken and (b.index, candidate) not in done]
+            for batch in missing:
+                if batch.index not in runs:
+                    limit = PROMPT_BYTES - sum(run.prompt.num_bytes for run in runs.values())
+                    runs[batch.index] = _run_exactly(chain, batch, plan, limit, KEPT_BYTES // len(together))
+            spec = spec_of(candidate, constants, options)
+            kls = _kl_sums(chain, [runs[batch.index] for batch in missing], candidate.layer, spec, plan)
+            named = {"identity": identity, **asdict(candidate)}
+            found = [{**named, "batch": batch.index, "kl_sum": kl} for batch, kl in zip(missing, kls, strict=True)]
+            folder.append(JOURNAL, *found)
+            done.update(((record["batch"], candidate), record) for record in found)
+            for batch in together:
+                if candidate not in broken:
+                    kl = done[batch.index, candidate]["kl_sum"]
+                    if kl is None:
+                        broken.add(candidate)
+                        _check_rivals(candidate, candidates, broken)
+                    else:
+                        totals[candidate] += kl
+                if on_forward is not None:
+                    on_forward()
+    return {candidate: total / num_tokens for candidate, total in totals.items() if candidate not in broken}
+
+
+def _check_rivals(candidate: Candidate, candidates: Sequence[Candidate], broken: Set[Candidate]) -> None:
+    """Refuse a model that no candidate in the place of this one keeps finite."""
+    place = (candidate.layer, candidate.side, candidate.bits)
+    if all(other in broken for other in candidates if (other.layer, other.side, other.bits) == place):
+        side = "keys" if candidate.side == "k" else "values"
+        raise NonFiniteActivationError(
+            f"layer {candidate.layer}: its {side} at {candidate.bits} bits make the predictions NaN or infinity;"
+            " try --dtype float32 or bfloat16, or check the checkpoint"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One batch, run exactly."""
+
+    batch: Batch
+    prompt: Prompt
+    trace: Trace
+    reference: Reference
+
+
+def _run_exactly(chain: DecoderChain, batch: Batch, plan: ReadPlan, prompt_limit: int, kept_limit: int) -> _Run:
+    prompt, trace = run_prompt(chain, batch, plan.split, prompt_limit)
+    scored = trace.final[:, plan.split - prompt.num_tokens :]
+    return _Run(batch, prompt, trace, Reference(chain, scored, kept_limit))
+
+
+def _kl_sums(
+    chain: DecoderChain, runs: Sequence[_Run], layer: int, spec: LayerSpec, plan: ReadPlan
+) -> list[float | None]:
+    """KL of each run, summed over the scored tokens, when one layer is stored as `spec` says; None if not finite."""
+
+    def kl_sum(run: _Run) -> float | None:
+        listener = run.prompt.before(quantized_attention({layer: spec}, plan))
+        final = chain.run(run.trace.residual[layer], run.trace.calls, listener, start=layer)
+        scored = final[:, plan.split - run.prompt.num_tokens :]
+        kl = float(compare(chain, run.reference, scored, following(run.batch.input_ids, plan.split)).kl.sum())
+        return kl if math.isfinite(kl) else None
+
+    return list(run_side_by_side(kl_sum, runs, num_workers(chain.model)))

@@ -1,0 +1,339 @@
+"""Loading a model to calibrate, and refusing by name what has no KV cache of the supported kind."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtuner.cache_kind import refuse_other_caches
+from kvtuner.calibration.weights_hash import fingerprint
+from kvtuner.errors import UnsupportedModelError
+from kvtuner.exported_configs.identity.model_identity import (
+    architecture_of,
+    config_sha256,
+    identity_of,
+    max_positions,
+    public_name,
+    rope_sha256,
+    weight_quantization,
+)
+from kvtuner.geometry import ModelGeometry
+from kvtuner.precision import PACKED_BITS, check_group_size
+from kvtuner.run_folder import sha256_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvtuner.exported_configs.profile.evidence import ModelIdentity
+
+DEMO = "demo"
+DEMO_MODEL = Path(__file__).parent / "demo" / "model"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Which model, and how to load it.
+
+    Attributes:
+        model: hub id, folder, or ``demo``.
+        revision: branch, tag or commit on the hub.
+        device: ``auto`` (all GPUs, else the CPU) or a torch device.
+        dtype: ``auto`` (the checkpoint's on a GPU, float32 on a CPU) or a torch dtype's name.
+        trust_remote_code: run code that comes with the checkpoint.
+        context_length: tokens that will be served; the configuration's maximum by default.
+    """
+
+    model: str
+    revision: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    context_length: int | None = None
+
+    @property
+    def path(self) -> str:
+        """What transformers is given."""
+        return str(DEMO_MODEL) if self.model == DEMO else self.model
+
+    @property
+    def name(self) -> str:
+        """The hub id, or the last part of a folder: what may be written into a profile."""
+        return DEMO if self.model == DEMO else public_name(self.model)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a configuration alone tells.
+
+    Attributes:
+        config: transformers configuration.
+        geometry: of the KV cache.
+        context_length: tokens that will be served.
+    """
+
+    config: PretrainedConfig
+    geometry: ModelGeometry
+    context_length: int
+
+    @property
+    def architecture(self) -> str:
+        """Class named by the checkpoint, such as Qwen2ForCausalLM."""
+        return architecture_of(self.config)
+
+    @property
+    def settings_sha256(self) -> str:
+        """Hash of all that the configuration decides of a measurement: what run folders are bound to."""
+        parts = (config_sha256, rope_sha256, weight_quantization, max_positions)
+        return sha256_of([part(self.config) for part in parts])
+
+    def identity(self, source: ModelSource, dtype: str, tokenizer: Any = None) -> ModelIdentity:
+        """The model as profiles and results record it.
+
+        Raises:
+            ProfileError: a dtype that no profile can hold.
+        """
+        return identity_of(
+            self.config,
+            id=source.model,
+            revision=source.revision,
+            dtype=dtype,
+            tokenizer=tokenizer,
+            files=source.path,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to be traced."""
+
+    source: ModelSource
+    shape: ModelShape
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def weights_sha256(self) -> str:
+        """Fingerprint of the weights."""
+        return fingerprint(self.model.state_dict())
+
+    @property
+    def dtype_name(self) -> str:
+        """Such as float32 or bfloat16."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+
+def read_config(source: ModelSource) -> PretrainedConfig:
+    """Read a model's configuration as it is.
+
+    Raises:
+        UnsupportedModelError: unknown model, or a revision of a folder.
+    """
+    from transformers import AutoConfig
+
+    if source.model.startswith(("/", ".", "~")) and not Path(source.path).exists():
+        raise UnsupportedModelError(f"model folder {source.model} does not exist; give a folder or a hub id")
+    if source.revision is not None and Path(source.path).exists():  # transformers ignores it
+        raise UnsupportedModelError(
+            f"--revision {source.revision} needs a model on the hub, but {source.model} lies on this machine;"
+            " leave it out"
+        )
+    config: PretrainedConfig = _from_pretrained(AutoConfig, source)
+    return config
+
+
+def read_shape(source: ModelSource) -> ModelShape:
+    """Read and check a model's configuration; loads no weights.
+
+    Raises:
+        UnsupportedModelError: unknown model, or one that has no KV cache of the supported kind.
+        GeometryError: a configuration that does not tell its heads.
+        PrecisionError: a head_dim that cannot be packed.
+    """
+    config = read_config(source)
+    text = config.get_text_config(decoder=True)
+    refuse_other_caches(config, context_length=source.context_length)
+    _refuse_no_decoder(config, source)
+    geometry = ModelGeometry.from_config(config)
+    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    context_length = source.context_length or longest
+    if not context_length:
+        raise UnsupportedModelError(f"{source.model} does not say its context; give --context-length")
+    if context_length < 1:
+        raise UnsupportedModelError(f"--context-length must be positive, but is {context_length}")
+    if longest and context_length > longest:
+        raise UnsupportedModelError(
+            f"--context-length {context_length} exceeds the {longest} positions of {source.model}"
+        )
+    for bits in PACKED_BITS:
+        for head_dim in (geometry.head_dim, geometry.v_head_dim):
+            check_group_size(head_dim, bits, head_dim)
+    return ModelShape(config, geometry, context_length)
+
+
+def _refuse_no_decoder(config: PretrainedConfig, source: ModelSource) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    own = getattr(config, "auto_map", None) or {}
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "AutoModelForCausalLM" not in own:
+        raise UnsupportedModelError(
+            f"{source.model} is a {config.model_type!r}, which transformers does not load as a decoder of text alone:"
+            " models that read images or sound, and encoders, are not supported"
+        )
+
+
+def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedModel:
+    """Load weights and tokenizer, with the attention seam switched on.
+
+    Raises:
+        UnsupportedModelError: weights or tokenizer missing, a dtype or device that is not there or too small, no
+            attention seam.
+    """
+    from kvtuner.calibration.forward.attention_hook import register
+
+    shape = shape or read_shape(source)
+    tokenizer = load_tokenizer(source)
+    with _quiet_transformers():
+        model = _load_weights(source, is_quantized=_is_quantized(shape.config))
+        model.eval().requires_grad_(False)
+        name = type(model).__name__
+        if not model._can_set_attn_implementation():
+            raise UnsupportedModelError(f"{name} does not go through transformers' AttentionInterface; it has no seam")
+        try:
+            model.set_attn_implementation(register())
+        except ValueError as error:
+            raise UnsupportedModelError(f"{name} refuses another attention implementation: {error}") from error
+    if model.config._attn_implementation != register():
+        raise UnsupportedModelError(f"{name} does not go through transformers' AttentionInterface; it has no seam")
+    return LoadedModel(source, shape, model, tokenizer)
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """The tokenizer alone.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = _from_pretrained(AutoTokenizer, source)
+    return tokenizer
+
+
+def _from_pretrained(kind: Any, source: ModelSource) -> Any:
+    with _quiet_transformers():
+        try:
+            return kind.from_pretrained(
+                source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
+            )
+        except Exception as error:  # transformers, the hub and remote code raise anything: all of it is "cannot load"
+            raise _unknown(source, error) from error
+
+
+def _load_weights(source: ModelSource, *, is_quantized: bool) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    placement, dtype = _placement(source.device), _dtype(source, torch.cuda.is_available())
+    device_map = _device_map(placement)
+    if is_quantized and device_map is None and placement != "cpu":
+        raise UnsupportedModelError(
+            f"{source.model} is quantized, and such weights are loaded to {placement} by accelerate alone;"
+            " pip install accelerate"
+        )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source.path,
+            revision=source.revision,
+            trust_remote_code=source.trust_remote_code,
+            dtype=dtype,
+            device_map=device_map,
+            output_loading_info=True,
+        )
+        model: PreTrainedModel = loaded[0]
+        if device_map is None and placement != "cpu":
+            model.to(torch.device(placement))  # type: ignore[arg-type]  # transformers' decorator hides the signature
+    except torch.cuda.OutOfMemoryError as error:
+        raise UnsupportedModelError(
+            f"{source.model} does not fit into the GPU's free memory; free some, or give --device auto with accelerate"
+            " installed (all GPUs, then the CPU), --device cpu or --dtype bfloat16"
+        ) from error
+    except Exception as error:
+        raise _unknown(source, error) from error
+    if missing := sorted(loaded[1]["missing_keys"]):
+        raise UnsupportedModelError(
+            f"{source.model} lacks {len(missing)} weights that its configuration asks for, such as {missing[0]}"
+        )
+    return model
+
+
+def _placement(device: str) -> str:
+    import torch
+
+    if device != "auto":
+        try:
+            kind = torch.device(device).type
+        except RuntimeError as error:
+            raise UnsupportedModelError(
+                f"--device {device!r} is no torch device; use auto, cpu, cuda or cuda:N"
+            ) from error
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise UnsupportedModelError(f"--device {device} was asked for, but torch sees no GPU; use --device cpu")
+        return device
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "auto" if importlib.util.find_spec("accelerate") else "cuda:0"
+
+
+def _device_map(placement: str) -> str | dict[str, str] | None:
+    """What accelerate is told; None where it is not needed or not installed."""
+    if placement == "auto":
+        return placement
+    return {"": placement} if placement != "cpu" and importlib.util.find_spec("accelerate") else None
+
+
+def _is_quantized(config: PretrainedConfig) -> bool:
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _dtype(source: ModelSource, has_gpu: bool) -> torch.dtype | str:
+    import torch
+
+    if source.dtype == "auto":
+        return "auto" if has_gpu and source.device != "cpu" else torch.float32
+    dtype = getattr(torch, source.dtype, None)
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise UnsupportedModelError(f"--dtype must be auto, float32, float16 or bfloat16, not {source.dtype!r}")
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _unknown(source: ModelSource, error: Exception) -> UnsupportedModelError:
+    reason = " ".join(str(error).split())
+    if "trust_remote_code" in reason:
+        reason = "it brings code of its own; read that code, then allow it with --trust-remote-code"
+    reason = reason if len(reason) <= 300 else reason[:297] + "..."
+    return UnsupportedModelError(f"cannot load model {source.model!r}: {reason}")
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

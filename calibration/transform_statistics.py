@@ -1,0 +1,96 @@
+"""First pass: the mean key and lambda of every layer's key transforms. Knows nothing of bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvtuner.calibration.forward.finite_check import check_finite
+from kvtuner.calibration.forward.read_plan import AttentionCall, attend
+from kvtuner.calibration.sensitivity import LayerConstants
+from kvtuner.quant import FP16_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvtuner.calibration.batches import Batch
+    from kvtuner.calibration.forward.chain import DecoderChain
+    from kvtuner.geometry import ModelGeometry
+
+LAMBDA_MIN = 1 / 64
+LAMBDA_MAX = 64.0
+
+
+@dataclass
+class LayerSums:
+    """Running sums over tokens, float64 [num_kv_heads, head_dim]."""
+
+    key: Tensor
+    key_squared: Tensor
+    query_squared: Tensor
+    num_tokens: int = 0
+
+    @classmethod
+    def zeros(cls, geometry: ModelGeometry) -> LayerSums:
+        """No tokens seen."""
+        shape = (geometry.num_kv_heads, geometry.head_dim)
+        key, key_squared, query_squared = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
+        return cls(key, key_squared, query_squared)
+
+    def add(self, call: AttentionCall) -> None:
+        """Count one batch."""
+        k = call.k.to(torch.float32)
+        q = call.grouped_query()
+        self.key += k.sum(dim=(0, 2), dtype=torch.float64).cpu()
+        self.key_squared += k.square().sum(dim=(0, 2), dtype=torch.float64).cpu()
+        self.query_squared += q.square().sum(dim=(0, 2, 3), dtype=torch.float64).cpu() / q.shape[2]
+        self.num_tokens += k.shape[0] * k.shape[2]
+
+    def constants(self) -> LayerConstants:
+        """The layer's mu and both lambdas."""
+        mean = (self.key / self.num_tokens).clamp(-FP16_MAX, FP16_MAX)
+        mu = mean.to(torch.float16)
+        shift = mu.to(torch.float64)
+        power = self.key_squared / self.num_tokens
+        centered_power = (power - 2 * shift * (self.key / self.num_tokens) + shift.square()).clamp_min(0)
+        query_rms = (self.query_squared / self.num_tokens).sqrt()
+        return LayerConstants(mu, balance(power.sqrt(), query_rms), balance(centered_power.sqrt(), query_rms))
+
+
+def balance(key_rms: Tensor, query_rms: Tensor) -> Tensor:
+    """``lambda = sqrt(key_rms / query_rms)``, geometric mean 1 per head, within [1/64, 64]; dead channels 1.
+
+    Args:
+        key_rms: root mean square of (centred) keys, [num_kv_heads, head_dim].
+        query_rms: of the queries that read them, same shape.
+
+    Returns:
+        fp16, same shape.
+    """
+    alive = (key_rms > 0) & (query_rms > 0)
+    ratio = torch.where(alive, key_rms / torch.where(alive, query_rms, 1.0), 1.0)
+    logs = torch.where(alive, 0.5 * ratio.log(), 0.0)
+    mean = logs.sum(dim=-1, keepdim=True) / alive.sum(dim=-1, keepdim=True).clamp_min(1)
+    lam = torch.where(alive, (logs - mean).exp(), 1.0)
+    return lam.clamp(LAMBDA_MIN, LAMBDA_MAX).to(torch.float16)
+
+
+def measure_constants(chain: DecoderChain, batches: Iterable[Batch]) -> tuple[LayerConstants, ...]:
+    """Run every batch once and return each layer's constants.
+
+    Raises:
+        NonFiniteActivationError: a layer's keys, values or queries hold NaN or infinity.
+    """
+    sums = [LayerSums.zeros(chain.geometry) for _ in range(chain.geometry.num_layers)]
+
+    def listen(layer_id: int, call: AttentionCall) -> Tensor:
+        check_finite(layer_id, queries=call.q, keys=call.k, values=call.v)
+        sums[layer_id].add(call)
+        return attend(call)
+
+    for batch in batches:
+        chain.trace(batch.input_ids, batch.position_ids, listen)
+    return tuple(layer.constants() for layer in sums)

@@ -1,0 +1,227 @@
+"""From a model and text to a sensitivity table, resumable at any point. Knows nothing of budgets or search."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from kvtuner.calibration.batches import Batch, Offsets, batches
+from kvtuner.calibration.candidate_pass import CandidateMeasurement, QuantizationOptions
+from kvtuner.calibration.forward.chain import DecoderChain
+from kvtuner.calibration.forward.read_plan import ReadPlan, ReadPlanName
+from kvtuner.calibration.forward.simulator import Simulator
+from kvtuner.calibration.isolated_kl import isolated_candidates, measure_isolated
+from kvtuner.calibration.sensitivity import TABLE_FILE, ScoreName, SensitivityTable, missing_candidates
+from kvtuner.calibration.transform_statistics import measure_constants
+from kvtuner.errors import CorpusError
+from kvtuner.precision import LAYOUT_ID
+from kvtuner.run_folder import RunFolder, refuse_difference, sha256_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvtuner.calibration.corpus import Corpus, SplitName
+    from kvtuner.calibration.model_loading import LoadedModel
+
+IDENTITY_FILE = "run.json"
+MEASUREMENT = 4
+"""Raised whenever the same model, data and options give other numbers: what was measured otherwise is not mixed in."""
+_SPLIT_SEEDS: dict[SplitName, int] = {"calibrate": 11, "select": 12, "report": 13}
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationOptions:
+    """How sensitivity is measured.
+
+    Attributes:
+        read_plan: which tokens read quantized keys and values.
+        score: what bits are allocated by; decides whether isolated KL is measured.
+        num_draws: sampled labels per token of the Fisher score.
+        batch_size: sequences in flight.
+        quant: group sizes and symmetry.
+        with_pairs: also measure the paper's e_o of K/V pairs.
+        seed: of position offsets and sampled labels.
+    """
+
+    read_plan: ReadPlanName = "decode"
+    score: ScoreName = "kl"
+    num_draws: int = 4
+    batch_size: int = 1
+    quant: QuantizationOptions = field(default_factory=QuantizationOptions)
+    with_pairs: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)  # without slots, which leave no place for what is computed once
+class Workbench:
+    """A loaded model with its corpus: what calibration, search and validation measure on."""
+
+    loaded: LoadedModel
+    chain: DecoderChain
+    corpus: Corpus
+    options: CalibrationOptions
+
+    @classmethod
+    def prepare(cls, loaded: LoadedModel, corpus: Corpus, options: CalibrationOptions) -> Workbench:
+        """Find the model's chain of layers.
+
+        Raises:
+            CorpusError: tokens that the model has no embedding of.
+            UnsupportedModelError: it has no such chain.
+        """
+        _refuse_unknown_tokens(loaded, corpus)
+        return cls(loaded, DecoderChain(loaded.model, loaded.shape.geometry), corpus, options)
+
+    @property
+    def plan(self) -> ReadPlan:
+        """The read plan with its split."""
+        return ReadPlan.of(self.options.read_plan, self.corpus.splits["calibrate"].shape[1])
+
+    def batches(self, split: SplitName, offsets: Offsets = "random") -> Iterator[Batch]:
+        """Batches of a split, the same each time."""
+        return batches(
+            self.corpus.splits[split],
+            self.loaded.shape.context_length,
+            offsets=offsets,
+            seed=self.options.seed * 1000 + _SPLIT_SEEDS[split],
+            batch_size=self.options.batch_size,
+            device=self.chain.input_device,
+        )
+
+    def simulator(self, split: SplitName, offsets: Offsets = "random", *, reuse: bool = False) -> Simulator:
+        """A simulator over a split; `reuse` for many configurations that are alike."""
+        return Simulator(self.chain, self.batches(split, offsets), self.plan, reuse=reuse)
+
+    @cached_property
+    def weights_sha256(self) -> str:
+        """Of the model, hashed once: it reads all of the weights."""
+        return self.loaded.weights_sha256
+
+    def identity(self) -> dict[str, Any]:
+        """What decides every measurement; a run folder is bound to it."""
+        loaded, options = self.loaded, self.options
+        hashes = self.corpus.hashes()
+        return {
+            "model_config": loaded.shape.settings_sha256,
+            "dtype": loaded.dtype_name,  # before the weights: the first field that differs is the one named
+            "model_weights": self.weights_sha256,
+            "context_length": loaded.shape.context_length,
+            "sequence_length": self.corpus.splits["calibrate"].shape[1],
+            "calibrate_tokens": hashes["calibrate"],
+            "select_tokens": hashes["select"],
+            "report_tokens": hashes["report"],
+            "read_plan": options.read_plan,
+            "num_draws": options.num_draws,
+            "batch_size": options.batch_size,
+            "k_group_size": options.quant.k_group_size,
+            "v_group_size": options.quant.v_group_size,
+            "symmetric": options.quant.symmetric,
+            "seed": options.seed,
+            "layout": LAYOUT_ID,
+            "measurement": MEASUREMENT,
+        }
+
+
+def _refuse_unknown_tokens(loaded: LoadedModel, corpus: Corpus) -> None:
+    rows = next(iter(loaded.model.get_input_embeddings().parameters())).shape[0]
+    largest = max(int(ids.max()) for ids in corpus.splits.values())
+    if largest >= rows:
+        raise CorpusError(
+            f"token ids must be below the {rows} embedding rows of {loaded.source.name}, but its tokenizer gives"
+            f" {largest}; use the tokenizer that belongs to the model, or resize the model's embeddings to it"
+        )
+
+
+def calibrate(
+    bench: Workbench, folder: RunFolder, on_left_out: Callable[[str], None] | None = None
+) -> SensitivityTable:
+    """Measure the table, or read what an earlier run measured of it.
+
+    Args:
+        bench: the model and its data.
+        folder: holds the table.
+        on_left_out: given a line about every candidate that gets no isolated KL, because it is not finite.
+
+    Raises:
+        RunFolderError: the folder belongs to another model, data or settings, or is damaged.
+        NonFiniteActivationError: NaN or infinity in a layer, or under all candidates of one of its widths.
+    """
+    identity = bench.identity()
+    folder.check_identity(IDENTITY_FILE, identity, "measurements")
+    with folder.lock("calibration.lock", waiting="another process calibrates in this folder"):
+        table = SensitivityTable.load(folder) if folder.file(TABLE_FILE).exists() else None
+        if table is not None:
+            refuse_difference(table.identity, identity, f"{folder.file(TABLE_FILE)} was measured on something else")
+        if table is None or (bench.options.with_pairs and not table.pairs):
+            table = _measure_candidates(bench, folder, identity)
+            table.save(folder)
+        if bench.options.score == "kl" and any(missing_candidates(table, "kl")):
+            table = _measure_isolated(bench, folder, table, on_left_out)
+            table.save(folder)
+    return table
+
+
+def _measure_candidates(bench: Workbench, folder: RunFolder, identity: dict[str, Any]) -> SensitivityTable:
+    tokens = bench.corpus.splits["calibrate"].numel()
+    folder.log("statistics", tokens=tokens)
+    with tqdm(desc="statistics", total=tokens, unit="tok", disable=None) as bar:
+        constants = measure_constants(bench.chain, _counted(bench.batches("calibrate"), bar))
+    folder.log("candidates", tokens=tokens, draws=bench.options.num_draws)
+    measurement = CandidateMeasurement(
+        bench.chain,
+        constants,
+        bench.plan,
+        bench.options.quant,
+        bench.options.num_draws,
+        bench.options.seed,
+        bench.options.with_pairs,
+    )
+    layers = bench.loaded.shape.geometry.num_layers
+    with tqdm(desc="candidates", total=tokens * layers, unit="tok", unit_scale=True, disable=None) as bar:
+        measurement.run(bench.batches("calibrate"), on_layer=bar.update)
+    return SensitivityTable(
+        identity=identity,
+        geometry=bench.loaded.shape.geometry,
+        constants=constants,
+        scores=measurement.scores(),
+        pairs=measurement.pairs(),
+        info={"calibrate_tokens": tokens, "split_tokens": bench.plan.split},
+    )
+
+
+def _measure_isolated(
+    bench: Workbench, folder: RunFolder, table: SensitivityTable, on_left_out: Callable[[str], None] | None
+) -> SensitivityTable:
+    candidates = isolated_candidates(table.scores)
+    num_batches = -(-bench.corpus.splits["calibrate"].shape[0] // bench.options.batch_size)
+    folder.log("isolated", candidates=len(candidates), batches=num_batches)
+    with tqdm(desc="isolated KL", total=len(candidates) * num_batches, unit="fwd", disable=None) as bar:
+        measured = measure_isolated(
+            bench.chain,
+            bench.batches("calibrate"),
+            candidates,
+            table.constants,
+            plan=bench.plan,
+            options=bench.options.quant,
+            folder=folder,
+            identity=sha256_of(table.identity),
+            on_forward=bar.update,
+        )
+    for candidate in candidates:
+        if candidate not in measured:
+            reason = "its isolated KL is not finite"
+            folder.log("left out", **asdict(candidate), reason=reason)
+            if on_left_out is not None:
+                place = f"layer {candidate.layer} {candidate.side}{candidate.bits}"
+                on_left_out(f"{place} with transform {candidate.transform} is left out: {reason}")
+    scores = {c: replace(s, kl=measured.get(c, s.kl)) for c, s in table.scores.items()}
+    return replace(table, scores=scores)
+
+
+def _counted(source: Iterator[Batch], bar: tqdm[Any]) -> Iterator[Batch]:
+    for batch in source:
+        yield batch
+        bar.update(batch.num_tokens)

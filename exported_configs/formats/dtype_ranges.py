@@ -1,0 +1,112 @@
+"""Dtypes of layers as SGLang #17530 and TensorRT-LLM #13695 propose them: ``0-1:bf16,62-63:bf16``, or the same in YAML.
+
+The layers and ranges are `layer_ranges`'; what the words mean is read here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtuner.errors import PrecisionError, ProfileError
+from kvtuner.exported_configs.formats.export_requirements import Exported, Storage, differences, refusal, uneven_layers
+from kvtuner.exported_configs.formats.import_result import Imported, ImportOptions, Vocabulary, check_layer_id
+from kvtuner.exported_configs.formats.json_source import MAX_YAML_BYTES, decode
+from kvtuner.layer_ranges import read_layers, read_ranges, words_by_layer, write_ranges
+from kvtuner.precision import PrecisionPair
+
+if TYPE_CHECKING:
+    from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.geometry import ModelGeometry
+
+FIELD: Final = "kv_cache_per_layer_dtype"
+WORDS: Final = {2: "int2", 4: "int4", 8: "int8", 16: "bf16"}
+_BITS: Final = {word: bits for bits, word in WORDS.items()}
+_MAX_WORD: Final = 40
+_FLOATS: Final = re.compile(r"(fp8|fp4|nvfp4|mxfp|float8|float4).*", re.IGNORECASE | re.DOTALL)
+
+
+def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Imported:
+    """Read the text, or the YAML file.
+
+    Raises:
+        ProfileError: an entry that cannot be read, a layer that is missing, twice or not of the model, a floating-point
+            format.
+    """
+    words = _words(data)
+    for layer in words:
+        check_layer_id(layer, geometry)
+    vocabulary = Vocabulary(options.words)
+    pairs = {layer: _pair(f"layer {layer}", word, vocabulary) for layer, word in words.items()}
+    missing = [layer for layer in range(geometry.num_layers) if layer not in pairs]
+    notes = []
+    if options.default_word is not None:
+        default = _pair("--default-dtype", options.default_word, vocabulary)
+        pairs.update(dict.fromkeys(missing, default))
+        notes += [] if missing else ["--default-dtype was not needed: every layer is named"]
+    elif missing:
+        raise ProfileError(
+            f"layer {missing[0]} of 0-{geometry.num_layers - 1} is not named; give the dtype of such layers, SGLang's"
+            " --kv-cache-dtype, as --default-dtype"
+        )
+    k_group, v_group = options.group_sizes(geometry)
+    layers = tuple(pairs[layer] for layer in range(geometry.num_layers))
+    return Imported(layers, k_group, v_group, symmetric=bool(options.symmetric), notes=(*notes, *vocabulary.notes()))
+
+
+def write(profile: Profile) -> Exported:
+    """Write the text, neighbours that are alike as one range.
+
+    Raises:
+        ProfileError: other bits for keys than for values.
+    """
+    if uneven := uneven_layers(profile):
+        raise refusal("ranges", uneven)
+    # An import without options has this storage.
+    lost = differences(profile, Storage(profile.geometry.head_dim, profile.geometry.v_head_dim, symmetric=False))
+    return Exported(write_ranges([WORDS[pair.k_bits] for pair in profile.pairs]) + "\n", lost=tuple(lost))
+
+
+def _words(data: bytes) -> dict[int, str]:
+    """The word of every layer that is named."""
+    from kvtuner.exported_configs.formats.yaml_source import read_yaml  # PyYAML is for files of YAML alone
+
+    text = decode(data, MAX_YAML_BYTES).strip()
+    try:
+        if text[:1].isdigit() and "\n" not in text:
+            return words_by_layer(read_ranges(text))
+        return _of_yaml(read_yaml(data))
+    except PrecisionError as error:
+        raise ProfileError(str(error)) from error
+
+
+def _of_yaml(document: Any) -> dict[int, str]:
+    if not isinstance(document, dict) or set(document) != {FIELD}:
+        raise ProfileError(f"must be ranges like 0-1:bf16,2-27:int8, or YAML with {FIELD} and nothing else")
+    layers = document[FIELD]
+    if isinstance(layers, str):
+        return words_by_layer(read_ranges(layers))
+    if not isinstance(layers, dict):
+        raise ProfileError(f"{FIELD} must map layers to dtypes, or be ranges in quotes, not {type(layers).__name__}")
+    for layer, word in layers.items():
+        if type(layer) not in (int, str) or type(word) not in (int, str):
+            raise ProfileError(f"{FIELD} maps layers to dtypes, such as 0: bf16, not {str(layer)[:20]!a}")
+    return words_by_layer(read_layers(str(layer), str(word)) for layer, word in layers.items())
+
+
+def _pair(place: str, word: str, vocabulary: Vocabulary) -> PrecisionPair:
+    if len(word) > _MAX_WORD:
+        raise ProfileError(f"{place}: a dtype has at most {_MAX_WORD} letters, not {len(word)}; this is none")
+    pair = vocabulary.mapped(word)
+    if pair is not None:
+        return pair
+    if _FLOATS.fullmatch(word):
+        raise ProfileError(
+            f"{place} is {word!a}, and a profile holds integers; to store integers in its place say so, such as"
+            f" --map {word}=8"
+        )
+    bits = _BITS.get(word.lower())
+    try:
+        return PrecisionPair.parse(word) if bits is None else PrecisionPair(bits, bits)
+    except PrecisionError as error:
+        raise ProfileError(f"{place}: {error}, nor one of {', '.join(_BITS)}") from error

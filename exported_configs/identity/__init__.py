@@ -1,0 +1,1 @@
+"""Which model a profile is for, and what it is compared with."""

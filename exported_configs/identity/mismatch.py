@@ -1,0 +1,337 @@
+"""What a profile is checked against: its model and another one, by one table. Knows nothing of files or servers.
+
+That geometry differs is refused before, by `Profile.check_model`: no flag allows it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.identity.model_identity import is_hub_id
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvtuner.exported_configs.profile.evidence import ModelIdentity
+
+Severity = Literal["info", "warning", "error"]
+Kind = Literal[
+    "architecture",
+    "configuration",
+    "fine-tune",
+    "checkpoint",
+    "name",
+    "revision",
+    "rope",
+    "context",
+    "weights",
+    "tokenizer",
+    "dtype",
+    "positions",
+    "older",
+    "unrecorded",
+    "unread",
+]
+
+NAMELESS: Final = ("demo", "model", "unnamed")
+"""Names that say nothing of a model: the shipped one's, and those of profiles that were made for whatever is served."""
+_COMMIT: Final = re.compile(r"[0-9a-f]{7,40}")
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityRule:
+    """What follows from one kind of mismatch.
+
+    Attributes:
+        severity: an error refuses the profile.
+        words: what differs, with both values.
+        way_out: what can be done.
+        derived: whether it is a warning where a derived model was allowed.
+        strict: whether it is an error where nothing may differ; warnings are.
+    """
+
+    severity: Severity
+    words: str
+    way_out: str = ""
+    derived: bool = False
+    strict: bool = False
+
+
+ANOTHER: Final = "use a profile that was searched for this model"
+TABLE: Final[dict[Kind, IdentityRule]] = {
+    "architecture": IdentityRule("error", "the profile of {id} is for {wanted}, but this model is {found}", ANOTHER),
+    "configuration": IdentityRule(
+        "error",
+        "the profile of {id} is for configuration {wanted}, but {served} has {found}",
+        f"{ANOTHER}, or allow a derived one by {{allow}}",
+        derived=True,
+    ),
+    "fine-tune": IdentityRule(
+        "error",
+        "the profile is for {wanted}, but this model is {found}, of the same configuration",
+        f"{ANOTHER}, or allow a derived one by {{allow}}",
+        derived=True,
+    ),
+    "checkpoint": IdentityRule(
+        "error",
+        "the profile is for {wanted}, but this model's weights are others, {found}, of the same configuration",
+        f"{ANOTHER}, or allow a derived one by {{allow}}",
+        derived=True,
+    ),
+    "name": IdentityRule(
+        "warning",
+        "the profile is for {wanted}, but this model is called {found}, and nothing here tells whether it is the same",
+        "make sure that it is, or measure it by {rescore}",
+    ),
+    "revision": IdentityRule(
+        "warning",
+        "the profile was searched on revision {wanted} of {id}, but this is {found}",
+        "take that revision, or measure this one by {rescore}",
+    ),
+    "rope": IdentityRule(
+        "warning",
+        "the profile's keys were measured under other rotations: by rotary parameters {wanted}, and this model has"
+        " {found}",
+        "serve with those of the search, or search for the model as it is served",
+    ),
+    "context": IdentityRule(
+        "warning",
+        "the profile was calibrated over {wanted} positions, but the context here is {found}: longer requests may"
+        " lose accuracy",
+        "search with --context-length {found}, or serve with --context-length {wanted}",
+    ),
+    "weights": IdentityRule(
+        "warning",
+        "the profile was measured on weights with quantization {wanted}, but this model's have {found}",
+        "measure it on these by {rescore}, or search on them",
+    ),
+    "tokenizer": IdentityRule(
+        "warning",
+        "the profile was measured with tokenizer and chat template {wanted}, but this model has {found}",
+        "take the tokenizer of the search if scores are to be compared with the profile's",
+    ),
+    "dtype": IdentityRule("info", "the profile was measured in {wanted}, this model runs in {found}"),
+    "positions": IdentityRule("info", "the model had {wanted} positions when it was measured, and has {found}"),
+    "older": IdentityRule(
+        "info",
+        "the profile does not say in today's words which configuration it is for ({wanted} not recorded): made by hand"
+        " or by an older kvtuner, it is compared by geometry and name alone",
+        "search again for a profile that can be compared",
+        strict=True,
+    ),
+    "unrecorded": IdentityRule("info", "not recorded in the profile, and so not compared: {wanted}"),
+    "unread": IdentityRule(
+        "info",
+        "this model's weights were not compared with those of the profile (checkpoint_sha256 {wanted}): no whole"
+        " set of its safetensors files was found, or nobody has looked",
+        "download the model first to have them compared",
+        strict=True,
+    ),
+}
+
+
+DERIVED: Final = tuple(kind for kind, rule in TABLE.items() if rule.derived)
+"""What is allowed by a flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How strictly a profile is taken.
+
+    Attributes:
+        strict: nothing may differ; every warning is an error.
+        allow_derived: a fine-tune, or a model of another configuration but the same geometry, may be served.
+        strict_flag: how the one is said.
+        allow_flag: how the other is said.
+        rescore: what tells how good the profile is on the other model.
+    """
+
+    strict: bool = False
+    allow_derived: bool = False
+    strict_flag: str = "--strict"
+    allow_flag: str = "--allow-derived"
+    rescore: str = "`kvtuner eval PROFILE --model {served}`"
+
+    def __post_init__(self) -> None:
+        if self.strict and self.allow_derived:
+            raise ProfileError(
+                f"{self.strict_flag} and {self.allow_flag} exclude each other: the one refuses what the other allows;"
+                " drop one of them"
+            )
+
+
+class Mismatch(NamedTuple):
+    """One difference between a profile's model and another.
+
+    Attributes:
+        kind: of the table.
+        severity: by the table and the policy.
+        text: what differs, both values and the way out, in one line.
+    """
+
+    kind: Kind
+    severity: Severity
+    text: str
+
+
+def compare(
+    wanted: ModelIdentity,
+    found: ModelIdentity,
+    policy: Policy,
+    *,
+    positions: int | None = None,
+    context_length: int | None = None,
+) -> list[Mismatch]:
+    """What differs between the model of a profile and another of its geometry, the worst first.
+
+    Args:
+        wanted: the profile's.
+        found: the other's; its tokenizer is compared where it is recorded.
+        policy: how strictly.
+        positions: that the profile was calibrated over; None if it was not.
+        context_length: tokens that will be served; None if nobody knows yet.
+    """
+    differences = list(_differences(wanted, found))
+    if positions is not None and context_length is not None and context_length > positions:
+        differences.append(("context", f"{positions:d}", f"{context_length:d}"))
+    order: Sequence[Severity] = ("error", "warning", "info")
+    rescore = policy.rescore.format(served=found.id)
+    names = {"id": wanted.id, "served": found.id, "rescore": rescore, "allow": policy.allow_flag}
+    mismatches = [_judged(kind, {"wanted": a, "found": b, **names}, policy) for kind, a, b in differences]
+    return sorted(mismatches, key=lambda each: order.index(each.severity))
+
+
+def is_same_configuration(a: ModelIdentity, b: ModelIdentity) -> bool | None:
+    """Whether two recorded models have one network and the same rotations; None if only one is in today's words."""
+    if (a.rope_sha256 is None) != (b.rope_sha256 is None):
+        return None
+    return (a.config_sha256, a.rope_sha256) == (b.config_sha256, b.rope_sha256)
+
+
+def refuse(mismatches: Sequence[Mismatch]) -> None:
+    """Raise the first error.
+
+    Raises:
+        ProfileError: there is one.
+    """
+    for each in mismatches:
+        if each.severity == "error":
+            raise ProfileError(each.text)
+
+
+def _judged(kind: Kind, values: dict[str, str], policy: Policy) -> Mismatch:
+    rule = TABLE[kind]
+    severity, words, way_out = rule.severity, rule.words, rule.way_out
+    if rule.derived and policy.allow_derived:
+        severity, way_out = "warning", "allowed: {rescore} tells what that costs"
+    elif policy.strict and (rule.strict or severity == "warning"):
+        severity, way_out = "error", f"{way_out}, or drop {policy.strict_flag}"
+    text = f"{words}; {way_out}" if way_out else words
+    return Mismatch(kind, severity, text.format_map(values))
+
+
+def _differences(wanted: ModelIdentity, found: ModelIdentity) -> Iterator[tuple[Kind, str, str]]:
+    """Kind, the profile's value and the other one."""
+    is_comparable = wanted.rope_sha256 is not None and found.rope_sha256 is not None
+    is_same = not is_comparable or wanted.config_sha256 == found.config_sha256
+    if wanted.architecture != found.architecture and not found.architecture.endswith("Config"):
+        yield "architecture", wanted.architecture, found.architecture
+    if is_same:
+        yield from _names(wanted, found, is_comparable=is_comparable)
+    else:
+        yield "configuration", _short(wanted.config_sha256), _short(found.config_sha256)
+    fields: tuple[tuple[Kind, str], ...] = (
+        ("rope", "rope_sha256"),
+        ("weights", "weight_quantization"),
+        ("tokenizer", "tokenizer_sha256"),
+        ("dtype", "dtype"),
+        ("positions", "max_positions"),
+    )
+    missing = []
+    for kind, field in fields:
+        a, b = getattr(wanted, field), getattr(found, field)
+        if a is None and b is not None:
+            missing.append(field)
+        elif a is not None and b is not None and a != b:
+            yield kind, _short(a), _short(b)
+    if missing:
+        yield "unrecorded" if is_comparable else "older", ", ".join(missing), ""
+    if wanted.checkpoint_sha256 is not None and found.checkpoint_sha256 is None:
+        yield "unread", _short(wanted.checkpoint_sha256), ""
+
+
+def _names(wanted: ModelIdentity, found: ModelIdentity, *, is_comparable: bool) -> Iterator[tuple[Kind, str, str]]:
+    """Ids, revisions and weights of models of one configuration, as far as that is recorded."""
+    is_same_checkpoint = _is_same_checkpoint(wanted, found)
+    if is_same_checkpoint:
+        return  # whatever it is called
+    a, b = wanted.id.casefold(), found.id.casefold()
+    if is_hub_id(a) and is_hub_id(b):
+        yield from _repositories(wanted, found, is_same_checkpoint, is_comparable=is_comparable)
+    elif is_same_checkpoint is False:
+        yield "checkpoint", *_weights(wanted, found)
+    elif a in NAMELESS or b in NAMELESS:
+        # Where no configuration is recorded either, what is said of older profiles says so of all.
+        if is_comparable and not (a in NAMELESS and b in NAMELESS):
+            yield "name", wanted.id, found.id
+    elif a.rpartition("/")[2] != b.rpartition("/")[2]:
+        yield "name", wanted.id, found.id
+    elif _is_other_revision(wanted, found):
+        yield "name", f"{wanted.id}@{wanted.revision}", f"{found.id}@{found.revision}"
+
+
+def _repositories(
+    wanted: ModelIdentity, found: ModelIdentity, is_same_checkpoint: bool | None, *, is_comparable: bool
+) -> Iterator[tuple[Kind, str, str]]:
+    """What differs between models of the hub whose weights are not the same, or not known to be."""
+    if wanted.id.casefold() != found.id.casefold():
+        quantized = wanted.weight_quantization, found.weight_quantization
+        # Quantized checkpoints of a model have names of their own, and weights that tell nothing.
+        is_quantized_apart = is_comparable and None not in quantized and quantized[0] != quantized[1]
+        yield "name" if is_quantized_apart else "fine-tune", wanted.id, found.id
+    elif is_same_checkpoint is False:
+        yield "revision", *_revisions(wanted, found)
+    elif _is_other_revision(wanted, found):
+        yield "revision", str(wanted.revision), str(found.revision)
+
+
+def _is_same_checkpoint(wanted: ModelIdentity, found: ModelIdentity) -> bool | None:
+    """Whether the weights are the same; None where nobody can tell: not recorded, or quantized on one side."""
+    recorded = wanted.checkpoint_sha256, found.checkpoint_sha256
+    if None in recorded or wanted.weight_quantization != found.weight_quantization:
+        return None
+    return recorded[0] == recorded[1]
+
+
+def _weights(wanted: ModelIdentity, found: ModelIdentity) -> tuple[str, str]:
+    a, b = (f"{each.id} ({_short(each.checkpoint_sha256 or '')})" for each in (wanted, found))
+    return a, b
+
+
+def _revisions(wanted: ModelIdentity, found: ModelIdentity) -> tuple[str, str]:
+    """Of the same name, but other weights."""
+    a, b = (
+        f"{each.revision or 'not recorded'} (weights {_short(each.checkpoint_sha256 or '')})"
+        for each in (wanted, found)
+    )
+    return a, b
+
+
+def _is_other_revision(wanted: ModelIdentity, found: ModelIdentity) -> bool:
+    """Whether revisions are recorded and differ; a branch beside a commit may be the same one."""
+    a, b = wanted.revision, found.revision
+    if not a or not b:
+        return False
+    are_commits = [_COMMIT.fullmatch(each) is not None for each in (a, b)]
+    if all(are_commits):
+        return not (a.startswith(b) or b.startswith(a))
+    return not any(are_commits) and a != b
+
+
+def _short(value: str | int) -> str:
+    """A value, or the beginning of a hash."""
+    text = str(value)
+    return text[: len("sha256:") + 12] if text.startswith("sha256:") else text

@@ -1,0 +1,293 @@
+"""Which model a transformers configuration describes, as profiles record it. Knows nothing of weights or servers.
+
+What is hashed is what makes the network the same one, whatever release of transformers reads it and whoever serves
+it: fields that the configuration's class knows and that differ from its defaults. Rotary parameters, positions and
+quantized weights are recorded beside it, since they change without making another model of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os.path
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ValidationError
+
+from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
+from kvtuner.exported_configs.profile.evidence import ModelIdentity
+from kvtuner.exported_configs.profile.profile import explain
+from kvtuner.run_folder import canonical_json, sha256_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_NAME: Final = 200
+NO_QUANTIZATION: Final = "none"
+_HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+_SNAPSHOT: Final = re.compile(r"(?:^|/)models--([^/]+)/snapshots/([0-9a-f]{40})(?:/|$)")
+_POSITIONS: Final = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+)
+_ROTARY: Final = (
+    *("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"),
+    *("rotary_emb_base", "rotary_pct", "original_max_position_embeddings"),
+)
+_WINDOWS: Final = ("sliding_window", "max_window_layers", "use_sliding_window")
+_WEIGHTS: Final = ("quantization_config", "compression_config")
+_NOT_OF_THE_NETWORK: Final = frozenset(
+    (
+        *_POSITIONS,
+        *_ROTARY,
+        *_WEIGHTS,
+        # Names and versions.
+        *("architectures", "transformers_version", "auto_map", "dtype", "torch_dtype", "id2label", "label2id"),
+        *("num_labels", "problem_type", "task_specific_params", "tokenizer_class", "finetuning_task"),
+        # How it is called, trained and generates.
+        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
+        *(
+            "pretraining_tp",
+            "initializer_range",
+            "initializer_factor",
+            "router_aux_loss_coef",
+            "gradient_checkpointing",
+        ),
+        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "chunk_size_feed_forward"),
+    )
+)
+_TOKEN_SETTING: Final = re.compile(r".*_token_(id|ids|index)")
+
+
+def identity_of(
+    config: Any,
+    *,
+    id: str,
+    revision: str | None,
+    dtype: str,
+    tokenizer: Any = None,
+    quantized_by: str | None = None,
+    files: str | None = None,
+) -> ModelIdentity:
+    """The model that a configuration describes.
+
+    Args:
+        config: transformers configuration, as loaded or as SGLang holds it.
+        id: hub id, folder, or a name.
+        revision: as it was typed; the commit stands in its place where the hub's cache or the path tells it.
+        dtype: of the activations.
+        tokenizer: of transformers; not recorded without one.
+        files: folder, or hub id of the hub's cache, whose weights are looked at; not recorded without.
+        quantized_by: what the weights are quantized to while they are loaded, where the configuration does not say so.
+
+    Raises:
+        ProfileError: a dtype, or a text, that no profile can hold.
+    """
+    fields = {
+        "id": public_name(id),
+        "revision": getattr(config, "_commit_hash", None) or _commit(id, revision) or revision,
+        "config_sha256": config_sha256(config),
+        "architecture": architecture_of(config),
+        "dtype": dtype,
+        "rope_sha256": rope_sha256(config),
+        "weight_quantization": weight_quantization(config) or quantized_by or NO_QUANTIZATION,
+        "tokenizer_sha256": None if tokenizer is None else tokenizer_sha256(tokenizer),
+        "max_positions": max_positions(config),
+        "checkpoint_sha256": None if files is None else _checkpoint(files, revision),
+    }
+    try:
+        return ModelIdentity.model_validate(fields)
+    except ValidationError as error:
+        raise ProfileError(explain(error, "model")) from error
+
+
+def public_name(text: str) -> str:
+    """What may stand for a path: the last part of one that exists, the hub id of a path in the hub's cache.
+
+    A hub id stays as it is. Printable and short enough for a profile.
+    """
+    snapshot = _snapshot(text)
+    path = _existing(text)
+    name = snapshot[1].replace("--", "/") if snapshot else os.path.basename(os.path.realpath(path)) if path else text
+    printable = "".join(c if c.isprintable() and c != "\\" else "_" for c in name).lstrip("./~ ")
+    return printable[:MAX_NAME].rstrip(" /") or "unnamed"
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether it looks like ``owner/name``."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
+def architecture_of(config: Any) -> str:
+    """The class that a checkpoint names, such as Qwen2ForCausalLM; the configuration's own where it names none."""
+    return str((getattr(config, "architectures", None) or [type(config).__name__])[0])
+
+
+def config_sha256(config: Any) -> str:
+    """Hash of what makes the network the same one."""
+    return sha256_of(_network(config))
+
+
+def rope_sha256(config: Any) -> str:
+    """Hash of the rotary parameters; one and the same of all models without."""
+    return sha256_of(_plain(_rotation(config.get_text_config(decoder=True))))
+
+
+def weight_quantization(config: Any) -> str | None:
+    """How the checkpoint's weights are quantized, such as ``awq``; None if its configuration says nothing of it."""
+    for part in (config, config.get_text_config(decoder=True)):
+        for name in _WEIGHTS:
+            found = getattr(part, name, None)
+            if found:
+                method = (found if isinstance(found, dict) else found.to_dict()).get("quant_method") or "unnamed"
+                return str(getattr(method, "value", method))
+    return None
+
+
+def max_positions(config: Any) -> int | None:
+    """Positions of the model; None where it does not tell."""
+    text = config.get_text_config(decoder=True)
+    found = next((value for name in _POSITIONS if (value := getattr(text, name, None))), None)
+    return None if found is None else int(found)
+
+
+def tokenizer_sha256(tokenizer: Any) -> str:
+    """Hash of what turns text, and a chat, into token ids."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        rules: Any = [tokenizer.get_vocab(), tokenizer.get_added_vocab(), type(tokenizer).__name__]
+    else:
+        # How the last call cut and padded stands in it too.
+        rules = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
+    text = json.dumps([rules, getattr(tokenizer, "chat_template", None)], sort_keys=True)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def _commit(model: str, revision: str | None) -> str | None:
+    """The commit that a path in the hub's cache names, or that this cache holds of a hub id."""
+    snapshot = _snapshot(model) or _SNAPSHOT.search(str(_cached(model, revision)))
+    return snapshot[2] if snapshot else None
+
+
+def _snapshot(model: str) -> re.Match[str] | None:
+    """Repository and commit of a path into the hub's cache: as it was typed, or as links and dots lead there."""
+    path = _existing(model)
+    return _SNAPSHOT.search(os.path.realpath(path) if path else os.path.normpath(model)) or _SNAPSHOT.search(model)
+
+
+def _existing(model: str) -> str | None:
+    """The path of what exists; None of everything else, such as a text that is too long for a path."""
+    path = os.path.expanduser(model)
+    return path if os.path.exists(path) else None
+
+
+def _checkpoint(model: str, revision: str | None) -> str | None:
+    """What the weights of a folder, or of a model in the hub's cache, are known by; None of others."""
+    path = _existing(model)
+    folder = Path(path) if path and os.path.isdir(path) else _cached(model, revision)
+    return None if folder is None else checkpoint_sha256(folder)
+
+
+def _cached(model: str, revision: str | None) -> Path | None:
+    """The folder of a hub id in the hub's cache; asks no network."""
+    if not is_hub_id(model) or _existing(model):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:  # such as "a--b/c", which no repository is called
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _network(config: Any) -> dict[str, Any]:
+    """Fields that make the network, those of nested configurations by their own defaults.
+
+    A field that the class does not know cannot change the network that it builds: a newer transformers may give it a
+    default, and SGLang notes things of its own there.
+    """
+    defaults = None if getattr(config, "has_no_defaults_at_init", False) else _plain(type(config)().to_dict())
+    kept: dict[str, Any] = {"model_type": config.model_type}
+    idle = _idle_windows(config, has_kinds=defaults is None or "layer_types" in defaults)
+    for name, value in config.to_dict().items():
+        part = vars(config).get(name)
+        if name in idle or _is_not_of_the_network(name) or (defaults is not None and name not in defaults):
+            continue
+        if hasattr(part, "to_dict"):
+            kept[name] = _network(part)
+        elif name == "layer_types" and _is_full(value) and (defaults is None or _is_full(defaults[name])):
+            continue  # as without: releases differ in which models list them
+        elif defaults is None or name == "sliding_window" or not _is_default(_plain(value), defaults[name]):
+            kept[name] = _plain(value)  # a window even if it is the default, since without it no layer slides
+    return kept
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if (value is None or value is False) and (default is None or default is False):
+        return True  # a switch that is off, in either word
+    return canonical_json(value) == canonical_json(default)
+
+
+def _idle_windows(config: Any, *, has_kinds: bool) -> tuple[str, ...]:
+    """Fields of windows that decide nothing: all where no layer slides, those that only make the list of layers."""
+    kinds = getattr(config, "layer_types", None) if has_kinds else None
+    is_on = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", None) is not False
+    if not is_on or not getattr(config, "sliding_window", None):
+        return _WINDOWS
+    return _WINDOWS[1:] if kinds else ()
+
+
+def _is_full(layer_types: Any) -> bool:
+    return set(layer_types or ()) <= {"full_attention"}
+
+
+def _is_not_of_the_network(name: str) -> bool:
+    return name.startswith("_") or name in _NOT_OF_THE_NETWORK or _TOKEN_SETTING.fullmatch(name) is not None
+
+
+def _rotation(text: Any) -> dict[str, Any]:
+    """Rotary parameters of all layers, or by kind of layer where kinds differ."""
+    given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kinds = {kind: _one_rotation(found, text) for kind, found in given.items() if isinstance(found, dict)}
+    local = getattr(text, "rope_local_base_freq", None)
+    return kinds or {**_one_rotation(given, text), **({} if local is None else {"local_theta": local})}
+
+
+def _one_rotation(given: Mapping[str, Any], text: Any) -> dict[str, Any]:
+    found = {name: value for name, value in given.items() if value is not None}
+    old = found.pop("type", None)  # its name in older files; SGLang writes both, and leaves a stale "default" in one
+    if found.get("rope_type", "default") == "default":
+        found["rope_type"] = old or "default"
+    for name, older in (("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")):
+        value = found.get(name) or getattr(text, name, None) or getattr(text, older, None)
+        if value is not None:
+            found[name] = value
+    if found.get("partial_rotary_factor") == 1:
+        del found["partial_rotary_factor"]
+    if found["rope_type"] not in ("default", "linear") and "original_max_position_embeddings" not in found:
+        own = getattr(text, "original_max_position_embeddings", None)
+        found["original_max_position_embeddings"] = own or max_positions(text)
+    return found if "rope_theta" in found or given else {}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it, a float that is a whole number as an integer."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if isinstance(value, float) and math.isfinite(value):
+        return int(value) if value.is_integer() else value
+    return value if isinstance(value, str | int | None) else str(value)

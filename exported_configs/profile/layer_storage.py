@@ -1,0 +1,145 @@
+"""How every layer is stored: all that the digest covers. Rules that span parts are the profile's."""
+
+from dataclasses import replace
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from kvtuner.errors import GeometryError
+from kvtuner.exported_configs.profile.arrays import Fp16Array
+from kvtuner.exported_configs.profile.fields import MAX_COUNT, Bits, Count, StrictModel
+from kvtuner.geometry import ModelGeometry
+from kvtuner.precision import NATIVE_BITS, TOKEN_GROUPS, Granularity, RowShape
+
+KeyTransform = Literal[
+    "none",
+    "hadamard",
+    "balanced",
+    "balanced+hadamard",
+    "centered",
+    "centered+hadamard",
+    "centered+balanced",
+    "centered+balanced+hadamard",
+]
+ValueTransform = Literal["none", "hadamard"]
+
+
+def _check_granularity(value: object) -> object:
+    if value == "per_channel":
+        raise ValueError("values are stored per token, and only keys may be per_channel; re-export with per_token")
+    return value
+
+
+class GeometryRecord(StrictModel):
+    """`ModelGeometry` as it stands in the file."""
+
+    num_layers: Count
+    num_attention_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    v_head_dim: Count
+    num_shared_layers: Annotated[int, Field(ge=0, le=MAX_COUNT)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        try:
+            self.to_geometry()
+        except GeometryError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    def to_geometry(self) -> ModelGeometry:
+        """The same as a dataclass with its methods."""
+        return ModelGeometry(**self.model_dump())
+
+
+class KeyDefaults(StrictModel):
+    """What keys share over all layers, and the transform of layers that name none.
+
+    Attributes:
+        granularity: per_token, or one scale for some tokens of every channel.
+        group_size: channels per scale of a token; tokens per scale of a channel if per_channel.
+        symmetric: grids around zero.
+        transform: none if per_channel.
+    """
+
+    granularity: Granularity
+    group_size: Count
+    symmetric: bool
+    transform: KeyTransform
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.granularity == "per_token":
+            return self
+        if self.group_size not in TOKEN_GROUPS:
+            raise ValueError(
+                f"per_channel keys need a group_size of {TOKEN_GROUPS} tokens, not {self.group_size}; KIVI's is 32"
+            )
+        if self.transform != "none":
+            raise ValueError(f"per_channel keys have transform 'none', not {self.transform!r}; use per_token with it")
+        return self
+
+
+class ValueDefaults(StrictModel):
+    """What values share over all layers, and the transform of layers that name none."""
+
+    granularity: Annotated[Literal["per_token"], BeforeValidator(_check_granularity)]
+    group_size: Count
+    symmetric: bool
+    transform: ValueTransform
+
+
+class Defaults(StrictModel):
+    """Defaults of keys and values."""
+
+    k: KeyDefaults
+    v: ValueDefaults
+
+    def row_shape(self, geometry: ModelGeometry, tp_size: int = 1) -> RowShape:
+        """What the rows of one of `tp_size` tensor-parallel ranks look like.
+
+        Raises:
+            GeometryError: the heads cannot be split among that many ranks.
+        """
+        shape = geometry.row_shape(tp_size=tp_size, k_group_size=self.k.group_size, v_group_size=self.v.group_size)
+        return replace(shape, k_granularity=self.k.granularity)
+
+
+class _SideRecord(StrictModel):
+    bits: Bits
+
+
+class KeyRecord(_SideRecord):
+    """How one layer's keys are stored.
+
+    Attributes:
+        transform: the default's if None; always None at 16 bits.
+        mu: present exactly if the transform centers.
+        lam: ``lambda`` in the file; present exactly if the transform balances.
+    """
+
+    transform: KeyTransform | None = None
+    mu: Fp16Array | None = None
+    lam: Fp16Array | None = Field(default=None, alias="lambda")
+
+
+class ValueRecord(_SideRecord):
+    """How one layer's values are stored; the transform is the default's if None."""
+
+    transform: ValueTransform | None = None
+
+
+class LayerRecord(StrictModel):
+    """One layer by its global id."""
+
+    layer: Annotated[int, Field(ge=0, lt=MAX_COUNT)]
+    k: KeyRecord
+    v: ValueRecord
+
+
+def resolve_transform(stored: KeyRecord | ValueRecord, defaults: KeyDefaults | ValueDefaults) -> KeyTransform:
+    """The transform that keys or values of a layer have: none at 16 bits, else its own or the default."""
+    if stored.bits == NATIVE_BITS:
+        return "none"
+    return stored.transform or defaults.transform

@@ -1,0 +1,46 @@
+"""Reading a profile that may be hostile: it decides addresses in GPU kernels. Knows nothing of models."""
+
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.profile.document import DocumentKind, check_lengths, naming, read_document, short
+from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
+from kvtuner.exported_configs.profile.profile import SCHEMA_VERSION, Profile, explain
+from kvtuner.precision import LAYOUT_ID
+
+PROFILE: Final = DocumentKind("profile", "export the profile again", MAX_PROFILE_BYTES)
+
+
+def load_profile(source: str | Path | bytes, name: Path | None = None) -> Profile:
+    """Read and check a profile.
+
+    Args:
+        source: path of the file, or its content.
+        name: what errors call the content; its path by default.
+
+    Raises:
+        ProfileError: whatever is wrong with it; one line with the file, the rule and the value.
+    """
+    with naming(source if name is None else name, PROFILE):
+        document = read_document(source, PROFILE)
+        _check_version(document)
+        check_lengths(document, PROFILE)
+        try:
+            return Profile.model_validate(document)
+        except ValidationError as error:
+            raise ProfileError(f"{explain(error)}; {PROFILE.again}") from error
+
+
+def _check_version(document: dict[str, Any]) -> None:
+    """Name a newer format before its new fields are called unknown."""
+    version = document.get("schema_version")
+    if type(version) is not int or version < 1:
+        raise ProfileError(f"schema_version must be {SCHEMA_VERSION}, not {short(version)}; this is no profile")
+    if version > SCHEMA_VERSION:
+        raise ProfileError(f"schema_version is {version}, but this kvtuner reads {SCHEMA_VERSION}; upgrade kvtuner")
+    layout = document.get("layout")
+    if layout != LAYOUT_ID:
+        raise ProfileError(f"layout must be {LAYOUT_ID!r}, not {short(layout)}; upgrade kvtuner, or export again")

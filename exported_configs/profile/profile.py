@@ -1,0 +1,274 @@
+"""The profile: how one model stores every layer, valid by construction. Knows nothing of files or serving."""
+
+from fractions import Fraction
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import Field, ValidationError, WithJsonSchema, model_validator
+from torch import Tensor
+
+from kvtuner.errors import GeometryError, PrecisionError, ProfileError
+from kvtuner.exported_configs.profile.arrays import Fp16Array
+from kvtuner.exported_configs.profile.digest import digest_of
+from kvtuner.exported_configs.profile.evidence import BudgetRecord, ModelIdentity, Provenance, QualityRecord
+from kvtuner.exported_configs.profile.fields import MAX_COUNT, Sha256, StrictModel, round_figure
+from kvtuner.exported_configs.profile.layer_storage import (
+    Defaults,
+    GeometryRecord,
+    KeyRecord,
+    KeyTransform,
+    LayerRecord,
+    resolve_transform,
+)
+from kvtuner.geometry import ConfigLike, ModelGeometry
+from kvtuner.precision import (
+    NATIVE_BITS,
+    PrecisionPair,
+    RowShape,
+    bytes_per_token,
+    check_group_size,
+    check_token_group,
+    effective_bits,
+    mean_bits,
+)
+from kvtuner.quant import QuantSpec, Transform, TransformKind
+
+SCHEMA_VERSION: Final = 1
+MIN_LAMBDA: Final = 1 / 64
+MAX_LAMBDA: Final = 64.0
+
+NO_TAIL_PAGES: Final = "per-channel keys need tail pages, which no host has yet; search or import with per_token keys"
+"""Why a profile that loads, validates and shows is not served."""
+
+Side = Literal["k", "v"]
+
+
+class Profile(StrictModel):
+    """How every layer of one model stores keys and values, what that costs, and what it was measured to do.
+
+    Construction checks all that can be checked without the model, the digest included. It raises
+    `ProfileError`, or `pydantic.ValidationError` for a field that is wrong on its own; `explain` words that.
+
+    Attributes:
+        digest: of layout, geometry and expanded layers; new evaluations never change it.
+        layout: how rows are packed.
+        layers: every layer once, by ascending global id; independent of tensor and pipeline parallelism.
+        quality: None where nothing was measured.
+    """
+
+    schema_version: Annotated[int, Field(ge=1, le=SCHEMA_VERSION), WithJsonSchema({"const": SCHEMA_VERSION})]
+    digest: Sha256
+    layout: Literal["halfword-sliced-v1"]
+    model: ModelIdentity
+    geometry: GeometryRecord
+    defaults: Defaults
+    layers: Annotated[tuple[LayerRecord, ...], Field(strict=False, min_length=1, max_length=MAX_COUNT)]
+    budget: BudgetRecord
+    quality: QualityRecord | None
+    provenance: Provenance
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_layer_ids(self)
+        for entry in self.layers:
+            _check_layer(self, entry)
+        _check_digest(self)
+        _check_budget(self)
+        return self
+
+    @property
+    def pairs(self) -> tuple[PrecisionPair, ...]:
+        """Widths by layer."""
+        return tuple(PrecisionPair(entry.k.bits, entry.v.bits) for entry in self.layers)
+
+    @property
+    def mean_bits(self) -> Fraction:
+        """Payload bits per element, exact."""
+        return mean_bits(self.pairs, self.row_shape())
+
+    @property
+    def effective_bits(self) -> Fraction:
+        """Stored bits per element where one rank holds all heads, exact."""
+        return effective_bits(self.pairs, self.row_shape())
+
+    def row_shape(self, tp_size: int = 1) -> RowShape:
+        """What the rows of one of `tp_size` tensor-parallel ranks look like.
+
+        Raises:
+            GeometryError: the heads cannot be split among that many ranks.
+        """
+        return self.defaults.row_shape(self.to_geometry(), tp_size)
+
+    @property
+    def has_per_channel_keys(self) -> bool:
+        """Whether some layer's keys are quantized per channel, which no host can do yet."""
+        return self.defaults.k.granularity == "per_channel" and any(p.k_bits != NATIVE_BITS for p in self.pairs)
+
+    def bytes_per_token(self, tp_size: int = 1) -> int:
+        """Stored bytes of one token, all layers, on one of `tp_size` tensor-parallel ranks."""
+        return bytes_per_token(self.pairs, self.row_shape(tp_size))
+
+    def transform_name(self, layer_id: int, side: Side) -> KeyTransform:
+        """The transform of one side of one layer, ``none`` at 16 bits."""
+        entry = self._layer(layer_id)
+        if side == "k":
+            return resolve_transform(entry.k, self.defaults.k)
+        return resolve_transform(entry.v, self.defaults.v)
+
+    def quant_spec(self, layer_id: int, side: Side) -> QuantSpec | None:
+        """How one side of one layer is stored, its constants decoded for all heads; None at 16 bits.
+
+        Raises:
+            ProfileError: keys per channel.
+        """
+        entry = self._layer(layer_id)
+        stored, defaults = (entry.k, self.defaults.k) if side == "k" else (entry.v, self.defaults.v)
+        if stored.bits == NATIVE_BITS:
+            return None
+        if defaults.granularity == "per_channel":
+            raise ProfileError(f"layers[{layer_id}].k: {NO_TAIL_PAGES}")
+        kind = TransformKind.parse(self.transform_name(layer_id, side))
+        mu, lam = (stored.mu, stored.lam) if isinstance(stored, KeyRecord) else (None, None)
+        transform = Transform(kind, _decoded(mu), _decoded(lam))
+        return QuantSpec(stored.bits, transform, defaults.group_size, defaults.symmetric)
+
+    def to_geometry(self) -> ModelGeometry:
+        """Geometry of the model that the profile belongs to."""
+        return self.geometry.to_geometry()
+
+    def check_model(self, config: ConfigLike) -> None:
+        """Check that the profile fits a model.
+
+        Args:
+            config: the model's transformers configuration.
+
+        Raises:
+            ProfileError: a count differs; names the first, with both values.
+            GeometryError: the configuration does not describe a cache.
+        """
+        found = ModelGeometry.from_config(config).as_dict()
+        for name, wanted in self.to_geometry().as_dict().items():
+            if found[name] != wanted:
+                raise ProfileError(
+                    f"the profile of {self.model.id} has {name} {wanted}, but this model has {found[name]};"
+                    " use a profile that was searched for this model"
+                )
+
+    def _layer(self, layer_id: int) -> LayerRecord:
+        assert 0 <= layer_id < len(self.layers), f"layer {layer_id} of {len(self.layers)}"
+        return self.layers[layer_id]
+
+
+def _decoded(array: Fp16Array | None) -> Tensor | None:
+    return None if array is None else array.decode()
+
+
+def explain(error: ValidationError, root: str = "") -> str:
+    """The first failure of a validation in one line: place (below `root`), rule and value."""
+    first = error.errors(include_url=False)[0]
+    place = root + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"])
+    rule = _rule(first["type"], first["msg"], first["input"])
+    return f"{place.lstrip('.')}: {rule}" if place else rule
+
+
+def _rule(kind: str, message: str, value: object) -> str:
+    if kind == "missing":
+        return "the field is missing"
+    if kind == "extra_forbidden":
+        return "unknown field"
+    if kind == "value_error":
+        return message.removeprefix("Value error, ")
+    if value is None or isinstance(value, bool | int | float | str):
+        message += f", not {value!a}" if len(ascii(value)) <= 60 else f", not {ascii(value)[:57]}..."
+    return message.replace("Input should", "must")
+
+
+def _check_layer_ids(profile: Profile) -> None:
+    num_layers = profile.geometry.num_layers
+    for expected, entry in enumerate(profile.layers):
+        if entry.layer != expected:
+            raise ProfileError(
+                f"layers must hold every layer once, in order, but layer {entry.layer} stands where layer"
+                f" {expected} belongs; export the profile again"
+            )
+    if len(profile.layers) != num_layers:
+        raise ProfileError(
+            f"geometry has num_layers {num_layers}, but layers holds {len(profile.layers)}; export the profile again"
+        )
+
+
+def _check_layer(profile: Profile, entry: LayerRecord) -> None:
+    geometry, defaults = profile.geometry, profile.defaults
+    is_per_channel = defaults.k.granularity == "per_channel"
+    for side, stored, head_dim, group_size in (
+        ("k", entry.k, geometry.head_dim, defaults.k.group_size),
+        ("v", entry.v, geometry.v_head_dim, defaults.v.group_size),
+    ):
+        place = f"layers[{entry.layer}].{side}"
+        if stored.bits == NATIVE_BITS and stored.transform is not None:
+            raise ProfileError(
+                f"{place}: 16 bits are stored as they are, but transform is {stored.transform!r}; remove it"
+            )
+        if stored.bits != NATIVE_BITS:
+            check = check_token_group if side == "k" and is_per_channel else check_group_size
+            try:
+                check(head_dim, stored.bits, group_size)
+            except PrecisionError as error:
+                raise ProfileError(f"{place}: {error}") from error
+    if is_per_channel and (name := profile.transform_name(entry.layer, "k")) != "none":
+        raise ProfileError(
+            f"layers[{entry.layer}].k: per_channel keys have transform 'none', not {name!r}; use per_token with it"
+        )
+    _check_constants(profile, entry)
+
+
+def _check_constants(profile: Profile, entry: LayerRecord) -> None:
+    name = profile.transform_name(entry.layer, "k")
+    kind = TransformKind.parse(name)
+    shape = (profile.geometry.num_kv_heads, profile.geometry.head_dim)
+    for field, wanted, array in (
+        ("mu", kind.centered, entry.k.mu),
+        ("lambda", kind.balanced, entry.k.lam),
+    ):
+        place = f"layers[{entry.layer}].k.{field}"
+        if wanted != (array is not None):
+            rule = "needs it, but it is missing" if wanted else "has none, but it is present"
+            raise ProfileError(f"{place}: transform {name!r} {rule}; export the profile again")
+        if array is not None and array.shape != shape:
+            raise ProfileError(
+                f"{place}: shape must be [num_kv_heads, head_dim] = {list(shape)}, not {list(array.shape)};"
+                " export the profile again"
+            )
+    if entry.k.lam is not None:
+        _check_lambda(f"layers[{entry.layer}].k.lambda", entry.k.lam)
+
+
+def _check_lambda(place: str, array: Fp16Array) -> None:
+    lam = array.decode()
+    for value in (lam.min().item(), lam.max().item()):
+        if not MIN_LAMBDA <= value <= MAX_LAMBDA:
+            raise ProfileError(f"{place}: must lie within [1/64, 64], but holds {value:.6g}; calibrate again")
+
+
+def _check_digest(profile: Profile) -> None:
+    actual = digest_of(profile.layout, profile.geometry, profile.defaults, profile.layers)
+    if profile.digest != actual:
+        raise ProfileError(
+            f"digest is {profile.digest}, but layout, geometry and layers give {actual}: the file was"
+            " edited or damaged; fetch or export it again"
+        )
+
+
+def _check_budget(profile: Profile) -> None:
+    budget, geometry = profile.budget, profile.to_geometry()
+    try:
+        profile.row_shape(budget.tp_size)
+        geometry.layers_of_stage(0, budget.pp_size)
+    except GeometryError as error:
+        raise ProfileError(f"budget: {error}") from error
+    for name, stated, actual in (
+        ("mean_bits", budget.mean_bits, round_figure(float(profile.mean_bits))),
+        ("effective_bits", budget.effective_bits, round_figure(float(profile.effective_bits))),
+        ("bytes_per_token", budget.bytes_per_token, profile.bytes_per_token()),
+    ):
+        if stated != actual:
+            raise ProfileError(f"budget.{name}: is {stated}, but the layers give {actual}; export the profile again")

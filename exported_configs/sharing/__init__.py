@@ -1,0 +1,1 @@
+"""How a profile is named, found, pulled, kept and pushed."""

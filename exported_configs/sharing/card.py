@@ -1,0 +1,209 @@
+"""The card of a profile's repository: what the hub can search by, and what a person wants to know first.
+
+Knows nothing of hubs and files. All text of profiles goes through `_cell` or `_code`: a card is shown as HTML.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+from kvtuner.errors import HubError
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE
+from kvtuner.exported_configs.sharing.reference import PROFILE_FILE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from kvtuner.exported_configs.profile.evaluation_record import Cell, Evaluation
+    from kvtuner.exported_configs.profile.profile import Profile
+
+TAGS: Final = ("kv-cache", "kv-cache-quantization", "sglang", "kvtuner")
+_SAFE: Final = str.maketrans({character: f"&#{ord(character)};" for character in "&<>|`[]*_"})
+_LETTERS: Final = {2: "2", 4: "4", 8: "8", 16: "F"}
+
+
+@dataclass(frozen=True, slots=True)
+class CardProfile:
+    """A profile of the repository.
+
+    Attributes:
+        file: its path there.
+        profile: itself.
+        evaluations: of it.
+    """
+
+    file: str
+    profile: Profile
+    evaluations: Sequence[Evaluation] = ()
+
+
+def card(repo: str, shown: Sequence[CardProfile], *, license_id: str, pictures: Sequence[str] = ()) -> str:
+    """The README.md of a repository.
+
+    Args:
+        repo: ``owner/name``.
+        shown: its profiles, all of one model.
+        license_id: of the profiles, as the hub spells licenses.
+        pictures: paths of pictures in the repository.
+
+    Raises:
+        HubError: profiles of several models, or no huggingface_hub.
+    """
+    models = {each.profile.model.id for each in shown}
+    if len(models) != 1:
+        raise HubError(f"one repository is for one model, not for {', '.join(sorted(models))}; push them one by one")
+    parts = [_head(repo, shown[0].profile)]
+    parts += [_profile(repo, each) for each in shown]
+    if pictures:
+        parts.append("## Pictures\n\n" + "\n\n".join(f"![{_cell(path)}]({quote(path)})" for path in pictures))
+    return f"---\n{_metadata(shown, license_id)}---\n\n" + "\n\n".join(parts) + "\n"
+
+
+def _metadata(shown: Sequence[CardProfile], license_id: str) -> str:
+    try:
+        from huggingface_hub import ModelCardData
+    except ImportError as error:
+        raise HubError("cards need huggingface_hub: pip install 'kvtuner[hub]'") from error
+    model = shown[0].profile.model.id
+    corpora = {each.profile.provenance.calibration.corpus for each in shown if each.profile.provenance.calibration}
+    datasets = sorted(name.partition("@")[0] for name in corpora if name.count("/") == 1)
+    on_hub = "/" in model
+    relation: dict[str, Any] = {"base_model_relation": "quantized"} if on_hub else {}
+    data = ModelCardData(
+        base_model=model if on_hub else None,
+        library_name="kvtuner",
+        license=license_id,
+        tags=list(TAGS),
+        datasets=datasets or None,
+        **relation,
+    )
+    text: str = data.to_yaml(line_break="\n")
+    return text if text.endswith("\n") else text + "\n"
+
+
+def _head(repo: str, profile: Profile) -> str:
+    return (
+        f"# {_cell(repo)}\n\n"
+        f"How the KV cache of {_code(profile.model.id)} is stored, layer by layer: profiles for"
+        " [KVTuner](https://pypi.org/project/kvtuner/) and SGLang. There are no weights here; the license of the model"
+        " is its own, and goes on to hold for it."
+    )
+
+
+def _profile(repo: str, shown: CardProfile) -> str:
+    profile = shown.profile
+    bf16 = profile.to_geometry().bf16_bytes_per_token()
+    name = f"{repo}@COMMIT" + ("" if shown.file == PROFILE_FILE else f":{shown.file}")
+    lines = [
+        f"## {_code(shown.file)}",
+        "",
+        f"{profile.budget.mean_bits:.4g} bits per element ({profile.budget.effective_bits:.4g} with scales and"
+        f" padding), {profile.bytes_per_token():,} bytes per token in place of {bf16:,} in 16 bit:"
+        f" {bf16 / profile.bytes_per_token():.2f} times as many tokens.",
+        "",
+        f"    kvtuner pull {shlex.quote(name)}",
+        f"    python -m sglang.launch_server --model-path {shlex.quote(profile.model.id)}"
+        f" --kvtuner-profile {shlex.quote(name)}",
+        "",
+        f"Digest: {_code(profile.digest)}. Model revision: {_code(profile.model.revision or 'not recorded')}.",
+        "",
+        "Layers from the first to the last, bits of keys over bits of values (F: 16):",
+        "",
+        *strip(profile),
+        "",
+        *_quality(profile),
+        *_making(profile),
+    ]
+    for evaluation in shown.evaluations:
+        lines += ["", *_evaluation(evaluation)]
+    return "\n".join(lines)
+
+
+def strip(profile: Profile, width: int = 64) -> list[str]:
+    """Indented lines of one character for each layer, keys over values."""
+    lines = []
+    for first in range(0, len(profile.pairs), width):
+        part = profile.pairs[first : first + width]
+        lines.append(f"    K {''.join(_LETTERS[pair.k_bits] for pair in part)}  {first}-{first + len(part) - 1}")
+        lines.append(f"    V {''.join(_LETTERS[pair.v_bits] for pair in part)}")
+    return lines
+
+
+def _quality(profile: Profile) -> list[str]:
+    quality = profile.quality
+    if quality is None:
+        return ["Nothing was measured of this profile.", ""]
+    kl = quality.measured_kl
+    rows = [("this profile", profile.budget.mean_bits, profile.budget.effective_bits, (kl.mean, kl.low, kl.high))]
+    rows += [
+        (each.name, each.mean_bits, each.effective_bits, (each.kl_mean, each.kl_low, each.kl_high))
+        for each in quality.baselines
+    ]
+    return [
+        f"Measured on {quality.split_tokens:,} tokens that the search did not see, read plan {quality.read_plan};"
+        f" the most likely token is the unquantized model's at {quality.top1_agreement:.2%} of them, perplexity"
+        f" {quality.perplexity:.4g} against {quality.reference_perplexity:.4g}:",
+        "",
+        *_table(
+            ("way", "bits", "with scales", "KL, nats per token", "95 % interval"),
+            (
+                (name, f"{mean:.4g}", f"{effective:.4g}", f"{kl_mean:.3g}", f"{low:.3g} to {high:.3g}")
+                for name, mean, effective, (kl_mean, low, high) in rows
+            ),
+        ),
+        "",
+    ]
+
+
+def _making(profile: Profile) -> list[str]:
+    libraries = profile.provenance.libraries
+    lines = [f"Made by kvtuner {_cell(profile.provenance.kvtuner_version)} with torch {_cell(libraries.torch)}:", ""]
+    command = profile.provenance.command
+    return [*lines, f"    {command}"] if command else ["Written by hand, or imported: there was no search."]
+
+
+def _evaluation(evaluation: Evaluation) -> list[str]:
+    making = evaluation.making
+    names = [subject.name for subject in evaluation.subjects]
+    rows = [(_place(cell), *(_results(cell, names))) for cell in evaluation.cells]
+    return [
+        f"### Evaluated: {_cell(evaluation.host.kind)} on {_cell(making.machine)}",
+        "",
+        f"    {making.command}",
+        "",
+        *_table(("measure", *("this profile" if name == PROFILE else name for name in names)), rows),
+    ]
+
+
+def _place(cell: Cell) -> str:
+    place = cell.task or cell.level
+    length = f", {cell.num_tokens:,} tokens" if cell.num_tokens else ""
+    start = f" from position {cell.position:,}" if cell.position else ""
+    flag = f" ({cell.flag}: tells ways not apart)" if cell.flag else ""
+    return f"{place}: {cell.measure.replace('_', ' ')}{length}{start}{flag}"
+
+
+def _results(cell: Cell, names: Iterable[str]) -> list[str]:
+    results: Mapping[str, str] = {
+        each.subject: f"{each.mean:.4g} [{each.low:.3g}, {each.high:.3g}]" for each in cell.results
+    }
+    return [results.get(name, "") for name in names]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    def line(cells: Iterable[str]) -> str:
+        return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
+
+    return [line(head), "|" + " --- |" * len(head), *map(line, rows)]
+
+
+def _cell(text: str) -> str:
+    """Text that is neither markup nor the end of a cell."""
+    return text.translate(_SAFE)
+
+
+def _code(text: str) -> str:
+    return "`" + text.replace("`", "'") + "`"

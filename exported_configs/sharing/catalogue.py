@@ -1,0 +1,224 @@
+"""The catalogue: profiles that come with kvtuner, and an index of them.
+
+``python -m kvtuner.exported_configs.sharing.catalogue`` writes the index anew from the profiles in ``profiles/``. Knows
+nothing of how they were made; CONTRIBUTING says what evidence each must bring.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.identity.mismatch import is_same_configuration
+from kvtuner.exported_configs.profile.document import DocumentKind, check_lengths, naming, read_document
+from kvtuner.exported_configs.profile.evaluation_record import SUFFIX, evaluation_files, load_evaluation
+from kvtuner.exported_configs.profile.evidence import IntervalRecord, ModelIdentity
+from kvtuner.exported_configs.profile.fields import Figure, Name, Sha256, StrictModel, Text, TokenCount
+from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.exported_configs.profile.profile import Profile, explain
+from kvtuner.run_folder import sha256_of, write_atomically
+
+FOLDER: Final = Path(__file__).parents[1] / "profiles"
+USUAL_BUDGET: Final = "4bit"
+_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*-[0-9][a-z0-9.]*")
+INDEX: Final = "index.json"
+INDEX_SCHEMA: Final = "index.schema.json"
+_KIND: Final = DocumentKind("index", "python -m kvtuner.exported_configs.sharing.catalogue", 2**20)
+
+
+class Entry(StrictModel):
+    """One profile of the catalogue, so that it can be found without being read.
+
+    Attributes:
+        name: of its file, without ``.json``: ``catalogue:name`` names it.
+        model: which one was measured.
+        geometry_sha256: hash of the geometry; see `geometry_hash`.
+        budget: as it was asked for.
+        kl: of the profile's own quality; None where nothing was measured.
+        evaluations: files beside it.
+    """
+
+    name: Name
+    model: ModelIdentity
+    geometry_sha256: Sha256
+    budget: Text
+    mean_bits: Figure
+    effective_bits: Figure
+    bytes_per_token: TokenCount
+    bf16_bytes_per_token: TokenCount
+    kl: IntervalRecord | None
+    digest: Sha256
+    evaluations: Annotated[tuple[Name, ...], Field(strict=False, max_length=64)]
+
+
+class Index(StrictModel):
+    """Every profile of the catalogue, by name."""
+
+    catalogue_version: Literal[1]
+    profiles: Annotated[tuple[Entry, ...], Field(strict=False, max_length=1024)]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = [entry.name for entry in self.profiles]
+        if names != sorted(set(names)):
+            raise ValueError("profiles must be different and sorted by name")
+        return self
+
+
+def load_index(folder: Path = FOLDER) -> Index:
+    """Read and check the index.
+
+    Raises:
+        ProfileError: whatever is wrong with it.
+    """
+    path = folder / INDEX
+    with naming(path, _KIND):
+        document = read_document(path, _KIND)
+        check_lengths(document, _KIND)
+        try:
+            return Index.model_validate(document)
+        except ValidationError as error:
+            raise ProfileError(f"{explain(error)}; {_KIND.again}") from error
+
+
+def catalogue_file(name: str, folder: Path = FOLDER) -> Path:
+    """The file of a profile of the catalogue.
+
+    Raises:
+        ProfileError: the catalogue has none of that name.
+    """
+    names = [entry.name for entry in load_index(folder).profiles]
+    if name not in names:
+        raise ProfileError(f"the catalogue has no profile {name[:60]!a}, but {', '.join(names)} (kvtuner list)")
+    return folder / f"{name}.json"
+
+
+def choose(model: ModelIdentity, budget: str | None = None, folder: Path = FOLDER) -> Path:
+    """The profile for a model: of its configuration, and of its weights or its name.
+
+    Args:
+        model: that is served.
+        budget: as it was asked for; the catalogue's usual one by default.
+        folder: of the catalogue.
+
+    Raises:
+        ProfileError: none, or none by that budget; names what there is.
+    """
+    alike = [entry for entry in load_index(folder).profiles if _is_alike(entry.model, model)]
+    weights = model.checkpoint_sha256
+    same = [entry for entry in alike if weights is not None and entry.model.checkpoint_sha256 == weights]
+    entries = same or [entry for entry in alike if _is_called_alike(entry.model, model)]
+    if not entries:
+        raise ProfileError(
+            f"the catalogue has no profile for {model.id} ({model.architecture}, configuration"
+            f" {model.config_sha256[:19]}); kvtuner list shows what it has, kvtuner search makes one"
+        )
+    wanted = USUAL_BUDGET if budget is None else budget
+    fitting = [entry for entry in entries if entry.budget == wanted]
+    if len(fitting) != 1:
+        known = ", ".join(entry.budget for entry in entries)
+        raise ProfileError(
+            f"the catalogue has {len(fitting)} profiles by budget {wanted!a} for {model.id}, but {known}; name one as"
+            " auto:BUDGET, or as catalogue:NAME"
+        )
+    return folder / f"{fitting[0].name}.json"
+
+
+def _is_alike(wanted: ModelIdentity, found: ModelIdentity) -> bool:
+    """Whether models are of one configuration, which many fine-tunes share."""
+    return is_same_configuration(wanted, found) is True and wanted.architecture == found.architecture
+
+
+def _is_called_alike(wanted: ModelIdentity, found: ModelIdentity) -> bool:
+    """Whether names are the same, where weights cannot be compared."""
+    are_known = wanted.checkpoint_sha256 is not None and found.checkpoint_sha256 is not None
+    return not are_known and wanted.id.casefold() == found.id.casefold()
+
+
+def geometry_hash(geometry: dict[str, int]) -> str:
+    """``sha256:`` and the hash of a geometry's canonical JSON."""
+    return sha256_of(geometry)
+
+
+def make_index(folder: Path = FOLDER) -> Index:
+    """The index of a folder's profiles.
+
+    Raises:
+        ProfileError: a profile, or an evaluation beside one, that is wrong or belongs to another.
+    """
+    paths = [path for path in sorted(folder.glob("*.json")) if path.name not in (INDEX, INDEX_SCHEMA)]
+    profiles = [path for path in paths if SUFFIX not in path.name]
+    entries = tuple(_entry(path, load_profile(path)) for path in profiles)
+    for entry in entries:
+        _check_evidence(entry, folder)
+    asked = [(entry.model.id, entry.budget) for entry in entries]
+    if len(set(asked)) < len(asked):
+        raise ProfileError("the catalogue has two profiles of one model by one budget; keep the better one")
+    listed = {name for entry in entries for name in entry.evaluations}
+    for path in paths:
+        if SUFFIX in path.name and path.name not in listed:
+            raise ProfileError(f"{path.name} evaluates no profile of the catalogue; remove it")
+    return Index(catalogue_version=1, profiles=tuple(sorted(entries, key=lambda entry: entry.name)))
+
+
+def _check_evidence(entry: Entry, folder: Path) -> None:
+    """What every profile of the catalogue must bring; CONTRIBUTING says why."""
+    profile = load_profile(folder / f"{entry.name}.json")
+    lacking = [
+        what
+        for what, is_there in (
+            ("a name in lower case that ends with its budget", _NAME.fullmatch(entry.name) is not None),
+            ("the command that made it", profile.provenance.command is not None),
+            ("its measured quality", entry.kl is not None),
+            ("an evaluation", bool(entry.evaluations)),
+            ("what its weights are known by", entry.model.checkpoint_sha256 is not None),
+        )
+        if not is_there
+    ]
+    if lacking:
+        raise ProfileError(f"{entry.name} lacks {', '.join(lacking)}; a profile of the catalogue brings its evidence")
+
+
+def _entry(path: Path, profile: Profile) -> Entry:
+    evaluations = evaluation_files(path)
+    for file in evaluations:
+        if load_evaluation(file).profile_digest != profile.digest:
+            raise ProfileError(f"{file.name} evaluates another profile than {path.name}; evaluate that one")
+    geometry = profile.to_geometry()
+    return Entry(
+        name=path.stem,
+        model=profile.model,
+        geometry_sha256=geometry_hash(geometry.as_dict()),
+        budget=profile.budget.asked,
+        mean_bits=profile.budget.mean_bits,
+        effective_bits=profile.budget.effective_bits,
+        bytes_per_token=profile.budget.bytes_per_token,
+        bf16_bytes_per_token=geometry.bf16_bytes_per_token(),
+        kl=None if profile.quality is None else profile.quality.measured_kl,
+        digest=profile.digest,
+        evaluations=tuple(file.name for file in evaluations),
+    )
+
+
+def index_text(index: Index) -> str:
+    """The file of an index."""
+    return json.dumps(index.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+
+
+def index_schema_text() -> str:
+    """The JSON Schema of the index."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Index.model_json_schema()}
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def main() -> None:
+    """Write the index and its schema beside the profiles."""
+    write_atomically(FOLDER / INDEX, index_text(make_index()))
+    write_atomically(FOLDER / INDEX_SCHEMA, index_schema_text())
+
+
+if __name__ == "__main__":
+    main()

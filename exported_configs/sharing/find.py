@@ -1,0 +1,106 @@
+"""From what names a profile to the profile: files, run folders, the catalogue, the hub. Knows nothing of its use."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.profile.evaluation_record import SUFFIX
+from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.exported_configs.sharing.catalogue import catalogue_file
+from kvtuner.exported_configs.sharing.reference import (
+    CATALOGUE_PREFIX,
+    CatalogueReference,
+    FileReference,
+    HubReference,
+    check_digest,
+    parse_reference,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvtuner.exported_configs.profile.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedProfile:
+    """A profile that was named.
+
+    Attributes:
+        path: of its file on this machine.
+        profile: read and checked.
+        name: that finds the same profile again: a file's name, or a reference with its commit.
+        is_own: whether it is the user's file, beside which results may stand; not a cache's or the catalogue's.
+        notes: what a person should know of how it was found.
+    """
+
+    path: Path
+    profile: Profile
+    name: str
+    is_own: bool
+    notes: tuple[str, ...] = ()
+
+
+def find_profile(text: str) -> ResolvedProfile:
+    """The one profile that is named.
+
+    Args:
+        text: see `kvtuner.exported_configs.sharing.reference`.
+
+    Raises:
+        ProfileError: none, several, a wrong one, or not the one that was pinned.
+        HubError: the hub does not give it.
+    """
+    found = find_profiles(text)
+    if len(found) > 1:
+        names = ", ".join(each.path.name for each in found)
+        raise ProfileError(f"{text} holds several profiles; name one of {names}")
+    return found[0]
+
+
+def find_profiles(text: str) -> list[ResolvedProfile]:
+    """All profiles that are named: several of a run folder.
+
+    Raises:
+        ProfileError: none, a wrong one, or not the one that was pinned.
+        HubError: the hub does not give it.
+    """
+    reference = parse_reference(text)
+    if isinstance(reference, HubReference):
+        from kvtuner.exported_configs.sharing.hub import pull  # with what a hub needs
+
+        pulled = pull(reference)
+        kept = pulled.stored
+        at = HubReference(kept.origin.repo, kept.origin.commit, kept.origin.path)
+        found = [ResolvedProfile(kept.path, kept.load(), str(at), False, pulled.notes)]
+    elif isinstance(reference, CatalogueReference):
+        path = catalogue_file(reference.name)
+        found = [ResolvedProfile(path, load_profile(path), f"{CATALOGUE_PREFIX}{reference.name}", False)]
+    else:
+        found = _of_files(reference)
+    if reference.digest is not None and len(found) > 1:
+        found = [each for each in found if each.profile.digest == reference.digest] or found
+    for each in found:
+        check_digest(each.profile.digest, reference.digest, text.partition("#")[0])
+    return found
+
+
+def _of_files(reference: FileReference) -> list[ResolvedProfile]:
+    return [ResolvedProfile(path, load_profile(path), path.name, True) for path in profile_files(reference.path)]
+
+
+def profile_files(path: Path) -> list[Path]:
+    """The file itself, or the profiles of a run folder.
+
+    Raises:
+        ProfileError: a folder without a profile.
+    """
+    if not os.path.isdir(path):  # which says no where Path.is_dir raises: a name that is too long
+        return [path]
+    files = [file for file in sorted(path.glob("profile*.json")) if SUFFIX not in file.name]
+    if not files:
+        raise ProfileError(f"{path} holds no profile.json yet; run `kvtuner search --out {path}` to its end first")
+    return files

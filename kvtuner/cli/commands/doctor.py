@@ -1,0 +1,129 @@
+"""``kvtuner doctor``: what this machine has, and whether kvtuner can work here."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtuner.errors import KVTunerError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable
+
+NEEDED = {
+    "torch": "",
+    "transformers": "5",
+    "optuna": "4",
+    "datasets": "",
+    "numpy": "",
+    "scipy": "",
+    "pydantic": "2",
+    "safetensors": "",
+    "matplotlib": "",
+    "tqdm": "",
+    "pyyaml": "",
+}
+"""Distributions with the least version; the list of pyproject.toml, which an installed kvtuner does not have."""
+
+OPTIONAL = {
+    "accelerate": "models larger than one GPU",
+    "lm_eval": "kvtuner eval --tasks",
+    "sglang": "serving a profile",
+    "triton": "GPU kernels",
+}
+MIN_FREE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorCheck:
+    """One line of the doctor's report; `status` is ok, note or bad."""
+
+    name: str
+    status: str
+    detail: str
+
+
+def run(args: Namespace) -> int:
+    """Run the sub-command; 1 if something is bad."""
+    findings = [
+        DoctorCheck("python", "ok", platform.python_version()),
+        *(_package(name, least) for name, least in NEEDED.items()),
+        *(_optional(name, use) for name, use in OPTIONAL.items()),
+        _guarded("devices", _devices),
+        _guarded("attention seam", _demo_model),
+        _guarded("disk", _disk),
+    ]
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        for finding in findings:
+            print(f"{finding.status:<5}{finding.name:<16}{finding.detail}")
+    return int(any(finding.status == "bad" for finding in findings))
+
+
+def _package(name: str, least: str) -> DoctorCheck:
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return DoctorCheck(name, "bad", "not installed; reinstall kvtuner")
+    if _numbers(version) < _numbers(least):
+        return DoctorCheck(name, "bad", f"{version}, but kvtuner needs {least} or newer; upgrade it")
+    return DoctorCheck(name, "ok", version)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: 5, 0 of ``5.0rc1``."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def _optional(name: str, use: str) -> DoctorCheck:
+    if importlib.util.find_spec(name) is None:
+        return DoctorCheck(name, "note", f"not installed; needed for {use}")
+    # A module may come from a distribution of another name: triton from triton-windows.
+    for distribution in (name, *importlib.metadata.packages_distributions().get(name, ())):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return DoctorCheck(name, "ok", importlib.metadata.version(distribution))
+    return DoctorCheck(name, "ok", "importable, version unknown")
+
+
+def _guarded(name: str, check: Callable[[], DoctorCheck]) -> DoctorCheck:
+    try:
+        return check()
+    except (KVTunerError, ImportError, OSError, RuntimeError) as error:
+        return DoctorCheck(name, "bad", " ".join(str(error).split()))
+
+
+def _devices() -> DoctorCheck:
+    import torch
+
+    if not torch.cuda.is_available():
+        return DoctorCheck("devices", "note", f"no GPU; {torch.get_num_threads()} CPU threads")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return DoctorCheck("devices", "ok", ", ".join(names))
+
+
+def _demo_model() -> DoctorCheck:
+    from kvtuner.calibration.forward.chain import DecoderChain
+    from kvtuner.calibration.model_loading import DEMO, ModelSource, load_model
+
+    loaded = load_model(ModelSource(DEMO, device="cpu"))
+    chain = DecoderChain(loaded.model, loaded.shape.geometry)
+    return DoctorCheck(
+        "attention seam", "ok", f"demo model loads, {len(chain.layers)} layers seen through transformers"
+    )
+
+
+def _disk() -> DoctorCheck:
+    free = shutil.disk_usage(Path.cwd()).free
+    status = "ok" if free >= MIN_FREE_BYTES else "bad"
+    return DoctorCheck("disk", status, f"{free / (1 << 30):.1f} GiB free in the current folder")

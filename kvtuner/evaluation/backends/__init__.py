@@ -1,0 +1,1 @@
+"""What answers: a model that is loaded here, or a server."""

@@ -1,0 +1,61 @@
+"""What a configuration takes on the ranks that will serve it. Knows nothing of budgets or measurements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvtuner.precision import PrecisionPair, RowShape, bytes_per_token
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtuner.geometry import ModelGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class ServingRanks:
+    """Rows and layers of the ranks; bytes are those of the fullest one, which limits how many tokens fit.
+
+    Attributes:
+        shape: of the rows of one tensor-parallel rank.
+        stages: layers of each pipeline stage.
+    """
+
+    shape: RowShape
+    stages: tuple[range, ...]
+
+    @classmethod
+    def of(
+        cls,
+        geometry: ModelGeometry,
+        *,
+        k_group_size: int | None = None,
+        v_group_size: int | None = None,
+        tp_size: int = 1,
+        pp_size: int = 1,
+    ) -> ServingRanks:
+        """The ranks that `Budget.constraint` keeps a budget on.
+
+        Raises:
+            GeometryError: ranks that the model cannot be split over.
+        """
+        shape = geometry.row_shape(tp_size=tp_size, k_group_size=k_group_size, v_group_size=v_group_size)
+        return cls(shape, tuple(geometry.layers_of_stage(rank, pp_size) for rank in range(pp_size)))
+
+    def bytes_per_token(self, pairs: Sequence[PrecisionPair]) -> int:
+        """Stored bytes of one token of a configuration."""
+        return max(bytes_per_token(pairs[stage.start : stage.stop], self.shape) for stage in self.stages)
+
+    def bf16_bytes_per_token(self) -> int:
+        """Bytes of one token of the unquantized cache."""
+        return self.bytes_per_token([PrecisionPair(16, 16)] * self.stages[-1].stop)
+
+    def fp8_bytes_per_token(self) -> int:
+        """Bytes of one token of an fp8 cache."""
+        return max(len(stage) for stage in self.stages) * fp8_layer_bytes(self.shape)
+
+
+def fp8_layer_bytes(shape: RowShape) -> int:
+    """Bytes of one token in one layer of an fp8 cache: one per element, neither scales nor padding."""
+    return shape.num_kv_heads * (shape.head_dim + shape.v_head_dim)

@@ -1,0 +1,61 @@
+"""Texts as a model's tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from kvtuner.calibration.corpus import start_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from kvtuner.evaluation.tasks.questions import Problem
+
+
+class Text:
+    """Texts as token ids and back.
+
+    Args:
+        tokenizer: of the model.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._start = tokenizer, start_tokens(tokenizer)
+        self._tokens_of: Counter[str] | None = None
+
+    def context(self, text: str) -> list[int]:
+        """Token ids of what a sequence begins with."""
+        return self._start + self._ids(text)
+
+    def after(self, context: str, text: str) -> list[int]:
+        """Token ids that `text` adds to a context, as they would be in the middle of a text where that can be said.
+
+        Some tokenizers begin every text with a space, which is not there in the middle.
+        """
+        before, whole = self._ids(context), self._ids(context + text)
+        return whole[len(before) :] if whole[: len(before)] == before else self._ids(text)
+
+    def count(self, text: str) -> int:
+        """Tokens of a text, without special ones."""
+        return len(self._ids(text))
+
+    def longest(self, problem: Problem) -> int:
+        """Tokens of a context with its longest question and as much of an answer as is asked for."""
+        questions = (self.count(each.text) + each.max_tokens for each in problem.questions)
+        return len(self.context(problem.context)) + max(questions)
+
+    def of(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special ones."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def names_one_token(self, text: str) -> bool:
+        """Whether exactly one token of the vocabulary, decoded by itself, is this text."""
+        if self._tokens_of is None:
+            self._tokens_of = Counter(self._tokenizer.batch_decode([[token] for token in range(len(self._tokenizer))]))
+        return self._tokens_of[text] == 1
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"])

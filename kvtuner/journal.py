@@ -1,0 +1,58 @@
+"""Measurements that a run folder keeps, so that none is made twice. Knows nothing of what is measured."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from kvtuner.run_folder import LogReader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Mapping
+
+    from kvtuner.run_folder import RunFolder
+
+
+class Journal:
+    """The records of one identity in one file of a run folder, found by their key.
+
+    Any number of processes may append to the same file; a record of another identity is left where it is.
+
+    Args:
+        folder: The run folder.
+        name: The name of the file.
+        identity: The hash of everything that decides a result besides its key; None where the keys say it all.
+        key_of: The key of a record. A later record replaces an earlier one of the same key.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        name: str,
+        identity: str | None,
+        key_of: Callable[[Mapping[str, Any]], Hashable] = itemgetter("key"),
+    ) -> None:
+        self._folder, self._name, self._identity, self._key_of = folder, name, identity, key_of
+        self._reader = LogReader(folder, name)
+        self._records: dict[Hashable, dict[str, Any]] = {}
+
+    def unread(self) -> Iterator[dict[str, Any]]:
+        """The records that were appended since the last call, by this process or another one."""
+        for record in self._reader.unread():
+            if self._identity is None or record.get("identity") == self._identity:
+                yield record
+
+    def get(self, key: Hashable) -> dict[str, Any] | None:
+        """The record of a key; None where no process has appended one yet."""
+        if key not in self._records:
+            self._records.update((self._key_of(record), record) for record in self.unread())
+        return self._records.get(key)
+
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """Append records durably, with the identity.
+
+        Raises:
+            RunFolderError: the disk is full, or the folder cannot be written or locked.
+        """
+        named = {} if self._identity is None else {"identity": self._identity}
+        self._folder.append(self._name, *({**named, **record} for record in records))

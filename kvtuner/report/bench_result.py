@@ -1,0 +1,214 @@
+"""What a benchmark found: plain values for the report, its JSON and the terminal. Measures nothing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtuner.bench.ways import PER_CHANNEL
+from kvtuner.evaluation.validation import FP8
+from kvtuner.precision import NATIVE_BITS
+from kvtuner.report.evaluation_text import aligned
+from kvtuner.report.formatting import NOT_MEASURED, number, percent, plain_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvtuner.bench.gates import Gate
+    from kvtuner.bench.runner import SchemeRun
+    from kvtuner.bench.served_target import ServerRecord
+    from kvtuner.bench.ways import Way
+    from kvtuner.exported_configs.profile.evaluation_record import Cell, Evaluation, Result, ResultProvenance
+    from kvtuner.exported_configs.profile.evidence import ModelIdentity
+    from kvtuner.exported_configs.profile.profile import Profile
+
+RESULT_VERSION: Final = 1
+FP8_BITS: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class WayResult:
+    """A way to serve, and what came of it.
+
+    Attributes:
+        way: which.
+        server: what it said of itself; None where it was not served.
+        run: what it was sent; None likewise.
+        gates: of its figures.
+        weight_bytes: that a token of one request reads at least; None of other servers than SGLang.
+        refused: why it was not served.
+    """
+
+    way: Way
+    server: ServerRecord | None
+    run: SchemeRun | None
+    gates: tuple[Gate, ...]
+    weight_bytes: int | None
+    refused: str | None
+
+    @property
+    def bits(self) -> float | None:
+        """Effective bits: of a value in the cache, with its scales."""
+        subject = self.way.subject
+        if subject is None:
+            return None
+        if subject.profile is not None:
+            return float(subject.profile.budget.effective_bits)
+        return float(FP8_BITS if subject.name == FP8 else NATIVE_BITS)
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        """Figures of the loads of a kind, in the order in which they were sent."""
+        return [] if self.run is None else [row for row in self.run.rows() if row["kind"] == kind]
+
+    def read_bytes_per_s(self, row: Mapping[str, Any]) -> float | None:
+        """Of weights, at least: a step gives a token to every request in flight."""
+        if self.weight_bytes is None:
+            return None
+        return float(row["output_tokens_per_s"] / row["concurrency"] * self.weight_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "name": self.way.name,
+            "group": self.way.group,
+            "bytes_per_token": self.way.bytes_per_token,
+            "effective_bits": self.bits,
+            "refused": self.refused,
+            "server": None if self.server is None else asdict(self.server),
+            "loads": [] if self.run is None else self.run.rows(),
+            "rounds": [] if self.run is None else self.run.rounds(),
+            "left_out": [] if self.run is None else [load.to_json() for load in self.run.left_out],
+            "gates": [gate.to_json() for gate in self.gates],
+            "weight_bytes": self.weight_bytes,
+            "harness": None if self.run is None else self.run.harness.to_json(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """All of it.
+
+    Attributes:
+        profile: that was benchmarked.
+        model: that was served.
+        ways: in the order in which they were.
+        evaluation: of the same ways, for the ablation.
+        making: how it was made.
+        server_args: flags that all servers had.
+    """
+
+    profile: Profile
+    model: ModelIdentity
+    ways: tuple[WayResult, ...]
+    evaluation: Evaluation | None
+    making: ResultProvenance
+    server_args: Sequence[str]
+
+    def problems(self) -> list[str]:
+        """Gates that fail, and ways that should have been served."""
+        found = [
+            f"{each.way.name}: {gate.name}: {gate.words}"
+            for each in self.ways
+            for gate in each.gates
+            if gate.verdict == "failed"
+        ]
+        refused = [each for each in self.ways if each.refused is not None and not _is_expected(each)]
+        return found + [f"{each.way.name}: not served: {each.refused}" for each in refused]
+
+    def quality(self, name: str, measure: str) -> tuple[Cell, Result] | None:
+        """The first cell of a measure that holds a way: of likelihoods, the one at the beginning of the context."""
+        for cell in self.evaluation.cells if self.evaluation is not None else ():
+            for result in cell.results:
+                if cell.measure == measure and result.subject == name:
+                    return cell, result
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        found: dict[str, Any] = plain_json(
+            {
+                "bench_version": RESULT_VERSION,
+                "profile_digest": self.profile.digest,
+                "model": self.model.model_dump(mode="json"),
+                "server_args": list(self.server_args),
+                "ways": [each.to_json() for each in self.ways],
+                "problems": self.problems(),
+                "evaluation": None if self.evaluation is None else self.evaluation.model_dump(mode="json"),
+                "making": self.making.model_dump(mode="json"),
+            }
+        )
+        return found
+
+
+def _is_expected(each: WayResult) -> bool:
+    """Whether it is the ablation's group that no server has yet, refused for that reason."""
+    return each.way.name == PER_CHANNEL and "per-channel" in str(each.refused)
+
+
+def overview(result: BenchResult) -> tuple[list[str], list[list[str]]]:
+    """Headers, and a row for each way: its size, its quality if that was asked, its speed.
+
+    Speed is under the most requests in flight that all ways had; a way that was not served has none.
+    """
+    quality = ["KL nats/token", "top-1"] if result.evaluation is not None else []
+    speed = ["in flight", "TTFT p50 ms", "TPOT p50 ms", "E2E p99 ms", "tokens/s", "success"]
+    headers = ["", "bits", "bytes/token", "tokens that fit", *quality, *speed]
+    rows, lanes = [], common_concurrency(result)
+    for each in result.ways:
+        size, fit = each.way.bytes_per_token, None if each.server is None else each.server.tokens_that_fit
+        row = [_labelled(result, each), number(each.bits), _count(size), _count(fit)]
+        if result.evaluation is not None:
+            kl, top1 = (result.quality(each.way.name, name) for name in ("kl_nats_per_token", "top1_agreement"))
+            row += [number(kl[1].mean if kl else None), percent(top1[1].mean if top1 else None)]
+        rows.append([*row, *_speed(each, lanes)])
+    return headers, rows
+
+
+def _labelled(result: BenchResult, each: WayResult) -> str:
+    letter = each.way.group if result.evaluation is not None else None
+    return each.way.name if letter is None else f"{letter} {each.way.name}"
+
+
+def common_concurrency(result: BenchResult) -> int | None:
+    """The most requests in flight that every way that was served had."""
+    had = [{row["concurrency"] for row in each.rows("concurrency")} for each in result.ways if each.run is not None]
+    return max(set.intersection(*had), default=None) if had else None
+
+
+def _speed(each: WayResult, lanes: int | None) -> list[str]:
+    row = next((row for row in each.rows("concurrency") if row["concurrency"] == lanes), None)
+    if row is None:
+        return ["not served" if each.server is None else NOT_MEASURED, "", "", "", "", ""]
+    return [
+        str(row["concurrency"]),
+        milliseconds(row["ttft_s"]["p50"]),
+        milliseconds(row["tpot_s"]["p50"]),
+        milliseconds(row["e2e_s"]["p99"]),
+        number(row["output_tokens_per_s"]),
+        percent(row["success_rate"]),
+    ]
+
+
+def _count(value: int | None) -> str:
+    return NOT_MEASURED if value is None else f"{value:,}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """With three digits."""
+    return number(None if seconds is None else 1e3 * seconds)
+
+
+def gates_that_passed(result: BenchResult) -> str:
+    """How many, and how many could not be asked."""
+    verdicts = [gate.verdict for each in result.ways for gate in each.gates]
+    unasked = verdicts.count("not asked")
+    return f"{verdicts.count('passed')} gates passed" + (f", {unasked} could not be asked" if unasked else "")
+
+
+def summary_lines(result: BenchResult) -> list[str]:
+    """For the terminal."""
+    headers, found = overview(result)
+    lines = aligned([headers, *found])
+    problems = result.problems()
+    lines += ["", *([f"FAILED  {problem}" for problem in problems] or [gates_that_passed(result)])]
+    return lines

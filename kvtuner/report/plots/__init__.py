@@ -1,0 +1,1 @@
+"""Pictures of results, as PNG bytes. Knows nothing of pages."""

@@ -1,0 +1,151 @@
+"""The picture of measured KL against bits: profiles and their baselines. Knows nothing of pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from kvtuner.evaluation.statistics import Interval
+from kvtuner.report.formatting import interval
+from kvtuner.report.plots.label_placement import Label, place_labels
+from kvtuner.report.plots.plot_style import (
+    BLUE,
+    INK,
+    ORANGE,
+    VERMILION,
+    log_floor,
+    log_kl_axis,
+    mark_zero,
+    plain_log_ticks,
+    render,
+)
+from kvtuner.report.profile_facts import measured_kl
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from kvtuner.exported_configs.profile.profile import Profile
+
+    Kind = Literal["first", "second", "transforms", "plain"]
+
+WITH_TRANSFORMS: Final = " + transforms"
+MAX_BITS: Final = 64.0
+MAX_KL: Final = 1e4
+LEAST_KL: Final = 1e-12
+MAX_NAME: Final = 24
+MAX_LABELS: Final = 40
+_MARGIN_BITS: Final = 0.5
+_WIDTH: Final = 5.2  # inches: its letters can still be read where a narrow screen shrinks it
+_LOOKS: Final[dict[str, dict[str, Any]]] = {
+    "plain": {"marker": "s", "mfc": "white", "mec": VERMILION, "mew": 1.4, "ms": 10},
+    "transforms": {"marker": "s", "mfc": VERMILION, "mec": VERMILION, "ms": 7},
+    "second": {"marker": "D", "mfc": BLUE, "mec": INK, "ms": 11},
+    "first": {"marker": "*", "mfc": ORANGE, "mec": INK, "ms": 17},
+}
+_TITLES: Final = {"plain": "uniform or fp8, no transforms", "transforms": "uniform, best transforms"}
+
+
+@dataclass(frozen=True, slots=True)
+class QualityPoint:
+    """One configuration.
+
+    Attributes:
+        name: of it.
+        effective_bits: stored bits per element.
+        kl: nats per token.
+        kind: how it is drawn.
+    """
+
+    name: str
+    effective_bits: float
+    kl: Interval
+    kind: Kind
+
+    @property
+    def can_be_drawn(self) -> bool:
+        """Whether these are figures of a cache: a profile may come from anybody."""
+        kl = self.kl
+        return 0 < self.effective_bits <= MAX_BITS and -MAX_KL <= kl.low <= kl.mean <= kl.high <= MAX_KL
+
+    def words(self) -> str:
+        """The same for those who do not see it."""
+        return f"{self.name} at {self.effective_bits:.2f} bits has {interval(self.kl)}"
+
+
+def quality_points(profile: Profile, name: str, kind: Kind = "first") -> list[QualityPoint]:
+    """A profile and its baselines as far as they can be drawn; nothing where nothing was measured."""
+    if (quality := profile.quality) is None:
+        return []
+    points = [QualityPoint(_plain(name), float(profile.effective_bits), measured_kl(quality), kind)]
+    for each in quality.baselines:
+        kls = Interval(each.kl_mean, each.kl_low, each.kl_high)
+        with_transforms: Kind = "transforms" if each.name.endswith(WITH_TRANSFORMS) else "plain"
+        points.append(QualityPoint(_plain(each.name), each.effective_bits, kls, with_transforms))
+    return [point for point in points if point.can_be_drawn]
+
+
+def quality_by_bits(points: Sequence[QualityPoint], titles: dict[str, str]) -> bytes:
+    """PNG of KL against effective bits.
+
+    Args:
+        points: at least one.
+        titles: what the kinds ``first`` and ``second`` are called.
+    """
+    return render(lambda figure: _draw(figure, points, {**_TITLES, **titles}), width=_WIDTH, height=4.4)
+
+
+def _draw(figure: Figure, points: Sequence[QualityPoint], titles: dict[str, str]) -> None:
+    axes = figure.add_subplot()
+    values = [_visible(kl) for point in points for kl in (point.kl.low, point.kl.mean, point.kl.high)]
+    floor = log_floor(values)
+    log_kl_axis(axes)
+    axes.set_xlabel("effective bits per element")
+    for kind, look in _LOOKS.items():
+        if chosen := [point for point in points if point.kind == kind]:
+            _draw_kind(axes, chosen, floor, label=titles[kind], **look)
+    bits = [point.effective_bits for point in points]
+    axes.set_xlim(min(bits) - _MARGIN_BITS, max(bits) + _MARGIN_BITS)
+    raised = [max(value, floor) for value in values]
+    axes.set_ylim(min(raised) / 1.8, max(raised) * 1.8)
+    plain_log_ticks(axes.yaxis)
+    if min(values) <= 0:
+        mark_zero(axes, floor)
+    figure.legend(loc="outside lower center", ncols=2)
+    marks = [(point.effective_bits, max(_visible(point.kl.mean), floor)) for point in points]
+    place_labels(axes, _labels(points, marks), marks)
+
+
+def _draw_kind(axes: Axes, points: Sequence[QualityPoint], floor: float, **look: Any) -> None:
+    bits = [point.effective_bits for point in points]
+    lows, means, highs = (
+        [max(_visible(value), floor) for value in column]
+        for column in zip(*((p.kl.low, p.kl.mean, p.kl.high) for p in points), strict=True)
+    )
+    axes.vlines(bits, lows, highs, color=INK, lw=1.2, zorder=4)
+    axes.plot(bits, means, ls="", zorder=5, **look)
+
+
+def _labels(points: Sequence[QualityPoint], marks: Sequence[tuple[float, float]]) -> list[Label]:
+    """Profiles' first; a baseline with and without transforms takes the same bytes and is named once."""
+    labels: dict[tuple[str, float], Label] = {}
+    for point, (x, y) in sorted(
+        zip(points, marks, strict=True), key=lambda pair: pair[0].kind not in ("first", "second")
+    ):
+        is_profile = point.kind in ("first", "second")
+        name = point.name if is_profile else point.name.removesuffix(WITH_TRANSFORMS)
+        labels.setdefault((name, x), Label(name, x, y, bold=is_profile))
+    return list(labels.values())[:MAX_LABELS]
+
+
+def _visible(kl: float) -> float:
+    """A KL that a logarithmic scale need not bend for."""
+    return kl if abs(kl) > LEAST_KL else 0.0
+
+
+def _plain(name: str) -> str:
+    """In letters that every font has, and short."""
+    text = "".join(c if c.isascii() and c.isprintable() else "?" for c in name)
+    return text if len(text) <= MAX_NAME else text[: MAX_NAME - 3] + "..."

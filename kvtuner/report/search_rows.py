@@ -1,0 +1,181 @@
+"""From measurements to what a report shows: bookkeeping. Knows nothing of how anything was measured or is drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtuner.calibration.sensitivity import SIDES, Candidate, CandidateScores, SensitivityTable
+from kvtuner.evaluation.rank_bytes import ServingRanks, fp8_layer_bytes
+from kvtuner.evaluation.statistics import spearman
+from kvtuner.evaluation.validation import FP8, Contestant, SequenceSums, kl_difference
+from kvtuner.precision import PACKED_BITS, RowShape, effective_bits, mean_bits
+from kvtuner.report.report_data import (
+    FrontPoint,
+    LayerRow,
+    OffsetQuality,
+    PairAdditivity,
+    QualityRow,
+    RankCorrelation,
+    ScoreSet,
+    SensitivityRow,
+)
+from kvtuner.search_spaces.space import LayerChoice, predicted_score
+
+if TYPE_CHECKING:
+    from kvtuner.search_spaces.budget import Constraint
+    from kvtuner.tuner.exact import Front
+
+MAX_FRONT_POINTS = 400
+Fits = Callable[[Contestant], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What all configurations of a table are judged by.
+
+    Attributes:
+        shape: of the rows of the whole model, which bits are of.
+        ranks: those that will serve, which bytes are of.
+        fits: whether a configuration keeps the budget.
+        seed: of the bootstrap.
+    """
+
+    shape: RowShape
+    ranks: ServingRanks
+    fits: Fits
+    seed: int
+
+
+def rank_bytes(contestant: Contestant, ranks: ServingRanks) -> int:
+    """Stored bytes of one token on the fullest rank."""
+    if contestant.key == FP8:
+        return ranks.fp8_bytes_per_token()
+    return ranks.bytes_per_token(contestant.pairs)
+
+
+def keeps_budget(constraint: Constraint, contestant: Contestant) -> bool:
+    """Whether every stage keeps the budget; where bytes are counted, fp8 by its own, which are less than K8V8's."""
+    if contestant.key != FP8 or constraint.budget.kind == "mean_bits":
+        return constraint.is_met(contestant.pairs)
+    cost = fp8_layer_bytes(constraint.shape)
+    return all(len(layers) * cost <= constraint.cap(stage) for stage, layers in enumerate(constraint.stages))
+
+
+def layer_rows(configuration: Sequence[LayerChoice]) -> tuple[LayerRow, ...]:
+    """The winner, layer by layer."""
+    return tuple(
+        LayerRow(layer, choice.pair.k_bits, choice.pair.v_bits, choice.k_transform, choice.v_transform)
+        for layer, choice in enumerate(configuration)
+    )
+
+
+def sensitivity_rows(table: SensitivityTable) -> tuple[SensitivityRow, ...]:
+    """Each layer, side and width under the transform with the least isolated KL (else Fisher score), and under none."""
+    rows = []
+    for layer in range(table.geometry.num_layers):
+        for side in SIDES:
+            for bits in PACKED_BITS:
+                scores = table.of(layer, side, bits)
+                name = min(scores, key=lambda n: _order(scores[n]))
+                rows.append(SensitivityRow(layer, side, bits, name, _set(scores[name]), _set(scores["none"])))
+    return tuple(rows)
+
+
+def _order(scores: CandidateScores) -> tuple[float, float]:
+    return (math.inf if scores.kl is None else scores.kl, scores.fisher)
+
+
+def _set(scores: CandidateScores) -> ScoreSet:
+    return ScoreSet(scores.kl, scores.fisher, scores.e_o)
+
+
+def rank_correlations(table: SensitivityTable) -> tuple[RankCorrelation, ...]:
+    """Spearman's rho of each cheap score with isolated KL, over all candidates that have both."""
+    cheap: Mapping[str, Callable[[CandidateScores], float]] = {
+        "fisher": lambda s: s.fisher,
+        "e_o": lambda s: s.e_o,
+        "e_k / e_v": lambda s: s.e_self,
+        "e_a": lambda s: s.e_a,
+    }
+    rows = []
+    for name, get in cheap.items():
+        for side in SIDES:
+            if name == "e_a" and side == "v":
+                continue
+            known: list[tuple[Candidate, CandidateScores]] = [
+                (c, s) for c, s in table.scores.items() if c.side == side and s.kl is not None
+            ]
+            x = np.asarray([get(scores) for _, scores in known], dtype=np.float64)
+            y = np.asarray([scores.kl for _, scores in known], dtype=np.float64)
+            rows.append(RankCorrelation(name, side, spearman(x, y) if len(known) > 1 else None))
+    return tuple(rows)
+
+
+def pair_additivity(table: SensitivityTable) -> PairAdditivity | None:
+    """How far the measured e_o of K/V pairs is from the sum of its sides'; None where no pairs were measured."""
+    deviations = []
+    for (layer, pair), measured in table.pairs.items():
+        added = table.of(layer, "k", pair.k_bits)["none"].e_o + table.of(layer, "v", pair.v_bits)["none"].e_o
+        if added > 0:
+            deviations.append(abs(measured - added) / added)
+    if not deviations:
+        return None
+    return PairAdditivity(len(deviations), float(np.median(deviations)), max(deviations))
+
+
+def front_points(fronts: Sequence[Front], shape: RowShape) -> tuple[FrontPoint, ...]:
+    """The exact front of a model on one pipeline stage; none where stages were solved apart."""
+    if len(fronts) != 1:
+        return ()
+    (front,) = fronts
+    last = len(front) - 1
+    step = max(1, -(-last // (MAX_FRONT_POINTS - 1)))
+    points = []
+    for index in (*range(0, last, step), last):
+        configuration = front.configuration(index)
+        pairs = [choice.pair for choice in configuration]
+        bits = float(effective_bits(pairs, shape)), float(mean_bits(pairs, shape))
+        points.append(FrontPoint(*bits, predicted_score(configuration)))
+    return tuple(points)
+
+
+def quality_of(
+    offsets: str,
+    positions: str,
+    winner: tuple[Contestant, SequenceSums],
+    baselines: Sequence[tuple[Contestant, SequenceSums]],
+    reference: SequenceSums,
+    *,
+    terms: Terms,
+) -> OffsetQuality:
+    """The winner beside its baselines at one kind of offsets."""
+    winner_sums = winner[1]
+    return OffsetQuality(
+        offsets=offsets,
+        positions=positions,
+        reference_perplexity=reference.perplexity,
+        winner=_quality_row(*winner, None, terms),
+        baselines=tuple(_quality_row(contestant, sums, winner_sums, terms) for contestant, sums in baselines),
+    )
+
+
+def _quality_row(contestant: Contestant, sums: SequenceSums, winner: SequenceSums | None, terms: Terms) -> QualityRow:
+    pairs = contestant.pairs
+    return QualityRow(
+        name=contestant.name,
+        transforms=contestant.transforms,
+        mean_bits=float(mean_bits(pairs, terms.shape)),
+        effective_bits=8.0 if contestant.key == FP8 else float(effective_bits(pairs, terms.shape)),
+        bytes_per_token=rank_bytes(contestant, terms.ranks),
+        kl=sums.kl_interval(terms.seed),
+        kl_p99=sums.kl_p99,
+        top1=sums.top1_agreement,
+        perplexity=sums.perplexity,
+        fits_budget=terms.fits(contestant),
+        difference=None if winner is None else kl_difference(sums, winner, terms.seed),
+    )

@@ -1,0 +1,158 @@
+"""`PackedAttention` by Triton kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
+
+import torch
+import triton
+
+from kvtuner.runtime_loader.kernels import launch
+from kvtuner.runtime_loader.kernels.scratch import Scratch
+from kvtuner.runtime_loader.kernels.settings import Device
+from kvtuner.runtime_loader.kernels.side import KernelSide
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtuner.runtime_loader.kernels.settings import DecodeLaunch
+    from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
+
+WORKSPACE_BYTES: Final = 512 << 20
+"""Most that a prefix takes when it is read back, keys and values: 128k tokens of Llama-3.1-8B."""
+WORTH_READING: Final = 256
+"""Pairs of query and head that share a KV head from which a prefix is read back: docs/kernels.md says why."""
+HOST_TOKENS: Final = 128
+MOST_PREPARED: Final = 512
+"""Requests that decode at once for which scratch is kept; for more it is allocated for the call."""
+
+SPARE_BYTES: Final = 4096
+"""Of a scratch, for the alignment of its pieces."""
+
+
+class TritonAttention:
+    """`PackedAttention` by kernels, for one rank's layers on one device.
+
+    Nothing is measured, compiled differently or allocated for the length of a request, so that decoding can be captured
+    in a CUDA graph.
+
+    Args:
+        device: of the rows.
+
+    Raises:
+        ServingError: a device on which no kernel runs.
+    """
+
+    name = "triton"
+    rounding = 2.0**-11
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = Device.of(device)
+        self._sides: WeakKeyDictionary[PackedRows, KernelSide] = WeakKeyDictionary()
+        self._scratch = Scratch(0, device)
+
+    def prepare(self, layers: list[tuple[PackedRows, PackedRows]], num_heads: int, max_requests: int) -> None:
+        """See `PackedAttention.prepare`."""
+        kinds = set()
+        for keys, values in layers:
+            settings, tiles = self._settings(self._side(keys), self._side(values), num_heads)
+            kinds.add((settings, tiles, keys.format.head_dim, values.format.head_dim))
+        most = max(
+            num_requests * (self._device.splits(settings, num_requests, tiles) * (v_head_dim + 1) + head_dim + 1)
+            for settings, tiles, head_dim, v_head_dim in kinds
+            for num_requests in range(1, min(max_requests, MOST_PREPARED) + 1)
+        )
+        self._scratch = Scratch(torch.float32.itemsize * num_heads * most + SPARE_BYTES, layers[0][0].rows.device)
+
+    def store(self, keys: PackedRows, values: PackedRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """See `PackedAttention.store`."""
+        launch.store(self._side(keys), self._side(values), slots, _dense(k), _dense(v))
+
+    def decode(
+        self,
+        q: Tensor,
+        keys: PackedRows,
+        values: PackedRows,
+        indptr: Tensor,
+        slots: Tensor,
+        scores: ScoreScaling,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `PackedAttention.decode`."""
+        k_side, v_side = self._side(keys), self._side(values)
+        settings, tiles = self._settings(k_side, v_side, q.shape[1])
+        if out is None:
+            out = q.new_empty(len(q), q.shape[1], values.format.head_dim)
+        if len(q):
+            num_splits = self._device.splits(settings, len(q), tiles)
+            launch.decode(
+                _dense(q), k_side, v_side, indptr, slots, scores, settings, num_splits,
+                self._scratch.restart(), out,
+            )  # fmt: skip
+        return out
+
+    def extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: PackedRows,
+        values: PackedRows,
+        bounds: ExtendBounds,
+        scores: ScoreScaling,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `PackedAttention.extend`: what rows say and what new tokens say of one another, merged."""
+        k_side, v_side = self._side(keys), self._side(values)
+        num_requests, gqa = len(bounds.tokens) - 1, q.shape[1] // k_side.num_heads
+        settings = self._device.launch(k_side, v_side, gqa, extend=True)
+        if out is None:
+            out = q.new_empty(len(q), q.shape[1], values.format.head_dim)
+        if num_requests == 0:
+            return out.zero_()
+        if len(q):
+            tiles = k_side.num_heads * launch.tiles_of(len(q), num_requests, gqa, launch.TILE)
+            num_splits = self._device.splits(settings, 1, tiles, least=1)
+            launch.extend(
+                _dense(q), _dense(k.to(q.dtype)), _dense(v.to(q.dtype)), k_side, v_side, bounds, scores,
+                settings, num_splits, self._scratch.restart(), out,
+            )  # fmt: skip
+        return out
+
+    def read_prefix(
+        self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `PackedAttention.read_prefix`: long extends, of prefixes that fit in the workspace.
+
+        The host's kernel is taken to have a program for every query head and `HOST_TOKENS` new tokens, as SGLang's has:
+        too few of them leave a device idle.
+        """
+        num_kv_heads, num_slots = keys.format.num_heads, len(bounds.slots)
+        per_token = num_kv_heads * (keys.format.head_dim + values.format.head_dim) * q.dtype.itemsize
+        if num_slots * per_token > WORKSPACE_BYTES:
+            return None
+        num_requests, pairs = len(bounds.tokens) - 1, bounds.longest * (q.shape[1] // num_kv_heads)
+        programs = num_requests * q.shape[1] * triton.cdiv(bounds.longest, HOST_TOKENS)
+        if num_slots and (pairs < WORTH_READING or 2 * programs < self._device.processors):
+            return None
+        k, v = (q.new_empty(max(1, num_slots), *stored.shape[1:]) for stored in (keys, values))
+        for stored, out in ((keys, k), (values, v)):
+            launch.read(self._side(stored), bounds.slots, bounds.prefix[-1:], out)
+        return k, v
+
+    def _settings(self, keys: KernelSide, values: KernelSide, num_heads: int) -> tuple[DecodeLaunch, int]:
+        """How rows are read, and the programs that a part of one query takes."""
+        gqa = num_heads // keys.num_heads
+        return self._device.launch(keys, values, gqa), keys.num_heads * triton.cdiv(gqa, launch.TILE)
+
+    def _side(self, stored: PackedRows) -> KernelSide:
+        side = self._sides.get(stored)
+        if side is None:
+            side = self._sides[stored] = KernelSide.of(stored)
+        return side
+
+
+def _dense(states: Tensor) -> Tensor:
+    """With channels side by side, as kernels read them."""
+    return states if states.stride(-1) == 1 else states.contiguous()

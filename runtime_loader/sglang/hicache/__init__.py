@@ -1,0 +1,1 @@
+"""SGLang's hierarchical cache with packed pages: host pool, storage and what a page must be."""

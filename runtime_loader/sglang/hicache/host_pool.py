@@ -1,0 +1,179 @@
+"""The host pool of one rank: pages of packed rows, whatever its device pool holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.host_tier.pages import HostPages, PageLayout
+from kvtuner.runtime_loader.host_tier.stopwatch import Stopwatch
+from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES
+from kvtuner.runtime_loader.host_tier.transfer import TorchMover, token_bytes
+from kvtuner.runtime_loader.sglang.compat.hierarchical_cache import HostKVCache, allocate, allocator_type
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from kvtuner.runtime_loader.host_tier.pages import Order
+    from kvtuner.runtime_loader.host_tier.stopwatch import Timed
+    from kvtuner.runtime_loader.host_tier.transfer import Layers, PageMover
+    from kvtuner.runtime_loader.sglang.compat.hierarchical_cache import HostOptions
+    from kvtuner.runtime_loader.sglang.hicache.page_identity import PageIdentity
+    from kvtuner.runtime_loader.sglang.hicache.tier import TierMetrics
+
+ORDERS: Final[dict[str, Order]] = {
+    "layer_first": "layer_first",
+    "page_first": "page_first",
+    "page_first_direct": "page_first",
+}
+"""Of SGLang's layouts; the direct one differs from `page_first` in how SGLang copies, which is ours here."""
+
+
+class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
+    """SGLang's host pool with pages of packed rows in one buffer of bytes.
+
+    Args:
+        device_pool: of this rank.
+        layers: its layers, as a mover takes them.
+        identity: what pages must be to be read.
+        metrics: told what is moved.
+        options: what the server was asked for.
+        page_size: tokens of a page.
+        label: SGLang's name for it.
+        zero_copy: whether a storage reads the buffer itself; headers then lie in it.
+        mover: of the layers and the pages, which times quantizing; in plain torch by default.
+    """
+
+    def __init__(
+        self,
+        device_pool: Any,
+        layers: Layers,
+        identity: PageIdentity,
+        metrics: TierMetrics,
+        options: HostOptions,
+        *,
+        page_size: int,
+        label: str = "kv",
+        zero_copy: bool = False,
+        mover: Callable[[Layers, HostPages, Timed], PageMover] = TorchMover,
+    ) -> None:
+        self.identity, self.metrics, self.zero_copy = identity, metrics, zero_copy
+        self.device_layers, self._make_mover = layers, mover
+        self.layer_num = self.target_layer_num = len(layers)
+        self.transfer_device = torch.device(device_pool.device)
+        self._order = ORDERS[options.layout]
+        self._row_bytes = token_bytes(layers)
+        self._header_bytes = HEADER_BYTES if zero_copy else 0
+        if zero_copy and self._order != "page_first":
+            raise ServingError(
+                f"--hicache-storage-backend {options.storage} reads whole pages from the host pool; serve with"
+                " --hicache-mem-layout page_first"
+            )
+        self._timed = Stopwatch(self.transfer_device, metrics.took)
+        super().__init__(
+            dtype=torch.uint8,
+            device_capacity_tokens=device_pool.size,
+            size_per_token=self._size_per_token(page_size),
+            start_layer=device_pool.start_layer,
+            end_layer=device_pool.end_layer,
+            host_to_device_ratio=options.ratio,
+            host_size=options.size_gb,
+            page_size=page_size,
+            layout=options.layout,
+            pin_memory=self.transfer_device.type == "cuda",
+            device="cpu",
+            allocator_type=allocator_type(),
+            pool_label=label,
+        )
+        self.is_ready = True
+
+    def _size_per_token(self, page_size: int) -> int:
+        rows = sum(map(sum, self._row_bytes))
+        return rows + -(-self._header_bytes // page_size)
+
+    def get_size_per_token(self) -> int:
+        """Bytes of one token in host memory: its rows in all layers, and a share of a header where there is one."""
+        return self._size_per_token(self.page_size)
+
+    def get_ksize_per_token(self) -> int:
+        """Bytes of one token's keys, as `get_page_buffer_meta` hands them out, headers apart."""
+        return sum(keys for keys, _ in self._row_bytes)
+
+    def init_kv_buffer(self) -> Tensor:
+        """Allocate the buffer, uint8."""
+        layout = PageLayout(self.page_size, self._row_bytes, self.page_num, self._order, self._header_bytes)
+        buffer = allocate(self, layout.buffer_bytes, self.transfer_device)
+        self.pages = HostPages(layout, buffer)
+        self.mover = self._make_mover(self.device_layers, self.pages, self._timed)
+        return buffer
+
+    def prepare_transfer_indices(
+        self, host_indices: Tensor, device_indices: Tensor, io_backend: str
+    ) -> tuple[Tensor, Tensor]:
+        """Indices where the mover wants them, whatever the backend, once for a transfer."""
+        return self.mover.place(host_indices), self.mover.place(device_indices)
+
+    def backup_from_device_all_layer(
+        self, device_pool: Any, host_indices: Tensor, device_indices: Tensor, io_backend: str
+    ) -> None:
+        """Copy whole pages down, on the current stream."""
+        self.metrics.moved("backup", len(host_indices))
+        with self._timed("backup"):
+            self.mover.backup(host_indices, device_indices)
+
+    def load_to_device_per_layer(
+        self,
+        device_pool: Any,
+        host_indices: Tensor,
+        device_indices: Tensor,
+        layer_id: int,
+        io_backend: str,
+        *,
+        is_draft: bool = False,
+    ) -> None:
+        """Copy whole pages of one layer, by its number on this rank, up, on the current stream."""
+        if layer_id == 0:
+            self.metrics.moved("load", len(host_indices))
+        with self._timed("load"):
+            self.mover.load(layer_id, host_indices, device_indices)
+
+    def get_data_page(self, index: Any, flat: bool = True) -> Tensor:
+        """A page as it is stored, by its first slot: room for a header, then its bytes."""
+        stored = self.get_dummy_flat_data_page()
+        self.pages.get(int(index) // self.page_size, stored[HEADER_BYTES:])
+        return stored
+
+    def get_dummy_flat_data_page(self) -> Tensor:
+        """Room for a page as it is stored."""
+        return torch.zeros(HEADER_BYTES + self.pages.layout.page_bytes, dtype=torch.uint8)
+
+    def set_from_flat_data_page(self, index: Any, data_page: Tensor) -> None:
+        """Put a stored page, which was found right, where its first slot says."""
+        self.pages.set(int(index) // self.page_size, data_page[HEADER_BYTES:])
+
+    def record_at(self, index: Any) -> Tensor:
+        """A page with its header, in the buffer itself, by its first slot."""
+        return self.pages.record(int(index) // self.page_size)
+
+    def get_page_buffer_meta(self, indices: Tensor) -> tuple[list[int], list[int]]:
+        """Addresses and sizes of two objects for each page: the header with all keys, and all values."""
+        assert self.zero_copy
+        layout = self.pages.layout
+        key_bytes = layout.header_bytes + layout.key_bytes
+        addresses: list[int] = []
+        sizes: list[int] = []
+        for first in indices[:: self.page_size].tolist():
+            start = self.kv_buffer.data_ptr() + first // self.page_size * layout.record_bytes
+            addresses += [start, start + key_bytes]
+            sizes += [key_bytes, layout.record_bytes - key_bytes]
+        return addresses, sizes
+
+    def clear(self) -> None:
+        """Forget all pages. What storages must hold is looked at again: weights may have changed since."""
+        super().clear()
+        if getattr(self, "is_ready", False):
+            self.identity.refresh()

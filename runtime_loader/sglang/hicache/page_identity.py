@@ -1,0 +1,122 @@
+"""What a stored page must have been made by: this profile, this model, these weights, by this rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.host_tier.fingerprint import weights_fingerprint
+from kvtuner.runtime_loader.host_tier.stored_page import identity_digest
+from kvtuner.runtime_loader.sglang.compat.parallel import post, posted, tell_all
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
+    from kvtuner.runtime_loader.sglang.request import Attend
+
+_NOT_OF_THE_MODEL: Final = ("_name_or_path", "transformers_version")
+
+logger: Final = logging.getLogger("kvtuner")
+
+
+@dataclass(frozen=True, slots=True)
+class TieredRank:
+    """What this rank serves, as far as what lies below its device depends on it.
+
+    Attributes:
+        profile: of the whole model.
+        attend: what a chunk reads of itself.
+        packed: whether the device pool holds packed rows; otherwise they are made on their way down.
+        model: this rank's part of it, loaded.
+        config: SGLang's ModelConfig.
+        kernels: whether Triton kernels move pages.
+        agreement_s: seconds that ranks wait for one another.
+    """
+
+    profile: Profile
+    attend: Attend
+    packed: bool
+    model: Module
+    config: Any
+    kernels: bool
+    agreement_s: float
+
+
+class PageIdentity:
+    """What a stored page must have been made by, to be read by this rank.
+
+    A rank's keys and values depend on the weights of all ranks: those before it in the pipeline, and those that share
+    its layers.
+    """
+
+    def __init__(self, rank: TieredRank, here: ParallelRanks, layers: range, page_size: int) -> None:
+        settings = json.loads(rank.config.hf_config.to_json_string(use_diff=False))
+        self._model = rank.model
+        self._fields = {
+            "profile": rank.profile.digest,
+            "layout": rank.profile.layout,
+            "attend": rank.attend if rank.packed else "device",
+            "model": {key: value for key, value in settings.items() if key not in _NOT_OF_THE_MODEL},
+            "dtype": str(rank.config.dtype),
+            "page_size": page_size,
+            "layers": [layers.start, layers.stop],
+            "tp": [here.tp_rank, here.tp_size],
+            "stage": here.pp_rank,
+        }
+        self._generation, self._in_session = 0, False
+        words = tell_all(self._key, self._weights(), rank.agreement_s)
+        said = [word for _, word in sorted(words.items()) if word is not None]
+        if len(said) < len(words):
+            raise ServingError("another rank does not say which weights it serves; start all nodes with the same flags")
+        self._digest: bytes | None = self._of(said)
+        self._is_posted = False
+
+    @property
+    def digest(self) -> bytes | None:
+        """Part of every key and in every header; None while nobody knows which weights made what the cache holds."""
+        if self._digest is None and self._is_posted:
+            said = posted(self._key)
+            self._digest = None if said is None or "" in said else self._of(said)
+        return self._digest
+
+    def suspend(self, *, session: bool | None = None) -> None:
+        """Weights are about to change: storages are left alone until the cache is flushed.
+
+        Args:
+            session: whether more changes follow (True), or these were the last (False); None for a change by itself.
+        """
+        if self._digest is not None or self._is_posted:
+            logger.warning("kvtuner: weights change; storage is not used until the cache is flushed (/flush_cache)")
+            self._generation += 1
+        self._digest, self._is_posted = None, False
+        self._in_session = self._in_session if session is None else session
+
+    def refresh(self) -> None:
+        """The cache is empty: what it will hold is made by the weights as they are."""
+        if self._digest is not None or self._is_posted or self._in_session:
+            return
+        try:
+            word = self._weights()
+        except ServingError as error:
+            logger.error("kvtuner: storage is not used any more: %s", error)
+            word = ""
+        post(self._key, word)
+        self._is_posted = True
+
+    @property
+    def _key(self) -> str:
+        return f"kvtuner/weights/{self._generation}"
+
+    def _weights(self) -> str:
+        try:
+            return weights_fingerprint(self._model.state_dict().items())
+        except (RuntimeError, TypeError, AttributeError) as error:  # tensors of kinds that have no bytes to read
+            raise ServingError(f"this model's weights cannot be told from others: {error}") from error
+
+    def _of(self, weights: list[str]) -> bytes:
+        return identity_digest({**self._fields, "weights": weights})

@@ -1,0 +1,159 @@
+"""Options of SGLang that a packed pool does not work with or was never tried with: refused by name.
+
+The table in docs/serving.md is this one in words.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtuner.errors import ServingError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class OptionRule:
+    """An option and the values that work.
+
+    Attributes:
+        name: attribute of SGLang's resolved arguments; with dots, of what they hold.
+        works: values that a packed pool works with.
+        reason: why others do not.
+        set_by: the flag, where it is not the name with dashes.
+        of_attention: that only who reads packed rows needs it.
+    """
+
+    name: str
+    works: tuple[object, ...]
+    reason: str
+    set_by: str = ""
+    of_attention: bool = False
+
+    @property
+    def flag(self) -> str:
+        """What to drop."""
+        return self.set_by or f"--{self.name.replace('_', '-')}"
+
+
+OFF: Final = (None, False, "", "none", "null")
+
+RULES: Final = (
+    OptionRule("kv_cache_dtype", ("auto", "bf16", "bfloat16"), "the profile decides how the cache is stored"),
+    OptionRule("quantization_param_path", OFF, "it scales an fp8 cache"),
+    OptionRule("speculative_algorithm", OFF, "drafts share the target's pool and move its rows"),
+    OptionRule(
+        "disaggregation_mode", OFF, "the other side would have to hold the same profile, and SGLang does not compare"
+    ),
+    OptionRule("disaggregation_decode_enable_offload_kvcache", OFF, "it copies rows of one width"),
+    OptionRule("enable_hierarchical_cache", (*OFF, True), "it is on or off"),
+    OptionRule("dcp_size", (None, 1), "ranks would share tokens of one pool"),
+    OptionRule("attn_cp_size", (None, 1), "ranks would share tokens of one pool"),
+    OptionRule("enable_prefill_cp", OFF, "ranks would share tokens of one pool"),
+    OptionRule("enable_kv_cache_sharding", OFF, "it has a pool of its own"),
+    OptionRule("enable_unified_memory", OFF, "it has a pool of its own"),
+    OptionRule("enable_page_major_kv_layout", OFF, "it has a pool of its own"),
+    OptionRule("enable_hisparse", OFF, "it has a pool of its own"),
+    OptionRule("enable_lmcache", OFF, "it copies keys and values of one width, and leaves their scales behind"),
+    OptionRule("enable_flexkv", OFF, "it copies rows of one width"),
+    OptionRule("kv_canary", OFF, "it writes into the pool's buffers"),
+    OptionRule("prefill_only_disable_kv_cache", OFF, "there would be no cache"),
+    OptionRule("is_embedding", OFF, "there would be no cache"),
+    OptionRule("dllm_algorithm", OFF, "diffusion models read their cache in another order"),
+    OptionRule("enable_deterministic_inference", OFF, "its kernel reads fresh keys from the pool"),
+    OptionRule("enable_pdmux", OFF, "it was never tried"),
+    OptionRule("enable_two_batch_overlap", OFF, "it was never tried"),
+    OptionRule("enable_single_batch_overlap", OFF, "it was never tried"),
+    OptionRule("enable_torch_compile", OFF, "it was never tried"),
+    OptionRule("enable_memory_saver", OFF, "it was never tried"),
+    OptionRule("enable_streaming_session", OFF, "it was never tried"),
+    OptionRule("enable_session_radix_cache", OFF, "it was never tried"),
+    OptionRule("enable_dynamic_chunking", OFF, "it was never tried"),
+    OptionRule("enable_nvidia_megakernel", OFF, "its kernels read a bf16 pool"),
+    OptionRule("enable_amd_monokernel", OFF, "its kernels read a bf16 pool"),
+    OptionRule("dwdp_size", (None, 1), "it was never tried"),
+    OptionRule("attn_dp_size", (None, 1), "it was never tried", set_by="--enable-dp-attention: its --dp-size"),
+    OptionRule("dp_size", (None, 1), "replicas do not tell the launcher what they serve; start a server for each"),
+    OptionRule("enable_lora", OFF, "it was never tried"),
+    OptionRule("lora_paths", OFF, "it was never tried"),
+    OptionRule("uno_lora_path", OFF, "it was never tried"),
+    OptionRule(
+        "cuda_graph_config.prefill.backend",
+        ("breakable", "disabled"),
+        "how a prefix is read is decided outside of graphs",
+        set_by="--cuda-graph-backend-prefill",
+        of_attention=True,
+    ),
+    OptionRule("radix_cache_backend", OFF, "it was never tried"),
+    OptionRule("elastic_ep_backend", OFF, "it was never tried"),
+    OptionRule("encoder_only", OFF, "there would be no cache"),
+    OptionRule("enable_unified_cache_external_linker", OFF, "it shares pages with servers of other profiles"),
+    OptionRule("use_ray", OFF, "its actors do not load plugins"),
+)
+
+HICACHE_RULES: Final = (
+    OptionRule(
+        "hicache_mem_layout", ("layer_first", "page_first", "page_first_direct"), "it splits pages by heads or sides"
+    ),
+    OptionRule("hicache_io_backend", ("kernel", "direct"), "it is of another vendor's devices"),
+    OptionRule("hicache_host_memory_mode", ("cache",), "it was never tried"),
+)
+
+BACKENDS: Final = (
+    OptionRule("attention_backend", ("triton",), "no other backend can read packed rows", of_attention=True),
+    OptionRule(
+        "prefill_attention_backend", (None, "triton"), "no other backend can read packed rows", of_attention=True
+    ),
+    OptionRule(
+        "decode_attention_backend", (None, "triton"), "no other backend can read packed rows", of_attention=True
+    ),
+)
+
+VARIABLES: Final = {
+    "SGLANG_USE_HND_KVCACHE": "rows hold all heads of a token",
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "it sizes rows of one width",
+}
+
+
+def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ, *, hicache_only: bool = False) -> None:
+    """Check SGLang's resolved arguments and environment.
+
+    Args:
+        arguments: resolved.
+        environ: of the process.
+        hicache_only: whether the device pool stays in the model's dtype.
+
+    Raises:
+        ServingError: the first option that a packed pool or host tier does not work with, or that this SGLang does not
+            know.
+    """
+    what = "a quantized host tier" if hicache_only else "a packed KV pool"
+    if str(arguments.device).partition(":")[0] not in ("cuda", "cpu"):
+        raise ServingError(
+            f"there are no kernels for {arguments.device}: profiles run in SGLang on GPUs of NVIDIA, on a"
+            " processor (examples/sglang_on_cpu), and on the transformers host; drop --kvtuner-profile"
+        )
+    rules = [rule for rule in (*BACKENDS, *RULES) if not (hicache_only and rule.of_attention)]
+    if getattr(arguments, "enable_hierarchical_cache", None):
+        rules += HICACHE_RULES
+    elif hicache_only:
+        raise ServingError(
+            "HiCache is not enabled, so KVTuner HiCache would not be used: add --enable-hierarchical-cache"
+        )
+    for rule in rules:
+        try:
+            value = attrgetter(rule.name)(arguments)
+        except AttributeError as error:
+            raise ServingError(
+                f"this SGLang has no option {rule.name}; install a version that kvtuner is tested with"
+            ) from error
+        if value not in rule.works and value not in ([], {}):
+            shown = "" if value is True else f" {value}"
+            raise ServingError(f"{rule.flag}{shown} does not work with {what}: {rule.reason}; drop it")
+    for name, reason in VARIABLES.items():
+        if environ.get(name, "").lower() in ("1", "true", "t", "yes", "y", "on"):
+            raise ServingError(f"{name} does not work with {what}: {reason}; unset it")

@@ -1,0 +1,141 @@
+"""The KV pool of one rank: every layer's keys and values as packed rows of their own width."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.packed_attention import PackedRows
+from kvtuner.runtime_loader.row_format import rank_formats
+from kvtuner.runtime_loader.sglang.compat.parallel import ranks
+from kvtuner.runtime_loader.sglang.compat.pool import KvBufferDesc, MHATokenToKVPool, allocation, write_slots
+from kvtuner.runtime_loader.sglang.scheduler import serving_of_rank
+from kvtuner.runtime_loader.sglang.self_test import announce, self_test
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from kvtuner.runtime_loader.row_format import RowFormat
+
+
+class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typed
+    """SGLang's dense pool with packed rows.
+
+    `k_buffer` and `v_buffer` hold one tensor per layer of this rank, [slots, row_bytes] uint8 or, at 16 bits,
+    [slots, heads, channels]; scales lie in the rows, so that whoever moves a row moves its scales. The dtype that
+    SGLang sees is uint8: on CUDA, models whose kernels write straight into a bf16 pool then go through `set_kv_buffer`.
+
+    Attributes:
+        keys: by layer of this rank.
+        values: by layer of this rank.
+        model_dtype: of 16-bit rows and of what attention gives.
+    """
+
+    def __init__(self, *args: Any, dtype: torch.dtype, **kwargs: Any) -> None:
+        if kwargs.get("post_capture_active") or kwargs.get("enable_kv_cache_copy"):
+            raise ServingError("a packed KV pool can be neither resized after capture nor moved by drafts")
+        self.model_dtype = dtype
+        self.serving = serving_of_rank()
+        super().__init__(*args, dtype=torch.uint8, **kwargs)
+        self_test(self)
+        announce(self, ranks())
+
+    def _create_buffers(self) -> None:
+        here = ranks()
+        layers = range(self.start_layer, self.start_layer + self.layer_num)
+        formats = rank_formats(self.serving.profile, layers, tp_rank=here.tp_rank, tp_size=here.tp_size)
+        heads = {entry.k.num_heads for entry in formats}
+        if heads != {self.head_num}:
+            raise ServingError(f"SGLang gives this rank {self.head_num} KV heads, the profile {heads.pop()}")
+        with allocation(self):
+            self.keys = [self._rows(entry.k) for entry in formats]
+            self.values = [self._rows(entry.v) for entry in formats]
+        self.k_buffer = [stored.rows for stored in self.keys]
+        self.v_buffer = [stored.rows for stored in self.values]
+        self.k_scale_buffer = self.v_scale_buffer = None
+        self.native_k_scale_buffer = self.native_v_scale_buffer = None
+        self.dq_k_buffer = self.dq_v_buffer = None
+        self.store_dtype = torch.uint8
+        self._kv_buffer_descs = self._build_kv_buffer_descs()
+        self._init_data_ptrs_and_strides()
+
+    def _rows(self, row_format: RowFormat) -> PackedRows:
+        slots = self.size + self.page_size
+        if row_format.spec is None:
+            shape: tuple[int, ...] = (slots, row_format.num_heads, row_format.head_dim)
+            return PackedRows(torch.zeros(shape, dtype=self.model_dtype, device=self.device), row_format)
+        shape = (slots, row_format.row_bytes(self.model_dtype))
+        return PackedRows(torch.zeros(shape, dtype=torch.uint8, device=self.device), row_format)
+
+    def _build_kv_buffer_descs(self) -> list[Any]:
+        return [
+            KvBufferDesc(f"{side}{layer}", tuple(rows.shape), row_bytes=rows[0].nbytes, tokens_per_row=1)
+            for side, buffers in (("k", self.k_buffer), ("v", self.v_buffer))
+            for layer, rows in enumerate(buffers)
+        ]
+
+    def get_key_buffer(self, layer_id: int) -> PackedRows:
+        """Keys of a layer by its global id, once a pending transfer has brought them."""
+        return self._at(self.keys, layer_id)
+
+    def get_value_buffer(self, layer_id: int) -> PackedRows:
+        """Values of a layer by its global id, once a pending transfer has brought them."""
+        return self._at(self.values, layer_id)
+
+    def _at(self, stored: Sequence[PackedRows], layer_id: int) -> PackedRows:
+        local: int = layer_id - self.start_layer
+        if self.layer_transfer_counter is not None:
+            self.layer_transfer_counter.wait_until(local)
+        return stored[local]
+
+    def set_kv_buffer(
+        self,
+        layer: Any,
+        loc_info: Any,
+        cache_k: Tensor,
+        cache_v: Tensor,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        layer_id_override: int | None = None,
+        dcp_kv_mask: Tensor | None = None,
+    ) -> None:
+        """Store keys and values [tokens, heads, channels] at token slots.
+
+        Checkpoint scales for an fp8 cache are not used: rows have their own.
+
+        Raises:
+            ServingError: tokens shared among ranks.
+        """
+        if dcp_kv_mask is not None:
+            raise ServingError("a packed KV pool does not share tokens among ranks")
+        local = (layer.layer_id if layer_id_override is None else layer_id_override) - self.start_layer
+        keys, values = self.keys[local], self.values[local]
+        self.serving.attention.store(
+            keys, values, write_slots(loc_info), cache_k.view(-1, *keys.shape[1:]), cache_v.view(-1, *values.shape[1:])
+        )
+
+    def as_stored(self, layer_id: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What a reader of this layer's rows would see of fresh keys and values [tokens, heads, channels]."""
+        read = []
+        for stored, fresh in ((self.keys, k), (self.values, v)):
+            row_format = stored[layer_id - self.start_layer].format
+            states = fresh.view(-1, row_format.num_heads, row_format.head_dim)
+            read.append(row_format.unpack(row_format.pack(states), torch.float32))
+        return read[0], read[1]
+
+    def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
+        """Copy rows, scales included, from slots to slots in every layer."""
+        for rows in (*self.k_buffer, *self.v_buffer):
+            rows[tgt_loc] = rows[src_loc]
+
+    def set_kv_buffer_prefix_valid(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Only drafts call this; refused."""
+        raise ServingError("speculative decoding does not work with a packed KV pool; drop --speculative-algorithm")
+
+    def get_device_pool_infos(self) -> NoReturn:
+        """Refused: a host pool made from this would hold rows of one width; `PackedHostPool` takes their place."""
+        raise ServingError("SGLang's own host pools cannot hold packed rows; report this, with the server's flags")

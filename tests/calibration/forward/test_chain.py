@@ -1,0 +1,334 @@
+"""Decoders as chains of layers, against the models' own forward with transformers' eager attention."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from kvtuner.calibration.forward.attention_hook import listening, register
+from kvtuner.calibration.forward.chain import DecoderChain
+from kvtuner.calibration.forward.read_plan import AttentionCall, attend
+from kvtuner.errors import NonFiniteActivationError, UnsupportedModelError
+from kvtuner.geometry import ModelGeometry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvtuner.calibration.batches import Batch
+
+SMALL = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.12,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+WIDE = {**SMALL, "intermediate_size": 96, "num_key_value_heads": 2}
+# What the families of `model_folder` lack: logit caps and scales, attention caps, parallel blocks, learned positions.
+STRANGERS: dict[str, dict[str, Any]] = {
+    "Gemma2": {**WIDE, "head_dim": 16, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+    "Cohere": {**WIDE, "logit_scale": 0.3},
+    "Granite": {
+        **WIDE,
+        "logits_scaling": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.4,
+        "embedding_multiplier": 2.0,
+    },
+    "StableLm": WIDE,
+    "Olmo2": WIDE,
+    "GPTNeoX": {**SMALL, "intermediate_size": 96},
+    "OPT": {**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.12},
+    "GPT2": {
+        **{key: value for key, value in SMALL.items() if key in ("vocab_size", "initializer_range")},
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 512,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+}
+
+
+def exactly(layer_id: int, call: AttentionCall) -> Tensor:
+    return attend(call)
+
+
+def assert_logits_agree(chain: DecoderChain, eager: Any, batch: Batch) -> None:
+    with torch.no_grad():
+        expected = eager(batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+    trace = chain.trace(batch.input_ids, batch.position_ids)
+    assert expected.std() > 0.02
+    torch.testing.assert_close(chain.logits(trace.final), expected.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_logits_through_the_chain_are_those_of_eager_attention(
+    family: str, chain_of: Callable[..., DecoderChain], model_folder: Callable[..., Path], random_batches: Any
+) -> None:
+    eager = AutoModelForCausalLM.from_pretrained(model_folder(family), attn_implementation="eager", dtype=torch.float32)
+    assert_logits_agree(chain_of(family), eager, *random_batches(3, 41, batch_size=3))
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_models_of_other_shapes_run_as_chains_unchanged(
+    name: str, chain_over: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**STRANGERS[name])
+    head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    eager = getattr(transformers, f"{name}{head}")(config).eval()
+    eager.set_attn_implementation("eager")
+    assert_logits_agree(chain_over(copy.deepcopy(eager)), eager, *random_batches(2, 23, batch_size=2))
+
+
+def test_running_from_any_layer_gives_the_whole_models_final_states(
+    family: str, chain_of: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    chain = chain_of(family)
+    (batch,) = random_batches(2, 19, batch_size=2)
+    trace = chain.trace(batch.input_ids, batch.position_ids)
+    assert len(trace.residual) == len(chain.layers)
+    for layer_id, residual in enumerate(trace.residual):
+        assert torch.equal(chain.run(residual, trace.calls, exactly, start=layer_id), trace.final)
+
+
+def test_the_first_residual_is_the_embedding_and_the_last_norm_gives_the_final_states(
+    chain_of: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    chain = chain_of("llama-gqa")
+    (batch,) = random_batches(1, 9)
+    trace = chain.trace(batch.input_ids, batch.position_ids)
+    embedding = chain.model.get_input_embeddings()(batch.input_ids)
+    assert torch.equal(trace.residual[0], embedding)
+    last = chain.run_layer_exactly(2, trace.residual[2], trace.calls[2])
+    assert torch.equal(chain.finish(last), trace.final)
+    assert torch.equal(chain.model.model.norm(last), trace.final)
+
+
+def test_a_listener_that_changes_one_layer_gives_the_same_from_there_on_as_in_the_whole_model(
+    chain_of: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    chain = chain_of("llama-gqa")
+    (batch,) = random_batches(2, 17, batch_size=2)
+
+    def spoil_layer_1(layer_id: int, call: AttentionCall) -> Tensor:
+        return attend(call) * (0.5 if layer_id == 1 else 1.0)
+
+    exact = chain.trace(batch.input_ids, batch.position_ids)
+    spoiled = chain.trace(batch.input_ids, batch.position_ids, spoil_layer_1)
+    assert torch.equal(spoiled.residual[1], exact.residual[1])
+    assert not torch.allclose(spoiled.residual[2], exact.residual[2])
+    rerun = chain.run(exact.residual[1], exact.calls, spoil_layer_1, start=1)
+    assert torch.equal(rerun, spoiled.final)
+
+
+def test_every_layer_run_is_counted_in_tokens(chain_of: Callable[..., DecoderChain], random_batches: Any) -> None:
+    chain = chain_of("llama-gqa")
+    (batch,) = random_batches(2, 10, batch_size=2)
+    before = chain.count.layer_tokens
+    trace = chain.trace(batch.input_ids, batch.position_ids)
+    assert chain.count.layer_tokens - before == 3 * 20
+    chain.run(trace.residual[1], trace.calls, exactly, start=1)
+    assert chain.count.layer_tokens - before == 3 * 20 + 2 * 20
+
+
+def test_tracing_leaves_no_hooks_behind(chain_of: Callable[..., DecoderChain], random_batches: Any) -> None:
+    chain = chain_of("llama-gqa")
+    (batch,) = random_batches(1, 8)
+
+    def fail(layer_id: int, call: AttentionCall) -> Tensor:
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        chain.trace(batch.input_ids, batch.position_ids, fail)
+    modules = list(chain.model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+def rebuilt_as(decoder_class: type[nn.Module], make_model: Callable[..., Any]) -> Any:
+    """A tiny Llama whose decoder runs another forward."""
+    model = make_model("llama-gqa")
+    model.model.__class__ = decoder_class
+    return model
+
+
+class _Decoder(transformers.LlamaModel):
+    """LlamaModel's forward in a few lines, to be bent by subclasses."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> BaseModelOutputWithPast:
+        hidden = self.embed_tokens(input_ids)
+        rotary = self.rotary_emb(hidden, position_ids)
+        for number, layer in self.in_order():
+            hidden = layer(self.between(number, hidden, input_ids), position_embeddings=rotary)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+    def in_order(self) -> list[tuple[int, nn.Module]]:
+        return list(enumerate(self.layers))
+
+    def between(self, number: int, hidden: Tensor, input_ids: Tensor) -> Tensor:
+        return hidden
+
+
+class _EmbeddingAgain(_Decoder):
+    def between(self, number: int, hidden: Tensor, input_ids: Tensor) -> Tensor:
+        return hidden + self.embed_tokens(input_ids) if number == 2 else hidden
+
+
+class _Backwards(_Decoder):
+    def in_order(self) -> list[tuple[int, nn.Module]]:
+        return list(enumerate(self.layers))[::-1]
+
+
+class _Twice(_Decoder):
+    def in_order(self) -> list[tuple[int, nn.Module]]:
+        layers = list(enumerate(self.layers))
+        return [*layers, layers[-1]]
+
+
+class _Deaf(nn.Module):
+    """Attention that never calls the interface."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return hidden_states, None
+
+
+class _Doubled(LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+
+def test_the_bent_decoders_differ_from_a_plain_chain_in_their_bend_alone(
+    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain]
+) -> None:
+    assert len(chain_over(rebuilt_as(_Decoder, make_model)).layers) == 3
+
+
+@pytest.mark.parametrize(
+    ("decoder", "words"),
+    [
+        (_EmbeddingAgain, "layer 2 does not read layer 1's output alone"),
+        (_Backwards, r"no attention seam in every layer.*\[2, 1, 0\]"),
+        (_Twice, r"3 layers are expected.*once each.*\[0, 1, 2, 2\]"),
+    ],
+)
+def test_a_decoder_that_is_no_chain_is_refused(
+    decoder: type[nn.Module],
+    words: str,
+    make_model: Callable[..., Any],
+    chain_over: Callable[..., DecoderChain],
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        chain_over(rebuilt_as(decoder, make_model))
+
+
+def test_a_layer_whose_attention_goes_past_the_seam_is_refused(
+    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain]
+) -> None:
+    model = make_model("llama-gqa")
+    model.model.layers[1].self_attn = _Deaf()
+    with pytest.raises(UnsupportedModelError, match=r"no attention seam in every layer.*\[0, 2\]"):
+        chain_over(model)
+
+
+def test_logits_that_are_not_the_output_embeddings_are_refused(
+    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain]
+) -> None:
+    model = make_model("llama-gqa")
+    model.__class__ = _Doubled
+    with pytest.raises(UnsupportedModelError, match="logits are not the output embeddings"):
+        chain_over(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_layers": 4}, "no list of 4 decoder layers"),
+        ({"num_kv_heads": 4}, r"layer 0 has .* = \(4, 2, 16, 16\), its configuration says \(4, 4, 16, 16\)"),
+        ({"v_head_dim": 32}, r"\(4, 2, 16, 16\), its configuration says \(4, 2, 16, 32\)"),
+    ],
+)
+def test_heads_that_differ_from_the_configuration_are_refused(
+    changes: dict[str, int], words: str, make_model: Callable[..., Any]
+) -> None:
+    model = make_model("llama-gqa")
+    model.set_attn_implementation(register())
+    with pytest.raises(UnsupportedModelError, match=words):
+        DecoderChain(model, replace(ModelGeometry.from_config(model.config), **changes))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        ("layers.1.self_attn.k_proj", "layer 1: its keys hold NaN or infinity"),
+        ("layers.2.self_attn.v_proj", "layer 2: its values hold NaN or infinity"),
+        ("layers.0.mlp.up_proj", "layer 0: its outputs hold NaN or infinity"),
+        ("layers.0.mlp.down_proj", "layer 0: its outputs hold NaN or infinity"),
+        ("embed_tokens", "layer 0: its inputs hold NaN or infinity"),
+        ("layers.2.mlp.down_proj", "layer 2: its outputs hold NaN or infinity"),
+    ],
+)
+def test_broken_weights_are_an_error_that_names_the_layer(
+    weight: str, words: str, value: float, make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain]
+) -> None:
+    model = make_model("llama-gqa")
+    with torch.no_grad():
+        model.model.get_submodule(weight).weight[3] = value
+    with pytest.raises(NonFiniteActivationError, match=words):
+        chain_over(model)
+
+
+def test_attention_sinks_are_refused_by_name(chain_over: Callable[..., DecoderChain]) -> None:
+    config = transformers.GptOssConfig(
+        **WIDE,
+        head_dim=16,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        layer_types=["full_attention"] * 2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 .* has attention sinks"):
+        chain_over(transformers.GptOssForCausalLM(config))
+
+
+def test_a_window_shorter_than_a_sequence_is_refused_when_it_is_met(
+    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    chain = chain_over(make_model("mistral-no-window", sliding_window=16))
+    for tokens in (16, 17):
+        (batch,) = random_batches(1, tokens)
+        if tokens == 16:
+            chain.trace(batch.input_ids, batch.position_ids)
+            continue
+        with pytest.raises(UnsupportedModelError, match=r"layer 0 .* has a window of 16, below the 17 tokens"):
+            chain.trace(batch.input_ids, batch.position_ids)
+
+
+def test_attention_outside_a_listening_block_is_exact(
+    chain_of: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    chain = chain_of("llama-gqa")
+    (batch,) = random_batches(1, 12)
+    trace = chain.trace(batch.input_ids, batch.position_ids)
+    with torch.no_grad():
+        plain = chain.model(batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+        with listening(exactly):
+            heard = chain.model(batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+    assert torch.equal(plain, heard)
+    assert torch.equal(plain, chain.logits(trace.final))

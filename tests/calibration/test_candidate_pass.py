@@ -1,0 +1,442 @@
+"""The candidate pass, recomputed naively: errors in float64, gradients by ordinary autograd through the whole model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtuner.calibration import candidate_pass as measure_module
+from kvtuner.calibration import row_sample
+from kvtuner.calibration.candidate_pass import CandidateMeasurement, QuantizationOptions
+from kvtuner.calibration.forward.read_plan import READ_PLANS, AttentionCall, ReadPlan, attend
+from kvtuner.calibration.isolated_kl import measure_isolated
+from kvtuner.calibration.row_sample import RowSample
+from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
+from kvtuner.calibration.transform_statistics import measure_constants
+from kvtuner.errors import NonFiniteActivationError
+from kvtuner.precision import PACKED_BITS, PrecisionPair
+from kvtuner.quant import KEY_TRANSFORMS, VALUE_TRANSFORMS, QuantSpec
+from kvtuner.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from kvtuner.calibration.batches import Batch
+    from kvtuner.calibration.forward.chain import DecoderChain
+
+TOKENS, SPLIT, DRAWS, SEED = 19, 5, 3, 4
+DECODE, DEFAULTS = ReadPlan("decode", SPLIT), QuantizationOptions()
+CANDIDATES = [
+    ("k", 2, "none"),
+    ("k", 4, "balanced+hadamard"),
+    ("k", 8, "centered+balanced+hadamard"),
+    ("k", 2, "centered+balanced"),
+    ("v", 2, "none"),
+    ("v", 4, "hadamard"),
+]
+
+
+def plan_of(name: str) -> ReadPlan:
+    return ReadPlan(name, 0 if name == "cache" else SPLIT)
+
+
+def measured(
+    chain: DecoderChain,
+    batches: Sequence[Batch],
+    plan: ReadPlan = DECODE,
+    *,
+    options: QuantizationOptions = DEFAULTS,
+    num_draws: int = DRAWS,
+    with_pairs: bool = False,
+) -> tuple[CandidateMeasurement, tuple[LayerConstants, ...]]:
+    constants = measure_constants(chain, batches)
+    measurement = CandidateMeasurement(chain, constants, plan, options, num_draws, SEED, with_pairs)
+    measurement.run(batches)
+    return measurement, constants
+
+
+def exact_call(chain: DecoderChain, batch: Batch, layer: int) -> AttentionCall:
+    kept: dict[int, AttentionCall] = {}
+
+    def listen(layer_id: int, call: AttentionCall) -> Tensor:
+        kept[layer_id] = call
+        return attend(call)
+
+    chain.trace(batch.input_ids, batch.position_ids, listen)
+    return kept[layer]
+
+
+def read_by_spec(spec: QuantSpec, x: Tensor, plan: ReadPlan) -> Tensor:
+    """What late tokens read, float64 [batch, heads, tokens, head_dim]."""
+    read = spec.simulate(x.transpose(1, 2)).transpose(1, 2).clone()
+    if plan.name == "hit":
+        read[:, :, plan.split :] = x[:, :, plan.split :]
+    return read.double()
+
+
+def naive_attention(call: AttentionCall, k: Tensor, v: Tensor, split: int) -> tuple[Tensor, Tensor]:
+    """Probabilities and outputs of the tokens from the split on, float64."""
+    group = call.q.shape[1] // k.shape[1]
+    k, v = k.double().repeat_interleave(group, dim=1), v.double().repeat_interleave(group, dim=1)
+    scores = call.q.double() @ k.mT * call.scaling
+    a = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf).softmax(-1)[:, :, split:]
+    return a, a @ v
+
+
+def autograd_gradients(chain: DecoderChain, batch: Batch, layer: int, split: int, num_draws: int) -> Tensor:
+    """Gradients by one layer's attention output of R losses under sampled labels: one plain backward each.
+
+    Returns:
+        [R, batch, heads, tokens, head_dim]
+    """
+    taps: list[Tensor] = []
+
+    def tap(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        taps.append(args[0].detach().requires_grad_())
+        return (taps[-1],)
+
+    handle = chain.model.model.layers[layer].self_attn.o_proj.register_forward_pre_hook(tap)
+    with torch.enable_grad():
+        logits = chain.model(batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+    handle.remove()
+    log_p = logits[:, split:].float().log_softmax(-1)
+    generator = torch.Generator().manual_seed(SEED * 1_000_003 + batch.index)
+    p = log_p.detach().exp().flatten(0, 1)
+    labels = torch.multinomial(p, num_draws, replacement=True, generator=generator)
+    gradients = []
+    for draw in range(num_draws):
+        loss = -log_p.flatten(0, 1).gather(-1, labels[:, draw : draw + 1]).sum()
+        (gradient,) = torch.autograd.grad(loss, taps[0], retain_graph=True)
+        gradients.append(gradient.unflatten(-1, (chain.geometry.num_attention_heads, -1)).transpose(1, 2))
+    return torch.stack(gradients)
+
+
+def naive_scores(
+    chain: DecoderChain,
+    batch: Batch,
+    candidate: Candidate,
+    constants: Sequence[LayerConstants],
+    plan: ReadPlan,
+    options: QuantizationOptions,
+    rows: Tensor | slice = slice(None),
+) -> CandidateScores:
+    """Scores of one candidate on the attention rows `rows`, counted from the split; all by default."""
+    call = exact_call(chain, batch, candidate.layer)
+    spec = QuantSpec(
+        candidate.bits,
+        constants[candidate.layer].transform(candidate.side, candidate.transform),
+        options.group_size(candidate.side),
+        options.symmetric,
+    )
+    exact = call.k if candidate.side == "k" else call.v
+    read = read_by_spec(spec, exact, plan)
+    a, o = naive_attention(call, call.k, call.v, plan.split)
+    k, v = (read, call.v) if candidate.side == "k" else (call.k, read)
+    read_a, read_o = naive_attention(call, k, v, plan.split)
+    seen = torch.ones(a.shape[-2:]).tril(plan.split).bool()
+    g = autograd_gradients(chain, batch, candidate.layer, plan.split, DRAWS).double()[..., plan.split :, :]
+    along = (g * (read_o - o)).sum(dim=(2, 4))
+    return CandidateScores(
+        e_self=float(((read - exact).abs() / exact.double().abs()).mean()),
+        e_a=float((read_a - a).abs()[:, :, rows][..., seen[rows]].mean()),
+        e_o=float(((read_o - o).abs() / o.abs())[:, :, rows].mean()),
+        fisher=float(0.5 * (along**2)[..., rows].mean()),
+    )
+
+
+def assert_scores_agree(found: CandidateScores, expected: CandidateScores) -> None:
+    # e_o divides by outputs that may be next to zero, where float32's own rounding is a large relative error. Fisher
+    # squares a sum of differences of either sign: 4e-4 was seen at 8 bits on another processor.
+    for name, rel in (("e_self", 2e-4), ("e_a", 2e-4), ("e_o", 1e-2), ("fisher", 2e-3)):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=rel, abs=1e-12), name
+
+
+@pytest.mark.parametrize("name", READ_PLANS)
+@pytest.mark.parametrize("layer", [0, 1])
+def test_errors_and_fisher_scores_are_those_of_a_naive_computation(
+    name: str, layer: int, chain_of: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    chain, plan = chain_of("qwen2-bias"), plan_of(name)
+    pair, single = batches = random_batches(3, TOKENS, batch_size=2)
+    measurement, constants = measured(chain, batches, plan)
+    scores = measurement.scores()
+    for side, bits, transform in CANDIDATES:
+        candidate = Candidate(layer, side, bits, transform)
+        of_pair, of_single = (
+            naive_scores(chain, batch, candidate, constants, plan, DEFAULTS) for batch in (pair, single)
+        )
+        mean = {
+            field: (2 * getattr(of_pair, field) + getattr(of_single, field)) / 3
+            for field in ("e_self", "e_a", "e_o", "fisher")
+        }
+        assert_scores_agree(scores[candidate], CandidateScores(**mean))
+
+
+@pytest.mark.parametrize("model", ["head-dim-80", "qwen3-qk-norm", "qwen3-moe"])
+def test_group_sizes_and_symmetry_reach_every_candidate(
+    model: str, chain_of: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    chain, plan = chain_of(model), DECODE
+    half = chain.geometry.head_dim // 2
+    options = QuantizationOptions(k_group_size=half, v_group_size=half, symmetric=True)
+    (batch,) = random_batches(1, TOKENS)
+    measurement, constants = measured(chain, [batch], plan, options=options)
+    for side, bits, transform in CANDIDATES:
+        candidate = Candidate(0, side, bits, transform)
+        expected = naive_scores(chain, batch, candidate, constants, plan, options)
+        assert_scores_agree(measurement.scores()[candidate], expected)
+
+
+def test_every_candidate_of_every_layer_is_measured_once(
+    chain_of: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    measurement, _ = measured(chain_of("llama-gqa"), random_batches(1, TOKENS))
+    sides = {"k": KEY_TRANSFORMS, "v": VALUE_TRANSFORMS}
+    assert set(measurement.scores()) == {
+        Candidate(layer, side, bits, transform)
+        for layer in range(3)
+        for side, transforms in sides.items()
+        for bits in PACKED_BITS
+        for transform in transforms
+    }
+    assert all(score.e_a == 0 for candidate, score in measurement.scores().items() if candidate.side == "v")
+    assert all(score.kl is None for score in measurement.scores().values())
+
+
+def test_scores_fall_with_bits(family: str, chain_of: Callable[..., DecoderChain], random_batches: Any) -> None:
+    measurement, _ = measured(chain_of(family), random_batches(2, 32))
+    scores = measurement.scores()
+    for candidate in scores:
+        wider = {2: 4, 4: 8}.get(candidate.bits)
+        if wider is None:
+            continue
+        better = scores[replace(candidate, bits=wider)]
+        for name in ("e_self", "e_o", "fisher"):
+            assert getattr(better, name) < getattr(scores[candidate], name), (candidate, name)
+
+
+def test_pairs_quantize_both_sides_without_transforms(
+    chain_of: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    chain, plan = chain_of("qwen2-bias"), DECODE
+    (batch,) = random_batches(2, TOKENS, batch_size=2)
+    measurement, _ = measured(chain, [batch], plan, with_pairs=True)
+    pairs = measurement.pairs()
+    assert set(pairs) == {(layer, PrecisionPair(k, v)) for layer in (0, 1) for k in PACKED_BITS for v in PACKED_BITS}
+    call = exact_call(chain, batch, 1)
+    _, o = naive_attention(call, call.k, call.v, plan.split)
+    for k_bits, v_bits in ((2, 8), (4, 2), (8, 8)):
+        k, v = read_by_spec(QuantSpec(k_bits), call.k, plan), read_by_spec(QuantSpec(v_bits), call.v, plan)
+        _, read_o = naive_attention(call, k, v, plan.split)
+        expected = float(((read_o - o).abs() / o.abs()).mean())
+        assert pairs[1, PrecisionPair(k_bits, v_bits)] == pytest.approx(expected, rel=2e-4)
+    assert measured(chain, [batch], plan)[0].pairs() == {}
+
+
+@pytest.mark.parametrize("name", READ_PLANS)
+def test_a_part_of_the_rows_is_scored_as_the_whole_would_be(
+    name: str, chain_of: Callable[..., DecoderChain], random_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, plan = chain_of("qwen2-bias"), plan_of(name)
+    (batch,) = random_batches(1, TOKENS)
+    chosen = torch.tensor([0, 3, 4, 9, 12])
+    weights = torch.tensor([1.0, 2.0, 3.0, 1.5, 6.5])
+
+    def some(importance: Tensor, start: int, generator: torch.Generator) -> RowSample:
+        return RowSample(start + chosen, weights, len(importance))
+
+    monkeypatch.setattr(measure_module, "sample_rows", some)
+    monkeypatch.setattr(measure_module, "MAX_SPAN", 6)  # several blocks
+    measurement, constants = measured(chain, [batch], plan)
+    scores, shares = measurement.scores(), weights.double() / weights.sum()
+    for side, bits, transform in CANDIDATES:
+        for layer in (0, 1):
+            candidate = Candidate(layer, side, bits, transform)
+            rows = [naive_scores(chain, batch, candidate, constants, plan, DEFAULTS, row) for row in chosen.split(1)]
+            seen = weights * (plan.split + chosen + 1)
+            expected = CandidateScores(
+                e_self=rows[0].e_self,
+                e_a=sum(float(n) * row.e_a for n, row in zip(seen / seen.sum(), rows, strict=True)),
+                e_o=sum(float(n) * row.e_o for n, row in zip(shares, rows, strict=True)),
+                fisher=sum(float(n) * row.fisher for n, row in zip(weights, rows, strict=True)) / (TOKENS - plan.split),
+            )
+            assert_scores_agree(scores[candidate], expected)
+
+
+@pytest.mark.slow
+def test_scores_of_sampled_rows_are_those_of_all_rows_on_average(
+    chain_of: Callable[..., DecoderChain], random_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, batches = chain_of("llama-gqa"), random_batches(1, 160)
+    constants, plan = measure_constants(chain, batches), ReadPlan("decode", 32)
+    found: list[dict[Candidate, CandidateScores]] = []
+    for min_rows, seeds in ((1000, 1), (16, 40)):
+        monkeypatch.setattr(row_sample, "MIN_ROWS", min_rows)
+        for seed in range(seeds):
+            measurement = CandidateMeasurement(chain, constants, plan, DEFAULTS, 1, SEED)
+            monkeypatch.setattr(
+                measure_module,
+                "sample_rows",
+                lambda importance, start, _, seed=seed: row_sample.sample_rows(
+                    importance, start, torch.Generator().manual_seed(seed)
+                ),
+            )
+            measurement.run(batches)
+            found.append(measurement.scores())
+    for candidate, expected in found[0].items():
+        fishers = torch.tensor([scores[candidate].fisher for scores in found[1:]], dtype=torch.float64)
+        error = float(fishers.std()) / len(fishers) ** 0.5
+        assert abs(float(fishers.mean()) - expected.fisher) < 4 * error
+        assert 0 < float(fishers.std()) < 0.5 * expected.fisher
+
+
+@pytest.mark.parametrize("name", READ_PLANS)
+def test_rows_scored_a_few_at_a_time_give_the_same_numbers(
+    name: str, chain_of: Callable[..., DecoderChain], random_batches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, plan = chain_of("qwen2-bias"), plan_of(name)
+    batches = random_batches(2, TOKENS, batch_size=2)
+    whole, _ = measured(chain, batches, plan, with_pairs=True)
+    per_row = 2 * 4 * TOKENS * len(PACKED_BITS)
+    calls = []
+    original = CandidateMeasurement._score_rows
+    monkeypatch.setattr(
+        CandidateMeasurement, "_score_rows", lambda self, *args: calls.append(1) or original(self, *args)
+    )
+    for rows in (1, 4):
+        monkeypatch.setattr(measure_module, "SCORES_IN_FLIGHT", per_row * rows)
+        calls.clear()
+        cut, _ = measured(chain, batches, plan, with_pairs=True)
+        assert len(calls) == 2 * -(-(TOKENS - plan.split) // rows)
+        for candidate, expected in whole.scores().items():
+            assert_scores_agree(cut.scores()[candidate], expected)
+        for key, value in whole.pairs().items():
+            assert cut.pairs()[key] == pytest.approx(value, rel=1e-4)
+
+
+def test_errors_are_means_over_sequences_however_they_are_batched(
+    chain_of: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    chain = chain_of("qwen2-bias")
+    constants = measure_constants(chain, random_batches(5, TOKENS))
+    results = []
+    for batch_size in (1, 2, 5):
+        measurement = CandidateMeasurement(chain, constants, DECODE, DEFAULTS, 1, SEED, True)
+        measurement.run(random_batches(5, TOKENS, batch_size=batch_size))
+        results.append(measurement)
+    for other in results[1:]:
+        for candidate, expected in results[0].scores().items():
+            found = other.scores()[candidate]
+            assert_scores_agree(replace(found, fisher=0.0), replace(expected, fisher=0.0))
+        for key, value in results[0].pairs().items():
+            assert other.pairs()[key] == pytest.approx(value, rel=1e-4)
+
+
+def test_the_same_seed_gives_the_same_numbers_and_another_draws_other_labels(
+    chain_of: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    chain, batches = chain_of("llama-gqa"), random_batches(1, TOKENS)
+    constants = measure_constants(chain, batches)
+
+    def run(seed: int) -> dict[Candidate, CandidateScores]:
+        measurement = CandidateMeasurement(chain, constants, DECODE, DEFAULTS, 2, seed)
+        measurement.run(batches)
+        return measurement.scores()
+
+    first, again, other = run(0), run(0), run(1)
+    assert first == again
+    for candidate, scores in first.items():
+        assert scores.fisher != other[candidate].fisher
+        assert replace(scores, fisher=0.0) == replace(other[candidate], fisher=0.0)
+
+
+def test_progress_is_told_in_tokens_of_each_layer(chain_of: Callable[..., DecoderChain], random_batches: Any) -> None:
+    chain, told = chain_of("llama-gqa"), []
+    batches = random_batches(3, TOKENS, batch_size=2)
+    constants = measure_constants(chain, batches)
+    measurement = CandidateMeasurement(chain, constants, DECODE, DEFAULTS, 1, SEED)
+    measurement.run(batches, on_layer=told.append)
+    assert told == [2 * TOKENS] * 3 + [TOKENS] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-gqa", "head-dim-80"])
+def test_the_fisher_score_is_the_isolated_kl_where_errors_are_small(
+    name: str, chain_of: Callable[..., DecoderChain], random_batches: Any, tmp_path: Path
+) -> None:
+    chain, plan = chain_of(name), ReadPlan.of("decode", 64)
+    batches = random_batches(4, 64)
+    measurement, constants = measured(chain, batches, plan, num_draws=32)
+    fisher = {candidate: score.fisher for candidate, score in measurement.scores().items() if candidate.bits == 8}
+    kl = measure_isolated(
+        chain,
+        batches,
+        list(fisher),
+        constants,
+        plan=plan,
+        options=DEFAULTS,
+        folder=RunFolder(tmp_path),
+        identity="physics",
+    )
+    ratios = torch.tensor([fisher[candidate] / kl[candidate] for candidate in fisher])
+    # 192 scored tokens times 32 draws leave a few percent of noise; the cross terms of positions are not in the score.
+    assert 0.93 < float(ratios.mean()) < 1.07
+    assert float(ratios.min()) > 0.8
+    assert float(ratios.max()) < 1.25
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_last_layer_that_turns_non_finite_is_named(
+    value: float, make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    chain, batches = chain_over(make_model("llama-gqa")), random_batches(1, TOKENS)
+    constants = measure_constants(chain, batches)
+    with torch.no_grad():
+        chain.model.model.layers[2].mlp.down_proj.weight[0, 0] = value
+    measurement = CandidateMeasurement(chain, constants, DECODE, DEFAULTS, 1, SEED)
+    with pytest.raises(NonFiniteActivationError, match="layer 2: its outputs hold NaN or infinity"):
+        measurement.run(batches)
+
+
+def test_gradients_that_overflow_are_an_error_that_names_the_layer(
+    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: Any
+) -> None:
+    chain, batches = chain_over(make_model("llama-gqa")), random_batches(1, TOKENS)
+    constants = measure_constants(chain, batches)
+    chain.layers[1].register_full_backward_hook(lambda module, by_input, by_output: (by_input[0] * torch.nan,))
+    measurement = CandidateMeasurement(chain, constants, DECODE, DEFAULTS, 1, SEED)
+    with pytest.raises(NonFiniteActivationError, match="layer 0: its gradients hold NaN or infinity"):
+        measurement.run(batches)
+
+
+@pytest.mark.slow
+def test_memory_grows_with_depth_by_the_residual_stream_alone(
+    chain_of: Callable[..., DecoderChain],
+    random_batches: Any,
+    peak_bytes: Callable[[Callable[[], object]], int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A wide residual stream beside one narrow head and few candidates: what is kept per layer, or from one batch to
+    # the next, cannot hide behind the work on a layer.
+    monkeypatch.setattr(measure_module, "KEY_TRANSFORMS", ("none", "hadamard"))
+    monkeypatch.setattr(measure_module, "VALUE_TRANSFORMS", ("none",))
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+    tokens, width, peaks = 32, 1024, {}
+    for depth in (2, 12):
+        for num_sequences in (2, 6):
+            chain = chain_of("llama-gqa", num_hidden_layers=depth, hidden_size=width, intermediate_size=16, **heads)
+            batches = random_batches(num_sequences, tokens, batch_size=2)
+            constants = measure_constants(chain, batches)
+            measurement = CandidateMeasurement(chain, constants, DECODE, DEFAULTS, 1, SEED)
+            peaks[depth, num_sequences] = peak_bytes(partial(measurement.run, batches))
+    residual = 2 * tokens * width * 4
+    assert peaks[12, 2] > 12 * residual
+    assert peaks[2, 6] <= 1.01 * peaks[2, 2]
+    assert peaks[12, 6] <= 1.01 * peaks[12, 2]
+    assert peaks[12, 2] - peaks[2, 2] <= 10 * 1.01 * residual

@@ -1,0 +1,348 @@
+"""Isolated KL: the same numbers as the whole simulation, from a journal that survives any interruption."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtuner.calibration import isolated_kl as isolated
+from kvtuner.calibration.candidate_pass import QuantizationOptions
+from kvtuner.calibration.forward.read_plan import READ_PLANS, ReadPlan
+from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
+from kvtuner.calibration.isolated_kl import JOURNAL, isolated_candidates, measure_isolated, spec_of
+from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
+from kvtuner.calibration.transform_statistics import measure_constants
+from kvtuner.errors import NonFiniteActivationError
+from kvtuner.precision import PACKED_BITS
+from kvtuner.quant import KEY_TRANSFORMS, VALUE_TRANSFORMS, QuantSpec
+from kvtuner.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from kvtuner.calibration.batches import Batch
+    from kvtuner.calibration.forward.chain import DecoderChain
+
+TOKENS, SPLIT = 21, 6
+DECODE, DEFAULTS = ReadPlan("decode", SPLIT), QuantizationOptions()
+CANDIDATES = [
+    Candidate(0, "k", 2, "none"),
+    Candidate(0, "v", 4, "hadamard"),
+    Candidate(1, "k", 4, "centered+balanced+hadamard"),
+    Candidate(1, "v", 2, "none"),
+    Candidate(2, "k", 8, "balanced"),
+    Candidate(2, "v", 2, "hadamard"),
+]
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Faulty(QuantSpec):
+    """Reads NaN for whatever was stored."""
+
+    def simulate(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, torch.nan, dtype=torch.float32)
+
+
+def kl_of(
+    chain: DecoderChain,
+    batches: Sequence[Batch],
+    folder: RunFolder,
+    *,
+    constants: Sequence[LayerConstants],
+    identity: str = "mine",
+    stop_after: int | None = None,
+    plan: ReadPlan = DECODE,
+    options: QuantizationOptions = DEFAULTS,
+) -> dict[Candidate, float]:
+    calls = 0
+    folder.create()
+
+    def on_forward() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == stop_after:
+            raise Interrupted
+
+    return measure_isolated(
+        chain,
+        batches,
+        CANDIDATES,
+        constants,
+        plan=plan,
+        options=options,
+        folder=folder,
+        identity=identity,
+        on_forward=on_forward,
+    )
+
+
+@pytest.fixture(scope="module")
+def setting(chain_of: Callable[..., DecoderChain], random_batches: Any) -> Any:
+    """A chain of three layers, three batches and their constants."""
+    chain, batches = chain_of("llama-gqa"), random_batches(3, TOKENS)
+    return chain, batches, measure_constants(chain, batches)
+
+
+@pytest.mark.parametrize("name", READ_PLANS)
+def test_it_is_the_simulators_kl_of_one_side_of_one_layer(name: str, setting: Any, tmp_path: Path) -> None:
+    chain, batches, constants = setting
+    plan = ReadPlan(name, 0 if name == "cache" else SPLIT)
+    options = QuantizationOptions(k_group_size=8, symmetric=True)
+    found = kl_of(chain, batches, RunFolder(tmp_path), constants=constants, plan=plan, options=options)
+    simulator = Simulator(chain, batches, plan)
+    assert list(found) == CANDIDATES
+    for candidate, kl in found.items():
+        expected = simulator.kl({candidate.layer: spec_of(candidate, constants, options)})
+        assert kl == pytest.approx(expected, rel=1e-9)
+        assert kl > 0
+
+
+def test_sequences_of_a_smaller_last_batch_weigh_as_much_as_the_others(
+    setting: Any, random_batches: Any, tmp_path: Path
+) -> None:
+    chain, batches, constants = setting
+    alone = kl_of(chain, batches, RunFolder(tmp_path / "1"), constants=constants)
+    together = kl_of(chain, random_batches(3, TOKENS, batch_size=2), RunFolder(tmp_path / "2"), constants=constants)
+    # Matrix products of another shape may flip a code.
+    assert together == pytest.approx(alone, rel=0.02)
+
+
+def test_each_candidate_is_stored_as_its_name_says(setting: Any) -> None:
+    _, _, constants = setting
+    options = QuantizationOptions(k_group_size=8, v_group_size=4, symmetric=True)
+    key = spec_of(Candidate(1, "k", 4, "centered+balanced"), constants, options)
+    assert key.v is None
+    assert (key.k.bits, key.k.group_size, key.k.symmetric) == (4, 8, True)
+    assert torch.equal(key.k.transform.mu, constants[1].mu)
+    assert torch.equal(key.k.transform.lam, constants[1].lam_centered)
+    value = spec_of(Candidate(2, "v", 2, "hadamard"), constants, options)
+    assert value.k is None
+    assert (value.v.bits, value.v.group_size, str(value.v.transform.kind)) == (2, 4, "hadamard")
+
+
+def test_a_run_starts_at_the_candidates_own_layer(setting: Any, tmp_path: Path) -> None:
+    chain, batches, constants = setting
+    before = chain.count.layer_tokens
+    kl_of(chain, batches, RunFolder(tmp_path), constants=constants)
+    late = 3 + sum(3 - candidate.layer for candidate in CANDIDATES)
+    assert chain.count.layer_tokens - before == 3 * (3 * TOKENS + late * (TOKENS - SPLIT))
+
+
+@pytest.mark.parametrize("stop_after", [1, 6, 7, 11, 17])
+def test_an_interrupted_run_repeats_no_forward(stop_after: int, setting: Any, tmp_path: Path) -> None:
+    chain, batches, constants = setting
+    whole = kl_of(chain, batches, RunFolder(tmp_path / "whole"), constants=constants)
+    folder = RunFolder(tmp_path / "cut")
+    with pytest.raises(Interrupted):
+        kl_of(chain, batches, folder, constants=constants, stop_after=stop_after)
+    before = chain.count.layer_tokens
+    resumed = kl_of(chain, batches, folder, constants=constants)
+    done = [(number, candidate) for number in range(3) for candidate in CANDIDATES][stop_after:]
+    traced = {number for number, _ in done}
+    late = 3 * len(traced) + sum(3 - candidate.layer for _, candidate in done)
+    assert chain.count.layer_tokens - before == 3 * TOKENS * len(traced) + late * (TOKENS - SPLIT)
+    assert resumed == whole
+    before = chain.count.layer_tokens
+    assert kl_of(chain, batches, folder, constants=constants) == whole
+    assert chain.count.layer_tokens == before
+
+
+@pytest.mark.parametrize("stop_after", [1, 2, 5, 11, 13, 17])
+def test_several_sequences_at_once_give_the_same_numbers_and_one_interrupted_forward_is_repeated(
+    stop_after: int, setting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, batches, constants = setting
+    whole = kl_of(chain, batches, RunFolder(tmp_path / "alone"), constants=constants)
+    monkeypatch.setattr(isolated, "num_workers", lambda _: 2)
+    folder = RunFolder(tmp_path / "together")
+    finish, finished = chain.finish, itertools.count(1)
+
+    def killed(hidden: torch.Tensor) -> torch.Tensor:
+        if next(finished) > stop_after:
+            raise Interrupted
+        return finish(hidden)
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(chain, "finish", killed)
+        kl_of(chain, batches, folder, constants=constants)
+    # Two sequences of a candidate are one forward; the last batch of three has no other beside it.
+    kept = len(list(folder.records(JOURNAL)))
+    assert kept == min(stop_after, 12) // 2 * 2 + max(0, stop_after - 12)
+    assert kl_of(chain, batches, folder, constants=constants) == whole
+    keys = [(r["batch"], r["layer"], r["side"], r["bits"]) for r in folder.records(JOURNAL)]
+    assert len(keys) == len(set(keys)) == 18
+
+
+def test_a_journal_cut_in_its_last_line_loses_that_forward_alone(setting: Any, tmp_path: Path) -> None:
+    chain, batches, constants = setting
+    folder = RunFolder(tmp_path)
+    whole = kl_of(chain, batches, folder, constants=constants)
+    journal = folder.file(JOURNAL)
+    data = journal.read_bytes()
+    for cut in (1, 20, 60):
+        journal.write_bytes(data[:-cut])
+        before = chain.count.layer_tokens
+        assert kl_of(chain, batches, folder, constants=constants) == whole
+        # cut 1 takes the line's end alone, which loses nothing
+        assert chain.count.layer_tokens - before == (0 if cut == 1 else 3 * TOKENS + (3 + 1) * (TOKENS - SPLIT))
+        assert len(list(folder.records(JOURNAL))) == 3 * len(CANDIDATES)
+
+
+def test_lines_of_another_measurement_are_not_used(setting: Any, tmp_path: Path) -> None:
+    chain, batches, constants = setting
+    folder = RunFolder(tmp_path)
+    whole = kl_of(chain, batches, folder, constants=constants)
+    lines = [json.loads(line) for line in folder.file(JOURNAL).read_text().splitlines()]
+    for line in lines:
+        line.update(identity="theirs", kl_sum=1e6)
+    foreign = "".join(json.dumps(line) + "\n" for line in lines) + '{"identity": "older"}\n[1]\n\n'
+    folder.file(JOURNAL).write_text(foreign)
+    before = chain.count.layer_tokens
+    assert kl_of(chain, batches, folder, constants=constants) == whole
+    assert chain.count.layer_tokens > before
+
+
+def test_forwards_are_told_whether_done_now_or_before(setting: Any, tmp_path: Path) -> None:
+    chain, batches, constants = setting
+    folder, told = RunFolder(tmp_path), []
+    for _ in range(2):
+        measure_isolated(
+            chain,
+            batches,
+            CANDIDATES,
+            constants,
+            plan=DECODE,
+            options=DEFAULTS,
+            folder=folder,
+            identity="mine",
+            on_forward=lambda: told.append(1),
+        )
+    assert len(told) == 2 * 3 * len(CANDIDATES)
+
+
+def test_all_transforms_are_measured_at_2_bits_and_the_fisher_scores_choice_above() -> None:
+    scores = {}
+    for layer in range(2):
+        for side, transforms in (("k", KEY_TRANSFORMS), ("v", VALUE_TRANSFORMS)):
+            for bits in PACKED_BITS:
+                for rank, transform in enumerate(transforms):
+                    # The best of layer 0 is its first transform, of layer 1 its last; e_o says the opposite.
+                    fisher = rank if layer == 0 else -rank
+                    scores[Candidate(layer, side, bits, transform)] = CandidateScores(1.0, 1.0, -fisher, fisher)
+    chosen = isolated_candidates(scores)
+    assert len(chosen) == len(set(chosen)) == 2 * (6 + 2 + 2 * 2)
+    for layer, choice in ((0, 0), (1, -1)):
+        for side, transforms in (("k", KEY_TRANSFORMS), ("v", VALUE_TRANSFORMS)):
+            of = [c for c in chosen if (c.layer, c.side) == (layer, side)]
+            assert [c.transform for c in of if c.bits == 2] == list(transforms)
+            assert [(c.bits, c.transform) for c in of if c.bits > 2] == [
+                (4, transforms[choice]),
+                (8, transforms[choice]),
+            ]
+
+
+def test_a_candidate_that_drives_the_model_to_nan_is_left_out_and_not_measured_again(
+    setting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, batches, constants = setting
+    broken = CANDIDATES[0]
+    rival = replace(broken, transform="hadamard" if broken.transform == "none" else "none")
+    candidates = list(dict.fromkeys([*CANDIDATES, rival]))
+    spec_of = isolated.spec_of
+
+    def faulty(candidate: Candidate, *args: Any) -> LayerSpec:
+        return LayerSpec(k=Faulty(2), v=Faulty(2)) if candidate == broken else spec_of(candidate, *args)
+
+    def measure(folder: RunFolder) -> dict[Candidate, float]:
+        ticks = 0
+
+        def on_forward() -> None:
+            nonlocal ticks
+            ticks += 1
+
+        found = measure_isolated(
+            chain,
+            batches,
+            candidates,
+            constants,
+            plan=DECODE,
+            options=DEFAULTS,
+            folder=folder,
+            identity="mine",
+            on_forward=on_forward,
+        )
+        assert ticks == len(candidates) * len(batches)
+        return found
+
+    folder, healthy = RunFolder(tmp_path / "faulty"), RunFolder(tmp_path / "healthy")
+    folder.create()
+    healthy.create()
+    expected = measure(healthy)
+    monkeypatch.setattr(isolated, "spec_of", faulty)
+    found = measure(folder)
+    assert found == {candidate: kl for candidate, kl in expected.items() if candidate != broken}
+    lines = folder.file(JOURNAL).read_bytes()
+    assert [record["kl_sum"] for record in folder.records(JOURNAL)].count(None) == 1
+    assert measure(folder) == found
+    assert folder.file(JOURNAL).read_bytes() == lines
+
+
+def test_a_width_that_no_candidate_keeps_finite_is_refused_by_its_place(
+    make_model: Callable[..., Any],
+    chain_over: Callable[..., DecoderChain],
+    random_batches: Any,
+    tmp_path: Path,
+) -> None:
+    chain, batches = chain_over(make_model("llama-gqa")), random_batches(1, TOKENS)
+    constants = measure_constants(chain, batches)
+    finish = chain.finish
+    chain.finish = lambda hidden: finish(hidden) * torch.nan  # type: ignore[method-assign]
+    first = CANDIDATES[0]
+    words = f"layer {first.layer}: its {'keys' if first.side == 'k' else 'values'} at {first.bits} bits make"
+    for _ in range(2):
+        with pytest.raises(NonFiniteActivationError, match=words):
+            kl_of(chain, batches, RunFolder(tmp_path), constants=constants)
+    assert {record["kl_sum"] for record in RunFolder(tmp_path).records(JOURNAL)} == {None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_heads", [1, 64])
+def test_memory_grows_with_depth_by_the_residual_stream_and_the_prompts_keys_and_values(
+    num_heads: int,
+    chain_of: Callable[..., DecoderChain],
+    random_batches: Any,
+    peak_bytes: Callable[[Callable[[], object]], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Two sequences in flight: in one batch, or side by side with keys as wide as the residual stream.
+    if is_wide := num_heads > 1:
+        monkeypatch.setattr(isolated, "num_workers", lambda _: 2)
+    tokens, width, peaks = 32, 1024, {}
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads, "head_dim": 16}
+    for depth in (3, 12):
+        chain = chain_of("llama-gqa", num_hidden_layers=depth, hidden_size=width, intermediate_size=16, **heads)
+        constants = measure_constants(chain, random_batches(1, tokens))
+        for num_sequences in (2, 6):
+            batches = random_batches(num_sequences, tokens, batch_size=1 if is_wide else 2)
+            folder = RunFolder(tmp_path / f"{depth}-{num_sequences}")
+            work = partial(kl_of, chain, batches, folder, constants=constants)
+            peaks[depth, num_sequences] = peak_bytes(work)
+    residual = 2 * tokens * width * 4
+    prompt = 2 * SPLIT * 2 * num_heads * 16 * 4
+    slack = 1.05 if is_wide else 1.01  # two threads do not reach their peaks at the same moment each time
+    assert peaks[12, 2] > 12 * 0.75 * residual
+    assert peaks[3, 6] <= slack * peaks[3, 2]
+    assert peaks[12, 6] <= slack * peaks[12, 2]
+    assert peaks[12, 2] - peaks[3, 2] <= 9 * (1.01 * residual + prompt)

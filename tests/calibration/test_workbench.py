@@ -1,0 +1,352 @@
+"""From a model and text to a table, in a folder that remembers what it was measured on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from kvtuner.calibration import workbench as calibrate_module
+from kvtuner.calibration.candidate_pass import CandidateMeasurement, QuantizationOptions
+from kvtuner.calibration.corpus import MIN_SEQUENCE_LENGTH, Corpus, CorpusSource, load_corpus
+from kvtuner.calibration.forward.read_plan import READ_PLANS
+from kvtuner.calibration.isolated_kl import JOURNAL
+from kvtuner.calibration.model_loading import ModelSource, load_model
+from kvtuner.calibration.sensitivity import TABLE_FILE, SensitivityTable, missing_candidates
+from kvtuner.calibration.workbench import IDENTITY_FILE, CalibrationOptions, Workbench, calibrate
+from kvtuner.errors import CorpusError, NonFiniteActivationError, RunFolderError
+from kvtuner.precision import PACKED_BITS
+from kvtuner.run_folder import EVENTS, RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvtuner.calibration.corpus import SplitName
+    from kvtuner.calibration.forward.read_plan import ReadPlanName
+
+
+@pytest.fixture(scope="module")
+def bench_of(load_tiny: Callable[..., Any], corpus_file: Path) -> Callable[..., Workbench]:
+    """`bench_of(family, length=32, sequences=(2, 1, 1), seed=0, **options)`: a workbench, its counter at 0."""
+
+    def make(
+        family: str = "llama-gqa",
+        *,
+        length: int = 32,
+        sequences: tuple[int, int, int] = (2, 1, 1),
+        model_seed: int = 0,
+        corpus_seed: int = 0,
+        **options: Any,
+    ) -> Workbench:
+        loaded = load_tiny(family, seed=model_seed)
+        source = CorpusSource(str(corpus_file), sequence_length=length, num_sequences=sequences, seed=corpus_seed)
+        corpus = load_corpus(source, loaded.tokenizer)
+        bench = Workbench.prepare(loaded, corpus, CalibrationOptions(**{"num_draws": 2, **options}))
+        bench.chain.count.layer_tokens = 0
+        return bench
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(bench_of: Callable[..., Workbench], tmp_path_factory: pytest.TempPathFactory) -> SensitivityTable:
+    """The table of a run that nobody interrupts."""
+    return calibrate(bench_of(), RunFolder(tmp_path_factory.mktemp("whole")))
+
+
+def assert_tables_equal(first: SensitivityTable, second: SensitivityTable) -> None:
+    assert first.scores == second.scores
+    assert first.pairs == second.pairs
+    assert first.identity == second.identity
+    for one, other in zip(first.constants, second.constants, strict=True):
+        assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("mu", "lam", "lam_centered"))
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, appends: int) -> None:
+    """Make the run end as by Ctrl-C after so many lines of the journal."""
+    original, seen = RunFolder.append, []
+
+    def append(self: RunFolder, name: str, record: Any) -> None:
+        original(self, name, record)
+        if name == JOURNAL:
+            seen.append(1)
+            if len(seen) == appends:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunFolder, "append", append)
+
+
+def test_a_second_call_runs_no_layer_at_all(
+    bench_of: Callable[..., Workbench], whole: SensitivityTable, tmp_path: Path
+) -> None:
+    folder, bench = RunFolder(tmp_path / "run"), bench_of()
+    first = calibrate(bench, folder)
+    assert_tables_equal(first, whole)
+    done = bench.chain.count.layer_tokens
+    assert done > 0
+    assert_tables_equal(calibrate(bench, folder), first)
+    assert bench.chain.count.layer_tokens == done
+    fresh = bench_of()
+    assert_tables_equal(calibrate(fresh, folder), first)
+    assert fresh.chain.count.layer_tokens == 0
+
+
+def test_the_table_holds_every_candidate_and_every_width_has_a_kl(
+    bench_of: Callable[..., Workbench], tmp_path: Path
+) -> None:
+    bench = bench_of("qwen2-bias")
+    table = calibrate(bench, RunFolder(tmp_path))
+    assert len(table.scores) == 2 * (6 + 2) * len(PACKED_BITS)
+    assert list(missing_candidates(table, "kl")) == []
+    with_kl = [candidate for candidate, scores in table.scores.items() if scores.kl is not None]
+    assert len(with_kl) == 2 * ((6 + 2) + 2 * 2)
+    assert table.geometry == bench.loaded.shape.geometry
+    assert table.identity == json.loads(json.dumps(bench.identity()))
+    assert_tables_equal(SensitivityTable.load(RunFolder(tmp_path)), table)
+
+
+def test_scores_that_need_no_isolated_kl_skip_it_and_a_later_run_adds_only_that(
+    bench_of: Callable[..., Workbench], whole: SensitivityTable, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path)
+    cheap = bench_of(score="fisher")
+    first = calibrate(cheap, folder)
+    assert all(scores.kl is None for scores in first.scores.values())
+    assert not folder.file(JOURNAL).exists()
+    assert_tables_equal(calibrate(bench_of(score="e_o"), folder), first)
+    full = bench_of(score="kl")
+    second = calibrate(full, folder)
+    assert_tables_equal(second, whole)
+    assert {c: replace(s, kl=None) for c, s in second.scores.items()} == dict(first.scores)
+    # Per sequence: a trace of all 32 tokens, and of the 24 after the prompt another, and each of 12 candidates of a
+    # layer from that layer on.
+    assert full.chain.count.layer_tokens == 2 * (32 * 3 + 24 * (3 + 12 * (3 + 2 + 1)))
+    after = bench_of(score="fisher")
+    assert_tables_equal(calibrate(after, folder), second)
+    assert after.chain.count.layer_tokens == 0
+
+
+@pytest.mark.parametrize("appends", [1, 13, 40])
+def test_a_run_interrupted_among_isolated_forwards_resumes_with_what_is_left(
+    appends: int,
+    bench_of: Callable[..., Workbench],
+    whole: SensitivityTable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, cut = RunFolder(tmp_path), bench_of()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_after(patch, appends)
+        calibrate(cut, folder)
+    assert len(list(folder.records(JOURNAL))) == appends
+    resumed = bench_of()
+    assert_tables_equal(calibrate(resumed, folder), whole)
+    # What is left, and two traces of each sequence that is not finished; a layer has 12 candidates.
+    left = [3 - n % 36 // 12 for n in range(appends, 72)]
+    traces = 2 - appends // 36
+    assert resumed.chain.count.layer_tokens == 24 * (sum(left) + 3 * traces) + 32 * 3 * traces
+    lines = [json.dumps(record, sort_keys=True) for record in folder.records(JOURNAL)]
+    assert len(lines) == len(set(lines)) == 72
+
+
+def test_a_run_interrupted_in_the_candidate_pass_starts_that_pass_again(
+    bench_of: Callable[..., Workbench],
+    whole: SensitivityTable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, original = RunFolder(tmp_path), CandidateMeasurement._measure_layer
+
+    def stop(self: Any, layer_id: int, *args: Any) -> Any:
+        if layer_id == 1:
+            raise KeyboardInterrupt
+        return original(self, layer_id, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(CandidateMeasurement, "_measure_layer", stop)
+        calibrate(bench_of(), folder)
+    assert not folder.file(TABLE_FILE).exists()
+    assert_tables_equal(calibrate(bench_of(), folder), whole)
+
+
+def test_pairs_asked_for_later_are_added_without_isolated_forwards(
+    bench_of: Callable[..., Workbench], tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path)
+    first = calibrate(bench_of(), folder)
+    journal = folder.file(JOURNAL).read_bytes()
+    second = calibrate(bench_of(with_pairs=True), folder)
+    assert len(second.pairs) == 3 * 9
+    assert second.scores == first.scores
+    assert folder.file(JOURNAL).read_bytes() == journal
+
+
+def test_each_phase_is_logged(bench_of: Callable[..., Workbench], tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    calibrate(bench_of(), folder)
+    assert [record["event"] for record in folder.records(EVENTS)] == ["statistics", "candidates", "isolated"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"family": "qwen2-bias"}, "model_config"),
+        ({"model_seed": 1}, "model_weights"),
+        ({"corpus_seed": 1}, "calibrate_tokens"),
+        ({"length": 16, "sequences": (4, 2, 2)}, "sequence_length"),
+        ({"read_plan": "hit"}, "read_plan"),
+        ({"num_draws": 3}, "num_draws"),
+        ({"batch_size": 2}, "batch_size"),
+        ({"seed": 5}, "seed"),
+        ({"quant": QuantizationOptions(k_group_size=8)}, "k_group_size"),
+        ({"quant": QuantizationOptions(v_group_size=8)}, "v_group_size"),
+        ({"quant": QuantizationOptions(symmetric=True)}, "symmetric"),
+    ],
+)
+def test_a_folder_of_another_measurement_is_refused_by_the_field_that_differs(
+    changes: dict[str, Any], field: str, bench_of: Callable[..., Workbench], tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.check_identity(IDENTITY_FILE, bench_of().identity(), "measurements")
+    other = bench_of(**changes)
+    with pytest.raises(RunFolderError, match=rf"holds the measurements of another run: {field} is .* there and"):
+        calibrate(other, folder)
+    assert other.chain.count.layer_tokens == 0
+
+
+def test_measurements_of_another_version_of_the_code_are_refused(
+    bench_of: Callable[..., Workbench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    for older in ({"measurement": calibrate_module.MEASUREMENT - 1}, {}):  # the first version had no number
+        identity = bench_of().identity()
+        identity.pop("measurement")
+        folder.file(IDENTITY_FILE).unlink(missing_ok=True)
+        folder.check_identity(IDENTITY_FILE, {**identity, **older}, "measurements")
+        with pytest.raises(RunFolderError, match="measurement is"):
+            calibrate(bench_of(), folder)
+
+
+def test_a_folder_of_another_dtype_is_refused_by_the_dtype_and_not_by_the_weights(
+    bench_of: Callable[..., Workbench], model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, bench = RunFolder(tmp_path), bench_of()
+    folder.check_identity(IDENTITY_FILE, bench.identity(), "measurements")
+    half = load_model(ModelSource(str(model_folder()), device="cpu", dtype="bfloat16"))
+    with pytest.raises(RunFolderError, match=r"dtype is .*float32.* there and .*bfloat16"):
+        calibrate(replace(bench, loaded=half), folder)
+
+
+def test_tokens_that_the_model_has_no_embedding_of_are_refused(bench_of: Callable[..., Workbench]) -> None:
+    bench = bench_of()
+    for split in ("calibrate", "select", "report"):
+        splits = {name: ids.clone() for name, ids in bench.corpus.splits.items()}
+        splits[split][0, 5] = 319
+        Workbench.prepare(bench.loaded, Corpus(splits), bench.options)
+        splits[split][0, 5] = 320
+        with pytest.raises(CorpusError, match="below the 320 embedding rows of llama-gqa, but its tokenizer gives 320"):
+            Workbench.prepare(bench.loaded, Corpus(splits), bench.options)
+
+
+@pytest.mark.parametrize("split", ["select", "report"])
+def test_nan_of_a_token_outside_the_calibrate_split_is_an_error_that_names_the_layer(
+    split: SplitName, bench_of: Callable[..., Workbench], make_model: Callable[..., Any]
+) -> None:
+    shared = bench_of()
+    splits = {name: ids.clamp(max=300) for name, ids in shared.corpus.splits.items()}
+    splits[split][0, 5] = 310
+    model = make_model("llama-gqa")
+    model.set_attn_implementation(shared.loaded.model.config._attn_implementation)
+    model.requires_grad_(False).get_input_embeddings().weight[310] = torch.nan
+    bench = Workbench.prepare(replace(shared.loaded, model=model), Corpus(splits), shared.options)
+    bench.simulator("calibrate")
+    with pytest.raises(NonFiniteActivationError, match="layer 0: its inputs hold NaN or infinity"):
+        bench.simulator(split)
+
+
+@pytest.mark.parametrize("read_plan", READ_PLANS)
+def test_the_shortest_sequences_have_something_to_score_under_every_read_plan(
+    read_plan: ReadPlanName, bench_of: Callable[..., Workbench]
+) -> None:
+    bench = bench_of(length=MIN_SEQUENCE_LENGTH, read_plan=read_plan)
+    assert bench.plan.split > 0 or read_plan == "cache"
+    assert bench.simulator("report").measure({}).nll.isfinite().any()
+
+
+def test_every_measurement_setting_is_part_of_the_identity(bench_of: Callable[..., Workbench]) -> None:
+    bench = bench_of()
+    first = bench.identity()
+    shorter = replace(bench.loaded, shape=replace(bench.loaded.shape, context_length=100))
+    assert replace(bench, loaded=shorter).identity() != first
+    for split in ("calibrate", "select", "report"):
+        splits = {name: ids.clone() for name, ids in bench.corpus.splits.items()}
+        splits[split][0, 5] += 1
+        assert replace(bench, corpus=Corpus(splits)).identity()[f"{split}_tokens"] != first[f"{split}_tokens"]
+    for score in ("fisher", "e_o"):
+        assert replace(bench, options=replace(bench.options, score=score)).identity() == first
+
+
+def test_a_table_copied_from_another_run_is_refused(bench_of: Callable[..., Workbench], tmp_path: Path) -> None:
+    calibrate(bench_of(score="fisher"), RunFolder(tmp_path / "theirs"))
+    mine = RunFolder(tmp_path / "mine")
+    mine.create()
+    shutil.copy(tmp_path / "theirs" / TABLE_FILE, mine.file(TABLE_FILE))
+    with pytest.raises(RunFolderError, match="was measured on something else: model_weights is"):
+        calibrate(bench_of(score="fisher", model_seed=1), mine)
+
+
+@pytest.mark.parametrize("name", [TABLE_FILE, IDENTITY_FILE])
+@pytest.mark.parametrize("damage", ["cut", "flip", "foreign"])
+def test_a_damaged_file_is_refused_and_nothing_is_overwritten(
+    name: str, damage: str, bench_of: Callable[..., Workbench], tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path)
+    calibrate(bench_of(score="fisher"), folder)
+    good = folder.file(name).read_bytes()
+    middle = good.index(b'"seed": ') + len('"seed": ')
+    bad = {
+        "cut": good[: len(good) // 2],
+        "flip": good[:middle] + b"9" + good[middle + 1 :],
+        "foreign": b'{"payload": {}}',
+    }[damage]
+    folder.file(name).write_bytes(bad)
+    with pytest.raises(RunFolderError, match=f"{name} is damaged"):
+        calibrate(bench_of(), folder)
+    assert folder.file(name).read_bytes() == bad
+
+
+def test_splits_are_read_at_positions_of_their_own_the_same_each_time(
+    bench_of: Callable[..., Workbench],
+) -> None:
+    bench = bench_of(sequences=(3, 3, 3))
+    starts = {}
+    for split in ("calibrate", "select", "report"):
+        first, again = (torch.cat([batch.position_ids[:, 0] for batch in bench.batches(split)]) for _ in range(2))
+        assert torch.equal(first, again)
+        starts[split] = first.tolist()
+    assert len({tuple(value) for value in starts.values()}) == 3
+    assert [batch.position_ids[0, -1].item() for batch in bench.batches("report", "large")] == [511] * 3
+
+
+def test_the_simulator_measures_the_split_it_was_asked_for(bench_of: Callable[..., Workbench]) -> None:
+    bench = bench_of(sequences=(2, 1, 3))
+    for split, count in (("calibrate", 2), ("select", 1), ("report", 3)):
+        assert bench.simulator(split).measure({}).kl.shape == (count, 32 - 8)
+
+
+def test_counts_that_are_reported_stand_in_the_table(whole: SensitivityTable) -> None:
+    assert whole.info == {"calibrate_tokens": 64, "split_tokens": 8}
+
+
+@pytest.mark.slow
+def test_every_family_calibrates_from_disk(family: str, bench_of: Callable[..., Workbench], tmp_path: Path) -> None:
+    table = calibrate(bench_of(family, length=64, batch_size=2), RunFolder(tmp_path))
+    for layer in range(table.geometry.num_layers):
+        for side in ("k", "v"):
+            by_bits = [table.best(layer, side, bits, "kl")[1] for bits in PACKED_BITS]
+            assert by_bits == sorted(by_bits, reverse=True)

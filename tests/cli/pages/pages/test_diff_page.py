@@ -1,0 +1,239 @@
+"""``kvtuner diff``: what changed is marked, listed and counted; quality is compared where it can be."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtuner.cli.commands.diff import difference_lines
+from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
+from kvtuner.exported_configs.profile.evidence import ModelIdentity, Provenance
+from kvtuner.report.difference_page import difference_page
+from kvtuner.report.profile_difference import difference_of
+from kvtuner.report.terminal import Terminal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from types import SimpleNamespace
+
+    from kvtuner.exported_configs.profile.profile import Profile
+
+
+HASH = "sha256:" + 64 * "a"
+OTHER_HASH = "sha256:" + 64 * "b"
+
+
+@pytest.mark.parametrize(
+    ("build", "changed", "marks"),
+    [
+        (lambda kit: kit.make(kit.BASE), {}, "    "),
+        (lambda kit: kit.make(kit.swapped(3, kit.choice((4, 4)))), {3: ["bits"]}, "   ^"),
+        (lambda kit: kit.make(kit.swapped(1, kit.choice((8, 2), "hadamard"))), {1: ["transform"]}, " ^  "),
+        (lambda kit: kit.make(kit.swapped(0, kit.choice((4, 4), "centered"))), {0: ["transform"]}, "^   "),
+        (lambda kit: kit.make(kit.swapped(0, kit.choice((4, 4), "balanced", seed=1))), {0: ["constants"]}, "~   "),
+        (
+            lambda kit: kit.make(kit.swapped(0, kit.choice((8, 4), "balanced", seed=1))),
+            {0: ["bits", "constants"]},
+            "^   ",
+        ),
+        (lambda kit: kit.make(kit.swapped(2, kit.choice((16, 8)))), {2: ["bits"]}, "  ^ "),
+        (lambda kit: kit.make(kit.BASE, symmetric=True), {}, "    "),
+    ],
+    ids=[
+        "nothing",
+        "bits",
+        "value transform",
+        "key transform",
+        "constants",
+        "both",
+        "from 16 bits",
+        "symmetric",
+    ],
+)
+def test_diff_marks_and_lists_what_changed(
+    kit: SimpleNamespace, build: Callable[[Any], Profile], changed: dict[int, list[str]], marks: str
+) -> None:
+    first, second = kit.make(kit.BASE), build(kit)
+    difference = difference_of(first, second)
+    facts = json.loads(json.dumps(difference.to_json()))
+    assert {row["layer"]: row["changed"] for row in facts["layers"]} == changed
+    assert facts["same_digest"] == (first.digest == second.digest)
+    lines = difference_lines(difference, Terminal(80))
+    assert kit.read_strip(lines, "1 ") == kit.stored(first) and kit.read_strip(lines, "2 ") == kit.stored(second)
+    (row,) = (line for line in lines if line.startswith("changed"))
+    assert row[9:].ljust(4) == marks
+    listed = [int(line.split()[1]) for line in lines if re.match(r"layer \d", line)]
+    assert listed == list(changed)
+    assert any("(other constants)" in line for line in lines) == (list(changed.values()) == [["constants"]])
+    page = kit.check_harmless(difference_page(difference, ("a.json", "b.json")))
+    assert [cells[-1] for cells in page.layers] == list(marks)
+    assert all((("not changed" in cells[0]) == (mark == " ")) for cells, mark in zip(page.layers, marks, strict=True))
+
+
+def test_diff_of_another_granularity_or_group_says_which(kit: SimpleNamespace) -> None:
+    plain = [kit.choice((4, 4)), kit.choice((16, 4)), kit.choice((2, 4))]
+    first, second = kit.make(plain), kit.make(plain, k_granularity="per_channel", k_group_size=32)
+    facts = difference_of(first, second).to_json()
+    assert {row["layer"]: row["changed"] for row in facts["layers"]} == {0: ["granularity"], 2: ["granularity"]}
+    assert facts["defaults"] == {"k.granularity": ["per_token", "per_channel"], "k.group_size": [16, 32]}
+    lines = difference_lines(difference_of(first, second), Terminal(80))
+    assert any(line.startswith("changed") and line[9:] == "^ ^" for line in lines)
+    assert any(line.startswith("layer 0") and "per channel/none" in line for line in lines)
+    groups = difference_of(first, kit.make(plain, v_group_size=8))
+    assert groups.to_json()["defaults"] == {"v.group_size": [16, 8]} and groups.layers == ()
+    assert defaults_of(difference_lines(groups, Terminal(80))) == [["v.group_size", "16", "8", "*"]]
+    assert "v.group_size" in kit.Page(difference_page(groups, ("a", "b"))).cells
+
+
+def defaults_of(lines: list[str]) -> list[list[str]]:
+    """Rows about what all quantized layers share, by any words for it."""
+    return [line.split() for line in lines if re.search(r"granularity|group|symmetr", line) and "^" not in line]
+
+
+def test_diff_names_each_default_that_differs_once_with_both_values(kit: SimpleNamespace) -> None:
+    plain = [kit.choice((4, 4)), kit.choice((16, 4))]
+    first = kit.make(plain)
+    second = kit.make(plain, k_granularity="per_channel", k_group_size=32, v_group_size=8, symmetric=True)
+    assert defaults_of(difference_lines(difference_of(first, second), Terminal(80))) == [
+        ["k.granularity", "per_token", "per_channel", "*"],
+        ["k.group_size", "16", "32", "*"],
+        ["k.symmetric", "False", "True", "*"],
+        ["v.group_size", "16", "8", "*"],
+        ["v.symmetric", "False", "True", "*"],
+    ]
+    assert defaults_of(difference_lines(difference_of(second, second), Terminal(80))) == []
+
+
+def test_diff_of_other_shapes_goes_as_far_as_it_can(kit: SimpleNamespace) -> None:
+    first = kit.make(kit.BASE)
+    heads = difference_of(
+        first, kit.make([LayerQuantization(4, 4, kit.transform("balanced", heads=1)), *kit.BASE[1:]], heads=1)
+    )
+    assert heads.geometry == {"num_kv_heads": (2, 1)}
+    assert heads.layers == (), "layers of one pair and transform, whose constants cannot be compared"
+    assert not heads.quality.is_comparable
+    longer = difference_of(first, kit.make(kit.layers_of(30)))
+    assert longer.to_json()["layers_compared"] is False and longer.to_json()["layers"] == []
+    lines = difference_lines(longer, Terminal(20))
+    assert not any(line.startswith("changed") for line in lines)
+    assert kit.read_strip(lines[: lines.index("", lines.index("") + 1)], "1 ") == kit.stored(first)
+    page = kit.Page(difference_page(longer, ("a", "b")))
+    assert len(page.layers) == 34 and "no layer stands beside another" in page.text
+
+
+def test_diff_keeps_what_its_json_had_and_adds_bytes_and_quality(
+    kit: SimpleNamespace, run: Any, tmp_path: Path
+) -> None:
+    profiles = kit.make(kit.BASE), kit.make(kit.swapped(3, kit.choice((8, 8))))
+    files = tmp_path / "a.json", tmp_path / "b.json"
+    for file, profile in zip(files, profiles, strict=True):
+        file.write_bytes(dump_profile(profile))
+    page = tmp_path / "diff.html"
+    status, out, _ = run("diff", *files, "--json", "--exit-code", "--html", page)
+    facts = json.loads(out)
+    assert status == 1 and facts["page"] == str(page)
+    kept = {
+        "same_digest",
+        "digest",
+        "model",
+        "geometry",
+        "defaults_differ",
+        "layers",
+        "mean_bits",
+        "bytes_per_token",
+        "kl",
+    }
+    assert kept <= set(facts)
+    assert {"layer", "first", "second"} <= set(facts["layers"][0])
+    assert {"pair", "k_transform", "v_transform", "constants"} <= set(facts["layers"][0]["first"])
+    sizes = [profile.bytes_per_token() for profile in profiles]
+    assert facts["bytes_per_token"] == sizes and facts["tokens_per_gib"] == [2**30 // size for size in sizes]
+    assert facts["bytes_ratio"] == pytest.approx(sizes[1] / sizes[0], abs=1e-6)
+    assert facts["ratio_to_bf16"][0] == pytest.approx(4 * 2 * kit.HEADS * kit.CHANNELS * 2 / sizes[0], abs=1e-4)
+    assert facts["quality"]["comparable"] and facts["quality"]["intervals_overlap"]
+    assert "a.json beside b.json" in kit.check_harmless(page.read_text()).text
+    assert run("diff", *files, "--html", page)[1].splitlines()[-1] == f"page: {page}"
+    assert run("diff", files[0], files[0], "--exit-code")[0] == 0
+    namesake = tmp_path / "other" / "a.json"
+    namesake.parent.mkdir()
+    namesake.write_bytes(files[1].read_bytes())
+    assert run("diff", files[0], namesake, "--html", page)[0] == 0
+    assert f"{tmp_path.name}/a.json beside other/a.json" in kit.Page(page.read_text()).text
+
+
+@pytest.mark.parametrize(
+    ("limits", "overlap", "said"),
+    [
+        ((0.013, 0.02, 0.03), True, "shows neither to be better"),
+        ((0.014, 0.02, 0.03), True, "shows neither to be better"),
+        ((0.0141, 0.02, 0.03), False, "the first is better"),
+        ((0.001, 0.002, 0.0109), False, "the second is better"),
+    ],
+)
+def test_quality_on_the_same_tokens_is_judged_by_its_intervals(
+    kit: SimpleNamespace, limits: tuple[float, float, float], overlap: bool, said: str
+) -> None:
+    first = kit.make(kit.BASE)
+    quality = difference_of(first, kit.with_kl(first, *limits)).quality
+    assert quality.is_comparable and quality.intervals_overlap == overlap
+    assert said in quality.words() and "same tokens" in quality.words()
+
+
+def test_quality_that_was_measured_otherwise_is_not_compared(kit: SimpleNamespace) -> None:
+    first = kit.make(kit.BASE)
+    texts = {"calibrate": kit.HASH, "select": kit.HASH, "report": kit.OTHER_HASH}
+    others = {
+        "report text": kit.with_record(first, token_ids_sha256=texts),
+        "positions": kit.with_record(first, position_range=[0, 511]),
+        "read plan": kit.with_kl(first, 0.1, 0.2, 0.3, read_plan="cache"),
+        "model": kit.make(kit.BASE, model=ModelIdentity.model_validate({**kit.MODEL, "config_sha256": kit.OTHER_HASH})),
+        "dtype": kit.make(kit.BASE, model=ModelIdentity.model_validate({**kit.MODEL, "dtype": "float32"})),
+    }
+    for name, other in others.items():
+        quality = difference_of(first, other).quality
+        assert quality.apart == (name,) and not quality.is_comparable
+        assert "not comparable" in quality.words() and name in quality.words() and "better" not in quality.words()
+    longer = kit.with_kl(first, 0.1, 0.2, 0.3, split_tokens=4097)
+    assert difference_of(first, longer).quality.apart == ("report text",)
+    trained = kit.with_record(first, token_ids_sha256={**texts, "report": kit.HASH, "select": kit.OTHER_HASH}, seed=8)
+    assert difference_of(first, trained).quality.is_comparable, "what was calibrated on may differ"
+    unknown = kit.make(kit.BASE, provenance=Provenance.model_validate({**kit.PROVENANCE, "calibration": None}))
+    assert difference_of(unknown, unknown).quality.apart == ("report text", "positions")
+    bare = difference_of(first, kit.make(kit.BASE, quality=None)).quality
+    assert not bare.is_comparable and "not measured of the second" in bare.words()
+
+
+@pytest.mark.parametrize(
+    ("changes", "others", "apart"),
+    [
+        ({"checkpoint_sha256": HASH}, {"checkpoint_sha256": HASH}, ()),
+        ({"checkpoint_sha256": HASH}, {"checkpoint_sha256": OTHER_HASH}, ("model",)),
+        ({"checkpoint_sha256": HASH}, {"checkpoint_sha256": None}, ("model",)),
+        ({"checkpoint_sha256": None}, {"checkpoint_sha256": None}, ("model",)),
+        ({"checkpoint_sha256": HASH}, {"checkpoint_sha256": HASH, "config_sha256": OTHER_HASH}, ("model",)),
+        ({"checkpoint_sha256": HASH}, {"checkpoint_sha256": HASH, "rope_sha256": OTHER_HASH}, ("model",)),
+        ({"checkpoint_sha256": HASH}, {"checkpoint_sha256": HASH, "tokenizer_sha256": OTHER_HASH}, ("model",)),
+    ],
+)
+def test_one_model_by_hub_id_and_by_folder_is_compared_where_the_weights_are_known_to_be_the_same(
+    kit: SimpleNamespace, changes: dict[str, Any], others: dict[str, Any], apart: tuple[str, ...]
+) -> None:
+    by_id = {**kit.MODEL, "id": "owner/tiny", "revision": "0123abcd", **changes}
+    by_folder = {**kit.MODEL, "id": "tiny-copy", "revision": None, **others}
+    first, second = (kit.make(kit.BASE, model=ModelIdentity.model_validate(each)) for each in (by_id, by_folder))
+    assert difference_of(first, second).quality.apart == apart
+
+
+def test_a_picture_of_both_is_drawn_where_both_were_measured_alike(kit: SimpleNamespace) -> None:
+    first = kit.make(kit.BASE)
+    alike = kit.Page(difference_page(difference_of(first, kit.with_kl(first, 0.1, 0.2, 0.3)), ("a", "b")))
+    apart = kit.Page(
+        difference_page(difference_of(first, kit.with_kl(first, 0.1, 0.2, 0.3, read_plan="hit")), ("a", "b"))
+    )
+    assert (alike.names().count("img"), apart.names().count("img")) == (1, 2)
+    (words,) = (attributes["alt"] for name, attributes in alike.tags if name == "img")
+    assert words.count("K4V4 at") == 1 and "first at" in words and "second at" in words

@@ -1,0 +1,191 @@
+"""A strip in the terminal says what the profile says, at any width, in colours where they are asked for."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtuner.cli.commands.diff import difference_lines
+from kvtuner.exported_configs.profile.build import dump_profile
+from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.report.layer_strip import COLOURS, profile_strip
+from kvtuner.report.profile_difference import difference_of
+from kvtuner.report.profile_text import describe
+from kvtuner.report.terminal import Terminal, wants_colour
+
+if TYPE_CHECKING:
+    from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+@pytest.mark.parametrize("count", [1, 10, 28, 80, 1024])
+@pytest.mark.parametrize("has_colour", [False, True])
+def test_a_strip_is_read_back_at_every_width(kit: SimpleNamespace, width: int, count: int, has_colour: bool) -> None:
+    profile = kit.make(kit.layers_of(count))
+    lines = profile_strip(profile, Terminal(width, has_colour))
+    plain = [kit.ESCAPES.sub("", line) for line in lines]
+    assert max(map(len, plain)) <= width
+    assert kit.read_strip(plain) == kit.stored(profile)
+    assert any(line != bare for line, bare in zip(lines, plain, strict=True)) == has_colour
+    assert all(line.isascii() and line.isprintable() for line in plain)
+
+
+def test_the_legend_names_what_occurs_and_nothing_else(kit: SimpleNamespace) -> None:
+    lines = profile_strip(kit.make([kit.choice((4, 16), "centered+hadamard")]), Terminal(80))
+    legend = " ".join(lines[lines.index("") :])
+    assert "4  F=16" in legend and "C=centered + hadamard" in legend and ".=none" in legend
+    assert "hadamard" not in legend.replace("centered + hadamard", "") and "2" not in legend and "8" not in legend
+
+
+def test_keys_per_channel_have_a_letter_of_their_own(kit: SimpleNamespace) -> None:
+    profile = kit.make([kit.choice(), kit.choice((16, 4))], k_granularity="per_channel", k_group_size=32)
+    lines = profile_strip(profile, Terminal(80))
+    assert "K kind p." in lines
+    assert "p=per channel" in " ".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_terminal", "expected"),
+    [
+        ({"TERM": "xterm-256color"}, True, True),
+        ({}, True, True),
+        ({"TERM": "xterm-256color"}, False, False),
+        ({"TERM": "dumb"}, True, False),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"NO_COLOR": ""}, True, True),
+        ({"FORCE_COLOR": "1"}, False, True),
+        ({"FORCE_COLOR": "1", "TERM": "dumb"}, False, True),
+        ({"FORCE_COLOR": ""}, False, False),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
+    ],
+)
+def test_colour_is_for_those_who_want_it(environment: dict[str, str], is_terminal: bool, expected: bool) -> None:
+    primary, secondary = pty.openpty()
+    with open(primary, "rb"), open(secondary if is_terminal else os.devnull, "w") as stream:
+        if not is_terminal:
+            os.close(secondary)
+        assert wants_colour(stream, environment) == expected
+
+
+def luminance(number: int) -> float:
+    """Of one of the 240 colours that terminals agree on: a cube of six levels, then greys."""
+    levels = (0, 95, 135, 175, 215, 255)
+    cell = number - 16
+    channels = (
+        [levels[cell // 36], levels[cell // 6 % 6], levels[cell % 6]] if number < 232 else [8 + 10 * (cell - 216)] * 3
+    )
+    linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_digits_are_readable_and_widths_told_apart_by_lightness_alone(kit: SimpleNamespace) -> None:
+    papers = []
+    for letter in kit.BITS:
+        ink, paper = (luminance(number) for number in COLOURS[letter])
+        assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) > 4.5
+        papers.append(116 * paper ** (1 / 3) - 16 if paper > 0.008856 else 903.3 * paper)
+    assert all(wider + 15 < narrower for narrower, wider in itertools.pairwise(papers))
+
+
+def test_show_colours_on_demand_only(
+    kit: SimpleNamespace, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = kit.make(kit.layers_of(28))
+    file = tmp_path / "profile.json"
+    file.write_bytes(dump_profile(profile))
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    plain = run("show", file)[1]
+    assert "\x1b" not in plain and kit.read_strip(plain.splitlines()) == kit.stored(profile)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    coloured = run("show", file)[1]
+    assert "\x1b" in coloured and kit.ESCAPES.sub("", coloured) == plain
+    assert "\x1b" in run("diff", file, file)[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run("show", file)[1] == plain
+
+
+@pytest.mark.slow
+def test_show_on_a_real_terminal_has_its_width_and_colours(kit: SimpleNamespace, tmp_path: Path) -> None:
+    profile = kit.make(kit.layers_of(80))
+    file = tmp_path / "profile.json"
+    file.write_bytes(dump_profile(profile))
+    primary, secondary = pty.openpty()
+    fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    unset = ("COLUMNS", "NO_COLOR", "FORCE_COLOR")
+    environment = {**{k: v for k, v in os.environ.items() if k not in unset}, "TERM": "xterm-256color"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvtuner", "show", str(file)],
+        stdout=secondary,
+        stderr=secondary,
+        env=environment,
+        cwd=ROOT,
+    ) as process:
+        os.close(secondary)
+        said = b""
+        while True:
+            try:
+                part = os.read(primary, 65536)
+            except OSError:  # the other side is closed
+                break
+            if not part:
+                break
+            said += part
+    os.close(primary)
+    assert process.returncode == 0
+    assert b"\x1b[38;5;" in said
+    lines = kit.ESCAPES.sub("", said.decode()).splitlines()
+    strip = [line for line in lines if line.startswith(("K bits", "V bits", "K kind", "V kind"))]
+    assert {len(line) for line in strip} == {57, 37}  # 50 and 30 layers beside names
+    assert kit.read_strip(lines) == kit.stored(profile)
+
+
+def test_show_says_every_layer_once(kit: SimpleNamespace, run: Any, tmp_path: Path) -> None:
+    """Four rows of the strip and the ruler are all that grows with the layers."""
+    lengths = []
+    for count in (9, 10):
+        file = tmp_path / f"{count}.json"
+        file.write_bytes(dump_profile(kit.make([kit.choice((2 + 2 * (n % 2), 4)) for n in range(count)])))
+        lines = run("show", file)[1].splitlines()
+        assert kit.read_strip(lines) == kit.stored(load_profile(file))
+        lengths.append((len(lines), [len(line) for line in lines if line.startswith(("K ", "V "))]))
+    assert lengths[0][0] == lengths[1][0]
+    assert [after - before for before, after in zip(lengths[0][1], lengths[1][1], strict=True)] == [1] * 4
+
+
+def test_show_says_how_scales_are_shared(kit: SimpleNamespace) -> None:
+    plain = [kit.choice((4, 4))]
+    lines = describe(kit.make(plain, k_granularity="per_channel", k_group_size=32, v_group_size=8)).splitlines()
+    assert "keys      per channel, 32 tokens per scale of a channel" in lines
+    assert "values    per token, 8 channels per scale" in lines
+    assert "keys      per token, 16 channels per scale, symmetric" in describe(kit.make(plain, symmetric=True))
+
+
+def test_hostile_text_steers_no_terminal(kit: SimpleNamespace) -> None:
+    profile = kit.hostile(kit.make(kit.layers_of(3)))
+    lines = [*describe(profile).split("\n"), *difference_lines(difference_of(profile, profile), Terminal(80))]
+    assert "evil.example" in "".join(lines)
+    assert all(line.isprintable() for line in lines)
+
+
+def test_a_strip_of_other_letters_would_be_noticed(kit: SimpleNamespace) -> None:
+    """The reader above can fail: a wrong cell and a shifted ruler are found."""
+    profile = kit.make(kit.layers_of(28))
+    lines = profile_strip(profile, Terminal(80))
+    wrong = [line.replace("K bits 2", "K bits 4") for line in lines]
+    assert kit.read_strip(wrong) != kit.stored(profile)
+    with pytest.raises(AssertionError):
+        kit.read_strip([line.replace("|10 ", " |10") for line in lines])

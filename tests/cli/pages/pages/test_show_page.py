@@ -1,0 +1,202 @@
+"""``kvtuner show --html``: the page says what the profile and its evaluations say, whoever wrote them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shlex
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtuner.exported_configs.profile.build import AskedBudget, dump_profile
+from kvtuner.exported_configs.profile.evaluation_record import dump_evaluation, evaluation_path
+from kvtuner.exported_configs.profile.evidence import BaselineRecord, ModelIdentity, Provenance, QualityRecord
+from kvtuner.report.difference_page import difference_page
+from kvtuner.report.plots.quality_plot import quality_points
+from kvtuner.report.profile_difference import difference_of
+from kvtuner.report.profile_page import ShownProfile, profile_page
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import SimpleNamespace
+
+
+def test_a_page_shows_the_layers_of_the_profile_in_cells_and_in_words(kit: SimpleNamespace) -> None:
+    profile = kit.make(kit.layers_of(28))
+    page = kit.check_harmless(profile_page([ShownProfile("profile.json", profile)]))
+    codes = {name: letter for letter, name in kit.LETTERS.items()}
+    assert [cells[1:] for cells in page.layers] == [
+        [str(layer), str(k), str(v), codes[k_kind], codes[v_kind]]
+        for layer, (k, v, k_kind, v_kind) in enumerate(kit.stored(profile))
+    ]
+    for layer, (k, v, k_kind, v_kind) in enumerate(kit.stored(profile)):
+        keys, values = (
+            f"{bits} bits" + ("" if kind == "none" else f" {kind}") for bits, kind in ((k, k_kind), (v, v_kind))
+        )
+        assert page.layers[layer][0] == f"layer {layer}: keys {keys}, values {values}"
+
+
+def test_a_page_says_identity_capacity_quality_provenance_and_how_to_serve_it(kit: SimpleNamespace) -> None:
+    profile = kit.make(kit.layers_of(9))
+    page = kit.Page(profile_page([ShownProfile("profile-4bit.json", profile)]))
+    size = profile.bytes_per_token()
+    bf16 = 9 * 2 * kit.HEADS * kit.CHANNELS * 2
+    assert {
+        profile.digest,
+        "4bit",
+        "0.0125 [0.0110, 0.0140]",
+        "K4V4 + transforms",
+        "fp8",
+        "nsga2, 100 trials, seed 7",
+    } <= {*page.cells}
+    for row in ((size, bf16 // 2, bf16), tuple(2**30 // each for each in (size, bf16 // 2, bf16))):
+        cells = [f"{each:,}" for each in row]
+        assert any(page.cells[start : start + 3] == cells for start in range(len(page.cells)))
+    assert "sglang serve --model-path owner/tiny --kvtuner-profile profile-4bit.json" in page.text
+    (image,) = (attributes for name, attributes in page.tags if name == "img")
+    for words in ("this profile at", "K4V4 at 5.00 bits has 0.0500 [0.0250, 0.100]", "fp8 at 8.00 bits"):
+        assert words in image["alt"]
+
+
+def test_a_page_of_what_was_not_measured_says_so(kit: SimpleNamespace) -> None:
+    made = Provenance.model_validate({**kit.PROVENANCE, "calibration": None, "search": None})
+    page = kit.Page(profile_page([ShownProfile("p.json", kit.make(kit.layers_of(2), quality=None, provenance=made))]))
+    assert "Not measured." in page.text and "img" not in page.names()
+    assert "nothing says what it was chosen on" in page.text
+
+
+def test_a_page_of_keys_per_channel_gives_no_command_to_serve_them(kit: SimpleNamespace) -> None:
+    profile = kit.make([kit.choice()], k_granularity="per_channel", k_group_size=32)
+    page = kit.Page(profile_page([ShownProfile("p.json", profile)]))
+    assert "sglang serve" not in page.text and "tail pages" in page.text
+
+
+def test_hostile_text_adds_no_tag_to_a_page(kit: SimpleNamespace) -> None:
+    profile = kit.make(kit.layers_of(3))
+    plain_page = kit.check_harmless(profile_page([ShownProfile("p.json", profile, (kit.evaluation_of(profile),))]))
+    said = kit.evaluation_of(profile)
+    evil = said.model_copy(
+        update={
+            "making": said.making.model_copy(update={"command": kit.HOSTILE, "machine": kit.HOSTILE}),
+            "data": said.data.model_copy(update={"corpus": kit.HOSTILE}),
+            "cells": tuple(cell.model_copy(update={"task": kit.HOSTILE, "level": "task"}) for cell in said.cells),
+        }
+    )
+    attacked = kit.check_harmless(profile_page([ShownProfile(kit.HOSTILE, kit.hostile(profile), (evil,))]))
+    assert attacked.names() == plain_page.names()
+    assert "alert(1)" in attacked.text
+    one = difference_of(profile, profile)
+    two = difference_of(kit.hostile(profile), kit.hostile(profile))
+    names = [kit.check_harmless(difference_page(d, (n, n))).names() for d, n in ((one, "p.json"), (two, kit.HOSTILE))]
+    assert names[0] == names[1]
+
+
+def test_the_command_to_serve_is_one_command_whatever_the_names(kit: SimpleNamespace) -> None:
+    identity = ModelIdentity.model_validate({**kit.MODEL, "id": "x; touch $(id) `id`'", "revision": "a && b"})
+    page = kit.Page(profile_page([ShownProfile("my profile;.json", kit.make(kit.layers_of(1), model=identity))]))
+    _, line = page.text.split("sglang serve")
+    words = ["--model-path", identity.id, "--revision", "a && b", "--kvtuner-profile", "my profile;.json"]
+    assert shlex.split(line.split("Where it comes from")[0]) == words
+
+
+def test_figures_that_no_cache_has_are_listed_and_not_drawn(kit: SimpleNamespace) -> None:
+    odd = [
+        {"name": name, "mean_bits": 4.0, "effective_bits": bits, "kl_mean": kl, "kl_low": low, "kl_high": high}
+        for name, bits, kl, low, high in (
+            ("huge", 4.0, 1e30, 1e30, 1e30),
+            ("wide", 1e30, 0.1, 0.1, 0.1),
+            ("upside down", 4.0, 0.1, 0.2, 0.0),
+            ("\u4e2d\u6587 $x$ _a", 4.0, 1e-300, -1e-300, 1e-200),
+            ("zero", 5.0, 0.0, 0.0, 0.0),
+            ("below", 6.0, -0.1, -0.2, 0.1),
+        )
+    ]
+    profile = kit.make(kit.layers_of(2), quality=QualityRecord.model_validate({**kit.QUALITY, "baselines": odd}))
+    drawn = [point.name for point in quality_points(profile, "this")]
+    assert drawn == ["this", "?? $x$ _a", "zero", "below"]
+    page = kit.check_harmless(profile_page([ShownProfile("p.json", profile)]))
+    assert {"huge", "wide", "upside down"} <= set(page.cells)
+
+
+@pytest.mark.slow
+def test_as_many_baselines_as_a_profile_may_hold_are_drawn(kit: SimpleNamespace) -> None:
+    names = [f"baseline {number}" for number in range(256)]
+    many = tuple(
+        BaselineRecord(
+            name=name, mean_bits=4.0, effective_bits=2 + n % 60 / 4, kl_mean=n / 99, kl_low=0.0, kl_high=n / 9
+        )
+        for n, name in enumerate(names)
+    )
+    quality = QualityRecord.model_validate(kit.QUALITY).model_copy(update={"baselines": many})
+    page = kit.Page(profile_page([ShownProfile("p.json", kit.make(kit.layers_of(2), quality=quality))]))
+    assert set(names) <= set(page.cells)
+
+
+def test_show_writes_every_profile_and_evaluation_of_a_run_on_one_page(
+    kit: SimpleNamespace, run: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    profiles = [kit.make(kit.layers_of(4)), kit.make(kit.layers_of(5), budget=AskedBudget("5bit"))]
+    for name, profile in zip(("profile-4bit.json", "profile-5bit.json"), profiles, strict=True):
+        (folder / name).write_bytes(dump_profile(profile))
+    mine, stranger = kit.evaluation_of(profiles[0]), kit.evaluation_of(profiles[0], profile_digest=kit.OTHER_HASH)
+    for evaluation in (
+        mine,
+        stranger.model_copy(update={"making": mine.making.model_copy(update={"machine": "other"})}),
+    ):
+        place = evaluation_path(folder / "profile-4bit.json", evaluation)
+        place.with_name(f"{place.stem}-{evaluation.making.machine[0]}.json").write_bytes(dump_evaluation(evaluation))
+    target = tmp_path / "new" / "page.html"
+    status, out, _ = run("show", folder, "--html", target)
+    assert status == 0 and out.splitlines()[-1] == f"page: {target}"
+    page = kit.check_harmless(target.read_text())
+    assert {each.digest for each in profiles} <= set(page.cells)
+    assert len(page.layers) == 9 and page.names().count("article") == 2
+    assert "By sglang, reads fresh, 50.0% of prompts found in its cache" in page.text
+    assert "0.0321 [0.0300, 0.0400]" in page.cells and "a machine" in page.cells and "other" not in page.cells
+    assert "fp8: 0.0123 [0.0100, 0.0200], p 0.0010" in page.cells and "0.0777" not in page.text
+    facts = json.loads(run("show", folder, "--html", target, "--json")[1])
+    assert [each["page"] for each in facts] == [str(target)] * 2
+
+
+def test_a_page_is_written_over_and_nothing_else_is(kit: SimpleNamespace, run: Any, tmp_path: Path) -> None:
+    profile = kit.make(kit.layers_of(3))
+    file, page = tmp_path / "profile.json", tmp_path / "page.html"
+    file.write_bytes(dump_profile(profile))
+    page.write_text("<!doctype html>\nold")
+    assert run("show", file, "--html", page)[0] == 0
+    assert profile.digest in page.read_text()
+    before = file.read_bytes()
+    for command in (("show", file), ("diff", file, file)):
+        for target, words in ((file, "no HTML page"), (tmp_path, "is a folder"), (file / "x.html", "no folder")):
+            status, out, err = run(*command, "--html", target)
+            assert status == 2 and words in err and out == ""
+        status, _, err = run(*command, "--html", tmp_path / ("x" * 5000))
+        assert status == 2 and "--html" in err
+    assert file.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "profile.json"]
+
+
+def test_a_full_disk_leaves_the_old_page_whole(
+    kit: SimpleNamespace, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, page = tmp_path / "profile.json", tmp_path / "page.html"
+    file.write_bytes(dump_profile(kit.make(kit.layers_of(3))))
+    page.write_text("<!DOCTYPE html>\nold")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    status, _, err = run("show", file, "--html", page)
+    assert status == 2 and "no space left" in err
+    assert page.read_text() == "<!DOCTYPE html>\nold"
+
+
+def test_several_profiles_are_listed_by_their_files(kit: SimpleNamespace, tmp_path: Path) -> None:
+    shown = ShownProfile("profile.json", kit.make(kit.layers_of(2)))
+    assert "other.json" in kit.Page(profile_page([replace(shown, name="other.json"), shown])).cells

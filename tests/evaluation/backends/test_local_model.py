@@ -1,0 +1,123 @@
+"""Answers on the transformers host: those of `generate`, whatever was asked before and wherever a context begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from kvtuner.calibration.model_loading import ModelSource, read_shape
+from kvtuner.errors import NonFiniteActivationError, PrecisionError, UnsupportedModelError
+from kvtuner.evaluation.backends.local_model import Offline
+from kvtuner.evaluation.scheme import Subject, named, of_profile
+from kvtuner.evaluation.tasks.questions import Problem, Question
+from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.quant import QuantSpec
+from kvtuner.runtime_loader.transformers_cache import READ_PLANS, KVTunerCache
+
+CONTEXT = "a table that says nothing of what is asked, but a model says something\n"
+ASKED = ("one", "and two", "one")
+
+
+@pytest.fixture(scope="module")
+def ways(load_tiny: Any, profile_of: Any) -> dict[str, Subject]:
+    loaded = load_tiny("llama-gqa")
+    profile = profile_of(
+        loaded.shape.config, [LayerQuantization(4, 2), LayerQuantization(8, 4), LayerQuantization(2, 16)]
+    )
+    return {each: named(each, loaded.shape) for each in ("bf16", "fp8", "K4V2")} | {"own": of_profile("own", profile)}
+
+
+def asking(*texts: str) -> Problem:
+    return Problem(CONTEXT, tuple(Question(text, "123") for text in texts))
+
+
+@pytest.mark.parametrize("read_plan", READ_PLANS)
+def test_answers_do_not_depend_on_what_was_asked_before(read_plan: Any, load_tiny: Any, ways: Any) -> None:
+    for way in ways.values():
+        host = Offline(load_tiny("llama-gqa"), way, read_plan)
+        found = host.answers(asking(*ASKED))
+        assert found == tuple(host.answers(asking(text))[0] for text in ASKED)
+        assert found[0] == found[2]
+
+
+@pytest.mark.parametrize("made", [{"name": "llama-gqa"}, {"name": "qwen2-bias", "adds_bos": True}], ids=["", "bos"])
+@pytest.mark.parametrize("name", ["bf16", "fp8", "K4V2"])
+def test_answers_are_those_of_generate(name: str, made: Any, load_tiny: Any, model_folder: Any) -> None:
+    """By transformers' own loop and attention, prompt and question in chunks of their own."""
+    loaded = load_tiny(**made)
+    model = AutoModelForCausalLM.from_pretrained(model_folder(**made), dtype=torch.float32).eval()
+    way, tokenizer = named(name, loaded.shape), loaded.tokenizer
+    for text in ASKED:
+        context = tokenizer(CONTEXT, return_tensors="pt").input_ids
+        whole = tokenizer(CONTEXT + text, return_tensors="pt").input_ids
+        assert torch.equal(whole[:, : context.shape[1]], context)
+        cache = {"bf16": lambda: DynamicCache(config=model.config), "fp8": lambda: KVTunerCache.fp8(model.config)}.get(
+            name, lambda: KVTunerCache.from_profile(way.profile, model.config)
+        )()
+        with torch.no_grad():
+            model(context, past_key_values=cache)
+            said = model.generate(whole, past_key_values=cache, max_new_tokens=5, do_sample=False)
+        expected = tokenizer.decode(said[0, whole.shape[1] :], skip_special_tokens=True)
+        (found,) = Offline(loaded, way, "decode").answers(asking(text))
+        assert expected.startswith(found)
+        assert found == expected or Question(text, "123").is_answered(found)
+
+
+def test_exact_answers_are_the_same_wherever_a_context_begins(load_tiny: Any, ways: Any) -> None:
+    def logits(name: str, read_plan: Any, offset: int) -> torch.Tensor:
+        host = Offline(load_tiny("llama-gqa"), ways[name], read_plan)
+        return host._step([9, 3, 5, 8], ways[name].cache(host._model.config, read_plan, 512), offset)
+
+    assert torch.allclose(logits("bf16", "decode", 0), logits("bf16", "decode", 300), atol=1e-4), (
+        "positions are relative"
+    )
+    assert not torch.allclose(logits("K4V2", "cache", 0), logits("K4V2", "cache", 300), atol=1e-4), (
+        "but keys are rotated before they are quantized"
+    )
+
+
+def test_ways_take_the_bytes_that_their_caches_hold(load_tiny: Any, ways: Any) -> None:
+    loaded = load_tiny("llama-gqa")
+    for name in ("fp8", "K4V2"):
+        cache = ways[name].cache(loaded.shape.config, "decode", 512)
+        with torch.no_grad():
+            loaded.model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+        assert cache.stored_bytes == 3 * ways[name].bytes_per_token
+    assert ways["own"].contestant.specs[0].k == QuantSpec(4, group_size=loaded.shape.geometry.head_dim)
+
+
+@pytest.mark.parametrize("name", ["K16V16", "int4", "K3V3"])
+def test_ways_that_there_are_not(name: str, load_tiny: Any) -> None:
+    with pytest.raises(PrecisionError, match=name):
+        named(name, load_tiny("llama-gqa").shape)
+
+
+def test_windows_that_cover_the_context_are_none(model_folder: Any) -> None:
+    shape = read_shape(ModelSource(str(model_folder("mistral-no-window", sliding_window=128)), context_length=128))
+    for name in ("fp8", "K8V8"):
+        way = named(name, shape)
+        assert way.cache(shape.config, "decode", 128) is not None
+        with pytest.raises(UnsupportedModelError, match="window of 128"):
+            way.cache(shape.config, "decode", 129)
+
+
+def test_logits_that_are_no_numbers_are_no_wrong_answers(load_tiny: Any, ways: Any, monkeypatch: Any) -> None:
+    host = Offline(load_tiny("llama-gqa"), ways["fp8"], "decode")
+    monkeypatch.setattr(host._model.lm_head, "forward", lambda x: x.new_full((*x.shape[:-1], 320), torch.nan))
+    with pytest.raises(NonFiniteActivationError, match="fp8"):
+        host.answers(asking("one"))
+
+
+def test_arithmetic_begins_where_it_is_asked_to(load_tiny: Any, ways: Any) -> None:
+    seen = []
+    host = Offline(load_tiny("llama-gqa"), ways["bf16"], "decode")
+    handle = host._model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(int(kwargs["position_ids"][0, 0])), with_kwargs=True
+    )
+    host.answers(asking("one"), offset=100)
+    handle.remove()
+    assert seen[0] == 100
+    assert seen[1] == 100 + len(load_tiny("llama-gqa").tokenizer(CONTEXT).input_ids)

@@ -1,0 +1,410 @@
+"""The files of exported_configs/vectors/: ``python tests/exported_configs/profile/make_vectors.py`` writes them.
+
+Profiles that every reader of the format must accept, with what they mean, and files that it must refuse, each of
+which breaks one rule. They are made by this repository's own code: an independent reader agrees in test_vectors.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import hashlib
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+import torch
+
+from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
+from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, dump_profile
+from kvtuner.exported_configs.profile.digest import canonical_text
+from kvtuner.exported_configs.profile.evidence import ModelIdentity, Provenance, QualityRecord
+from kvtuner.exported_configs.profile.layer_storage import KeyTransform
+from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.geometry import ModelGeometry
+from kvtuner.quant import Transform, TransformKind, pack_rows, quantize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvtuner.exported_configs.profile.profile import Profile, Side
+
+    Document = dict[str, Any]
+
+FOLDER = Path(__file__).resolve().parents[3] / "exported_configs" / "vectors"
+HASH = "sha256:" + "0123456789abcdef" * 4
+NETWORK = {"config_sha256": HASH, "architecture": "TinyForCausalLM", "dtype": "bfloat16"}
+MODEL = {"id": "owner/model", "revision": None, **NETWORK}
+LIBRARIES = {"torch": "2.13.0", "transformers": "5.0.0", "optuna": "none"}
+HAND_MADE = {"kvtuner_version": "0.1.0", "calibration": None, "search": None, "libraries": LIBRARIES}
+SEARCHED = {
+    "kvtuner_version": "0.1.0",
+    "calibration": {
+        "corpus": "owner/corpus@main",
+        "token_ids_sha256": {"calibrate": HASH, "select": HASH, "report": HASH},
+        "num_sequences": {"calibrate": 8, "select": 4, "report": 16},
+        **{"sequence_length": 512, "position_range": [0, 8191], "seed": 7, "score": "kl"},
+    },
+    "search": {"sampler": "nsga2", "trials": 100, "seed": 7},
+    "libraries": LIBRARIES,
+}
+QUALITY = {
+    "metric": "kl_nats_per_token",
+    "read_plan": "decode",
+    "split_tokens": 4096,
+    "predicted_kl": 0.0123457,
+    "measured_kl": {"mean": 0.0125, "low": 0.011, "high": 0.014},
+    **{"kl_p99": 0.2, "top1_agreement": 0.97, "perplexity": 12.5, "reference_perplexity": 12.25},
+    "baselines": [
+        {"name": "K4V4", "mean_bits": 4.0, "effective_bits": 4.25, "kl_mean": 0.05, "kl_low": 0.04, "kl_high": 0.06}
+    ],
+}
+KEY_KINDS: tuple[str, ...] = get_args(KeyTransform)
+
+
+def ramp(heads: int, head_dim: int, scale: float = 1.0) -> torch.Tensor:
+    """Numbers of both signs and many sizes, the same on every machine: multiples of 1/64 within 8 times `scale`."""
+    numbers = np.arange(heads * head_dim, dtype=np.int64)
+    return torch.from_numpy((((numbers * 389 + 57) % 1024 - 512) / 64 * scale).astype(np.float32).reshape(heads, -1))
+
+
+def transform(kind_name: str, heads: int, head_dim: int) -> Transform:
+    """By name; mu is a ramp, lambda runs through the powers of two that are allowed, and what lies between."""
+    kind = TransformKind.parse(kind_name)
+    mu = ramp(heads, head_dim, 0.125).to(torch.float16)
+    steps = torch.from_numpy((np.arange(heads * head_dim) * 5 % 13 - 6).astype(np.float32)).reshape(heads, -1)
+    lam = torch.exp2(steps).to(torch.float16)
+    lam[:, 1::2] = torch.where(lam[:, 1::2] < 64, lam[:, 1::2] * 1.25, lam[:, 1::2])
+    return Transform(kind, mu if kind.centered else None, lam if kind.balanced else None)
+
+
+def make(geometry: ModelGeometry, layers: list[LayerQuantization], **changes: Any) -> Profile:
+    """A profile of hand-written layers; `changes` are arguments of `build_profile`."""
+    arguments: dict[str, Any] = {
+        "k_group_size": geometry.head_dim,
+        "v_group_size": geometry.v_head_dim,
+        "symmetric": False,
+        "model": ModelIdentity.model_validate(MODEL),
+        "budget": AskedBudget("by hand"),
+        "quality": None,
+        "provenance": Provenance.model_validate(HAND_MADE),
+    }
+    return build_profile(geometry=geometry, layers=layers, **{**arguments, **changes})
+
+
+def example() -> Profile:
+    """The worked example of docs/profiles.md."""
+    layers = [
+        LayerQuantization(4, 4, transform("hadamard", 1, 16)),
+        LayerQuantization(8, 16, transform("centered", 1, 16)),
+    ]
+    return make(ModelGeometry(2, 2, 1, 16, 16), layers)
+
+
+def profiles() -> dict[str, Profile]:
+    """The valid ones, by name."""
+    small, wide = ModelGeometry(2, 4, 2, 32, 32), ModelGeometry(3, 6, 3, 48, 32)
+    rotated = transform("hadamard", 2, 32)
+    kinds = [LayerQuantization(4, 2, transform(name, 2, 32), rotated if n % 2 else Transform()) for n, name in
+             enumerate(KEY_KINDS)]  # fmt: skip
+    unequal = [LayerQuantization(4, 2, transform(name, 3, 48), transform("hadamard", 3, 32)) for name in
+               ("hadamard", "balanced+hadamard", "centered+balanced+hadamard")]  # fmt: skip
+    hashes = {"rope_sha256": HASH, "tokenizer_sha256": HASH, "checkpoint_sha256": HASH}
+    named = {**MODEL, **hashes, "id": "modèle-日本語", "weight_quantization": "awq", "max_positions": 32768}
+    return {
+        "example": example(),
+        "uniform": make(small, [LayerQuantization(4, 4)] * 2),
+        "mixed": make(
+            ModelGeometry(5, 4, 2, 32, 32),
+            [
+                LayerQuantization(8, 4),
+                LayerQuantization(2, 8),
+                LayerQuantization(16, 2),
+                LayerQuantization(4, 16),
+                LayerQuantization(16, 16),
+            ],
+        ),
+        "transforms": make(ModelGeometry(8, 4, 2, 32, 32), kinds),
+        "symmetric": make(small, [LayerQuantization(8, 4), LayerQuantization(2, 2, rotated, rotated)], symmetric=True),
+        "groups": make(
+            ModelGeometry(2, 8, 2, 64, 64),
+            [LayerQuantization(4, 2), LayerQuantization(2, 4)],
+            k_group_size=16,
+            v_group_size=32,
+        ),
+        "native": make(small, [LayerQuantization(16, 16)] * 2),
+        "unequal-head-dims": make(wide, unequal, k_group_size=24, v_group_size=16),
+        "shared-layers": make(
+            ModelGeometry(4, 8, 2, 32, 32, 2),
+            [LayerQuantization(4, 4)] * 4,
+            budget=AskedBudget("4bit", tp_size=4, pp_size=3),
+        ),
+        "per-channel": make(
+            small, [LayerQuantization(2, 2), LayerQuantization(16, 4)], k_group_size=32, k_granularity="per_channel"
+        ),
+        "names": make(
+            small,
+            [LayerQuantization(4, 4)] * 2,
+            model=ModelIdentity.model_validate(named),
+            budget=AskedBudget('4bit \u2264 \U0001f600 [{"\\'),
+        ),
+        "evidence": make(
+            small,
+            [LayerQuantization(4, 4)] * 2,
+            quality=QualityRecord.model_validate(QUALITY),
+            provenance=Provenance.model_validate({**SEARCHED, "command": "kvtuner search --model owner/model"}),
+        ),
+    }
+
+
+def shuffled(profile: Profile) -> bytes:
+    """The same profile as somebody else might write it: fields in another order, spaces, escapes, absent options."""
+    document = json.loads(dump_profile(profile))
+
+    def turned(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {name: turned(node[name]) for name in sorted(node, reverse=True)}
+        return [turned(item) for item in node] if isinstance(node, list) else node
+
+    document["layers"][0]["v"]["transform"] = None
+    document["layers"][1]["k"].update({"mu": None, "lambda": None})
+    return (
+        json.dumps(turned(document), indent="\t", separators=(" ,", " : ")).replace("K", "\\u004b").encode() + b"\r\n"
+    )
+
+
+def with_nulls(profile: Profile) -> bytes:
+    """The same profile with a null in every place of a field that may be absent."""
+    document = json.loads(dump_profile(profile))
+    optional = ("rope_sha256", "tokenizer_sha256", "checkpoint_sha256", "weight_quantization", "max_positions")
+    document["model"] = {**dict.fromkeys(optional), **document["model"]}
+    document["provenance"] = {"command": None, **document["provenance"]}
+    for layer in document["layers"]:
+        layer["k"] = {"transform": None, "mu": None, "lambda": None, **layer["k"]}
+        layer["v"] = {"transform": None, **layer["v"]}
+    return json.dumps(document, indent=1).encode() + b"\n"
+
+
+def checkpoint() -> bytes:
+    """A safetensors file with tensors of several types, one empty, in an order that is not that of their names."""
+    header, data = dict[str, Any](__metadata__={"format": "pt"}), b""
+    for name, dtype, shape, size in (
+        ("model.norm.weight", "BF16", [9], 18),
+        ("lm_head.weight", "F32", [4, 8], 128),
+        ("model.größe", "F16", [], 2),
+        ("model.empty", "I64", [0, 3], 0),
+    ):
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + size]}
+        data += bytes((7 * number + len(name)) % 256 for number in range(size))
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def fraction(value: Any) -> str:
+    return f"{value.numerator}/{value.denominator}"
+
+
+def expectation(profile: Profile) -> Document:
+    """What a reader must find."""
+    shape = profile.row_shape()
+
+    def sides(k_bits: int, v_bits: int) -> list[tuple[Side, int, int]]:
+        return [("k", k_bits, shape.k_bytes(k_bits)), ("v", v_bits, shape.v_bytes(v_bits))]
+
+    return {
+        "canonical": canonical_text(profile.layout, profile.geometry, profile.defaults, profile.layers),
+        "digest": profile.digest,
+        "layers": [
+            {
+                side: {"bits": bits, "transform": profile.transform_name(number, side), "bytes": size}
+                for side, bits, size in sides(pair.k_bits, pair.v_bits)
+            }
+            for number, pair in enumerate(profile.pairs)
+        ],
+        "bytes_per_token": profile.bytes_per_token(),
+        "mean_bits": fraction(profile.mean_bits),
+        "effective_bits": fraction(profile.effective_bits),
+    }
+
+
+def row(profile: Profile, layer: int, side: Side, x: torch.Tensor) -> Document:
+    """A token's row and what it reads back as, in model space."""
+    spec = profile.quant_spec(layer, side)
+    assert spec is not None
+    quantized = quantize(spec.transform.apply(x), spec.bits, spec.group_size, symmetric=spec.symmetric)
+    return {
+        "layer": layer,
+        "side": side,
+        "input": x.tolist(),
+        "row": bytes(pack_rows(quantized).tolist()).hex(),
+        "output": spec.transform.invert(quantized.dequantize()).tolist(),
+    }
+
+
+def rows(name: str, profile: Profile) -> list[Document]:
+    """Rows of the vectors that have some."""
+    geometry = profile.geometry
+    if name == "example":
+        quarters = torch.arange(16, dtype=torch.float32).reshape(1, 16) / 4 - 1
+        sides: list[tuple[int, Side]] = [(0, "k"), (0, "v"), (1, "k")]
+        return [row(profile, layer, side, quarters) for layer, side in sides]
+    if name in ("transforms", "symmetric", "groups", "unequal-head-dims"):
+        both: tuple[Side, Side] = ("k", "v")
+        heads, k_dim, v_dim = geometry.num_kv_heads, geometry.head_dim, geometry.v_head_dim
+        return [
+            row(profile, layer, side, ramp(heads, k_dim if side == "k" else v_dim, 0.3125))
+            for layer in range(geometry.num_layers)
+            for side in both
+        ]
+    return []
+
+
+def reseal(document: Document) -> Document:
+    """With the digest that its layers have, as whoever forges a profile would; for documents that a reader refuses."""
+
+    def expand(side: Document, defaults: Document) -> Document:
+        given = {name: value for name, value in side.items() if value is not None}
+        return {"bits": 16} if side["bits"] == 16 else {**defaults, **given}
+
+    defaults = document["defaults"]
+    layers = [
+        {"layer": entry["layer"], **{side: expand(entry[side], defaults[side]) for side in ("k", "v")}}
+        for entry in document["layers"]
+    ]
+    content = {"layout": document["layout"], "geometry": document["geometry"], "layers": layers}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return {**document, "digest": "sha256:" + hashlib.sha256(text.encode()).hexdigest()}
+
+
+def changed(base: Document, path: str, value: Any, *, sealed: bool = True) -> Document:
+    """A copy with one place replaced; `...` removes it."""
+    document = copy.deepcopy(base)
+    node: Any = document
+    *steps, last = [int(step) if step.isdigit() else step for step in path.split(".")]
+    for step in steps:
+        node = node[step]
+    if value is ...:
+        del node[last]
+    else:
+        node[last] = value
+    return reseal(document) if sealed else document
+
+
+def matrix(*rows: list[float]) -> Document:
+    data = np.array(rows, dtype="<f2").tobytes()
+    return {"dtype": "float16", "shape": [len(rows), len(rows[0])], "data": base64.b64encode(data).decode()}
+
+
+def invalid() -> Iterator[tuple[str, bool, bytes]]:
+    """Name of the broken rule, whether rows or addresses depend on it, and the file."""
+    base, kinds = json.loads(dump_profile(example())), json.loads(dump_profile(profiles()["transforms"]))
+    channel, plain = (json.loads(dump_profile(profiles()[name])) for name in ("per-channel", "symmetric"))
+    text = dump_profile(example()).decode()
+    ones = [1.0] * 16
+    yield "byte-order-mark", False, b"\xef\xbb\xbf" + text.encode()
+    yield "not-utf-8", False, text.replace("by hand", "f\u00fcr uns").encode("latin-1")
+    yield "not-json", True, text[:-9].encode()
+    yield "not-an-object", True, b"[" + text.encode() + b"]"
+    yield "field-twice", True, text.replace('"bits": 4', '"bits": 2,\n    "bits": 4', 1).encode()
+    yield "not-a-number", False, text.replace('"pp_size": 1', '"pp_size": NaN').encode()
+    yield "nested-too-deep", False, text.replace('"by hand"', "[" * 16 + "]" * 16).encode()
+    yield "integer-too-long", False, text.replace('"layer": 1', '"layer": 1' + "0" * 20).encode()
+    yield "list-too-long", False, json.dumps({**base, "layers": [0] * 1025}).encode()
+    edits: list[tuple[str, bool, Document]] = [
+        ("schema-version-newer", True, changed(base, "schema_version", 2)),
+        ("schema-version-absent", True, changed(base, "schema_version", ...)),
+        ("layout-unknown", True, changed(base, "layout", "halfword-sliced-v2")),
+        ("digest-differs", True, changed(base, "layers.0.k.transform", "none", sealed=False)),
+        ("digest-malformed", True, changed(base, "digest", base["digest"].upper(), sealed=False)),
+        ("digest-absent", True, changed(base, "digest", ..., sealed=False)),
+        ("field-unknown", True, changed(base, "layers.0.k.residual", 64)),
+        ("field-unknown-on-top", False, changed(base, "comment", "none")),
+        ("field-absent", True, changed(base, "geometry.v_head_dim", ...)),
+        ("integer-as-float", True, changed(base, "layers.0.k.bits", 4.0)),
+        ("integer-as-boolean", True, changed(base, "geometry.num_kv_heads", True)),
+        ("integer-as-text", True, changed(base, "defaults.k.group_size", "16")),
+        ("boolean-as-integer", False, changed(base, "defaults.k.symmetric", 0)),
+        ("null-where-a-field-must-be", True, changed(base, "layers.0.k.bits", None, sealed=False)),
+        ("null-transform-of-the-defaults", True, changed(base, "defaults.v.transform", None)),
+        ("null-in-an-array", True, changed(base, "layers.1.k.mu.shape", None)),
+        ("nullable-field-absent", False, changed(base, "model.revision", ...)),
+        ("count-zero", True, changed(base, "geometry.num_kv_heads", 0)),
+        ("count-too-large", True, changed(base, "geometry.head_dim", 2048)),
+        ("bits-outside-the-set", True, changed(base, "layers.0.v.bits", 3)),
+        ("heads-do-not-divide", True, changed(kinds, "geometry.num_attention_heads", 3)),
+        ("layer-missing", True, changed(base, "layers", base["layers"][:1])),
+        ("layers-out-of-order", True, changed(base, "layers", base["layers"][::-1])),
+        ("layer-twice", True, changed(base, "layers.1.layer", 0)),
+        ("group-does-not-divide", True, changed(base, "defaults.v.group_size", 12)),
+        ("group-cuts-a-unit", True, changed(base, "defaults.k.group_size", 4)),
+        ("units-not-whole", True, changed(changed(plain, "geometry.head_dim", 36), "defaults.k.group_size", 36)),
+        ("native-with-transform", True, changed(base, "layers.1.v.transform", "none")),
+        ("native-with-mean", True, changed(base, "layers.1.k", {"bits": 16, "mu": matrix(ones)})),
+        ("transform-unknown", True, changed(base, "layers.0.k.transform", "hadamard+centered")),
+        ("transform-not-for-values", True, changed(base, "defaults.v.transform", "centered")),
+        ("mean-absent", True, changed(base, "layers.1.k.mu", ...)),
+        ("mean-superfluous", True, changed(base, "layers.0.k.mu", matrix(ones))),
+        ("lambda-absent", True, changed(kinds, "layers.2.k.lambda", ...)),
+        ("lambda-zero", True, changed(kinds, "layers.2.k.lambda", matrix([0.0] * 32, [0.0] * 32))),
+        ("lambda-too-large", True, changed(kinds, "layers.2.k.lambda", matrix([1.0] * 32, [64.0625] * 32))),
+        ("array-of-another-shape", True, changed(base, "layers.1.k.mu", matrix([1.0] * 8, [1.0] * 8))),
+        ("array-too-short", True, changed(base, "layers.1.k.mu.data", matrix([1.0] * 8)["data"])),
+        ("array-not-finite", True, changed(base, "layers.1.k.mu", matrix([float("inf"), *ones[1:]]))),
+        ("array-of-another-type", True, changed(base, "layers.1.k.mu.dtype", "bfloat16")),
+        ("array-not-canonical", False, changed(base, "layers.1.k.mu.data", matrix(ones)["data"][:-2] + "B=")),
+        ("values-per-channel", True, changed(base, "defaults.v.granularity", "per_channel")),
+        ("channel-group-not-of-tokens", True, changed(channel, "defaults.k.group_size", 48)),
+        ("channel-with-transform", True, changed(channel, "layers.0.k.transform", "hadamard")),
+        ("bytes-differ", False, changed(base, "budget.bytes_per_token", 65)),
+        ("mean-bits-differ", False, changed(base, "budget.mean_bits", 4.0)),
+        ("ranks-do-not-divide", False, changed(kinds, "budget.tp_size", 3)),
+        ("more-stages-than-layers", False, changed(base, "budget.pp_size", 3)),
+        ("model-is-a-path", False, changed(base, "model.id", "/home/me/model")),
+        ("text-not-printable", False, changed(base, "budget.asked", "4bit\u001b[2J")),
+        ("text-too-long", False, changed(base, "budget.asked", "4" * 257)),
+    ]
+    for name, is_safety, document in edits:
+        yield name, is_safety, json.dumps(document, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+def files() -> dict[str, bytes]:
+    """Every file by its name below the folder."""
+    made = profiles()
+    found = {f"valid/{name}.json": dump_profile(profile) for name, profile in made.items()}
+    found["valid/order-and-space.json"] = shuffled(made["mixed"])
+    found["valid/nulls.json"] = with_nulls(made["transforms"])
+    expected: Document = {"valid": {}, "invalid": {}}
+    for path, data in sorted(found.items()):
+        name, profile = Path(path).stem, load_profile(data)
+        expected["valid"][name] = {**expectation(profile), "rows": rows(name, profile)}
+    for name, is_safety, data in invalid():
+        found[f"invalid/{name}.json"] = data
+        expected["invalid"][name] = {"rule": name.replace("-", " "), "safety": is_safety}
+    name = "checkpoint/model.safetensors"
+    found[name] = checkpoint()
+    with TemporaryDirectory() as folder:
+        Path(folder, "model.safetensors").write_bytes(found[name])
+        expected["checkpoint"] = {name: {"checkpoint_sha256": checkpoint_sha256(Path(folder))}}
+    parts = [
+        f'"{part}": {{\n' + ",\n".join(f'"{name}": {json.dumps(facts)}' for name, facts in entries.items()) + "\n}"
+        for part, entries in expected.items()
+    ]
+    found["expected.json"] = ("{\n" + ",\n".join(parts) + "\n}\n").encode()
+    return found
+
+
+def main() -> None:
+    """Write them."""
+    for path, data in files().items():
+        target = FOLDER / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+    sys.stdout.write(f"{len(files())} files in {FOLDER.name}\n")
+
+
+if __name__ == "__main__":
+    main()

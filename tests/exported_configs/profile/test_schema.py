@@ -1,0 +1,53 @@
+"""The committed JSON Schema is the generated one."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from kvtuner.exported_configs.profile import schema
+from kvtuner.precision import ALL_BITS, LAYOUT_ID
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def objects(node: Any) -> list[dict[str, Any]]:
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+    return [node] * isinstance(node, dict) + [found for child in children for found in objects(child)]
+
+
+def test_committed_schema_is_what_the_model_generates() -> None:
+    committed = schema.SCHEMA_PATH.read_text(encoding="utf-8")
+    assert committed == schema.schema_text(), "run `make schema` and commit the difference"
+
+
+def test_module_writes_the_schema_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(schema, "SCHEMA_PATH", tmp_path / "schema.json")
+    schema.main()
+    assert json.loads((tmp_path / "schema.json").read_text(encoding="utf-8"))["title"] == "Profile"
+
+
+def test_schema_states_the_closed_sets_of_the_format() -> None:
+    document = json.loads(schema.schema_text())
+    definitions = document["$defs"]
+    assert document["properties"]["schema_version"]["const"] == 1
+    assert document["properties"]["layout"]["const"] == LAYOUT_ID
+    for side in ("StoredKeys", "StoredValues"):
+        assert definitions[side]["properties"]["bits"]["enum"] == list(ALL_BITS)
+    assert set(definitions["StoredKeys"]["properties"]) == {"bits", "transform", "mu", "lambda"}
+    assert set(definitions["StoredValues"]["properties"]) == {"bits", "transform"}
+    assert definitions["KeyDefaults"]["properties"]["granularity"]["enum"] == ["per_token", "per_channel"]
+    assert definitions["ValueDefaults"]["properties"]["granularity"]["const"] == "per_token"
+
+
+def test_no_object_of_the_schema_takes_unknown_fields() -> None:
+    described = [node for node in objects(json.loads(schema.schema_text())) if node.get("type") == "object"]
+    assert len(described) == 20
+    assert all(node["additionalProperties"] is False for node in described)
+
+
+def test_every_field_of_a_dumped_profile_is_in_the_schema(pristine: dict[str, Any]) -> None:
+    definitions = json.loads(schema.schema_text())
+    known = {name for node in objects(definitions) for name in node.get("properties", ())}
+    assert {name for node in objects(pristine) for name in node} <= known

@@ -1,0 +1,233 @@
+"""The published vectors: made by our code, read by another reader, and both agree; docs/profiles.md shows one."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import runpy
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save as save_tensors
+from safetensors.torch import load as load_tensors
+
+from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
+from kvtuner.exported_configs.profile import document, evidence, fields
+from kvtuner.exported_configs.profile.build import dump_profile
+from kvtuner.exported_configs.profile.digest import canonical_text
+from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.exported_configs.signing import signature_bundle, signers
+from kvtuner.quant import unpack_rows
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+FOLDER = ROOT / "exported_configs" / "vectors"
+EXPECTED = json.loads((FOLDER / "expected.json").read_bytes())
+VALID, INVALID = sorted(EXPECTED["valid"]), sorted(EXPECTED["invalid"])
+WITH_ROWS = [name for name in VALID if EXPECTED["valid"][name]["rows"]]
+PAGE = (ROOT / "docs" / "profiles.md").read_text(encoding="utf-8")
+
+
+def module(name: str) -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(HERE / f"{name}.py")))
+
+
+reader = module("independent_reader")
+
+
+def content(part: str, name: str) -> bytes:
+    return (FOLDER / part / f"{name}.json").read_bytes()
+
+
+def test_committed_vectors_are_what_the_generator_makes() -> None:
+    made = module("make_vectors").files()
+    committed = {path.relative_to(FOLDER).as_posix(): path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
+    assert sorted(committed) == sorted(made)
+    for path, data in made.items():
+        assert committed[path] == data, f"{path} differs: run tests/exported_configs/profile/make_vectors.py and commit"
+
+
+def test_checkpoint_has_the_hash_that_the_page_gives_it() -> None:
+    ((path, wanted),) = EXPECTED["checkpoint"].items()
+    data = (FOLDER / path).read_bytes()
+    assert len(data) < 2048 and len(load_tensors(data)) == 4
+    text, found = reader.checkpoint([data])
+    assert found == checkpoint_sha256((FOLDER / path).parent) == wanted["checkpoint_sha256"]
+    assert f"```\n{text}\n```" in PAGE and found in PAGE
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 8191, 8192, 8193, 20000])
+def test_checkpoint_of_large_tensors_has_the_hash_that_the_page_gives_it(tmp_path: Path, size: int) -> None:
+    generator = np.random.default_rng(size)
+    tensors = {f"w{n}": generator.integers(0, 256, (n, size), dtype=np.uint8) for n in (1, 2, 3)}
+    shards = [save_tensors({"w1": tensors["w1"], "w3": tensors["w3"]}), save_tensors({"w2": tensors["w2"]})]
+    for number, data in enumerate(shards):
+        (tmp_path / f"{number}.safetensors").write_bytes(data)
+    names = {"w1": "0.safetensors", "w3": "0.safetensors", "w2": "1.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (tmp_path / "adapter.safetensors").write_bytes(save_tensors({"other": tensors["w1"]}))
+    _, found = reader.checkpoint(shards)
+    assert checkpoint_sha256(tmp_path) == found == reader.checkpoint([save_tensors(tensors)])[1]
+
+
+def test_null_means_absent() -> None:
+    """Of every field that may be absent, and a null elsewhere is refused: see the invalid files."""
+    given = json.loads(content("valid", "nulls"))
+    sides = [layer[side] for layer in given["layers"] for side in ("k", "v")]
+    nulls = {name for node in (given["model"], given["provenance"], *sides) for name, v in node.items() if v is None}
+    schema = json.loads((ROOT / "exported_configs" / "schema.json").read_bytes())
+    sections = {name: schema["$defs"][name] for name in ("ModelIdentity", "Provenance", "StoredKeys", "StoredValues")}
+    optional = {name for found in sections.values() for name in {*found["properties"]} - {*found["required"]}}
+    others = [found for name, found in schema["$defs"].items() if name not in sections]
+    assert all({*found["properties"]} == {*found["required"]} for found in [schema, *others])
+    assert nulls == optional | {"revision", "calibration", "search"}
+    assert load_profile(content("valid", "nulls")) == load_profile(content("valid", "transforms"))
+
+
+def test_vectors_cover_the_format() -> None:
+    assert len(VALID) >= 8 and len(INVALID) >= 25
+    sides = [side for name in VALID for layer in EXPECTED["valid"][name]["layers"] for side in layer.values()]
+    assert {side["bits"] for side in sides} == {2, 4, 8, 16}
+    assert len({side["transform"] for side in sides}) == 8
+    rows = [(row["side"], EXPECTED["valid"][name]["layers"][row["layer"]][row["side"]]["bits"])
+            for name in WITH_ROWS for row in EXPECTED["valid"][name]["rows"]]  # fmt: skip
+    assert {("k", 8), ("k", 4), ("k", 2), ("v", 4), ("v", 2)} <= set(rows)
+
+
+@pytest.mark.parametrize("name", VALID)
+def test_both_readers_find_what_is_expected(name: str) -> None:
+    wanted, data = EXPECTED["valid"][name], content("valid", name)
+    profile = load_profile(data)
+    assert canonical_text(profile.layout, profile.geometry, profile.defaults, profile.layers) == wanted["canonical"]
+    assert profile.digest == wanted["digest"]
+    assert profile.bytes_per_token() == wanted["bytes_per_token"]
+    assert [profile.mean_bits, profile.effective_bits] == [
+        Fraction(wanted["mean_bits"]),
+        Fraction(wanted["effective_bits"]),
+    ]
+    assert load_profile(dump_profile(profile)) == profile
+
+    text, digest, layers = reader.read(data)
+    assert (text, digest) == (wanted["canonical"], wanted["digest"])
+    facts = ("bits", "transform", "bytes")
+    assert [{side: {fact: found[fact] for fact in facts} for side, found in layer.items()} for layer in layers] == (
+        wanted["layers"]
+    )
+    shape = json.loads(text)["geometry"]
+    k_dim, v_dim, heads = shape["head_dim"], shape["v_head_dim"], shape["num_kv_heads"]
+    total = sum(side["bytes"] for layer in layers for side in layer.values())
+    payload = sum(layer["k"]["bits"] * k_dim + layer["v"]["bits"] * v_dim for layer in layers)
+    elements = len(layers) * (k_dim + v_dim)
+    assert total == wanted["bytes_per_token"]
+    assert Fraction(payload, elements) == Fraction(wanted["mean_bits"])
+    assert Fraction(8 * total, elements * heads) == Fraction(wanted["effective_bits"])
+
+
+@pytest.mark.parametrize("name", WITH_ROWS)
+def test_both_readers_get_the_same_numbers_of_a_row(name: str) -> None:
+    data = content("valid", name)
+    profile, (_, _, layers) = load_profile(data), reader.read(data)
+    for wanted in EXPECTED["valid"][name]["rows"]:
+        row, output = bytes.fromhex(wanted["row"]), np.array(wanted["output"], dtype=np.float32)
+        side = layers[wanted["layer"]][wanted["side"]]
+        assert len(row) == side["bytes"]
+        assert np.array_equal(reader.read_row(row, side), output)
+        spec = profile.quant_spec(wanted["layer"], wanted["side"])
+        assert spec is not None
+        heads, head_dim = output.shape
+        stored = unpack_rows(
+            torch.tensor(list(row), dtype=torch.uint8), spec.bits, heads, head_dim, spec.group_size
+        ).dequantize()
+        assert torch.equal(spec.transform.invert(stored), torch.from_numpy(output))
+        assert torch.equal(spec.simulate(torch.tensor(wanted["input"])), torch.from_numpy(output))
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_file_that_breaks_a_rule_is_refused_by_us_and_where_rows_depend_on_it_by_the_other(name: str) -> None:
+    data = content("invalid", name)
+    with pytest.raises(ProfileError):
+        load_profile(data)
+    if EXPECTED["invalid"][name]["safety"]:
+        with pytest.raises((AssertionError, LookupError, TypeError, ValueError, AttributeError)):
+            reader.read(data)
+
+
+def test_each_invalid_file_is_refused_for_another_reason() -> None:
+    """A file that was refused for what another one breaks would test nothing."""
+    reasons = {}
+    for name in INVALID:
+        with pytest.raises(ProfileError) as refused:
+            load_profile(content("invalid", name))
+        reasons[name] = str(refused.value)
+    assert len(set(reasons.values())) == len(reasons)
+    assert sum("digest is sha256" in reason for reason in reasons.values()) == 1
+
+
+def test_page_shows_the_example_and_its_canonical_text() -> None:
+    wanted = EXPECTED["valid"]["example"]
+    (shown,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    assert json.loads(shown) == json.loads(content("valid", "example"))
+    assert f"```\n{wanted['canonical']}\n```" in PAGE
+    assert f"{len(wanted['canonical'])} bytes" in PAGE
+    row = next(row for row in wanted["rows"] if (row["layer"], row["side"]) == (0, "v"))
+    shown_row = re.search(r"row of 16 bytes:\n\n +([0-9a-f ]+)\n", PAGE)
+    assert shown_row is not None and shown_row[1].replace(" ", "") == row["row"]
+    assert row["input"] == [[channel / 4 - 1 for channel in range(16)]]
+
+
+def numbers(text: str) -> list[int]:
+    """Every number of a text; `2^53` is one."""
+    found = re.findall(r"\b\d[\d,]*(?:\^\d+)?\b", text)
+    return [int(base.replace(",", "")) ** int(power or 1) for base, _, power in (n.partition("^") for n in found)]
+
+
+def passage(start: str, end: str) -> str:
+    """What stands between two words of the page."""
+    found = re.search(re.escape(start) + r"(.*?)" + re.escape(end), PAGE, re.DOTALL)
+    assert found is not None, f"{start!r} is not in docs/profiles.md"
+    return " ".join(found[1].split())
+
+
+def test_page_gives_the_limits_of_the_code() -> None:
+    """Every number of a passage is a constant, and every constant is there."""
+    bounds = [fields.MAX_PROFILE_BYTES, document.MAX_DEPTH, document.MAX_FIELDS, document.MAX_ITEMS]
+    assert numbers(passage("## Limits\n", "\n## ").replace("UTF-8", "")) == [*bounds, document.MAX_INTEGER_DIGITS]
+    assert numbers(passage("A *text* has", "characters")) == [1, fields.MAX_TEXT]
+    assert numbers(passage("a *count* an integer", ", a *seed*")) == [0, fields.MAX_TOKENS]
+    assert numbers(passage("`geometry`, integers:", "\n`num_layers`")) == [1, fields.MAX_COUNT, 0, fields.MAX_COUNT]
+    assert numbers(passage("`group_size` | integer,", "|")) == [1, fields.MAX_COUNT]
+    assert numbers(passage("`tp_size`, `pp_size` | integer,", "|")) == [1, fields.MAX_COUNT]
+    assert numbers(passage("`baselines` | list, at most", "|")) == [evidence.MAX_BASELINES]
+    (command,) = numbers(passage("`command` | text, at most", "|"))
+    sections = json.loads((ROOT / "exported_configs" / "schema.json").read_bytes())["$defs"]
+    assert command == sections["Provenance"]["properties"]["command"]["anyOf"][0]["maxLength"]
+    figure = sections["Interval"]["properties"]["mean"]
+    assert [float(bound) for bound in re.findall(r"within \+-(1e\d+),", PAGE)] == [figure["maximum"]]
+    assert numbers(passage("damaged, above", "MiB")) == [signature_bundle.SIGNATURE.max_bytes // 2**20]
+    assert numbers(passage("It gets", "where somebody")) == [signers.NETWORK_SECONDS, signers.PERSON_SECONDS]
+
+
+def test_page_names_every_field() -> None:
+    schema = json.loads((ROOT / "exported_configs" / "schema.json").read_bytes())
+    sections = [schema, *schema["$defs"].values()]
+    for name in {name for section in sections for name in section.get("properties", ())}:
+        assert f"`{name}`" in PAGE or f'"{name}"' in PAGE, f"{name} is not in docs/profiles.md"
+
+
+def test_other_reader_is_short_and_knows_no_kvtuner() -> None:
+    source = (HERE / "independent_reader.py").read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert imported == {"base64", "hashlib", "json", "numpy", "zlib"}
+    assert not any(isinstance(node, ast.ImportFrom) for node in ast.walk(tree))
+    lines = {
+        node.name: (node.end_lineno or 0) - node.lineno + 1 for node in tree.body if isinstance(node, ast.FunctionDef)
+    }
+    assert sum(lines[name] for name in ("once", "constant", "read_side", "read")) <= 40
+    assert lines["checkpoint"] <= 12

@@ -1,0 +1,286 @@
+"""Signatures by certificates: a real authority with an authority below it, and everybody who is not below it."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from kvtuner.errors import SignatureError
+from kvtuner.exported_configs.profile.build import dump_profile
+from kvtuner.exported_configs.signing.signatures import (
+    Identity,
+    load_verified,
+    sign_profile,
+    signature_path,
+    verify_profile,
+)
+from kvtuner.exported_configs.signing.signers import CertificateSigner
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvtuner.exported_configs.profile.profile import Profile
+
+NOW = datetime.datetime.now(datetime.UTC)
+USES = dict.fromkeys(
+    ("content_commitment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"),
+    False,
+)
+
+
+@dataclass
+class Holder:
+    """A key with its certificate, and their files."""
+
+    key: Any
+    certificate: x509.Certificate
+    key_file: Path
+    certificate_file: Path
+
+
+def certify(
+    folder: Path,
+    name: str,
+    issuer: Holder | None = None,
+    *,
+    is_authority: bool = False,
+    digital_signature: bool = True,
+    days: tuple[int, int] = (-1, 1),
+    key: Any = None,
+    extensions: tuple[x509.ExtensionType, ...] = (),
+) -> Holder:
+    key = key or ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    usage = x509.KeyUsage(
+        digital_signature,
+        key_encipherment=not digital_signature,
+        key_cert_sign=is_authority,
+        crl_sign=is_authority,
+        **USES,
+    )
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject if issuer is None else issuer.certificate.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(NOW + datetime.timedelta(days=days[0]))
+        .not_valid_after(NOW + datetime.timedelta(days=days[1]))
+        .add_extension(x509.BasicConstraints(is_authority, None), critical=True)
+        .add_extension(usage, critical=True)
+    )
+    for extension in extensions:
+        builder = builder.add_extension(extension, critical=False)
+    certificate = builder.sign(key if issuer is None else issuer.key, hashes.SHA256())
+    key_file, file = folder / f"{name}.key.pem", folder / f"{name}.pem"
+    key_file.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    file.write_bytes(certificate.public_bytes(Encoding.PEM))
+    return Holder(key, certificate, key_file, file)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "certificates"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def root(folder: Path) -> Holder:
+    return certify(folder, "root", is_authority=True)
+
+
+@pytest.fixture
+def middle(folder: Path, root: Holder) -> Holder:
+    return certify(folder, "middle", root, is_authority=True)
+
+
+@pytest.fixture
+def file(tmp_path: Path, profile: Profile) -> Path:
+    path = tmp_path / "profile.json"
+    path.write_bytes(dump_profile(profile))
+    return path
+
+
+def sign(file: Path, signer: Holder, *above: Holder) -> None:
+    chain = tuple(holder.certificate_file for holder in above)
+    sign_profile(file, CertificateSigner(signer.key_file, signer.certificate_file, chain))
+
+
+def why(file: Path, *trusted: Holder) -> str:
+    with pytest.raises(SignatureError) as refused:
+        load_verified(file, trust(*trusted))
+    message = str(refused.value)
+    assert message.isprintable() and len(message) < 600
+    return message
+
+
+def trust(*holders: Holder) -> Identity:
+    return Identity.parse(f"chain:{','.join(str(holder.certificate_file) for holder in holders)}")
+
+
+def test_signer_below_a_trusted_root_is_good(file: Path, folder: Path, root: Holder, middle: Holder) -> None:
+    signer = certify(folder, "signer", middle)
+    sign(file, signer, middle, root)
+    for identity in (trust(root), trust(root, middle), trust(middle, root)):
+        verified = verify_profile(file, identity)
+        assert (verified.data, verified.signed_by) == (file.read_bytes(), "CN=signer")
+
+
+def test_signer_below_another_root_of_the_same_name_is_refused(
+    file: Path, folder: Path, tmp_path: Path, root: Holder
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    impostor = certify(elsewhere, "root", is_authority=True)
+    signer = certify(elsewhere, "signer", impostor)
+    sign(file, signer, impostor)
+    assert "the certificate of 'CN=signer' is not below" in why(file, root)
+    assert load_verified(file, trust(impostor))
+
+
+def test_signer_whose_authority_is_no_authority_is_refused(file: Path, folder: Path, root: Holder) -> None:
+    person = certify(folder, "person", root)
+    sign(file, certify(folder, "signer", person), person, root)
+    assert "is not below" in why(file, root)
+
+
+def test_missing_middle_is_refused_and_so_is_a_trusted_middle_alone(
+    file: Path, folder: Path, root: Holder, middle: Holder
+) -> None:
+    signer = certify(folder, "signer", middle)
+    sign(file, signer, root)
+    assert "is not below" in why(file, root)
+    assert load_verified(file, trust(root, middle))
+    sign(file, signer, middle)
+    assert "is not below" in why(file, middle)
+
+
+def test_changed_file_and_changed_certificates_are_refused(
+    file: Path, folder: Path, root: Holder, middle: Holder
+) -> None:
+    signer, other = certify(folder, "signer", root), certify(folder, "other", root)
+    sign(file, signer, root)
+    pristine = signature_path(file).read_bytes()
+    sign(file, other, root)
+    stolen = json.loads(signature_path(file).read_bytes())["verificationMaterial"]
+    bundle = json.loads(pristine)
+    for material, words in (
+        (stolen, "'CN=other', but that key did not make it: it is forged or damaged"),
+        ({"x509CertificateChain": {"certificates": []}, "tlogEntries": []}, "holds no certificate"),
+        ({"x509CertificateChain": {"certificates": [{"rawBytes": "AAAA"}]}}, "certificate cannot be read"),
+        ({"x509CertificateChain": {"certificates": ["x"]}}, "certificates must be objects"),
+        ({"x509CertificateChain": {"certificates": [{"raw_bytes": ""}]}}, "unknown field 'raw_bytes'"),
+    ):
+        signature_path(file).write_text(json.dumps({**bundle, "verificationMaterial": material}))
+        assert words in why(file, root)
+    signature_path(file).write_bytes(pristine)
+    assert load_verified(file, trust(root))
+    file.write_bytes(file.read_bytes() + b" ")
+    assert "was changed after it was signed" in why(file, root)
+
+
+def test_certificate_that_is_not_for_signing_is_refused(file: Path, folder: Path, root: Holder) -> None:
+    from model_signing import signing
+
+    encrypter, words = (
+        certify(folder, "encrypter", root, digital_signature=False),
+        "of 'CN=encrypter' is not for signing",
+    )
+    with pytest.raises(SignatureError, match=words):
+        sign(file, encrypter, root)
+    assert not signature_path(file).exists()
+    signing.Config().use_certificate_signer(  # as somebody else might
+        private_key=encrypter.key_file,
+        signing_certificate=encrypter.certificate_file,
+        certificate_chain=[root.certificate_file],
+    ).sign(file, signature_path(file))
+    assert words in why(file, root)
+    uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING])
+    sign(file, certify(folder, "coder", root, digital_signature=False, extensions=(uses,)), root)
+    assert load_verified(file, trust(root))
+
+
+def test_certificate_with_another_kind_of_key_is_refused(file: Path, folder: Path, root: Holder) -> None:
+    odd = certify(folder, "odd", root, key=rsa.generate_private_key(65537, 1024))
+    with pytest.raises(
+        SignatureError,
+        match=r"odd.key.pem is of no elliptic curve \(RSAPublicKey\); give the key of .*odd.pem, of P-256, P-",
+    ):
+        sign(file, odd, root)
+    sign(file, certify(folder, "signer", root), root)
+    bundle = json.loads(signature_path(file).read_bytes())
+    der = base64.b64encode(odd.certificate.public_bytes(Encoding.DER)).decode()
+    bundle["verificationMaterial"]["x509CertificateChain"]["certificates"][0]["rawBytes"] = der
+    signature_path(file).write_text(json.dumps(bundle))
+    assert "the signature's certificate: the key must be of P-256, P-384 or P-521" in why(file, root)
+
+
+def test_certificate_with_an_extension_that_cannot_be_read_is_refused(file: Path, folder: Path, root: Holder) -> None:
+    junk = x509.UnrecognizedExtension(x509.SubjectAlternativeName.oid, b"junk")
+    broken, signer = certify(folder, "broken", root, extensions=(junk,)), certify(folder, "signer", root)
+    with pytest.raises(SignatureError, match="the signer's certificate has extensions that cannot be read"):
+        sign(file, broken, root)
+    sign(file, signer, root)
+    bundle = json.loads(signature_path(file).read_bytes())
+    der = base64.b64encode(broken.certificate.public_bytes(Encoding.DER)).decode()
+    bundle["verificationMaterial"]["x509CertificateChain"]["certificates"][0]["rawBytes"] = der
+    signature_path(file).write_text(json.dumps(bundle))
+    assert "the signer's certificate has extensions that cannot be read" in why(file, root)
+
+
+def test_certificate_counts_on_the_day_it_began(file: Path, folder: Path) -> None:
+    """As the library decides, and as docs/profiles.md says: an expired signer is good, one older than its root not."""
+    old = certify(folder, "old", is_authority=True, days=(-400, 400))
+    sign(file, certify(folder, "expired", old, days=(-300, -200)), old)
+    assert verify_profile(file, trust(old)).signed_by == "CN=expired"
+    sign(file, certify(folder, "early", old, days=(-500, 400)), old)
+    assert "certificate is not yet valid" in why(file, old)
+
+
+def test_who_signed_is_named_by_mail_address_where_the_certificate_has_one(
+    file: Path, folder: Path, root: Holder
+) -> None:
+    names = x509.SubjectAlternativeName([x509.RFC822Name("me@example.org")])
+    sign(file, certify(folder, "signer", root, extensions=(names,)), root)
+    assert verify_profile(file, trust(root)).signed_by == "me@example.org"
+
+
+def test_kinds_of_signature_are_told_apart(file: Path, folder: Path, root: Holder, keys: Any) -> None:
+    sign(file, certify(folder, "signer", root), root)
+    with pytest.raises(SignatureError, match="signed with a certificate, but one with a key was asked for: key:"):
+        load_verified(file, Identity.parse(f"key:{keys()[1]}"))
+    with pytest.raises(SignatureError, match="signed with a certificate, but one with Sigstore was asked for"):
+        load_verified(file, Identity.parse("sigstore:me@example.org,https://issuer.example.org"))
+
+
+def test_files_that_do_not_fit_are_refused(file: Path, folder: Path, root: Holder, keys: Any) -> None:
+    signer, other = certify(folder, "signer", root), certify(folder, "other", root)
+    key_file, certificate, chain = signer.key_file, signer.certificate_file, (root.certificate_file,)
+    for wrong, words in (
+        (
+            CertificateSigner(other.key_file, certificate, chain),
+            "other.key.pem cannot sign: .* does not match .*; give the key of .*signer.pem",
+        ),
+        (CertificateSigner(key_file, key_file, chain), "holds no certificate that can be read"),
+        (CertificateSigner(key_file, certificate, ()), "a certificate needs those above it: add --certificate-chain"),
+        (CertificateSigner(key_file, certificate, (key_file,)), "holds no certificate that can be read"),
+        (CertificateSigner(keys("locked", password=b"x")[0], certificate, chain), "private key is encrypted"),
+    ):
+        with pytest.raises(SignatureError, match=words):
+            sign_profile(file, wrong)
+        assert not signature_path(file).exists()
+    sign(file, signer, root)
+    for path, words in ((folder / "absent.pem", "No such file"), (key_file, "holds no certificate")):
+        with pytest.raises(SignatureError, match=words):
+            load_verified(file, Identity.parse(f"chain:{path}"))

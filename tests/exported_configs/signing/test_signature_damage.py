@@ -1,0 +1,160 @@
+"""Signatures that are damaged or forged: refused in one line before or by the library, never let through."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import runpy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from kvtuner.errors import SignatureError
+from kvtuner.exported_configs.signing.signatures import Identity, load_verified, signature_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtuner.exported_configs.profile.profile import Profile
+
+    Keys = Callable[..., "tuple[Path, Path]"]
+
+_shared = runpy.run_path(str(Path(__file__).with_name("signing_helpers.py")))
+why, edit, dsse, PAYLOAD_TYPE = (_shared[name] for name in ("why", "edit", "dsse", "PAYLOAD_TYPE"))
+
+
+def forge(path: Path, private_key: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a signature says and sign that with a key, as the key's owner could."""
+    key = serialization.load_pem_private_key(private_key.read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+
+    def again(document: dict[str, Any]) -> None:
+        envelope = document["dsseEnvelope"]
+        statement = json.loads(base64.b64decode(envelope["payload"]))
+        change(statement)
+        payload = json.dumps(statement).encode()
+        envelope["payload"] = base64.b64encode(payload).decode()
+        signature = key.sign(dsse(payload), ec.ECDSA(hashes.SHA256()))
+        envelope["signatures"][0]["sig"] = base64.b64encode(signature).decode()
+
+    edit(path, again)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "must be JSON"),
+        (b"\x00" * 40, "must be JSON"),
+        (b"[]", "must be a JSON object, not list"),
+        (b"{}", "dsseEnvelope must be an object, but is missing"),
+        (b"\xff", "must be UTF-8"),
+        (b"[" * 2**19, "must nest at most 16 deep"),
+        (b'{"a": 1, "a": 1}', "stands twice"),
+        (b'{"dsse_envelope": {}}', "unknown field 'dsse_envelope'"),
+        (b" " * (2**20 + 1), "a signature has at most 1048576 bytes"),
+    ],
+    ids=["empty", "zeros", "list", "object", "latin", "deep", "twice", "alias", "large"],
+)
+def test_damaged_signature_is_refused(signed: Path, keys: Keys, data: bytes, words: str) -> None:
+    signature_path(signed).write_bytes(data)
+    assert words in why(signed, f"key:{keys()[1]}")
+
+
+@pytest.mark.parametrize(
+    ("steps", "value", "words"),
+    [
+        (("mediaType",), "text/plain", "the library refuses it: 1 validation error"),
+        (("mediaType",), 7, "the library refuses it"),
+        (("verificationMaterial",), [], "verificationMaterial must be an object, but is a list"),
+        (("verificationMaterial", "certificate"), {}, "a key's hint or certificates, not 2 of them"),
+        (("verificationMaterial",), {"tlogEntries": []}, "a key's hint or certificates, not 0 of them"),
+        (("verificationMaterial", "tlogEntries"), "none", "the library refuses it"),
+        (("verificationMaterial", "publicKey", "hint"), "", "must name its key by 64 hexadecimal digits, not ''"),
+        (("verificationMaterial", "publicKey"), {"hint": None}, "hint must be a text"),
+        (("dsseEnvelope", "payload"), "????", "payload must be base64"),
+        (("dsseEnvelope", "payload"), "e30=", "_type must be"),
+        (("dsseEnvelope", "payload"), "W10=", "the signature's statement must be a JSON object, not list"),
+        (("dsseEnvelope", "payloadType"), "x", "payloadType must be"),
+        (("dsseEnvelope", "signatures"), [], "must hold one signature, not 0"),
+        (("dsseEnvelope", "signatures", 0, "sig"), "AAAA", "did not make it: it is forged or damaged"),
+        (("dsseEnvelope", "signatures", 0, "sig"), 5, "the library refuses it"),
+        (("dsseEnvelope", "signatures", 0), "x", "the library refuses it"),
+    ],
+)
+def test_damaged_part_of_a_signature_is_refused(
+    signed: Path, keys: Keys, put: Any, steps: tuple[Any, ...], value: Any, words: str
+) -> None:
+    target = signature_path(signed)
+    target.write_text(json.dumps(put(json.loads(target.read_bytes()), steps, value)))
+    assert words in why(signed, f"key:{keys()[1]}")
+
+
+def resource(statement: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = statement["predicate"]["resources"][0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s.update(predicateType="https://model_signing/Digests/v0.1"), "predicateType must be"),
+        (lambda s: s["predicate"].update(resources=[]), "must be of one file, but resources holds 0 items"),
+        (lambda s: s["predicate"]["resources"].append(resource(s)), "resources holds 2 items"),
+        (lambda s: resource(s).update(name="profile.json"), "name must be '.', not 'profile.json'"),
+        (lambda s: resource(s).update(algorithm="blake2b"), "algorithm must be 'sha256'"),
+        (lambda s: resource(s).update(digest="0" * 64), "was changed after it was signed"),
+        (lambda s: resource(s).update(digest="x"), "must be 64 hexadecimal digits"),
+        (lambda s: s["predicate"]["serialization"].update(method="shards"), "method must be 'files'"),
+        (lambda s: s["predicate"]["serialization"].update(ignore_paths=["."]), "the library refuses it: Signature mis"),
+        (lambda s: s["predicate"]["serialization"].update(hash_type="md5"), "hash_type must be 'sha256', not 'md5'"),
+        (lambda s: s["predicate"].update(serialization={"method": "files"}), "hash_type must be 'sha256', not None"),
+        (lambda s: s["predicate"]["serialization"].update(allow_symlinks=1), "allow_symlinks must be true or false"),
+        (lambda s: s["predicate"]["serialization"].update(ignore_paths=[1]), "ignore_paths must be a list of texts"),
+        (lambda s: s.update(subject=[]), "must be of one file, but subject holds 0 items"),
+        (lambda s: s["subject"][0].update(digest={"sha256": "00"}), "the library refuses it: Manifest is inconsistent"),
+        (lambda s: s["subject"][0].pop("digest"), "digest must be an object, but is missing"),
+        (lambda s: s["subject"][0].update(name="\x1b[2J"), "must name a file, not"),
+    ],
+)
+def test_statement_of_the_keys_owner_about_something_else_is_refused(
+    signed: Path, keys: Keys, change: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    forge(signed, keys()[0], change)
+    assert words in why(signed, f"key:{keys()[1]}")
+
+
+def test_forging_by_hand_would_be_let_through_were_the_statement_right(signed: Path, keys: Keys) -> None:
+    """So that the refusals above are of what is said and not of how it was signed."""
+    forge(signed, keys()[0], lambda statement: statement["subject"][0].update(name="other name.json"))
+    assert load_verified(signed, Identity.parse(f"key:{keys()[1]}"))
+
+
+def test_signature_of_a_folder_is_no_profiles(signed: Path, keys: Keys, tmp_path: Path) -> None:
+    from model_signing import signing
+
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    signing.Config().use_elliptic_key_signer(private_key=keys()[0]).sign(folder, signature_path(signed))
+    assert "must be of one file, but resources holds 0 items" in why(signed, f"key:{keys()[1]}")
+
+
+def test_mutated_signatures_are_refused_in_one_line_or_say_the_same(signed: Path, keys: Keys, profile: Profile) -> None:
+    """Base64 has bits that say nothing, JSON has spaces: what is accepted loads the same bytes."""
+    generator, target = random.Random(0), signature_path(signed)
+    pristine, identity = target.read_bytes(), Identity.parse(f"key:{keys()[1]}")
+    accepted = 0
+    for _ in range(200):
+        data = bytearray(pristine)
+        for _ in range(generator.randint(1, 2)):
+            start = generator.randrange(len(data))
+            data[start : start + generator.choice([0, 1, 1, 1, 9])] = generator.randbytes(generator.choice([0, 1, 1]))
+        target.write_bytes(data)
+        try:
+            accepted += load_verified(signed, identity).digest == profile.digest
+        except SignatureError as error:
+            assert str(error).isprintable() and len(str(error)) < 600
+    assert accepted < 20

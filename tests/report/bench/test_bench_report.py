@@ -1,0 +1,214 @@
+"""The report of a benchmark that was made by hand: nothing lost, nothing let through, the same in all its forms."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from transformers import AutoConfig
+
+from kvtuner.bench.client import RequestResult
+from kvtuner.bench.loads import Capacity, LoadOptions, plan_loads
+from kvtuner.bench.metrics import LoadResult
+from kvtuner.bench.runner import MeasurementCost, SchemeRun
+from kvtuner.bench.served_target import ServerRecord
+from kvtuner.bench.usage import GPU_MEMORY, MEMORY
+from kvtuner.bench.ways import ABLATION, PER_CHANNEL, make_ways
+from kvtuner.calibration.model_loading import DEMO_MODEL, ModelSource, read_shape
+from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.exported_configs.profile.evaluation_record import (
+    BackendRecord,
+    Cell,
+    DataRecord,
+    Evaluation,
+    Result,
+    ResultProvenance,
+    SchemeRecord,
+)
+from kvtuner.report.bench_report import JSON, MARKDOWN, write_report
+from kvtuner.report.bench_result import BenchResult, WayResult, summary_lines
+from kvtuner.report.bench_sections import sections
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+HOSTILE = """"'><script src="//evil.example/x.js">alert(1)</script>|`*"""
+RECORD = ServerRecord(
+    "demo", 1, "0.5.23", "bfloat16", "auto", None, None, "cpu", 1, 1, 9_000, 16, 8_000, None, False
+)  # fmt: skip
+
+
+def answered(slowness: float) -> SchemeRun:
+    loads, left_out = plan_loads(LoadOptions(repeats=2, rounds=3), Capacity(8_000, 9_000, 16))
+    found = []
+    for load in loads:
+        gaps = (0.01 * slowness,) * (load.output_tokens - 1)
+        first = 1e-4 * load.prompt_tokens * slowness
+        one = RequestResult(
+            load.prompt_tokens,
+            load.output_tokens,
+            load.output_tokens,
+            load.output_tokens,
+            0,
+            0.0,
+            first,
+            first + sum(gaps),
+            gaps,
+            None,
+        )
+        found.append(LoadResult(load, (one,) * load.requests, {"host_memory_bytes": 2.0**30}))
+    return SchemeRun(tuple(found), tuple(left_out), MeasurementCost(10.0, 0.2, 1.0))
+
+
+@pytest.fixture(scope="module")
+def make_result(profile_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., BenchResult]:
+    folder = tmp_path_factory.mktemp("ways")
+    config = AutoConfig.from_pretrained(DEMO_MODEL)
+    profile = profile_of(config, [LayerQuantization(4, 4)] * config.num_hidden_layers)
+    shape = read_shape(ModelSource(model="demo"))
+    ways = make_ways(["bf16", "profile", *ABLATION[1:]], folder / "profile.json", profile, shape, folder)
+
+    def make(*, refusal: str = "per-channel quantization needs tail pages", name: str = "demo") -> BenchResult:
+        results = []
+        for number, way in enumerate(ways):
+            if way.name == PER_CHANNEL:
+                results.append(WayResult(way, None, None, (), None, refusal))
+                continue
+            run = answered(1 + number / 10)
+            results.append(WayResult(way, RECORD, run, tuple(run.gates(1e4, "")), 7_000_000, None))
+        model = profile.model.model_copy(update={"id": name})
+        making = ResultProvenance(
+            kvtuner_version="0", command="kvtuner bench", machine="a machine", torch="2", transformers="5", seed=0
+        )
+        evaluation = Evaluation(
+            evaluation_version=1,
+            profile_digest=profile.digest,
+            model=model,
+            host=BackendRecord(kind="transformers", read_plan="decode", reads=None, version=None, hit_share=None),
+            data=DataRecord(corpus="demo", token_ids_sha256=profile.digest, is_unseen=True),
+            subjects=tuple(SchemeRecord(name=w.name, bytes_per_token=w.bytes_per_token or 1) for w in ways),
+            cells=(kl_cell([w.name for w in ways if w.subject is not None and w.name != "bf16"]),),
+            making=making,
+        )
+        return BenchResult(profile, model, tuple(results), evaluation, making, ("--device", "cpu"))
+
+    return make
+
+
+def kl_cell(names: list[str]) -> Cell:
+    results = tuple(
+        Result(subject=name, mean=0.01 * (i + 1), low=0.005, high=0.2, failures=0) for i, name in enumerate(names)
+    )
+    return Cell(
+        level="likelihood", measure="kl_nats_per_token", task=None, num_tokens=512, position=0, units=12, count=99,
+        flag=None, results=results, differences=(),
+    )  # fmt: skip
+
+
+class Tags(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.mark.slow
+def test_page_markdown_and_json_hold_every_way_and_every_load(make_result: Any, tmp_path: Path) -> None:
+    result = make_result()
+    page = Tags(write_report(result, tmp_path).read_text())
+    text = (tmp_path / MARKDOWN).read_text()
+    found = json.loads((tmp_path / JSON).read_text())
+    for way in found["ways"]:
+        assert way["name"] in page.text
+        assert way["name"] in text
+        assert way["refused"] or {load["kind"] for load in way["loads"]} == {
+            "prompt", "output", "concurrency", "batch", "stability",
+        }  # fmt: skip
+    assert "needs tail pages" in page.text
+    assert "needs tail pages" in text
+    assert len(list(tmp_path.glob("*.png"))) == page.tags.count("img") == 4
+    assert found["problems"] == [], "per channel is refused by name, and no surprise"
+    assert page.text.count("Where the figures come from") == 1
+
+
+@pytest.mark.slow
+def test_tables_in_markdown_have_as_many_cells_as_headers(make_result: Any, tmp_path: Path) -> None:
+    write_report(make_result(), tmp_path)
+    widths: list[int] = []
+    for line in (tmp_path / MARKDOWN).read_text().splitlines():
+        if not line.startswith("|"):
+            widths = []
+            continue
+        widths.append(len(re.findall(r"(?<!\\)\|", line)))
+        assert widths[-1] == widths[0], line
+
+
+@pytest.mark.slow
+def test_names_from_outside_are_text_in_all_forms(make_result: Any, tmp_path: Path) -> None:
+    result = make_result(refusal=HOSTILE, name=HOSTILE)
+    page = Tags(write_report(result, tmp_path).read_text())
+    assert "script" not in page.tags
+    assert HOSTILE in page.text
+    assert "<script" not in (tmp_path / MARKDOWN).read_text().replace("\\<", "")
+
+
+def test_a_way_that_should_have_been_served_is_a_problem(make_result: Any) -> None:
+    result = make_result()
+    fp8 = next(each for each in result.ways if each.way.name == "fp8")
+    broken = replace(fp8, server=None, run=None, gates=(), refused="out of memory")
+    result = replace(result, ways=tuple(broken if each is fp8 else each for each in result.ways))
+    assert result.problems() == ["fp8: not served: out of memory"]
+    assert any("FAILED  fp8: not served" in line for line in summary_lines(result))
+
+
+HOST = {MEMORY: 5 * 2.0**20}
+BOTH = {**HOST, GPU_MEMORY: 7 * 2.0**20}
+
+
+@pytest.mark.parametrize(
+    ("usages", "kind", "expected"),
+    [
+        ([BOTH, BOTH, BOTH], "GPU", "7 / 7"),
+        ([HOST, HOST, HOST], "host", "5 / 5"),
+        ([HOST, BOTH, BOTH], "GPU", "- / 7"),
+        ([BOTH, HOST, BOTH], "GPU", "7 / 7"),
+        ([BOTH, BOTH, HOST], "GPU", "7 / -"),
+        ([HOST, BOTH, HOST], "GPU", "- / -"),
+        ([{}, {}, {}], "host", "- / -"),
+    ],
+)
+def test_memory_is_of_one_kind_in_all_rounds(
+    make_result: Any, usages: list[dict[str, float]], kind: str, expected: str
+) -> None:
+    result = make_result()
+    ways = []
+    for each, seen in zip(result.ways, (usages, [HOST] * 3), strict=False):
+        rounds = [one for one in each.run.answered if one.load.kind == "stability"]
+        looked = tuple(replace(one, usage=usage) for one, usage in zip(rounds, seen, strict=True))
+        ways.append(replace(each, run=replace(each.run, answered=looked)))
+    (found,) = (each for each in sections(replace(result, ways=tuple(ways))) if each.title == "Stability")
+    (table,) = found.tables
+    assert table.headers[-1] == f"{kind} memory MiB first / last"
+    assert [row[-1] for row in table.rows] == [expected, "5 / 5" if kind == "host" else "- / -"]
+
+
+def test_the_ablation_has_every_group_of_its_design(make_result: Any) -> None:
+    groups = {each.way.group: each.way for each in make_result().ways if each.way.group}
+    assert sorted(groups) == list("ABCDEFG")
+    assert groups["G"].subject.profile.defaults.k.symmetric
+    assert not groups["C"].subject.profile.defaults.k.symmetric
+    assert "--kvtuner-axis-key" in groups["F"].flags
+    sizes = [groups[letter].bytes_per_token for letter in "ABCD"]
+    assert sizes == sorted(sizes, reverse=True)

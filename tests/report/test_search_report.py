@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import base64
+import errno
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtuner.errors import RunFolderError
+from kvtuner.evaluation.statistics import Interval
+from kvtuner.report.plots.search_plots import PICTURES
+from kvtuner.report.report_data import BudgetOutcome, PairAdditivity, ReportData
+from kvtuner.report.report_page import build_page
+from kvtuner.report.search_report import TERMINAL_COLUMNS, summary_json, terminal_table, write_report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    MakeReport = Callable[..., ReportData]
+
+HOSTILE = (
+    """"'><script src="//evil.example/x.js">alert(1)</script><img onerror=alert(2) src=https://evil.example>&lt;"""
+)
+
+
+PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
+
+
+class Page(HTMLParser):
+    """Tags with attributes, text by tag, and whether every tag is closed in its place."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.cells: list[str] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in ("meta", "img"):
+            self._open.append(tag)
+        if tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._open and self._open[-1] in ("td", "th"):
+            self.cells[-1] += data
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.tags]
+
+
+def page_text(data: ReportData) -> str:
+    """The page with pictures of one pixel, which are quick to draw."""
+    return build_page(data, dict.fromkeys(PICTURES, PIXEL))
+
+
+def hostile(data: ReportData) -> ReportData:
+    """The same report with every outside string replaced."""
+    return replace(
+        data,
+        model=HOSTILE,
+        corpus=HOSTILE,
+        read_plan=HOSTILE,
+        budget=replace(data.budget, asked=HOSTILE),
+        layers=tuple(replace(row, k_transform=HOSTILE, v_transform=HOSTILE) for row in data.layers),
+        quality=tuple(
+            replace(q, offsets=HOSTILE, positions=HOSTILE, winner=replace(q.winner, name=HOSTILE)) for q in data.quality
+        ),
+        additivity=tuple(replace(row, name=HOSTILE) for row in data.additivity),
+        rank_correlations=tuple(replace(row, score=HOSTILE) for row in data.rank_correlations),
+        trials=tuple(replace(trial, source=HOSTILE) for trial in data.trials),
+        forwards=tuple((HOSTILE, count) for _, count in data.forwards),
+        provenance=tuple((HOSTILE, HOSTILE) for _ in data.provenance),
+    )
+
+
+@pytest.mark.slow
+def test_the_page_holds_the_very_pictures_that_lie_beside_it(make_report: MakeReport, tmp_path: Path) -> None:
+    page = write_report(make_report(6), tmp_path / "run")
+    assert page == tmp_path / "run" / "report.html"
+    inlined = {
+        base64.b64decode(attributes["src"].removeprefix("data:image/png;base64,"), validate=True)
+        for name, attributes in Page(page.read_text()).tags
+        if name == "img"
+    }
+    files = {path.name: path.read_bytes() for path in page.parent.iterdir() if path != page}
+    assert set(files) == {f"{name}.png" for name in PICTURES}
+    assert inlined == set(files.values())
+
+
+def test_outside_strings_add_no_tag_and_are_shown_as_they_are(make_report: MakeReport) -> None:
+    data = make_report(3)
+    plain, attacked = Page(page_text(data)), Page(page_text(hostile(data)))
+    assert attacked.names() == plain.names()
+    assert "script" not in attacked.names()
+    assert attacked.cells.count(HOSTILE) >= 2 * len(data.layers) + 2 * len(data.provenance)
+    assert f"KV cache precision of {HOSTILE}" in attacked.text
+
+
+@pytest.mark.parametrize("disguise", [lambda data: data, hostile], ids=["plain", "hostile"])
+def test_the_page_loads_and_runs_nothing(make_report: MakeReport, disguise: Callable[[ReportData], ReportData]) -> None:
+    text = page_text(disguise(make_report(3)))
+    page = Page(text)
+    assert not {"script", "link", "iframe", "object", "embed", "a", "form", "base"} & set(page.names())
+    for name, attributes in page.tags:
+        assert not [key for key in attributes if key.startswith("on") or key in ("href", "style", "srcset")]
+        assert "src" not in attributes or attributes["src"].startswith("data:image/png;base64,"), name
+    (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    assert "url(" not in style and "@import" not in style
+    policy = [a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy == ["default-src 'none'; img-src data:; style-src 'unsafe-inline'"]
+
+
+@pytest.mark.slow
+def test_every_picture_has_words_and_a_size_and_shrinks_with_the_screen(
+    make_report: MakeReport, tmp_path: Path
+) -> None:
+    text = write_report(make_report(6), tmp_path).read_text()
+    images = [attributes for name, attributes in Page(text).tags if name == "img"]
+    assert len(images) == len(PICTURES)
+    for attributes in images:
+        assert len(attributes["alt"]) > 30
+        assert 400 <= int(attributes["width"]) <= 800
+    assert "img { display: block; max-width: 100%; height: auto; }" in text
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_every_baseline_stands_in_the_quality_table_with_its_interval(make_report: MakeReport) -> None:
+    data = make_report(4)
+    cells = Page(page_text(data)).cells
+    for quality in data.quality:
+        for row in (quality.winner, *quality.baselines):
+            assert cells.count(row.label) >= len(data.quality)
+    assert "0.0188 [0.0169, 0.0207]" in cells  # K4V4
+    assert "0.0139 [0.0125, 0.0153]" in cells  # K4V4 minus the winner
+    assert {"4bit", "3.920", "4.170", "800", "3,072", "1,342,177", "349,525", "3.84x"} <= set(cells)
+
+
+def test_the_gain_of_transforms_is_the_geometric_mean_of_the_ratios(make_report: MakeReport) -> None:
+    data = make_report(2)
+    ratios = {0: 2.0, 1: 8.0}
+    rows = tuple(
+        replace(row, plain=replace(row.plain, kl=None if row.best.kl is None else row.best.kl * ratios[row.layer]))
+        for row in data.sensitivity
+    )
+    cells = Page(page_text(replace(data, sensitivity=rows))).cells
+    assert cells.count("4.00x") == 6
+
+
+def test_what_was_not_measured_is_said_to_be_so(make_report: MakeReport) -> None:
+    data = make_report(2)
+    bare = ReportData(data.model, data.corpus, "decode", "kl", data.budget, data.layers)
+    text = Page(page_text(bare)).text
+    assert text.count("Not measured in this run.") >= 6
+    assert "The quality of this configuration was not measured." in text
+
+
+def test_numbers_that_do_not_exist_are_dashes(make_report: MakeReport) -> None:
+    data = make_report(2)
+    quality = data.quality[0]
+    gaps = replace(quality.winner, kl=None, kl_p99=None, top1=math.nan, perplexity=math.inf)
+    odd = replace(data, quality=(replace(quality, winner=gaps, reference_perplexity=None),))
+    page = Page(page_text(odd))
+    row = page.cells.index("winner")
+    assert page.cells[row + 1 : row + 6] == ["-"] * 5
+    assert "nan" not in page.text.lower().split()
+
+
+@pytest.mark.slow
+def test_the_same_data_gives_the_same_files_byte_for_byte(make_report: MakeReport, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_report(ReportData.from_json(json.loads(json.dumps(make_report(5).to_json()))), tmp_path / name)
+    files = {name: {p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("a", "b")}
+    assert files["a"] == files["b"]
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_old_report_whole(
+    make_report: MakeReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_report(2)
+    write_report(data, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunFolderError, match="no space left to write"):
+        write_report(make_report(3), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_terminal_table_shows_asked_reached_and_every_baseline(make_report: MakeReport) -> None:
+    data = make_report(6)
+    text = terminal_table(data)
+    assert "asked            4bit, read plan decode" in text
+    assert "mean_bits 3.920, effective_bits 4.170" in text
+    assert "1,342,177 (bf16 349,525): 3.84x" in text
+    lines = [re.sub(r" {2,}", "|", line.strip("* ")) for line in text.splitlines()]
+    assert "winner|3.92|4.17|0.00490 [0.00441, 0.00539]|0.0588|99.5%|5.40" in lines
+    for transforms in (False, True):
+        for row in data.quality[0].baselines:
+            if row.transforms == transforms and row.kl:
+                start = f"{row.name}{' +t' if transforms else ''}|{row.mean_bits:.2f}|{row.effective_bits:.2f}|"
+                assert sum(line.startswith(start) for line in lines) == len(data.quality)
+    fitting = [line for line in text.splitlines() if line.startswith("* ") and "." in line[:20]]
+    assert len(fitting) == len(data.quality) * sum(
+        row.fits_budget for row in (data.quality[0].winner, *data.quality[0].baselines)
+    )
+
+
+@pytest.mark.parametrize(("low", "high", "word"), [(0.1, 0.3, "worse"), (-0.3, -0.1, "better"), (-0.1, 0.3, "unclear")])
+def test_the_terminal_table_judges_by_the_paired_interval_alone(
+    make_report: MakeReport, low: float, high: float, word: str
+) -> None:
+    data = make_report(2)
+    quality = data.quality[0]
+    baseline = replace(quality.baselines[0], difference=Interval((low + high) / 2, low, high))
+    text = terminal_table(replace(data, quality=(replace(quality, baselines=(baseline,)),)))
+    (line,) = [line for line in text.splitlines() if baseline.name in line]
+    assert [w for w in ("worse", "better", "unclear") if w in line] == [word]
+
+
+def test_the_terminal_table_is_short_ascii_whatever_the_names(make_report: MakeReport) -> None:
+    data = make_report(2, model="\x1b[31mmodel\x07\n" + "é" * 200, budget=BudgetOutcome("4\tbit", 4, 4, 8, 32, 2, 2))
+    long_names = replace(data, quality=tuple(replace(q, positions="p" * 300) for q in data.quality))
+    for line in terminal_table(long_names).split("\n"):
+        assert len(line) <= TERMINAL_COLUMNS
+        assert line.isascii() and (line.isprintable() or not line)
+    assert len(terminal_table(data).split("\n")) == len(terminal_table(make_report(2)).split("\n"))
+
+
+def test_the_widest_numbers_fit_the_terminal_table(make_report: MakeReport) -> None:
+    data = make_report(2)
+    quality = data.quality[0]
+    wide = replace(
+        quality.baselines[0],
+        transforms=True,
+        kl=Interval(-0.00123, -0.00234, -0.00101),
+        difference=Interval(0.0, -0.1, 0.1),
+        kl_p99=-0.00123,
+        top1=1.0,
+        perplexity=1234567.891,
+        bytes_per_token=10**9,
+    )
+    text = terminal_table(replace(data, quality=(replace(quality, baselines=(wide,)),)))
+    assert "1,234,567.89" in text
+
+
+def test_the_summary_is_plain_json_with_the_numbers_of_the_table(make_report: MakeReport) -> None:
+    data = make_report(3)
+    summary = json.loads(json.dumps(summary_json(data), allow_nan=False))
+    assert summary["budget"]["asked"] == "4bit"
+    assert summary["budget"]["tokens_per_gib"] == 1_342_177
+    assert summary["layers"] == [f"K{row.k_bits}V{row.v_bits}" for row in data.layers]
+    assert summary["quality"][0]["winner"]["kl"]["mean"] == pytest.approx(0.0049)
+    assert summary["quality"][0]["baselines"][0]["difference"]["low"] < 0
+    assert summary["forwards"]["trials"] == 84
+
+
+def test_gain_override_and_pairs_stand_in_table_page_and_summary(make_report: MakeReport) -> None:
+    plain = make_report(2)
+    told = replace(
+        plain, gain=0.0012, uniform_winner="K4V4 + transforms", pair_additivity=PairAdditivity(18, 0.031, 0.42)
+    )
+    for text in (
+        "0.00120 nats per token below the exact solution",
+        "uniform K4V4 + transforms",
+        "3.1% in the median, 42.0% at most",
+    ):
+        assert text in terminal_table(told)
+        assert text in Page(page_text(told)).text
+        assert text not in terminal_table(plain)
+    summary = summary_json(told)
+    assert summary["gain"] == 0.0012
+    assert summary["uniform_winner"] == "K4V4 + transforms"
+    assert summary["pair_additivity"] == {"num_pairs": 18, "median": 0.031, "maximum": 0.42}
+    assert ReportData.from_json(told.to_json()) == told
+
+
+def test_importing_the_report_loads_no_plotting_and_no_model_library() -> None:
+    heavy = ["matplotlib", "torch", "transformers", "optuna", "scipy", "pydantic"]
+    code = f"import sys, kvtuner.report.search_report; print([m for m in {heavy} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants, SensitivityTable
+from kvtuner.evaluation.rank_bytes import ServingRanks
+from kvtuner.evaluation.validation import Contestant, fp8_contestant
+from kvtuner.geometry import ModelGeometry
+from kvtuner.precision import PrecisionPair
+from kvtuner.report.search_rows import (
+    MAX_FRONT_POINTS,
+    front_points,
+    keeps_budget,
+    pair_additivity,
+    rank_bytes,
+    rank_correlations,
+    sensitivity_rows,
+)
+from kvtuner.search_spaces.budget import Budget
+from kvtuner.search_spaces.space import LayerChoice, LayerMenu, SearchSpace
+from kvtuner.tuner.exact import Front
+
+GEOMETRY = ModelGeometry(num_layers=5, num_attention_heads=8, num_kv_heads=4, head_dim=32, v_head_dim=32)
+
+
+def contestant(*pairs: str) -> Contestant:
+    return Contestant("c", False, tuple(map(PrecisionPair.parse, pairs)), {}, "c")
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("pp_size", [1, 2, 3, 5])
+def test_bytes_on_a_rank_are_those_that_the_budget_counts(tp_size: int, pp_size: int) -> None:
+    ranks = ServingRanks.of(GEOMETRY, tp_size=tp_size, pp_size=pp_size)
+    pairs = [PrecisionPair.parse(text) for text in ("16", "K8V4", "K4V2", "2", "K2V8")]
+    constraint = Budget.parse("100KiB/token").constraint(GEOMETRY, tp_size=tp_size, pp_size=pp_size)
+    assert ranks.bytes_per_token(pairs) == max(constraint.stage_costs(pairs))
+    assert ranks == ServingRanks(constraint.shape, constraint.stages)
+
+
+def test_fp8_is_judged_by_bytes_of_its_own() -> None:
+    fp8, k8v8 = fp8_contestant(5), contestant(*["K8V8"] * 5)
+    own = 5 * 4 * 64
+    assert rank_bytes(fp8, ServingRanks.of(GEOMETRY)) == own < rank_bytes(k8v8, ServingRanks.of(GEOMETRY))
+    for text, fits in (
+        (f"{own}B/token", True),
+        (f"{own - 1}B/token", False),
+        ("8bpe", True),
+        ("7.9bpe", False),
+        ("50%", True),
+        ("49%", False),
+        ("8bit", True),
+        ("7bit", False),
+    ):
+        assert keeps_budget(Budget.parse(text).constraint(GEOMETRY), fp8) == fits, text
+    assert not keeps_budget(Budget.parse("8bpe").constraint(GEOMETRY), k8v8)
+
+
+def test_fp8_keeps_the_budget_in_every_stage() -> None:
+    stage = 3 * 2 * 64  # the larger of two stages, half of the heads
+    assert rank_bytes(fp8_contestant(5), ServingRanks.of(GEOMETRY, tp_size=2, pp_size=2)) == stage
+    for size, fits in ((stage, True), (stage - 1, False)):
+        constraint = Budget.parse(f"{size}B/token").constraint(GEOMETRY, tp_size=2, pp_size=2)
+        assert keeps_budget(constraint, fp8_contestant(5)) == fits
+
+
+def test_pairs_are_compared_with_the_sum_of_their_sides() -> None:
+    def table(**pairs: float) -> Any:
+        e_o = {"k": 0.3, "v": 0.1}
+        return SimpleNamespace(
+            pairs={(0, PrecisionPair.parse(name)): value for name, value in pairs.items()},
+            of=lambda layer, side, bits: {"none": CandidateScores(0.0, 0.0, e_o[side], 0.0)},
+        )
+
+    found = pair_additivity(table(K2V2=0.4, K4V4=0.2, K8V8=0.36))
+    assert found is not None
+    assert found.num_pairs == 3
+    assert (found.median, found.maximum) == (pytest.approx(0.1), pytest.approx(0.5))
+    assert pair_additivity(table()) is None
+
+
+@pytest.mark.parametrize("num_points", [1, 2, 399, 400, 401, 799, 800, 801, 1197, 1198, 5000])
+def test_a_long_front_is_drawn_from_end_to_end_by_few_points(num_points: int) -> None:
+    pair, rows = PrecisionPair.parse("K4V2"), replace(GEOMETRY, num_layers=1).row_shape()
+    menu = LayerMenu(0, tuple(LayerChoice(pair, "none", "none", 1, -float(score)) for score in range(num_points)))
+    numbers = np.arange(num_points)
+    front = Front(numbers, -numbers.astype(float), numbers[:, None], SearchSpace((menu,), ((0,),), rows), (0,))
+    drawn = [-point.predicted_kl for point in front_points([front], rows)]
+    assert len(drawn) == num_points if num_points <= MAX_FRONT_POINTS else len(drawn) <= MAX_FRONT_POINTS
+    assert len(drawn) > min(num_points, MAX_FRONT_POINTS) // 2
+    assert (drawn[0], drawn[-1]) == (0, num_points - 1)
+    assert drawn == sorted(set(drawn))
+    assert front_points([front, front], rows) == ()
+
+
+def table_of(scores: dict[Candidate, CandidateScores]) -> SensitivityTable:
+    ones = torch.ones(GEOMETRY.num_kv_heads, GEOMETRY.head_dim, dtype=torch.float16)
+    return SensitivityTable({}, replace(GEOMETRY, num_layers=1), (LayerConstants(ones, ones, ones),), scores)
+
+
+def test_rank_correlations_are_of_candidates_that_have_an_isolated_kl() -> None:
+    kls = {2: 3.0, 4: 2.0, 8: 1.0}
+    scores = {
+        Candidate(0, side, bits, "none"): CandidateScores(kl, -kl, kl**3, kl, kl)
+        for side in "kv"
+        for bits, kl in kls.items()
+    }
+    # Of these two the first has no KL; the second breaks the order of one score.
+    scores[Candidate(0, "k", 2, "hadamard")] = CandidateScores(99.0, 99.0, 99.0, -99.0, None)
+    scores[Candidate(0, "v", 2, "hadamard")] = CandidateScores(4.0, 0.0, 4.0, 0.5, 4.0)
+    rho = {(row.score, row.side): row.rho for row in rank_correlations(table_of(scores))}
+    assert rho["fisher", "k"] == pytest.approx(1.0)
+    assert rho["e_a", "k"] == pytest.approx(-1.0)
+    assert rho["e_k / e_v", "v"] == pytest.approx(1.0)
+    x, y = [3.0, 2.0, 1.0, 0.5], [3.0, 2.0, 1.0, 4.0]
+    assert rho["fisher", "v"] == pytest.approx(scipy.stats.spearmanr(x, y).statistic)
+    assert ("e_a", "v") not in rho
+
+
+def test_sensitivity_rows_show_the_best_transform_beside_none() -> None:
+    scores = {}
+    for side in "kv":
+        for bits in (2, 4, 8):
+            scores[Candidate(0, side, bits, "none")] = CandidateScores(0, 0, 0, 2.0 * bits, None if bits == 8 else 2.0)
+            scores[Candidate(0, side, bits, "hadamard")] = CandidateScores(
+                0, 0, 0, 3.0 * bits, None if bits == 8 else 1.0
+            )
+    rows = {(row.side, row.bits): row for row in sensitivity_rows(table_of(scores))}
+    assert rows.keys() == {(side, bits) for side in "kv" for bits in (2, 4, 8)}
+    assert [rows["k", bits].transform for bits in (2, 4, 8)] == ["hadamard", "hadamard", "none"]
+    assert (rows["v", 2].best.kl, rows["v", 2].plain.kl) == (1.0, 2.0)

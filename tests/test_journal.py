@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtuner.journal import Journal
+from kvtuner.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_record_is_found_by_its_key_as_json_gives_it_back(tmp_path: Path) -> None:
+    journal = Journal(RunFolder(tmp_path), "log.jsonl", "sha256:a")
+    assert journal.get("one") is None
+    journal.append({"key": "one", "values": (1, 2)}, {"key": "two"})
+    assert journal.get("one") == {"identity": "sha256:a", "key": "one", "values": [1, 2]}
+    assert journal.get("two") is not None
+
+
+def test_another_process_and_a_later_one_find_what_was_appended(tmp_path: Path) -> None:
+    first, second = (Journal(RunFolder(tmp_path), "log.jsonl", "sha256:a") for _ in range(2))
+    assert second.get("one") is None
+    first.append({"key": "one", "value": 1})
+    assert second.get("one") == Journal(RunFolder(tmp_path), "log.jsonl", "sha256:a").get("one")
+
+
+def test_records_of_another_identity_are_left_alone(tmp_path: Path) -> None:
+    ours, theirs = (Journal(RunFolder(tmp_path), "log.jsonl", f"sha256:{name}") for name in "ab")
+    theirs.append({"key": "one"})
+    assert ours.get("one") is None
+    assert theirs.get("one") is not None
+
+
+def test_without_an_identity_every_record_counts_and_none_is_added(tmp_path: Path) -> None:
+    journal = Journal(RunFolder(tmp_path), "log.jsonl", None)
+    journal.append({"key": "one"})
+    assert journal.get("one") == {"key": "one"}
+
+
+def test_a_key_may_be_made_of_several_fields_and_the_last_record_counts(tmp_path: Path) -> None:
+    journal = Journal(
+        RunFolder(tmp_path), "log.jsonl", "sha256:a", lambda record: (record["layer"], tuple(record["bits"]))
+    )
+    journal.append({"layer": 1, "bits": [4, 2], "kl": 0.5})
+    journal.append({"layer": 1, "bits": [4, 2], "kl": 0.25})
+    found = journal.get((1, (4, 2)))
+    assert found is not None
+    assert found["kl"] == 0.25
