@@ -33,10 +33,10 @@ def test_schema_states_the_closed_sets_of_the_format() -> None:
     definitions = document["$defs"]
     assert document["properties"]["schema_version"]["const"] == 1
     assert document["properties"]["layout"]["const"] == LAYOUT_ID
-    for side in ("StoredKeys", "StoredValues"):
+    for side in ("KeyRecord", "ValueRecord"):
         assert definitions[side]["properties"]["bits"]["enum"] == list(ALL_BITS)
-    assert set(definitions["StoredKeys"]["properties"]) == {"bits", "transform", "mu", "lambda"}
-    assert set(definitions["StoredValues"]["properties"]) == {"bits", "transform"}
+    assert set(definitions["KeyRecord"]["properties"]) == {"bits", "transform", "mu", "lambda"}
+    assert set(definitions["ValueRecord"]["properties"]) == {"bits", "transform"}
     assert definitions["KeyDefaults"]["properties"]["granularity"]["enum"] == ["per_token", "per_channel"]
     assert definitions["ValueDefaults"]["properties"]["granularity"]["const"] == "per_token"
 
