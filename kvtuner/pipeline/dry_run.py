@@ -9,7 +9,7 @@ from kvtuner.evaluation.validation import UNIFORM_PAIRS
 from kvtuner.pipeline.session import corpus_source, ranks_of, row_shape
 from kvtuner.precision import PACKED_BITS, PrecisionPair, effective_bits, mean_bits, tokens_per_gib
 from kvtuner.quant import KEY_TRANSFORMS, VALUE_TRANSFORMS
-from kvtuner.report.report_data import rank_words
+from kvtuner.report.search_data import rank_words
 
 if TYPE_CHECKING:
     from argparse import Namespace

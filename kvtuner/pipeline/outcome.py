@@ -24,7 +24,7 @@ from kvtuner.pipeline.run_profile import make_profile, stored_quality
 from kvtuner.pipeline.run_report import make_report_data
 from kvtuner.pipeline.session import ranks_of, row_shape, say, say_left_out
 from kvtuner.pipeline.targets import bind_target
-from kvtuner.report.report_data import DATA_FILE
+from kvtuner.report.search_data import DATA_FILE
 from kvtuner.report.search_report import summary_json, write_report
 from kvtuner.report.search_rows import Terms, quality_of
 from kvtuner.run_folder import RunFolder, write_atomically
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvtuner.calibration.batches import Offsets
     from kvtuner.pipeline.session import Measured, SearchOutcome, SearchRun
     from kvtuner.pipeline.targets import SearchTarget
-    from kvtuner.report.report_data import OffsetQuality, ReportData
+    from kvtuner.report.search_data import OffsetQuality, ReportData
     from kvtuner.search_spaces.space import LayerChoice
 
 HAND_WRITTEN = "hand-written"

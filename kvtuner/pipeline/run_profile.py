@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvtuner.evaluation.validation import Contestant, SequenceSums
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.pipeline.session import Measured, SearchOutcome, SearchRun
-    from kvtuner.report.report_data import QualityRow
+    from kvtuner.report.search_data import QualityRow
 
 
 def make_profile(run: SearchRun, found: SearchOutcome, quality: QualityRecord) -> Profile:

@@ -9,7 +9,7 @@ from kvtuner import __version__
 from kvtuner.evaluation.validation import UNIFORM_PAIRS
 from kvtuner.pipeline.session import corpus_source, ranks_of, row_shape
 from kvtuner.precision import PrecisionPair, effective_bits, mean_bits
-from kvtuner.report.report_data import (
+from kvtuner.report.search_data import (
     AdditivityRow,
     BudgetOutcome,
     MeasuredPoint,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtuner.bench.ways import PER_CHANNEL
 from kvtuner.evaluation.validation import FP8
 from kvtuner.precision import NATIVE_BITS
-from kvtuner.report.evaluation_text import aligned
+from kvtuner.report.evaluation_report import aligned
 from kvtuner.report.formatting import NOT_MEASURED, number, percent, plain_json
 
 if TYPE_CHECKING:

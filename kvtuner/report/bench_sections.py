@@ -10,7 +10,7 @@ from kvtuner.bench.usage import GPU_BUSY, GPU_MEMORY, GPU_MEMORY_BUSY, MEMORY
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE
 from kvtuner.precision import tokens_per_gib
 from kvtuner.report.bench_result import gates_that_passed, milliseconds, overview
-from kvtuner.report.evaluation_text import TITLES, value_text
+from kvtuner.report.evaluation_report import TITLES, value_text
 from kvtuner.report.formatting import NOT_MEASURED, number, percent
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from kvtuner.report.markup import Markup, element, join
 from kvtuner.report.page import figure, page, section, table
 from kvtuner.report.plots.quality_plot import quality_by_bits, quality_points
 from kvtuner.report.profile_difference import CONSTANTS
-from kvtuner.report.profile_facts import kl_text, ratio_to_bf16
+from kvtuner.report.profile_report import kl_text, ratio_to_bf16
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

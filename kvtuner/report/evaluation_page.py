@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtuner.exported_configs.identity.mismatch import is_same_configuration
-from kvtuner.report.evaluation_text import CONFIGURATIONS, FLAGS, SIGNIFICANT, TITLES, value_text
+from kvtuner.report.evaluation_report import CONFIGURATIONS, FLAGS, SIGNIFICANT, TITLES, value_text
 from kvtuner.report.formatting import number, percent
 from kvtuner.report.markup import Markup, element, join
 from kvtuner.report.page import table

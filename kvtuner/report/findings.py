@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvtuner.report.formatting import number, percent
 
 if TYPE_CHECKING:
-    from kvtuner.report.report_data import ReportData
+    from kvtuner.report.search_data import ReportData
 
 
 def findings(data: ReportData) -> list[tuple[str, str]]:

@@ -52,3 +52,8 @@ def plain_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def printable(text: str) -> str:
+    """Text without control characters: a profile may come from anybody."""
+    return "".join(c if c.isprintable() else "?" for c in text)

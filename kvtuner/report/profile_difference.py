@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.precision import NATIVE_BITS, tokens_per_gib
 from kvtuner.report.layer_codes import PER_CHANNEL
-from kvtuner.report.profile_facts import ratio_to_bf16
+from kvtuner.report.profile_report import ratio_to_bf16
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.arrays import Fp16Array

@@ -16,7 +16,7 @@ from kvtuner.report.layer_picture import legend_markup, strip_markup, strip_styl
 from kvtuner.report.markup import Markup, element, join
 from kvtuner.report.page import figure, page, section, table
 from kvtuner.report.plots.quality_plot import quality_by_bits, quality_points
-from kvtuner.report.profile_facts import grid_text, kl_text, ratio_to_bf16
+from kvtuner.report.profile_report import grid_text, kl_text, ratio_to_bf16
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from kvtuner.report.plots.grid_plots import SCORE_TITLES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvtuner.report.report_data import OffsetQuality, QualityRow, ReportData, SensitivityRow
+    from kvtuner.report.search_data import OffsetQuality, QualityRow, ReportData, SensitivityRow
 
     Pictures = Mapping[str, Markup]
 

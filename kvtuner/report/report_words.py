@@ -8,7 +8,7 @@ from kvtuner.report.formatting import interval, number
 from kvtuner.report.plots.grid_plots import SCORE_TITLES
 
 if TYPE_CHECKING:
-    from kvtuner.report.report_data import ReportData
+    from kvtuner.report.search_data import ReportData
 
 BITS: Final = "mean_bits counts the payload of an element, effective_bits all that is stored: scales and padding too."
 BITS_CHOSEN: Final = (

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvtuner.evaluation.statistics import Interval
-    from kvtuner.report.report_data import OffsetQuality, QualityRow, ReportData
+    from kvtuner.report.search_data import OffsetQuality, QualityRow, ReportData
 
 TERMINAL_COLUMNS: Final = 100
 

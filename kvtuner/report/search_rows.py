@@ -14,7 +14,7 @@ from kvtuner.evaluation.rank_bytes import ServingRanks, fp8_layer_bytes
 from kvtuner.evaluation.statistics import spearman
 from kvtuner.evaluation.validation import FP8, Contestant, SequenceSums, kl_difference
 from kvtuner.precision import PACKED_BITS, RowShape, effective_bits, mean_bits
-from kvtuner.report.report_data import (
+from kvtuner.report.search_data import (
     FrontPoint,
     LayerRow,
     OffsetQuality,

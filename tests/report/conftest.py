@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvtuner.evaluation.statistics import Interval
-from kvtuner.report.report_data import (
+from kvtuner.report.search_data import (
     SAMPLED,
     AdditivityRow,
     BudgetOutcome,

@@ -23,7 +23,7 @@ from kvtuner.report.plots.search_plots import (
     sensitivity_heatmap,
     uniform_kl_table,
 )
-from kvtuner.report.report_data import (
+from kvtuner.report.search_data import (
     SAMPLED,
     LayerRow,
     MeasuredPoint,

@@ -17,8 +17,8 @@ import pytest
 from kvtuner.errors import RunFolderError
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.report.plots.search_plots import PICTURES
-from kvtuner.report.report_data import BudgetOutcome, PairAdditivity, ReportData
 from kvtuner.report.report_page import build_page
+from kvtuner.report.search_data import BudgetOutcome, PairAdditivity, ReportData
 from kvtuner.report.search_report import TERMINAL_COLUMNS, summary_json, terminal_table, write_report
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.cli.output_file import check_page_file, write_page
 from kvtuner.pipeline.inputs import profile_of
+from kvtuner.report.formatting import printable
 from kvtuner.report.layer_codes import layer_codes
 from kvtuner.report.layer_strip import Track, indented, legend, strip_lines, tracks
 from kvtuner.report.profile_difference import CONSTANTS, difference_of
-from kvtuner.report.profile_facts import kl_text
-from kvtuner.report.profile_text import printable
+from kvtuner.report.profile_report import kl_text
 from kvtuner.report.terminal import Terminal
 
 if TYPE_CHECKING:

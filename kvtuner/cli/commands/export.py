@@ -10,7 +10,7 @@ from kvtuner.cli.output_file import check_new
 from kvtuner.exported_configs.formats.translate import write
 from kvtuner.pipeline.inputs import profile_of
 from kvtuner.pipeline.session import say
-from kvtuner.report.profile_text import printable
+from kvtuner.report.formatting import printable
 from kvtuner.run_folder import write_atomically
 
 if TYPE_CHECKING:

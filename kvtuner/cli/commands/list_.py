@@ -15,7 +15,7 @@ from kvtuner.exported_configs.profile.evaluation_record import SUFFIX
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import catalogue_file, load_index
 from kvtuner.exported_configs.sharing.profile_store import all_stored
-from kvtuner.report.profile_text import printable
+from kvtuner.report.formatting import printable
 
 if TYPE_CHECKING:
     from argparse import Namespace

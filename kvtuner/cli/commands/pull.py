@@ -13,7 +13,7 @@ from kvtuner.exported_configs.sharing.hub import pull
 from kvtuner.exported_configs.sharing.reference import HubReference, parse_reference
 from kvtuner.exported_configs.signing.signature_bundle import SUFFIX as SIGNATURE_SUFFIX
 from kvtuner.pipeline.session import say
-from kvtuner.report.profile_text import printable
+from kvtuner.report.formatting import printable
 from kvtuner.run_folder import write_atomically
 
 if TYPE_CHECKING:

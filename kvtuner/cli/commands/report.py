@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import RunFolderError
-from kvtuner.report.report_data import DATA_FILE, ReportData
+from kvtuner.report.search_data import DATA_FILE, ReportData
 from kvtuner.report.search_report import summary_json, terminal_table, write_report
 from kvtuner.run_folder import RunFolder
 

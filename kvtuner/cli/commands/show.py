@@ -11,9 +11,10 @@ from kvtuner.cli.output_file import check_page_file, write_page
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.evaluation_record import evaluation_files, load_evaluation
 from kvtuner.pipeline.inputs import profiles_of
-from kvtuner.report.evaluation_text import evaluation_lines
+from kvtuner.report.evaluation_report import evaluation_lines
+from kvtuner.report.formatting import printable
 from kvtuner.report.layer_strip import profile_strip
-from kvtuner.report.profile_text import describe, printable, summary
+from kvtuner.report.profile_report import describe, summary
 from kvtuner.report.terminal import Terminal
 
 if TYPE_CHECKING:

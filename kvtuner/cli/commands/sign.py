@@ -13,7 +13,7 @@ from kvtuner.exported_configs.sharing.reference import FileReference, parse_refe
 from kvtuner.exported_configs.signing.signature_bundle import read_bundle
 from kvtuner.exported_configs.signing.signatures import sign_profile, signed_by
 from kvtuner.exported_configs.signing.signers import CertificateSigner, KeySigner, SigstoreSigner
-from kvtuner.report.profile_text import printable
+from kvtuner.report.formatting import printable
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -9,7 +9,7 @@ from kvtuner.errors import KVTunerError, ProfileError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare
 from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.pipeline.inputs import profiles_of
-from kvtuner.report.profile_text import printable
+from kvtuner.report.formatting import printable
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -10,7 +10,7 @@ from kvtuner.errors import SignatureError
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.find import find_profile
 from kvtuner.exported_configs.signing.signatures import Identity, verify_profile
-from kvtuner.report.profile_text import printable
+from kvtuner.report.formatting import printable
 
 if TYPE_CHECKING:
     from argparse import Namespace

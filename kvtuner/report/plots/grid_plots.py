@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-    from kvtuner.report.report_data import LayerRow, ReportData, SensitivityRow, UniformKl
+    from kvtuner.report.search_data import LayerRow, ReportData, SensitivityRow, UniformKl
 
 SCORE_TITLES: Final = {
     "kl": "isolated KL, nats per token",

@@ -19,7 +19,7 @@ from kvtuner.report.plots.plot_style import (
     plain_log_ticks,
     render,
 )
-from kvtuner.report.profile_facts import measured_kl
+from kvtuner.report.profile_report import measured_kl
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -24,7 +24,7 @@ from kvtuner.report.plots.plot_style import (
     render,
     say_nothing_measured,
 )
-from kvtuner.report.report_data import SAMPLED, OffsetQuality, QualityRow, ReportData, TrialPoint
+from kvtuner.report.search_data import SAMPLED, OffsetQuality, QualityRow, ReportData, TrialPoint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

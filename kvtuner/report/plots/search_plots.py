@@ -11,7 +11,7 @@ from kvtuner.report.plots.scatter_plots import optimization_history, pareto_fron
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from kvtuner.report.report_data import ReportData
+    from kvtuner.report.search_data import ReportData
 
 PICTURES: Final[Mapping[str, Callable[[ReportData], bytes]]] = MappingProxyType(
     {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.errors import RunFolderError
-from kvtuner.report.report_data import BudgetOutcome, ReportData, TrialPoint
+from kvtuner.report.search_data import BudgetOutcome, ReportData, TrialPoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
