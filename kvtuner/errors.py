@@ -7,6 +7,10 @@ class KVTunerError(Exception):
     """Base of every error that KVTuner raises on purpose; the command line prints it in one line and exits 2."""
 
 
+class OptionError(KVTunerError, ValueError):
+    """An option outside what it may be."""
+
+
 class PrecisionError(KVTunerError, ValueError):
     """Bits, group size or layout outside what the packed format can hold."""
 

@@ -1,0 +1,58 @@
+"""Commands as they may be shared: without the paths of this machine, and without options that have their defaults."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtuner.exported_configs.identity.model_identity import public_name
+from kvtuner.exported_configs.sharing.reference import FileReference, parse_reference
+from kvtuner.pipeline.options import DEFAULT_SAMPLER, DEFAULT_TRIALS, SearchOptions, defaults_of, flag_values
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+_PATHS: Final = ("model", "data", "include_path")
+# Where a search runs and what else it writes, not what it finds.
+_NOT_OF_SEARCHES: Final = ("out", "device", "report", "storage", "budget")
+
+
+def search_command(options: SearchOptions) -> str:
+    """The search that makes a run's profiles again, wherever the same data and model are at hand.
+
+    All budgets are named: what was measured for one guides the search for the others.
+    """
+    usual = {**defaults_of(SearchOptions), "sampler": DEFAULT_SAMPLER, "trials": DEFAULT_TRIALS}
+    words = ["kvtuner", "search", *(["--budget", *options.budget] if options.budget else [])]
+    return shlex.join(words + flag_words(flag_values(options), usual, left_out=_NOT_OF_SEARCHES))
+
+
+def shareable_profile(text: str) -> str:
+    """The name of a profile: the last part of a file's path; a pin stays."""
+    reference = parse_reference(text)
+    if not isinstance(reference, FileReference):
+        return text
+    pin = f"#{reference.digest}" if reference.digest else ""
+    path = reference.path
+    return (public_name(str(path)) if path.exists() else path.name) + pin
+
+
+def flag_words(values: Mapping[str, Any], usual: Mapping[str, Any], *, left_out: Collection[str]) -> list[str]:
+    """Flags in the order of their names, with the last parts of paths only.
+
+    Args:
+        values: The values by the names of their flags; see `flag_values`.
+        usual: The values that need no flag; see `defaults_of`.
+        left_out: The names of flags that are left out.
+    """
+    words: list[str] = []
+    for name, value in sorted(values.items()):
+        if name in left_out or value in (None, usual[name]):
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            words += [f"--{flag}", public_name(text) if name in _PATHS else text]
+    return words
