@@ -15,7 +15,8 @@ from kvtuner.exported_configs.identity.mismatch import Policy, compare, refuse
 from kvtuner.exported_configs.identity.model_identity import is_hub_id
 from kvtuner.exported_configs.profile.evaluation_record import ResultProvenance
 from kvtuner.exported_configs.sharing.find import find_profile, find_profiles
-from kvtuner.pipeline.session import model_source, say
+from kvtuner.pipeline.progress import say
+from kvtuner.pipeline.session import model_source
 from kvtuner.runtime_loader.model_check import calibrated_positions
 
 if TYPE_CHECKING:

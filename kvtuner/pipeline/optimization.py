@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.pipeline.session import SearchOutcome, SearchRun, ranks_of, row_shape, say, say_left_out
+from kvtuner.pipeline.progress import say
+from kvtuner.pipeline.session import SearchOutcome, SearchRun, ranks_of, row_shape, say_left_out
 from kvtuner.precision import ALL_BITS, PrecisionPair
 from kvtuner.report.formatting import number
 from kvtuner.report.search_rows import keeps_budget, rank_bytes

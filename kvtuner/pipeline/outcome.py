@@ -20,9 +20,10 @@ from kvtuner.evaluation.validation import (
     reference_contestant,
 )
 from kvtuner.exported_configs.profile.build import dump_profile
+from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.run_profile import make_profile, stored_quality
 from kvtuner.pipeline.run_report import make_report_data
-from kvtuner.pipeline.session import ranks_of, row_shape, say, say_left_out
+from kvtuner.pipeline.session import ranks_of, row_shape, say_left_out
 from kvtuner.pipeline.targets import bind_target
 from kvtuner.report.search_data import DATA_FILE
 from kvtuner.report.search_report import summary_json, write_report

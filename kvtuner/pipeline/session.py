@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from kvtuner.calibration.workbench import CalibrationOptions, Workbench
 from kvtuner.errors import CorpusError, PrecisionError
 from kvtuner.evaluation.rank_bytes import ServingRanks
 from kvtuner.evaluation.validation import SequenceSums
+from kvtuner.pipeline.progress import say
 from kvtuner.precision import PACKED_BITS, RowShape, check_group_size
 from kvtuner.run_folder import RunFolder
 
@@ -35,11 +35,6 @@ DEFAULT_SEQUENCE_LENGTH = 2048
 DEMO_SEQUENCE_LENGTH = 512
 DEFAULT_SEQUENCES = (8, 8, 16)
 DEMO_SEQUENCES = (4, 12, 12)
-
-
-def say(text: str) -> None:
-    """A line for a person, on stderr, so that stdout stays the result's."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def model_source(args: Namespace) -> ModelSource:

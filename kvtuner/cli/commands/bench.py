@@ -35,7 +35,8 @@ from kvtuner.evaluation.validation import FP8
 from kvtuner.exported_configs.identity.mismatch import DERIVED
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE
 from kvtuner.pipeline.inputs import making, model_record, profile_of, take_from_profile, warn_of_mismatches
-from kvtuner.pipeline.session import corpus_source, model_source, run_folder, say
+from kvtuner.pipeline.progress import say
+from kvtuner.pipeline.session import corpus_source, model_source, run_folder
 from kvtuner.report.bench_report import write_report
 from kvtuner.report.bench_result import BenchResult, WayResult, summary_lines
 from kvtuner.run_folder import sha256_of

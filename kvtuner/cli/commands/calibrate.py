@@ -9,7 +9,8 @@ from kvtuner.calibration.model_loading import read_shape
 from kvtuner.calibration.sensitivity import TABLE_FILE
 from kvtuner.calibration.workbench import calibrate
 from kvtuner.pipeline.dry_run import plan_of_work, print_plan
-from kvtuner.pipeline.session import Phases, calibration_options, model_source, prepare, run_folder, say
+from kvtuner.pipeline.progress import say
+from kvtuner.pipeline.session import Phases, calibration_options, model_source, prepare, run_folder
 
 if TYPE_CHECKING:
     from argparse import Namespace

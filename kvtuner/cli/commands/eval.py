@@ -33,7 +33,8 @@ from kvtuner.exported_configs.profile.evaluation_record import (
 from kvtuner.exported_configs.profile.evaluation_record import SchemeRecord as SubjectRecord
 from kvtuner.pipeline.defaults import EVALUATION
 from kvtuner.pipeline.inputs import making, model_record, profile_of, take_from_profile, warn_of_mismatches
-from kvtuner.pipeline.session import corpus_source, model_source, run_folder, say
+from kvtuner.pipeline.progress import say
+from kvtuner.pipeline.session import corpus_source, model_source, run_folder
 from kvtuner.report.evaluation_report import evaluation_lines, sample_lines
 from kvtuner.run_folder import sha256_of, write_atomically
 from kvtuner.runtime_loader.model_check import check_model

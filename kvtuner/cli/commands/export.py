@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvtuner.cli.output_file import check_new
 from kvtuner.exported_configs.formats.translate import write
 from kvtuner.pipeline.inputs import profile_of
-from kvtuner.pipeline.session import say
+from kvtuner.pipeline.progress import say
 from kvtuner.report.formatting import printable
 from kvtuner.run_folder import write_atomically
 

@@ -14,7 +14,7 @@ from kvtuner.exported_configs.formats.import_result import ImportOptions, parse_
 from kvtuner.exported_configs.formats.json_source import MAX_JSON_BYTES
 from kvtuner.exported_configs.formats.translate import read, to_profile
 from kvtuner.exported_configs.profile.build import dump_profile
-from kvtuner.pipeline.session import say
+from kvtuner.pipeline.progress import say
 from kvtuner.report.formatting import printable
 from kvtuner.report.profile_report import summary
 from kvtuner.run_folder import write_atomically

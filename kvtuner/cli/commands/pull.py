@@ -12,7 +12,7 @@ from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.hub import pull
 from kvtuner.exported_configs.sharing.reference import HubReference, parse_reference
 from kvtuner.exported_configs.signing.signature_bundle import SUFFIX as SIGNATURE_SUFFIX
-from kvtuner.pipeline.session import say
+from kvtuner.pipeline.progress import say
 from kvtuner.report.formatting import printable
 from kvtuner.run_folder import write_atomically
 

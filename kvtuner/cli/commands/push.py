@@ -19,7 +19,7 @@ from kvtuner.exported_configs.sharing.reference import PROFILE_FILE, parse_repo
 from kvtuner.exported_configs.sharing.upload import Upload, look_at_branch, push
 from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE, read_bundle
 from kvtuner.exported_configs.signing.signature_bundle import SUFFIX as SIGNATURE_SUFFIX
-from kvtuner.pipeline.session import say
+from kvtuner.pipeline.progress import say
 from kvtuner.report.formatting import printable
 
 if TYPE_CHECKING:

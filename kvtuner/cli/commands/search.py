@@ -12,7 +12,8 @@ from kvtuner.evaluation.validation import Validator
 from kvtuner.pipeline.dry_run import plan_of_work, print_plan
 from kvtuner.pipeline.optimization import BudgetSearch
 from kvtuner.pipeline.outcome import finish
-from kvtuner.pipeline.session import Phases, SearchRun, calibration_options, model_source, prepare, run_folder, say
+from kvtuner.pipeline.progress import say
+from kvtuner.pipeline.session import Phases, SearchRun, calibration_options, model_source, prepare, run_folder
 from kvtuner.pipeline.targets import refuse_other_targets, targets_of
 from kvtuner.report.search_report import terminal_table
 from kvtuner.run_folder import sha256_of
