@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -15,6 +16,7 @@ from kvtuner.exported_configs.identity.mismatch import Policy, compare, refuse
 from kvtuner.exported_configs.identity.model_identity import is_hub_id
 from kvtuner.exported_configs.profile.evaluation_record import ResultProvenance
 from kvtuner.exported_configs.sharing.find import find_profile, find_profiles
+from kvtuner.pipeline.options import MAX_SEED
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.session import model_source
 from kvtuner.runtime_loader.model_check import calibrated_positions
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.evidence import ModelIdentity
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.sharing.find import ResolvedProfile
+    from kvtuner.pipeline.options import DataOptions, ModelOptions
 
-MAX_SEED: Final = 2**31
 MAX_COMMAND: Final = 2000
 
 
@@ -82,6 +84,38 @@ def take_from_profile(args: Namespace, profile: Profile) -> None:
         say(f"the search read {record.corpus}; without --data the shipped demo corpus is taken")
 
 
+def with_profile_defaults(
+    model: ModelOptions, data: DataOptions, seed: int | None, profile: Profile
+) -> tuple[ModelOptions, DataOptions, int]:
+    """Options whose gaps the profile's search fills: the model, the corpus's cut and so its unseen part, and the seed.
+
+    Raises:
+        ProfileError: The model was a folder, whose name alone finds none, or another one.
+    """
+    if model.model is None:
+        name, revision = profile.model.id, model.revision or profile.model.revision
+        if name != "demo" and not is_hub_id(name) and revision is None:
+            raise ProfileError(f"the profile is for a model of a folder called {name}; give --model FOLDER")
+        model = replace(model, model=name, revision=revision)
+        say(f"no --model given: taking {name}{f'@{revision}' if revision else ''}")
+    record = profile.provenance.calibration
+    if record is None:
+        return model, data, seed or 0
+    if seed is None:
+        seed = record.seed if record.seed < MAX_SEED else 0
+    counts = record.num_sequences
+    sequences = data.sequences
+    if sequences is None and min(counts.calibrate, counts.select, counts.report - 1) > 0:
+        sequences = (counts.calibrate, counts.select, counts.report)
+    if data.data is None and record.corpus != "demo":
+        say(f"the search read {record.corpus}; without --data the shipped demo corpus is taken")
+    return (
+        replace(model, context_length=model.context_length or record.position_range[1] + 1),
+        replace(data, sequence_length=data.sequence_length or record.sequence_length, sequences=sequences),
+        seed,
+    )
+
+
 def model_record(args: Namespace, shape: ModelShape, dtype: str, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
     """The model that the flags name, as results say it."""
     return shape.identity(model_source(args), dtype, tokenizer)
@@ -122,6 +156,47 @@ def making(said: Sequence[str], args: Namespace, *, device: str | None = None) -
         transformers=transformers.__version__,
         seed=args.seed,
     )
+
+
+def result_provenance(
+    command: Sequence[str], *, seed: int, device: str, has_endpoints: bool, server_device: str | None = None
+) -> ResultProvenance:
+    """How a result was made.
+
+    Args:
+        command: The words of the command as it may be shared.
+        seed: The seed of the result.
+        device: The device of a model that is loaded here.
+        has_endpoints: Whether servers that were there already answered.
+        server_device: The device of servers that were started; None without any.
+    """
+    import torch
+    import transformers
+
+    is_on_gpu = torch.cuda.is_available() and "cpu" not in (device, server_device) and not has_endpoints
+    asked = "asked from " if has_endpoints else ""
+    return ResultProvenance(
+        kvtuner_version=__version__,
+        command=shlex.join(command)[:MAX_COMMAND].strip(),
+        machine=_gpus(device) if is_on_gpu else f"{asked}{_cpu()}",
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        seed=seed,
+    )
+
+
+def _gpus(device: str) -> str:
+    import torch
+
+    index = None if device == "auto" else torch.device(device).index
+    count = torch.cuda.device_count() if device == "auto" else 1
+    return f"{count} x {torch.cuda.get_device_name(index or 0)}"
+
+
+def _cpu() -> str:
+    import torch
+
+    return f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
 def _machine(args: Namespace, device: str | None) -> str:
