@@ -31,7 +31,8 @@ from kvtuner.calibration.isolated_kl import isolated_candidates
 from kvtuner.calibration.model_loading import ModelSource, load_model
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench, calibrate
 from kvtuner.errors import SearchSpaceError
-from kvtuner.evaluation.validation import Contestant, SequenceSums, Validator, pooled
+from kvtuner.evaluation.scheme import CacheScheme
+from kvtuner.evaluation.validation import SequenceSums, Validator, pooled
 from kvtuner.precision import ALL_BITS, PrecisionPair
 from kvtuner.run_folder import RunFolder, sha256_of
 from kvtuner.search_spaces.budget import Budget
@@ -61,14 +62,15 @@ class Arena:
 
     def report_kl(self, configuration: Sequence[LayerChoice], name: str, *, transforms: bool = True) -> float:
         """Mean KL on the report split over small and large position offsets."""
-        contestant = Contestant(
+        scheme = CacheScheme(
             name=name,
-            transforms=transforms,
+            has_transforms=transforms,
+            rows=self.bench.loaded.shape.geometry.row_shape(),
             pairs=tuple(pairs_of(tuple(configuration))),
             specs=layer_specs(configuration, self.table, self.bench.options.quant),
             key=describe(configuration),
         )
-        sums: SequenceSums = pooled([self.validator.measure(contestant, offsets) for offsets in ("small", "large")])
+        sums: SequenceSums = pooled([self.validator.measure(scheme, offsets) for offsets in ("small", "large")])
         return sum(sums.kl) / sum(sums.count)
 
 

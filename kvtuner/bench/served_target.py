@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvtuner.bench.loads import Load
     from kvtuner.bench.server import Server
     from kvtuner.evaluation.backends.endpoint import Api, Endpoint
+    from kvtuner.evaluation.scheme import CacheScheme
     from kvtuner.exported_configs.profile.profile import Profile
 
 RESERVED: Final = 8
@@ -81,7 +82,8 @@ class ServedTarget:
         tokenizer: the model's.
         timeout_s: for one request.
         context_length: of the model, or what was asked for.
-        profile: that it must serve; None for other ways.
+        scheme: The scheme that it must serve.
+        profile: The profile that it must serve; None where the scheme says enough.
         architecture: of the model that it must serve.
         server: if it was started here.
 
@@ -96,6 +98,7 @@ class ServedTarget:
         timeout_s: float,
         *,
         context_length: int,
+        scheme: CacheScheme,
         profile: Profile | None,
         architecture: str,
         server: Server | None = None,
@@ -104,7 +107,7 @@ class ServedTarget:
         api: Api = endpoint.api
         info = endpoint.get("/server_info") if api == "sglang" else {}
         if api == "sglang":
-            check_served(endpoint.name, endpoint, profile)
+            check_served(scheme, endpoint, profile)
             _check_architecture(endpoint, architecture)
         self.record = _record(endpoint.served.model, info, context_length)
         self.capacity = self.record.capacity

@@ -50,12 +50,3 @@ class ServingRanks:
     def bf16_bytes_per_token(self) -> int:
         """Bytes of one token of the unquantized cache."""
         return self.bytes_per_token([PrecisionPair(16, 16)] * self.stages[-1].stop)
-
-    def fp8_bytes_per_token(self) -> int:
-        """Bytes of one token of an fp8 cache."""
-        return max(len(stage) for stage in self.stages) * fp8_layer_bytes(self.shape)
-
-
-def fp8_layer_bytes(shape: RowShape) -> int:
-    """Bytes of one token in one layer of an fp8 cache: one per element, neither scales nor padding."""
-    return shape.num_kv_heads * (shape.head_dim + shape.v_head_dim)

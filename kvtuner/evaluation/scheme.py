@@ -1,92 +1,350 @@
-"""Ways to store a model's cache that are asked the same: unquantized, a profile, uniforms, fp8."""
+"""Schemes to store a model's cache: their size, their simulation, their transformers cache and SGLang's flags.
+
+A new scheme is a child of `CacheScheme` in a file of its own and a line with `register_scheme`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from transformers import DynamicCache
 
 from kvtuner.calibration.forward.simulator import LayerSpec
 from kvtuner.errors import PrecisionError
-from kvtuner.evaluation.validation import FP8, Contestant, fp8_contestant, reference_contestant
 from kvtuner.exported_configs.identity.model_identity import identity_of
-from kvtuner.exported_configs.profile.build import uniform_profile
-from kvtuner.precision import NATIVE_BITS, PrecisionPair
+from kvtuner.exported_configs.profile.build import dump_profile, uniform_profile
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE
+from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, bytes_per_token, effective_bits, mean_bits
+from kvtuner.quant import QuantSpec
+from kvtuner.run_folder import write_atomically
 from kvtuner.runtime_loader.model_check import check_model
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
     from kvtuner.calibration.model_loading import ModelShape
+    from kvtuner.evaluation.rank_bytes import ServingRanks
     from kvtuner.exported_configs.profile.evidence import ReadPlan
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
+    from kvtuner.search_spaces.budget import Constraint
 
 REFERENCE: Final = "bf16"
+FP8: Final = "fp8"
+PER_CHANNEL: Final = "K4V4-per-channel"
 SYMMETRIC: Final = "-symmetric"
+UNQUANTIZED: Final = (None, "auto", "bf16", "bfloat16")
+"""What SGLang calls a cache in the model's dtype."""
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A way to store the cache.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CacheScheme:
+    """A scheme to store a cache; by itself, packed rows of a configuration that no profile holds yet.
 
     Attributes:
-        name: such as ``profile``, ``K8V8``, ``fp8``; the unquantized one is `REFERENCE`.
-        profile: None for the unquantized cache and for fp8.
-        contestant: how its teacher-forced scores are simulated.
-        bytes_per_token: on one rank that holds all heads.
+        name: The name, such as ``profile``, ``K8V8``, ``fp8``; the unquantized scheme is `REFERENCE`.
+        pairs: The widths of each layer.
+        rows: The rows of the whole model, which decide bits and bytes.
+        key: The text that says everything that decides its results besides the model and what is asked.
+        specs: How each layer is simulated; layers without a specification are exact.
+        has_transforms: Whether keys or values are transformed before they are quantized.
     """
 
+    is_local: ClassVar[bool] = True
+    """Whether a model that is loaded here can store its cache by this scheme."""
+
     name: str
-    profile: Profile | None
-    contestant: Contestant
-    bytes_per_token: int
+    pairs: tuple[PrecisionPair, ...]
+    rows: RowShape
+    key: str
+    specs: Mapping[int, LayerSpec] = field(default_factory=dict)
+    has_transforms: bool = False
+
+    @property
+    def profile(self) -> Profile | None:
+        """The profile that says how rows are stored; None where none does."""
+        return None
+
+    @property
+    def mean_bits(self) -> float:
+        """Payload bits of a cached element, scales not counted."""
+        return float(mean_bits(self.pairs, self.rows))
+
+    @property
+    def effective_bits(self) -> float | None:
+        """Stored bits of a cached element, with its scales; None where nothing stores it yet."""
+        return float(effective_bits(self.pairs, self.rows))
+
+    @property
+    def bytes_per_token(self) -> int | None:
+        """Stored bytes of a token on one rank that holds all heads; None where nothing stores it yet."""
+        return bytes_per_token(self.pairs, self.rows)
+
+    def bytes_on(self, ranks: ServingRanks) -> int:
+        """Stored bytes of a token on the fullest of several ranks."""
+        return ranks.bytes_per_token(self.pairs)
+
+    def keeps(self, constraint: Constraint) -> bool:
+        """Whether every pipeline stage keeps a budget."""
+        return constraint.is_met(self.pairs)
 
     def cache(self, config: Any, read_plan: ReadPlan, context_length: int) -> Any:
-        """An empty transformers cache that stores this way, for so many tokens.
+        """An empty transformers cache that stores by this scheme.
+
+        Args:
+            config: The model's configuration.
+            read_plan: What a chunk reads.
+            context_length: The tokens that the cache must be able to hold.
 
         Raises:
             UnsupportedModelError: layers whose cache is not one key and value per token and head.
             ProfileError: the profile belongs to another model.
+            NotImplementedError: the scheme is only simulated, or only served.
         """
-        if self.profile is not None:
-            check_model(self.profile, config, context_length=context_length)
-            return KVTunerCache.stored_by(self.profile, read_plan)
-        if self.name == FP8:
-            return KVTunerCache.fp8(config, read_plan, context_length=context_length)
+        raise NotImplementedError(self.name)
+
+    def server_flags(self, folder: Path) -> tuple[str, ...]:
+        """SGLang's flags for this scheme.
+
+        Args:
+            folder: The folder for a file that the server reads, if the scheme needs one.
+
+        Raises:
+            RunFolderError: the file cannot be written.
+            NotImplementedError: the scheme is only simulated.
+        """
+        raise NotImplementedError(self.name)
+
+    def contradiction(self, kv_cache_dtype: str | None, digest: str | None) -> str | None:
+        """What a server that was named like this scheme stores instead, as far as it says; None where all is well.
+
+        Args:
+            kv_cache_dtype: The cache's dtype as SGLang names it.
+            digest: The digest of the profile that the server serves; None without one.
+        """
+        return None
+
+
+class UnquantizedScheme(CacheScheme):
+    """The cache in the model's own dtype, which everything is compared with."""
+
+    @classmethod
+    def of(cls, geometry: ModelGeometry) -> Self:
+        """The scheme for a model."""
+        pairs = (PrecisionPair(NATIVE_BITS, NATIVE_BITS),) * geometry.num_layers
+        return cls(name=REFERENCE, pairs=pairs, rows=geometry.row_shape(), key="exact")
+
+    def cache(self, config: Any, read_plan: ReadPlan, context_length: int) -> Any:
+        """Transformers' own cache."""
         return DynamicCache(config=config)
 
+    def server_flags(self, folder: Path) -> tuple[str, ...]:
+        """No flags: this is SGLang's default."""
+        return ()
 
-def of_profile(name: str, profile: Profile) -> Subject:
-    """A profile."""
-    layers = range(len(profile.pairs))
-    specs = {layer: LayerSpec(profile.quant_spec(layer, "k"), profile.quant_spec(layer, "v")) for layer in layers}
-    transforms = any(profile.transform_name(layer, side) != "none" for layer in layers for side in ("k", "v"))
-    contestant = Contestant(name, transforms, profile.pairs, specs, profile.digest)
-    return Subject(name, profile, contestant, profile.bytes_per_token())
+    def contradiction(self, kv_cache_dtype: str | None, digest: str | None) -> str | None:
+        """A quantized cache."""
+        return "its cache is quantized" if digest or kv_cache_dtype not in UNQUANTIZED else None
 
 
-def named(text: str, shape: ModelShape) -> Subject:
-    """The way that a word names: ``bf16``, ``fp8``, or a uniform pair such as ``K8V8`` or ``K4V4-symmetric``.
+class Fp8Scheme(CacheScheme):
+    """Uniform fp8 as SGLang serves it: a byte for each element, neither scales nor padding."""
+
+    @classmethod
+    def of(cls, geometry: ModelGeometry) -> Self:
+        """The scheme for a model."""
+        layers, spec = geometry.num_layers, QuantSpec(8, fp8=True)
+        specs = {layer: LayerSpec(spec, spec) for layer in range(layers)}
+        return cls(name=FP8, pairs=(PrecisionPair(8, 8),) * layers, rows=geometry.row_shape(), key=FP8, specs=specs)
+
+    @property
+    def effective_bits(self) -> float:
+        """A byte is 8 bits."""
+        return 8.0
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Stored bytes of a token on one rank that holds all heads."""
+        return len(self.pairs) * self._layer_bytes(self.rows)
+
+    def bytes_on(self, ranks: ServingRanks) -> int:
+        """Stored bytes of a token on the fullest of several ranks."""
+        return max(map(len, ranks.stages)) * self._layer_bytes(ranks.shape)
+
+    def keeps(self, constraint: Constraint) -> bool:
+        """Whether every stage keeps a budget; where bytes are counted, by its own, which are less than K8V8's."""
+        if constraint.budget.kind == "mean_bits":
+            return constraint.is_met(self.pairs)
+        cost = self._layer_bytes(constraint.shape)
+        return all(len(layers) * cost <= constraint.cap(stage) for stage, layers in enumerate(constraint.stages))
+
+    def cache(self, config: Any, read_plan: ReadPlan, context_length: int) -> Any:
+        """A cache that rounds to fp8."""
+        return KVTunerCache.fp8(config, read_plan, context_length=context_length)
+
+    def server_flags(self, folder: Path) -> tuple[str, ...]:
+        """SGLang's own flag."""
+        return ("--kv-cache-dtype", "fp8_e4m3")
+
+    def contradiction(self, kv_cache_dtype: str | None, digest: str | None) -> str | None:
+        """A cache of another dtype."""
+        return None if "fp8" in str(kv_cache_dtype) else f"its cache is {kv_cache_dtype}"
+
+    @staticmethod
+    def _layer_bytes(rows: RowShape) -> int:
+        return rows.num_kv_heads * (rows.head_dim + rows.v_head_dim)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProfileScheme(CacheScheme):
+    """Rows packed as a profile says.
+
+    Attributes:
+        stored: The profile.
+        file: The profile's file; None where it has none yet.
+    """
+
+    stored: Profile
+    file: Path | None = None
+
+    @classmethod
+    def of(cls, name: str, profile: Profile, file: Path | None = None) -> Self:
+        """The scheme of a profile.
+
+        Raises:
+            ProfileError: keys per channel.
+        """
+        layers = range(len(profile.pairs))
+        return cls(
+            name=name,
+            pairs=profile.pairs,
+            rows=profile.row_shape(),
+            key=profile.digest,
+            specs={
+                layer: LayerSpec(profile.quant_spec(layer, "k"), profile.quant_spec(layer, "v")) for layer in layers
+            },
+            has_transforms=any(
+                profile.transform_name(layer, side) != "none" for layer in layers for side in ("k", "v")
+            ),
+            stored=profile,
+            file=file,
+        )
+
+    @property
+    def profile(self) -> Profile:
+        """The profile that says how rows are stored."""
+        return self.stored
+
+    @property
+    def effective_bits(self) -> float:
+        """The bits that the profile states."""
+        return float(self.stored.budget.effective_bits)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether the profile was made here from a pair, not searched."""
+        return self.name != PROFILE
+
+    def cache(self, config: Any, read_plan: ReadPlan, context_length: int) -> Any:
+        """A cache that packs rows as the profile says."""
+        check_model(self.stored, config, context_length=context_length)
+        return KVTunerCache.stored_by(self.stored, read_plan)
+
+    def server_flags(self, folder: Path) -> tuple[str, ...]:
+        """The flag that names the profile's file, which is written to the folder where there is none yet."""
+        file = self.file or folder / f"{self.name}.json"
+        if self.file is None:
+            write_atomically(file, dump_profile(self.stored))
+        return ("--kvtuner-profile", str(file.absolute()))
+
+
+class PerChannelScheme(CacheScheme):
+    """K4V4 with a scale for each channel of the keys: SGLang is asked for it by flags, and nothing here stores it."""
+
+    is_local: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, geometry: ModelGeometry) -> Self:
+        """The scheme for a model."""
+        pairs = (PrecisionPair(4, 4),) * geometry.num_layers
+        return cls(name=PER_CHANNEL, pairs=pairs, rows=geometry.row_shape(), key=PER_CHANNEL)
+
+    @property
+    def effective_bits(self) -> None:
+        """Nothing: no cache stores it yet."""
+
+    @property
+    def bytes_per_token(self) -> None:
+        """Nothing: no cache stores it yet."""
+
+    def server_flags(self, folder: Path) -> tuple[str, ...]:
+        """The flags of KVTuner's uniform quantization."""
+        bits = ("--kvtuner-nbits-key", "4", "--kvtuner-nbits-value", "4")
+        return ("--enable-kvtuner-quant", *bits, "--kvtuner-axis-key", "1")
+
+
+_SCHEMES: Final[dict[str, Callable[[ModelGeometry], CacheScheme]]] = {}
+
+
+def register_scheme(name: str, make: Callable[[ModelGeometry], CacheScheme]) -> None:
+    """Have `named_scheme` know a scheme by its name.
+
+    Args:
+        name: The name, which no other scheme has.
+        make: What makes the scheme for a model of a geometry.
+    """
+    assert name not in _SCHEMES, name
+    _SCHEMES[name] = make
+
+
+register_scheme(REFERENCE, UnquantizedScheme.of)
+register_scheme(FP8, Fp8Scheme.of)
+register_scheme(PER_CHANNEL, PerChannelScheme.of)
+
+
+def named_scheme(text: str, shape: ModelShape) -> CacheScheme:
+    """The scheme that a word names: a registered one, or a uniform pair such as ``K8V8`` or ``K4V4-symmetric``.
 
     A pair is without transforms, and asymmetric where it does not say otherwise.
 
     Raises:
-        PrecisionError: none of these.
+        PrecisionError: the word names no scheme.
     """
-    geometry: ModelGeometry = shape.geometry
-    if text == REFERENCE:
-        return Subject(text, None, reference_contestant(geometry.num_layers), geometry.bf16_bytes_per_token())
-    if text == FP8:
-        half = geometry.bf16_bytes_per_token() // 2
-        return Subject(text, None, fp8_contestant(geometry.num_layers), half)
+    if text in _SCHEMES:
+        return _SCHEMES[text](shape.geometry)
     word, symmetric = text.removesuffix(SYMMETRIC), text.endswith(SYMMETRIC)
     try:
         pair = PrecisionPair.parse(word)
     except PrecisionError as error:
-        raise PrecisionError(f"{text} is no way to store a cache, such as fp8 or K8V8: {error}") from error
+        raise PrecisionError(f"{text} is no scheme to store a cache, such as fp8 or K8V8: {error}") from error
     if NATIVE_BITS in (pair.k_bits, pair.v_bits) and pair.k_bits == pair.v_bits:
         raise PrecisionError(f"{text} is the unquantized cache, which everything is compared with anyway")
     identity = identity_of(shape.config, id="model", revision=None, dtype="bfloat16")
     name = f"{pair}{SYMMETRIC if symmetric else ''}"
-    return of_profile(name, uniform_profile(geometry, pair, identity, symmetric=symmetric))
+    return ProfileScheme.of(name, uniform_profile(shape.geometry, pair, identity, symmetric=symmetric))
+
+
+def named_schemes(
+    names: Sequence[str], shape: ModelShape, profile: Profile, file: Path | None = None
+) -> list[CacheScheme]:
+    """The schemes that words name, the searched profile among them.
+
+    Args:
+        names: The names: `PROFILE`, or what `named_scheme` knows.
+        shape: The model.
+        profile: The searched profile.
+        file: The profile's file, for servers.
+
+    Raises:
+        PrecisionError: a word names no scheme, or two name the same one.
+    """
+    schemes = [
+        ProfileScheme.of(name, profile, file) if name == PROFILE else named_scheme(name, shape) for name in names
+    ]
+    found = [scheme.name for scheme in schemes]
+    if twice := [name for name in found if found.count(name) > 1]:
+        raise PrecisionError(f"{twice[0]} is asked twice; name every scheme once, {REFERENCE} is there anyway")
+    return schemes

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.statistics import Interval, bootstrap_mean, paired_difference, quantile
 from kvtuner.precision import PrecisionPair
-from kvtuner.quant import QuantSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -21,50 +19,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvtuner.calibration.batches import Offsets
+    from kvtuner.calibration.forward.simulator import Simulator
     from kvtuner.calibration.kl import TokenScores
     from kvtuner.calibration.workbench import Workbench
+    from kvtuner.evaluation.scheme import CacheScheme
     from kvtuner.run_folder import RunFolder
 
 JOURNAL = "validation.jsonl"
 OFFSETS: tuple[Offsets, Offsets] = ("small", "large")
 UNIFORM_PAIRS = tuple(PrecisionPair.parse(text) for text in ("K8V8", "K8V4", "K4V4", "K4V2", "K2V2"))
-FP8 = "fp8"
-
-
-@dataclass(frozen=True, slots=True)
-class Contestant:
-    """A configuration to validate.
-
-    Attributes:
-        name: such as ``K4V4``.
-        transforms: whether any are applied.
-        pairs: one per layer; ``K8V8`` everywhere for fp8.
-        specs: how each layer is simulated.
-        key: text that says everything that decides its results.
-    """
-
-    name: str
-    transforms: bool
-    pairs: tuple[PrecisionPair, ...]
-    specs: Mapping[int, LayerSpec]
-    key: str
-
-
-def fp8_contestant(num_layers: int) -> Contestant:
-    """Uniform fp8 as SGLang serves it."""
-    spec = QuantSpec(8, fp8=True)
-    specs = {layer: LayerSpec(spec, spec) for layer in range(num_layers)}
-    return Contestant(FP8, False, (PrecisionPair(8, 8),) * num_layers, specs, FP8)
-
-
-def reference_contestant(num_layers: int) -> Contestant:
-    """The unquantized model."""
-    return Contestant("bf16", False, (PrecisionPair(16, 16),) * num_layers, {}, "exact")
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceSums:
-    """Results of one contestant at one kind of offsets: a sum per sequence.
+    """Results of one scheme at one kind of offsets: a sum per sequence.
 
     Attributes:
         kl: of KL over scored tokens, nats.
@@ -144,7 +112,7 @@ def _ints(values: Sequence[int]) -> NDArray[np.int64]:
 
 
 class Validator:
-    """Measures contestants on the report split; a result is journalled and never measured twice."""
+    """Measures schemes on the report split; a result is journalled and never measured twice."""
 
     def __init__(self, bench: Workbench, folder: RunFolder, identity: str) -> None:
         """Measure on `bench`; reuse what `folder` holds under `identity`."""
@@ -155,28 +123,28 @@ class Validator:
         self._known = self._journalled()
 
     def measure(
-        self, contestant: Contestant, offsets: Offsets, on_batch: Callable[[int], None] | None = None
+        self, scheme: CacheScheme, offsets: Offsets, on_batch: Callable[[int], None] | None = None
     ) -> SequenceSums:
-        """Results of one contestant at one kind of position offsets.
+        """Results of one scheme at one kind of position offsets.
 
         Raises:
             NonFiniteActivationError: a token's KL is NaN or infinite; nothing is journalled.
         """
-        key = (offsets, contestant.key)
+        key = (offsets, scheme.key)
         if key not in self._known:
             self._known = self._journalled()  # by another worker meanwhile
         if key in self._known:
             return self._known[key]
         if offsets not in self._simulators:
             self._simulators[offsets] = self._bench.simulator("report", offsets)
-        scores = self._simulators[offsets].measure(contestant.specs, on_batch)
+        scores = self._simulators[offsets].measure(scheme.specs, on_batch)
         if not bool(torch.isfinite(scores.kl).all()):
             raise NonFiniteActivationError(
-                f"the KL of every token must be finite, but {contestant.name} has NaN or infinity at {offsets} position"
+                f"the KL of every token must be finite, but {scheme.name} has NaN or infinity at {offsets} position"
                 " offsets of the report split; run the model in a wider dtype"
             )
         sums = SequenceSums.of(scores)
-        record = {"identity": self._identity, "offsets": offsets, "key": contestant.key, "sums": asdict(sums)}
+        record = {"identity": self._identity, "offsets": offsets, "key": scheme.key, "sums": asdict(sums)}
         self._folder.append(JOURNAL, record)
         self._known[key] = sums
         return sums

@@ -58,7 +58,7 @@ def forward_tokens(args: Namespace, shape: ModelShape, targets: Sequence[SearchT
     calibrate, select, report = (count * source.sequence_length for count in source.num_sequences)
     layers = shape.geometry.num_layers
     isolated = len(KEY_TRANSFORMS) + len(VALUE_TRANSFORMS) + 2 * (len(PACKED_BITS) - 1)
-    contestants = 2 * len(UNIFORM_PAIRS) + 2
+    schemes = 2 * len(UNIFORM_PAIRS) + 2
     planned = {
         "statistics": calibrate,
         "candidates": calibrate * (2 + 2 * args.fisher_draws),
@@ -68,7 +68,7 @@ def forward_tokens(args: Namespace, shape: ModelShape, targets: Sequence[SearchT
         trials = sum(1 if target.constraint is None else args.trials for target in targets)
         planned["uniform table"] = select * 16
         planned["refinement" if targets[0].pairs is None else "hand-written"] = select * trials
-        planned["validation"] = 2 * report * (contestants + len(targets))
+        planned["validation"] = 2 * report * (schemes + len(targets))
     planned["total"] = sum(planned.values())
     return planned
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.session import SearchOutcome, SearchRun, ranks_of, row_shape, say_left_out
 from kvtuner.precision import ALL_BITS, PrecisionPair
 from kvtuner.report.formatting import number
-from kvtuner.report.search_rows import keeps_budget, rank_bytes
 from kvtuner.run_folder import sha256_of
 from kvtuner.search_spaces.space import (
     Configuration,
@@ -104,7 +102,8 @@ class BudgetSearch:
         """
         if target.constraint is None:
             return self._hand_written(target, uniform_kl)
-        space = self.space(target.constraint)
+        constraint = target.constraint
+        space = self.space(constraint)
         exact = member or solve(space, target.constraint)
         warm = [exact] if member else self._warm_starts(space, target.constraint)
         with self.run.phases.phase(f"refinement {target.asked}"):
@@ -114,7 +113,7 @@ class BudgetSearch:
             asked=target.asked,
             configuration=study.best,
             measured_kl=study.best_value,
-            fits=partial(keeps_budget, target.constraint),
+            fits=lambda other: other.keeps(constraint),
             uniform_kl=uniform_kl,
             exact=exact,
             exact_kl=exact_kl,
@@ -144,7 +143,7 @@ class BudgetSearch:
             asked=target.asked,
             configuration=chosen,
             measured_kl=self.objective(chosen),
-            fits=lambda other: rank_bytes(other, ranks) <= cap,
+            fits=lambda other: other.bytes_on(ranks) <= cap,
             uniform_kl=uniform_kl,
         )
 

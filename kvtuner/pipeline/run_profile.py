@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvtuner.evaluation import statistics
-    from kvtuner.evaluation.validation import Contestant, SequenceSums
+    from kvtuner.evaluation.scheme import CacheScheme
+    from kvtuner.evaluation.validation import SequenceSums
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.pipeline.session import Measured, SearchOutcome, SearchRun
     from kvtuner.report.search_data import QualityRow
@@ -61,8 +62,8 @@ def make_profile(run: SearchRun, found: SearchOutcome, quality: QualityRecord) -
 def stored_quality(
     run: SearchRun,
     found: SearchOutcome,
-    winner: Contestant,
-    contestants: Sequence[Contestant],
+    winner: CacheScheme,
+    schemes: Sequence[CacheScheme],
     measured: Mapping[str, Measured],
     rows: Sequence[QualityRow],
 ) -> QualityRecord:
@@ -72,15 +73,15 @@ def stored_quality(
         run: the run.
         found: what the search found.
         winner: what the profile holds.
-        contestants: the unquantized model, then the baselines.
-        measured: results by key of contestant.
+        schemes: the unquantized model, then the baselines.
+        measured: results by key of scheme.
         rows: the baselines as a report shows them.
     """
 
-    def over_all_offsets(contestant: Contestant) -> SequenceSums:
-        return pooled(list(measured[contestant.key].values()))
+    def over_all_offsets(scheme: CacheScheme) -> SequenceSums:
+        return pooled(list(measured[scheme.key].values()))
 
-    reference, *baselines = contestants
+    reference, *baselines = schemes
     both = over_all_offsets(winner)
     return QualityRecord(
         metric="kl_nats_per_token",

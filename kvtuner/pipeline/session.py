@@ -195,7 +195,7 @@ def say_left_out(run: SearchRun, what: str, reason: str) -> None:
 
 
 Measured = dict[Offsets, SequenceSums]
-"""Results of one contestant by kind of offsets."""
+"""Results of one scheme by kind of offsets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class SearchOutcome:
         asked: the budget, or the hand-written configuration.
         configuration: the winner.
         measured_kl: of the winner on the select split; None for a uniform without transforms, not measured there.
-        fits: whether another contestant would have kept the budget.
+        fits: whether another scheme would have kept the budget.
         uniform_kl: the K x V table on the select split.
         exact: the exact solution; None if nothing was searched.
         exact_kl: of the exact solution on the select split.

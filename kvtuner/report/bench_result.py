@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.bench.ways import PER_CHANNEL
-from kvtuner.evaluation.validation import FP8
-from kvtuner.precision import NATIVE_BITS
+from kvtuner.bench.ablation import group_of
+from kvtuner.evaluation.scheme import PER_CHANNEL
 from kvtuner.report.evaluation_report import aligned
 from kvtuner.report.formatting import NOT_MEASURED, number, percent, plain_json
 
@@ -17,13 +16,12 @@ if TYPE_CHECKING:
     from kvtuner.bench.gates import Gate
     from kvtuner.bench.runner import SchemeRun
     from kvtuner.bench.served_target import ServerRecord
-    from kvtuner.bench.ways import Way
+    from kvtuner.evaluation.scheme import CacheScheme
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Evaluation, Result, ResultProvenance
     from kvtuner.exported_configs.profile.evidence import ModelIdentity
     from kvtuner.exported_configs.profile.profile import Profile
 
 RESULT_VERSION: Final = 1
-FP8_BITS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class WayResult:
         refused: why it was not served.
     """
 
-    way: Way
+    way: CacheScheme
     server: ServerRecord | None
     run: SchemeRun | None
     gates: tuple[Gate, ...]
@@ -49,12 +47,7 @@ class WayResult:
     @property
     def bits(self) -> float | None:
         """Effective bits: of a value in the cache, with its scales."""
-        subject = self.way.subject
-        if subject is None:
-            return None
-        if subject.profile is not None:
-            return float(subject.profile.budget.effective_bits)
-        return float(FP8_BITS if subject.name == FP8 else NATIVE_BITS)
+        return self.way.effective_bits
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """Figures of the loads of a kind, in the order in which they were sent."""
@@ -70,7 +63,7 @@ class WayResult:
         """Plain JSON values."""
         return {
             "name": self.way.name,
-            "group": self.way.group,
+            "group": group_of(self.way.name),
             "bytes_per_token": self.way.bytes_per_token,
             "effective_bits": self.bits,
             "refused": self.refused,
@@ -165,7 +158,7 @@ def overview(result: BenchResult) -> tuple[list[str], list[list[str]]]:
 
 
 def _labelled(result: BenchResult, each: WayResult) -> str:
-    letter = each.way.group if result.evaluation is not None else None
+    letter = group_of(each.way.name) if result.evaluation is not None else None
     return each.way.name if letter is None else f"{letter} {each.way.name}"
 
 

@@ -114,7 +114,7 @@ def _gates(result: BenchResult) -> ReportSection:
 def _quality(result: BenchResult) -> ReportSection:
     evaluation = result.evaluation
     assert evaluation is not None
-    names = [each.way.name for each in result.ways if each.way.subject is not None]
+    names = [each.way.name for each in result.ways if each.way.is_local]
     rows = [
         (_place(cell), *(value_text(cell, {r.subject: r for r in cell.results}.get(name)) for name in names))
         for cell in evaluation.cells

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtuner.calibration.sensitivity import SIDES, Candidate, CandidateScores, SensitivityTable
-from kvtuner.evaluation.rank_bytes import ServingRanks, fp8_layer_bytes
+from kvtuner.evaluation.scheme import CacheScheme
 from kvtuner.evaluation.statistics import spearman
-from kvtuner.evaluation.validation import FP8, Contestant, SequenceSums, kl_difference
+from kvtuner.evaluation.validation import SequenceSums, kl_difference
 from kvtuner.precision import PACKED_BITS, RowShape, effective_bits, mean_bits
 from kvtuner.report.search_data import (
     FrontPoint,
@@ -27,11 +27,11 @@ from kvtuner.report.search_data import (
 from kvtuner.search_spaces.space import LayerChoice, predicted_score
 
 if TYPE_CHECKING:
-    from kvtuner.search_spaces.budget import Constraint
+    from kvtuner.evaluation.rank_bytes import ServingRanks
     from kvtuner.tuner.exact import Front
 
 MAX_FRONT_POINTS = 400
-Fits = Callable[[Contestant], bool]
+Fits = Callable[[CacheScheme], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +39,14 @@ class Terms:
     """What all configurations of a table are judged by.
 
     Attributes:
-        shape: of the rows of the whole model, which bits are of.
         ranks: those that will serve, which bytes are of.
         fits: whether a configuration keeps the budget.
         seed: of the bootstrap.
     """
 
-    shape: RowShape
     ranks: ServingRanks
     fits: Fits
     seed: int
-
-
-def rank_bytes(contestant: Contestant, ranks: ServingRanks) -> int:
-    """Stored bytes of one token on the fullest rank."""
-    if contestant.key == FP8:
-        return ranks.fp8_bytes_per_token()
-    return ranks.bytes_per_token(contestant.pairs)
-
-
-def keeps_budget(constraint: Constraint, contestant: Contestant) -> bool:
-    """Whether every stage keeps the budget; where bytes are counted, fp8 by its own, which are less than K8V8's."""
-    if contestant.key != FP8 or constraint.budget.kind == "mean_bits":
-        return constraint.is_met(contestant.pairs)
-    cost = fp8_layer_bytes(constraint.shape)
-    return all(len(layers) * cost <= constraint.cap(stage) for stage, layers in enumerate(constraint.stages))
 
 
 def layer_rows(configuration: Sequence[LayerChoice]) -> tuple[LayerRow, ...]:
@@ -147,8 +130,8 @@ def front_points(fronts: Sequence[Front], shape: RowShape) -> tuple[FrontPoint, 
 def quality_of(
     offsets: str,
     positions: str,
-    winner: tuple[Contestant, SequenceSums],
-    baselines: Sequence[tuple[Contestant, SequenceSums]],
+    winner: tuple[CacheScheme, SequenceSums],
+    baselines: Sequence[tuple[CacheScheme, SequenceSums]],
     reference: SequenceSums,
     *,
     terms: Terms,
@@ -160,22 +143,23 @@ def quality_of(
         positions=positions,
         reference_perplexity=reference.perplexity,
         winner=_quality_row(*winner, None, terms),
-        baselines=tuple(_quality_row(contestant, sums, winner_sums, terms) for contestant, sums in baselines),
+        baselines=tuple(_quality_row(scheme, sums, winner_sums, terms) for scheme, sums in baselines),
     )
 
 
-def _quality_row(contestant: Contestant, sums: SequenceSums, winner: SequenceSums | None, terms: Terms) -> QualityRow:
-    pairs = contestant.pairs
+def _quality_row(scheme: CacheScheme, sums: SequenceSums, winner: SequenceSums | None, terms: Terms) -> QualityRow:
+    effective = scheme.effective_bits
+    assert effective is not None
     return QualityRow(
-        name=contestant.name,
-        transforms=contestant.transforms,
-        mean_bits=float(mean_bits(pairs, terms.shape)),
-        effective_bits=8.0 if contestant.key == FP8 else float(effective_bits(pairs, terms.shape)),
-        bytes_per_token=rank_bytes(contestant, terms.ranks),
+        name=scheme.name,
+        transforms=scheme.has_transforms,
+        mean_bits=scheme.mean_bits,
+        effective_bits=effective,
+        bytes_per_token=scheme.bytes_on(terms.ranks),
         kl=sums.kl_interval(terms.seed),
         kl_p99=sums.kl_p99,
         top1=sums.top1_agreement,
         perplexity=sums.perplexity,
-        fits_budget=terms.fits(contestant),
+        fits_budget=terms.fits(scheme),
         difference=None if winner is None else kl_difference(sums, winner, terms.seed),
     )

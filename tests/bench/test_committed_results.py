@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtuner.bench.ways import GROUPS
+from kvtuner.bench.ablation import GROUPS
 
 ROOT = Path(__file__).resolve().parents[2]
 CATALOGUE = ROOT / "exported_configs" / "profiles"

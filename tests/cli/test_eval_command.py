@@ -320,11 +320,11 @@ def test_intervals_are_those_of_numpy(evaluate: Any) -> None:
 def test_the_demo_model_is_right_and_two_bits_are_not(run: Any, tmp_path: Path) -> None:
     """The whole way: questions that have answers, in a profile that loses them."""
     from kvtuner.calibration.model_loading import ModelSource, read_shape
-    from kvtuner.evaluation.scheme import named
+    from kvtuner.evaluation.scheme import named_scheme
     from kvtuner.exported_configs.profile.build import dump_profile
 
     path = tmp_path / "two.json"
-    path.write_bytes(dump_profile(named("K2V2", read_shape(ModelSource("demo"))).profile))
+    path.write_bytes(dump_profile(named_scheme("K2V2", read_shape(ModelSource("demo"))).profile))
     words = (
         "--model",
         "demo",

@@ -421,10 +421,10 @@ def test_a_uniform_that_takes_the_place_of_the_winner_says_so(
     from kvtuner.evaluation.statistics import Interval
     from kvtuner.pipeline import outcome
 
-    real = outcome._contestants
+    real = outcome._schemes
     monkeypatch.setattr(outcome, "kl_difference", lambda *_: Interval(1.0, 0.5, 1.5))
     monkeypatch.setattr(
-        outcome, "_contestants", lambda run: [c for c in real(run) if not c.specs or c.transforms == transforms]
+        outcome, "_schemes", lambda run: [c for c in real(run) if not c.specs or c.has_transforms == transforms]
     )
     result = search(tmp_path / "run", "--budget", "4bit", trials=2)
     winner = result["quality"][0]["winner"]

@@ -1,4 +1,4 @@
-"""Contestants on the report split: measured once, and never with a value that is no number."""
+"""Schemes on the report split: measured once, and never with a value that is no number."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ import torch
 
 from kvtuner.calibration.kl import TokenScores
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.evaluation.validation import JOURNAL, SequenceSums, Validator, fp8_contestant
+from kvtuner.evaluation.scheme import Fp8Scheme
+from kvtuner.evaluation.validation import JOURNAL, SequenceSums, Validator
+from kvtuner.geometry import ModelGeometry
 from kvtuner.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+FP8 = Fp8Scheme.of(ModelGeometry(num_layers=2, num_attention_heads=8, num_kv_heads=4, head_dim=32, v_head_dim=32))
 
 
 def validator(folder: RunFolder, kl: torch.Tensor, asked: list[str]) -> Validator:
@@ -33,13 +38,13 @@ def validator(folder: RunFolder, kl: torch.Tensor, asked: list[str]) -> Validato
     return Validator(cast("Any", SimpleNamespace(simulator=simulate)), folder, "mine")
 
 
-def test_a_contestant_is_measured_once_per_folder_and_offsets(tmp_path: Path) -> None:
+def test_a_scheme_is_measured_once_per_folder_and_offsets(tmp_path: Path) -> None:
     folder, kl, asked = RunFolder(tmp_path), torch.full((2, 4), 0.5, dtype=torch.float64), []
     for _ in range(2):
-        found = validator(folder, kl, asked).measure(fp8_contestant(2), "small")
+        found = validator(folder, kl, asked).measure(FP8, "small")
         assert (found.kl, found.nll_count, found.perplexity) == ((2.0, 2.0), (3, 3), math.e)
     assert asked == ["small"]
-    validator(folder, kl, asked).measure(fp8_contestant(2), "large")
+    validator(folder, kl, asked).measure(FP8, "large")
     assert asked == ["small", "large"]
 
 
@@ -58,7 +63,7 @@ def test_sums_are_of_sequences_and_quantiles_of_tokens() -> None:
 def test_what_another_worker_has_measured_meanwhile_is_not_measured_again(tmp_path: Path) -> None:
     folder, kl, asked = RunFolder(tmp_path), torch.full((2, 4), 0.5, dtype=torch.float64), []
     first, second = (validator(folder, kl, asked) for _ in range(2))
-    assert first.measure(fp8_contestant(2), "small") == second.measure(fp8_contestant(2), "small")
+    assert first.measure(FP8, "small") == second.measure(FP8, "small")
     assert asked == ["small"]
 
 
@@ -67,5 +72,5 @@ def test_a_token_whose_kl_is_not_finite_is_an_error_and_is_not_journalled(value:
     folder, kl = RunFolder(tmp_path), torch.full((2, 4), 0.5, dtype=torch.float64)
     kl[1, 2] = value
     with pytest.raises(NonFiniteActivationError, match="fp8 has NaN or infinity at large position offsets"):
-        validator(folder, kl, []).measure(fp8_contestant(2), "large")
+        validator(folder, kl, []).measure(FP8, "large")
     assert not folder.file(JOURNAL).exists()

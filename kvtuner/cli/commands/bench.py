@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtuner.bench.ablation import ABLATION
 from kvtuner.bench.bandwidth import measured_elsewhere, weight_bytes
 from kvtuner.bench.client import serving_client
 from kvtuner.bench.gates import kv_pool_gate
@@ -22,16 +23,14 @@ from kvtuner.bench.runner import BenchWork, Journal, replay, run_loads
 from kvtuner.bench.served_target import ServedTarget, ServerRecord
 from kvtuner.bench.server import running
 from kvtuner.bench.server_flags import ServerFlags
-from kvtuner.bench.ways import ABLATION, PER_CHANNEL, is_uniform, make_ways
 from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model_loading import load_tokenizer, read_shape
 from kvtuner.cli.commands.eval import evaluate
 from kvtuner.cli.shareable_command import command_said
-from kvtuner.errors import EndpointError, PrecisionError, RunFolderError
+from kvtuner.errors import EndpointError, RunFolderError
 from kvtuner.evaluation.backends.endpoint import Endpoint
-from kvtuner.evaluation.scheme import REFERENCE
+from kvtuner.evaluation.scheme import FP8, PER_CHANNEL, REFERENCE, ProfileScheme, named_schemes
 from kvtuner.evaluation.token_text import Text
-from kvtuner.evaluation.validation import FP8
 from kvtuner.exported_configs.identity.mismatch import DERIVED
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE
 from kvtuner.pipeline.inputs import making, model_record, profile_of, take_from_profile, warn_of_mismatches
@@ -47,8 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from kvtuner.bench.runner import SchemeRun
-    from kvtuner.bench.ways import Way
     from kvtuner.calibration.model_loading import ModelShape
+    from kvtuner.evaluation.scheme import CacheScheme
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.run_folder import RunFolder
 
@@ -74,13 +73,12 @@ def run(args: Namespace) -> int:
         raise RunFolderError(f"{path.parent} cannot be written, where the evaluation will stand; copy the profile")
     shape = read_shape(model_source(args))
     check_model(profile, shape.config, context_length=shape.context_length)
+    ways = named_schemes(names, shape, profile, path)
     folder = run_folder(args, f"bench-{profile.digest.removeprefix('sha256:')[:12]}")
     folder.create()
     with folder.lock("bench.lock", waiting="another benchmark runs in this folder"):
-        ways = make_ways(names, path, profile, shape, folder.file(WAYS))
-        if len({way.name for way in ways}) < len(ways):
-            raise PrecisionError(f"one way is asked twice among {', '.join(names)}; name each once")
         bench = _BenchSession(args, flags, profile, shape, folder)
+        bench.scheme_flags = {way.name: way.server_flags(folder.file(WAYS)) for way in ways}
         bench.urls = {
             way.name: dict(args.endpoint)[name] for way, name in zip(ways, names, strict=True) if args.endpoint
         }
@@ -122,6 +120,7 @@ class _BenchSession:
     Attributes:
         identity: of the model, as results say it.
         urls: of servers that are there already, by way.
+        scheme_flags: SGLang's flags of each scheme, by its name.
     """
 
     def __init__(
@@ -142,8 +141,9 @@ class _BenchSession:
         self._bandwidth, self._no_bandwidth = self._find_bandwidth()
         self._model: str | None = None
         self.urls: dict[str, str] = {}
+        self.scheme_flags: dict[str, tuple[str, ...]] = {}
 
-    def way(self, way: Way) -> WayResult:
+    def way(self, way: CacheScheme) -> WayResult:
         """Serve it, unless it is served already, and put it under load; or say why it could not be."""
         said = {} if self._args.endpoint else self._work.journal.server(self._key(way))
         if said:
@@ -160,7 +160,7 @@ class _BenchSession:
             say(f"{way.name} is not served: {error} (its log: {self._log(way)})")
             return WayResult(way, None, None, (), None, str(error))
 
-    def _served_now(self, way: Way) -> WayResult:
+    def _served_now(self, way: CacheScheme) -> WayResult:
         with self._target(way) as target:
             work, said = self._work, {}
             if self._args.endpoint:
@@ -172,7 +172,7 @@ class _BenchSession:
             work.journal.put_server(key, way.name, asdict(target.record))
             return self._result(way, target.record, run_loads(target, work, way=key, name=way.name))
 
-    def _result(self, way: Way, record: ServerRecord, done: SchemeRun) -> WayResult:
+    def _result(self, way: CacheScheme, record: ServerRecord, done: SchemeRun) -> WayResult:
         weights = self._weights(record) if record.version is not None else None
         gates = done.gates(*self._bound(record, weights))
         if self._args.kv_memory:
@@ -183,23 +183,25 @@ class _BenchSession:
         served = {} if record is None else {"dtype": record.dtype, "quantization": record.quantization}
         return weight_bytes(self._shape.config, served, trust_remote_code=self._args.trust_remote_code)
 
-    def _tokens_asked(self, way: Way) -> int:
+    def _tokens_asked(self, way: CacheScheme) -> int:
         return int(self._args.kv_memory // (way.bytes_per_token or self._profile.bytes_per_token()))
 
-    def _key(self, way: Way, said: Mapping[str, Any] = MappingProxyType({})) -> str:
+    def _key(self, way: CacheScheme, said: Mapping[str, Any] = MappingProxyType({})) -> str:
         """What decides answers and times besides the load; of a server that is there already, what it says."""
         args = self._args
         asked = [args.server_args, args.kv_memory, args.context_length, args.device, args.dtype]
         made = making([], args, device=self._flags_of_all.value("--device")).model_dump(mode="json")
         software = [version("sglang"), os.environ.get("CUDA_VISIBLE_DEVICES"), made]
         files = [self.identity.model_dump(mode="json"), _stamps(model_source(args).path)]
-        return sha256_of([way.served(), files, asked, software, dict(said)])
+        digest = None if way.profile is None else way.profile.digest
+        served = {"name": way.name, "digest": digest, "flags": [] if digest else list(self.scheme_flags[way.name])}
+        return sha256_of([served, files, asked, software, dict(said)])
 
-    def _log(self, way: Way) -> Path:
+    def _log(self, way: CacheScheme) -> Path:
         return self._folder.file(LOGS) / f"{way.name}.log"
 
     @contextmanager
-    def _target(self, way: Way) -> Iterator[ServedTarget]:
+    def _target(self, way: CacheScheme) -> Iterator[ServedTarget]:
         args = self._args
         if args.endpoint:
             target = self._served(way, self.urls[way.name], args.api or "sglang")
@@ -210,25 +212,27 @@ class _BenchSession:
         with running(self._flags(way), self._log(way), args.start_timeout or START_S) as server:
             yield self._served(way, server.url, "sglang", server)
 
-    def _served(self, way: Way, url: str, api: Any, server: Any = None) -> ServedTarget:
+    def _served(self, way: CacheScheme, url: str, api: Any, server: Any = None) -> ServedTarget:
         endpoint = Endpoint(way.name, url, api, self._text, self._args.timeout)
         is_known = server is not None or way.name == PROFILE  # elsewhere a uniform may have groups of its own
-        profile = way.subject.profile if is_known and way.subject is not None else None
-        if endpoint.api == "sglang" and server is None and is_uniform(way) and endpoint.served.digest is None:
+        profile = way.profile if is_known else None
+        is_uniform = isinstance(way, ProfileScheme) and way.is_uniform
+        if endpoint.api == "sglang" and server is None and is_uniform and endpoint.served.digest is None:
             raise EndpointError(f"{url} was named {way.name}, but serves no profile")
         return ServedTarget(
             endpoint,
             self._tokenizer,
             self._args.timeout,
             context_length=self._shape.context_length,
+            scheme=way,
             profile=profile,
             architecture=self._shape.architecture,
             server=server,
         )
 
-    def _flags(self, way: Way) -> list[str]:
+    def _flags(self, way: CacheScheme) -> list[str]:
         args = self._args
-        flags = ["--model-path", model_source(args).path, *way.flags]
+        flags = ["--model-path", model_source(args).path, *self.scheme_flags[way.name]]
         flags += ["--kvtuner-allow-derived"] if self._is_derived and way.name == PROFILE else []
         flags += ["--revision", args.revision] if args.revision else []
         flags += ["--trust-remote-code"] if args.trust_remote_code else []
@@ -319,10 +323,7 @@ def _names(args: Namespace) -> list[str]:
         names = [REFERENCE, PROFILE, *(args.against or (FP8,))]
     if args.api and not args.endpoint:
         raise EndpointError("--api is how servers are spoken to; give --endpoint too")
-    names.sort(key=lambda name: (name != REFERENCE, name != PROFILE))
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise PrecisionError(f"{twice[0]} is asked twice; name every way once, {REFERENCE} is there anyway")
-    return names
+    return sorted(names, key=lambda name: (name != REFERENCE, name != PROFILE))
 
 
 def _load_options(args: Namespace) -> LoadOptions:

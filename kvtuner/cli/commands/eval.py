@@ -20,17 +20,17 @@ from kvtuner.errors import CorpusError, EndpointError, PrecisionError, RunFolder
 from kvtuner.evaluation.backends.endpoint import Endpoint
 from kvtuner.evaluation.backends.hosts import OfflineHost, ServedHost
 from kvtuner.evaluation.backends.server_likelihood import Scoring
-from kvtuner.evaluation.scheme import REFERENCE, named, of_profile
+from kvtuner.evaluation.scheme import REFERENCE, named_schemes
 from kvtuner.evaluation.tasks.answers import Examiner, accuracy_cell, make_exams
 from kvtuner.evaluation.token_text import Text
 from kvtuner.exported_configs.profile.evaluation_record import (
     PROFILE,
     DataRecord,
     Evaluation,
+    SchemeRecord,
     dump_evaluation,
     evaluation_path,
 )
-from kvtuner.exported_configs.profile.evaluation_record import SchemeRecord as SubjectRecord
 from kvtuner.pipeline.defaults import EVALUATION
 from kvtuner.pipeline.inputs import making, model_record, profile_of, take_from_profile, warn_of_mismatches
 from kvtuner.pipeline.progress import say
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from kvtuner.calibration.corpus import Corpus
     from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.evaluation.backends.hosts import EvaluationHost
-    from kvtuner.evaluation.scheme import Subject
+    from kvtuner.evaluation.scheme import CacheScheme
     from kvtuner.evaluation.tasks.answers import Exam
     from kvtuner.exported_configs.profile.evaluation_record import Cell
     from kvtuner.exported_configs.profile.profile import Profile
@@ -141,7 +141,7 @@ def evaluate(args: Namespace) -> EvaluationResult:
             token_ids_sha256=corpus.hashes()["report"],
             is_unseen=_is_unseen(profile, corpus.hashes()),
         ),
-        subjects=tuple(SubjectRecord(name=each.name, bytes_per_token=each.bytes_per_token) for each in subjects),
+        subjects=tuple(SchemeRecord(name=each.name, bytes_per_token=each.bytes_per_token or 0) for each in subjects),
         cells=tuple(cells),
         making=making(said, args),
     )
@@ -224,7 +224,7 @@ def _is_unseen(profile: Profile, hashes: dict[str, str]) -> bool:
     return seen is not None and (seen.calibrate, seen.select) == (hashes["calibrate"], hashes["select"])
 
 
-def _subjects(args: Namespace, profile: Profile, shape: ModelShape) -> list[Subject]:
+def _subjects(args: Namespace, profile: Profile, shape: ModelShape) -> list[CacheScheme]:
     """Ways to store the cache: unquantized first, where it is asked at all, then the profile.
 
     Raises:
@@ -235,15 +235,14 @@ def _subjects(args: Namespace, profile: Profile, shape: ModelShape) -> list[Subj
     if PROFILE not in names:
         raise EndpointError(f"none of the endpoints serves the profile; give --endpoint {PROFILE}=URL")
     names.sort(key=lambda name: (name != REFERENCE, name != PROFILE))
-    subjects = [of_profile(name, profile) if name == PROFILE else named(name, shape) for name in names]
-    found = [subject.name for subject in subjects]
-    if twice := [name for name in found if found.count(name) > 1]:
-        raise PrecisionError(f"{twice[0]} is asked twice; name every way once, {REFERENCE} is there anyway")
-    return subjects
+    schemes = named_schemes(names, shape, profile)
+    if unstored := [scheme.name for scheme in schemes if not scheme.is_local]:
+        raise PrecisionError(f"{unstored[0]} is no scheme to evaluate, such as fp8 or K8V8: nothing here stores it")
+    return schemes
 
 
 def _host(
-    args: Namespace, profile: Profile, shape: ModelShape, corpus: Corpus, subjects: Sequence[Subject], text: Text
+    args: Namespace, profile: Profile, shape: ModelShape, corpus: Corpus, subjects: Sequence[CacheScheme], text: Text
 ) -> EvaluationHost:
     if args.endpoint:
         urls = dict(args.endpoint)
@@ -254,7 +253,7 @@ def _host(
         identity = {"model_config": shape.settings_sha256, "report_tokens": corpus.hashes()["report"]}
         sequences = corpus.splits["report"][: args.scored_sequences].tolist()
         scoring = Scoring(sequences, args.positions, args.top_logprobs, args.seed)
-        return ServedHost(endpoints, profile, PROFILE, identity=identity, scoring=scoring)
+        return ServedHost(endpoints, subjects, identity=identity, scoring=scoring)
     options = CalibrationOptions(read_plan=args.read_plan, batch_size=args.batch_size, seed=args.seed)
     return OfflineHost(Workbench.prepare(load_model(model_source(args), shape), corpus, options), subjects)
 

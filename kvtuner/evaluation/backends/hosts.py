@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tqdm import tqdm
 
@@ -13,8 +13,8 @@ from kvtuner.evaluation.backends.server_likelihood import ServedScorer, is_unrea
 from kvtuner.evaluation.backends.takers import OfflineTaker, ServedTaker
 from kvtuner.evaluation.cells import likelihood_cells
 from kvtuner.evaluation.scheme import REFERENCE
-from kvtuner.evaluation.validation import FP8, OFFSETS, Validator
-from kvtuner.exported_configs.profile.evaluation_record import BackendRecord
+from kvtuner.evaluation.validation import OFFSETS, Validator
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE, BackendRecord
 from kvtuner.run_folder import sha256_of
 
 if TYPE_CHECKING:
@@ -24,15 +24,11 @@ if TYPE_CHECKING:
     from kvtuner.evaluation.backends.endpoint import Endpoint, HitCount
     from kvtuner.evaluation.backends.server_likelihood import Scoring
     from kvtuner.evaluation.backends.takers import Taker
-    from kvtuner.evaluation.scheme import Subject
+    from kvtuner.evaluation.scheme import CacheScheme
     from kvtuner.evaluation.tasks.answers import Metered, Respondent
     from kvtuner.exported_configs.profile.evaluation_record import Cell
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.run_folder import RunFolder
-
-
-UNQUANTIZED: Final = (None, "auto", "bf16", "bfloat16")
-"""What SGLang calls a cache in the model's dtype."""
 
 
 class EvaluationHost(Protocol):
@@ -84,7 +80,7 @@ class OfflineHost:
     counts_positions = True
     meters: Mapping[str, Metered] = MappingProxyType({})
 
-    def __init__(self, bench: Workbench, subjects: Sequence[Subject]) -> None:
+    def __init__(self, bench: Workbench, subjects: Sequence[CacheScheme]) -> None:
         self._bench, self._subjects = bench, subjects
         self._read_plan = bench.options.read_plan
         self.dtype: str | None = bench.loaded.dtype_name
@@ -107,7 +103,7 @@ class OfflineHost:
             for offsets, position in places:
                 measured = {}
                 for subject in self._subjects:
-                    measured[subject.name] = validator.measure(subject.contestant, offsets)
+                    measured[subject.name] = validator.measure(subject, offsets)
                     bar.update()
                 seed = self._bench.options.seed
                 cells += likelihood_cells(measured, REFERENCE, num_tokens=tokens, position=position, seed=seed)
@@ -127,8 +123,7 @@ class ServedHost:
 
     Args:
         endpoints: by the name of the way.
-        profile: that the one of `subject` serves.
-        subject: its name.
+        schemes: The schemes, the searched profile among them.
         identity: of model and data.
         scoring: tokens whose likelihoods are asked for.
 
@@ -143,22 +138,21 @@ class ServedHost:
     def __init__(
         self,
         endpoints: Mapping[str, Endpoint],
-        profile: Profile,
-        subject: str,
+        schemes: Sequence[CacheScheme],
         *,
         identity: dict[str, Any],
         scoring: Scoring,
     ) -> None:
-        self._endpoints, self._identity, self._subject, self._scoring = endpoints, identity, subject, scoring
+        self._endpoints, self._identity, self._scoring = endpoints, identity, scoring
         self.meters: Mapping[str, Metered] = endpoints
         self.respondents: Sequence[Respondent] = list(endpoints.values())
         self.takers: Sequence[Taker] = [ServedTaker(endpoint) for endpoint in endpoints.values()]
         models = {endpoint.served.model for endpoint in endpoints.values()}
         if len(models) > 1:
             raise EndpointError(f"the endpoints serve different models ({', '.join(sorted(models))}); compare one")
-        for name, endpoint in endpoints.items():
-            if endpoint.api == "sglang":
-                check_served(name, endpoint, profile if name == subject else None)
+        for scheme in schemes:
+            if endpoints[scheme.name].api == "sglang":
+                check_served(scheme, endpoints[scheme.name], scheme.profile if scheme.name == PROFILE else None)
 
     def identity(self) -> dict[str, Any]:
         """See `EvaluationHost.identity`."""
@@ -174,7 +168,7 @@ class ServedHost:
 
     def record(self) -> BackendRecord:
         """See `EvaluationHost.record`."""
-        endpoint = self._endpoints[self._subject]
+        endpoint = self._endpoints[PROFILE]
         served, hits = endpoint.served, endpoint.hits
         return BackendRecord(
             kind=endpoint.api,
@@ -185,13 +179,13 @@ class ServedHost:
         )
 
 
-def check_served(name: str, endpoint: Endpoint, profile: Profile | None) -> None:
-    """Whether a server of SGLang serves what its name says.
+def check_served(scheme: CacheScheme, endpoint: Endpoint, profile: Profile | None) -> None:
+    """Whether a server of SGLang serves the scheme that it was named for.
 
     Args:
-        name: of the way.
-        endpoint: of the server.
-        profile: that it must serve; None where the name says enough.
+        scheme: The scheme.
+        endpoint: The server.
+        profile: The profile that it must serve; None where the scheme says enough.
 
     Raises:
         EndpointError: it does not, or its answers cannot show it.
@@ -205,7 +199,5 @@ def check_served(name: str, endpoint: Endpoint, profile: Profile | None) -> None
             f"{endpoint.url} quantizes below an exact device: its answers show that only after eviction; evaluate with"
             " --read-plan hit and without --endpoint"
         )
-    if name == REFERENCE and (served.digest or served.kv_cache_dtype not in UNQUANTIZED):
-        raise EndpointError(f"{endpoint.url} was named {REFERENCE}, but its cache is quantized")
-    if name == FP8 and "fp8" not in str(served.kv_cache_dtype):
-        raise EndpointError(f"{endpoint.url} was named {FP8}, but its cache is {served.kv_cache_dtype}")
+    if contradiction := scheme.contradiction(served.kv_cache_dtype, served.digest):
+        raise EndpointError(f"{endpoint.url} was named {scheme.name}, but {contradiction}")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtuner.calibration.model_loading import LoadedModel
-    from kvtuner.evaluation.scheme import Subject
+    from kvtuner.evaluation.scheme import CacheScheme
     from kvtuner.evaluation.tasks.questions import Problem
     from kvtuner.exported_configs.profile.evidence import ReadPlan as ReadPlanName
 
@@ -31,7 +31,7 @@ class Offline:
         read_plan: what a chunk reads.
     """
 
-    def __init__(self, loaded: LoadedModel, subject: Subject, read_plan: ReadPlanName) -> None:
+    def __init__(self, loaded: LoadedModel, subject: CacheScheme, read_plan: ReadPlanName) -> None:
         self._model, self._subject, self._read_plan = loaded.model, subject, read_plan
         self._text, self._context_length = Text(loaded.tokenizer), loaded.shape.context_length
         ends = self._model.generation_config.eos_token_id if self._model.generation_config else None
@@ -45,7 +45,7 @@ class Offline:
     @property
     def key(self) -> str:
         """What decides answers besides the questions and the model."""
-        return self._subject.contestant.key
+        return self._subject.key
 
     def answers(self, problem: Problem, *, offset: int = 0) -> tuple[str, ...]:
         """What is said after each question of a problem, long enough to see whether it is right.

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvtuner.calibration.model_loading import ModelSource, read_shape
 from kvtuner.errors import NonFiniteActivationError, PrecisionError, UnsupportedModelError
 from kvtuner.evaluation.backends.local_model import Offline
-from kvtuner.evaluation.scheme import Subject, named, of_profile
+from kvtuner.evaluation.scheme import CacheScheme, ProfileScheme, named_scheme
 from kvtuner.evaluation.tasks.questions import Problem, Question
 from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.quant import QuantSpec
@@ -22,12 +22,14 @@ ASKED = ("one", "and two", "one")
 
 
 @pytest.fixture(scope="module")
-def ways(load_tiny: Any, profile_of: Any) -> dict[str, Subject]:
+def ways(load_tiny: Any, profile_of: Any) -> dict[str, CacheScheme]:
     loaded = load_tiny("llama-gqa")
     profile = profile_of(
         loaded.shape.config, [LayerQuantization(4, 2), LayerQuantization(8, 4), LayerQuantization(2, 16)]
     )
-    return {each: named(each, loaded.shape) for each in ("bf16", "fp8", "K4V2")} | {"own": of_profile("own", profile)}
+    return {each: named_scheme(each, loaded.shape) for each in ("bf16", "fp8", "K4V2")} | {
+        "own": ProfileScheme.of("own", profile)
+    }
 
 
 def asking(*texts: str) -> Problem:
@@ -49,7 +51,7 @@ def test_answers_are_those_of_generate(name: str, made: Any, load_tiny: Any, mod
     """By transformers' own loop and attention, prompt and question in chunks of their own."""
     loaded = load_tiny(**made)
     model = AutoModelForCausalLM.from_pretrained(model_folder(**made), dtype=torch.float32).eval()
-    way, tokenizer = named(name, loaded.shape), loaded.tokenizer
+    way, tokenizer = named_scheme(name, loaded.shape), loaded.tokenizer
     for text in ASKED:
         context = tokenizer(CONTEXT, return_tensors="pt").input_ids
         whole = tokenizer(CONTEXT + text, return_tensors="pt").input_ids
@@ -86,19 +88,19 @@ def test_ways_take_the_bytes_that_their_caches_hold(load_tiny: Any, ways: Any) -
         with torch.no_grad():
             loaded.model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
         assert cache.stored_bytes == 3 * ways[name].bytes_per_token
-    assert ways["own"].contestant.specs[0].k == QuantSpec(4, group_size=loaded.shape.geometry.head_dim)
+    assert ways["own"].specs[0].k == QuantSpec(4, group_size=loaded.shape.geometry.head_dim)
 
 
 @pytest.mark.parametrize("name", ["K16V16", "int4", "K3V3"])
 def test_ways_that_there_are_not(name: str, load_tiny: Any) -> None:
     with pytest.raises(PrecisionError, match=name):
-        named(name, load_tiny("llama-gqa").shape)
+        named_scheme(name, load_tiny("llama-gqa").shape)
 
 
 def test_windows_that_cover_the_context_are_none(model_folder: Any) -> None:
     shape = read_shape(ModelSource(str(model_folder("mistral-no-window", sliding_window=128)), context_length=128))
     for name in ("fp8", "K8V8"):
-        way = named(name, shape)
+        way = named_scheme(name, shape)
         assert way.cache(shape.config, "decode", 128) is not None
         with pytest.raises(UnsupportedModelError, match="window of 128"):
             way.cache(shape.config, "decode", 129)

@@ -19,7 +19,7 @@ from kvtuner.cli import main
 from kvtuner.errors import CacheError
 from kvtuner.evaluation.backends.local_model import Offline
 from kvtuner.evaluation.backends.takers import OfflineTaker
-from kvtuner.evaluation.scheme import named
+from kvtuner.evaluation.scheme import named_scheme
 from kvtuner.evaluation.tasks.harness_model import HarnessModel
 from kvtuner.evaluation.token_text import Text
 from kvtuner.exported_configs.profile.build import dump_profile
@@ -44,7 +44,7 @@ def harness(load_tiny: Any, tmp_path: Path) -> Callable[..., HarnessModel]:
 
     def make(made: Any, way: str, read_plan: Any = "decode", context_length: int = 512) -> HarnessModel:
         loaded = load_tiny(**made)
-        offline = Offline(loaded, named(way, loaded.shape), read_plan)
+        offline = Offline(loaded, named_scheme(way, loaded.shape), read_plan)
         folder = RunFolder(tmp_path / "run")
         folder.create()
         return HarnessModel(
@@ -79,7 +79,7 @@ def test_an_answer_reads_its_context_as_it_is_stored(made: Any, harness: Any, lo
     context, continuation = "a table of words that is stored in four bits", " and"
     ((log_p, _),) = harness(made, "K4V2").loglikelihood(asking((context, continuation)))
     before, after = (loaded.tokenizer(text).input_ids for text in (context, context + continuation))
-    profile = named("K4V2", loaded.shape).profile
+    profile = named_scheme("K4V2", loaded.shape).profile
     assert profile is not None
     cache = KVTunerCache.from_profile(profile, loaded.shape.config, "decode")
     with torch.no_grad():
@@ -194,7 +194,7 @@ def tasks(tmp_path: Path) -> Path:
 def evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any, str]]:
     """A K2V2 profile of the demo model by tasks alone, in effect: exit status, JSON, stderr."""
     path = tmp_path / "two.json"
-    profile = named("K2V2", read_shape(ModelSource("demo"))).profile
+    profile = named_scheme("K2V2", read_shape(ModelSource("demo"))).profile
     assert profile is not None
     path.write_bytes(dump_profile(profile))
 

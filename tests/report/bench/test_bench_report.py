@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoConfig
 
+from kvtuner.bench.ablation import ABLATION, group_of
 from kvtuner.bench.client import RequestResult
 from kvtuner.bench.loads import Capacity, LoadOptions, plan_loads
 from kvtuner.bench.metrics import LoadResult
 from kvtuner.bench.runner import MeasurementCost, SchemeRun
 from kvtuner.bench.served_target import ServerRecord
 from kvtuner.bench.usage import GPU_MEMORY, MEMORY
-from kvtuner.bench.ways import ABLATION, PER_CHANNEL, make_ways
 from kvtuner.calibration.model_loading import DEMO_MODEL, ModelSource, read_shape
+from kvtuner.evaluation.scheme import PER_CHANNEL, named_schemes
 from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.exported_configs.profile.evaluation_record import (
     BackendRecord,
@@ -66,12 +67,11 @@ def answered(slowness: float) -> SchemeRun:
 
 
 @pytest.fixture(scope="module")
-def make_result(profile_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., BenchResult]:
-    folder = tmp_path_factory.mktemp("ways")
+def make_result(profile_of: Any) -> Callable[..., BenchResult]:
     config = AutoConfig.from_pretrained(DEMO_MODEL)
     profile = profile_of(config, [LayerQuantization(4, 4)] * config.num_hidden_layers)
     shape = read_shape(ModelSource(model="demo"))
-    ways = make_ways(["bf16", "profile", *ABLATION[1:]], folder / "profile.json", profile, shape, folder)
+    ways = named_schemes(["bf16", "profile", *ABLATION[1:]], shape, profile)
 
     def make(*, refusal: str = "per-channel quantization needs tail pages", name: str = "demo") -> BenchResult:
         results = []
@@ -92,7 +92,7 @@ def make_result(profile_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Ca
             host=BackendRecord(kind="transformers", read_plan="decode", reads=None, version=None, hit_share=None),
             data=DataRecord(corpus="demo", token_ids_sha256=profile.digest, is_unseen=True),
             subjects=tuple(SchemeRecord(name=w.name, bytes_per_token=w.bytes_per_token or 1) for w in ways),
-            cells=(kl_cell([w.name for w in ways if w.subject is not None and w.name != "bf16"]),),
+            cells=(kl_cell([w.name for w in ways if w.is_local and w.name != "bf16"]),),
             making=making,
         )
         return BenchResult(profile, model, tuple(results), evaluation, making, ("--device", "cpu"))
@@ -204,11 +204,11 @@ def test_memory_is_of_one_kind_in_all_rounds(
     assert [row[-1] for row in table.rows] == [expected, "5 / 5" if kind == "host" else "- / -"]
 
 
-def test_the_ablation_has_every_group_of_its_design(make_result: Any) -> None:
-    groups = {each.way.group: each.way for each in make_result().ways if each.way.group}
+def test_the_ablation_has_every_group_of_its_design(make_result: Any, tmp_path: Path) -> None:
+    groups = {letter: each.way for each in make_result().ways if (letter := group_of(each.way.name))}
     assert sorted(groups) == list("ABCDEFG")
-    assert groups["G"].subject.profile.defaults.k.symmetric
-    assert not groups["C"].subject.profile.defaults.k.symmetric
-    assert "--kvtuner-axis-key" in groups["F"].flags
+    assert groups["G"].profile.defaults.k.symmetric
+    assert not groups["C"].profile.defaults.k.symmetric
+    assert "--kvtuner-axis-key" in groups["F"].server_flags(tmp_path)
     sizes = [groups[letter].bytes_per_token for letter in "ABCD"]
     assert sizes == sorted(sizes, reverse=True)
