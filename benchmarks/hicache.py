@@ -30,11 +30,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvtuner.precision import PrecisionPair
-from kvtuner.quant import KEY_TRANSFORMS, QuantSpec, Transform, TransformKind
+from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.host_tier.pages import HostPages, PageLayout
 from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES, fault_of, identity_digest, seal
 from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, TorchMover, token_bytes
 from kvtuner.runtime_loader.row_format import RowFormat
+from kvtuner.transforms import TransformKind, candidate_transforms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,7 +161,7 @@ def ours(
     device: torch.device, tokens: int, page_size: int, pair: PrecisionPair, kind: str, *, packed: bool
 ) -> tuple[int, Any, Any]:
     """Our host tier."""
-    assert kind in KEY_TRANSFORMS
+    assert kind in candidate_transforms("k")
     generator = torch.Generator().manual_seed(0)
     slots = tokens + page_size
 

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import dequantize_then_dot
 
 from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, effective_bits
-from kvtuner.quant import QuantSpec, Transform, TransformKind
+from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.kernels import decode, read_rows, store_rows
 from kvtuner.runtime_loader.kernels.launch import (
     EXACT,
@@ -50,6 +50,7 @@ from kvtuner.runtime_loader.kernels.settings import DecodeLaunch, Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
+from kvtuner.transforms import TransformKind
 
 H200_LANES_PER_S: Final = 132 * 4 * 32 * 1.755e9
 H200_BYTES_PER_S: Final = 4.3e12

@@ -17,10 +17,11 @@ from kvtuner.calibration.forward.attention_hook import listening
 from kvtuner.calibration.forward.finite_check import check_finite
 from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend, probabilities
 from kvtuner.calibration.row_sample import RowSample, sample_rows
-from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants, Side
+from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.precision import PACKED_BITS, PrecisionPair
-from kvtuner.quant import KEY_TRANSFORMS, VALUE_TRANSFORMS, Transform, quantize_widths
+from kvtuner.precision import PACKED_BITS, PrecisionPair, Side
+from kvtuner.quant import Transform, quantize_widths
+from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -174,8 +175,8 @@ class CandidateMeasurement:
             raise NonFiniteActivationError(
                 f"layer {layer_id}: its gradients hold NaN or infinity; try --dtype float32 or bfloat16"
             )
-        keys = dict(self._readings(layer_id, "k", call.k, KEY_TRANSFORMS))
-        values = dict(self._readings(layer_id, "v", call.v, VALUE_TRANSFORMS))
+        keys = dict(self._readings(layer_id, "k", call.k))
+        values = dict(self._readings(layer_id, "v", call.v))
         largest = gradients.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
         importance = (gradients / largest).square().sum(dim=(0, 1, 2, -1))
         rows = sample_rows(importance, self.plan.split, generator)
@@ -192,13 +193,11 @@ class CandidateMeasurement:
         per_row = call.q.shape[0] * call.q.shape[1] * call.k.shape[2] * len(PACKED_BITS)
         return min(near, first + max(1, SCORES_IN_FLIGHT // per_row))
 
-    def _readings(
-        self, layer_id: int, side: Side, exact: Tensor, transforms: Sequence[str]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _readings(self, layer_id: int, side: Side, exact: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What readers see under each transform, [widths, batch, num_kv_heads, tokens, head_dim] float32."""
         heads_last, size = exact.transpose(1, 2), self.options.group_size(side)
         exact = exact.to(torch.float32)
-        for name in transforms:
+        for name in candidate_transforms(side):
             transform: Transform = self.constants[layer_id].transform(side, name)
             stored = transform.apply(heads_last)
             quantized = quantize_widths(stored, PACKED_BITS, size, symmetric=self.options.symmetric)
@@ -237,14 +236,14 @@ class CandidateMeasurement:
             fisher = 0.5 * along.square().mean(dim=(1, 2)) @ weights
             self._add(layer_id, side, name, "fisher", sequences / rows.population * fisher)
 
-        for name in KEY_TRANSFORMS:
+        for name in keys:
             read_a = probabilities(call, q, keys[name][..., visible, :], tokens)
             add_outputs("k", name, _read(read_a, v))
             if self.with_pairs and name == "none":
                 self._score_pairs(layer_id, read_a, values[name][..., visible, :], exact_o, share * weights)
             moved = read_a.sub_(exact_a).abs_().sum(dim=(1, 2, 3, -1))
             self._add(layer_id, "k", name, "e_a", moved @ weights / cells)
-        for name in VALUE_TRANSFORMS:
+        for name in values:
             # Widths side by side in the channels: one product reads them all.
             read_v = torch.cat(tuple(values[name][..., visible, :]), dim=-1)
             read_o = _read(exact_a, read_v).unflatten(-1, (len(PACKED_BITS), -1))

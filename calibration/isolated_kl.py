@@ -15,9 +15,9 @@ from kvtuner.calibration.forward.continuation import PROMPT_BYTES, run_prompt
 from kvtuner.calibration.forward.parallel_sequences import num_workers, run_side_by_side
 from kvtuner.calibration.forward.simulator import LayerSpec, quantized_attention
 from kvtuner.calibration.kl import KEPT_BYTES, Reference, compare, following
-from kvtuner.calibration.sensitivity import SIDES, Candidate, CandidateScores, LayerConstants
+from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.precision import PACKED_BITS
+from kvtuner.precision import PACKED_BITS, SIDES
 from kvtuner.quant import QuantSpec
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvtuner.errors import RunFolderError
 from kvtuner.exported_configs.profile.arrays import Fp16Array, encode_fp16
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import PACKED_BITS, PrecisionPair
-from kvtuner.quant import KEY_TRANSFORMS, Transform, TransformKind
+from kvtuner.precision import PACKED_BITS, SIDES, PrecisionPair, Side
+from kvtuner.quant import Transform
+from kvtuner.transforms import TransformKind, transform_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
     from kvtuner.run_folder import RunFolder
 
-Side = Literal["k", "v"]
-SIDES: tuple[Side, Side] = ("k", "v")
 ScoreName = Literal["kl", "fisher", "e_o"]
 TABLE_FILE = "sensitivity.json"
 TABLE_VERSION = 1
@@ -76,7 +75,7 @@ class LayerConstants:
     def transform(self, side: Side, name: str) -> Transform:
         """The transform `name` with this layer's constants."""
         kind = TransformKind.parse(name)
-        if side == "v" and (kind.centered or kind.balanced):
+        if name not in transform_names(side):
             raise ValueError(f"values have no transform {name!r}")
         lam = self.lam_centered if kind.centered else self.lam
         return Transform(kind, self.mu if kind.centered else None, lam if kind.balanced else None)
@@ -130,7 +129,8 @@ class SensitivityTable:
         ]
         if not known:
             raise RunFolderError(f"the sensitivity table has no {score!r} score for layer {layer} {side}{bits}")
-        value, name = min(known, key=lambda item: (item[0], KEY_TRANSFORMS.index(item[1])))
+        order = transform_names(side)
+        value, name = min(known, key=lambda item: (item[0], order.index(item[1])))
         return name, value
 
     def constants_of(self, layer: int, side: Side, transform: str) -> Transform:

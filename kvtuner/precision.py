@@ -23,6 +23,8 @@ SCALE_WORD_BYTES: Final = 4
 LAYOUT_ID: Final = "halfword-sliced-v1"
 GIB: Final = 1 << 30
 
+Side = Literal["k", "v"]
+SIDES: Final[tuple[Side, Side]] = ("k", "v")
 Granularity = Literal["per_token", "per_channel"]
 TOKEN_GROUPS: Final = (16, 32, 64, 128)
 """Tokens that may share one scale of a channel where keys are stored per channel."""

@@ -6,58 +6,23 @@ arithmetic is IEEE float32, rounding half to even, without contraction. Knows no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from kvtuner.errors import PrecisionError
 from kvtuner.precision import check_group_size, row_bytes
+from kvtuner.transforms import TRANSFORMS, TransformKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FP16_MAX: Final = 65504.0
 FP8_E4M3_MAX: Final = 448.0
-
-KEY_TRANSFORMS: Final = (
-    "none",
-    "hadamard",
-    "balanced",
-    "balanced+hadamard",
-    "centered+balanced",
-    "centered+balanced+hadamard",
-)
-VALUE_TRANSFORMS: Final = ("none", "hadamard")
-_PARTS: Final = ("centered", "balanced", "hadamard")
-
-
-@dataclass(frozen=True, slots=True)
-class TransformKind:
-    """Which steps a transform takes, in their fixed order: ``centered+balanced+hadamard``."""
-
-    centered: bool = False
-    balanced: bool = False
-    hadamard: bool = False
-
-    @classmethod
-    def parse(cls, name: str) -> TransformKind:
-        """Read the canonical name.
-
-        Raises:
-            PrecisionError: unknown, repeated or misordered parts.
-        """
-        if name == "none":
-            return cls()
-        parts = name.split("+")
-        if parts != [part for part in _PARTS if part in parts]:
-            raise PrecisionError(f"a transform is 'none' or parts of {'+'.join(_PARTS)} in that order, not {name!r}")
-        return cls(*(part in parts for part in _PARTS))
-
-    def __str__(self) -> str:
-        chosen = (self.centered, self.balanced, self.hadamard)
-        return "+".join(part for part, on in zip(_PARTS, chosen, strict=True) if on) or "none"
+StepFunction = Callable[[Tensor, Any], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +30,12 @@ class Transform:
     """A transform with its constants: ``k' = H((k - mu) / lambda)``.
 
     Attributes:
-        kind: the steps taken.
-        mu: mean key, fp16 [num_kv_heads, head_dim]; None unless `kind.centered`.
-        lam: the design's lambda, fp16 [num_kv_heads, head_dim]; None unless `kind.balanced`.
+        kind: The transform's kind, which names the steps.
+        mu: The mean key, fp16 [num_kv_heads, head_dim]; None unless `kind.centered`.
+        lam: The design's lambda, fp16 [num_kv_heads, head_dim]; None unless `kind.balanced`.
     """
 
-    kind: TransformKind = TransformKind()
+    kind: TransformKind = TRANSFORMS["none"]
     mu: Tensor | None = None
     lam: Tensor | None = None
 
@@ -87,40 +52,61 @@ class Transform:
     def apply(self, x: Tensor) -> Tensor:
         """Take keys or values [..., num_kv_heads, head_dim] to the space they are stored in, float32."""
         y = x.to(torch.float32)
-        if self.mu is not None:
-            y = y - self.mu.to(y.device, torch.float32)
-        if self.lam is not None:
-            lam = self.lam.to(y.device, torch.float32)
-            y = y * (torch.ones_like(lam) / lam)
-        return hadamard(y) if self.kind.hadamard else y
+        for name in self.kind.steps:
+            y = STEPS[name].apply(y, self._constant(name, y.device))
+        return y
 
     def invert(self, stored: Tensor) -> Tensor:
         """Take stored-space keys or values [..., num_kv_heads, head_dim] back to model space, float32."""
-        y = hadamard(stored) if self.kind.hadamard else stored.to(torch.float32)
-        if self.lam is not None:
-            y = y * self.lam.to(y.device, torch.float32)
-        return y if self.mu is None else y + self.mu.to(y.device, torch.float32)
+        y = stored.to(torch.float32)
+        for name in reversed(self.kind.steps):
+            y = STEPS[name].invert(y, self._constant(name, y.device))
+        return y
 
     def apply_to_query(self, q: Tensor, num_kv_heads: int) -> Tensor:
         """``q' = H(lambda * q)``, so that ``q' . k'`` is ``q . (k - mu)``.
 
         Args:
-            q: queries [..., num_heads, head_dim]; head h reads KV head ``h * num_kv_heads // num_heads``.
-            num_kv_heads: heads of the keys.
+            q: Queries [..., num_heads, head_dim]; head h reads KV head ``h * num_kv_heads // num_heads``.
+            num_kv_heads: The number of heads of the keys.
 
         Returns:
             float32, same shape. The constant ``q . mu`` is the caller's: it cancels only among keys of one cache.
         """
         y = q.to(torch.float32)
-        if self.lam is not None:
-            lam = self.lam.to(y.device, torch.float32)
-            y = y * lam.repeat_interleave(y.shape[-2] // num_kv_heads, dim=0)
-        return hadamard(y) if self.kind.hadamard else y
+        for name in self.kind.steps:
+            constant = self._constant(name, y.device)
+            if constant is not None:
+                constant = constant.repeat_interleave(y.shape[-2] // num_kv_heads, dim=0)
+            y = STEPS[name].apply_to_query(y, constant)
+        return y
 
     def heads(self, start: int, stop: int) -> Transform:
         """The transform of KV heads [start, stop): what one tensor-parallel rank holds."""
         mu = None if self.mu is None else self.mu[start:stop]
         return Transform(self.kind, mu, None if self.lam is None else self.lam[start:stop])
+
+    def _constant(self, step: str, device: torch.device) -> Tensor | None:
+        constant = {"centered": self.mu, "balanced": self.lam}.get(step)
+        return None if constant is None else constant.to(device, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The arithmetic of one step of a transform, on float32 [..., num_heads, head_dim].
+
+    Each function takes the tensor and the step's constant, float32 [num_heads, head_dim]; None where it has none.
+
+    Attributes:
+        apply: The step itself, on keys or values before they are quantized.
+        invert: The way back, on keys or values after they are read.
+        apply_to_query: The step on queries, whose products with stored keys must equal those with the keys, up to one
+            number for each query.
+    """
+
+    apply: StepFunction
+    invert: StepFunction
+    apply_to_query: StepFunction
 
 
 IDENTITY: Final = Transform()
@@ -159,6 +145,14 @@ def hadamard(x: Tensor) -> Tensor:
         y, pairs, halves, other, other_pairs, other_halves = other, other_pairs, other_halves, y, pairs, halves
     factor = torch.tensor(float(block) ** -0.5, dtype=torch.float32, device=x.device)
     return torch.mul(y.t(), factor, out=other.view(len(rows), block)).view(x.shape)
+
+
+STEPS: Final = {
+    "centered": Step(lambda x, mu: x - mu, lambda x, mu: x + mu, lambda q, _: q),
+    # By 1 / lambda, an IEEE division: what every kernel is given.
+    "balanced": Step(lambda x, lam: x * (torch.ones_like(lam) / lam), lambda x, lam: x * lam, lambda q, lam: q * lam),
+    "hadamard": Step(lambda x, _: hadamard(x), lambda x, _: hadamard(x), lambda q, _: hadamard(q)),
+}
 
 
 @dataclass(frozen=True, slots=True)

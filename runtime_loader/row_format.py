@@ -14,7 +14,8 @@ from kvtuner.quant import QuantSpec, encode_fp8, pack_rows, quantize, saturated,
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvtuner.exported_configs.profile.profile import Profile, Side
+    from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.precision import Side
 
 BLOCK_TOKENS: Final = 2048
 """Tokens packed or read back at a time: bounds the float32 copies that either makes."""

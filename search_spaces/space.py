@@ -16,7 +16,8 @@ from kvtuner.search_spaces.written_layers import check_layers
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvtuner.calibration.sensitivity import ScoreName, SensitivityTable, Side
+    from kvtuner.calibration.sensitivity import ScoreName, SensitivityTable
+    from kvtuner.precision import Side
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,7 +243,7 @@ def test_simulation_transforms_quantizes_reads_and_undoes(bits: int, group_size:
     groups = stored.reshape(-1, group_size or 80)
     read = np.array([oracle_group(list(group), bits, symmetric)[3] for group in groups]).reshape(x.shape)
     expected = read * lam.astype(F32) + mu.astype(F32)
-    transform = Transform(TransformKind(True, True), torch.from_numpy(mu), torch.from_numpy(lam))
+    transform = Transform(TransformKind.parse("centered+balanced"), torch.from_numpy(mu), torch.from_numpy(lam))
     spec = QuantSpec(bits, transform, group_size, symmetric)
     np.testing.assert_array_equal(spec.simulate(torch.from_numpy(x)).numpy(), expected)
 
@@ -252,7 +252,7 @@ def test_simulation_of_a_rotated_side_reads_in_model_space() -> None:
     x = torch.randn(16, 2, 96, generator=torch.Generator().manual_seed(6))
     x[..., 3] *= 50  # an outlier channel, which the rotation spreads
     plain = (QuantSpec(8).simulate(x) - x).norm()
-    rotated = (QuantSpec(8, Transform(TransformKind(hadamard=True))).simulate(x) - x).norm()
+    rotated = (QuantSpec(8, Transform(TransformKind.parse("hadamard"))).simulate(x) - x).norm()
     assert 0 < rotated < plain / 2
 
 

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtuner.quant import QuantSpec, Transform, TransformKind, quantize_fp8
+from kvtuner.quant import QuantSpec, Transform, quantize_fp8
+from kvtuner.transforms import TransformKind
 
 F32 = np.float32
 
@@ -68,5 +69,5 @@ def test_fp8_saturates_at_448(x: float) -> None:
 
 def test_fp8_specification_ignores_the_grid() -> None:
     x = torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
-    spec = QuantSpec(8, Transform(TransformKind(hadamard=True)), group_size=7, symmetric=True, fp8=True)
+    spec = QuantSpec(8, Transform(TransformKind.parse("hadamard")), group_size=7, symmetric=True, fp8=True)
     assert torch.equal(spec.simulate(x), quantize_fp8(x))

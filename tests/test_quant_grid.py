@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvtuner.quant import Transform, TransformKind, quantize
+from kvtuner.quant import Transform, quantize
+from kvtuner.transforms import TransformKind
 
 # (head_dim, bits, group_size)
 SHAPES = [(64, 2, 16), (72, 2, 9), (64, 4, 64), (80, 4, 40), (12, 4, 3), (80, 8, 40), (96, 8, 48), (6, 8, 3)]
@@ -199,7 +200,7 @@ class DivisionsByPythonNumbers(TorchDispatchMode):
 def test_every_division_is_ieee_on_cuda_too(symmetric: bool) -> None:
     lam = torch.full((2, 64), 3.0, dtype=torch.float16)
     with DivisionsByPythonNumbers() as divisions:
-        x = Transform(TransformKind(balanced=True), lam=lam).apply(torch.randn(3, 2, 64))
+        x = Transform(TransformKind.parse("balanced"), lam=lam).apply(torch.randn(3, 2, 64))
         quantize(x, 4, symmetric=symmetric)
     assert (divisions.by_number, divisions.by_tensor) == (0, 3)
 

@@ -16,13 +16,11 @@ from torch import Tensor
 from kvtuner.errors import PrecisionError
 from kvtuner.quant import (
     IDENTITY,
-    KEY_TRANSFORMS,
-    VALUE_TRANSFORMS,
     Transform,
-    TransformKind,
     hadamard,
     hadamard_block,
 )
+from kvtuner.transforms import TransformKind, candidate_transforms, transform_names
 
 BLOCKS = {1: 1, 5: 1, 6: 2, 40: 8, 64: 64, 72: 8, 80: 16, 96: 32, 128: 128, 192: 64, 256: 256}
 ALL_NAMES = (
@@ -123,10 +121,9 @@ def test_every_kind_reads_back_what_it_writes(name: str) -> None:
 
 
 def test_the_kinds_are_all_combinations_of_the_three_steps() -> None:
-    combinations = {str(TransformKind(*steps)) for steps in itertools.product((False, True), repeat=3)}
-    assert combinations == set(ALL_NAMES)
-    assert set(KEY_TRANSFORMS) <= combinations
-    assert set(VALUE_TRANSFORMS) == {"none", "hadamard"}
+    assert set(transform_names("k")) == set(ALL_NAMES)
+    assert set(candidate_transforms("k")) <= set(ALL_NAMES)
+    assert set(candidate_transforms("v")) == {"none", "hadamard"}
 
 
 def test_misordered_repeated_and_unknown_parts_are_refused() -> None:
@@ -145,7 +142,7 @@ def test_transform_has_exactly_the_constants_of_its_kind(part: str, field: str, 
     with pytest.raises(PrecisionError, match=f"{part} needs {word}"):
         Transform(TransformKind.parse(part))
     with pytest.raises(PrecisionError, match=f"none has no {word}"):
-        Transform(TransformKind(), **{field: constant})
+        Transform(TransformKind.parse("none"), **{field: constant})
     for wrong in (constant.float(), constant.bfloat16(), constant[0]):
         with pytest.raises(PrecisionError, match=f"{word} must be float16"):
             Transform(TransformKind.parse(part), **{field: wrong})

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.candidate_pass import QuantizationOptions
     from kvtuner.calibration.forward.simulator import Simulator
-    from kvtuner.calibration.sensitivity import SensitivityTable, Side
+    from kvtuner.calibration.sensitivity import SensitivityTable
+    from kvtuner.precision import Side
     from kvtuner.run_folder import RunFolder
     from kvtuner.search_spaces.space import LayerChoice
 

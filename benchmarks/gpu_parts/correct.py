@@ -16,13 +16,13 @@ from gpu_parts import baselines
 from gpu_parts.machine import Machine
 from gpu_parts.pools import Shape, empty_rows, row_format, states
 from kvtuner.precision import PrecisionPair
-from kvtuner.quant import KEY_TRANSFORMS
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.scratch import Scratch
 from kvtuner.runtime_loader.kernels.settings import Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
+from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,7 +100,7 @@ def cases(*, smoke: bool) -> list[Case]:
     pairs = [PrecisionPair(*bits) for bits in itertools.product((2, 4, 8, 16), repeat=2)]
     four = PrecisionPair(4, 4)
     found = [Case("decode", pair, shape) for pair in pairs]
-    found += [Case("decode", four, shape, kind) for kind in KEY_TRANSFORMS]
+    found += [Case("decode", four, shape, kind) for kind in candidate_transforms("k")]
     found += [
         Case(what, PrecisionPair(*bits), Shape("", heads, gqa, head_dim), logit_cap=cap)
         for what in ("decode", "extend")
@@ -122,7 +122,7 @@ def cases(*, smoke: bool) -> list[Case]:
     found += [Case("extend", PrecisionPair(*bits), shape) for bits in ((4, 4), (8, 4), (16, 16), (2, 16))]
     found += [Case("graph", PrecisionPair(*bits), shape) for bits in ((4, 4), (8, 2))]
     sides = [(pair, shape, FULL) for pair in pairs if pair.k_bits != pair.v_bits]
-    sides += [(four, shape, kind) for kind in KEY_TRANSFORMS]
+    sides += [(four, shape, kind) for kind in candidate_transforms("k")]
     sides += [
         (PrecisionPair(4, 8), Shape("", 3, 1, head_dim), kind)
         for head_dim in (64, 80, 96, 256)

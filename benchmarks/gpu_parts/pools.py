@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kvtuner.precision import NATIVE_BITS
-from kvtuner.quant import QuantSpec, Transform, TransformKind
+from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
+from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ from kvtuner.precision import NATIVE_BITS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtuner.exported_configs.profile.profile import Profile, Side
-    from kvtuner.precision import Granularity, PrecisionPair
+    from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.precision import Granularity, PrecisionPair, Side
 
 _SIDES: Final[tuple[Side, Side]] = ("k", "v")
 _NAMES: Final = {"k": "keys", "v": "values"}

@@ -27,7 +27,8 @@ from kvtuner.precision import (
     effective_bits,
     mean_bits,
 )
-from kvtuner.quant import IDENTITY, VALUE_TRANSFORMS, Transform
+from kvtuner.quant import IDENTITY, Transform
+from kvtuner.transforms import transform_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -199,7 +200,7 @@ def _defaults(layers: Sequence[LayerQuantization], k_fields: dict[str, Any], v_f
     k_kinds = [str(choice.k_transform.kind) for choice in layers if choice.k_bits != NATIVE_BITS]
     v_kinds = [str(choice.v_transform.kind) for choice in layers if choice.v_bits != NATIVE_BITS]
     # What values cannot have is refused in its layer, by number, not here.
-    v_kinds = [kind for kind in v_kinds if kind in VALUE_TRANSFORMS]
+    v_kinds = [kind for kind in v_kinds if kind in transform_names("v")]
     fields = {
         "k": {**k_fields, "transform": _most_common(k_kinds)},
         "v": {**v_fields, "transform": _most_common(v_kinds)},

@@ -1,7 +1,7 @@
 """How every layer is stored: all that the digest covers. Rules that span parts are the profile's."""
 
 from dataclasses import replace
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -10,18 +10,15 @@ from kvtuner.exported_configs.profile.arrays import Fp16Array
 from kvtuner.exported_configs.profile.fields import MAX_COUNT, Bits, Count, StrictModel
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import NATIVE_BITS, TOKEN_GROUPS, Granularity, RowShape
+from kvtuner.transforms import transform_names
 
-KeyTransform = Literal[
-    "none",
-    "hadamard",
-    "balanced",
-    "balanced+hadamard",
-    "centered",
-    "centered+hadamard",
-    "centered+balanced",
-    "centered+balanced+hadamard",
-]
-ValueTransform = Literal["none", "hadamard"]
+# pydantic takes the names from the one table of transforms; to a type checker a name is text.
+if TYPE_CHECKING:
+    KeyTransform = str
+    ValueTransform = str
+else:
+    KeyTransform = Literal[transform_names("k")]
+    ValueTransform = Literal[transform_names("v")]
 
 
 def _check_granularity(value: object) -> object:

@@ -24,13 +24,15 @@ from kvtuner.precision import (
     NATIVE_BITS,
     PrecisionPair,
     RowShape,
+    Side,
     bytes_per_token,
     check_group_size,
     check_token_group,
     effective_bits,
     mean_bits,
 )
-from kvtuner.quant import QuantSpec, Transform, TransformKind
+from kvtuner.quant import QuantSpec, Transform
+from kvtuner.transforms import TransformKind
 
 SCHEMA_VERSION: Final = 1
 MIN_LAMBDA: Final = 1 / 64
@@ -38,8 +40,6 @@ MAX_LAMBDA: Final = 64.0
 
 NO_TAIL_PAGES: Final = "per-channel keys need tail pages, which no host has yet; search or import with per_token keys"
 """Why a profile that loads, validates and shows is not served."""
-
-Side = Literal["k", "v"]
 
 
 class Profile(StrictModel):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from kvtuner.evaluation.validation import UNIFORM_PAIRS
 from kvtuner.pipeline.session import corpus_source, ranks_of, row_shape
 from kvtuner.precision import PACKED_BITS, PrecisionPair, effective_bits, mean_bits, tokens_per_gib
-from kvtuner.quant import KEY_TRANSFORMS, VALUE_TRANSFORMS
 from kvtuner.report.search_data import rank_words
+from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -57,7 +57,7 @@ def forward_tokens(args: Namespace, shape: ModelShape, targets: Sequence[SearchT
     source = corpus_source(args, shape)
     calibrate, select, report = (count * source.sequence_length for count in source.num_sequences)
     layers = shape.geometry.num_layers
-    isolated = len(KEY_TRANSFORMS) + len(VALUE_TRANSFORMS) + 2 * (len(PACKED_BITS) - 1)
+    isolated = len(candidate_transforms("k")) + len(candidate_transforms("v")) + 2 * (len(PACKED_BITS) - 1)
     schemes = 2 * len(UNIFORM_PAIRS) + 2
     planned = {
         "statistics": calibrate,

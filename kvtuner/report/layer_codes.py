@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.precision import NATIVE_BITS
+from kvtuner.transforms import TRANSFORMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -13,19 +14,8 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
 
 BIT_CODES: Final = {2: "2", 4: "4", 8: "8", 16: "F"}
-# A capital is rotated by Hadamard, too.
-TRANSFORM_CODES: Final = {
-    "none": ".",
-    "hadamard": "H",
-    "balanced": "b",
-    "balanced+hadamard": "B",
-    "centered": "c",
-    "centered+hadamard": "C",
-    "centered+balanced": "x",
-    "centered+balanced+hadamard": "X",
-}
 PER_CHANNEL: Final = "per channel"
-KIND_CODES: Final = {**TRANSFORM_CODES, PER_CHANNEL: "p"}
+KIND_CODES: Final = {**{name: kind.letter for name, kind in TRANSFORMS.items()}, PER_CHANNEL: "p"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtuner.calibration.sensitivity import SIDES, Candidate, CandidateScores, SensitivityTable
 from kvtuner.evaluation.scheme import CacheScheme
 from kvtuner.evaluation.statistics import spearman
 from kvtuner.evaluation.validation import SequenceSums, kl_difference
-from kvtuner.precision import PACKED_BITS, RowShape, effective_bits, mean_bits
+from kvtuner.precision import PACKED_BITS, SIDES, RowShape, effective_bits, mean_bits
 from kvtuner.report.search_data import (
     FrontPoint,
     LayerRow,
@@ -27,6 +26,7 @@ from kvtuner.report.search_data import (
 from kvtuner.search_spaces.space import LayerChoice, predicted_score
 
 if TYPE_CHECKING:
+    from kvtuner.calibration.sensitivity import Candidate, CandidateScores, SensitivityTable
     from kvtuner.evaluation.rank_bytes import ServingRanks
     from kvtuner.tuner.exact import Front
 

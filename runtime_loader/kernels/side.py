@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import triton
 
+from kvtuner.errors import PrecisionError
 from kvtuner.quant import IDENTITY, hadamard_block
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.packed_attention import PackedRows
 
 Facts = dict[str, Any]
+KERNEL_STEPS: Final = {"centered", "balanced", "hadamard"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class KernelSide:
         """Prepare a pool's rows."""
         row_format, spec = stored.format, stored.format.spec
         transform = IDENTITY if spec is None else spec.transform
+        if missing := set(transform.kind.steps) - KERNEL_STEPS:
+            raise PrecisionError(f"the kernels have no step {min(missing)!r} of transform {transform.kind}")
         rows = stored.rows if spec is None else stored.rows.view(torch.int16)
         mu = rows if transform.mu is None else _constant(transform.mu, rows)
         lam = rows if transform.lam is None else _constant(transform.lam, rows)

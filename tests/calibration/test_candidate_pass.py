@@ -20,8 +20,9 @@ from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerCon
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import PACKED_BITS, PrecisionPair
-from kvtuner.quant import KEY_TRANSFORMS, VALUE_TRANSFORMS, QuantSpec
+from kvtuner.quant import QuantSpec
 from kvtuner.run_folder import RunFolder
+from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -197,7 +198,7 @@ def test_every_candidate_of_every_layer_is_measured_once(
     chain_of: Callable[..., DecoderChain], random_batches: Any
 ) -> None:
     measurement, _ = measured(chain_of("llama-gqa"), random_batches(1, TOKENS))
-    sides = {"k": KEY_TRANSFORMS, "v": VALUE_TRANSFORMS}
+    sides = {"k": candidate_transforms("k"), "v": candidate_transforms("v")}
     assert set(measurement.scores()) == {
         Candidate(layer, side, bits, transform)
         for layer in range(3)
@@ -424,8 +425,8 @@ def test_memory_grows_with_depth_by_the_residual_stream_alone(
 ) -> None:
     # A wide residual stream beside one narrow head and few candidates: what is kept per layer, or from one batch to
     # the next, cannot hide behind the work on a layer.
-    monkeypatch.setattr(measure_module, "KEY_TRANSFORMS", ("none", "hadamard"))
-    monkeypatch.setattr(measure_module, "VALUE_TRANSFORMS", ("none",))
+    few: dict[str, tuple[str, ...]] = {"k": ("none", "hadamard"), "v": ("none",)}
+    monkeypatch.setattr(measure_module, "candidate_transforms", few.__getitem__)
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
     tokens, width, peaks = 32, 1024, {}
     for depth in (2, 12):

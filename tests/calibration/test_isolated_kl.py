@@ -21,8 +21,9 @@ from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerCon
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import PACKED_BITS
-from kvtuner.quant import KEY_TRANSFORMS, VALUE_TRANSFORMS, QuantSpec
+from kvtuner.quant import QuantSpec
 from kvtuner.run_folder import RunFolder
+from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -234,7 +235,7 @@ def test_forwards_are_told_whether_done_now_or_before(setting: Any, tmp_path: Pa
 def test_all_transforms_are_measured_at_2_bits_and_the_fisher_scores_choice_above() -> None:
     scores = {}
     for layer in range(2):
-        for side, transforms in (("k", KEY_TRANSFORMS), ("v", VALUE_TRANSFORMS)):
+        for side, transforms in (("k", candidate_transforms("k")), ("v", candidate_transforms("v"))):
             for bits in PACKED_BITS:
                 for rank, transform in enumerate(transforms):
                     # The best of layer 0 is its first transform, of layer 1 its last; e_o says the opposite.
@@ -243,7 +244,7 @@ def test_all_transforms_are_measured_at_2_bits_and_the_fisher_scores_choice_abov
     chosen = isolated_candidates(scores)
     assert len(chosen) == len(set(chosen)) == 2 * (6 + 2 + 2 * 2)
     for layer, choice in ((0, 0), (1, -1)):
-        for side, transforms in (("k", KEY_TRANSFORMS), ("v", VALUE_TRANSFORMS)):
+        for side, transforms in (("k", candidate_transforms("k")), ("v", candidate_transforms("v"))):
             of = [c for c in chosen if (c.layer, c.side) == (layer, side)]
             assert [c.transform for c in of if c.bits == 2] == list(transforms)
             assert [(c.bits, c.transform) for c in of if c.bits > 2] == [

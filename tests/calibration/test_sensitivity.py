@@ -20,8 +20,8 @@ from kvtuner.calibration.sensitivity import (
 from kvtuner.errors import RunFolderError
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PACKED_BITS, PrecisionPair
-from kvtuner.quant import KEY_TRANSFORMS, VALUE_TRANSFORMS
 from kvtuner.run_folder import RunFolder
+from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +40,7 @@ def table() -> SensitivityTable:
 
     scores = {}
     for layer in range(2):
-        for side, transforms in (("k", KEY_TRANSFORMS), ("v", VALUE_TRANSFORMS)):
+        for side, transforms in (("k", candidate_transforms("k")), ("v", candidate_transforms("v"))):
             for bits in PACKED_BITS:
                 for rank, transform in enumerate(transforms):
                     value = AWKWARD[(rank + layer) % len(AWKWARD)]
@@ -138,7 +138,7 @@ def test_transforms_without_the_score_take_no_part(table: SensitivityTable) -> N
 
 
 def test_ties_are_broken_the_same_way_in_whatever_order_candidates_come(table: SensitivityTable) -> None:
-    tied = {name: CandidateScores(1, 1, 1, fisher=1.0) for name in KEY_TRANSFORMS}
+    tied = {name: CandidateScores(1, 1, 1, fisher=1.0) for name in candidate_transforms("k")}
     forwards = with_scores(table, tied).best(0, "k", 4, "fisher")
     backwards = with_scores(table, dict(reversed(tied.items()))).best(0, "k", 4, "fisher")
     assert forwards == backwards
@@ -161,7 +161,7 @@ def test_what_is_missing_is_listed_by_layer_side_and_width(table: SensitivityTab
 
 def test_scores_of_one_place_come_by_transform(table: SensitivityTable) -> None:
     found = table.of(1, "v", 2)
-    assert list(found) == list(VALUE_TRANSFORMS)
+    assert list(found) == list(candidate_transforms("v"))
     assert found["hadamard"] == table.scores[Candidate(1, "v", 2, "hadamard")]
 
 

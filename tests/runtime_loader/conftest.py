@@ -17,7 +17,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kvtuner.quant import Transform, TransformKind
+from kvtuner.quant import Transform
+from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

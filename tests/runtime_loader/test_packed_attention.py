@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from kvtuner.errors import CacheError
-from kvtuner.quant import KEY_TRANSFORMS, QuantSpec, Transform, TransformKind
+from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling, TorchAttention
 from kvtuner.runtime_loader.row_format import RowFormat
+from kvtuner.transforms import TransformKind, candidate_transforms
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +69,7 @@ def filled(
 
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("name", KEY_TRANSFORMS)
+@pytest.mark.parametrize("name", candidate_transforms("k"))
 @pytest.mark.parametrize("logit_cap", [0.0, 5.0])
 def test_decode_is_attention_over_what_the_rows_mean(heads: tuple[int, int], name: str, logit_cap: float) -> None:
     head_dim, lengths = 80, [7, 1, 0, 12]

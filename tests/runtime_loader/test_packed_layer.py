@@ -7,12 +7,13 @@ import torch
 
 from kvtuner.errors import CacheError, ProfileError
 from kvtuner.precision import row_bytes
-from kvtuner.quant import QuantSpec, Transform, TransformKind, pack_rows, quantize
+from kvtuner.quant import QuantSpec, Transform, pack_rows, quantize
 from kvtuner.runtime_loader import row_format
 from kvtuner.runtime_loader.packed_layer import PackedSide, TokenBuffer
 from kvtuner.runtime_loader.row_format import RowFormat
+from kvtuner.transforms import TransformKind
 
-HADAMARD = Transform(TransformKind(hadamard=True))
+HADAMARD = Transform(TransformKind.parse("hadamard"))
 
 
 def states(batch: int, heads: int, tokens: int, head_dim: int, seed: int = 0) -> torch.Tensor:

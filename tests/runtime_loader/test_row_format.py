@@ -9,8 +9,9 @@ import torch
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.build import LayerQuantization
-from kvtuner.quant import QuantSpec, Transform, TransformKind
+from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.row_format import RowFormat, rank_formats
+from kvtuner.transforms import TransformKind
 
 
 @pytest.fixture
@@ -18,7 +19,7 @@ def profile(model_of: Any, profile_of: Any) -> Any:
     config = model_of("llama-gqa-64", torch.float32).config
     generator = torch.Generator().manual_seed(0)
     mu, lam = (torch.rand((2, 64), generator=generator).half() + 0.5 for _ in range(2))
-    centered = Transform(TransformKind(centered=True, balanced=True), mu, lam)
+    centered = Transform(TransformKind.parse("centered+balanced"), mu, lam)
     return profile_of(config, [LayerQuantization(4, 2, centered), LayerQuantization(16, 8)])
 
 
@@ -52,7 +53,7 @@ def test_fp16_states_at_the_end_of_their_range_come_back_finite(bits: int, kind:
     states = torch.randn(300, 1, 64, generator=torch.Generator().manual_seed(bits)).half()
     states[:, 0, 5], states[:, 0, 11] = 65504.0, -65504.0
     states[0, 0, 3] = torch.nan
-    row_format = RowFormat(1, 64, QuantSpec(bits, Transform(TransformKind(hadamard=kind == "hadamard"))))
+    row_format = RowFormat(1, 64, QuantSpec(bits, Transform(TransformKind.parse(kind))))
     rows = row_format.pack(states)
     found, wanted = row_format.unpack(rows, torch.float16), row_format.unpack(rows, torch.float32)
     assert torch.isnan(found[0]).all()

@@ -11,12 +11,12 @@ import torch
 from kvtuner.calibration.sensitivity import SIDES, Candidate, CandidateScores, LayerConstants, SensitivityTable
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PACKED_BITS
-from kvtuner.quant import KEY_TRANSFORMS, VALUE_TRANSFORMS
+from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TRANSFORMS = {"k": KEY_TRANSFORMS, "v": VALUE_TRANSFORMS}
+TRANSFORMS = {"k": candidate_transforms("k"), "v": candidate_transforms("v")}
 GEOMETRY = {"num_attention_heads": 8, "num_kv_heads": 2, "head_dim": 64, "v_head_dim": 64}
 
 

@@ -26,8 +26,9 @@ from transformers import AutoModelForCausalLM
 
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.quant import Transform, TransformKind
+from kvtuner.quant import Transform
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
+from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -268,7 +269,7 @@ def mixed_layers() -> Callable[[Any], list[LayerQuantization]]:
             kind = TransformKind.parse(KEY_KINDS[(layer + 7) % 8])
             mu = (0.3 * torch.randn(shape, generator=generator)).half() if kind.centered else None
             lam = (0.4 * torch.randn(shape, generator=generator)).exp().half() if kind.balanced else None
-            v_transform = Transform(TransformKind(hadamard=layer % 2 == 0))
+            v_transform = Transform(TransformKind.parse("none" if layer % 2 else "hadamard"))
             k_bits, v_bits = (4, 8)[layer % 2], (4, 4, 8, 16)[layer % 4]
             choices.append(LayerQuantization(k_bits, v_bits, Transform(kind, mu, lam), v_transform))
         choices[-1] = LayerQuantization(16, 16)

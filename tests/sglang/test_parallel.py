@@ -9,7 +9,8 @@ import pytest
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
-from kvtuner.quant import Transform, TransformKind
+from kvtuner.quant import Transform
+from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
 
 LAYERS = {"num_hidden_layers": 5}
-HADAMARD = Transform(TransformKind(hadamard=True))
+HADAMARD = Transform(TransformKind.parse("hadamard"))
 
 
 @pytest.fixture

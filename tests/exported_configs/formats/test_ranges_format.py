@@ -11,7 +11,8 @@ from kvtuner.exported_configs.formats.import_result import parse_map
 from kvtuner.exported_configs.formats.translate import write
 from kvtuner.exported_configs.profile.build import LayerQuantization, uniform_profile
 from kvtuner.precision import PrecisionPair
-from kvtuner.quant import Transform, TransformKind
+from kvtuner.quant import Transform
+from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,7 +128,7 @@ def test_what_is_dropped_is_refused_or_said(
 
 
 def test_the_first_transformed_layer_is_named(make_profile: Callable[..., Profile]) -> None:
-    rotated = LayerQuantization(4, 4, Transform(TransformKind(hadamard=True)))
+    rotated = LayerQuantization(4, 4, Transform(TransformKind.parse("hadamard")))
     profile = make_profile(
         layers=[LayerQuantization(16, 16), LayerQuantization(4, 4), LayerQuantization(16, 16), rotated, rotated],
         k_group_size=48,

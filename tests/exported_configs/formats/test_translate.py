@@ -20,7 +20,8 @@ from kvtuner.exported_configs.formats.translate import read, to_profile, write
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.quant import Transform, TransformKind
+from kvtuner.quant import Transform
+from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +32,7 @@ BOUNDED = settings(
     max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 ROOT = Path(__file__).resolve().parents[3]
-ROTATED = Transform(TransformKind(hadamard=True))
+ROTATED = Transform(TransformKind.parse("hadamard"))
 
 
 def test_every_format_has_a_reader_or_a_writer_and_known_options() -> None:

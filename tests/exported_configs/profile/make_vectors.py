@@ -25,12 +25,14 @@ from kvtuner.exported_configs.profile.evidence import ModelIdentity, Provenance,
 from kvtuner.exported_configs.profile.layer_storage import KeyTransform
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.quant import Transform, TransformKind, pack_rows, quantize
+from kvtuner.quant import Transform, pack_rows, quantize
+from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvtuner.exported_configs.profile.profile import Profile, Side
+    from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.precision import Side
 
     Document = dict[str, Any]
 

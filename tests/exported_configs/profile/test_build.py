@@ -16,7 +16,7 @@ from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantizatio
 from kvtuner.exported_configs.profile.evidence import QualityRecord
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.quant import Transform, TransformKind
+from kvtuner.quant import Transform
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,8 @@ def test_random_profiles_survive_the_file_bit_for_bit(
     make_profile: Callable[..., Profile], make_transform: Callable[..., Transform]
 ) -> None:
     chance = random.Random(5)
-    names = [str(TransformKind(bool(n & 1), bool(n & 2), bool(n & 4))) for n in range(8)]
+    steps = ("centered", "balanced", "hadamard")
+    names = ["+".join(steps[i] for i in range(3) if n >> i & 1) or "none" for n in range(8)]
     for seed in range(12):
         heads, head_dim = chance.choice([(1, 128), (5, 80), (2, 96), (3, 8), (8, 64)])
         bits = [(chance.choice((2, 4, 8, 16)), chance.choice((2, 4, 8, 16))) for _ in range(chance.randint(1, 6))]

@@ -15,7 +15,8 @@ from kvtuner.exported_configs.profile.digest import canonical_text
 from kvtuner.exported_configs.profile.evidence import QualityRecord
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.quant import Transform, TransformKind
+from kvtuner.quant import Transform
+from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +44,7 @@ def test_canonical_text_of_a_tiny_profile_is_the_one_written_by_hand(
     make_profile: Callable[..., Profile],
 ) -> None:
     ones, zeros = torch.ones(1, 8, dtype=torch.float16), torch.zeros(1, 8, dtype=torch.float16)
-    kind = TransformKind(centered=True, balanced=True)
+    kind = TransformKind.parse("centered+balanced")
     profile = make_profile(
         geometry=ModelGeometry(1, 2, 1, 8, 8),
         layers=[LayerQuantization(2, 16, Transform(kind, mu=zeros, lam=ones))],

@@ -17,7 +17,8 @@ from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import LAYOUT_ID, PrecisionPair, RowShape
-from kvtuner.quant import VALUE_TRANSFORMS, QuantSpec, TransformKind
+from kvtuner.quant import QuantSpec
+from kvtuner.transforms import candidate_transforms, transform_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,9 +38,8 @@ def config(**changes: int) -> Config:
 
 def test_format_names_the_layout_and_the_transforms_of_the_numerics() -> None:
     assert get_args(Profile.model_fields["layout"].annotation) == (LAYOUT_ID,)
-    assert get_args(ValueTransform) == VALUE_TRANSFORMS
-    kinds = {str(TransformKind(*parts)) for parts in itertools.product((False, True), repeat=3)}
-    assert set(get_args(KeyTransform)) == kinds
+    assert get_args(ValueTransform) == candidate_transforms("v")
+    assert get_args(KeyTransform) == transform_names("k")
 
 
 def test_bits_and_bytes_are_those_worked_out_by_hand(make_profile: Callable[..., Profile]) -> None:

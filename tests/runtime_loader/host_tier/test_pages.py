@@ -9,11 +9,12 @@ import torch
 
 from kvtuner.errors import ServingError
 from kvtuner.precision import row_bytes
-from kvtuner.quant import QuantSpec, Transform, TransformKind
+from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.host_tier.pages import ORDERS, HostPages, Order, PageLayout
 from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES
 from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, TorchMover, token_bytes
 from kvtuner.runtime_loader.row_format import BLOCK_TOKENS, RowFormat
+from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +34,7 @@ def formats() -> list[tuple[RowFormat, RowFormat]]:
         if bits == 16:
             return RowFormat(HEADS, DIM, None)
         mu = (0.3 * torch.randn(HEADS, DIM, generator=generator)).half() if keys else None
-        kind = TransformKind(hadamard=True, centered=keys)
+        kind = TransformKind.parse("centered+hadamard" if keys else "hadamard")
         return RowFormat(HEADS, DIM, QuantSpec(bits, Transform(kind, mu)))
 
     return [(side(k, keys=True), side(v, keys=False)) for k, v in BITS]

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import sass
 
 from kvtuner.precision import PrecisionPair
-from kvtuner.quant import QuantSpec, Transform, TransformKind
+from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.kernels import decode, extend, move_pages, read_rows, store_rows
 from kvtuner.runtime_loader.kernels.launch import (
     EXACT,
@@ -34,6 +34,7 @@ from kvtuner.runtime_loader.kernels.settings import Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
+from kvtuner.transforms import TransformKind
 
 HOPPER, AMD = sass.nvidia(90), GPUTarget("hip", "gfx942", 64)
 HEADS, GQA = 8, 4
@@ -44,7 +45,9 @@ WHOLE = [(bits, head_dim) for bits in (2, 4, 8) for head_dim in (64, 80, 96, 256
 def transformed(bits: int, head_dim: int, *, symmetric: bool = False) -> KernelSide:
     """Rows with every transform."""
     ones = torch.ones(HEADS, head_dim, dtype=torch.float16)
-    spec = QuantSpec(bits, Transform(TransformKind(True, True, True), ones, ones), symmetric=symmetric)
+    spec = QuantSpec(
+        bits, Transform(TransformKind.parse("centered+balanced+hadamard"), ones, ones), symmetric=symmetric
+    )
     row_format = RowFormat(HEADS, head_dim, spec)
     rows = torch.empty(9, row_format.row_bytes(torch.bfloat16), dtype=torch.uint8, device="meta")
     return KernelSide.of(PackedRows(rows, row_format))

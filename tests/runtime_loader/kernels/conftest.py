@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvtuner.quant import QuantSpec, Transform, TransformKind
+from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
+from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable

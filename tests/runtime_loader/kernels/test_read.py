@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvtuner.quant import KEY_TRANSFORMS
 from kvtuner.runtime_loader.kernels.launch import read
 from kvtuner.runtime_loader.kernels.side import KernelSide
+from kvtuner.transforms import candidate_transforms
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 SHAPES = [(2, 64), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((3, 80), (2, 96), (1, 128)))]
 
 
-@pytest.mark.parametrize("kind", KEY_TRANSFORMS)
+@pytest.mark.parametrize("kind", candidate_transforms("k"))
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
 @pytest.mark.parametrize(("num_heads", "head_dim"), SHAPES)
 def test_rows_read_back_are_those_of_quant(

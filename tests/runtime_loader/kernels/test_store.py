@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from kvtuner.quant import KEY_TRANSFORMS
 from kvtuner.runtime_loader.kernels.launch import STORED_TOKENS, store
 from kvtuner.runtime_loader.kernels.side import KernelSide
+from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
     from kvtuner.runtime_loader.packed_attention import PackedRows
@@ -57,7 +57,7 @@ def payload(stored: PackedRows) -> Any:
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("kind", KEY_TRANSFORMS)
+@pytest.mark.parametrize("kind", candidate_transforms("k"))
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
 @pytest.mark.parametrize(("num_heads", "head_dim"), SHAPES)
 def test_rows_are_those_of_quant(
