@@ -15,12 +15,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from pydantic import ValidationError
-
-from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
+from kvtuner.exported_configs.profile.document import validated
 from kvtuner.exported_configs.profile.evidence import ModelIdentity
-from kvtuner.exported_configs.profile.profile import explain
 from kvtuner.run_folder import canonical_json, sha256_of
 
 if TYPE_CHECKING:
@@ -103,10 +100,7 @@ def identity_of(
         "max_positions": max_positions(config),
         "checkpoint_sha256": None if files is None else _checkpoint(files, revision),
     }
-    try:
-        return ModelIdentity.model_validate(fields)
-    except ValidationError as error:
-        raise ProfileError(explain(error, "model")) from error
+    return validated(ModelIdentity, fields, place="model")
 
 
 def public_name(text: str) -> str:

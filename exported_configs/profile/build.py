@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from pydantic import ValidationError
 
 from kvtuner import __version__
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.arrays import encode_fp16
 from kvtuner.exported_configs.profile.digest import digest_of
+from kvtuner.exported_configs.profile.document import validated
 from kvtuner.exported_configs.profile.evidence import BudgetRecord, Libraries, Provenance
-from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES, StrictModel
+from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.layer_storage import Defaults, GeometryRecord, LayerRecord
-from kvtuner.exported_configs.profile.profile import SCHEMA_VERSION, Profile, explain
+from kvtuner.exported_configs.profile.profile import SCHEMA_VERSION, Profile
 from kvtuner.precision import (
     LAYOUT_ID,
     NATIVE_BITS,
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.evidence import ModelIdentity, QualityRecord
     from kvtuner.geometry import ModelGeometry
-
-SectionT = TypeVar("SectionT", bound=StrictModel)
 
 _NO_TRANSFORM: Final = str(IDENTITY.kind)
 
@@ -109,7 +107,7 @@ def build_profile(
     k_fields = {"granularity": k_granularity, "group_size": k_group_size, "symmetric": symmetric}
     v_fields = {"granularity": "per_token", "group_size": v_group_size, "symmetric": symmetric}
     defaults = _defaults(layers, k_fields, v_fields)
-    stored_geometry = _validated("geometry", GeometryRecord, geometry.as_dict())
+    stored_geometry = validated(GeometryRecord, geometry.as_dict(), place="geometry")
     stored = tuple(_stored_layer(number, choice, defaults) for number, choice in enumerate(layers))
     return Profile(
         schema_version=SCHEMA_VERSION,
@@ -189,13 +187,6 @@ def dump_profile(profile: Profile) -> bytes:
     return data
 
 
-def _validated(place: str, section: type[SectionT], fields: dict[str, Any]) -> SectionT:
-    try:
-        return section.model_validate(fields)
-    except ValidationError as error:
-        raise ProfileError(explain(error, place)) from error
-
-
 def _defaults(layers: Sequence[LayerQuantization], k_fields: dict[str, Any], v_fields: dict[str, Any]) -> Defaults:
     k_kinds = [str(choice.k_transform.kind) for choice in layers if choice.k_bits != NATIVE_BITS]
     v_kinds = [str(choice.v_transform.kind) for choice in layers if choice.v_bits != NATIVE_BITS]
@@ -205,7 +196,7 @@ def _defaults(layers: Sequence[LayerQuantization], k_fields: dict[str, Any], v_f
         "k": {**k_fields, "transform": _most_common(k_kinds)},
         "v": {**v_fields, "transform": _most_common(v_kinds)},
     }
-    return _validated("defaults", Defaults, fields)
+    return validated(Defaults, fields, place="defaults")
 
 
 def _most_common(kinds: Sequence[str]) -> str:
@@ -220,7 +211,7 @@ def _stored_layer(number: int, choice: LayerQuantization, defaults: Defaults) ->
         "k": _side(choice.k_bits, choice.k_transform, defaults.k.transform),
         "v": _side(choice.v_bits, choice.v_transform, defaults.v.transform),
     }
-    return _validated(f"layers[{number}]", LayerRecord, fields)
+    return validated(LayerRecord, fields, place=f"layers[{number}]")
 
 
 def _side(bits: int, transform: Transform, default: str) -> dict[str, Any]:
@@ -248,4 +239,4 @@ def _reached(
         "tp_size": budget.tp_size,
         "pp_size": budget.pp_size,
     }
-    return _validated("budget", BudgetRecord, fields)
+    return validated(BudgetRecord, fields, place="budget")

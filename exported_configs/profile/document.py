@@ -11,9 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from kvtuner.errors import ProfileError
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 MAX_DEPTH: Final = 16
 MAX_FIELDS: Final = 64
@@ -29,13 +33,13 @@ _STEP: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 @dataclass(frozen=True, slots=True)
 class DocumentKind:
-    """What a file should be.
+    """One kind of JSON file.
 
     Attributes:
-        noun: such as ``profile``.
-        again: how a damaged one is made again.
-        max_bytes: of the file.
-        field_name: what every name of a field is like.
+        noun: The noun of messages, such as ``profile``.
+        again: The advice for a damaged file.
+        max_bytes: The largest size of the file.
+        field_name: The pattern of every field's name.
     """
 
     noun: str
@@ -98,6 +102,44 @@ def short(value: object) -> str:
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     return ascii(value)[:60]
+
+
+def validated(model: type[ModelT], fields: object, *, place: str = "", way_out: str = "") -> ModelT:
+    """Build a model from the fields of a document.
+
+    Raises:
+        ProfileError: the first field that is wrong, with its place, the rule and the way out.
+    """
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise ProfileError(explain(error, place) + (f"; {way_out}" if way_out else "")) from error
+
+
+def explain(error: ValidationError, root: str = "") -> str:
+    """The first failure of a validation in one line: place (below `root`), rule and value."""
+    first = error.errors(include_url=False)[0]
+    place = root + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"])
+    rule = _rule(first["type"], first["msg"], first["input"])
+    return f"{place.lstrip('.')}: {rule}" if place else rule
+
+
+def _rule(kind: str, message: str, value: object) -> str:
+    if kind == "missing":
+        return "the field is missing"
+    if kind == "extra_forbidden":
+        return "unknown field"
+    if kind == "value_error":
+        return message.removeprefix("Value error, ")
+    if value is None or isinstance(value, bool | int | float | str):
+        message += f", not {value!a}" if len(ascii(value)) <= 60 else f", not {ascii(value)[:57]}..."
+    return message.replace("Input should", "must")
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error as a terminal shows it, at most 200 characters; its class where it has none."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    return "".join(c if c.isprintable() else "?" for c in line)[:200]
 
 
 def _read(path: Path, kind: DocumentKind) -> bytes:

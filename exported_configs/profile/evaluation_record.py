@@ -9,13 +9,19 @@ from glob import escape
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.profile.document import DocumentKind, check_lengths, naming, read_document, short
+from kvtuner.exported_configs.profile.document import (
+    DocumentKind,
+    check_lengths,
+    naming,
+    read_document,
+    short,
+    validated,
+)
 from kvtuner.exported_configs.profile.evidence import ModelIdentity, ReadPlan
 from kvtuner.exported_configs.profile.fields import Command, Figure, Name, Seed, Sha256, StrictModel, Text, TokenCount
-from kvtuner.exported_configs.profile.profile import explain
 from kvtuner.run_folder import sha256_of
 
 EVALUATION_VERSION: Final = 1
@@ -259,10 +265,7 @@ def parse_evaluation(source: Path | bytes) -> Evaluation:
             f" {EVALUATION.again}"
         )
     check_lengths(document, EVALUATION)
-    try:
-        return Evaluation.model_validate(document)
-    except ValidationError as error:
-        raise ProfileError(f"{explain(error)}; {EVALUATION.again}") from error
+    return validated(Evaluation, document, way_out=EVALUATION.again)
 
 
 def dump_evaluation(evaluation: Evaluation) -> bytes:

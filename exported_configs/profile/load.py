@@ -3,12 +3,17 @@
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import ValidationError
-
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.profile.document import DocumentKind, check_lengths, naming, read_document, short
+from kvtuner.exported_configs.profile.document import (
+    DocumentKind,
+    check_lengths,
+    naming,
+    read_document,
+    short,
+    validated,
+)
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
-from kvtuner.exported_configs.profile.profile import SCHEMA_VERSION, Profile, explain
+from kvtuner.exported_configs.profile.profile import SCHEMA_VERSION, Profile
 from kvtuner.precision import LAYOUT_ID
 
 PROFILE: Final = DocumentKind("profile", "export the profile again", MAX_PROFILE_BYTES)
@@ -28,10 +33,7 @@ def load_profile(source: str | Path | bytes, name: Path | None = None) -> Profil
         document = read_document(source, PROFILE)
         _check_version(document)
         check_lengths(document, PROFILE)
-        try:
-            return Profile.model_validate(document)
-        except ValidationError as error:
-            raise ProfileError(f"{explain(error)}; {PROFILE.again}") from error
+        return validated(Profile, document, way_out=PROFILE.again)
 
 
 def _check_version(document: dict[str, Any]) -> None:

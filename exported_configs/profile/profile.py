@@ -3,7 +3,7 @@
 from fractions import Fraction
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, ValidationError, WithJsonSchema, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 from torch import Tensor
 
 from kvtuner.errors import GeometryError, PrecisionError, ProfileError
@@ -160,26 +160,6 @@ class Profile(StrictModel):
 
 def _decoded(array: Fp16Array | None) -> Tensor | None:
     return None if array is None else array.decode()
-
-
-def explain(error: ValidationError, root: str = "") -> str:
-    """The first failure of a validation in one line: place (below `root`), rule and value."""
-    first = error.errors(include_url=False)[0]
-    place = root + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"])
-    rule = _rule(first["type"], first["msg"], first["input"])
-    return f"{place.lstrip('.')}: {rule}" if place else rule
-
-
-def _rule(kind: str, message: str, value: object) -> str:
-    if kind == "missing":
-        return "the field is missing"
-    if kind == "extra_forbidden":
-        return "unknown field"
-    if kind == "value_error":
-        return message.removeprefix("Value error, ")
-    if value is None or isinstance(value, bool | int | float | str):
-        message += f", not {value!a}" if len(ascii(value)) <= 60 else f", not {ascii(value)[:57]}..."
-    return message.replace("Input should", "must")
 
 
 def _check_layer_ids(profile: Profile) -> None:

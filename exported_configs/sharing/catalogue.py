@@ -9,16 +9,16 @@ import re
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.mismatch import is_same_configuration
-from kvtuner.exported_configs.profile.document import DocumentKind, check_lengths, naming, read_document
+from kvtuner.exported_configs.profile.document import DocumentKind, check_lengths, naming, read_document, validated
 from kvtuner.exported_configs.profile.evaluation_record import SUFFIX, evaluation_files, load_evaluation
 from kvtuner.exported_configs.profile.evidence import IntervalRecord, ModelIdentity
 from kvtuner.exported_configs.profile.fields import Figure, Name, Sha256, StrictModel, Text, TokenCount
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.profile.profile import Profile, explain
+from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.run_folder import sha256_of, write_atomically
 
 FOLDER: Final = Path(__file__).parents[1] / "profiles"
@@ -78,10 +78,7 @@ def load_index(folder: Path = FOLDER) -> Index:
     with naming(path, _KIND):
         document = read_document(path, _KIND)
         check_lengths(document, _KIND)
-        try:
-            return Index.model_validate(document)
-        except ValidationError as error:
-            raise ProfileError(f"{explain(error)}; {_KIND.again}") from error
+        return validated(Index, document, way_out=_KIND.again)
 
 
 def catalogue_file(name: str, folder: Path = FOLDER) -> Path:

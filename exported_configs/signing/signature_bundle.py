@@ -1,19 +1,19 @@
 """The file of a signature: a Sigstore bundle that names one file by its SHA-256. Knows nothing of keys or trust.
 
-It may be hostile. Only what is read here is let through, in one spelling, so that the library that checks the signature
-cannot read the same bytes in another way.
+A bundle may be hostile. Only the fields below are let through, each in one spelling, so that the library that checks
+the signature cannot read the same bytes in another way.
 """
 
-from __future__ import annotations
-
 import base64
-import binascii
 import re
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, NotRequired
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from kvtuner.errors import ProfileError, SignatureError
-from kvtuner.exported_configs.profile.document import DocumentKind, read_document, short
+from kvtuner.exported_configs.profile.document import DocumentKind, explain, read_document
 
 Kind = Literal["key", "chain", "sigstore"]
 
@@ -21,154 +21,139 @@ SUFFIX: Final = ".sig"
 AGAIN: Final = "sign the profile again"
 SIGNATURE: Final = DocumentKind("signature", AGAIN, 2**20, re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}"))
 
-_MATERIAL: Final[dict[str, Kind]] = {"publicKey": "key", "x509CertificateChain": "chain", "certificate": "sigstore"}
-_BESIDE_MATERIAL: Final = ("tlogEntries", "timestampVerificationData")
-_PAYLOAD_TYPE: Final = "application/vnd.in-toto+json"
-_STATEMENT_TYPE: Final = "https://in-toto.io/Statement/v1"
-_PREDICATE_TYPE: Final = "https://model_signing/signature/v1.0"
-_HEX: Final = re.compile(r"[0-9a-f]{64}")
-_MAX_NAME: Final = 255
-
-PartT = TypeVar("PartT", str, dict[str, Any], list[Any])
+_KINDS: Final[dict[str, Kind]] = {"publicKey": "key", "x509CertificateChain": "chain", "certificate": "sigstore"}
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What a signature says before anybody has checked it.
+    """The content of a signature that nobody has checked yet.
 
     Attributes:
-        name: of the file that was signed; only for messages.
-        sha256: of its content, hexadecimal.
-        kind: what it was signed with.
-        key_hint: SHA-256 of the public key's PEM text, hexadecimal; empty but for a key.
-        certificates: DER, the signer's first; none of a key.
+        name: The name of the file that was signed; only for messages.
+        sha256: The SHA-256 of the signed content, hexadecimal.
+        kind: The kind of identity that signed.
+        key_hint: The SHA-256 of the public key's PEM text, hexadecimal; empty where a certificate signed.
+        certificate: The signer's certificate in DER; empty where a key signed.
     """
 
     name: str
     sha256: str
     kind: Kind
-    key_hint: str
-    certificates: tuple[bytes, ...]
+    key_hint: str = ""
+    certificate: bytes = b""
 
 
 def read_bundle(data: bytes) -> Bundle:
     """Read the content of a signature's file.
 
     Raises:
-        SignatureError: larger than 1 MiB, damaged, or not of one file by its SHA-256.
+        SignatureError: it is larger than 1 MiB, damaged, or not about one file by its SHA-256.
     """
     try:
-        bundle = read_document(data, SIGNATURE)
+        bundle = _BUNDLE.validate_python(read_document(data, SIGNATURE))
+        statement = _STATEMENT.validate_python(read_document(bundle["dsseEnvelope"]["payload"], SIGNATURE))
+    except ValidationError as error:
+        raise SignatureError(f"the signature's {explain(error)}; {AGAIN}") from error
     except ProfileError as error:
         raise SignatureError(f"the signature {error}") from error
-    _only(bundle, "mediaType", "verificationMaterial", "dsseEnvelope")
-    name, sha256 = _signed_file(_part(bundle, "dsseEnvelope", dict))
-    material = _part(bundle, "verificationMaterial", dict)
-    _only(material, *_MATERIAL, *_BESIDE_MATERIAL)
-    found = [field for field in _MATERIAL if field in material]
-    if len(found) != 1:
-        raise SignatureError(f"the signature must hold a key's hint or certificates, not {len(found)} of them; {AGAIN}")
-    kind = _MATERIAL[found[0]]
-    return Bundle(name, sha256, kind, _key_hint(material, kind), _certificates(material, kind))
+    material = bundle["verificationMaterial"]
+    kinds = [kind for field, kind in _KINDS.items() if field in material]
+    if len(kinds) != 1:
+        raise SignatureError(f"the signature must hold a key's hint or certificates, not {len(kinds)} of them; {AGAIN}")
+    name, sha256 = statement["subject"][0]["name"], statement["predicate"]["resources"][0]["digest"]
+    if kinds == ["key"]:
+        return Bundle(name, sha256, "key", key_hint=material["publicKey"]["hint"])
+    chain = [material["certificate"]] if kinds == ["sigstore"] else material["x509CertificateChain"]["certificates"]
+    return Bundle(name, sha256, kinds[0], certificate=chain[0]["rawBytes"])
 
 
-def _signed_file(envelope: dict[str, Any]) -> tuple[str, str]:
-    """Name and SHA-256 of the one file that the envelope's statement is about."""
-    _only(envelope, "payload", "payloadType", "signatures")
-    if len(_part(envelope, "signatures", list)) != 1:
-        raise SignatureError(f"the signature must hold one signature, not {len(envelope['signatures'])}; {AGAIN}")
-    _equal(envelope, "payloadType", _PAYLOAD_TYPE)
+def _decode(text: Any) -> bytes:
     try:
-        statement = read_document(_decoded(envelope, "payload"), SIGNATURE)
-    except ProfileError as error:
-        raise SignatureError(f"the signature's statement {error}") from error
-    _equal(statement, "_type", _STATEMENT_TYPE)
-    _equal(statement, "predicateType", _PREDICATE_TYPE)
-    predicate = _part(statement, "predicate", dict)
-    _check_serialization(_part(predicate, "serialization", dict))
-    resource = _single(predicate, "resources")
-    _equal(resource, "name", ".")  # the file itself, and not one in a folder
-    _equal(resource, "algorithm", "sha256")
-    sha256 = _part(resource, "digest", str)
-    if _HEX.fullmatch(sha256) is None:
-        raise SignatureError(f"the signature's digest must be 64 hexadecimal digits, not {short(sha256)}; {AGAIN}")
-    subject = _single(statement, "subject")
-    _part(_part(subject, "digest", dict), "sha256", str)
-    name = _part(subject, "name", str)
-    if not name.isprintable() or len(name) > _MAX_NAME:
-        raise SignatureError(f"the signature must name a file, not {short(name)}; {AGAIN}")
-    return name, sha256
+        return base64.b64decode(text, validate=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"must be base64 ({error})") from error
 
 
-def _check_serialization(how: dict[str, Any]) -> None:
-    """The library reads these without looking at what they are."""
-    _equal(how, "method", "files")
-    _equal(how, "hash_type", "sha256")
-    if not isinstance(how.get("allow_symlinks"), bool):
-        raise SignatureError(f"the signature's allow_symlinks must be true or false; {AGAIN}")
-    if not all(isinstance(path, str) for path in _part({"ignore_paths": [], **how}, "ignore_paths", list)):
-        raise SignatureError(f"the signature's ignore_paths must be a list of texts; {AGAIN}")
+def _check_name(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError(f"must name a file, not {ascii(name)[:60]}")
+    return name
 
 
-def _key_hint(material: dict[str, Any], kind: Kind) -> str:
-    if kind != "key":
-        return ""
-    key = _part(material, "publicKey", dict)
-    _only(key, "hint")
-    hint = _part(key, "hint", str)
-    if _HEX.fullmatch(hint) is None:
-        raise SignatureError(f"the signature must name its key by 64 hexadecimal digits, not {short(hint)}; {AGAIN}")
-    return hint
+_Base64 = Annotated[bytes, BeforeValidator(_decode)]
+_Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_FileName = Annotated[str, Field(max_length=255), AfterValidator(_check_name)]
 
 
-def _certificates(material: dict[str, Any], kind: Kind) -> tuple[bytes, ...]:
-    if kind == "key":
-        return ()
-    if kind == "sigstore":
-        certificates: list[Any] = [_part(material, "certificate", dict)]
-    else:
-        chain = _part(material, "x509CertificateChain", dict)
-        _only(chain, "certificates")
-        certificates = _part(chain, "certificates", list)
-    for certificate in certificates:
-        if not isinstance(certificate, dict):
-            raise SignatureError(f"the signature's certificates must be objects, not {short(certificate)}; {AGAIN}")
-        _only(certificate, "rawBytes")
-    if not certificates:
-        raise SignatureError(f"the signature holds no certificate; {AGAIN}")
-    return tuple(_decoded(certificate, "rawBytes") for certificate in certificates)
+class _PublicKey(TypedDict):
+    hint: _Hex
 
 
-def _part(node: dict[str, Any], name: str, kind: type[PartT]) -> PartT:
-    value = node.get(name)
-    if not isinstance(value, kind):
-        what = {str: "a text", dict: "an object", list: "a list"}[kind]
-        found = "missing" if name not in node else short(value)
-        raise SignatureError(f"the signature's {name} must be {what}, but is {found}; {AGAIN}")
-    return value
+class _Certificate(TypedDict):
+    rawBytes: _Base64
 
 
-def _single(node: dict[str, Any], name: str) -> dict[str, Any]:
-    items = _part(node, name, list)
-    if len(items) != 1 or not isinstance(items[0], dict):
-        raise SignatureError(f"the signature must be of one file, but {name} holds {len(items)} items; {AGAIN}")
-    item: dict[str, Any] = items[0]
-    return item
+class _CertificateChain(TypedDict):
+    certificates: Annotated[list[_Certificate], Field(min_length=1)]
 
 
-def _only(node: dict[str, Any], *names: str) -> None:
-    for name in node:
-        if name not in names:
-            raise SignatureError(f"the signature has an unknown field {name!r}; {AGAIN}")
+class _Material(TypedDict, total=False):
+    publicKey: _PublicKey
+    x509CertificateChain: _CertificateChain
+    certificate: _Certificate
+    tlogEntries: Any
+    timestampVerificationData: Any
 
 
-def _equal(node: dict[str, Any], name: str, wanted: str) -> None:
-    if node.get(name) != wanted:
-        raise SignatureError(f"the signature's {name} must be {wanted!r}, not {short(node.get(name))}; {AGAIN}")
+class _Envelope(TypedDict):
+    payload: _Base64
+    payloadType: Literal["application/vnd.in-toto+json"]
+    signatures: Annotated[list[Any], Field(min_length=1, max_length=1)]
 
 
-def _decoded(node: dict[str, Any], name: str) -> bytes:
-    try:
-        return base64.b64decode(_part(node, name, str), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise SignatureError(f"the signature's {name} must be base64 ({error}); {AGAIN}") from error
+@with_config(ConfigDict(strict=True, extra="forbid"))
+class _Bundle(TypedDict):
+    mediaType: NotRequired[Any]
+    verificationMaterial: _Material
+    dsseEnvelope: _Envelope
+
+
+class _Resource(TypedDict):
+    name: Literal["."]  # the file itself, and not one in a folder
+    algorithm: Literal["sha256"]
+    digest: _Hex
+
+
+class _Serialization(TypedDict):
+    method: Literal["files"]
+    hash_type: Literal["sha256"]
+    # The library hands these to its hashing without looking at their types.
+    allow_symlinks: bool
+    ignore_paths: NotRequired[list[str]]
+
+
+class _Predicate(TypedDict):
+    serialization: _Serialization
+    resources: Annotated[list[_Resource], Field(min_length=1, max_length=1)]
+
+
+class _SubjectDigest(TypedDict):
+    sha256: str
+
+
+class _Subject(TypedDict):
+    name: _FileName
+    digest: _SubjectDigest
+
+
+# A later release of the library may add fields to the statement, whose bytes are signed.
+@with_config(ConfigDict(strict=True, extra="ignore"))
+class _Statement(TypedDict):
+    _type: Literal["https://in-toto.io/Statement/v1"]
+    predicateType: Literal["https://model_signing/signature/v1.0"]
+    predicate: _Predicate
+    subject: Annotated[list[_Subject], Field(min_length=1, max_length=1)]
+
+
+_BUNDLE: Final = TypeAdapter(_Bundle)
+_STATEMENT: Final = TypeAdapter(_Statement)

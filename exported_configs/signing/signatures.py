@@ -1,4 +1,4 @@
-"""Detached signatures of profiles by OpenSSF model signing: who vouches for a file. Knows nothing of what it holds.
+"""Detached signatures of profiles by OpenSSF model signing: who vouches for a file. Knows nothing of keys.
 
 ``profile.json.sig`` stands beside ``profile.json`` and covers its bytes. The library is asked about a private copy of
 bytes that were read once, and the profile is loaded from these: nobody can change the file between the two.
@@ -7,35 +7,35 @@ bytes that were read once, and the profile is loaded from these: nobody can chan
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.errors import SignatureError
+from kvtuner.errors import RunFolderError, SignatureError
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.signing import signers, signing_keys
+from kvtuner.exported_configs.signing import signers
 from kvtuner.exported_configs.signing.signature_bundle import AGAIN, SIGNATURE, SUFFIX, Bundle, Kind, read_bundle
+from kvtuner.run_folder import write_atomically
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.signing.signers import Signer
 
-_HOW: Final = "an identity is key:PUBLIC.pem, chain:ROOT.pem[,MORE.pem] or sigstore:NAME,https://ISSUER"
-_WITH: Final[dict[Kind, str]] = {"key": "a key", "chain": "a certificate", "sigstore": "Sigstore"}
+_FORMS: Final = "an identity is key:PUBLIC.pem, chain:ROOT.pem[,MORE.pem] or sigstore:NAME,https://ISSUER"
+_MEANS: Final[dict[Kind, str]] = {"key": "a key", "chain": "a certificate", "sigstore": "Sigstore"}
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """Whose signature is asked for.
+class SignerIdentity:
+    """Whose signature a profile must have.
 
     Attributes:
-        kind: of the signature.
-        paths: of a public key, or of certificates to trust; none for Sigstore.
-        name: whom Sigstore knows: a mail address, or the address of a workflow.
-        issuer: who vouched for that to Sigstore, such as ``https://accounts.google.com``.
+        kind: The kind of the signature.
+        paths: The file of a public key, or the files of trusted certificates; none for Sigstore.
+        name: The name that Sigstore knows: a mail address, or the address of a workflow.
+        issuer: The service that vouched for that name to Sigstore, such as ``https://accounts.google.com``.
     """
 
     kind: Kind
@@ -44,7 +44,7 @@ class Identity:
     issuer: str = ""
 
     @classmethod
-    def parse(cls, text: str) -> Identity:
+    def parse(cls, text: str) -> SignerIdentity:
         """Read ``key:PATH``, ``chain:PATH[,PATH]`` or ``sigstore:NAME,ISSUER``.
 
         Raises:
@@ -59,20 +59,20 @@ class Identity:
                 return cls("chain", tuple(Path(part).expanduser() for part in parts))
             if kind == "sigstore" and len(parts) == 2 and parts[1].startswith("https://"):
                 return cls("sigstore", name=parts[0], issuer=parts[1])
-        raise SignatureError(f"{_HOW}, not {ascii(text)[:100]}")
+        raise SignatureError(f"{_FORMS}, not {ascii(text)[:100]}")
 
     def __str__(self) -> str:
-        said = (self.name, self.issuer) if self.kind == "sigstore" else map(str, self.paths)
-        return f"{self.kind}:{','.join(said)}"
+        parts = (self.name, self.issuer) if self.kind == "sigstore" else map(str, self.paths)
+        return f"{self.kind}:{','.join(parts)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A file whose signature is that of who was asked for.
+    """A file whose signature is by the required identity.
 
     Attributes:
-        signed_by: a key's fingerprint, or whom the signer's certificate names.
-        data: the bytes that the signature covers; what is on the disk may be others by now.
+        signed_by: The fingerprint of a key, or the name in the signer's certificate.
+        data: The bytes that the signature covers; what is on the disk may be others by now.
     """
 
     signed_by: str
@@ -80,7 +80,7 @@ class Verified:
 
 
 def signature_path(path: Path) -> Path:
-    """Where a profile's signature stands."""
+    """The file of a profile's signature."""
     return path.with_name(path.name + SUFFIX)
 
 
@@ -91,7 +91,7 @@ def sign_profile(path: Path, signer: Signer) -> Path:
         The signature's file, beside the profile.
 
     Raises:
-        ProfileError: the profile is none.
+        ProfileError: the file is no profile.
         SignatureError: it cannot be signed, or the signature cannot be written.
     """
     if path.is_symlink():
@@ -102,26 +102,25 @@ def sign_profile(path: Path, signer: Signer) -> Path:
     load_profile(data, path)
     signers.require_library()
     target = signature_path(path)
-    partial = path.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         with tempfile.TemporaryDirectory(prefix="kvtuner-") as folder:
-            copy = Path(folder) / path.name  # the name goes into the signature
-            copy.write_bytes(data)
-            signer.sign(copy, partial)
-        _check_content(read_bundle(_read(partial, SIGNATURE.max_bytes, "signature")), data, path)
-        partial.replace(target)
-    except OSError as error:
-        raise SignatureError(f"{target} cannot be written ({error.strerror}); free or open its folder") from error
-    finally:
-        partial.unlink(missing_ok=True)
+            copy, signature = _copy(data, path.name, folder), Path(folder) / "signature"
+            signer.sign(copy, signature)
+            bundle = _read(signature, SIGNATURE.max_bytes, "signature")
+        _check_content(read_bundle(bundle), data, path)
+        write_atomically(target, bundle)
+    except (OSError, RunFolderError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        reason = getattr(cause, "strerror", error)
+        raise SignatureError(f"{target} cannot be written ({reason}); free or open its folder") from error
     return target
 
 
-def verify_profile(path: Path, identity: Identity) -> Verified:
-    """Check that a profile's signature is that of `identity` and covers what the file holds.
+def verify_profile(path: Path, identity: SignerIdentity) -> Verified:
+    """Check that a profile's signature is by `identity` and covers what the file holds.
 
     Raises:
-        SignatureError: it does not; says in which way.
+        SignatureError: it does not; says why.
     """
     data = _read(path, MAX_PROFILE_BYTES, "profile")
     signature = _read(signature_path(path), SIGNATURE.max_bytes, "signature")
@@ -130,16 +129,22 @@ def verify_profile(path: Path, identity: Identity) -> Verified:
         _check_content(bundle, data, path)
         if bundle.kind != identity.kind:
             raise SignatureError(
-                f"it is signed with {_WITH[bundle.kind]}, but one with {_WITH[identity.kind]} was asked for:"
+                f"it is signed with {_MEANS[bundle.kind]}, but one with {_MEANS[identity.kind]} was asked for:"
                 f" {identity}; ask its publisher how it is signed"
             )
-        _check_signature(path.name, data, signature, bundle, identity)
+        signers.require_library()
+        with tempfile.TemporaryDirectory(prefix="kvtuner-") as folder:
+            copied_signature = Path(folder) / "signature"
+            copied_signature.write_bytes(signature)
+            signers.check_signature(_copy(data, path.name, folder), copied_signature, identity, bundle.certificate)
         return Verified(signed_by(bundle), data)
     except SignatureError as error:
         raise SignatureError(f"{signature_path(path)}: {error}") from error
+    except OSError as error:
+        raise SignatureError(f"no private copy can be made ({error.strerror}); free the temporary folder") from error
 
 
-def load_verified(path: Path, identity: Identity) -> Profile:
+def load_verified(path: Path, identity: SignerIdentity) -> Profile:
     """Read and check a profile from the very bytes that `verify_profile` found signed.
 
     Raises:
@@ -150,51 +155,37 @@ def load_verified(path: Path, identity: Identity) -> Profile:
 
 
 def signed_by(bundle: Bundle) -> str:
-    """Whom a signature names as its maker: true only of one that was verified."""
-    if bundle.kind == "key":
-        return f"key {bundle.key_hint}"
-    return signing_keys.subject(signing_keys.leaf(bundle.certificates[0]))
+    """The name of a signature's maker: true only of a signature that was verified."""
+    return f"key {bundle.key_hint}" if bundle.kind == "key" else signers.certificate_name(bundle.certificate)
+
+
+def _copy(data: bytes, name: str, folder: str) -> Path:
+    """A private copy of a file under its own name, which goes into the signature."""
+    copy = Path(folder) / "content" / name
+    copy.parent.mkdir(mode=0o700)
+    copy.write_bytes(data)
+    return copy
 
 
 def _check_content(bundle: Bundle, data: bytes, path: Path) -> None:
-    found = hashlib.sha256(data).hexdigest()
-    if bundle.sha256 == found:
+    actual = hashlib.sha256(data).hexdigest()
+    if bundle.sha256 == actual:
         return
-    told = f"the file has sha256 {found[:12]}..., but {bundle.sha256[:12]}... was signed"
+    hashes = f"the file has sha256 {actual[:12]}..., but {bundle.sha256[:12]}... was signed"
     if bundle.name != path.name:
-        raise SignatureError(f"it is the signature of another file, {bundle.name!a} ({told}); fetch this file's own")
-    raise SignatureError(f"{path.name} was changed after it was signed: {told}; fetch both again, or {AGAIN}")
+        raise SignatureError(f"it is the signature of another file, {bundle.name!a} ({hashes}); fetch this file's own")
+    raise SignatureError(f"{path.name} was changed after it was signed: {hashes}; fetch both again, or {AGAIN}")
 
 
-def _check_signature(name: str, data: bytes, signature: bytes, bundle: Bundle, identity: Identity) -> None:
-    """Ask the library about private copies."""
-    signers.require_library()
-    try:
-        with tempfile.TemporaryDirectory(prefix="kvtuner-") as folder:
-            content = Path(folder) / "content"
-            content.mkdir()
-            file, copied_signature = content / name, Path(folder) / "signature"
-            file.write_bytes(data)
-            copied_signature.write_bytes(signature)
-            if identity.kind == "key":
-                signers.check_key(file, copied_signature, bundle, identity.paths[0])
-            elif identity.kind == "chain":
-                signers.check_chain(file, copied_signature, bundle, identity.paths)
-            else:
-                signers.check_sigstore(file, copied_signature, identity.name, identity.issuer)
-    except OSError as error:
-        raise SignatureError(f"no private copy can be made ({error.strerror}); free the temporary folder") from error
-
-
-def _read(path: Path, max_bytes: int, what: str) -> bytes:
+def _read(path: Path, max_bytes: int, noun: str) -> bytes:
     try:
         with path.open("rb") as handle:
             data = handle.read(max_bytes + 1)
     except FileNotFoundError as error:
-        way = "give its path" if what == "profile" else "fetch it with the profile, or sign with `kvtuner sign`"
-        raise SignatureError(f"{path}: there is no such {what}; {way}") from error
+        advice = "give its path" if noun == "profile" else "fetch it with the profile, or sign with `kvtuner sign`"
+        raise SignatureError(f"{path}: there is no such {noun}; {advice}") from error
     except OSError as error:
-        raise SignatureError(f"{path}: the {what} cannot be read ({error.strerror}); give a file") from error
+        raise SignatureError(f"{path}: the {noun} cannot be read ({error.strerror}); give a file") from error
     if len(data) > max_bytes:
-        raise SignatureError(f"{path}: a {what} has at most {max_bytes} bytes, but this is larger; fetch it again")
+        raise SignatureError(f"{path}: a {noun} has at most {max_bytes} bytes, but this is larger; fetch it again")
     return data

@@ -1,6 +1,7 @@
-"""Who signs a file, and whether they did: a key, a certificate, or Sigstore without a key. Knows nothing of profiles.
+"""Signing and checking a file by OpenSSF's model-signing: a key, a certificate or Sigstore. Knows nothing of profiles.
 
-OpenSSF's model-signing does both. Whoever calls this has asked `require_library` for it.
+The library does both; what it leaves out is here: bounds, and refusals in one line. Whoever calls this has asked
+`require_library` for it.
 """
 
 from __future__ import annotations
@@ -8,25 +9,30 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvtuner.errors import SignatureError
-from kvtuner.exported_configs.signing import signing_keys
+from kvtuner.exported_configs.profile.document import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from kvtuner.exported_configs.signing.signature_bundle import Bundle
+    from cryptography import x509
 
+    from kvtuner.exported_configs.signing.signatures import SignerIdentity
+
+MAX_PEM_BYTES: Final = 2**20
 NETWORK_SECONDS: Final = 60.0
-"""That Sigstore's servers get: some of its requests have no end of their own."""
+"""The time that Sigstore's servers get: some of its requests have no end of their own."""
 PERSON_SECONDS: Final = 600.0
-"""That somebody gets to log in."""
+"""The time that a person gets to log in."""
+_CURVES: Final = "of P-256, P-384 or P-521"
+_SIGSTORE_ISSUER: Final = "1.3.6.1.4.1.57264.1.8"
 
 
 class Signer(Protocol):
-    """Signs one file."""
+    """Who signs a file."""
 
     def sign(self, file: Path, signature: Path) -> None:
         """Write the signature of a file.
@@ -41,20 +47,25 @@ class KeySigner:
     """A private key in a PEM file.
 
     Attributes:
-        private_key: of P-256, P-384 or P-521.
-        password: of the file; None where it is not encrypted.
+        private_key: The key, of P-256, P-384 or P-521.
+        password: The password of the file; None where it is not encrypted.
     """
 
     private_key: Path
     password: bytes | None = None
 
     def sign(self, file: Path, signature: Path) -> None:
-        """See `Signer`."""
+        """Sign by `Signer`'s contract."""
         from model_signing import signing
 
-        with _opening(self.private_key, "the PEM file of a key of P-256, P-384 or P-521"):
-            config = _config(signing).use_elliptic_key_signer(private_key=self.private_key, password=self.password)
-        config.sign(file, signature)
+        advice = (
+            f"give the PEM file of a key {_CURVES}, and name its password's variable with --password-env if it has one"
+        )
+        _check_file(self.private_key)
+        with _refusing(f"{self.private_key} cannot sign", advice):
+            config = signing.Config()
+            config.use_elliptic_key_signer(private_key=self.private_key, password=self.password)
+            config.sign(file, signature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +73,9 @@ class CertificateSigner:
     """A private key with the certificate of its owner.
 
     Attributes:
-        private_key: not encrypted: the library opens no others here.
-        certificate: of that key.
-        chain: files with the certificates above it, the root's at least.
+        private_key: The key, not encrypted: the library opens no others here.
+        certificate: The certificate of that key.
+        chain: The files of the certificates above it, the root's at least.
     """
 
     private_key: Path
@@ -72,99 +83,96 @@ class CertificateSigner:
     chain: tuple[Path, ...]
 
     def sign(self, file: Path, signature: Path) -> None:
-        """See `Signer`."""
+        """Sign by `Signer`'s contract."""
+        from cryptography import x509
         from model_signing import signing
 
-        signing_keys.check_use(signing_keys.certificates(self.certificate)[0])
         if not self.chain:
             raise SignatureError("a certificate needs those above it: add --certificate-chain")
-        for path in self.chain:
-            signing_keys.certificates(path)
-        with _opening(self.private_key, f"the key of {self.certificate}, of P-256, P-384 or P-521"):
-            config = _config(signing).use_certificate_signer(
+        for path in (self.private_key, self.certificate, *self.chain):
+            _check_file(path)
+        with _refusing(f"{self.private_key} cannot sign", f"give the key of {self.certificate}, {_CURVES}"):
+            _check_use(x509.load_pem_x509_certificate(self.certificate.read_bytes()))
+            config = signing.Config().use_certificate_signer(
                 private_key=self.private_key, signing_certificate=self.certificate, certificate_chain=self.chain
             )
-        config.sign(file, signature)
+            config.sign(file, signature)
 
 
 @dataclass(frozen=True, slots=True)
 class SigstoreSigner:
-    """Sigstore's public servers: somebody logs in, and a log that everybody can read keeps the signature.
+    """A person or a CI job that logs in to Sigstore's public servers, whose public log keeps the signature.
 
     Attributes:
-        identity_token: of OpenID Connect; None for the one of a CI job, or else a browser.
+        identity_token: The token of OpenID Connect; None for the one of a CI job, or else a browser.
     """
 
     identity_token: str | None = None
 
     def sign(self, file: Path, signature: Path) -> None:
-        """See `Signer`."""
+        """Sign by `Signer`'s contract."""
         from model_signing import signing
 
         def sign() -> None:
-            config = _config(signing)
+            config = signing.Config()
             config.use_sigstore_signer(identity_token=self.identity_token, use_ambient_credentials=True)
             config.sign(file, signature)
 
         bounded(sign, PERSON_SECONDS if self.identity_token is None else NETWORK_SECONDS)
 
 
-def check_key(file: Path, signature: Path, bundle: Bundle, public_key: Path) -> None:
-    """Check a signature by a key; `bundle` is what it says, as `read_bundle` read it.
+def check_signature(file: Path, signature: Path, identity: SignerIdentity, certificate: bytes) -> None:
+    """Check that a signature of a file is by an identity, by Sigstore's servers where it is one of theirs.
+
+    The library takes a chain of certificates as of the day on which the signer's certificate began, so a certificate
+    that has expired since is good, and none is looked up as revoked.
+
+    Args:
+        file: The signed file.
+        signature: The file of its signature.
+        identity: Whoever must have signed.
+        certificate: The signer's certificate in DER, for a chain.
 
     Raises:
-        SignatureError: it is not by that key.
+        SignatureError: it is not, or cannot be checked.
     """
+    from cryptography import x509
     from model_signing import verifying
 
-    wanted = signing_keys.fingerprint(signing_keys.public_key(public_key))
-    if bundle.key_hint != wanted:
-        raise SignatureError(
-            f"it is by another key, {bundle.key_hint[:12]}..., than {public_key}, {wanted[:12]}...; trust no other key"
-            " than the one that its publisher names"
-        )
-    with _refusals(str(public_key)):
-        _config(verifying).use_elliptic_key_verifier(public_key=public_key).verify(file, signature)
+    config = verifying.Config()
+
+    def check_sigstore() -> None:
+        config.use_sigstore_verifier(identity=identity.name, oidc_issuer=identity.issuer).verify(file, signature)
+
+    for path in identity.paths:
+        _check_file(path)
+    with _refusing(f"it is not by {identity}", f"trust only whom the publisher names, by a key {_CURVES}"):
+        if identity.kind == "sigstore":
+            return bounded(check_sigstore, NETWORK_SECONDS)
+        if identity.kind == "key":
+            config.use_elliptic_key_verifier(public_key=identity.paths[0])
+        else:
+            _check_use(x509.load_der_x509_certificate(certificate))
+            config.use_certificate_verifier(certificate_chain=identity.paths)
+        config.verify(file, signature)
 
 
-def check_chain(file: Path, signature: Path, bundle: Bundle, trusted: Sequence[Path]) -> None:
-    """Check a signature by a certificate whose chain ends in a trusted one.
+def certificate_name(der: bytes) -> str:
+    """The name in a certificate: its alternative names with Sigstore's issuer, or its subject."""
+    from cryptography import x509
 
-    The library takes the chain as of the day on which the signer's certificate began, so a certificate that has expired
-    since is good, and none is looked up as revoked.
-
-    Raises:
-        SignatureError: it is not by such a certificate.
-    """
-    from model_signing import verifying
-    from OpenSSL import crypto
-
-    for path in trusted:
-        signing_keys.certificates(path)
-    certificate = signing_keys.leaf(bundle.certificates[0])
-    signing_keys.check_use(certificate)
-    who = ascii(signing_keys.subject(certificate))
-    try:
-        with _refusals(who):
-            _config(verifying).use_certificate_verifier(certificate_chain=trusted).verify(file, signature)
-    except crypto.X509StoreContextError as error:
-        names = ", ".join(map(str, trusted))
-        raise SignatureError(f"the certificate of {who} is not below {names}: {error}; trust its root") from error
-
-
-def check_sigstore(file: Path, signature: Path, name: str, issuer: str, seconds: float = NETWORK_SECONDS) -> None:
-    """Check a signature by somebody whom Sigstore knows; asks its servers for the keys that they use now.
-
-    Raises:
-        SignatureError: it is by somebody else, or the servers cannot be reached.
-    """
-    from model_signing import verifying
-
-    def check() -> None:
-        _config(verifying).use_sigstore_verifier(identity=name, oidc_issuer=issuer).verify(file, signature)
-
-    with _refusals(name):
-        bounded(check, seconds)
+    with _refusing("the signature's certificate cannot be read", "sign the profile again"):
+        certificate = x509.load_der_x509_certificate(der)
+        names: list[str] = []
+        for extension in certificate.extensions:
+            if isinstance(extension.value, x509.SubjectAlternativeName):
+                for kind in (x509.RFC822Name, x509.UniformResourceIdentifier):
+                    names += extension.value.get_values_for_type(kind)
+            elif extension.oid.dotted_string == _SIGSTORE_ISSUER:
+                # A text in DER, whose type and length stand before it.
+                issuer = extension.value.public_bytes().partition(b"https://")[2]
+                names.append(f"https://{issuer.decode('utf-8', 'replace')}")
+        return ", ".join(names) or certificate.subject.rfc4514_string() or "a certificate without a name"
 
 
 def require_library() -> None:
@@ -174,16 +182,11 @@ def require_library() -> None:
         SignatureError: it is not installed.
     """
     try:
-        import cryptography  # noqa: F401  # for the keys
+        import cryptography  # noqa: F401
         import OpenSSL  # noqa: F401  # model-signing 1.1 imports it and does not say so
         from model_signing import signing, verifying  # noqa: F401
     except ImportError as error:
         raise SignatureError(f"signatures need a library ({error}): pip install 'kvtuner[sign]'") from error
-
-
-def _config(module: Any) -> Any:
-    """A configuration of the library, whose types are half a truth: it calls passwords texts."""
-    return module.Config()
 
 
 def bounded(call: Callable[[], object], seconds: float) -> None:
@@ -208,58 +211,52 @@ def bounded(call: Callable[[], object], seconds: float) -> None:
     for error in failures:
         if not _is_of_sigstore(error):
             raise error
-        raise SignatureError(f"Sigstore refuses, or cannot be reached: {_chain(error)}; check the network") from error
+        # The first error alone says little.
+        causes = [cause for cause in (error, error.__cause__) if cause is not None]
+        reason = ": ".join(map(one_line, causes))
+        raise SignatureError(f"Sigstore refuses, or cannot be reached: {reason}; check the network") from error
 
 
 def _is_of_sigstore(error: BaseException) -> bool:
-    """Its errors have no base of all, and some no public name; those of the network are OSErrors, or EOFError."""
+    """Whether Sigstore's client raised an error: these have no base of their own, and the network's are others."""
     return isinstance(error, OSError | EOFError) or any(
         kind.__module__.partition(".")[0] == "sigstore" for kind in type(error).__mro__
     )
 
 
 @contextmanager
-def _opening(private_key: Path, wanted: str) -> Iterator[None]:
-    """Name the file where the library finds no key that it can use."""
-    from cryptography.exceptions import UnsupportedAlgorithm
-
-    try:
-        yield
-    except OSError as error:
-        raise SignatureError(f"{private_key} cannot be read ({error.strerror}); give {wanted}") from error
-    except TypeError as error:  # a password that is missing, or one too many
-        way = "name its password's variable with --password-env, or leave that out where the key is not encrypted"
-        raise SignatureError(f"{private_key} cannot be opened: {error}; {way}") from error
-    except AttributeError as error:
-        if error.name != "curve":
-            raise
-        raise SignatureError(
-            f"{private_key} is of no elliptic curve ({type(error.obj).__name__}); give {wanted}"
-        ) from error
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise SignatureError(f"{private_key} cannot sign: {signing_keys.first(error)}; give {wanted}") from error
-
-
-@contextmanager
-def _refusals(who: str) -> Iterator[None]:
-    """Word the ways in which the library finds that a signature is not by whom it names."""
+def _refusing(refusal: str, advice: str) -> Iterator[None]:
+    """Turn whatever the library raises into one refusal: its errors have no base, and none of them is a consent."""
     from cryptography.exceptions import InvalidSignature
-    from OpenSSL import crypto
 
     try:
         yield
+    except SignatureError:
+        raise
     except InvalidSignature as error:
-        raise SignatureError(f"it names {who}, but that key did not make it: it is forged or damaged") from error
-    except (ValueError, crypto.Error) as error:
-        said = " ".join(str(error).split())[:200]
-        raise SignatureError(f"the library refuses it: {said}; sign the profile again") from error
+        raise SignatureError(f"{refusal}: that key did not make it, so it is forged or damaged") from error
+    except Exception as error:
+        raise SignatureError(f"{refusal}: {one_line(error)}; {advice}") from error
 
 
-def _chain(error: BaseException) -> str:
-    """An error and what it came from, for the first alone says little."""
-    texts: list[str] = []
-    cause: BaseException | None = error
-    while cause is not None and len(texts) < 3:
-        texts.append(" ".join(str(cause).split())[:200] or type(cause).__name__)
-        cause = cause.__cause__
-    return ": ".join(texts)
+def _check_file(path: Path) -> None:
+    """Bound what the library will read whole."""
+    try:
+        with path.open("rb") as handle:
+            size = len(handle.read(MAX_PEM_BYTES + 1))
+    except OSError as error:
+        raise SignatureError(f"{path} cannot be read ({error.strerror}); give a PEM file") from error
+    if size > MAX_PEM_BYTES:
+        raise SignatureError(f"{path} has more than {MAX_PEM_BYTES} bytes; give a PEM file")
+
+
+def _check_use(certificate: x509.Certificate) -> None:
+    """Refuse what the library refuses only after signing, and with warnings beside its error."""
+    from cryptography import x509
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    values = [extension.value for extension in certificate.extensions]
+    uses = [value.digital_signature for value in values if isinstance(value, x509.KeyUsage)]
+    uses += [ExtendedKeyUsageOID.CODE_SIGNING in value for value in values if isinstance(value, x509.ExtendedKeyUsage)]
+    if not any(uses):
+        raise SignatureError("the certificate is not for signing; use one with digital signature among its uses")

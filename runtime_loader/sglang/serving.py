@@ -135,9 +135,9 @@ def _load(request: ServingRequest) -> Profile | None:
     if request.signed_by is None:
         profile = load_profile(named.path)
     else:
-        from kvtuner.exported_configs.signing.signatures import Identity, load_verified
+        from kvtuner.exported_configs.signing.signatures import SignerIdentity, load_verified
 
-        profile = load_verified(named.path, Identity.parse(request.signed_by))
+        profile = load_verified(named.path, SignerIdentity.parse(request.signed_by))
     check_digest(profile.digest, named.digest, str(named.path))
     return profile
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvtuner.errors import SignatureError
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.find import find_profile
-from kvtuner.exported_configs.signing.signatures import Identity, verify_profile
+from kvtuner.exported_configs.signing.signatures import SignerIdentity, verify_profile
 from kvtuner.report.formatting import printable
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def run(args: Namespace) -> int:
     """Run the sub-command."""
-    identity = Identity.parse(args.identity)
+    identity = SignerIdentity.parse(args.identity)
     found = find_profile(args.path)
     for note in found.notes:
         print(printable(note), file=sys.stderr)

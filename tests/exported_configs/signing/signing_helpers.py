@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.errors import SignatureError
-from kvtuner.exported_configs.signing.signatures import Identity, load_verified, signature_path
+from kvtuner.exported_configs.signing.signatures import SignerIdentity, load_verified, signature_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 
 
-def why(path: Path, identity: Identity | str) -> str:
+def why(path: Path, identity: SignerIdentity | str) -> str:
     """The line that a verification is refused with."""
-    identity = Identity.parse(identity) if isinstance(identity, str) else identity
+    identity = SignerIdentity.parse(identity) if isinstance(identity, str) else identity
     with pytest.raises(SignatureError) as refused:
         load_verified(path, identity)
     message = str(refused.value)

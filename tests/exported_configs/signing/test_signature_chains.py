@@ -18,7 +18,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from kvtuner.errors import SignatureError
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.signing.signatures import (
-    Identity,
+    SignerIdentity,
     load_verified,
     sign_profile,
     signature_path,
@@ -125,8 +125,8 @@ def why(file: Path, *trusted: Holder) -> str:
     return message
 
 
-def trust(*holders: Holder) -> Identity:
-    return Identity.parse(f"chain:{','.join(str(holder.certificate_file) for holder in holders)}")
+def trust(*holders: Holder) -> SignerIdentity:
+    return SignerIdentity.parse(f"chain:{','.join(str(holder.certificate_file) for holder in holders)}")
 
 
 def test_signer_below_a_trusted_root_is_good(file: Path, folder: Path, root: Holder, middle: Holder) -> None:
@@ -145,14 +145,14 @@ def test_signer_below_another_root_of_the_same_name_is_refused(
     impostor = certify(elsewhere, "root", is_authority=True)
     signer = certify(elsewhere, "signer", impostor)
     sign(file, signer, impostor)
-    assert "the certificate of 'CN=signer' is not below" in why(file, root)
+    assert "it is not by chain:" in why(file, root)
     assert load_verified(file, trust(impostor))
 
 
 def test_signer_whose_authority_is_no_authority_is_refused(file: Path, folder: Path, root: Holder) -> None:
     person = certify(folder, "person", root)
     sign(file, certify(folder, "signer", person), person, root)
-    assert "is not below" in why(file, root)
+    assert "it is not by chain:" in why(file, root)
 
 
 def test_missing_middle_is_refused_and_so_is_a_trusted_middle_alone(
@@ -160,10 +160,10 @@ def test_missing_middle_is_refused_and_so_is_a_trusted_middle_alone(
 ) -> None:
     signer = certify(folder, "signer", middle)
     sign(file, signer, root)
-    assert "is not below" in why(file, root)
+    assert "it is not by chain:" in why(file, root)
     assert load_verified(file, trust(root, middle))
     sign(file, signer, middle)
-    assert "is not below" in why(file, middle)
+    assert "it is not by chain:" in why(file, middle)
 
 
 def test_changed_file_and_changed_certificates_are_refused(
@@ -176,11 +176,14 @@ def test_changed_file_and_changed_certificates_are_refused(
     stolen = json.loads(signature_path(file).read_bytes())["verificationMaterial"]
     bundle = json.loads(pristine)
     for material, words in (
-        (stolen, "'CN=other', but that key did not make it: it is forged or damaged"),
-        ({"x509CertificateChain": {"certificates": []}, "tlogEntries": []}, "holds no certificate"),
-        ({"x509CertificateChain": {"certificates": [{"rawBytes": "AAAA"}]}}, "certificate cannot be read"),
-        ({"x509CertificateChain": {"certificates": ["x"]}}, "certificates must be objects"),
-        ({"x509CertificateChain": {"certificates": [{"raw_bytes": ""}]}}, "unknown field 'raw_bytes'"),
+        (stolen, "that key did not make it, so it is forged or damaged"),
+        (
+            {"x509CertificateChain": {"certificates": []}, "tlogEntries": []},
+            "certificates: List should have at least 1 item",
+        ),
+        ({"x509CertificateChain": {"certificates": [{"rawBytes": "AAAA"}]}}, "it is not by chain:"),
+        ({"x509CertificateChain": {"certificates": ["x"]}}, "certificates[0]: must be a valid dictionary"),
+        ({"x509CertificateChain": {"certificates": [{"raw_bytes": ""}]}}, "rawBytes: the field is missing"),
     ):
         signature_path(file).write_text(json.dumps({**bundle, "verificationMaterial": material}))
         assert words in why(file, root)
@@ -193,11 +196,8 @@ def test_changed_file_and_changed_certificates_are_refused(
 def test_certificate_that_is_not_for_signing_is_refused(file: Path, folder: Path, root: Holder) -> None:
     from model_signing import signing
 
-    encrypter, words = (
-        certify(folder, "encrypter", root, digital_signature=False),
-        "of 'CN=encrypter' is not for signing",
-    )
-    with pytest.raises(SignatureError, match=words):
+    encrypter = certify(folder, "encrypter", root, digital_signature=False)
+    with pytest.raises(SignatureError, match="the certificate is not for signing"):
         sign(file, encrypter, root)
     assert not signature_path(file).exists()
     signing.Config().use_certificate_signer(  # as somebody else might
@@ -205,7 +205,7 @@ def test_certificate_that_is_not_for_signing_is_refused(file: Path, folder: Path
         signing_certificate=encrypter.certificate_file,
         certificate_chain=[root.certificate_file],
     ).sign(file, signature_path(file))
-    assert words in why(file, root)
+    assert "the certificate is not for signing" in why(file, root)
     uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING])
     sign(file, certify(folder, "coder", root, digital_signature=False, extensions=(uses,)), root)
     assert load_verified(file, trust(root))
@@ -215,7 +215,7 @@ def test_certificate_with_another_kind_of_key_is_refused(file: Path, folder: Pat
     odd = certify(folder, "odd", root, key=rsa.generate_private_key(65537, 1024))
     with pytest.raises(
         SignatureError,
-        match=r"odd.key.pem is of no elliptic curve \(RSAPublicKey\); give the key of .*odd.pem, of P-256, P-",
+        match=r"odd.key.pem cannot sign: .*; give the key of .*odd.pem, of P-256, P-",
     ):
         sign(file, odd, root)
     sign(file, certify(folder, "signer", root), root)
@@ -223,20 +223,20 @@ def test_certificate_with_another_kind_of_key_is_refused(file: Path, folder: Pat
     der = base64.b64encode(odd.certificate.public_bytes(Encoding.DER)).decode()
     bundle["verificationMaterial"]["x509CertificateChain"]["certificates"][0]["rawBytes"] = der
     signature_path(file).write_text(json.dumps(bundle))
-    assert "the signature's certificate: the key must be of P-256, P-384 or P-521" in why(file, root)
+    assert "it is not by chain:" in why(file, root)
 
 
 def test_certificate_with_an_extension_that_cannot_be_read_is_refused(file: Path, folder: Path, root: Holder) -> None:
     junk = x509.UnrecognizedExtension(x509.SubjectAlternativeName.oid, b"junk")
     broken, signer = certify(folder, "broken", root, extensions=(junk,)), certify(folder, "signer", root)
-    with pytest.raises(SignatureError, match="the signer's certificate has extensions that cannot be read"):
+    with pytest.raises(SignatureError, match=r"broken.key.pem cannot sign: .*; give the key of .*broken.pem"):
         sign(file, broken, root)
     sign(file, signer, root)
     bundle = json.loads(signature_path(file).read_bytes())
     der = base64.b64encode(broken.certificate.public_bytes(Encoding.DER)).decode()
     bundle["verificationMaterial"]["x509CertificateChain"]["certificates"][0]["rawBytes"] = der
     signature_path(file).write_text(json.dumps(bundle))
-    assert "the signer's certificate has extensions that cannot be read" in why(file, root)
+    assert "it is not by chain:" in why(file, root)
 
 
 def test_certificate_counts_on_the_day_it_began(file: Path, folder: Path) -> None:
@@ -259,9 +259,9 @@ def test_who_signed_is_named_by_mail_address_where_the_certificate_has_one(
 def test_kinds_of_signature_are_told_apart(file: Path, folder: Path, root: Holder, keys: Any) -> None:
     sign(file, certify(folder, "signer", root), root)
     with pytest.raises(SignatureError, match="signed with a certificate, but one with a key was asked for: key:"):
-        load_verified(file, Identity.parse(f"key:{keys()[1]}"))
+        load_verified(file, SignerIdentity.parse(f"key:{keys()[1]}"))
     with pytest.raises(SignatureError, match="signed with a certificate, but one with Sigstore was asked for"):
-        load_verified(file, Identity.parse("sigstore:me@example.org,https://issuer.example.org"))
+        load_verified(file, SignerIdentity.parse("sigstore:me@example.org,https://issuer.example.org"))
 
 
 def test_files_that_do_not_fit_are_refused(file: Path, folder: Path, root: Holder, keys: Any) -> None:
@@ -272,15 +272,15 @@ def test_files_that_do_not_fit_are_refused(file: Path, folder: Path, root: Holde
             CertificateSigner(other.key_file, certificate, chain),
             "other.key.pem cannot sign: .* does not match .*; give the key of .*signer.pem",
         ),
-        (CertificateSigner(key_file, key_file, chain), "holds no certificate that can be read"),
+        (CertificateSigner(key_file, key_file, chain), "cannot sign: .*PEM"),
         (CertificateSigner(key_file, certificate, ()), "a certificate needs those above it: add --certificate-chain"),
-        (CertificateSigner(key_file, certificate, (key_file,)), "holds no certificate that can be read"),
+        (CertificateSigner(key_file, certificate, (key_file,)), "cannot sign: .*PEM"),
         (CertificateSigner(keys("locked", password=b"x")[0], certificate, chain), "private key is encrypted"),
     ):
         with pytest.raises(SignatureError, match=words):
             sign_profile(file, wrong)
         assert not signature_path(file).exists()
     sign(file, signer, root)
-    for path, words in ((folder / "absent.pem", "No such file"), (key_file, "holds no certificate")):
+    for path, words in ((folder / "absent.pem", "No such file"), (key_file, "it is not by chain:")):
         with pytest.raises(SignatureError, match=words):
-            load_verified(file, Identity.parse(f"chain:{path}"))
+            load_verified(file, SignerIdentity.parse(f"chain:{path}"))

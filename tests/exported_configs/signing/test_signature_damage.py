@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from kvtuner.errors import SignatureError
-from kvtuner.exported_configs.signing.signatures import Identity, load_verified, signature_path
+from kvtuner.exported_configs.signing.signatures import SignerIdentity, load_verified, signature_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,14 +50,13 @@ def forge(path: Path, private_key: Path, change: Callable[[dict[str, Any]], obje
         (b"", "must be JSON"),
         (b"\x00" * 40, "must be JSON"),
         (b"[]", "must be a JSON object, not list"),
-        (b"{}", "dsseEnvelope must be an object, but is missing"),
+        (b"{}", "verificationMaterial: the field is missing"),
         (b"\xff", "must be UTF-8"),
         (b"[" * 2**19, "must nest at most 16 deep"),
         (b'{"a": 1, "a": 1}', "stands twice"),
-        (b'{"dsse_envelope": {}}', "unknown field 'dsse_envelope'"),
         (b" " * (2**20 + 1), "a signature has at most 1048576 bytes"),
     ],
-    ids=["empty", "zeros", "list", "object", "latin", "deep", "twice", "alias", "large"],
+    ids=["empty", "zeros", "list", "object", "latin", "deep", "twice", "large"],
 )
 def test_damaged_signature_is_refused(signed: Path, keys: Keys, data: bytes, words: str) -> None:
     signature_path(signed).write_bytes(data)
@@ -67,22 +66,23 @@ def test_damaged_signature_is_refused(signed: Path, keys: Keys, data: bytes, wor
 @pytest.mark.parametrize(
     ("steps", "value", "words"),
     [
-        (("mediaType",), "text/plain", "the library refuses it: 1 validation error"),
-        (("mediaType",), 7, "the library refuses it"),
-        (("verificationMaterial",), [], "verificationMaterial must be an object, but is a list"),
-        (("verificationMaterial", "certificate"), {}, "a key's hint or certificates, not 2 of them"),
+        (("dsse_envelope",), {}, "dsse_envelope: unknown field"),
+        (("mediaType",), "text/plain", "1 validation error"),
+        (("mediaType",), 7, "1 validation error"),
+        (("verificationMaterial",), [], "verificationMaterial: must be a valid dictionary"),
+        (("verificationMaterial", "certificate"), {"rawBytes": ""}, "a key's hint or certificates, not 2 of them"),
         (("verificationMaterial",), {"tlogEntries": []}, "a key's hint or certificates, not 0 of them"),
-        (("verificationMaterial", "tlogEntries"), "none", "the library refuses it"),
-        (("verificationMaterial", "publicKey", "hint"), "", "must name its key by 64 hexadecimal digits, not ''"),
-        (("verificationMaterial", "publicKey"), {"hint": None}, "hint must be a text"),
-        (("dsseEnvelope", "payload"), "????", "payload must be base64"),
-        (("dsseEnvelope", "payload"), "e30=", "_type must be"),
-        (("dsseEnvelope", "payload"), "W10=", "the signature's statement must be a JSON object, not list"),
-        (("dsseEnvelope", "payloadType"), "x", "payloadType must be"),
-        (("dsseEnvelope", "signatures"), [], "must hold one signature, not 0"),
-        (("dsseEnvelope", "signatures", 0, "sig"), "AAAA", "did not make it: it is forged or damaged"),
-        (("dsseEnvelope", "signatures", 0, "sig"), 5, "the library refuses it"),
-        (("dsseEnvelope", "signatures", 0), "x", "the library refuses it"),
+        (("verificationMaterial", "tlogEntries"), "none", "1 validation error"),
+        (("verificationMaterial", "publicKey", "hint"), "", "publicKey.hint: String should match pattern"),
+        (("verificationMaterial", "publicKey"), {"hint": None}, "publicKey.hint: must be a valid string"),
+        (("dsseEnvelope", "payload"), "????", "dsseEnvelope.payload: must be base64"),
+        (("dsseEnvelope", "payload"), "e30=", "_type: the field is missing"),
+        (("dsseEnvelope", "payload"), "W10=", "the signature must be a JSON object, not list"),
+        (("dsseEnvelope", "payloadType"), "x", "payloadType: must be"),
+        (("dsseEnvelope", "signatures"), [], "signatures: List should have at least 1 item"),
+        (("dsseEnvelope", "signatures", 0, "sig"), "AAAA", "did not make it, so it is forged or damaged"),
+        (("dsseEnvelope", "signatures", 0, "sig"), 5, "1 validation error"),
+        (("dsseEnvelope", "signatures", 0), "x", "1 validation error"),
     ],
 )
 def test_damaged_part_of_a_signature_is_refused(
@@ -101,22 +101,22 @@ def resource(statement: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda s: s.update(predicateType="https://model_signing/Digests/v0.1"), "predicateType must be"),
-        (lambda s: s["predicate"].update(resources=[]), "must be of one file, but resources holds 0 items"),
-        (lambda s: s["predicate"]["resources"].append(resource(s)), "resources holds 2 items"),
-        (lambda s: resource(s).update(name="profile.json"), "name must be '.', not 'profile.json'"),
-        (lambda s: resource(s).update(algorithm="blake2b"), "algorithm must be 'sha256'"),
+        (lambda s: s.update(predicateType="https://model_signing/Digests/v0.1"), "predicateType: must be"),
+        (lambda s: s["predicate"].update(resources=[]), "resources: List should have at least 1 item"),
+        (lambda s: s["predicate"]["resources"].append(resource(s)), "resources: List should have at most 1 item"),
+        (lambda s: resource(s).update(name="profile.json"), "name: must be '.', not 'profile.json'"),
+        (lambda s: resource(s).update(algorithm="blake2b"), "algorithm: must be 'sha256'"),
         (lambda s: resource(s).update(digest="0" * 64), "was changed after it was signed"),
-        (lambda s: resource(s).update(digest="x"), "must be 64 hexadecimal digits"),
-        (lambda s: s["predicate"]["serialization"].update(method="shards"), "method must be 'files'"),
-        (lambda s: s["predicate"]["serialization"].update(ignore_paths=["."]), "the library refuses it: Signature mis"),
-        (lambda s: s["predicate"]["serialization"].update(hash_type="md5"), "hash_type must be 'sha256', not 'md5'"),
-        (lambda s: s["predicate"].update(serialization={"method": "files"}), "hash_type must be 'sha256', not None"),
-        (lambda s: s["predicate"]["serialization"].update(allow_symlinks=1), "allow_symlinks must be true or false"),
-        (lambda s: s["predicate"]["serialization"].update(ignore_paths=[1]), "ignore_paths must be a list of texts"),
-        (lambda s: s.update(subject=[]), "must be of one file, but subject holds 0 items"),
-        (lambda s: s["subject"][0].update(digest={"sha256": "00"}), "the library refuses it: Manifest is inconsistent"),
-        (lambda s: s["subject"][0].pop("digest"), "digest must be an object, but is missing"),
+        (lambda s: resource(s).update(digest="x"), "resources[0].digest: String should match pattern"),
+        (lambda s: s["predicate"]["serialization"].update(method="shards"), "method: must be 'files'"),
+        (lambda s: s["predicate"]["serialization"].update(ignore_paths=["."]), "Signature mismatch"),
+        (lambda s: s["predicate"]["serialization"].update(hash_type="md5"), "hash_type: must be 'sha256', not 'md5'"),
+        (lambda s: s["predicate"].update(serialization={"method": "files"}), "hash_type: the field is missing"),
+        (lambda s: s["predicate"]["serialization"].update(allow_symlinks=1), "allow_symlinks: must be a valid boolean"),
+        (lambda s: s["predicate"]["serialization"].update(ignore_paths=[1]), "ignore_paths[0]: must be a valid string"),
+        (lambda s: s.update(subject=[]), "subject: List should have at least 1 item"),
+        (lambda s: s["subject"][0].update(digest={"sha256": "00"}), "Manifest is inconsistent"),
+        (lambda s: s["subject"][0].pop("digest"), "subject[0].digest: the field is missing"),
         (lambda s: s["subject"][0].update(name="\x1b[2J"), "must name a file, not"),
     ],
 )
@@ -130,7 +130,7 @@ def test_statement_of_the_keys_owner_about_something_else_is_refused(
 def test_forging_by_hand_would_be_let_through_were_the_statement_right(signed: Path, keys: Keys) -> None:
     """So that the refusals above are of what is said and not of how it was signed."""
     forge(signed, keys()[0], lambda statement: statement["subject"][0].update(name="other name.json"))
-    assert load_verified(signed, Identity.parse(f"key:{keys()[1]}"))
+    assert load_verified(signed, SignerIdentity.parse(f"key:{keys()[1]}"))
 
 
 def test_signature_of_a_folder_is_no_profiles(signed: Path, keys: Keys, tmp_path: Path) -> None:
@@ -139,13 +139,13 @@ def test_signature_of_a_folder_is_no_profiles(signed: Path, keys: Keys, tmp_path
     folder = tmp_path / "empty"
     folder.mkdir()
     signing.Config().use_elliptic_key_signer(private_key=keys()[0]).sign(folder, signature_path(signed))
-    assert "must be of one file, but resources holds 0 items" in why(signed, f"key:{keys()[1]}")
+    assert "resources: List should have at least 1 item" in why(signed, f"key:{keys()[1]}")
 
 
 def test_mutated_signatures_are_refused_in_one_line_or_say_the_same(signed: Path, keys: Keys, profile: Profile) -> None:
     """Base64 has bits that say nothing, JSON has spaces: what is accepted loads the same bytes."""
     generator, target = random.Random(0), signature_path(signed)
-    pristine, identity = target.read_bytes(), Identity.parse(f"key:{keys()[1]}")
+    pristine, identity = target.read_bytes(), SignerIdentity.parse(f"key:{keys()[1]}")
     accepted = 0
     for _ in range(200):
         data = bytearray(pristine)

@@ -20,15 +20,16 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from kvtuner.errors import SignatureError
 from kvtuner.exported_configs.profile.build import dump_profile
+from kvtuner.exported_configs.signing import signers
 from kvtuner.exported_configs.signing.signature_bundle import read_bundle
 from kvtuner.exported_configs.signing.signatures import (
-    Identity,
+    SignerIdentity,
     load_verified,
     sign_profile,
     signature_path,
     signed_by,
 )
-from kvtuner.exported_configs.signing.signers import SigstoreSigner, bounded, check_sigstore
+from kvtuner.exported_configs.signing.signers import SigstoreSigner, bounded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.profile import Profile
 
-ME = Identity.parse("sigstore:me@example.org,https://accounts.google.com")
+ME = SignerIdentity.parse("sigstore:me@example.org,https://accounts.google.com")
 
 
 @pytest.fixture(autouse=True)
@@ -126,12 +127,12 @@ def test_signing_without_a_network_is_refused_soon(file: Path) -> None:
     assert not signature_path(file).exists()
 
 
-def test_servers_that_never_answer_are_given_up(file: Path, deaf: None, tmp_path: Path) -> None:
-    signature = tmp_path / "signature"
-    signature.write_bytes(self_made(file))
+def test_servers_that_never_answer_are_given_up(file: Path, deaf: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    signature_path(file).write_bytes(self_made(file))
+    monkeypatch.setattr(signers, "NETWORK_SECONDS", 0.5)
     start = time.monotonic()
     with pytest.raises(SignatureError, match=r"Sigstore did not answer within 0.5 s"):
-        check_sigstore(file, signature, "me@example.org", "https://accounts.google.com", 0.5)
+        load_verified(file, ME)
     assert time.monotonic() - start < 10
 
 

@@ -19,7 +19,7 @@ from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.signing import signers
 from kvtuner.exported_configs.signing.signatures import (
-    Identity,
+    SignerIdentity,
     load_verified,
     sign_profile,
     signature_path,
@@ -49,10 +49,10 @@ def test_signature_by_a_key_is_good_for_us_the_library_and_by_hand(
     private, public = keys(curve=curve)
     target = sign_profile(file, KeySigner(private))
     assert target == file.with_name("profile.json.sig")
-    verified = verify_profile(file, Identity.parse(f"key:{public}"))
+    verified = verify_profile(file, SignerIdentity.parse(f"key:{public}"))
     assert verified.data == file.read_bytes()
     assert verified.signed_by == f"key {hashlib.sha256(public.read_bytes()).hexdigest()}"
-    assert load_verified(file, Identity.parse(f"key:{public}")).digest == profile.digest
+    assert load_verified(file, SignerIdentity.parse(f"key:{public}")).digest == profile.digest
     verifying.Config().use_elliptic_key_verifier(public_key=public).verify(file, target)
 
     key = serialization.load_pem_public_key(public.read_bytes())
@@ -72,7 +72,7 @@ def test_signature_that_the_library_made_alone_is_good(file: Path, keys: Keys) -
 
     private, public = keys()
     signing.Config().use_elliptic_key_signer(private_key=private).sign(file, signature_path(file))
-    assert load_verified(file, Identity.parse(f"key:{public}"))
+    assert load_verified(file, SignerIdentity.parse(f"key:{public}"))
 
 
 def test_changed_file_is_refused_wherever_it_is_changed(signed: Path, keys: Keys) -> None:
@@ -87,10 +87,10 @@ def test_changed_file_is_refused_wherever_it_is_changed(signed: Path, keys: Keys
 def test_another_key_is_refused_by_its_name(signed: Path, keys: Keys) -> None:
     _, other = keys("other")
     message = why(signed, f"key:{other}")
-    assert "is by another key" in message and str(other) in message
+    assert "Key mismatch" in message and str(other) in message
     hint = hashlib.sha256(other.read_bytes()).hexdigest()
     edit(signed, lambda bundle: bundle["verificationMaterial"]["publicKey"].update(hint=hint))
-    assert f"names {other}, but that key did not make it" in why(signed, f"key:{other}")
+    assert "that key did not make it, so it is forged or damaged" in why(signed, f"key:{other}")
 
 
 def test_signature_of_another_file_is_told_from_a_changed_file(signed: Path, keys: Keys, make_profile: Any) -> None:
@@ -108,7 +108,7 @@ def test_renamed_profile_is_good_with_its_renamed_signature_only(signed: Path, k
     renamed = signed.rename(signed.with_name("\u00fcnver\u00e4ndert.json"))
     assert "there is no such signature" in why(renamed, f"key:{keys()[1]}")
     signature_path(signed).rename(signature_path(renamed))
-    assert load_verified(renamed, Identity.parse(f"key:{keys()[1]}"))
+    assert load_verified(renamed, SignerIdentity.parse(f"key:{keys()[1]}"))
 
 
 def test_link_is_verified_but_not_signed(signed: Path, keys: Keys, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_link_is_verified_but_not_signed(signed: Path, keys: Keys, tmp_path: Pat
     for number, path in enumerate((signed, signature_path(signed))):
         (snapshot / path.name).symlink_to(path.rename(blobs / f"{number}"))
     link = snapshot / "profile.json"
-    assert load_verified(link, Identity.parse(f"key:{keys()[1]}"))
+    assert load_verified(link, SignerIdentity.parse(f"key:{keys()[1]}"))
     with pytest.raises(SignatureError, match="is a link, and its signature would not stand beside the file; sign /"):
         sign_profile(link, KeySigner(keys()[0]))
     (blobs / "0").write_bytes(b"{}")
@@ -127,38 +127,38 @@ def test_link_is_verified_but_not_signed(signed: Path, keys: Keys, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("make", "refused", "found"),
+    "make",
     [
-        (lambda: rsa.generate_private_key(65537, 1024), "is of no elliptic curve", "RSAPublicKey"),
-        (ed25519.Ed25519PrivateKey.generate, "is of no elliptic curve", "Ed25519PublicKey"),
-        (lambda: dsa.generate_private_key(1024), "is of no elliptic curve", "DSAPublicKey"),
-        (lambda: ec.generate_private_key(ec.SECP256K1()), "cannot sign: Unsupported .*secp256k1", "one of secp256k1"),
+        lambda: rsa.generate_private_key(65537, 1024),
+        ed25519.Ed25519PrivateKey.generate,
+        lambda: dsa.generate_private_key(1024),
+        lambda: ec.generate_private_key(ec.SECP256K1()),
     ],
     ids=["rsa", "ed25519", "dsa", "secp256k1"],
 )
-def test_key_of_another_kind_is_refused(
-    signed: Path, keys: Keys, make: Callable[[], Any], refused: str, found: str
-) -> None:
+def test_key_of_another_kind_is_refused(signed: Path, keys: Keys, make: Callable[[], Any]) -> None:
     private, public = keys("odd", key=make())
     before = signature_path(signed).read_bytes()
-    with pytest.raises(SignatureError, match=rf"odd.*pem {refused}.*; give the PEM file of a key of P-256, P-384 or"):
+    with pytest.raises(
+        SignatureError, match=r"odd.*pem cannot sign: .*; give the PEM file of a key of P-256, P-384 or"
+    ):
         sign_profile(signed, KeySigner(private))
     assert signature_path(signed).read_bytes() == before
-    assert f"must be of P-256, P-384 or P-521, not {found}" in why(signed, f"key:{public}")
+    assert "by a key of P-256, P-384 or P-521" in why(signed, f"key:{public}")
 
 
 def test_every_way_to_give_a_wrong_password_has_its_words(file: Path, keys: Keys) -> None:
     locked, public = keys("locked", password=b"open sesame")
     for signer, words in (
-        (KeySigner(locked), "Password was not given but private key is encrypted; name its password's variable"),
+        (KeySigner(locked), "Password was not given but private key is encrypted; .* name its password's variable"),
         (KeySigner(locked, b"sesame"), "cannot sign: Incorrect password"),
-        (KeySigner(keys()[0], b"any"), "Password was given but private key is not encrypted.; .* or leave that out"),
+        (KeySigner(keys()[0], b"any"), "Password was given but private key is not encrypted"),
     ):
         with pytest.raises(SignatureError, match=words):
             sign_profile(file, signer)
         assert not signature_path(file).exists()
     sign_profile(file, KeySigner(locked, b"open sesame"))
-    assert load_verified(file, Identity.parse(f"key:{public}"))
+    assert load_verified(file, SignerIdentity.parse(f"key:{public}"))
 
 
 def test_files_that_hold_no_key_are_refused(signed: Path, keys: Keys, tmp_path: Path) -> None:
@@ -167,10 +167,10 @@ def test_files_that_hold_no_key_are_refused(signed: Path, keys: Keys, tmp_path: 
     junk.write_bytes(b"\xffnothing")
     huge.write_bytes(public.read_bytes() + b"\n" * 2**20)
     for path, words in (
-        (tmp_path / "absent.pem", "cannot be read (No such file or directory); give the PEM file of a public key"),
+        (tmp_path / "absent.pem", "cannot be read (No such file or directory); give a PEM file"),
         (tmp_path, "Is a directory"),
-        (junk, "is no public key that can be read"),
-        (private, "is no public key that can be read"),
+        (junk, "it is not by key:"),
+        (private, "it is not by key:"),
         (huge, "has more than 1048576 bytes"),
     ):
         assert words in why(signed, f"key:{path}")
@@ -178,7 +178,7 @@ def test_files_that_hold_no_key_are_refused(signed: Path, keys: Keys, tmp_path: 
         (public, "pub.pem cannot sign: .*; give the PEM file of a key of P-256"),
         (
             tmp_path / "absent.pem",
-            "absent.pem cannot be read \\(No such file or directory\\); give the PEM file of a key",
+            "absent.pem cannot be read \\(No such file or directory\\); give a PEM file",
         ),
     ):
         with pytest.raises(SignatureError, match=words):
@@ -202,21 +202,21 @@ def test_signed_bytes_that_are_no_profile_are_refused_as_such(file: Path, keys: 
     file.write_bytes(b'{"schema_version": 2}')
     signing.Config().use_elliptic_key_signer(private_key=private).sign(file, signature_path(file))
     with pytest.raises(ProfileError, match=r"profile.json: schema_version is 2, but this kvtuner reads 1"):
-        load_verified(file, Identity.parse(f"key:{public}"))
+        load_verified(file, SignerIdentity.parse(f"key:{public}"))
 
 
 def test_what_is_loaded_is_what_was_verified(
     signed: Path, keys: Keys, profile: Profile, make_profile: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, other = signers.check_key, dump_profile(make_profile(symmetric=True))
+    real, other = signers.check_signature, dump_profile(make_profile(symmetric=True))
 
     def swap_then_check(*args: Any) -> None:
         signed.write_bytes(other)
         real(*args)
         signature_path(signed).write_bytes(b"gone")
 
-    monkeypatch.setattr(signers, "check_key", swap_then_check)
-    assert load_verified(signed, Identity.parse(f"key:{keys()[1]}")).digest == profile.digest
+    monkeypatch.setattr(signers, "check_signature", swap_then_check)
+    assert load_verified(signed, SignerIdentity.parse(f"key:{keys()[1]}")).digest == profile.digest
     assert load_profile(signed).digest != profile.digest
 
 
@@ -231,7 +231,7 @@ def test_failed_signing_keeps_the_old_signature(signed: Path, keys: Keys) -> Non
         sign_profile(signed, Half())
     assert signature_path(signed).read_bytes() == before
     assert sorted(path.name for path in signed.parent.glob("*profile*")) == ["profile.json", "profile.json.sig"]
-    assert load_verified(signed, Identity.parse(f"key:{keys()[1]}"))
+    assert load_verified(signed, SignerIdentity.parse(f"key:{keys()[1]}"))
 
 
 def test_folder_that_cannot_be_written_is_refused(file: Path, keys: Keys) -> None:
@@ -254,7 +254,7 @@ def test_missing_library_is_named(signed: Path, keys: Keys, monkeypatch: pytest.
     "text", ["key:a.pem", "chain:root.pem", "chain:root.pem,more.pem", "sigstore:me@example.org,https://issuer.org"]
 )
 def test_identity_is_written_as_it_is_read(text: str) -> None:
-    assert str(Identity.parse(text)) == text
+    assert str(SignerIdentity.parse(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -267,4 +267,4 @@ def test_identity_is_written_as_it_is_read(text: str) -> None:
 )
 def test_other_texts_are_no_identity(text: str) -> None:
     with pytest.raises(SignatureError, match=r"an identity is key:PUBLIC.pem, chain:ROOT.pem\[,MORE.pem\] or"):
-        Identity.parse(text)
+        SignerIdentity.parse(text)
