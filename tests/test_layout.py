@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINKED_FOLDERS = ("calibration", "exported_configs", "runtime_loader", "search_spaces", "tuner")
 PACKAGE_FOLDERS = ("kvtuner", *LINKED_FOLDERS)
 BUILD_INPUTS = ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "LICENSES", *PACKAGE_FOLDERS)
-DATA_SUFFIXES = {".json", ".jsonl", ".txt", ".safetensors"}
+DATA_SUFFIXES = {".html", ".json", ".jsonl", ".txt", ".safetensors"}
 DEMO_MODEL = ROOT / "calibration" / "demo" / "model"
 
 

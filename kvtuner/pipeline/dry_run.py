@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvtuner.evaluation.validation import UNIFORM_PAIRS
 from kvtuner.pipeline.session import corpus_source, ranks_of, row_shape
 from kvtuner.precision import PACKED_BITS, PrecisionPair, effective_bits, mean_bits, tokens_per_gib
-from kvtuner.report.search_data import rank_words
+from kvtuner.report.search_data import rank_text
 from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def print_plan(plan: dict[str, Any], *, as_json: bool) -> None:
             f"{row['name']:<14}{row['mean_bits']:>10.2f}{row['effective_bits']:>11.3f}{row['bytes_per_token']:>13,}"
             f"{row['tokens_per_gib']:>12,}  {' '.join(row['inside'])}"
         )
-    if words := rank_words(plan["tp_size"], plan["pp_size"]):
+    if words := rank_text(plan["tp_size"], plan["pp_size"]):
         print(f"bytes and tokens are those{words}")
     for budget in plan["budgets"]:
         print(f"budget {budget['asked']}: the smallest possible is {budget['smallest']}")

@@ -1,4 +1,4 @@
-"""What a benchmark found: plain values for the report, its JSON and the terminal. Measures nothing."""
+"""The figures of a benchmark: plain values for the report, its JSON and the terminal. Measures nothing."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.bench.ablation import group_of
 from kvtuner.evaluation.scheme import PER_CHANNEL
-from kvtuner.report.evaluation_report import aligned
 from kvtuner.report.formatting import NOT_MEASURED, number, percent, plain_json
+from kvtuner.report.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,15 +26,16 @@ RESULT_VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class WayResult:
-    """A way to serve, and what came of it.
+    """A way to serve, and its figures.
 
     Attributes:
-        way: which.
-        server: what it said of itself; None where it was not served.
-        run: what it was sent; None likewise.
-        gates: of its figures.
-        weight_bytes: that a token of one request reads at least; None of other servers than SGLang.
-        refused: why it was not served.
+        way: The way to serve.
+        server: The server's record of itself; None where it was not served.
+        run: The loads that it answered; None where it was not served.
+        gates: The gates of its figures.
+        weight_bytes: The bytes of weights that a token of one request reads at least; None of other servers than
+            SGLang.
+        refused: The reason why it was not served; None where it was.
     """
 
     way: CacheScheme
@@ -45,16 +46,26 @@ class WayResult:
     refused: str | None
 
     @property
+    def name(self) -> str:
+        """The name of the way."""
+        return self.way.name
+
+    @property
+    def tokens_that_fit(self) -> int | None:
+        """The tokens that the server has room for; None where it was not served."""
+        return None if self.server is None else self.server.tokens_that_fit
+
+    @property
     def bits(self) -> float | None:
-        """Effective bits: of a value in the cache, with its scales."""
+        """The effective bits of a value in the cache, with its scales."""
         return self.way.effective_bits
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
-        """Figures of the loads of a kind, in the order in which they were sent."""
+        """The figures of the loads of a kind, in the order in which they were sent."""
         return [] if self.run is None else [row for row in self.run.rows() if row["kind"] == kind]
 
     def read_bytes_per_s(self, row: Mapping[str, Any]) -> float | None:
-        """Of weights, at least: a step gives a token to every request in flight."""
+        """The bytes of weights per second, at least: a step gives a token to every request in flight."""
         if self.weight_bytes is None:
             return None
         return float(row["output_tokens_per_s"] / row["concurrency"] * self.weight_bytes)
@@ -79,15 +90,15 @@ class WayResult:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """All of it.
+    """The whole benchmark.
 
     Attributes:
-        profile: that was benchmarked.
-        model: that was served.
-        ways: in the order in which they were.
-        evaluation: of the same ways, for the ablation.
-        making: how it was made.
-        server_args: flags that all servers had.
+        profile: The profile that was benchmarked.
+        model: The model that was served.
+        ways: The ways to serve, in the order in which they were served.
+        evaluation: The evaluation of the same ways, for the ablation.
+        making: The provenance of the figures.
+        server_args: The flags that all servers had.
     """
 
     profile: Profile
@@ -98,15 +109,15 @@ class BenchResult:
     server_args: Sequence[str]
 
     def problems(self) -> list[str]:
-        """Gates that fail, and ways that should have been served."""
-        found = [
-            f"{each.way.name}: {gate.name}: {gate.words}"
+        """The gates that fail, and the ways that should have been served."""
+        failed = [
+            f"{each.name}: {gate.name}: {gate.words}"
             for each in self.ways
             for gate in each.gates
             if gate.verdict == "failed"
         ]
         refused = [each for each in self.ways if each.refused is not None and not _is_expected(each)]
-        return found + [f"{each.way.name}: not served: {each.refused}" for each in refused]
+        return failed + [f"{each.name}: not served: {each.refused}" for each in refused]
 
     def quality(self, name: str, measure: str) -> tuple[Cell, Result] | None:
         """The first cell of a measure that holds a way: of likelihoods, the one at the beginning of the context."""
@@ -118,7 +129,7 @@ class BenchResult:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        found: dict[str, Any] = plain_json(
+        payload: dict[str, Any] = plain_json(
             {
                 "bench_version": RESULT_VERSION,
                 "profile_digest": self.profile.digest,
@@ -130,16 +141,16 @@ class BenchResult:
                 "making": self.making.model_dump(mode="json"),
             }
         )
-        return found
+        return payload
 
 
 def _is_expected(each: WayResult) -> bool:
     """Whether it is the ablation's group that no server has yet, refused for that reason."""
-    return each.way.name == PER_CHANNEL and "per-channel" in str(each.refused)
+    return each.name == PER_CHANNEL and "per-channel" in str(each.refused)
 
 
-def overview(result: BenchResult) -> tuple[list[str], list[list[str]]]:
-    """Headers, and a row for each way: its size, its quality if that was asked, its speed.
+def overview(result: BenchResult) -> Table:
+    """A row for each way: its size, its quality if that was asked, its speed.
 
     Speed is under the most requests in flight that all ways had; a way that was not served has none.
     """
@@ -148,18 +159,18 @@ def overview(result: BenchResult) -> tuple[list[str], list[list[str]]]:
     headers = ["", "bits", "bytes/token", "tokens that fit", *quality, *speed]
     rows, lanes = [], common_concurrency(result)
     for each in result.ways:
-        size, fit = each.way.bytes_per_token, None if each.server is None else each.server.tokens_that_fit
-        row = [_labelled(result, each), number(each.bits), _count(size), _count(fit)]
+        size, fit = count_text(each.way.bytes_per_token), count_text(each.tokens_that_fit)
+        row = [_labelled(result, each), number(each.bits), size, fit]
         if result.evaluation is not None:
-            kl, top1 = (result.quality(each.way.name, name) for name in ("kl_nats_per_token", "top1_agreement"))
+            kl, top1 = (result.quality(each.name, name) for name in ("kl_nats_per_token", "top1_agreement"))
             row += [number(kl[1].mean if kl else None), percent(top1[1].mean if top1 else None)]
         rows.append([*row, *_speed(each, lanes)])
-    return headers, rows
+    return Table(headers, rows)
 
 
 def _labelled(result: BenchResult, each: WayResult) -> str:
-    letter = group_of(each.way.name) if result.evaluation is not None else None
-    return each.way.name if letter is None else f"{letter} {each.way.name}"
+    letter = group_of(each.name) if result.evaluation is not None else None
+    return each.name if letter is None else f"{letter} {each.name}"
 
 
 def common_concurrency(result: BenchResult) -> int | None:
@@ -182,26 +193,24 @@ def _speed(each: WayResult, lanes: int | None) -> list[str]:
     ]
 
 
-def _count(value: int | None) -> str:
+def count_text(value: int | None) -> str:
+    """A count with commas."""
     return NOT_MEASURED if value is None else f"{value:,}"
 
 
 def milliseconds(seconds: float | None) -> str:
-    """With three digits."""
+    """Milliseconds with three digits."""
     return number(None if seconds is None else 1e3 * seconds)
 
 
 def gates_that_passed(result: BenchResult) -> str:
-    """How many, and how many could not be asked."""
+    """How many gates passed, and how many could not be asked."""
     verdicts = [gate.verdict for each in result.ways for gate in each.gates]
     unasked = verdicts.count("not asked")
     return f"{verdicts.count('passed')} gates passed" + (f", {unasked} could not be asked" if unasked else "")
 
 
 def summary_lines(result: BenchResult) -> list[str]:
-    """For the terminal."""
-    headers, found = overview(result)
-    lines = aligned([headers, *found])
-    problems = result.problems()
-    lines += ["", *([f"FAILED  {problem}" for problem in problems] or [gates_that_passed(result)])]
-    return lines
+    """The table and the verdict for the terminal."""
+    problems = [f"FAILED  {problem}" for problem in result.problems()]
+    return [*overview(result).lines(), "", *(problems or [gates_that_passed(result)])]

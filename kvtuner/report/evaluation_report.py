@@ -1,19 +1,26 @@
-"""An evaluation as text for a person. Measures nothing."""
+"""An evaluation as text for a terminal and as part of a page. Measures nothing."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.exported_configs.identity.mismatch import is_same_configuration
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE
-from kvtuner.report.formatting import fixed, interval, number, percent
+from kvtuner.report.formatting import fixed, interval, model_name, number, percent
+from kvtuner.report.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvtuner.exported_configs.profile.evaluation_record import Cell, Evaluation, PairedDifference, Result
+    from kvtuner.exported_configs.profile.evaluation_record import (
+        Cell,
+        Evaluation,
+        PairedDifference,
+        Result,
+        ResultProvenance,
+    )
     from kvtuner.exported_configs.profile.profile import Profile
 
 TITLES: Final = {
@@ -35,106 +42,179 @@ FLAGS: Final = {
     "unread": "~ a server hardly found these prompts in its cache, or does not say: it may have read them as they were"
     " before they were stored, and only what follows the first token of an answer shows a loss",
 }
-MARKS: Final = {"floor": "-", "ceiling": "+", "unread": "~", None: " "}
 CONFIGURATIONS: Final = {
     True: "",
     False: ", not the configuration that was searched",
     None: ", which cannot be compared with the configuration that was searched",
 }
-MOST_EXPONENT: Final = 700
+MAX_EXPONENT: Final = 700
 
 
 def evaluation_lines(evaluation: Evaluation, profile: Profile) -> list[str]:
-    """A table for each level, every way beside the others, and what of the profile's differences is clear."""
-    names = [subject.name for subject in evaluation.subjects]
-    sizes = {subject.name: f"{subject.bytes_per_token:,}" for subject in evaluation.subjects}
-    lines = _about(evaluation, profile)
+    """A table for each level, every scheme beside the others, and which differences of the profile are clear."""
+    made, failures_are = evaluation.making, {"likelihood": "are left out of every way"}
+    lines = [
+        f"evaluation  of {_model(evaluation, profile)}",
+        f"host        {evaluation.host.kind} {evaluation.host.version or ''}".rstrip() + f", {_reads(evaluation)}",
+        f"text        of {_data(evaluation)}",
+        f"made by     {made.command}",
+        f"on          {made.machine}; {versions_text(made)}",
+    ]
     for level in dict.fromkeys(cell.level for cell in evaluation.cells):
         cells = [cell for cell in evaluation.cells if cell.level == level]
-        rows = [["", *names], ["bytes per token", *(sizes[name] for name in names)]]
-        for cell in cells:
-            found = {result.subject: result for result in cell.results}
-            rows.append([f"{_mark(cell)} {_place(cell)}", *(value_text(cell, found.get(name)) for name in names)])
-        units = {"likelihood": "sequences", "task": "questions"}.get(level, "contexts")
-        most = max(cell.units for cell in cells)
-        lines += ["", f"{level}, {most} {units} each at most" if level == "task" else f"{level}, {most} {units} each"]
-        lines += aligned(rows)
-        lines += [words for flag, words in FLAGS.items() if any(cell.flag == flag for cell in cells)]
-        if failures := sum(result.failures for cell in cells for result in cell.results):
-            count = "are left out of every way" if level == "likelihood" else "count as wrong"
-            lines.append(f"{failures} answers never came, and {count}")
-    return [*lines, "", *_comparisons(evaluation.cells)]
+        lines += ["", _units(level, cells), *_level_table(evaluation, cells).lines()]
+        lines += [text for flag, text in FLAGS.items() if any(cell.flag == flag for cell in cells)]
+        if failures := _failures(cells):
+            lines.append(f"{failures} answers never came, and {failures_are.get(level, 'count as wrong')}")
+    return [*lines, "", *_clear_differences(evaluation.cells)]
 
 
-def sample_lines(prompt: str, said: Mapping[str, str | None]) -> list[str]:
-    """One prompt and what every way says after it, in Markdown."""
+def sample_lines(prompt: str, answers: Mapping[str, str | None]) -> list[str]:
+    """One prompt and what every scheme answers, in Markdown."""
     lines = ["## After", "", *_quoted(prompt), ""]
-    for name, text in said.items():
+    for name, text in answers.items():
         lines += [f"**{name}**", "", *(_quoted(text) if text is not None else ["no answer"]), ""]
     return lines
+
+
+def evaluation_context(evaluation: Evaluation, profile: Profile) -> dict[str, Any]:
+    """What ``templates/evaluation.html`` shows: every scheme side by side, and which differences are clear."""
+    names = [scheme.name for scheme in evaluation.subjects]
+    sizes = [f"{scheme.bytes_per_token:,}" for scheme in evaluation.subjects]
+    cells = [
+        (cell_title(cell), f"{cell.units:,}", *cell_values(cell, names), _clear_text(cell)) for cell in evaluation.cells
+    ]
+    flags = {cell.flag for cell in evaluation.cells}
+    notes = [f"{flag}: {text[2:]}" for flag, text in FLAGS.items() if flag in flags]
+    if count := sum(len(cell.differences) for cell in evaluation.cells):
+        notes.append(
+            f"The last column holds differences of the profile from another way, paired, with p below {SIGNIFICANT}; of"
+            f" {count}, {SIGNIFICANT * count:.0f} would look so by chance."
+        )
+    headers = ("", "units", *names, "clear differences")
+    return {
+        "backend": f"{evaluation.host.kind}, {_reads(evaluation)}",
+        "cells": Table(headers, [("bytes per token", "", *sizes, ""), *cells]),
+        "notes": notes,
+        "provenance": Table(("", ""), _provenance(evaluation, profile), wrap=True),
+    }
+
+
+def cell_title(cell: Cell) -> str:
+    """What a cell measured, at which length and position, and its flag."""
+    name = TITLES[cell.measure] if cell.level == "likelihood" else " ".join(filter(None, (cell.level, cell.task)))
+    length = f", {cell.num_tokens:,} tokens" if cell.num_tokens else ""
+    flag = f" ({cell.flag})" if cell.flag else ""
+    return f"{name}{length} at {cell.position:,}{flag}"
+
+
+def cell_values(cell: Cell, names: Sequence[str]) -> list[str]:
+    """The results of the named schemes, with intervals; ``-`` where a scheme has none."""
+    results = {result.subject: result for result in cell.results}
+    return [_value_text(cell, results.get(name)) for name in names]
+
+
+def versions_text(made: ResultProvenance) -> str:
+    """The versions of the packages that measured."""
+    return f"kvtuner {made.kvtuner_version}, torch {made.torch}, transformers {made.transformers}"
+
+
+def _model(evaluation: Evaluation, profile: Profile) -> str:
+    model = evaluation.model
+    return f"{model_name(model)} in {model.dtype}{CONFIGURATIONS[is_same_configuration(model, profile.model)]}"
+
+
+def _reads(evaluation: Evaluation) -> str:
+    host = evaluation.host
+    reads = f"read plan {host.read_plan}" if host.read_plan else f"reads {host.reads or 'what it does not say'}"
+    hits = "" if host.hit_share is None else f", {percent(host.hit_share)} of prompts found in its cache"
+    return f"{reads}{hits}"
+
+
+def _data(evaluation: Evaluation) -> str:
+    is_unseen = evaluation.data.is_unseen
+    seen = "which calibration and selection did not see" if is_unseen else "which the search may have seen"
+    return f"{evaluation.data.corpus}, {seen}"
+
+
+def _failures(cells: Sequence[Cell]) -> int:
+    return sum(result.failures for cell in cells for result in cell.results)
+
+
+def _provenance(evaluation: Evaluation, profile: Profile) -> list[tuple[str, str]]:
+    made, failures = evaluation.making, _failures(evaluation.cells)
+    return [
+        ("model", _model(evaluation, profile)),
+        ("text", _data(evaluation)),
+        *([("answers that never came", f"{failures:,}")] if failures else []),
+        ("made by", made.command),
+        ("on", made.machine),
+        ("with", versions_text(made)),
+    ]
+
+
+def _clear_text(cell: Cell) -> str:
+    return "; ".join(
+        f"{each.other}: {number(each.mean)} [{number(each.low)}, {number(each.high)}], p {number(each.p_value, 2)}"
+        for each in cell.differences
+        if each.p_value < SIGNIFICANT
+    )
 
 
 def _quoted(text: str) -> list[str]:
     return [f"    {line}" for line in text.splitlines()] or ["    "]
 
 
-def _about(evaluation: Evaluation, profile: Profile) -> list[str]:
-    model, host, data, made = evaluation.model, evaluation.host, evaluation.data, evaluation.making
-    name = f"{model.id}@{model.revision}" if model.revision else model.id
-    other = CONFIGURATIONS[is_same_configuration(model, profile.model)]
-    where = f"read plan {host.read_plan}" if host.read_plan else f"reads {host.reads or 'what it does not say'}"
-    hits = "" if host.hit_share is None else f", {percent(host.hit_share)} of prompts found in its cache"
-    seen = "which calibration and selection did not see" if data.is_unseen else "which the search may have seen"
-    return [
-        f"evaluation  of {name} in {model.dtype}{other}",
-        f"host        {host.kind} {host.version or ''}".rstrip() + f", {where}{hits}",
-        f"text        of {data.corpus}, {seen}",
-        f"made by     {made.command}",
-        f"on          {made.machine}; kvtuner {made.kvtuner_version}, torch {made.torch}, transformers"
-        f" {made.transformers}",
-    ]
+def _units(level: str, cells: Sequence[Cell]) -> str:
+    units = {"likelihood": "sequences", "task": "questions"}.get(level, "contexts")
+    return f"{level}, {max(cell.units for cell in cells)} {units} each" + " at most" * (level == "task")
 
 
-def _mark(cell: Cell) -> str:
-    return MARKS[cell.flag]
+def _level_table(evaluation: Evaluation, cells: Sequence[Cell]) -> Table:
+    names = [scheme.name for scheme in evaluation.subjects]
+    sizes = [f"{scheme.bytes_per_token:,}" for scheme in evaluation.subjects]
+    rows = [[f"{FLAGS.get(cell.flag or '', ' ')[0]} {_short_title(cell)}", *cell_values(cell, names)] for cell in cells]
+    return Table(["", *names], [["bytes per token", *sizes], *rows])
 
 
-def _place(cell: Cell) -> str:
-    parts = [TITLES[cell.measure]] if cell.level == "likelihood" else [cell.task or ""]
-    if cell.num_tokens is not None and cell.level != "likelihood":
+def _short_title(cell: Cell) -> str:
+    """What a cell measured, beneath the name of its level."""
+    if cell.level == "likelihood":
+        return f"{TITLES[cell.measure]} at {cell.position:,}"
+    parts = [cell.task or ""]
+    if cell.num_tokens is not None:
         parts.append(f"{cell.num_tokens:,} tokens")
-    if cell.level in ("arithmetic", "likelihood") and (cell.num_tokens is None or cell.level == "likelihood"):
+    elif cell.level == "arithmetic":
         parts.append(f"at {cell.position:,}")
     return " ".join(filter(None, parts))
 
 
-def value_text(cell: Cell, result: Result | None) -> str:
-    """A result with its interval, as its measure is read; ``-`` without one."""
+def _value_text(cell: Cell, result: Result | None) -> str:
     if result is None:
         return "-"
     if cell.measure in SHARES:
         return f"{percent(result.mean)} [{100 * result.low:.1f}, {100 * result.high:.1f}]"
     if cell.measure != "nll_nats_per_token":
         return interval(Interval(result.mean, result.low, result.high))
-    mean, low, high = (fixed(math.exp(min(x, MOST_EXPONENT))) for x in (result.mean, result.low, result.high))
+    mean, low, high = (fixed(math.exp(min(x, MAX_EXPONENT))) for x in (result.mean, result.low, result.high))
     return f"{mean} [{low}, {high}]"
 
 
-def _comparisons(cells: Sequence[Cell]) -> list[str]:
-    """Differences that are clear, of how many, so that nobody takes one of twenty for a finding."""
-    all_of_them = [(cell, difference) for cell in cells for difference in cell.differences]
-    clear = [(cell, difference) for cell, difference in all_of_them if difference.p_value < SIGNIFICANT]
-    chance = f"by chance {SIGNIFICANT * len(all_of_them):.0f} of {len(all_of_them)} would look so"
+def _clear_differences(cells: Sequence[Cell]) -> list[str]:
+    """Differences that are clear, of how many, so that nobody takes one of twenty for a result."""
+    differences = [(cell, difference) for cell in cells for difference in cell.differences]
+    clear = [(cell, difference) for cell, difference in differences if difference.p_value < SIGNIFICANT]
+    chance = f"by chance {SIGNIFICANT * len(differences):.0f} of {len(differences)} would look so"
     if not clear:
-        return [f"no clear difference of the profile from another way; {chance}"] if all_of_them else []
+        return [f"no clear difference of the profile from another way; {chance}"] if differences else []
     rows = [
-        [f"  {PROFILE} - {difference.other}", f"{cell.level} {_place(cell)}", *_difference(cell, difference)]
+        (f"  {PROFILE} - {difference.other}", f"{cell.level} {_short_title(cell)}", *_difference(cell, difference))
         for cell, difference in clear
     ]
-    return [f"clear differences, paired ({chance})", *aligned(rows, words=2)]
+    return [f"clear differences, paired ({chance})", *Table([""] * 5, rows, left=(0, 1)).lines()]
 
 
-def _difference(cell: Cell, difference: PairedDifference) -> list[str]:
+def _difference(cell: Cell, difference: PairedDifference) -> tuple[str, str, str]:
     values = (difference.mean, difference.low, difference.high)
     if cell.measure in SHARES:
         mean, low, high = (f"{100 * value:+.1f}" for value in values)
@@ -143,16 +223,4 @@ def _difference(cell: Cell, difference: PairedDifference) -> list[str]:
         mean, low, high = (("+" if value > 0 else "") + number(value) for value in values)
         unit = " in its log" if cell.measure == "nll_nats_per_token" else ""
     mcnemar = "" if difference.mcnemar is None else f"McNemar {number(difference.mcnemar, 2)}"
-    return [f"{mean} [{low}, {high}]{unit}", f"p {number(difference.p_value, 2)}", mcnemar]
-
-
-def aligned(rows: Sequence[Sequence[str]], *, words: int = 1) -> list[str]:
-    """Columns of even width, the first `words` of them to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if index < words else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    return f"{mean} [{low}, {high}]{unit}", f"p {number(difference.p_value, 2)}", mcnemar

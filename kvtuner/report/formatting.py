@@ -1,4 +1,4 @@
-"""Numbers as text and as JSON, one way for all of the report. Knows nothing of what they mean."""
+"""Numbers, names and JSON values as every report writes them. Knows nothing of what they mean."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtuner.evaluation.statistics import Interval
+    from kvtuner.exported_configs.profile.evidence import ModelIdentity
 
 NOT_MEASURED = "-"
 
@@ -57,3 +58,8 @@ def plain_json(value: Any) -> Any:
 def printable(text: str) -> str:
     """Text without control characters: a profile may come from anybody."""
     return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def model_name(model: ModelIdentity) -> str:
+    """The id of a model, with its revision where there is one."""
+    return f"{model.id}@{model.revision}" if model.revision else model.id

@@ -1,12 +1,13 @@
-"""In what two profiles differ: layers, bytes, quality, and whether that can be compared. Prints nothing."""
+"""In what two profiles differ: layers, bytes, quality, and whether that can be compared. Shows nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.precision import NATIVE_BITS, tokens_per_gib
-from kvtuner.report.layer_codes import PER_CHANNEL
+from kvtuner.report.formatting import plain_json
+from kvtuner.report.layer_strip import PER_CHANNEL
 from kvtuner.report.profile_report import ratio_to_bf16
 
 if TYPE_CHECKING:
@@ -23,11 +24,11 @@ class LayerState:
     """How one layer is stored.
 
     Attributes:
-        pair: such as ``K8V4``.
-        k_transform: of keys.
-        v_transform: of values.
-        k_granularity: of keys; None at 16 bits.
-        constants: base64 of mu and lambda; None where the transform has none.
+        pair: The bits of keys and values, such as ``K8V4``.
+        k_transform: The transform of keys.
+        v_transform: The transform of values.
+        k_granularity: The granularity of keys; None at 16 bits.
+        constants: The base64 of mu and lambda; None where the transform has none.
     """
 
     pair: str
@@ -46,17 +47,17 @@ class LayerChange:
     """A layer that is stored otherwise.
 
     Attributes:
-        layer: its global id.
-        first: in the first profile.
-        second: in the second.
-        what: some of ``bits``, ``granularity`` of keys that are quantized in both, ``transform``, and ``constants`` of
-            one and the same transform.
+        layer: The global id of the layer.
+        first: The layer in the first profile.
+        second: The layer in the second profile.
+        changed: Some of ``bits``, ``granularity`` of keys that are quantized in both, ``transform``, and
+            ``constants`` of one and the same transform.
     """
 
     layer: int
     first: LayerState
     second: LayerState
-    what: tuple[str, ...]
+    changed: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +65,10 @@ class QualityDifference:
     """Two measured KLs.
 
     Attributes:
-        first: None where nothing was measured.
-        second: likewise.
-        apart: what the measurements do not share, or what of it is not known; of nothing, they are of the same tokens.
-        intervals_overlap: None where one was not measured.
+        first: The quality of the first profile; None where nothing was measured.
+        second: The quality of the second profile; None where nothing was measured.
+        apart: What the measurements do not share or what is not known of it; empty where they are of the same tokens.
+        intervals_overlap: Whether the intervals overlap; None where one was not measured.
     """
 
     first: QualityRecord | None
@@ -80,32 +81,31 @@ class QualityDifference:
         """Whether both were measured, and alike."""
         return self.intervals_overlap is not None and not self.apart
 
-    def words(self) -> str:
-        """What may be said of them."""
-        if self.intervals_overlap is None:
-            missing = [name for name, each in (("first", self.first), ("second", self.second)) if each is None]
+    def text(self) -> str:
+        """What the two measurements show of one another."""
+        if self.first is None or self.second is None:
+            missing = [name for name, record in (("first", self.first), ("second", self.second)) if record is None]
             return f"not measured of the {' and the '.join(missing)}: nothing to compare"
         overlap = "the intervals overlap" if self.intervals_overlap else "the intervals do not overlap"
         if self.apart:
             return f"not comparable, since these differ or are not known: {', '.join(self.apart)} ({overlap})"
         if self.intervals_overlap:
             return f"measured on the same tokens; {overlap}, which shows neither to be better"
-        assert self.first is not None and self.second is not None
         better = "first" if self.first.measured_kl.mean < self.second.measured_kl.mean else "second"
         return f"measured on the same tokens; {overlap}: the {better} is better"
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileDifference:
-    """All of it.
+    """Two profiles and everything in which they differ.
 
     Attributes:
-        first: one profile.
-        second: the other.
-        geometry: counts of the models that differ, both values.
-        defaults: what all layers share that differs, such as ``k.group_size``, both values.
-        layers: those that changed; None where the models have not the same number of layers.
-        quality: measured KL.
+        first: The first profile.
+        second: The second profile.
+        geometry: The counts of the models that differ, with both values.
+        defaults: What all layers share that differs, such as ``k.group_size``, with both values.
+        layers: The layers that changed; None where the models have not the same number of layers.
+        quality: The measured KL of both.
     """
 
     first: Profile
@@ -118,7 +118,7 @@ class ProfileDifference:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; pairs hold the first profile's and the second's."""
         both = (self.first, self.second)
-        quality = self.quality
+        kls = [None if p.quality is None else p.quality.measured_kl for p in both]
         return {
             "same_digest": self.first.digest == self.second.digest,
             "digest": [p.digest for p in both],
@@ -128,19 +128,19 @@ class ProfileDifference:
             "defaults_differ": bool(self.defaults),
             "defaults": {name: list(values) for name, values in self.defaults.items()},
             "layers_compared": self.layers is not None,
-            "layers": [_change_json(change) for change in self.layers or ()],
+            "layers": [plain_json(asdict(change)) for change in self.layers or ()],
             "mean_bits": [float(p.mean_bits) for p in both],
             "effective_bits": [round(float(p.effective_bits), 6) for p in both],
             "bytes_per_token": [p.bytes_per_token() for p in both],
             "tokens_per_gib": [tokens_per_gib(p.bytes_per_token()) for p in both],
             "ratio_to_bf16": [round(ratio_to_bf16(p), 4) for p in both],
             "bytes_ratio": round(self.second.bytes_per_token() / self.first.bytes_per_token(), 6),
-            "kl": [None if p.quality is None else p.quality.measured_kl.mean for p in both],
+            "kl": [None if kl is None else kl.mean for kl in kls],
             "quality": {
-                "measured_kl": [None if p.quality is None else p.quality.measured_kl.model_dump() for p in both],
-                "comparable": quality.is_comparable,
-                "apart": list(quality.apart),
-                "intervals_overlap": quality.intervals_overlap,
+                "measured_kl": [None if kl is None else kl.model_dump() for kl in kls],
+                "comparable": self.quality.is_comparable,
+                "apart": list(self.quality.apart),
+                "intervals_overlap": self.quality.intervals_overlap,
             },
         }
 
@@ -160,20 +160,18 @@ def difference_of(first: Profile, second: Profile) -> ProfileDifference:
 
 
 def _defaults(first: Profile, second: Profile) -> dict[str, tuple[Any, Any]]:
-    """What a layer may say for itself, its transform, is compared layer by layer."""
+    """The defaults of keys and values that differ, without the transform, which is compared layer by layer."""
+    sides = (("k", first.defaults.k, second.defaults.k), ("v", first.defaults.v, second.defaults.v))
     pairs = {
         f"{side}.{name}": (getattr(before, name), getattr(after, name))
-        for side, before, after in (
-            ("k", first.defaults.k, second.defaults.k),
-            ("v", first.defaults.v, second.defaults.v),
-        )
+        for side, before, after in sides
         for name in DEFAULTS
     }
     return {name: (before, after) for name, (before, after) in pairs.items() if before != after}
 
 
 def _changes(first: Profile, second: Profile, *, with_constants: bool) -> tuple[LayerChange, ...]:
-    """Where heads or channels differ, constants cannot be the same, and are not compared."""
+    """The layers that changed; where heads or channels differ, constants cannot be the same and are not compared."""
     changes = []
     for layer in range(len(first.pairs)):
         before, after = _state(first, layer), _state(second, layer)
@@ -186,8 +184,8 @@ def _changes(first: Profile, second: Profile, *, with_constants: bool) -> tuple[
             "constants": with_constants and same_kind and before.constants != after.constants,
         }
         if any(differs.values()):
-            what = tuple(name for name, is_so in differs.items() if is_so)
-            changes.append(LayerChange(layer, before, after, what))
+            changed = tuple(name for name, is_so in differs.items() if is_so)
+            changes.append(LayerChange(layer, before, after, changed))
     return tuple(changes)
 
 
@@ -212,10 +210,8 @@ def _quality(first: Profile, second: Profile) -> QualityDifference:
         return QualityDifference(one, other, (), None)
     a, b = one.measured_kl, other.measured_kl
     same_weights = first.model.checkpoint_sha256 == second.model.checkpoint_sha256 is not None
-    circumstances, others = (
-        _circumstances(profile, quality, same_weights=same_weights)
-        for profile, quality in ((first, one), (second, other))
-    )
+    circumstances = _circumstances(first, one, same_weights=same_weights)
+    others = _circumstances(second, other, same_weights=same_weights)
     apart = tuple(name for name, value in circumstances.items() if value is None or value != others[name])
     return QualityDifference(one, other, apart, a.low <= b.high and b.low <= a.high)
 
@@ -233,23 +229,4 @@ def _circumstances(profile: Profile, quality: QualityRecord, *, same_weights: bo
         "read plan": quality.read_plan,
         "report text": None if record is None else (record.token_ids_sha256.report, quality.split_tokens),
         "positions": None if record is None else record.position_range,
-    }
-
-
-def _change_json(change: LayerChange) -> dict[str, Any]:
-    return {
-        "layer": change.layer,
-        "first": _state_json(change.first),
-        "second": _state_json(change.second),
-        "changed": list(change.what),
-    }
-
-
-def _state_json(state: LayerState) -> dict[str, Any]:
-    return {
-        "pair": state.pair,
-        "k_transform": state.k_transform,
-        "v_transform": state.v_transform,
-        "k_granularity": state.k_granularity,
-        "constants": list(state.constants),
     }

@@ -19,24 +19,31 @@ REPORT_VERSION: Final = 1
 SAMPLED: Final = "sampler"
 
 
-def rank_words(tp_size: int, pp_size: int) -> str:
-    """Whose bytes are shown, to be put behind a figure; empty where one rank holds the whole model."""
-    return "" if tp_size == pp_size == 1 else f" on a rank of TP {tp_size} x PP {pp_size}"
-
-
 DATA_FILE: Final = "report-data.json"
+SCORE_TITLES: Final = {
+    "kl": "isolated KL, nats per token",
+    "fisher": "Fisher score, nats per token",
+    "e_o": "relative error of the attention output (e_o)",
+}
+
+
+def rank_text(tp_size: int, pp_size: int) -> str:
+    """The rank whose bytes are shown, to be put behind a figure; empty where one rank holds the whole model."""
+    return "" if tp_size == pp_size == 1 else f" on a rank of TP {tp_size} x PP {pp_size}"
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetOutcome:
-    """What was asked for and what the winner takes.
+    """The budget that was asked for and what the winner takes.
 
     Attributes:
-        asked: the budget as the user wrote it.
-        mean_bits: payload bits per element of the whole model.
-        effective_bits: stored bits per element of the whole model.
-        bytes_per_token: stored bytes on the fullest rank.
-        bf16_bytes_per_token: of the unquantized cache on its fullest rank.
+        asked: The budget as the user wrote it.
+        mean_bits: The payload bits per element of the whole model.
+        effective_bits: The stored bits per element of the whole model.
+        bytes_per_token: The stored bytes on the fullest rank.
+        bf16_bytes_per_token: The bytes of the unquantized cache on its fullest rank.
+        tp_size: The number of ranks that share the heads.
+        pp_size: The number of stages that share the layers.
     """
 
     asked: str
@@ -59,8 +66,8 @@ class BudgetOutcome:
 
     @property
     def rank(self) -> str:
-        """Whose bytes these are; empty where one rank holds the whole model."""
-        return rank_words(self.tp_size, self.pp_size)
+        """The rank whose bytes these are; empty where one rank holds the whole model."""
+        return rank_text(self.tp_size, self.pp_size)
 
     @property
     def ratio(self) -> float:
@@ -70,7 +77,7 @@ class BudgetOutcome:
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """What the winner stores in one layer."""
+    """The bits and transforms that the winner stores one layer in."""
 
     layer: int
     k_bits: int
@@ -81,7 +88,7 @@ class LayerRow:
 
 @dataclass(frozen=True, slots=True)
 class ScoreSet:
-    """Scores of one candidate; None where not measured."""
+    """The scores of one candidate; None where not measured."""
 
     kl: float | None
     fisher: float | None
@@ -128,17 +135,17 @@ class QualityRow:
     """One configuration on the report split.
 
     Attributes:
-        name: ``K4V4``, ``fp8``, or the winner's name.
-        transforms: whether keys and values are transformed before rounding.
-        mean_bits: payload bits per element.
-        effective_bits: stored bits per element.
-        bytes_per_token: stored bytes, per rank as in `BudgetOutcome`.
-        kl: nats per token; None where not measured.
-        kl_p99: 99th percentile over tokens, nats.
-        top1: share of tokens whose most likely next token is the reference's, in [0, 1].
-        perplexity: on the report split.
-        fits_budget: whether it would have been allowed.
-        difference: paired, this row's KL minus the winner's; None in the winner's own row.
+        name: The name: ``K4V4``, ``fp8``, or the winner's own.
+        transforms: Whether keys and values are transformed before rounding.
+        mean_bits: The payload bits per element.
+        effective_bits: The stored bits per element.
+        bytes_per_token: The stored bytes, on a rank as in `BudgetOutcome`.
+        kl: The KL, nats per token; None where not measured.
+        kl_p99: The 99th percentile of KL over tokens, nats.
+        top1: The share of tokens whose most likely next token is the reference's, in [0, 1].
+        perplexity: The perplexity on the report split.
+        fits_budget: Whether the budget allows it.
+        difference: The paired difference, this row's KL minus the winner's; None in the winner's own row.
     """
 
     name: str
@@ -155,7 +162,7 @@ class QualityRow:
 
     @property
     def label(self) -> str:
-        """Name, and whether there are transforms."""
+        """The name, and whether there are transforms."""
         return f"{self.name} + transforms" if self.transforms else self.name
 
 
@@ -164,11 +171,11 @@ class OffsetQuality:
     """The winner beside its baselines, all at one kind of position offsets.
 
     Attributes:
-        offsets: ``small`` or ``large``.
-        positions: the range in words, such as ``0 to 511``.
-        reference_perplexity: of the unquantized model on the same tokens.
-        winner: the searched configuration.
-        baselines: uniform ones and fp8.
+        offsets: The kind of position offsets, ``small`` or ``large``.
+        positions: The range as text, such as ``0 to 511``.
+        reference_perplexity: The perplexity of the unquantized model on the same tokens.
+        winner: The searched configuration.
+        baselines: The uniform configurations and fp8.
     """
 
     offsets: str
@@ -177,9 +184,10 @@ class OffsetQuality:
     winner: QualityRow
     baselines: tuple[QualityRow, ...]
 
-    def ranked_baselines(self) -> list[QualityRow]:
-        """The baselines from most to least memory, those without transforms first."""
-        return sorted(self.baselines, key=lambda row: (-row.effective_bits, row.name, row.transforms))
+    def rows(self) -> list[QualityRow]:
+        """The winner, then the baselines from most to least memory, those without transforms first."""
+        ranked = sorted(self.baselines, key=lambda row: (-row.effective_bits, row.name, row.transforms))
+        return [self.winner, *ranked]
 
     def best_baseline(self, *, transforms: bool) -> QualityRow | None:
         """The baseline of least KL inside the budget, among those with or without transforms."""
@@ -192,10 +200,10 @@ class TrialPoint:
     """One trial of the study.
 
     Attributes:
-        number: in the order of the study.
-        value: measured KL on the select split; None where nothing was measured.
-        feasible: inside the budget.
-        source: `SAMPLED` for the sampler's own, any other word for a warm start.
+        number: The number in the order of the study.
+        value: The measured KL on the select split; None where nothing was measured.
+        feasible: Whether it keeps the budget.
+        source: `SAMPLED` for the sampler's own trials; any other text for a warm start.
     """
 
     number: int
@@ -242,31 +250,32 @@ class UniformKl:
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
-    """All that the report, its pictures and the terminal table draw from.
+    """The data that the report, its pictures and the terminal table show.
 
     Attributes:
-        model: id of the model.
-        corpus: name of the data.
-        read_plan: ``decode``, ``hit`` or ``cache``.
-        score: what bits were allocated by: ``kl``, ``fisher`` or ``e_o``.
-        budget: asked and reached.
-        layers: the winner, in the order of layers.
-        quality: on the report split; the first entry is drawn in the front's picture. Empty if not validated.
-        sensitivity: in any order.
-        front: by ascending bits.
-        measured: configurations of the select split.
-        trials: the study, in order.
-        gain: by how much the study's best is below the exact solution on the select split, nats per token; None where
-            nothing was searched or the exact solution was not measured.
-        uniform_winner: label of the uniform that took the searched configuration's place; None if that won.
-        rank_correlations: of the cheap scores.
-        additivity: checks of the prediction.
-        pair_additivity: of the paper's e_o; None where pairs were not asked for.
-        uniform_kl: the K x V table.
-        uniform_kl_transforms: whether that table is with the best transforms.
-        forwards: (phase, forward passes).
-        provenance: (name, value) rows that say nothing of a machine.
-        interval_level: confidence of every interval.
+        model: The id of the model.
+        corpus: The name of the data.
+        read_plan: The read plan: ``decode``, ``hit`` or ``cache``.
+        score: The score that bits were allocated by: ``kl``, ``fisher`` or ``e_o``.
+        budget: The budget as asked and as reached.
+        layers: The winner, in the order of layers.
+        quality: The quality on the report split; the first entry is drawn in the front's picture. Empty if not
+            validated.
+        sensitivity: The scores of every layer, side and width, in any order.
+        front: The exact front, by ascending bits.
+        measured: The configurations that were measured on the select split.
+        trials: The trials of the study, in order.
+        gain: The nats per token by which the study's best is below the exact solution on the select split; None
+            where nothing was searched or the exact solution was not measured.
+        uniform_winner: The label of the uniform that took the searched configuration's place; None if that won.
+        rank_correlations: The rank correlations of the cheap scores with the isolated KL.
+        additivity: The checks of the prediction.
+        pair_additivity: The additivity of the paper's e_o; None where pairs were not asked for.
+        uniform_kl: The cells of the K x V table.
+        uniform_kl_transforms: Whether that table is with the best transforms.
+        forwards: The forward passes by phase.
+        provenance: The rows of names and values that say nothing of a machine.
+        interval_level: The confidence of every interval.
     """
 
     model: str
@@ -297,10 +306,10 @@ class ReportData:
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> ReportData:
-        """Read what `to_json` made.
+        """Read the report data that `to_json` made.
 
         Raises:
-            RunFolderError: another version, or a field that is absent or of the wrong type.
+            RunFolderError: The data has another version, or a field that is absent or of the wrong type.
         """
         from pydantic import TypeAdapter, ValidationError
 

@@ -1,49 +1,85 @@
-"""Writes what a search found: HTML with pictures, a table for the terminal, JSON. Measures nothing."""
+"""The report of a search: a table for the terminal, JSON, and a page with pictures. Measures nothing."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.report.findings import findings
-from kvtuner.report.formatting import fixed, interval, number, percent
+from kvtuner.report.formatting import NOT_MEASURED, fixed, interval, number, percent
+from kvtuner.report.search_data import SCORE_TITLES
+from kvtuner.report.table import Table
 from kvtuner.run_folder import write_atomically
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from kvtuner.evaluation.statistics import Interval
-    from kvtuner.report.search_data import OffsetQuality, QualityRow, ReportData
+    from kvtuner.report.search_data import OffsetQuality, QualityRow, ReportData, SensitivityRow
 
 TERMINAL_COLUMNS: Final = 100
+_SUMMARY: Final = (
+    *("model", "read_plan", "score", "interval_level", "quality", "additivity", "pair_additivity"),
+    *("rank_correlations", "gain", "uniform_winner"),
+)
 
 
 def write_report(data: ReportData, folder: Path) -> Path:
     """Write the page and, beside it, its pictures as PNG files.
 
     Args:
-        data: everything it shows.
-        folder: made if absent.
+        data: The data of the report.
+        folder: The folder to write to, made if absent.
 
     Returns:
-        Path of the HTML file, which needs none of the others.
+        The path of the HTML file, which needs none of the others.
 
     Raises:
-        RunFolderError: the disk is full or the folder cannot be written.
+        RunFolderError: The disk is full or the folder cannot be written.
     """
     from kvtuner.report.plots.search_plots import PICTURES
-    from kvtuner.report.report_page import build_page
 
     pictures = {name: draw(data) for name, draw in PICTURES.items()}
     for name, png in pictures.items():
         write_atomically(folder / f"{name}.png", png)
     page = folder / "report.html"
-    write_atomically(page, build_page(data, pictures).encode(errors="replace"))
+    write_atomically(page, search_page(data, pictures).encode(errors="replace"))
     return page
 
 
+def search_page(data: ReportData, pictures: Mapping[str, bytes]) -> str:
+    """The page.
+
+    Args:
+        data: The data of the report.
+        pictures: PNG bytes by the names of `kvtuner.report.plots.search_plots.PICTURES`.
+    """
+    from kvtuner.report.html_page import Picture, render
+
+    descriptions = _descriptions(data)
+    layers = [(str(r.layer), f"K{r.k_bits}V{r.v_bits}", r.k_transform, r.v_transform) for r in data.layers]
+    level = f"{100 * data.interval_level:g}%"
+    return render(
+        "search.html",
+        title=f"KV cache of {data.model} at {data.budget.asked}",
+        data=data,
+        score_titles=SCORE_TITLES,
+        level=level,
+        verdict=_verdict(data),
+        pictures={name: Picture(png, descriptions[name]) for name, png in pictures.items()},
+        headline=Table(("", "this profile", "bf16"), _headline(data)),
+        qualities=[(quality, _page_quality(quality, level)) for quality in data.quality],
+        layers=Table(("layer", "bits", "transform of keys", "transform of values"), layers),
+        additivity=_additivity(data),
+        transform_gains=Table(("side", "bits", "score", "ratio", "layers"), _transform_gains(data.sensitivity)),
+        rank_correlations=_rank_correlations(data),
+        forwards=Table(("forward passes", "count"), [(name, f"{count:,}") for name, count in data.forwards]),
+        provenance=Table(("", ""), data.provenance, wrap=True),
+    )
+
+
 def terminal_table(data: ReportData) -> str:
-    """Asked, reached and quality beside every baseline, in ASCII and at most 100 columns."""
+    """The budget as asked and reached, and quality beside every baseline, in ASCII and at most 100 columns."""
     lines = _outcome_lines(data)
     for quality in data.quality:
         lines += ["", *_quality_lines(quality, data.interval_level)]
@@ -55,10 +91,6 @@ def terminal_table(data: ReportData) -> str:
 def summary_json(data: ReportData) -> dict[str, Any]:
     """The same as plain JSON values, for ``--json``."""
     full = data.to_json()
-    kept = (
-        *("model", "read_plan", "score", "interval_level", "quality", "additivity", "pair_additivity"),
-        *("rank_correlations", "gain", "uniform_winner"),
-    )
     budget = {
         **full["budget"],
         "tokens_per_gib": data.budget.tokens_per_gib,
@@ -66,37 +98,46 @@ def summary_json(data: ReportData) -> dict[str, Any]:
         "tokens_against_bf16": round(data.budget.ratio, 4),
     }
     layers = [f"K{row.k_bits}V{row.v_bits}" for row in data.layers]
-    summary = {name: full[name] for name in kept}
+    summary = {name: full[name] for name in _SUMMARY}
     return {**summary, "budget": budget, "layers": layers, "forwards": dict(data.forwards)}
 
 
 def _outcome_lines(data: ReportData) -> list[str]:
     budget = data.budget
-    tokens = f"{budget.tokens_per_gib:,} (bf16 {budget.bf16_tokens_per_gib:,}): {budget.ratio:.2f}x"
     rows = [
         ("model", data.model),
         ("asked", f"{budget.asked}, read plan {data.read_plan}"),
         ("reached", f"mean_bits {budget.mean_bits:.3f}, effective_bits {budget.effective_bits:.3f}"),
-        (
-            "bytes per token",
-            f"{budget.bytes_per_token:,} (bf16 {budget.bf16_bytes_per_token:,}){budget.rank}",
-        ),
-        ("tokens per GiB", tokens),
-        *findings(data),
+        ("bytes per token", f"{budget.bytes_per_token:,} (bf16 {budget.bf16_bytes_per_token:,}){budget.rank}"),
+        ("tokens per GiB", f"{budget.tokens_per_gib:,} (bf16 {budget.bf16_tokens_per_gib:,}): {budget.ratio:.2f}x"),
+        *_remarks(data),
     ]
     return [f"{name:<17}{value}" for name, value in rows]
+
+
+def _remarks(data: ReportData) -> list[tuple[str, str]]:
+    """What the search showed besides its configuration, by name; only what there is."""
+    rows = []
+    if data.uniform_winner is not None:
+        rows.append(("winner", f"uniform {data.uniform_winner}: better than the searched one on the report split"))
+    if data.gain is not None:
+        gain = f"{number(data.gain)} nats per token below the exact solution, select split"
+        rows.append(("refinement", gain))
+    if (pairs := data.pair_additivity) is not None:
+        spread = f"{percent(pairs.median)} in the median, {percent(pairs.maximum)} at most"
+        rows.append(("K/V pairs", f"e_o differs from the sum of its sides by {spread}"))
+    return rows
 
 
 def _quality_lines(quality: OffsetQuality, level: float) -> list[str]:
     reference = fixed(quality.reference_perplexity, 3)
     title = f"quality at {quality.offsets} positions ({quality.positions}), unquantized perplexity {reference}"
     kl = f"KL nats/token [{100 * level:g}%]"
-    header = ("", "bits", "stored", kl, "vs winner", "p99", "top-1", "perplexity")
-    rows = [_cells(row) for row in (quality.winner, *quality.ranked_baselines())]
-    return [title, *_aligned([header, *rows])]
+    headers = ("", "bits", "stored", kl, "vs winner", "p99", "top-1", "perplexity")
+    return [title, *Table(headers, [_terminal_cells(row) for row in quality.rows()], left=(0, 3, 4)).lines()]
 
 
-def _cells(row: QualityRow) -> tuple[str, ...]:
+def _terminal_cells(row: QualityRow) -> tuple[str, ...]:
     return (
         ("* " if row.fits_budget else "  ") + row.name + (" +t" if row.transforms else ""),
         fixed(row.mean_bits),
@@ -117,19 +158,120 @@ def _comparison(difference: Interval | None) -> str:
     return "worse" if difference.mean > 0 else "better"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of even width: words to the left, numbers to the right."""
-    words = (0, 3, 4)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if column in words else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-
-
 def _printable(text: str) -> str:
     """ASCII without control characters: a model's name must not steer the terminal."""
     return "".join(c if c.isascii() and c.isprintable() else "?" for c in text)
+
+
+def _verdict(data: ReportData) -> str:
+    """The winner's KL beside the best uniforms that the budget allows."""
+    quality = data.quality[0] if data.quality else None
+    if quality is None or quality.winner.kl is None:
+        return "The quality of this configuration was not measured."
+    text = (
+        f"KL against the unquantized cache: {interval(quality.winner.kl)} nats per token"
+        f" ({quality.offsets} position offsets)."
+    )
+    for transforms, kind in ((False, "without transforms"), (True, "with the best transforms")):
+        rival = quality.best_baseline(transforms=transforms)
+        if rival is not None and rival.kl is not None:
+            text += f" Best uniform inside the budget {kind}: {rival.name} with {interval(rival.kl)}."
+    return text
+
+
+def _headline(data: ReportData) -> list[tuple[str, str, str]]:
+    budget = data.budget
+    return [
+        ("budget asked", budget.asked, ""),
+        ("mean_bits", fixed(budget.mean_bits, 3), "16"),
+        ("effective_bits", fixed(budget.effective_bits, 3), "16"),
+        (f"bytes per token{budget.rank}", f"{budget.bytes_per_token:,}", f"{budget.bf16_bytes_per_token:,}"),
+        ("tokens per GiB", f"{budget.tokens_per_gib:,}", f"{budget.bf16_tokens_per_gib:,}"),
+        ("tokens against bf16", f"{budget.ratio:.2f}x", "1x"),
+        *((name, text, "") for name, text in _remarks(data)),
+    ]
+
+
+def _page_quality(quality: OffsetQuality, level: str) -> Table:
+    headers = ("", f"KL [{level}]", f"minus winner's [{level}]", "p99", "top-1", "perplexity", "in budget")
+    rows = [
+        (
+            row.label,
+            interval(row.kl),
+            interval(row.difference),
+            number(row.kl_p99),
+            percent(row.top1),
+            fixed(row.perplexity, 3),
+            "yes" if row.fits_budget else "no",
+            fixed(row.mean_bits),
+            fixed(row.effective_bits),
+        )
+        for row in quality.rows()
+    ]
+    return Table((*headers, "mean_bits", "effective_bits"), rows, marked=0)
+
+
+def _additivity(data: ReportData) -> Table:
+    rows = []
+    for row in data.additivity:
+        is_known = row.measured is not None and row.predicted > 0
+        ratio = fixed(row.measured / row.predicted) if row.measured is not None and is_known else NOT_MEASURED
+        rows.append((row.name, number(row.predicted), number(row.measured), ratio))
+    return Table(("configuration", "predicted KL", "measured KL", "measured / predicted"), rows)
+
+
+def _rank_correlations(data: ReportData) -> Table:
+    rows = [
+        (SCORE_TITLES.get(row.score, row.score), row.side.upper(), fixed(row.rho, 3)) for row in data.rank_correlations
+    ]
+    return Table(("score", "side", "rho"), rows)
+
+
+def _transform_gains(rows: Sequence[SensitivityRow]) -> list[tuple[str, ...]]:
+    cells = sorted({(row.side, row.bits) for row in rows})
+    gains = [_transform_gain([row for row in rows if (row.side, row.bits) == cell]) for cell in cells]
+    return [gain for gain in gains if gain]
+
+
+def _transform_gain(rows: Sequence[SensitivityRow]) -> tuple[str, ...] | None:
+    """The gain by the first score that some layer has both with and without transforms."""
+    for score, title in SCORE_TITLES.items():
+        pairs = [(row.plain.get(score) or 0.0, row.best.get(score) or 0.0) for row in rows]
+        logs = [math.log(plain / best) for plain, best in pairs if plain > 0 and best > 0]
+        if logs:
+            ratio = math.exp(sum(logs) / len(logs))
+            return rows[0].side.upper(), str(rows[0].bits), title, f"{ratio:.2f}x", str(len(logs))
+    return None
+
+
+def _descriptions(data: ReportData) -> dict[str, str]:
+    """Each picture as a sentence, for those who do not see it."""
+    layers = ", ".join(f"layer {row.layer} K{row.k_bits}V{row.v_bits}" for row in data.layers)
+    uniforms = ", ".join(f"K{cell.k_bits}V{cell.v_bits} {number(cell.kl)}" for cell in data.uniform_kl)
+    return {
+        "chosen-bits": f"Bits of keys and values: {layers}",
+        "pareto-front": f"KL against effective bits: {_front_text(data)}",
+        "sensitivity": f"{SCORE_TITLES[data.score]} by layer, at 2, 4 and 8 bits. {_worst_text(data)}",
+        "uniform-kl": f"KL of uniform pairs: {uniforms}",
+        "history": _history_text(data),
+    }
+
+
+def _front_text(data: ReportData) -> str:
+    rows = [row for quality in data.quality[:1] for row in (quality.winner, *quality.baselines)]
+    return "; ".join(
+        f"{row.label} at {row.effective_bits:.2f} bits has {number(row.kl.mean if row.kl else None)}" for row in rows
+    )
+
+
+def _worst_text(data: ReportData) -> str:
+    scores = [(row.best.get(data.score), row) for row in data.sensitivity if row.bits == 2]
+    measured = [(score, row) for score, row in scores if score is not None]
+    worst = sorted(measured, key=lambda item: -item[0])[:3]
+    return "Worst at 2 bits: " + ", ".join(f"layer {row.layer} {row.side.upper()} {number(v)}" for v, row in worst)
+
+
+def _history_text(data: ReportData) -> str:
+    values = [trial.value for trial in data.trials if trial.feasible and trial.value is not None]
+    best = number(min(values, default=None))
+    return f"Measured KL by trial: {len(data.trials)} trials, {len(values)} measured, best {best}"

@@ -17,9 +17,8 @@ import pytest
 from kvtuner.errors import RunFolderError
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.report.plots.search_plots import PICTURES
-from kvtuner.report.report_page import build_page
 from kvtuner.report.search_data import BudgetOutcome, PairAdditivity, ReportData
-from kvtuner.report.search_report import TERMINAL_COLUMNS, summary_json, terminal_table, write_report
+from kvtuner.report.search_report import TERMINAL_COLUMNS, search_page, summary_json, terminal_table, write_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +68,7 @@ class Page(HTMLParser):
 
 def page_text(data: ReportData) -> str:
     """The page with pictures of one pixel, which are quick to draw."""
-    return build_page(data, dict.fromkeys(PICTURES, PIXEL))
+    return search_page(data, dict.fromkeys(PICTURES, PIXEL))
 
 
 def hostile(data: ReportData) -> ReportData:

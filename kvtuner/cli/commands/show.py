@@ -14,7 +14,7 @@ from kvtuner.pipeline.inputs import profiles_of
 from kvtuner.report.evaluation_report import evaluation_lines
 from kvtuner.report.formatting import printable
 from kvtuner.report.layer_strip import profile_strip
-from kvtuner.report.profile_report import describe, summary
+from kvtuner.report.profile_report import ShownProfile, describe, profile_page, summary
 from kvtuner.report.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -54,8 +54,6 @@ def run(args: Namespace) -> int:
 
 def _write_page(path: Path, found: Sequence[ResolvedProfile], evaluations: Sequence[list[Evaluation]]) -> None:
     check_page_file(path)
-    from kvtuner.report.profile_page import ShownProfile, profile_page  # matplotlib is not for every look
-
     shown = [
         ShownProfile(each.name, each.profile, tuple(measured))
         for each, measured in zip(found, evaluations, strict=True)

@@ -25,6 +25,7 @@ from kvtuner.report.plots.plot_style import (
     render,
     say_nothing_measured,
 )
+from kvtuner.report.search_data import SCORE_TITLES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,11 +36,6 @@ if TYPE_CHECKING:
 
     from kvtuner.report.search_data import LayerRow, ReportData, SensitivityRow, UniformKl
 
-SCORE_TITLES: Final = {
-    "kl": "isolated KL, nats per token",
-    "fisher": "Fisher score, nats per token",
-    "e_o": "relative error of the attention output (e_o)",
-}
 _LAYERS_PER_BAND: Final = 40
 _MIN_STRIP_WIDTH: Final = 4.4
 

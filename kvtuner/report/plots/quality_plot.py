@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.report.formatting import interval
+from kvtuner.report.html_page import Picture
 from kvtuner.report.plots.label_placement import Label, place_labels
 from kvtuner.report.plots.plot_style import (
     BLUE,
@@ -50,13 +51,13 @@ _TITLES: Final = {"plain": "uniform or fp8, no transforms", "transforms": "unifo
 
 @dataclass(frozen=True, slots=True)
 class QualityPoint:
-    """One configuration.
+    """One configuration in the picture.
 
     Attributes:
-        name: of it.
-        effective_bits: stored bits per element.
-        kl: nats per token.
-        kind: how it is drawn.
+        name: The name of the configuration.
+        effective_bits: The stored bits per element.
+        kl: The KL with its interval, nats per token.
+        kind: The kind that decides how the point is drawn.
     """
 
     name: str
@@ -70,8 +71,8 @@ class QualityPoint:
         kl = self.kl
         return 0 < self.effective_bits <= MAX_BITS and -MAX_KL <= kl.low <= kl.mean <= kl.high <= MAX_KL
 
-    def words(self) -> str:
-        """The same for those who do not see it."""
+    def text(self) -> str:
+        """The same as a sentence, for those who do not see the picture."""
         return f"{self.name} at {self.effective_bits:.2f} bits has {interval(self.kl)}"
 
 
@@ -87,14 +88,15 @@ def quality_points(profile: Profile, name: str, kind: Kind = "first") -> list[Qu
     return [point for point in points if point.can_be_drawn]
 
 
-def quality_by_bits(points: Sequence[QualityPoint], titles: dict[str, str]) -> bytes:
-    """PNG of KL against effective bits.
+def quality_picture(points: Sequence[QualityPoint], titles: dict[str, str]) -> Picture:
+    """The picture of KL against effective bits.
 
     Args:
-        points: at least one.
-        titles: what the kinds ``first`` and ``second`` are called.
+        points: The points to draw, at least one.
+        titles: The names of the kinds ``first`` and ``second`` in the legend.
     """
-    return render(lambda figure: _draw(figure, points, {**_TITLES, **titles}), width=_WIDTH, height=4.4)
+    png = render(lambda figure: _draw(figure, points, {**_TITLES, **titles}), width=_WIDTH, height=4.4)
+    return Picture(png, "KL by effective bits: " + "; ".join(point.text() for point in points))
 
 
 def _draw(figure: Figure, points: Sequence[QualityPoint], titles: dict[str, str]) -> None:

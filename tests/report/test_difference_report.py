@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtuner.cli.commands.diff import difference_lines
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.evidence import ModelIdentity, Provenance
-from kvtuner.report.difference_page import difference_page
+from kvtuner.report.difference_report import difference_lines, difference_page
 from kvtuner.report.profile_difference import difference_of
 from kvtuner.report.terminal import Terminal
 
@@ -180,7 +179,7 @@ def test_quality_on_the_same_tokens_is_judged_by_its_intervals(
     first = kit.make(kit.BASE)
     quality = difference_of(first, kit.with_kl(first, *limits)).quality
     assert quality.is_comparable and quality.intervals_overlap == overlap
-    assert said in quality.words() and "same tokens" in quality.words()
+    assert said in quality.text() and "same tokens" in quality.text()
 
 
 def test_quality_that_was_measured_otherwise_is_not_compared(kit: SimpleNamespace) -> None:
@@ -196,7 +195,7 @@ def test_quality_that_was_measured_otherwise_is_not_compared(kit: SimpleNamespac
     for name, other in others.items():
         quality = difference_of(first, other).quality
         assert quality.apart == (name,) and not quality.is_comparable
-        assert "not comparable" in quality.words() and name in quality.words() and "better" not in quality.words()
+        assert "not comparable" in quality.text() and name in quality.text() and "better" not in quality.text()
     longer = kit.with_kl(first, 0.1, 0.2, 0.3, split_tokens=4097)
     assert difference_of(first, longer).quality.apart == ("report text",)
     trained = kit.with_record(first, token_ids_sha256={**texts, "report": kit.HASH, "select": kit.OTHER_HASH}, seed=8)
@@ -204,7 +203,7 @@ def test_quality_that_was_measured_otherwise_is_not_compared(kit: SimpleNamespac
     unknown = kit.make(kit.BASE, provenance=Provenance.model_validate({**kit.PROVENANCE, "calibration": None}))
     assert difference_of(unknown, unknown).quality.apart == ("report text", "positions")
     bare = difference_of(first, kit.make(kit.BASE, quality=None)).quality
-    assert not bare.is_comparable and "not measured of the second" in bare.words()
+    assert not bare.is_comparable and "not measured of the second" in bare.text()
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,8 @@ from kvtuner.exported_configs.profile.evaluation_record import (
     ResultProvenance,
     SchemeRecord,
 )
-from kvtuner.report.bench_report import JSON, MARKDOWN, write_report
+from kvtuner.report.bench_report import JSON, MARKDOWN, sections, write_report
 from kvtuner.report.bench_result import BenchResult, WayResult, summary_lines
-from kvtuner.report.bench_sections import sections
 
 if TYPE_CHECKING:
     from collections.abc import Callable

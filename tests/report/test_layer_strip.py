@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtuner.cli.commands.diff import difference_lines
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.report.difference_report import difference_lines
 from kvtuner.report.layer_strip import COLOURS, profile_strip
 from kvtuner.report.profile_difference import difference_of
 from kvtuner.report.profile_report import describe
@@ -26,7 +26,7 @@ from kvtuner.report.terminal import Terminal, wants_colour
 if TYPE_CHECKING:
     from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])

@@ -1,0 +1,165 @@
+"""Two profiles side by side: text for a terminal, and a page. Knows nothing of files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvtuner.report.formatting import NOT_MEASURED, fixed, percent, printable
+from kvtuner.report.layer_strip import Track, indented, layer_codes, legend, page_strip, strip_lines, tracks
+from kvtuner.report.profile_difference import CONSTANTS
+from kvtuner.report.profile_report import kl_text, size_rows
+from kvtuner.report.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtuner.exported_configs.profile.evidence import QualityRecord
+    from kvtuner.report.html_page import Picture
+    from kvtuner.report.profile_difference import LayerChange, ProfileDifference
+    from kvtuner.report.terminal import Terminal
+
+FACTS: Final = ("mean_bits", "effective_bits", "bytes_per_token", "tokens_per_gib", "ratio_to_bf16")
+MARKS: Final = "^=other bits, transform or granularity  ~=other constants only"
+COLUMNS: Final = ("", "first", "second")
+
+
+def difference_lines(difference: ProfileDifference, terminal: Terminal) -> list[str]:
+    """Facts, two strips above one another, and a table of the layers that changed."""
+    lines = [*_facts(difference), "", *_strips(difference, terminal)]
+    return [*lines, "", *_changed_layers(difference.layers)] if difference.layers else lines
+
+
+def difference_page(difference: ProfileDifference, names: tuple[str, str]) -> str:
+    """The page of two profiles.
+
+    Args:
+        difference: In what the profiles differ.
+        names: The names of their files, without folders.
+    """
+    from kvtuner.report.html_page import render  # brings matplotlib, which not every look needs
+
+    first, second = layer_codes(difference.first), layer_codes(difference.second)
+    if difference.layers is None:
+        strips = [page_strip(first), page_strip(second)]
+    else:
+        changed = {change.layer: " and ".join(change.changed) for change in difference.layers}
+        strips = [page_strip(first, second, changed=changed)]
+    changes = [(str(c.layer), str(c.first), str(c.second), ", ".join(c.changed)) for c in difference.layers or ()]
+    return render(
+        "difference.html",
+        title=f"{names[0]} beside {names[1]}",
+        difference=difference,
+        verdict=_verdict(difference),
+        identity=Table(COLUMNS, _identity(difference, names), wrap=True),
+        capacity=Table(COLUMNS, _capacity(difference)),
+        strips=strips,
+        codes=(*first, *second),
+        changes=Table(("layer", "first", "second", "changed"), changes),
+        quality=Table(COLUMNS, _quality(difference)),
+        pictures=_pictures(difference),
+    )
+
+
+def _facts(difference: ProfileDifference) -> list[str]:
+    facts = difference.to_json()
+    both = (difference.first, difference.second)
+    lines = [f"the same layers: {facts['digest'][0]}"] if facts["same_digest"] else []
+    lines.append(_fact("model", *(printable(p.model.id) for p in both)))
+    lines += [_fact(name, *map(_value_text, facts[name])) for name in FACTS]
+    lines.append(_fact("kl", *(kl_text(p.quality) for p in both)))
+    for name, (before, after) in (difference.geometry | difference.defaults).items():
+        lines.append(_fact(name, str(before), str(after)))
+    lines.append(f"{'bytes':<16}the second takes {facts['bytes_ratio']:.3f}x those of the first")
+    lines.append(f"{'quality':<16}{difference.quality.text()}")
+    return lines
+
+
+def _fact(name: str, before: str, after: str) -> str:
+    return f"{name:<16}{before:>24}  {after:>24}{'' if before == after else '  *'}"
+
+
+def _value_text(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _strips(difference: ProfileDifference, terminal: Terminal) -> list[str]:
+    first, second = layer_codes(difference.first), layer_codes(difference.second)
+    one, other, explained = tracks(first, "1 "), tracks(second, "2 "), legend((*first, *second), terminal)
+    if difference.layers is None:
+        return [*strip_lines(one, terminal), "", *strip_lines(other, terminal), *explained]
+    marks = [" "] * len(first)
+    for change in difference.layers:
+        marks[change.layer] = "~" if change.changed == CONSTANTS else "^"
+    lines = strip_lines([*one, *other, Track("changed", "".join(marks))], terminal)
+    return [*lines, *explained, *(indented("mark", MARKS, terminal) if difference.layers else [])]
+
+
+def _changed_layers(changes: Sequence[LayerChange]) -> list[str]:
+    rows = [(f"layer {change.layer}", str(change.first), str(change.second)) for change in changes]
+    lines = Table(("", "", ""), rows, left=(0, 1, 2)).lines()
+    notes = [" (other constants)" if change.changed == CONSTANTS else "" for change in changes]
+    width = max(map(len, lines))
+    return [f"{line:<{width}}{note}".rstrip() for line, note in zip(lines, notes, strict=True)]
+
+
+def _verdict(difference: ProfileDifference) -> str:
+    """What changed, in one sentence."""
+    if difference.first.digest == difference.second.digest:
+        return "They store every layer alike: the digest is the same."
+    parts = []
+    if difference.geometry:
+        parts.append("they are of models of other shapes")
+    if difference.layers is not None:
+        only = sum(change.changed == CONSTANTS for change in difference.layers)
+        constants = f", {only} in constants only" if only else ""
+        parts.append(f"{len(difference.layers)} of {len(difference.first.pairs)} layers changed{constants}")
+    if difference.defaults:
+        parts.append(f"all quantized layers have another {', '.join(difference.defaults)}")
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _identity(difference: ProfileDifference, names: tuple[str, str]) -> list[tuple[str, ...]]:
+    both = (difference.first, difference.second)
+    return [
+        ("file", *names),
+        ("digest", *(p.digest for p in both)),
+        ("model", *(p.model.id for p in both)),
+        ("budget asked", *(p.budget.asked for p in both)),
+        *((name, str(a), str(b)) for name, (a, b) in (difference.geometry | difference.defaults).items()),
+    ]
+
+
+def _capacity(difference: ProfileDifference) -> list[tuple[str, ...]]:
+    first, second = difference.first, difference.second
+    rows: list[tuple[str, ...]] = [
+        (name, before, after) for (name, before), (_, after) in zip(size_rows(first), size_rows(second), strict=True)
+    ]
+    rows.insert(3, ("bytes against the first", "1x", f"{second.bytes_per_token() / first.bytes_per_token():.3f}x"))
+    return rows
+
+
+def _quality(difference: ProfileDifference) -> list[tuple[str, ...]]:
+    names = ("KL [95%]", "top-1 as the unquantized model", "perplexity", "unquantized", "read plan")
+    columns = [_quality_column(record) for record in (difference.quality.first, difference.quality.second)]
+    return list(zip(names, *columns, strict=True))
+
+
+def _quality_column(quality: QualityRecord | None) -> tuple[str, ...]:
+    if quality is None:
+        return (NOT_MEASURED,) * 5
+    perplexities = fixed(quality.perplexity, 3), fixed(quality.reference_perplexity, 3)
+    return (kl_text(quality), percent(quality.top1_agreement), *perplexities, quality.read_plan)
+
+
+def _pictures(difference: ProfileDifference) -> list[Picture]:
+    """One picture of what was measured alike, else one for each profile."""
+    from kvtuner.report.plots.quality_plot import quality_picture, quality_points
+
+    first = quality_points(difference.first, "first")
+    second = quality_points(difference.second, "second", "second")
+    groups = [first, second]
+    if difference.quality.is_comparable:
+        groups = [[*first, *(point for point in second if point not in first)]]
+    titles = {"first": "first profile", "second": "second profile"}
+    return [quality_picture(points, titles) for points in groups if points]

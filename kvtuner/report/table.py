@@ -1,0 +1,58 @@
+"""A table of text as a terminal, Markdown and a page show it. Knows nothing of what its cells say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MARKDOWN_SYNTAX: Final = "\\|<>[]*_`#"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text under headers; ``templates/parts.html`` shows it on a page.
+
+    Attributes:
+        headers: The headers of the columns; all empty where there are none to show.
+        rows: The rows, which have a cell for each column.
+        wrap: Whether a cell may take several lines on a page.
+        marked: The index of the row that stands out on a page.
+        left: The indices of the columns that stand to the left in a terminal; numbers stand to the right.
+    """
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    wrap: bool = False
+    marked: int | None = None
+    left: tuple[int, ...] = (0,)
+
+    @property
+    def has_headers(self) -> bool:
+        """Whether any column has a header."""
+        return any(self.headers)
+
+    def lines(self) -> list[str]:
+        """Lines for a terminal, in columns of even width."""
+        rows = [self.headers, *self.rows] if self.has_headers else self.rows
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return [
+            "  ".join(
+                cell.ljust(width) if index in self.left else cell.rjust(width)
+                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+
+    def markdown(self) -> list[str]:
+        """Lines of Markdown."""
+        rule = "|" + " --- |" * len(self.headers)
+        first, *others = ("| " + " | ".join(map(markdown_text, row)) + " |" for row in (self.headers, *self.rows))
+        return [first, rule, *others]
+
+
+def markdown_text(text: str) -> str:
+    """Text on one line, without what Markdown or HTML would take for its own."""
+    return "".join(f"\\{c}" if c in _MARKDOWN_SYNTAX else c for c in " ".join(text.split()))
