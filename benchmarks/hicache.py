@@ -186,7 +186,7 @@ def ours(
     if device.type == "cuda":
         from kvtuner.runtime_loader.kernels.page_mover import TritonMover
 
-        mover = TritonMover(layers, pages, device)
+        mover = TritonMover(layers, pages)
 
     def up(host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
         at_host, at_device = mover.place(host_slots), mover.place(device_slots)

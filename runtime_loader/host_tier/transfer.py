@@ -6,6 +6,7 @@ values become rows on their way down and are read back on their way up.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -75,13 +76,17 @@ class PageMover(Protocol):
         ...
 
 
+MakeMover = Callable[[Layers, "HostPages", "Timed"], PageMover]
+"""A factory of the mover between a rank's layers and the pages on the host, which times quantizing."""
+
+
 class TorchMover:
     """`PageMover` in plain torch, for layers in host memory.
 
     Args:
-        layers: keys and values of the rank's layers.
-        pages: on the host.
-        timed: around quantizing and dequantizing.
+        layers: The keys and values of the rank's layers.
+        pages: The pages on the host.
+        timed: The context around quantizing and dequantizing.
     """
 
     name = "torch"

@@ -14,7 +14,7 @@ import torch
 from kvtuner.runtime_loader.host_tier.pages import ALIGNMENT
 from kvtuner.runtime_loader.host_tier.stopwatch import untimed
 from kvtuner.runtime_loader.host_tier.transfer import block_tokens, in_blocks, pages_of
-from kvtuner.runtime_loader.kernels import launch
+from kvtuner.runtime_loader.kernels import NAME, launch
 from kvtuner.runtime_loader.kernels.move_pages import copy_pages
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.packed_attention import PackedRows
@@ -31,19 +31,18 @@ SPAN_FIELDS: Final = 5
 
 
 class TritonMover:
-    """See the module.
+    """`PageMover` by kernels, on the device of the layers.
 
     Args:
-        layers: keys and values of the rank's layers, all packed or none.
-        pages: on the host, in memory that the device can address.
-        device: of the layers.
-        timed: around quantizing and dequantizing.
+        layers: The keys and values of the rank's layers, all packed or none.
+        pages: The pages on the host, in memory that the device can address.
+        timed: The context around quantizing and dequantizing.
     """
 
-    name = "triton"
+    name = NAME
 
-    def __init__(self, layers: Layers, pages: HostPages, device: torch.device, timed: Timed = untimed) -> None:
-        self._device = device
+    def __init__(self, layers: Layers, pages: HostPages, timed: Timed = untimed) -> None:
+        self._device = device = layers[0][0].buffer.device
         self._down: _Rows | _Staging
         self._up: _Rows | _Staging
         if all(side.packed for sides in layers for side in sides):

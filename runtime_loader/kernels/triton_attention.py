@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 import triton
 
-from kvtuner.runtime_loader.kernels import launch
+from kvtuner.runtime_loader.kernels import NAME, launch
 from kvtuner.runtime_loader.kernels.scratch import Scratch
 from kvtuner.runtime_loader.kernels.settings import Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
@@ -44,7 +44,7 @@ class TritonAttention:
         ServingError: a device on which no kernel runs.
     """
 
-    name = "triton"
+    name = NAME
     rounding = 2.0**-11
 
     def __init__(self, device: torch.device) -> None:

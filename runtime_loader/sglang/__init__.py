@@ -1,4 +1,4 @@
-"""A profile inside SGLang: plugin, packed pool, attention backend. Alone in importing sglang."""
+"""A profile inside SGLang: plugin, packed pool, attention. This package alone imports sglang; `engine` is public."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ def engine(
     signed_by: str | None = None,
     **arguments: Any,
 ) -> Any:
-    """An `sglang.Engine` that serves a profile.
+    """Start an `sglang.Engine` that serves a profile.
 
     Args:
-        profile: what names it: a file, a run folder, a profile of the hub or the catalogue, or ``auto``.
-        attend: whether a chunk of new tokens reads itself exactly or as it was stored.
-        hicache_only: leave the device pool in the model's dtype, and quantize what leaves it for host and storage.
-        strict: refuse what is otherwise warned of where the profile's model is not quite the served one.
-        allow_derived: warn of a fine-tune or another configuration of the same geometry, which are otherwise refused.
-        signed_by: who must have signed the profile, as ``key:PUBLIC.pem``; anybody by default.
-        **arguments: of `sglang.Engine`, but for a finished `server_args`, which nobody could check.
+        profile: The profile's name: a file, a run folder, a profile of the hub or the catalogue, or ``auto``.
+        attend: Whether a chunk of new tokens reads itself exactly or as it was stored.
+        hicache_only: Whether the device pool stays in the model's dtype, and what leaves it is quantized.
+        strict: Whether to refuse what is otherwise warned of where the profile's model is not quite the served one.
+        allow_derived: Whether to warn of a fine-tune or another configuration of the same geometry, not refuse it.
+        signed_by: The identity that must have signed the profile, as ``key:PUBLIC.pem``; anybody by default.
+        **arguments: Arguments of `sglang.Engine`, except a finished `server_args`, which nobody could check.
 
     Raises:
-        KVTunerError: a profile, model or argument that cannot be served. What a scheduler finds out later, such as
+        KVTunerError: The profile, the model or an argument cannot be served. What a scheduler finds out later, such as
             ranks that disagree, ends it, and SGLang then ends the caller's process as for any lost scheduler.
     """
     import sglang
 
     from kvtuner.errors import ServingError
+    from kvtuner.runtime_loader.sglang.activation import activate
+    from kvtuner.runtime_loader.sglang.process_state import process_state
     from kvtuner.runtime_loader.sglang.profile_location import locate
     from kvtuner.runtime_loader.sglang.request import REQUEST_VARIABLE, ServingRequest
-    from kvtuner.runtime_loader.sglang.serving import activate, exchange
 
     if "server_args" in arguments:
         raise ServingError("engine() takes SGLang's arguments one by one, not server_args: those are checked already")
@@ -54,13 +55,14 @@ def engine(
         allow_derived=allow_derived,
         signed_by=signed_by,
     )
-    served, variable = exchange(None), os.environ.get(REQUEST_VARIABLE)
+    state, variable = process_state(), os.environ.get(REQUEST_VARIABLE)
+    served, state.serving = state.serving, None
     try:
         activate(request)
-        request.to_environment(os.environ)  # for the schedulers that it starts
+        request.to_environment(os.environ)  # of the schedulers that it starts
         return sglang.Engine(**arguments)
     finally:
-        exchange(served)
+        state.serving = served
         os.environ.pop(REQUEST_VARIABLE, None)
         if variable is not None:
             os.environ[REQUEST_VARIABLE] = variable

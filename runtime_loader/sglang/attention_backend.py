@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
 from kvtuner.runtime_loader.sglang.compat.attention import TritonAttnBackend, check_layers, refuse_unserved
 from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
-from kvtuner.runtime_loader.sglang.serving import refusing
+from kvtuner.runtime_loader.sglang.process_state import refusing
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,11 +21,11 @@ class OptionRule:
     """An option and the values that work.
 
     Attributes:
-        name: attribute of SGLang's resolved arguments; with dots, of what they hold.
-        works: values that a packed pool works with.
-        reason: why others do not.
-        set_by: the flag, where it is not the name with dashes.
-        of_attention: that only who reads packed rows needs it.
+        name: The attribute of SGLang's resolved arguments; a dot leads into what an argument holds.
+        works: The values that a packed pool works with.
+        reason: Why others do not.
+        set_by: The flag, where it is not the name with dashes.
+        of_attention: Whether the rule holds only where the device pool has packed rows, which attention reads.
     """
 
     name: str
@@ -36,7 +36,7 @@ class OptionRule:
 
     @property
     def flag(self) -> str:
-        """What to drop."""
+        """The flag to drop."""
         return self.set_by or f"--{self.name.replace('_', '-')}"
 
 
@@ -103,14 +103,16 @@ HICACHE_RULES: Final = (
     OptionRule("hicache_host_memory_mode", ("cache",), "it was never tried"),
 )
 
-BACKENDS: Final = (
-    OptionRule("attention_backend", ("triton",), "no other backend can read packed rows", of_attention=True),
-    OptionRule(
-        "prefill_attention_backend", (None, "triton"), "no other backend can read packed rows", of_attention=True
-    ),
-    OptionRule(
-        "decode_attention_backend", (None, "triton"), "no other backend can read packed rows", of_attention=True
-    ),
+METADATA_BACKEND: Final = "triton"
+"""SGLang's name of its attention backend whose metadata ours reads, whichever of ours attends."""
+
+BACKENDS: Final = tuple(
+    OptionRule(name, works, "no other backend can read packed rows", of_attention=True)
+    for name, works in (
+        ("attention_backend", (METADATA_BACKEND,)),
+        ("prefill_attention_backend", (None, METADATA_BACKEND)),
+        ("decode_attention_backend", (None, METADATA_BACKEND)),
+    )
 )
 
 VARIABLES: Final = {
@@ -123,13 +125,12 @@ def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ, *, hic
     """Check SGLang's resolved arguments and environment.
 
     Args:
-        arguments: resolved.
-        environ: of the process.
-        hicache_only: whether the device pool stays in the model's dtype.
+        arguments: SGLang's resolved arguments.
+        environ: The variables of the process.
+        hicache_only: Whether the device pool stays in the model's dtype.
 
     Raises:
-        ServingError: the first option that a packed pool or host tier does not work with, or that this SGLang does not
-            know.
+        ServingError: An option does not work with a packed pool or host tier, or this SGLang does not know it.
     """
     what = "a quantized host tier" if hicache_only else "a packed KV pool"
     if str(arguments.device).partition(":")[0] not in ("cuda", "cpu"):

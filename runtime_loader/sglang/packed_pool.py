@@ -11,7 +11,7 @@ from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import rank_formats
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks
 from kvtuner.runtime_loader.sglang.compat.pool import KvBufferDesc, MHATokenToKVPool, allocation, write_slots
-from kvtuner.runtime_loader.sglang.scheduler import serving_of_rank
+from kvtuner.runtime_loader.sglang.process_state import process_state
 from kvtuner.runtime_loader.sglang.self_test import announce, self_test
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
         if kwargs.get("post_capture_active") or kwargs.get("enable_kv_cache_copy"):
             raise ServingError("a packed KV pool can be neither resized after capture nor moved by drafts")
         self.model_dtype = dtype
-        self.serving = serving_of_rank()
+        self.serving = process_state().serving_of_rank()
         super().__init__(*args, dtype=torch.uint8, **kwargs)
         self_test(self)
         announce(self, ranks())

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import KVTunerError
+from kvtuner.runtime_loader.sglang.process_state import process_state
 from kvtuner.runtime_loader.sglang.request import (
     PROFILE_VARIABLE,
     REQUEST_VARIABLE,
@@ -42,14 +43,12 @@ def register() -> None:
 
 def _parsed(args: Namespace) -> None:
     if not hasattr(args, "kvtuner_profile"):
-        return  # of a parser that has none of the flags, and says nothing about profiles
+        return  # parsed without our flags, so nothing is said about profiles
     try:
         request = request_of_flags(args, os.environ)
         if request is None:
-            if os.environ.pop(REQUEST_VARIABLE, None):  # of an earlier launch in this process, or of its parent
-                from kvtuner.runtime_loader.sglang.serving import exchange
-
-                exchange(None)
+            if os.environ.pop(REQUEST_VARIABLE, None):  # left by an earlier launch in this process, or by its parent
+                process_state().serving = None
             return
         request = _located(request)
         request.to_environment(os.environ)
@@ -59,7 +58,7 @@ def _parsed(args: Namespace) -> None:
 
 
 def _located(request: ServingRequest) -> ServingRequest:
-    """The same request with the path of the profile that it names."""
+    """Return the same request with the path of the profile that it names."""
     if request.profile is None:
         return request
     from kvtuner.runtime_loader.sglang.profile_location import locate
@@ -68,6 +67,6 @@ def _located(request: ServingRequest) -> ServingRequest:
 
 
 def _activate(request: ServingRequest) -> None:
-    from kvtuner.runtime_loader.sglang.serving import activate
+    from kvtuner.runtime_loader.sglang.activation import activate
 
     activate(request)

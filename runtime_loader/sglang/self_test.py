@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.packed_attention import PackedRows
     from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
     from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
-    from kvtuner.runtime_loader.sglang.scheduler import RankServing
+    from kvtuner.runtime_loader.sglang.process_state import RankServing
 
 TESTED_TOKENS: Final = 16
 """More than one, whatever the page size: attention over one token is that token's value."""

@@ -11,7 +11,6 @@ import os
 import resource
 import signal
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -25,13 +24,17 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from kvtuner.errors import ServingError
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES
+from kvtuner.runtime_loader.host_tier.transfer import TorchMover
 from kvtuner.runtime_loader.packed_attention import TorchAttention
 from kvtuner.runtime_loader.sglang import packed_pool as pool_module
-from kvtuner.runtime_loader.sglang import scheduler, storage, tier
 from kvtuner.runtime_loader.sglang.compat.hierarchical_cache import HostOptions
 from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
+from kvtuner.runtime_loader.sglang.hicache import checked_storage as storage
 from kvtuner.runtime_loader.sglang.hicache import host_pool as host_pool_module
 from kvtuner.runtime_loader.sglang.hicache import page_identity as identity_module
+from kvtuner.runtime_loader.sglang.hicache import tier as tier_module
+from kvtuner.runtime_loader.sglang.hicache.host_self_test import self_test
+from kvtuner.runtime_loader.sglang.process_state import RankServing, process_state
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.device_pool_info import MHABufferInfo
@@ -43,9 +46,10 @@ HEADS, DIM = 1, 16
 GB = 2e-3
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-scheduler._serving = scheduler.RankServing(PROFILE, "cache", TorchAttention(), gqa=2, logit_cap=0.0)
+process_state().rank = RankServing(PROFILE, "cache", TorchAttention(), gqa=2, logit_cap=0.0)
 pool_module.announce = lambda *_: None
-pool_module.ranks = tier.ranks = lambda: RANKS
+tier = tier_module.HostTier()
+pool_module.ranks = tier_module.ranks = lambda: RANKS
 host_pool_module.allocator_type = lambda: "default"
 REFUSED: dict[str, int] = {}
 
@@ -79,17 +83,17 @@ def options(**changes: object) -> HostOptions:
 
 
 def rank_of(*, packed: bool) -> identity_module.TieredRank:
-    return identity_module.TieredRank(PROFILE, "cache", packed, MODEL, CONFIG, kernels=False, agreement_s=1)
+    return identity_module.TieredRank(PROFILE, "cache", packed, MODEL, CONFIG, make_mover=TorchMover, agreement_s=1)
 
 
 def host_pool(device_pool: object, *, packed: bool = True, zero_copy: bool = False, **changes: object):
     rank = rank_of(packed=packed)
     own = identity_module.PageIdentity(rank, RANKS, range(START, STOP), PAGE)
     pool = host_pool_module.PackedHostPool(
-        device_pool, tier._layers(rank, device_pool), own, Metrics(), options(**changes), page_size=PAGE,
+        device_pool, tier_module.layers_of(rank, device_pool), own, Metrics(), options(**changes), page_size=PAGE,
         zero_copy=zero_copy,
     )  # fmt: skip
-    tier.self_test(pool)
+    self_test(pool)
     return pool
 
 
@@ -158,7 +162,7 @@ def opened(pool: object, config: object, name: str = "file", backend: object = N
     def create(_: str, config: object) -> object:
         return backend or storage.PageFiles(config)
 
-    found = tier._open(nullcontext, create, name, config, pool)
+    found = tier.open(create, name, config, pool)
     found.register_mem_pool_host(pool)
     return found
 
@@ -214,7 +218,7 @@ for number, other in enumerate((
 
 # Weights that change: no storage until a flush, and then no page of those before, which stay for who has them.
 tier._pools.append(pool)
-tier._suspend(None)
+tier.suspend(None)
 assert read(files, pool, KEYS) == [None, None]
 assert files.batch_exists(KEYS) == 0
 assert not files.batch_set(["f" * 64], [pool.get_data_page(slots(1)[0])])
@@ -227,12 +231,12 @@ assert files.batch_exists(KEYS) == 0
 assert files.batch_set(KEYS, [pool.get_data_page(slots(1)[0]), pool.get_data_page(slots(2)[0])])
 assert all(page is not None for page in read(files, pool, KEYS))
 assert not REFUSED, REFUSED
-tier._suspend(True)  # a session of changes: a flush before its end changes nothing
+tier.suspend(True)  # a session of changes: a flush before its end changes nothing
 with torch.no_grad():
     MODEL.weight.copy_(first)
 pool.clear()
 assert pool.identity.digest is None
-tier._suspend(False)
+tier.suspend(False)
 assert pool.identity.digest is None
 pool.clear()
 assert all(page is not None for page in read(files, pool, KEYS))
@@ -357,7 +361,7 @@ for backend in ("nixl", "hf3fs", "eic"):
 refused(lambda: storage.check_storage("juicefs", {}), "needs to know where it is mounted")
 refused(lambda: storage.check_storage("juicefs", {"mount_point": str(FOLDER)}), "nothing is mounted at")
 refused(lambda: storage.check_storage("lmcache", {}), "leaves their scales behind")
-assert tier._open(nullcontext, lambda name, _: name, "nixl", None, stock) == "nixl"
+assert tier.open(lambda name, _: name, "nixl", None, stock) == "nixl"
 mounted = next(
     (path for path in ("/dev/shm", "/run", "/proc") if os.path.ismount(path) and os.access(path, os.W_OK)), None
 )
@@ -368,7 +372,7 @@ if mounted is not None:
     del os.environ[storage.FILE_VARIABLE]
 
 # A tier that stores something else is found out at start.
-kept = host_pool_module.TorchMover.backup
+kept = TorchMover.backup
 
 
 def wrong(self, host_slots, device_slots):
@@ -376,7 +380,7 @@ def wrong(self, host_slots, device_slots):
     self._pages.rows(1, 1)[-1, 0, 0] ^= 1
 
 
-host_pool_module.TorchMover.backup = wrong
+TorchMover.backup = wrong
 refused(lambda: host_pool(packed_pool), "self-test", "values of layer 2")
-host_pool_module.TorchMover.backup = kept
+TorchMover.backup = kept
 sys.stdout.write("done\n")

@@ -19,8 +19,8 @@ CHILD = """
 import json, sys
 import sglang.srt.plugins
 sglang.srt.plugins.load_plugins()
-from kvtuner.runtime_loader.sglang import serving
-active = serving.active()
+from kvtuner.runtime_loader.sglang.process_state import process_state
+active = process_state().active()
 print(json.dumps({"digest": active.loaded and active.loaded.digest, "profile": active.request.profile}))
 """
 
@@ -33,14 +33,14 @@ server_args = ServerArgs.from_cli_args(
 )
 server_args.resolve_once()
 
-from kvtuner.runtime_loader.sglang import serving  # noqa: E402  # as SGLang does: its plugins come first
+from kvtuner.runtime_loader.sglang.process_state import process_state  # noqa: E402  # as SGLang does: its plugins come first
 
 child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=False)
 sys.stdout.write(
     json.dumps(
         {
-            "checked": serving._checked_digest,
-            "profile": serving.active().request.profile,
+            "checked": process_state().checked_digest,
+            "profile": process_state().active().request.profile,
             "variables": {name: os.environ.get(name) for name in ("KVTUNER_PROFILE", "KVTUNER_SERVING")},
             "child": child.stdout,
             "child_said": child.stderr[-2000:],

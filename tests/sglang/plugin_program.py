@@ -16,8 +16,9 @@ from sglang.srt.server_args import ServerArgs
 from transformers import AutoConfig
 
 from kvtuner.errors import KVTunerError
-from kvtuner.runtime_loader.sglang import serving
+from kvtuner.runtime_loader.sglang import activation
 from kvtuner.runtime_loader.sglang.compat import attention, pool, versions
+from kvtuner.runtime_loader.sglang.process_state import process_state
 
 CHECK, PROFILE, MODEL = sys.argv[1:]
 
@@ -38,20 +39,20 @@ def refusal(call: Any, *arguments: Any, **named: Any) -> str:
 
 def plain_namespaces_are_read_as_without_the_plugin() -> None:
     assert ServerArgs.from_cli_args(argparse.Namespace(model_path=MODEL)).model_path == MODEL
-    assert serving._active is None
+    assert process_state().serving is None
     parse("--kvtuner-profile", PROFILE)
-    before = serving._active
+    before = process_state().serving
     assert before is not None
     ServerArgs.from_cli_args(argparse.Namespace(model_path=MODEL))  # another tool's, beside a launch with a profile
-    assert serving._active is before
+    assert process_state().serving is before
 
 
 def a_plain_launch_after_one_with_a_profile_is_plain() -> None:
     parse("--kvtuner-profile", PROFILE)
-    assert serving._active is not None
+    assert process_state().serving is not None
     assert "KVTUNER_SERVING" in os.environ
     parse()
-    assert serving._active is None
+    assert process_state().serving is None
     assert "KVTUNER_SERVING" not in os.environ
 
 
@@ -111,7 +112,7 @@ def another_kind_of_pool_is_refused() -> None:
 
     KVCacheConfigurator.configure = Configurator.configure
     built: list[Any] = []
-    pool.on_built(Packed, lambda _, found: built.append(found), serving.refusing)
+    pool.on_built(Packed, lambda _, found: built.append(found))
     configure: Any = KVCacheConfigurator.configure
     configure(Configurator(pool=Packed(), is_draft_worker=False))
     assert [type(found) for found in built] == [Packed]
@@ -131,10 +132,10 @@ def a_refused_engine_leaves_the_process_serving_what_it_served() -> None:
     from kvtuner.runtime_loader.sglang import engine
 
     parse("--kvtuner-profile", PROFILE)
-    before, variable = serving._active, os.environ["KVTUNER_SERVING"]
+    before, variable = process_state().serving, os.environ["KVTUNER_SERVING"]
     refusal(engine, PROFILE + ".missing", model_path=MODEL)
     refusal(engine, PROFILE, strict=True, allow_derived=True, model_path=MODEL)
-    assert serving._active is before
+    assert process_state().serving is before
     assert os.environ["KVTUNER_SERVING"] == variable
 
 
@@ -159,13 +160,13 @@ def models_that_generate_no_text_or_read_more_are_refused() -> None:
 
 def schedulers_that_serve_something_else_are_refused() -> None:
     parse("--kvtuner-profile", PROFILE)
-    assert "before the profile was asked for" in refusal(serving._hear, [{"kvtuner_profile": "sha256:1"}])
-    serving._checked_digest = "sha256:1"
-    serving._hear([{"kvtuner_profile": "sha256:1"}])
+    assert "before the profile was asked for" in refusal(activation._compare_digests, [{"kvtuner_profile": "sha256:1"}])
+    process_state().checked_digest = "sha256:1"
+    activation._compare_digests([{"kvtuner_profile": "sha256:1"}])
     assert "scheduler 1 serves sha256:2, but the launcher checked sha256:1" in refusal(
-        serving._hear, [{"kvtuner_profile": "sha256:1"}, {"kvtuner_profile": "sha256:2"}]
+        activation._compare_digests, [{"kvtuner_profile": "sha256:1"}, {"kvtuner_profile": "sha256:2"}]
     )
-    assert "scheduler 0 does not serve the profile" in refusal(serving._hear, [{"status": "ready"}])
+    assert "scheduler 0 does not serve the profile" in refusal(activation._compare_digests, [{"status": "ready"}])
 
 
 class Log(logging.Handler):
@@ -194,7 +195,7 @@ def resolved(*flags: str, **recorded: Any) -> list[tuple[str, str]]:
     log = Log()
     server_args = parse("--kvtuner-profile", str(path), "--dtype", "float32", *flags)
     server_args.resolve_once()
-    assert serving._checked_digest == load_profile(path).digest
+    assert process_state().checked_digest == load_profile(path).digest
     logging.getLogger("kvtuner").removeHandler(log)
     return [each for each in log.said if not each[1].startswith("kvtuner: serving ")]
 
@@ -291,7 +292,7 @@ def another_architecture_is_refused_whatever_is_allowed() -> None:
 
 
 def a_long_context_is_warned_of() -> None:
-    serving.calibrated_positions = lambda _: 256  # type: ignore[assignment]
+    activation.calibrated_positions = lambda _: 256  # type: ignore[assignment]
     assert resolved("--context-length", "256") == []
     ((level, said),) = resolved("--context-length", "512")
     assert level == "WARNING"

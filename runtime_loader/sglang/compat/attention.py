@@ -11,6 +11,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.sglang.compat.hooks import check_leading
+from kvtuner.runtime_loader.sglang.option_rules import METADATA_BACKEND
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +51,7 @@ def on_triton_backend(make: Callable[[Any], Any | None]) -> None:
     Raises:
         ServingError: the backend is gone, or calls its kernels otherwise.
     """
-    name = "triton"
+    name = METADATA_BACKEND
     check_leading(f"{_BACKEND}._forward_extend_kernel", "self", "layer")
     check_leading(f"{_KERNELS}.decode_attention.decode_attention_fwd", *_DECODE)
     check_leading(f"{_KERNELS}.extend_attention.extend_attention_fwd", *_EXTEND)

@@ -15,10 +15,10 @@ from sglang.srt.runtime_context import get_memory
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.sglang.compat.hooks import AROUND, check_leading, install
+from kvtuner.runtime_loader.sglang.process_state import refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -121,7 +121,7 @@ def allocate(pool: Any, num_bytes: int, device: torch.device) -> Tensor:
     return buffer
 
 
-def on_host_pool(make: Callable[..., Any], refusing: Callable[[], AbstractContextManager[None]]) -> None:
+def on_host_pool(make: Callable[..., Any]) -> None:
     """Let `make` build the host pool of a device pool: `make(device_pool, page_size=, label=, size_gb=)`.
 
     Raises:

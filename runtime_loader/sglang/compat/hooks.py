@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.sglang.process_state import process_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 AROUND = HookType.AROUND
 AFTER = HookType.AFTER
-
-
-_installed: Final[dict[str, Callable[..., Any]]] = {}
 
 
 def install(target: str, hook: Callable[..., Any], kind: Any, *parameters: str) -> None:
@@ -43,7 +41,7 @@ def install(target: str, hook: Callable[..., Any], kind: Any, *parameters: str) 
     HookRegistry.register(target, hook, kind)
     HookRegistry._apply_target(target, HookRegistry._hooks[target])
     HookRegistry._patched.add(target)
-    _installed[target] = hook
+    process_state().targets[target] = hook
     if not is_applied(target, hook):
         raise ServingError(f"SGLang did not hook {target}; install a version that kvtuner is tested with")
 
@@ -54,7 +52,7 @@ def check_alone() -> None:
     Raises:
         ServingError: names the target.
     """
-    for target, hook in _installed.items():
+    for target, hook in process_state().targets.items():
         if len(HookRegistry._hooks[target]) > 1 or not is_applied(target, hook):
             raise _not_alone(target)
 

@@ -11,10 +11,10 @@ from sglang.srt.mem_cache.memory_pool import KvBufferDesc, MHATokenToKVPool, unw
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.sglang.compat.hooks import AFTER, AROUND, check_leading, install
+from kvtuner.runtime_loader.sglang.process_state import refusing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
 
 __all__ = ["KvBufferDesc", "MHATokenToKVPool", "allocation", "on_built", "on_pool", "write_slots"]
 
@@ -38,7 +38,6 @@ def on_pool(
     pool_class: type,
     bytes_per_token: Callable[[Any, range], int],
     announce_capacity: Callable[[int, int], None],
-    refusing: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Build dense pools as `pool_class`, and size them by `bytes_per_token`.
 
@@ -46,7 +45,6 @@ def on_pool(
         pool_class: subclass of `MHATokenToKVPool` with its constructor.
         bytes_per_token: of SGLang's pool configurator and the global layer ids of this rank.
         announce_capacity: told the bytes available for the pool, and how many tokens SGLang makes of them.
-        refusing: around all of it.
 
     Raises:
         ServingError: a seam that another plugin has, or that is gone.
@@ -74,9 +72,7 @@ def on_pool(
     install(f"{_CAPACITY}.calculate_pool_sizes", sized, AFTER, "available_bytes", "page_size")
 
 
-def on_built(
-    pool_class: type, built: Callable[[Any, Any], None], refusing: Callable[[], AbstractContextManager[None]]
-) -> None:
+def on_built(pool_class: type, built: Callable[[Any, Any], None]) -> None:
     """Call `built(configurator, pool)` with what configured a KV pool, and the pool; of another class it is refused.
 
     Raises:

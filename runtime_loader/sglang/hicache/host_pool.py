@@ -14,38 +14,35 @@ from kvtuner.runtime_loader.host_tier.transfer import TorchMover, token_bytes
 from kvtuner.runtime_loader.sglang.compat.hierarchical_cache import HostKVCache, allocate, allocator_type
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from kvtuner.runtime_loader.host_tier.pages import Order
-    from kvtuner.runtime_loader.host_tier.stopwatch import Timed
-    from kvtuner.runtime_loader.host_tier.transfer import Layers, PageMover
+    from kvtuner.runtime_loader.host_tier.transfer import Layers, MakeMover
     from kvtuner.runtime_loader.sglang.compat.hierarchical_cache import HostOptions
     from kvtuner.runtime_loader.sglang.hicache.page_identity import PageIdentity
-    from kvtuner.runtime_loader.sglang.hicache.tier import TierMetrics
+    from kvtuner.runtime_loader.sglang.hicache.tier_metrics import TierMetrics
 
 ORDERS: Final[dict[str, Order]] = {
     "layer_first": "layer_first",
     "page_first": "page_first",
     "page_first_direct": "page_first",
 }
-"""Of SGLang's layouts; the direct one differs from `page_first` in how SGLang copies, which is ours here."""
+"""The order of each of SGLang's layouts; the direct one differs in how SGLang copies, which is ours here."""
 
 
 class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
     """SGLang's host pool with pages of packed rows in one buffer of bytes.
 
     Args:
-        device_pool: of this rank.
-        layers: its layers, as a mover takes them.
-        identity: what pages must be to be read.
-        metrics: told what is moved.
-        options: what the server was asked for.
-        page_size: tokens of a page.
-        label: SGLang's name for it.
-        zero_copy: whether a storage reads the buffer itself; headers then lie in it.
-        mover: of the layers and the pages, which times quantizing; in plain torch by default.
+        device_pool: The device pool of this rank.
+        layers: The rank's layers, as a mover takes them.
+        identity: The identity that pages must have to be read.
+        metrics: The counters of what is moved.
+        options: The server's options below the device.
+        page_size: The tokens of a page.
+        label: SGLang's name for the pool.
+        zero_copy: Whether a storage reads the buffer itself; headers then lie in it.
+        make_mover: The factory of what moves the pages; plain torch by default.
     """
 
     def __init__(
@@ -59,10 +56,10 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
         page_size: int,
         label: str = "kv",
         zero_copy: bool = False,
-        mover: Callable[[Layers, HostPages, Timed], PageMover] = TorchMover,
+        make_mover: MakeMover = TorchMover,
     ) -> None:
         self.identity, self.metrics, self.zero_copy = identity, metrics, zero_copy
-        self.device_layers, self._make_mover = layers, mover
+        self.device_layers, self._make_mover = layers, make_mover
         self.layer_num = self.target_layer_num = len(layers)
         self.transfer_device = torch.device(device_pool.device)
         self._order = ORDERS[options.layout]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.runtime_loader.host_tier.transfer import MakeMover
     from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
     from kvtuner.runtime_loader.sglang.request import Attend
 
@@ -29,13 +30,13 @@ class TieredRank:
     """What this rank serves, as far as what lies below its device depends on it.
 
     Attributes:
-        profile: of the whole model.
-        attend: what a chunk reads of itself.
-        packed: whether the device pool holds packed rows; otherwise they are made on their way down.
-        model: this rank's part of it, loaded.
+        profile: The profile of the whole model.
+        attend: What a chunk reads of itself.
+        packed: Whether the device pool holds packed rows; otherwise they are made on their way down.
+        model: The loaded part of the model on this rank.
         config: SGLang's ModelConfig.
-        kernels: whether Triton kernels move pages.
-        agreement_s: seconds that ranks wait for one another.
+        make_mover: The factory of what moves pages.
+        agreement_s: The seconds that ranks wait for one another.
     """
 
     profile: Profile
@@ -43,7 +44,7 @@ class TieredRank:
     packed: bool
     model: Module
     config: Any
-    kernels: bool
+    make_mover: MakeMover
     agreement_s: float
 
 
@@ -70,18 +71,18 @@ class PageIdentity:
         }
         self._generation, self._in_session = 0, False
         words = tell_all(self._key, self._weights(), rank.agreement_s)
-        said = [word for _, word in sorted(words.items()) if word is not None]
-        if len(said) < len(words):
+        weights = [word for _, word in sorted(words.items()) if word is not None]
+        if len(weights) < len(words):
             raise ServingError("another rank does not say which weights it serves; start all nodes with the same flags")
-        self._digest: bytes | None = self._of(said)
+        self._digest: bytes | None = self._of(weights)
         self._is_posted = False
 
     @property
     def digest(self) -> bytes | None:
         """Part of every key and in every header; None while nobody knows which weights made what the cache holds."""
         if self._digest is None and self._is_posted:
-            said = posted(self._key)
-            self._digest = None if said is None or "" in said else self._of(said)
+            weights = posted(self._key)
+            self._digest = None if weights is None or "" in weights else self._of(weights)
         return self._digest
 
     def suspend(self, *, session: bool | None = None) -> None:

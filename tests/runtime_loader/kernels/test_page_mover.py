@@ -53,7 +53,7 @@ def test_pages_move_as_in_torch(page_size: int, order: Order, header_bytes: int,
 
     movers = (
         TorchMover(by_torch, pages, note(works[0])),
-        TritonMover(by_kernels, other, torch.device("cpu"), note(works[1])),
+        TritonMover(by_kernels, other, note(works[1])),
     )
 
     def slots(chosen: list[int]) -> torch.Tensor:
@@ -77,5 +77,5 @@ def test_no_pages_are_no_launch(row_format: Any) -> None:
     layers = layers_of(row_format, 16, packed=True)
     pages = pages_for(layers, 16, "page_first", 0)
     nothing = torch.empty(0, dtype=torch.int64)
-    TritonMover(layers, pages, torch.device("cpu")).backup(nothing, nothing)
+    TritonMover(layers, pages).backup(nothing, nothing)
     assert (pages.buffer == SPARE).all()

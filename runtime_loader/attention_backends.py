@@ -1,0 +1,104 @@
+"""Which implementation of `PackedAttention` a server attends with: a row for each, imported once it is chosen.
+
+To add one, write a module with the implementation and a row here (docs/architecture.md). Knows nothing of servers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from kvtuner.errors import ServingError
+from kvtuner.runtime_loader import kernels
+from kvtuner.runtime_loader.host_tier.transfer import TorchMover
+from kvtuner.runtime_loader.packed_attention import TorchAttention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvtuner.runtime_loader.host_tier.pages import HostPages
+    from kvtuner.runtime_loader.host_tier.stopwatch import Timed
+    from kvtuner.runtime_loader.host_tier.transfer import Layers, MakeMover, PageMover
+    from kvtuner.runtime_loader.packed_attention import PackedAttention
+
+BACKEND_VARIABLE: Final = "KVTUNER_ATTENTION"
+"""The variable that names the attention backend of a server, such as triton on a processor for Triton's interpreter."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBackend:
+    """How one implementation of `PackedAttention` is chosen and made.
+
+    Attributes:
+        name: The name that the variable gives, as log and metrics show it.
+        devices: The kinds of devices that the backend may run on, as in `torch.device.type`.
+        default_on: The kinds of devices that take the backend where the variable names none.
+        make: The factory, which imports the implementation and raises ServingError where it cannot run.
+        require: A check that raises ServingError on a machine that lacks what the backend needs.
+        make_mover: The factory of what moves pages to the host tier, for layers that this backend serves.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    make: Callable[[torch.device], PackedAttention]
+    default_on: tuple[str, ...] = ()
+    require: Callable[[], None] = lambda: None
+    make_mover: MakeMover = TorchMover
+
+
+_BACKENDS: Final[dict[str, AttentionBackend]] = {}
+
+
+def register(backend: AttentionBackend) -> None:
+    """Add an attention backend under its own name."""
+    assert backend.name not in _BACKENDS, f"there is an attention backend {backend.name} already"
+    _BACKENDS[backend.name] = backend
+
+
+def backend_for(device: torch.device, name: str | None = None) -> AttentionBackend:
+    """Choose the backend of a device, by its name or as that kind of device takes it by default.
+
+    Raises:
+        ServingError: No backend of that name runs there, or the machine lacks what it needs.
+    """
+    if name is None:
+        name = next((row.name for row in _BACKENDS.values() if device.type in row.default_on), None)
+    backend = _BACKENDS.get(name) if name else None
+    if backend is None or device.type not in backend.devices:
+        raise ServingError(f"{BACKEND_VARIABLE}={name} is no implementation of attention on {device}; unset it")
+    backend.require()
+    return backend
+
+
+def _triton_attention(device: torch.device) -> PackedAttention:
+    try:
+        from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
+    except ImportError as error:
+        raise ServingError(f"the kernels need Triton 3.6 or newer: {error}; install it") from error
+    return TritonAttention(device)
+
+
+def _triton_mover(layers: Layers, pages: HostPages, timed: Timed) -> PageMover:
+    from kvtuner.runtime_loader.kernels.page_mover import TritonMover
+
+    return TritonMover(layers, pages, timed)
+
+
+def _refuse_amd() -> None:
+    if torch.version.hip:
+        raise ServingError("the kernels were never tried on a GPU of AMD; serve without a profile")
+
+
+register(AttentionBackend("torch", ("cpu",), lambda _: TorchAttention(), default_on=("cpu",)))
+register(
+    AttentionBackend(
+        kernels.NAME,
+        ("cuda", "cpu"),
+        _triton_attention,
+        default_on=("cuda",),
+        require=_refuse_amd,
+        make_mover=_triton_mover,
+    )
+)

@@ -1,0 +1,147 @@
+"""A request in force: this process is hooked, the launcher checks everything once and refuses in one line."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtuner.errors import ServingError
+from kvtuner.exported_configs.identity.mismatch import Policy, compare, refuse
+from kvtuner.runtime_loader.model_check import calibrated_positions
+from kvtuner.runtime_loader.sglang.compat.args import decide, on_resolution, resolved
+from kvtuner.runtime_loader.sglang.compat.hooks import check_alone
+from kvtuner.runtime_loader.sglang.compat.model import model_config_of
+from kvtuner.runtime_loader.sglang.compat.processes import on_ready, on_scheduler
+from kvtuner.runtime_loader.sglang.compat.versions import check_version
+from kvtuner.runtime_loader.sglang.option_rules import BACKENDS, METADATA_BACKEND, refuse_flags
+from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, process_state, refusing
+from kvtuner.runtime_loader.sglang.request import ALLOW_FLAG, STRICT_FLAG
+from kvtuner.runtime_loader.sglang.serving import Serving, identity_of_model
+
+if TYPE_CHECKING:
+    from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.runtime_loader.sglang.request import ServingRequest
+
+logger: Final = logging.getLogger("kvtuner")
+
+
+def activate(request: ServingRequest) -> None:
+    """Prepare this process, a launcher or a scheduler, to serve a request.
+
+    Raises:
+        KVTunerError: This SGLang does not fit, or the profile cannot be read.
+    """
+    check_version()
+    serving, state = Serving.of(request), process_state()
+    state.hook_once("resolution", lambda: on_resolution(_choose_backend, _check))
+    state.hook_once("scheduler", lambda: on_scheduler(_start_scheduler))
+    state.serving, state.checked_digest = serving, None
+
+
+def _choose_backend(server_args: Any) -> None:
+    state = process_state()
+    if state.serving is None:
+        return
+    state.hook_once("ready", lambda: on_ready(_compare_digests))
+    if state.serving.request.hicache_only:
+        return
+    with refusing():
+        for rule in BACKENDS:
+            chosen = getattr(server_args, rule.name)  # what the user asked for, whatever SGLang made of it
+            if chosen not in (None, METADATA_BACKEND):
+                raise ServingError(
+                    f"{rule.flag} {chosen} cannot read a packed KV pool; drop it, or use {rule.flag} {METADATA_BACKEND}"
+                )
+        decide(server_args, attention_backend=METADATA_BACKEND)
+
+
+def _compare_digests(schedulers: list[dict[str, Any]]) -> None:
+    """Compare what each scheduler serves with what was checked.
+
+    A scheduler that did not load the plugin would serve unquantized without knowing it.
+    """
+    state = process_state()
+    if state.serving is None:
+        return
+    with refusing():
+        for number, introduction in enumerate(schedulers):
+            digest = introduction.get(PROFILE_KEY)
+            if digest is None:
+                raise ServingError(
+                    f"scheduler {number} does not serve the profile: its process did not load SGLang's plugin kvtuner;"
+                    " install kvtuner where the server runs, and unset SGLANG_PLUGINS or name kvtuner in it"
+                )
+            if state.checked_digest is None:
+                raise ServingError("SGLang resolved its arguments before the profile was asked for; ask for it first")
+            if digest != state.checked_digest:
+                raise ServingError(
+                    f"scheduler {number} serves {digest}, but the launcher checked {state.checked_digest}: the"
+                    " file changed meanwhile; start again"
+                )
+
+
+def _check(server_args: Any) -> None:
+    state = process_state()
+    if state.serving is None:
+        return
+    with refusing():
+        check_alone()
+        arguments = resolved(server_args)
+        _refuse_options(arguments, state.serving.request)
+        model_config = model_config_of(server_args)
+        state.serving = serving = state.serving.chosen_for(model_config)
+        profile = serving.profile(model_config)
+        profile.row_shape(arguments.tp_size // arguments.attn_dp_size)  # refuses heads that cannot be split so
+        state.checked_digest = profile.digest
+        if serving.request.uniform is None:
+            logger.info("kvtuner: serving %s", serving.request.profile)
+            _compare_models(serving.request, profile, model_config)
+
+
+def _refuse_options(arguments: Any, request: ServingRequest) -> None:
+    refuse_flags(arguments, hicache_only=request.hicache_only)
+    if arguments.enable_hierarchical_cache and arguments.hicache_storage_backend is not None:
+        # Imported here because a server without storage does without SGLang's cache controllers.
+        from kvtuner.runtime_loader.sglang.compat.hierarchical_cache import extra_config
+        from kvtuner.runtime_loader.sglang.hicache.checked_storage import check_storage
+
+        check_storage(arguments.hicache_storage_backend, extra_config(arguments.hicache_storage_backend_extra_config))
+
+
+def _compare_models(request: ServingRequest, profile: Profile, model_config: Any) -> None:
+    """Log once, in the launcher, what differs between the profile's model and the served one.
+
+    Raises:
+        ProfileError: The models differ too much.
+    """
+    mismatches = compare(
+        profile.model,
+        identity_of_model(model_config),
+        Policy(request.strict, request.allow_derived, STRICT_FLAG, ALLOW_FLAG),
+        positions=calibrated_positions(profile),
+        context_length=model_config.context_len,
+    )
+    refuse(mismatches)
+    for mismatch in mismatches:
+        log = logger.warning if mismatch.severity == "warning" else logger.info
+        log("kvtuner: %s", mismatch.text)
+
+
+def _start_scheduler(server_args: Any) -> None:
+    serving = process_state().serving
+    if serving is None:
+        return
+    with refusing():
+        check_alone()
+        # Imported here because only a scheduler needs pools and attention.
+        from kvtuner.runtime_loader.sglang.scheduler import install
+
+        arguments = resolved(server_args)
+        _refuse_options(arguments, serving.request)  # again: some are decided after all resolution hooks
+        below = serving.request.hicache_only
+        if below:
+            # Otherwise SGLang, by write_back, gives up host pages whose device copy, read back from them, would be
+            # quantized again.
+            os.environ["SGLANG_HICACHE_SKIP_HOST_DUPLICATE_RECLAIM"] = "1"
+        install(packed=not below, tiers=arguments.enable_hierarchical_cache)

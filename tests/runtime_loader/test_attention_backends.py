@@ -1,0 +1,87 @@
+"""An attention backend is one row: it is chosen by name or device, made when it is used, and refused by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kvtuner.errors import ServingError
+from kvtuner.quant import QuantSpec
+from kvtuner.runtime_loader import attention_backends
+from kvtuner.runtime_loader.attention_backends import AttentionBackend, backend_for, register
+from kvtuner.runtime_loader.host_tier.transfer import TorchMover
+from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling, TorchAttention
+from kvtuner.runtime_loader.row_format import RowFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CPU = torch.device("cpu")
+
+
+class FloatRows(TorchAttention):
+    """A toy: it counts what it decodes."""
+
+    name = "toy"
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def decode(self, q: torch.Tensor, *arguments: object, **named: object) -> torch.Tensor:
+        self.decoded += len(q)
+        return super().decode(q, *arguments, **named)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def toy() -> Iterator[AttentionBackend]:
+    backend = AttentionBackend("toy", ("cpu", "meta"), lambda _: FloatRows())
+    register(backend)
+    yield backend
+    del attention_backends._BACKENDS["toy"]
+
+
+def test_a_registered_backend_is_chosen_by_name_and_attends(toy: AttentionBackend) -> None:
+    chosen = backend_for(CPU, "toy")
+    assert chosen is toy
+    assert chosen.make_mover is TorchMover
+    attention = chosen.make(CPU)
+    generator = torch.Generator().manual_seed(0)
+    row_format = RowFormat(2, 16, QuantSpec(8))
+    keys, values = (
+        PackedRows(torch.zeros(8, row_format.row_bytes(torch.float32), dtype=torch.uint8), row_format) for _ in range(2)
+    )
+    slots, k, v = torch.tensor([3, 5]), *(torch.randn(2, 2, 16, generator=generator) for _ in range(2))
+    attention.prepare([(keys, values)], 4, 1)
+    attention.store(keys, values, slots, k, v)
+    q = torch.randn(1, 4, 16, generator=generator)
+    out = attention.decode(q, keys, values, torch.tensor([0, 2]), slots, ScoreScaling(0.25))
+    expected = torch.softmax(torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * 0.25, -1)
+    torch.testing.assert_close(
+        out, torch.einsum("hqk,khd->qhd", expected, v.repeat_interleave(2, 1)), atol=0.02, rtol=0
+    )
+    assert isinstance(attention, FloatRows)
+    assert attention.decoded == 1
+
+
+def test_a_backend_is_never_taken_unasked_unless_it_says_so(toy: AttentionBackend) -> None:
+    assert backend_for(CPU).name == "torch"
+    assert backend_for(torch.device("cuda")).name == "triton"
+    with pytest.raises(AssertionError, match="there is an attention backend toy already"):
+        register(toy)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"), [("cpu", "flash"), ("cuda", "torch"), ("xpu", None), ("xpu", "triton"), ("cuda", "toy")]
+)
+def test_a_backend_that_does_not_run_there_is_refused(toy: AttentionBackend, device: str, name: str | None) -> None:
+    refusal = f"KVTUNER_ATTENTION={name} is no implementation of attention on {device}; unset it"
+    with pytest.raises(ServingError, match=refusal):
+        backend_for(torch.device(device), name)
+
+
+def test_the_kernels_are_refused_on_a_gpu_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(ServingError, match="never tried on a GPU of AMD"):
+        backend_for(torch.device("cuda"))
