@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from kvtuner import __version__
 from kvtuner.cli.bench_parser import Types, add_bench_flags
 from kvtuner.cli.profile_parser import add_profile_commands
-from kvtuner.pipeline.defaults import EVALUATION, REFINEMENT
+from kvtuner.pipeline.defaults import EVALUATION
+from kvtuner.pipeline.options import DEFAULT_SAMPLER, DEFAULT_TRIALS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -151,10 +152,10 @@ def _search(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--sampler",
         choices=_SAMPLERS,
-        help=f"of the refinement; none measures the warm starts only; {REFINEMENT['sampler']} by default",
+        help=f"of the refinement; none measures the warm starts only; {DEFAULT_SAMPLER} by default",
     )
     group.add_argument(
-        "--trials", type=_positive, help=f"of the refinement, warm starts included; {REFINEMENT['trials']} by default"
+        "--trials", type=_positive, help=f"of the refinement, warm starts included; {DEFAULT_TRIALS} by default"
     )
     _switch(group, "--nested", "a larger budget never takes bits away; needs --sampler none")
     group.add_argument("--tp-size", type=_positive, default=1, help="tensor-parallel ranks that will serve")

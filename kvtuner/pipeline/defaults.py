@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-REFINEMENT: Final = {"sampler": "nsga2", "trials": 100}
-"""Of a search where nothing is said; `--layers` does not refine, so that a flag of these must be known from none."""
 EVALUATION: Final = {
     "problems": 10,
     "questions": 4,

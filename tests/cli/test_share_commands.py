@@ -192,7 +192,7 @@ def test_a_pull_overwrites_nothing_that_nobody_said(run: Any, hub: Any, reported
 
 def test_an_evaluation_names_no_folder_of_this_machine(reported: Path, tmp_path: Path) -> None:
     from kvtuner.cli.parser import build_parser
-    from kvtuner.cli.shareable_command import command_said
+    from kvtuner.cli.profile_command import command_said
 
     digest = json.loads((reported / "profile.json").read_text())["digest"]
     for named in (str(reported / "profile.json"), f"{reported / 'profile.json'}#{digest}", str(tmp_path / "gone.json")):

@@ -26,7 +26,7 @@ from kvtuner.bench.server_flags import ServerFlags
 from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model_loading import load_tokenizer, read_shape
 from kvtuner.cli.commands.eval import evaluate
-from kvtuner.cli.shareable_command import command_said
+from kvtuner.cli.profile_command import command_said
 from kvtuner.errors import EndpointError, RunFolderError
 from kvtuner.evaluation.backends.endpoint import Endpoint
 from kvtuner.evaluation.scheme import FP8, PER_CHANNEL, REFERENCE, ProfileScheme, named_schemes

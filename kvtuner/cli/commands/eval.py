@@ -15,7 +15,7 @@ from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model_loading import load_model, load_tokenizer, read_shape
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench
 from kvtuner.cli.parser import LEVELS
-from kvtuner.cli.shareable_command import command_said
+from kvtuner.cli.profile_command import command_said
 from kvtuner.errors import CorpusError, EndpointError, PrecisionError, RunFolderError
 from kvtuner.evaluation.backends.endpoint import Endpoint
 from kvtuner.evaluation.backends.hosts import OfflineHost, ServedHost

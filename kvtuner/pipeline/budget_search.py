@@ -1,16 +1,15 @@
-"""From a sensitivity table to the winner of one budget: space, exact solution, warm starts, refinement."""
+"""The search for the winner of one target: space, exact solution, warm starts, refinement."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tqdm import tqdm
 
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.pipeline.progress import say
-from kvtuner.pipeline.session import SearchOutcome, SearchRun, ranks_of, row_shape, say_left_out
 from kvtuner.precision import ALL_BITS, PrecisionPair
 from kvtuner.report.formatting import number
 from kvtuner.run_folder import sha256_of
@@ -20,24 +19,63 @@ from kvtuner.search_spaces.space import (
     build_space,
     configuration_from_pairs,
     predicted_score,
-    uniform,
 )
-from kvtuner.search_spaces.written_layers import parse_keep
-from kvtuner.tuner.exact import nested, solve, solve_front
+from kvtuner.tuner.exact import Front, nested, solve, solve_front
 from kvtuner.tuner.samplers import POPULATION_SIZE
 from kvtuner.tuner.study import StudyResult, refine
 from kvtuner.tuner.study_storage import sqlite_url
 from kvtuner.tuner.warm_starts import warm_starts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from kvtuner.pipeline.targets import SearchTarget
+    from kvtuner.evaluation.scheme import CacheScheme
+    from kvtuner.pipeline.search_run import SearchRun
+    from kvtuner.pipeline.search_targets import SearchTarget
     from kvtuner.search_spaces.budget import Constraint
     from kvtuner.tuner.objective import MeasuredKL
     from kvtuner.tuner.worker import TrialRecord
 
-STUDY_FILE = "study.db"
+STUDY_FILE: Final = "study.db"
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOutcome:
+    """What a search found for one target.
+
+    Attributes:
+        asked: The budget, or the hand-written configuration.
+        configuration: The winner.
+        measured_kl: The winner's KL on the select split; None for a uniform without transforms, not measured there.
+        fits: Whether a scheme would have kept the budget.
+        uniform_kl: The K x V table on the select split.
+        exact: The exact solution; None if nothing was searched.
+        exact_kl: The exact solution's KL on the select split.
+        study: The refinement.
+        fronts: The exact fronts by pipeline stage.
+        uniform_name: The pair of the uniform that replaced the winner, if one did.
+    """
+
+    asked: str
+    configuration: Configuration
+    measured_kl: float | None
+    fits: Callable[[CacheScheme], bool]
+    uniform_kl: Mapping[PrecisionPair, float]
+    exact: Configuration | None = None
+    exact_kl: float | None = None
+    study: StudyResult | None = None
+    fronts: tuple[Front, ...] = ()
+    uniform_name: str | None = None
+
+    @property
+    def gain(self) -> float | None:
+        """By how much refinement went below the exact solution, nats per token on the select split."""
+        return None if self.study is None or self.exact_kl is None else self.exact_kl - self.study.best_value
+
+    @property
+    def has_transforms(self) -> bool:
+        """Whether any keys or values are transformed."""
+        return any((choice.k_transform, choice.v_transform) != ("none", "none") for choice in self.configuration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +83,8 @@ class BudgetSearch:
     """Finds winners on the select split.
 
     Attributes:
-        run: what is loaded.
-        objective: measures configurations.
+        run: The search.
+        objective: What measures configurations.
     """
 
     run: SearchRun
@@ -54,29 +92,28 @@ class BudgetSearch:
 
     def uniforms(self) -> dict[PrecisionPair, Configuration]:
         """Every uniform pair with the best transforms."""
-        rows = row_shape(self.run.args, self.run.shape)
         pairs = (PrecisionPair(*bits) for bits in product(ALL_BITS, ALL_BITS))
-        return {pair: uniform(self.run.table, pair, self.run.args.score, rows, transforms=True) for pair in pairs}
+        return {pair: self.run.uniform(pair, transforms=True) for pair in pairs}
 
     def uniform_table(self) -> dict[PrecisionPair, float]:
         """Measured KL of every uniform pair, nats per token; without those whose KL is not finite, which it says."""
-        found = {}
+        measured = {}
         for pair, configuration in tqdm(self.uniforms().items(), desc="uniform K x V", disable=None):
             try:
-                found[pair] = self.objective(configuration)
+                measured[pair] = self.objective(configuration)
             except NonFiniteActivationError as error:
-                say_left_out(self.run, f"uniform {pair}", str(error))
-        return found
+                self.run.leave_out(f"uniform {pair}", str(error))
+        return measured
 
     def space(self, constraint: Constraint) -> SearchSpace:
         """What may be chosen under a budget."""
-        args = self.run.args
+        options = self.run.options
         return build_space(
             self.run.table,
-            args.score,
+            options.measurement.score,
             constraint.shape,
-            keep=parse_keep(args.keep) if args.keep else {},
-            groups=args.groups,
+            keep=self.run.kept,
+            groups=options.groups,
             stages=constraint.stages,
         )
 
@@ -90,42 +127,41 @@ class BudgetSearch:
             say(f"nested {target.asked}: predicted score {here:.4g}, {alone:.4g} on its own")
         return members
 
-    def find(
-        self, target: SearchTarget, member: Configuration | None, uniform_kl: dict[PrecisionPair, float]
+    def winner(
+        self, target: SearchTarget, member: Configuration | None, uniform_kl: Mapping[PrecisionPair, float]
     ) -> SearchOutcome:
         """The winner of one target.
 
         Args:
-            target: a budget or a hand-written configuration.
-            member: the target's part of a nested family, if there is one.
-            uniform_kl: measured KL of uniform pairs.
+            target: A budget or a hand-written configuration.
+            member: The target's part of a nested family, if there is one.
+            uniform_kl: The measured KL of uniform pairs.
         """
-        if target.constraint is None:
-            return self._hand_written(target, uniform_kl)
         constraint = target.constraint
+        if constraint is None:
+            return self._hand_written(target, uniform_kl)
         space = self.space(constraint)
-        exact = member or solve(space, target.constraint)
-        warm = [exact] if member else self._warm_starts(space, target.constraint)
+        exact = member or solve(space, constraint)
+        warm = [exact] if member else self._warm_starts(space, constraint)
         with self.run.phases.phase(f"refinement {target.asked}"):
-            study = self._refine(target, target.constraint, space, warm)
-        exact_kl = self._exact_kl(target, exact, study)
+            study = self._refine(target, constraint, space, warm)
         return SearchOutcome(
             asked=target.asked,
             configuration=study.best,
             measured_kl=study.best_value,
-            fits=lambda other: other.keeps(constraint),
+            fits=lambda scheme: scheme.keeps(constraint),
             uniform_kl=uniform_kl,
             exact=exact,
-            exact_kl=exact_kl,
+            exact_kl=self._exact_kl(target, exact, study),
             study=study,
-            fronts=tuple(solve_front(space, target.constraint.cost, stage) for stage in target.constraint.stages),
+            fronts=tuple(solve_front(space, constraint.cost, stage) for stage in constraint.stages),
         )
 
     def _exact_kl(self, target: SearchTarget, exact: Configuration, study: StudyResult) -> float | None:
         """Measured KL of the exact solution, None where it is not finite; says what refinement gained over it."""
         try:
             exact_kl = self.objective(exact)
-        except NonFiniteActivationError:  # its trial has said so
+        except NonFiniteActivationError:  # its trial reports it
             say(f"refinement {target.asked}: best {study.best_value:.4g} nats per token; the exact solution has no KL")
             return None
         say(
@@ -134,46 +170,48 @@ class BudgetSearch:
         )
         return exact_kl
 
-    def _hand_written(self, target: SearchTarget, uniform_kl: dict[PrecisionPair, float]) -> SearchOutcome:
+    def _hand_written(self, target: SearchTarget, uniform_kl: Mapping[PrecisionPair, float]) -> SearchOutcome:
         assert target.pairs is not None
-        rows, ranks = row_shape(self.run.args, self.run.shape), ranks_of(self.run.args, self.run.shape)
-        chosen = configuration_from_pairs(self.run.table, target.pairs, self.run.args.score, rows)
+        run, ranks = self.run, self.run.ranks
+        configuration = configuration_from_pairs(run.table, target.pairs, run.options.measurement.score, run.rows)
         cap = ranks.bytes_per_token(target.pairs)
         return SearchOutcome(
             asked=target.asked,
-            configuration=chosen,
-            measured_kl=self.objective(chosen),
-            fits=lambda other: other.bytes_on(ranks) <= cap,
+            configuration=configuration,
+            measured_kl=self.objective(configuration),
+            fits=lambda scheme: scheme.bytes_on(ranks) <= cap,
             uniform_kl=uniform_kl,
         )
 
     def _warm_starts(self, space: SearchSpace, constraint: Constraint) -> list[Configuration]:
-        args = self.run.args
+        options = self.run.options
         # As many as a generation of NSGA-II: they become its first population.
-        limit = args.trials if args.sampler == "none" else min(args.trials, POPULATION_SIZE)
+        limit = options.refinement_trials
+        if options.refinement_sampler != "none":
+            limit = min(limit, POPULATION_SIZE)
         return warm_starts(space, constraint, list(self.uniforms().values()), limit)
 
     def _refine(
         self, target: SearchTarget, constraint: Constraint, space: SearchSpace, warm: Sequence[Configuration]
     ) -> StudyResult:
-        args = self.run.args
+        options = self.run.options
         identity = {"measurements": sha256_of(self.run.table.identity), **target.identity}
-        storage = args.storage or sqlite_url(self.run.folder.file(STUDY_FILE).resolve())
-        with tqdm(total=args.trials, desc=f"refine {target.asked}", unit="trial", disable=None) as bar:
+        storage = options.storage or sqlite_url(self.run.folder.file(STUDY_FILE).resolve())
+        with tqdm(total=options.refinement_trials, desc=f"refine {target.asked}", unit="trial", disable=None) as bar:
 
             def on_trial(trial: TrialRecord) -> None:
                 bar.update(1)
                 if trial.failure is not None and trial.is_measured:
-                    say_left_out(self.run, f"trial {trial.number} of {target.asked}", trial.failure)
+                    self.run.leave_out(f"trial {trial.number} of {target.asked}", trial.failure)
 
             return refine(
                 space,
                 constraint,
                 self.objective,
                 warm=warm,
-                sampler=args.sampler,
-                num_trials=args.trials,
-                seed=args.seed,
+                sampler=options.refinement_sampler,
+                num_trials=options.refinement_trials,
+                seed=self.run.seed,
                 storage=storage,
                 study_name=f"{target.name}-{sha256_of(identity)[7:19]}",
                 identity=identity,

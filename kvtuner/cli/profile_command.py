@@ -9,7 +9,6 @@ from kvtuner.bench.server_flags import ServerFlags
 from kvtuner.cli.parser import build_parser
 from kvtuner.exported_configs.identity.model_identity import public_name
 from kvtuner.exported_configs.sharing.reference import FileReference, parse_reference
-from kvtuner.pipeline.defaults import REFINEMENT
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 
 _PATHS: Final = ("model", "data", "include_path")
 _UNSAID: Final = ("command", "json", "debug", "out", "endpoint", "profile")
-# Where a search runs and what else it writes, not what it finds.
-_NOT_OF_SEARCHES: Final = (*_UNSAID, "device", "config", "dry_run", "report", "storage", "budget")
 
 
 def command_said(args: Namespace) -> list[str]:
@@ -36,16 +33,6 @@ def _profile(text: str) -> str:
     pin = f"#{reference.digest}" if reference.digest else ""
     path = reference.path
     return (public_name(str(path)) if path.exists() else path.name) + pin
-
-
-def search_said(args: Namespace) -> str:
-    """The search that makes a run's profiles again, wherever the same data and model are at hand.
-
-    All budgets are named: what was measured for one guides the search for the others.
-    """
-    usual = {**vars(build_parser().parse_args(["search"])), **REFINEMENT}
-    words = ["kvtuner", "search", *(["--budget", *args.budget] if args.budget else [])]
-    return shlex.join(words + _flags(vars(args), usual, _NOT_OF_SEARCHES))
 
 
 def _flags(said: Mapping[str, Any], usual: Mapping[str, Any], left_out: Collection[str]) -> list[str]:

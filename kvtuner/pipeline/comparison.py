@@ -1,0 +1,162 @@
+"""The winner of a target beside every baseline on the report split, and the uniform that may take its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from tqdm import tqdm
+
+from kvtuner.errors import NonFiniteActivationError
+from kvtuner.evaluation.scheme import CacheScheme, Fp8Scheme, UnquantizedScheme
+from kvtuner.evaluation.validation import OFFSETS, UNIFORM_PAIRS, SequenceSums, Validator, kl_difference, pooled
+from kvtuner.pipeline.progress import say
+from kvtuner.report.search_rows import Terms, quality_of
+from kvtuner.tuner.objective import describe, layer_specs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvtuner.calibration.batches import Offsets
+    from kvtuner.pipeline.budget_search import SearchOutcome
+    from kvtuner.pipeline.search_run import SearchRun
+    from kvtuner.report.search_data import OffsetQuality
+    from kvtuner.search_spaces.space import Configuration
+
+HAND_WRITTEN: Final = "hand-written"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Schemes measured on the report split.
+
+    Attributes:
+        run: The search.
+        outcome: What the search found; a uniform in its place where one is better.
+        winner: The scheme of the outcome.
+        reference: The unquantized model.
+        baselines: The uniforms without and with transforms, and fp8.
+        measured: The results by key of scheme and kind of offsets.
+    """
+
+    run: SearchRun
+    outcome: SearchOutcome
+    winner: CacheScheme
+    reference: CacheScheme
+    baselines: Sequence[CacheScheme]
+    measured: Mapping[str, Mapping[Offsets, SequenceSums]]
+
+    def pooled(self, scheme: CacheScheme) -> SequenceSums:
+        """The results of a scheme over all kinds of offsets."""
+        return pooled(list(self.measured[scheme.key].values()))
+
+    def quality(self) -> tuple[OffsetQuality, ...]:
+        """The winner beside its baselines at each kind of offsets, as a report shows them."""
+        run = self.run
+        tokens, context = run.bench.corpus.splits["report"].shape[1], run.shape.context_length
+        terms = Terms(run.ranks, self.outcome.fits, run.seed)
+        positions: dict[Offsets, str] = {
+            "small": f"0 to {tokens - 1}",
+            "large": f"{max(0, context - tokens)} to {max(context, tokens) - 1}",
+        }
+        return tuple(
+            quality_of(
+                offsets,
+                positions[offsets],
+                (self.winner, self.measured[self.winner.key][offsets]),
+                [(baseline, self.measured[baseline.key][offsets]) for baseline in self.baselines],
+                self.measured[self.reference.key][offsets],
+                terms=terms,
+            )
+            for offsets in OFFSETS
+        )
+
+
+def compare_with_baselines(run: SearchRun, outcome: SearchOutcome, validator: Validator) -> Comparison:
+    """Measure the winner and all baselines; the best uniform takes the winner's place if it is clearly better."""
+    reference, *baselines = _baselines(run)
+    winner = _winner(run, outcome)
+    measured = _measure_all(run, validator, [reference, winner], baselines)
+    baselines = [baseline for baseline in baselines if baseline.key in measured]
+    comparison = Comparison(run, outcome, winner, reference, baselines, measured)
+    outcome = _overridden(comparison)
+    winner = _winner(run, outcome)
+    measured |= _measure_all(run, validator, [winner], [])
+    return replace(comparison, outcome=outcome, winner=winner, measured=measured)
+
+
+def _baselines(run: SearchRun) -> list[CacheScheme]:
+    """The unquantized model, uniforms without and with transforms, fp8."""
+    schemes: list[CacheScheme] = [UnquantizedScheme.of(run.shape.geometry)]
+    for transforms in (False, True):
+        for pair in UNIFORM_PAIRS:
+            configuration = run.uniform(pair, transforms=transforms)
+            if transforms and all(c.k_transform == c.v_transform == "none" for c in configuration):
+                continue
+            schemes.append(_scheme(run, str(pair), configuration, transforms=transforms))
+    return [*schemes, Fp8Scheme.of(run.shape.geometry)]
+
+
+def _scheme(run: SearchRun, name: str, configuration: Configuration, *, transforms: bool) -> CacheScheme:
+    return CacheScheme(
+        name=name,
+        has_transforms=transforms,
+        rows=run.rows,
+        pairs=tuple(choice.pair for choice in configuration),
+        specs=layer_specs(configuration, run.table, run.bench.options.quant),
+        key=describe(configuration),
+    )
+
+
+def _winner(run: SearchRun, outcome: SearchOutcome) -> CacheScheme:
+    name = outcome.uniform_name or (HAND_WRITTEN if outcome.study is None else outcome.asked)
+    transforms = outcome.uniform_name is not None and outcome.has_transforms
+    return _scheme(run, name, outcome.configuration, transforms=transforms)
+
+
+def _measure_all(
+    run: SearchRun, validator: Validator, needed: Sequence[CacheScheme], others: Sequence[CacheScheme]
+) -> dict[str, dict[Offsets, SequenceSums]]:
+    """Results by key of scheme, without those of `others` whose KL is not finite, which it says."""
+    measured: dict[str, dict[Offsets, SequenceSums]] = {scheme.key: {} for scheme in (*needed, *others)}
+    jobs = [(scheme, offsets) for offsets in OFFSETS for scheme in (*needed, *others)]
+    for scheme, offsets in tqdm(jobs, desc="validation", disable=None):
+        if scheme.key in measured:
+            try:
+                measured[scheme.key][offsets] = validator.measure(scheme, offsets)
+            except NonFiniteActivationError as error:
+                if any(scheme.key == other.key for other in needed):
+                    raise
+                run.leave_out(scheme.name, str(error))
+                del measured[scheme.key]
+    return measured
+
+
+def _overridden(comparison: Comparison) -> SearchOutcome:
+    """The best uniform inside the budget instead of the winner, if the paired interval excludes zero.
+
+    Layers that are kept stay as they are, and so does a nested family.
+    """
+    run, outcome = comparison.run, comparison.outcome
+    uniforms = set(map(str, UNIFORM_PAIRS))
+    allowed = [
+        scheme
+        for scheme in comparison.baselines
+        if scheme.name in uniforms
+        and outcome.fits(scheme)
+        and all(scheme.pairs[layer] == pair for layer, pair in run.kept.items())
+    ]
+    if outcome.study is None or run.options.nested or not allowed:
+        return outcome
+    rival = min(allowed, key=lambda scheme: sum(comparison.pooled(scheme).kl))
+    if kl_difference(comparison.pooled(comparison.winner), comparison.pooled(rival), run.seed).low <= 0:
+        return outcome
+    name = f"{rival.name} with transforms" if rival.has_transforms else rival.name
+    say(f"uniform {name} beats the searched configuration on the report split and takes its place")
+    run.folder.log("override", asked=outcome.asked, uniform=name)
+    return replace(
+        outcome,
+        configuration=run.uniform(rival.pairs[0], transforms=rival.has_transforms),
+        measured_kl=outcome.uniform_kl.get(rival.pairs[0]) if rival.has_transforms else None,
+        uniform_name=rival.name,
+    )

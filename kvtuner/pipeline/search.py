@@ -1,0 +1,128 @@
+"""A search: from a model to profiles, each validated and written with its report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvtuner.calibration.model_loading import read_shape
+from kvtuner.calibration.workbench import calibrate as measure_sensitivity
+from kvtuner.evaluation.validation import Validator
+from kvtuner.exported_configs.profile.build import dump_profile
+from kvtuner.pipeline.budget_search import BudgetSearch
+from kvtuner.pipeline.comparison import compare_with_baselines
+from kvtuner.pipeline.progress import say
+from kvtuner.pipeline.run_profile import make_profile
+from kvtuner.pipeline.run_report import make_report_data
+from kvtuner.pipeline.search_run import Phases, SearchRun, calibration_options, load_workbench
+from kvtuner.pipeline.search_targets import bind_target, refuse_other_targets, targets_of
+from kvtuner.pipeline.shareable_command import search_command
+from kvtuner.pipeline.sources import model_source, run_folder
+from kvtuner.report.search_data import DATA_FILE
+from kvtuner.report.search_report import summary_json, write_report
+from kvtuner.run_folder import RunFolder, sha256_of, write_atomically
+from kvtuner.tuner.objective import MeasuredKL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.pipeline.budget_search import SearchOutcome
+    from kvtuner.pipeline.options import SearchOptions
+    from kvtuner.pipeline.search_targets import SearchTarget
+    from kvtuner.report.search_data import ReportData
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """One profile that a search made.
+
+    Attributes:
+        profile: The profile.
+        file: The profile's file in the run folder.
+        report: The page of the report; None where none was written.
+        data: Everything that the report shows.
+        forward_passes: The forward passes by phase up to the validation.
+    """
+
+    profile: Profile
+    file: Path
+    report: Path | None
+    data: ReportData
+    forward_passes: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as plain JSON values."""
+        return {
+            "profile": str(self.file),
+            "report": None if self.report is None else str(self.report),
+            "digest": self.profile.digest,
+            "forward_passes": {phase: round(passes, 2) for phase, passes in self.forward_passes.items()},
+            **summary_json(self.data),
+        }
+
+
+def search(options: SearchOptions, *, on_result: Callable[[SearchResult], None] | None = None) -> list[SearchResult]:
+    """Search, or go on where the same search was interrupted.
+
+    Args:
+        options: What is asked for.
+        on_result: Called with every result as soon as its files are written.
+
+    Returns:
+        One result for each budget, in their order.
+
+    Raises:
+        KVTunerError: Something that is asked for cannot be done; the message says what would work.
+    """
+    shape = read_shape(model_source(options.model))
+    calibration_options(options.measurement, shape)  # refused before anything is loaded
+    targets = targets_of(options, shape)
+    folder = run_folder(options.model, options.out, "+".join(target.name for target in targets))
+    refuse_other_targets(folder, targets)
+    bench = load_workbench(options, shape)
+    folder.create()
+    phases = Phases(bench, folder)
+    with phases.phase("calibration"):
+        table = measure_sensitivity(bench, folder, say)
+    return _search_targets(SearchRun(options, shape, bench, folder, phases, table), targets, on_result)
+
+
+def _search_targets(
+    run: SearchRun, targets: Sequence[SearchTarget], on_result: Callable[[SearchResult], None] | None
+) -> list[SearchResult]:
+    identity = sha256_of(run.table.identity)
+    with run.phases.phase("uniform table"):
+        simulator = run.bench.simulator("select", reuse=True)
+        objective = MeasuredKL(simulator, run.table, run.bench.options.quant, run.folder, identity)
+        budget_search = BudgetSearch(run, objective)
+        uniform_kl = budget_search.uniform_table()
+    family = budget_search.family(targets) if run.options.nested else [None] * len(targets)
+    validator = Validator(run.bench, run.folder, identity)
+    results = []
+    for target, member in zip(targets, family, strict=True):
+        outcome = budget_search.winner(target, member, uniform_kl)
+        with run.folder.lock("finish.lock", waiting="another worker validates"), run.phases.phase("validation"):
+            result = _finish(run, target, outcome, validator)
+        if on_result is not None:
+            on_result(result)
+        results.append(result)
+    return results
+
+
+def _finish(run: SearchRun, target: SearchTarget, outcome: SearchOutcome, validator: Validator) -> SearchResult:
+    """Validate the winner, then write the profile and its report."""
+    comparison = compare_with_baselines(run, outcome, validator)
+    quality = comparison.quality()
+    profile = make_profile(comparison, quality, command=search_command(run.options))
+    file = run.folder.file(target.profile_file)
+    bind_target(run.folder, target)
+    write_atomically(file, dump_profile(profile))
+    data = make_report_data(comparison, profile, quality)
+    folder = RunFolder(run.folder.file(f"report{target.suffix}")) if target.suffix else run.folder
+    folder.create()
+    folder.write_checked(DATA_FILE, data.to_json())
+    page = write_report(data, folder.path) if run.options.report else None
+    run.folder.log("profile", file=file.name, digest=profile.digest, asked=outcome.asked)
+    return SearchResult(profile, file, page, data, dict(run.phases.passes))

@@ -1,0 +1,178 @@
+"""What a search or a calibration runs on: the model and its corpus, the run folder, and what each phase takes."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvtuner.calibration.candidate_pass import QuantizationOptions
+from kvtuner.calibration.corpus import load_corpus
+from kvtuner.calibration.model_loading import DEMO, load_model
+from kvtuner.calibration.workbench import CalibrationOptions, Workbench
+from kvtuner.errors import PrecisionError
+from kvtuner.evaluation.rank_bytes import ServingRanks
+from kvtuner.pipeline.progress import say
+from kvtuner.pipeline.sources import corpus_source, model_source
+from kvtuner.precision import PACKED_BITS, PrecisionPair, RowShape, check_group_size
+from kvtuner.search_spaces.space import Configuration, uniform
+from kvtuner.search_spaces.written_layers import parse_keep
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvtuner.calibration.corpus import CorpusSource
+    from kvtuner.calibration.model_loading import ModelShape
+    from kvtuner.calibration.sensitivity import SensitivityTable
+    from kvtuner.pipeline.options import CalibrateOptions, MeasurementOptions, SearchOptions
+    from kvtuner.run_folder import RunFolder
+
+
+def calibration_options(options: MeasurementOptions, shape: ModelShape) -> CalibrationOptions:
+    """How sensitivity is measured on this model.
+
+    Raises:
+        PrecisionError: The model's heads cannot be packed at every width with a group size.
+    """
+    geometry = shape.geometry
+    for flag, head_dim, group in (
+        ("--k-group-size", geometry.head_dim, options.k_group_size),
+        ("--v-group-size", geometry.v_head_dim, options.v_group_size),
+    ):
+        if group is None:
+            continue
+        for bits in PACKED_BITS:
+            try:
+                check_group_size(head_dim, bits, group)
+            except PrecisionError as error:
+                raise PrecisionError(f"{flag} {group}: {error}") from error
+    return CalibrationOptions(
+        read_plan=options.read_plan,
+        score=options.score,
+        num_draws=options.fisher_draws,
+        batch_size=options.batch_size,
+        quant=QuantizationOptions(options.k_group_size, options.v_group_size, options.symmetric),
+        with_pairs=options.pairs,
+        seed=options.seed,
+    )
+
+
+def row_shape(options: MeasurementOptions, shape: ModelShape) -> RowShape:
+    """Rows of the whole model under the group sizes."""
+    return shape.geometry.row_shape(k_group_size=options.k_group_size, v_group_size=options.v_group_size)
+
+
+def serving_ranks(
+    options: MeasurementOptions, shape: ModelShape, *, tp_size: int = 1, pp_size: int = 1
+) -> ServingRanks:
+    """The ranks that will serve.
+
+    Raises:
+        GeometryError: The model cannot be split over them.
+    """
+    return ServingRanks.of(
+        shape.geometry,
+        k_group_size=options.k_group_size,
+        v_group_size=options.v_group_size,
+        tp_size=tp_size,
+        pp_size=pp_size,
+    )
+
+
+def load_workbench(options: CalibrateOptions, shape: ModelShape) -> Workbench:
+    """Load model, tokenizer and corpus."""
+    data = corpus_source(options.data, options.model, shape, seed=options.measurement.seed)
+    measurement = calibration_options(options.measurement, shape)
+    if options.data.data is None and options.model.model != DEMO:
+        say(
+            "no --data given: measuring on the shipped demo corpus (Python sources and generated tables);"
+            " prompts like the ones you serve give a better profile"
+        )
+    loaded = load_model(model_source(options.model), shape)
+    return Workbench.prepare(loaded, load_corpus(data, loaded.tokenizer), measurement)
+
+
+@dataclass
+class Phases:
+    """Counts the forward passes of each phase, and says what is being done.
+
+    Attributes:
+        bench: The workbench whose chain counts.
+        folder: The run folder, which holds the event log.
+        passes: The forward passes over one sequence by phase, partial ones as fractions of their layers.
+    """
+
+    bench: Workbench
+    folder: RunFolder
+    passes: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time and count one phase."""
+        say(f"{name} ...")
+        counter = self.bench.chain.count
+        before, start = counter.layer_tokens, time.monotonic()
+        yield
+        tokens = (counter.layer_tokens - before) / self.bench.loaded.shape.geometry.num_layers
+        passes = tokens / self.bench.corpus.splits["calibrate"].shape[1]
+        self.passes[name] = self.passes.get(name, 0.0) + passes
+        seconds = time.monotonic() - start
+        self.folder.log("phase", name=name, forward_passes=round(passes, 2), seconds=round(seconds, 2))
+        say(f"{name}: {passes:.1f} forward passes, {seconds:.1f} s")
+
+
+@dataclass(frozen=True, slots=True)
+class SearchRun:
+    """One search with everything loaded and calibrated.
+
+    Attributes:
+        options: What is asked for.
+        shape: The shape of the model.
+        bench: The workbench.
+        folder: The run folder.
+        phases: The phases so far.
+        table: The sensitivity table.
+    """
+
+    options: SearchOptions
+    shape: ModelShape
+    bench: Workbench
+    folder: RunFolder
+    phases: Phases
+    table: SensitivityTable
+
+    @property
+    def seed(self) -> int:
+        """The seed of everything random."""
+        return self.options.measurement.seed
+
+    @property
+    def rows(self) -> RowShape:
+        """Rows of the whole model."""
+        return row_shape(self.options.measurement, self.shape)
+
+    @property
+    def ranks(self) -> ServingRanks:
+        """The ranks that will serve."""
+        options = self.options
+        return serving_ranks(options.measurement, self.shape, tp_size=options.tp_size, pp_size=options.pp_size)
+
+    @property
+    def corpus_source(self) -> CorpusSource:
+        """The text that is measured on."""
+        return corpus_source(self.options.data, self.options.model, self.shape, seed=self.seed)
+
+    @property
+    def kept(self) -> dict[int, PrecisionPair]:
+        """The layers whose pairs are forced."""
+        return parse_keep(self.options.keep) if self.options.keep else {}
+
+    def uniform(self, pair: PrecisionPair, *, transforms: bool) -> Configuration:
+        """One pair for all layers, without transforms or with the best ones."""
+        return uniform(self.table, pair, self.options.measurement.score, self.rows, transforms=transforms)
+
+    def leave_out(self, what: str, reason: str) -> None:
+        """Say, here and in the event log, what has no finite KL and takes no further part."""
+        self.folder.log("left out", what=what, reason=reason)
+        say(f"{what} is left out: {reason}")

@@ -1,0 +1,178 @@
+"""The profiles that a search is asked for, checked against the model, and the files that they may replace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from kvtuner.errors import BudgetError, RunFolderError
+from kvtuner.exported_configs.profile.fields import MAX_TEXT
+from kvtuner.layer_ranges import write_ranges
+from kvtuner.pipeline.search_run import serving_ranks
+from kvtuner.run_folder import refuse_difference, sha256_of
+from kvtuner.search_spaces.budget import SMALLEST_PAIR, Budget
+from kvtuner.search_spaces.written_layers import check_layers, parse_keep, parse_ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from kvtuner.calibration.model_loading import ModelShape
+    from kvtuner.pipeline.options import SearchOptions
+    from kvtuner.precision import PrecisionPair
+    from kvtuner.run_folder import RunFolder
+    from kvtuner.search_spaces.budget import Constraint
+
+
+@dataclass(frozen=True, slots=True)
+class SearchTarget:
+    """One profile to make.
+
+    Attributes:
+        asked: The budget, or the hand-written configuration with equal neighbours as one range.
+        name: The name as part of a file name.
+        suffix: The end of its files' names; empty where it is the only target.
+        identity: What decides the profile besides the measurements; plain JSON values.
+        constraint: The constraint of a budget; None for a hand-written configuration.
+        pairs: The pairs of a hand-written configuration; None for a budget.
+    """
+
+    asked: str
+    name: str
+    suffix: str
+    identity: Mapping[str, Any]
+    constraint: Constraint | None = None
+    pairs: tuple[PrecisionPair, ...] | None = None
+
+    @property
+    def profile_file(self) -> str:
+        """Name of the profile in the run folder."""
+        return f"profile{self.suffix}.json"
+
+    @property
+    def identity_file(self) -> str:
+        """Name of what says whose profile that is."""
+        return f"target{self.suffix}.json"
+
+
+def targets_of(options: SearchOptions, shape: ModelShape) -> list[SearchTarget]:
+    """The targets of a search of this model.
+
+    Raises:
+        BudgetError: A budget cannot be kept, or budgets do not ascend where they are nested.
+        SearchSpaceError: Layers contradict the model.
+        GeometryError: The model cannot be split over the ranks.
+    """
+    if options.layers:
+        return [_hand_written(options, options.layers, shape)]
+    budgets = [Budget.parse(text) for text in options.budget]
+    if len({budget.name for budget in budgets}) < len(budgets):
+        raise BudgetError(f"a budget is given twice: {' '.join(options.budget)}")
+    constraints = [_constraint(options, shape, budget) for budget in budgets]
+    if options.nested:
+        _check_ascending(constraints)
+    restrictions = {
+        "keep": {str(layer): str(pair) for layer, pair in sorted(_kept(options).items())},
+        "groups": options.groups,
+        "sampler": options.refinement_sampler,
+        "nested": [budget.text for budget in budgets] if options.nested else None,
+    }
+    return [
+        SearchTarget(
+            asked=budget.text,
+            name=budget.name,
+            suffix=f"-{budget.name}" if len(budgets) > 1 else "",
+            identity={**_identity(options, budget.text), **restrictions},
+            constraint=constraint,
+        )
+        for budget, constraint in zip(budgets, constraints, strict=True)
+    ]
+
+
+def refuse_other_targets(folder: RunFolder, targets: Sequence[SearchTarget]) -> None:
+    """Check that a profile in the folder is replaced only by one of the same target.
+
+    Raises:
+        RunFolderError: The profile is of another target; the error names the first field that differs.
+    """
+    for target in targets:
+        if not folder.file(target.identity_file).exists():
+            continue
+        known = folder.read_checked(target.identity_file)
+        try:
+            refuse_difference(known, target.identity, f"{folder.file(target.profile_file)} is of another search")
+        except RunFolderError as error:
+            raise RunFolderError(
+                f"{error}, or ask for all budgets in one command, such as --budget 3bit 6bit, which makes a profile"
+                " for each and reuses all measurements"
+            ) from error
+
+
+def bind_target(folder: RunFolder, target: SearchTarget) -> None:
+    """Note whose profile is about to be written.
+
+    Raises:
+        RunFolderError: The profile of another target has been written meanwhile.
+    """
+    refuse_other_targets(folder, [target])
+    folder.write_checked(target.identity_file, target.identity)
+
+
+def _identity(options: SearchOptions, asked: str) -> dict[str, Any]:
+    measurement = options.measurement
+    return {
+        "asked": asked,
+        "tp_size": options.tp_size,
+        "pp_size": options.pp_size,
+        "read_plan": measurement.read_plan,
+        "score": measurement.score,
+        "seed": measurement.seed,
+    }
+
+
+def _kept(options: SearchOptions) -> dict[int, PrecisionPair]:
+    return parse_keep(options.keep) if options.keep else {}
+
+
+def _hand_written(options: SearchOptions, layers: str, shape: ModelShape) -> SearchTarget:
+    pairs = tuple(parse_ranges(layers, shape.geometry.num_layers))
+    asked = write_ranges(pairs)
+    if len(asked) > MAX_TEXT:  # the limit of a profile's field; the layers themselves stand beside it
+        asked = f"{len(pairs)} layers by hand, {sha256_of(asked)[:19]}"
+    serving_ranks(options.measurement, shape, tp_size=options.tp_size, pp_size=options.pp_size)
+    return SearchTarget(
+        asked=asked,
+        name="layers-" + sha256_of(asked)[7:15],
+        suffix="",
+        identity=_identity(options, asked),
+        pairs=pairs,
+    )
+
+
+def _constraint(options: SearchOptions, shape: ModelShape, budget: Budget) -> Constraint:
+    geometry, kept = shape.geometry, _kept(options)
+    check_layers(kept, geometry.num_layers)
+    constraint = budget.constraint(
+        geometry,
+        k_group_size=options.measurement.k_group_size,
+        v_group_size=options.measurement.v_group_size,
+        tp_size=options.tp_size,
+        pp_size=options.pp_size,
+    )
+    least = [kept.get(layer, SMALLEST_PAIR) for layer in range(geometry.num_layers)]
+    if not constraint.is_met(least):
+        raise BudgetError(
+            f"a budget must hold what --keep forces and {SMALLEST_PAIR} elsewhere, but {budget.text} does not hold"
+            f" {options.keep!r}; the smallest possible is {constraint.smallest(least)}"
+        )
+    return constraint
+
+
+def _check_ascending(constraints: Sequence[Constraint]) -> None:
+    if len({constraint.budget.kind == "mean_bits" for constraint in constraints}) > 1:
+        raise BudgetError("nested budgets must all count payload (4bit) or all count bytes; do not mix the two")
+    for smaller, larger in pairwise(constraints):
+        if any(larger.cap(stage) < smaller.cap(stage) for stage in range(len(larger.stages))):
+            raise BudgetError(
+                f"nested budgets must ascend, but {larger.budget.text} is smaller than {smaller.budget.text} before it"
+            )
