@@ -1,3 +1,39 @@
-"""Layer-wise mixed-precision KV cache: searched offline, loaded at serving time."""
+"""Layer-wise mixed-precision KV cache: searched offline, loaded at serving time.
+
+The names in `__all__` are the Python interface; each is imported when it is first asked for, so that this import is
+light. See docs/python.md.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from kvtuner.exported_configs.profile.load import load_profile
+    from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.pipeline.python_interface import calibrate, search
+    from kvtuner.runtime_loader.sglang import engine
+    from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 __version__ = "0.1.0"
+__all__ = ["KVTunerCache", "Profile", "calibrate", "engine", "load_profile", "search"]
+
+_MODULES: Final = {
+    "KVTunerCache": "kvtuner.runtime_loader.transformers_cache",
+    "Profile": "kvtuner.exported_configs.profile.profile",
+    "calibrate": "kvtuner.pipeline.python_interface",
+    "engine": "kvtuner.runtime_loader.sglang",
+    "load_profile": "kvtuner.exported_configs.profile.load",
+    "search": "kvtuner.pipeline.python_interface",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

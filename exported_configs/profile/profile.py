@@ -75,6 +75,16 @@ class Profile(StrictModel):
         _check_budget(self)
         return self
 
+    def __repr__(self) -> str:
+        size = f"{float(self.mean_bits):.3g} bits, {self.bytes_per_token():,} bytes per token"
+        return f"Profile({self.model.id!r}, {size}, {self.digest[:19]})"
+
+    def _repr_html_(self) -> str:
+        """The strip of layers, which a notebook shows in place of the text."""
+        from kvtuner.report.profile_report import strip_html  # the one import that points up; see pyproject.toml
+
+        return strip_html(self)
+
     @property
     def pairs(self) -> tuple[PrecisionPair, ...]:
         """Widths by layer."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.calibration.model_loading import read_shape
@@ -12,6 +12,7 @@ from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.pipeline.budget_search import BudgetSearch
 from kvtuner.pipeline.comparison import compare_with_baselines
 from kvtuner.pipeline.progress import say
+from kvtuner.pipeline.record_table import quality_record, record_table
 from kvtuner.pipeline.run_profile import make_profile
 from kvtuner.pipeline.run_report import make_report_data
 from kvtuner.pipeline.search_run import Phases, SearchRun, calibration_options, load_workbench
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.pipeline.budget_search import SearchOutcome
     from kvtuner.pipeline.options import SearchOptions
+    from kvtuner.pipeline.record_table import RecordTable
     from kvtuner.pipeline.search_targets import SearchTarget
     from kvtuner.report.search_data import ReportData
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SearchResult:
     """One profile that a search made.
 
@@ -51,6 +53,36 @@ class SearchResult:
     report: Path | None
     data: ReportData
     forward_passes: Mapping[str, float]
+
+    def __repr__(self) -> str:
+        return f"SearchResult({self.data.budget.asked!r}, {str(self.file)!r}, {self.profile!r})"
+
+    def _repr_html_(self) -> str:
+        return self.profile._repr_html_()
+
+    @property
+    def run_folder(self) -> Path:
+        """The folder that holds everything that was measured; the same search goes on there."""
+        return self.file.parent
+
+    @property
+    def layers(self) -> RecordTable:
+        """The bits and transforms of every layer."""
+        return record_table(asdict(row) for row in self.data.layers)
+
+    @property
+    def quality(self) -> RecordTable:
+        """The winner and every baseline on the report split, at small and at large positions."""
+        return record_table(
+            quality_record(offsets, row)
+            for offsets in self.data.quality
+            for row in (offsets.winner, *offsets.baselines)
+        )
+
+    @property
+    def trials(self) -> RecordTable:
+        """The trials of the refinement; none where nothing was refined."""
+        return record_table(asdict(row) for row in self.data.trials)
 
     def to_json(self) -> dict[str, Any]:
         """The result as plain JSON values."""

@@ -1,0 +1,100 @@
+"""The pipeline for notebooks and scripts: functions that take a command's flags as keywords, under the same names.
+
+Importing this module imports nothing heavy; calling a function does.
+"""
+
+from __future__ import annotations
+
+import os
+from inspect import Parameter, Signature, signature
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from kvtuner.pipeline.options import CalibrateOptions, SearchOptions, defaults_of, options_from
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvtuner.pipeline.calibrate import CalibrationResult
+    from kvtuner.pipeline.search import SearchResult
+
+Options = TypeVar("Options")
+Function = TypeVar("Function", bound="Callable[..., Any]")
+
+
+def _takes(kind: type) -> Callable[[Function], Function]:
+    """Show the options of a class in a function's signature, in place of ``**options``."""
+
+    def decorate(function: Function) -> Function:
+        own = [item for item in signature(function).parameters.values() if item.kind is not Parameter.VAR_KEYWORD]
+        names = {item.name for item in own}
+        rest = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=default)
+            for name, default in defaults_of(kind).items()
+            if name not in names
+        ]
+        function.__signature__ = Signature([*own, *rest])  # type: ignore[attr-defined]  # what inspect reads first
+        return function
+
+    return decorate
+
+
+@overload
+def search(model: str | os.PathLike[str], *, budget: str | None = None, **options: Any) -> SearchResult: ...
+@overload
+def search(model: str | os.PathLike[str], *, budget: Sequence[str], **options: Any) -> list[SearchResult]: ...
+@_takes(SearchOptions)
+def search(
+    model: str | os.PathLike[str], *, budget: str | Sequence[str] | None = None, **options: Any
+) -> SearchResult | list[SearchResult]:
+    """Search as ``kvtuner search`` does, and go on where the same search was interrupted.
+
+    Args:
+        model: The hub id, the folder, or ``demo``.
+        budget: The budget, such as ``4bit``, ``18KiB/token`` or ``35%``; a list makes a profile for each. None with
+            `layers`.
+        **options: The other flags of the command with underscores, such as ``tp_size=2``; see
+            ``kvtuner search --help``.
+
+    Returns:
+        The result, or a list of results for a list of budgets.
+
+    Raises:
+        KVTunerError: Something that is asked for cannot be done; the message says what would work.
+    """
+    from kvtuner.pipeline.search import search as search_with
+
+    budgets = () if budget is None else (budget,) if isinstance(budget, str) else tuple(budget)
+    results = search_with(_options(SearchOptions, {**options, "model": model, "budget": budgets}))
+    return results if len(budgets) > 1 or (budget is not None and not isinstance(budget, str)) else results[0]
+
+
+@_takes(CalibrateOptions)
+def calibrate(model: str | os.PathLike[str], **options: Any) -> CalibrationResult:
+    """Measure sensitivity only, as ``kvtuner calibrate`` does; a search with the same `out` reuses it.
+
+    Args:
+        model: The hub id, the folder, or ``demo``.
+        **options: The other flags of the command with underscores; see ``kvtuner calibrate --help``.
+
+    Raises:
+        KVTunerError: Something that is asked for cannot be done; the message says what would work.
+    """
+    from kvtuner.pipeline.calibrate import calibrate as calibrate_with
+
+    return calibrate_with(_options(CalibrateOptions, {**options, "model": model}))
+
+
+def _options(kind: type[Options], values: dict[str, Any]) -> Options:
+    """Options out of keywords.
+
+    Raises:
+        TypeError: A keyword is no option.
+    """
+    names = defaults_of(kind)
+    for name in values:
+        if name not in names:
+            raise TypeError(f"{name!r} is no option; the options are {', '.join(sorted(names))}")
+    plain = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
+    if isinstance(plain.get("sequences"), int):
+        plain["sequences"] = (plain["sequences"],) * 3
+    return options_from(kind, plain)
