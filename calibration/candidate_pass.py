@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvtuner.calibration.forward.attention_hook import listening
+from kvtuner.calibration.forward.attention_hook import hooked
 from kvtuner.calibration.forward.finite_check import check_finite
 from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend, probabilities
 from kvtuner.calibration.row_sample import RowSample, sample_rows
@@ -138,13 +138,13 @@ class CandidateMeasurement:
         """Score one layer's candidates; returns the gradients by the layer's input."""
         tap: list[tuple[AttentionCall, Tensor]] = []
 
-        def listen(_: int, call: AttentionCall) -> Tensor:
+        def hook(_: int, call: AttentionCall) -> Tensor:
             output = attend(call)
             tap.append((call, output))
             return output
 
         leaf = trace.residual[layer_id].detach().requires_grad_()
-        with torch.enable_grad(), listening(listen):
+        with torch.enable_grad(), hooked(hook):
             output = self.chain.run_layer(layer_id, leaf, trace.calls[layer_id])
         ((call, attended),) = tap
         by_attended, by_input = [], []

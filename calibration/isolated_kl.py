@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.forward.continuation import PROMPT_BYTES, run_prompt
-from kvtuner.calibration.forward.parallel_sequences import num_workers, run_side_by_side
+from kvtuner.calibration.forward.parallel_sequences import num_workers, run_in_parallel
 from kvtuner.calibration.forward.simulator import LayerSpec, quantized_attention
 from kvtuner.calibration.kl import KEPT_BYTES, Reference, compare, following
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
@@ -159,10 +159,10 @@ def _kl_sums(
     """KL of each run, summed over the scored tokens, when one layer is stored as `spec` says; None if not finite."""
 
     def kl_sum(run: _Run) -> float | None:
-        listener = run.prompt.before(quantized_attention({layer: spec}, plan))
-        final = chain.run(run.trace.residual[layer], run.trace.calls, listener, start=layer)
+        hook = run.prompt.before(quantized_attention({layer: spec}, plan))
+        final = chain.run(run.trace.residual[layer], run.trace.calls, hook, start=layer)
         scored = final[:, plan.split - run.prompt.num_tokens :]
         kl = float(compare(chain, run.reference, scored, following(run.batch.input_ids, plan.split)).kl.sum())
         return kl if math.isfinite(kl) else None
 
-    return list(run_side_by_side(kl_sum, runs, num_workers(chain.model)))
+    return list(run_in_parallel(kl_sum, runs, num_workers(chain.model)))

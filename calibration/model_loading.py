@@ -189,11 +189,11 @@ def _refuse_no_decoder(config: PretrainedConfig, source: ModelSource) -> None:
 
 
 def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedModel:
-    """Load weights and tokenizer, with the attention seam switched on.
+    """Load weights and tokenizer, with the attention hook switched on.
 
     Raises:
         UnsupportedModelError: weights or tokenizer missing, a dtype or device that is not there or too small, no
-            attention seam.
+            attention hook.
     """
     from kvtuner.calibration.forward.attention_hook import register
 
@@ -204,13 +204,13 @@ def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedMo
         model.eval().requires_grad_(False)
         name = type(model).__name__
         if not model._can_set_attn_implementation():
-            raise UnsupportedModelError(f"{name} does not go through transformers' AttentionInterface; it has no seam")
+            raise UnsupportedModelError(f"{name} does not go through transformers' AttentionInterface; it has no hook")
         try:
             model.set_attn_implementation(register())
         except ValueError as error:
             raise UnsupportedModelError(f"{name} refuses another attention implementation: {error}") from error
     if model.config._attn_implementation != register():
-        raise UnsupportedModelError(f"{name} does not go through transformers' AttentionInterface; it has no seam")
+        raise UnsupportedModelError(f"{name} does not go through transformers' AttentionInterface; it has no hook")
     return LoadedModel(source, shape, model, tokenizer)
 
 

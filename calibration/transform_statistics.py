@@ -86,11 +86,11 @@ def measure_constants(chain: DecoderChain, batches: Iterable[Batch]) -> tuple[La
     """
     sums = [LayerSums.zeros(chain.geometry) for _ in range(chain.geometry.num_layers)]
 
-    def listen(layer_id: int, call: AttentionCall) -> Tensor:
+    def hook(layer_id: int, call: AttentionCall) -> Tensor:
         check_finite(layer_id, queries=call.q, keys=call.k, values=call.v)
         sums[layer_id].add(call)
         return attend(call)
 
     for batch in batches:
-        chain.trace(batch.input_ids, batch.position_ids, listen)
+        chain.trace(batch.input_ids, batch.position_ids, hook)
     return tuple(layer.constants() for layer in sums)

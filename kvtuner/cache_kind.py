@@ -16,7 +16,7 @@ _OTHER_CACHES: Final = {
     "num_kv_shared_layers": "layers that read another layer's keys",
 }
 _SINKS: Final = ("gpt_oss",)
-"""No configuration says that its layers have sinks: the attention seam would find them in the weights."""
+"""No configuration says that its layers have sinks: the attention hook would find them in the weights."""
 _WINDOWS: Final = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 _FULL: Final = ("full_attention", "attention")
 

@@ -20,7 +20,7 @@ class GeometryError(KVTunerError):
 
 
 class UnsupportedModelError(KVTunerError):
-    """A model that KVTuner refuses by name: no attention seam, MLA, sliding windows, linear attention."""
+    """A model that KVTuner refuses by name: no attention hook, MLA, sliding windows, linear attention."""
 
 
 class NonFiniteActivationError(KVTunerError):

@@ -1,4 +1,4 @@
-"""The seam to transformers: an attention function that hands each layer's post-RoPE q, k, v to whoever listens.
+"""The attention hook: a function that transformers calls with the post-RoPE q, k, v of every layer.
 
 Registered with AttentionInterface and AttentionMaskInterface, so no model code is patched. Sequences are never padded:
 the mask function returns None and attention is causal. Knows nothing of quantization.
@@ -18,21 +18,21 @@ from kvtuner.calibration.forward.read_plan import AttentionCall, attend
 from kvtuner.errors import UnsupportedModelError
 
 IMPLEMENTATION = "kvtuner"
-Listener = Callable[[int, AttentionCall], Tensor]
+AttentionHook = Callable[[int, AttentionCall], Tensor]
 
-_listener: ContextVar[Listener | None] = ContextVar("kvtuner_attention_listener", default=None)
+_hook: ContextVar[AttentionHook | None] = ContextVar("kvtuner_attention_hook", default=None)
 # Arguments of some models' attention that change its result.
 _MEANINGFUL = ("position_bias", "head_mask", "sinks", "indices", "block_indices")
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Let `listener(layer_id, call)` compute attention, [batch, num_heads, tokens, v_head_dim], inside the block."""
-    token = _listener.set(listener)
+def hooked(hook: AttentionHook) -> Iterator[None]:
+    """Let `hook(layer_id, call)` compute attention, [batch, num_heads, tokens, v_head_dim], inside the block."""
+    token = _hook.set(hook)
     try:
         yield
     finally:
-        _listener.reset(token)
+        _hook.reset(token)
 
 
 def register() -> str:
@@ -82,6 +82,6 @@ def _attention(
         if kwargs.get(argument) is not None:
             raise UnsupportedModelError(f"layer {layer_id} ({name}) has {argument}, which is not supported yet")
     call = AttentionCall(query, key, value, query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap)
-    listener = _listener.get()
-    output = attend(call) if listener is None else listener(layer_id, call)
+    hook = _hook.get()
+    output = attend(call) if hook is None else hook(layer_id, call)
     return output.transpose(1, 2).contiguous(), None

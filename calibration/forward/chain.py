@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvtuner.calibration.forward.attention_hook import Listener, listening
+from kvtuner.calibration.forward.attention_hook import AttentionHook, hooked
 from kvtuner.calibration.forward.finite_check import check_finite, check_residual
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
 from kvtuner.errors import NonFiniteActivationError, UnsupportedModelError
@@ -114,16 +114,16 @@ class DecoderChain:
         raise UnsupportedModelError(f"{self.name} has no list of {wanted} decoder layers")
 
     @torch.no_grad()
-    def trace(self, input_ids: Tensor, position_ids: Tensor, listener: Listener | None = None) -> Trace:
+    def trace(self, input_ids: Tensor, position_ids: Tensor, hook: AttentionHook | None = None) -> Trace:
         """Run the whole decoder once, exactly, keeping the residual stream.
 
         Args:
             input_ids: [batch, tokens].
             position_ids: [batch, tokens].
-            listener: sees every layer's attention call; exact attention by default.
+            hook: sees every layer's attention call; exact attention by default.
 
         Raises:
-            NonFiniteActivationError: by the listener, if it checks; names the layer that NaN or infinity began in.
+            NonFiniteActivationError: by the hook, if it checks; names the layer that NaN or infinity began in.
         """
         residual: list[Tensor] = []
         calls: list[LayerCall] = []
@@ -138,7 +138,7 @@ class DecoderChain:
 
         handles = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in self.layers]
         try:
-            with listening(listener or _exact):
+            with hooked(hook or _exact):
                 output = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         except NonFiniteActivationError:
             check_residual(residual)  # a layer that was given NaN is not the one that made it
@@ -154,21 +154,21 @@ class DecoderChain:
         self,
         hidden: Tensor,
         calls: Sequence[LayerCall],
-        listener: Listener,
+        hook: AttentionHook,
         *,
         start: int = 0,
         on_input: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """Final hidden states when layers from `start` on run with `listener` as their attention.
+        """Final hidden states when layers from `start` on run with `hook` as their attention.
 
         Args:
             hidden: input of layer `start`, [batch, tokens, hidden_size].
             calls: of a trace of the same batch.
-            listener: computes attention.
+            hook: computes attention.
             start: first layer to run.
             on_input: is given the input of every layer that runs.
         """
-        with listening(listener):
+        with hooked(hook):
             for layer_id in range(start, len(self.layers)):
                 if on_input is not None:
                     on_input(layer_id, hidden)
@@ -185,7 +185,7 @@ class DecoderChain:
 
     def run_layer_exactly(self, layer_id: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """Output of one layer with unquantized attention."""
-        with listening(_exact):
+        with hooked(_exact):
             return self.run_layer(layer_id, hidden, call)
 
     def finish(self, hidden: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ class DecoderChain:
             replayed = self.run(trace.residual[0], trace.calls, _exact)
             if not _is_close(replayed, trace.final):
                 raise UnsupportedModelError(f"{self.name}: running its layers one by one gives another result")
-            with listening(_exact):
+            with hooked(_exact):
                 whole = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
         if not _is_close(self.logits(trace.final).to(whole.dtype), whole):
             raise UnsupportedModelError(f"{self.name}: its logits are not the output embeddings of its hidden states")
@@ -268,7 +268,7 @@ class DecoderChain:
         ids = [layer_id for layer_id, _ in seen]
         if ids != list(range(geometry.num_layers)):
             raise UnsupportedModelError(
-                f"{self.name} has no attention seam in every layer: {geometry.num_layers} layers are expected to call"
+                f"{self.name} has no attention hook in every layer: {geometry.num_layers} layers are expected to call"
                 f" transformers' AttentionInterface once each, in order, but the calls came from layers {ids}"
             )
         for layer_id, call in seen:

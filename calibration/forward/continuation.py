@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtuner.calibration.batches import Batch
-    from kvtuner.calibration.forward.attention_hook import Listener
+    from kvtuner.calibration.forward.attention_hook import AttentionHook
     from kvtuner.calibration.forward.chain import DecoderChain, Trace
 
 PROMPT_BYTES = 1 << 30
@@ -46,17 +46,17 @@ class Prompt:
         """Bytes held."""
         return sum(x.numel() * x.element_size() for x in (*self.k, *self.v))
 
-    def before(self, listener: Listener) -> Listener:
-        """Let `listener` see keys and values of the whole sequence where the model computes the rest's."""
+    def before(self, hook: AttentionHook) -> AttentionHook:
+        """Let `hook` see keys and values of the whole sequence where the model computes the rest's."""
         if not self.k:
-            return listener
+            return hook
 
-        def listen(layer_id: int, call: AttentionCall) -> Tensor:
+        def over_all_tokens(layer_id: int, call: AttentionCall) -> Tensor:
             k = torch.cat((self.k[layer_id], call.k), dim=2)
             v = torch.cat((self.v[layer_id], call.v), dim=2)
-            return listener(layer_id, AttentionCall(call.q, k, v, call.scaling, call.softcap))
+            return hook(layer_id, AttentionCall(call.q, k, v, call.scaling, call.softcap))
 
-        return listen
+        return over_all_tokens
 
 
 NO_PROMPT = Prompt()

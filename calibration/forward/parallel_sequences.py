@@ -29,7 +29,7 @@ def num_workers(model: torch.nn.Module) -> int:
     return min(torch.get_num_threads(), MAX_WORKERS) if sum(map(torch.numel, tensors)) < SMALL_MODEL else 1
 
 
-def run_side_by_side(work: Callable[[Item], Result], items: Sequence[Item], workers: int) -> Iterator[Result]:
+def run_in_parallel(work: Callable[[Item], Result], items: Sequence[Item], workers: int) -> Iterator[Result]:
     """Results of `work` in the order of `items`, up to `workers` at a time on one thread of torch each.
 
     One thread also for a single item: with more, sums may round otherwise, and results would depend on what is measured

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtuner.calibration.forward.continuation import PROMPT_BYTES, Prompt, run_prompt
-from kvtuner.calibration.forward.parallel_sequences import num_workers, run_side_by_side
+from kvtuner.calibration.forward.parallel_sequences import num_workers, run_in_parallel
 from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend, attend_by_plan
 from kvtuner.calibration.forward.shared_layers import SharedLayers
 from kvtuner.calibration.kl import KEPT_BYTES, Reference, TokenScores, compare, following
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvtuner.calibration.batches import Batch
-    from kvtuner.calibration.forward.attention_hook import Listener
+    from kvtuner.calibration.forward.attention_hook import AttentionHook
     from kvtuner.calibration.forward.chain import DecoderChain, LayerCall
     from kvtuner.quant import QuantSpec
 
@@ -48,16 +48,16 @@ def read_back(spec: QuantSpec | None, x: Tensor) -> Tensor:
     return spec.simulate(x.transpose(1, 2)).transpose(1, 2)
 
 
-def quantized_attention(specs: Mapping[int, LayerSpec | None], plan: ReadPlan) -> Listener:
+def quantized_attention(specs: Mapping[int, LayerSpec | None], plan: ReadPlan) -> AttentionHook:
     """Attention in which the layers of `specs` are stored as they say, and all others exactly."""
 
-    def listen(layer_id: int, call: AttentionCall) -> Tensor:
+    def hook(layer_id: int, call: AttentionCall) -> Tensor:
         spec = specs.get(layer_id)
         if spec is None or spec.is_exact:
             return attend(call)
         return attend_by_plan(call, plan, read_back(spec.k, call.k), read_back(spec.v, call.v))
 
-    return listen
+    return hook
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class Simulator:
 
         parts = []
         items = self.prepared[batches]
-        for item, part in zip(items, run_side_by_side(score, items, self._workers), strict=True):
+        for item, part in zip(items, run_in_parallel(score, items, self._workers), strict=True):
             parts.append(part)
             if on_batch is not None:
                 on_batch(item.batch.num_tokens)
@@ -165,8 +165,8 @@ class Simulator:
                 broken.append(layer_id - 1)
 
         for item in self.prepared[batches]:
-            listener = item.prompt.before(quantized_attention(specs, self.plan))
-            final = self.chain.run(item.embedded, item.calls, listener, on_input=look)
+            hook = item.prompt.before(quantized_attention(specs, self.plan))
+            final = self.chain.run(item.embedded, item.calls, hook, on_input=look)
             look(len(self.chain.layers), final)
         return min(broken, default=None)
 
@@ -174,7 +174,7 @@ class Simulator:
         """Final hidden states of the scored tokens, [batch, tokens - split, hidden_size]."""
         if all(spec is None or spec.is_exact for spec in layers):
             return item.reference.final
-        listener = item.prompt.before(quantized_attention(dict(enumerate(layers)), self.plan))
+        hook = item.prompt.before(quantized_attention(dict(enumerate(layers)), self.plan))
         start, hidden = item.shared.longest(layers)
         hidden = item.embedded if hidden is None else hidden
         inputs: dict[int, Tensor] = {}
@@ -184,7 +184,7 @@ class Simulator:
             if layer_id <= room:
                 inputs[layer_id] = hidden
 
-        final = self.chain.run(hidden, item.calls, listener, start=start, on_input=keep)
+        final = self.chain.run(hidden, item.calls, hook, start=start, on_input=keep)
         item.shared.keep(layers, inputs)
         return final[:, self.plan.split - item.prompt.num_tokens :]
 

@@ -65,11 +65,11 @@ def measured(
 def exact_call(chain: DecoderChain, batch: Batch, layer: int) -> AttentionCall:
     kept: dict[int, AttentionCall] = {}
 
-    def listen(layer_id: int, call: AttentionCall) -> Tensor:
+    def hook(layer_id: int, call: AttentionCall) -> Tensor:
         kept[layer_id] = call
         return attend(call)
 
-    chain.trace(batch.input_ids, batch.position_ids, listen)
+    chain.trace(batch.input_ids, batch.position_ids, hook)
     return kept[layer]
 
 

@@ -361,11 +361,11 @@ def test_a_model_that_does_not_say_its_context_must_be_told(tmp_path: Path) -> N
     assert read_shape(ModelSource(source.model, context_length=64)).context_length == 64
 
 
-def test_attention_without_the_seam_is_refused(make_tokenizer: Callable[..., Any], tmp_path: Path) -> None:
+def test_attention_without_the_hook_is_refused(make_tokenizer: Callable[..., Any], tmp_path: Path) -> None:
     config = transformers.FalconConfig(
         vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True
     )
     transformers.FalconForCausalLM(config).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     message = refusal(lambda: load_model(ModelSource(str(tmp_path), device="cpu")))
-    assert message == ("FalconForCausalLM does not go through transformers' AttentionInterface; it has no seam")
+    assert message == ("FalconForCausalLM does not go through transformers' AttentionInterface; it has no hook")

@@ -27,12 +27,12 @@ def captured(chain: DecoderChain, batches: list[Batch]) -> dict[int, tuple[np.nd
     """Keys [tokens, KV heads, channels] and queries [tokens, KV heads, group, channels] by layer, float64."""
     kept: dict[int, list[AttentionCall]] = {}
 
-    def listen(layer_id: int, call: AttentionCall) -> Tensor:
+    def hook(layer_id: int, call: AttentionCall) -> Tensor:
         kept.setdefault(layer_id, []).append(call)
         return attend(call)
 
     for batch in batches:
-        chain.trace(batch.input_ids, batch.position_ids, listen)
+        chain.trace(batch.input_ids, batch.position_ids, hook)
 
     def tokens_first(x: Tensor) -> np.ndarray:
         return x.transpose(1, 2).flatten(0, 1).double().numpy()

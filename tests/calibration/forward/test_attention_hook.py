@@ -1,4 +1,4 @@
-"""The attention seam: what listeners see of models they know nothing about, and what is refused."""
+"""The attention hook: what functions see of models they know nothing about, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvtuner.calibration.forward.attention_hook import IMPLEMENTATION, listening, register
+from kvtuner.calibration.forward.attention_hook import IMPLEMENTATION, hooked, register
 from kvtuner.calibration.forward.read_plan import attend
 from kvtuner.errors import UnsupportedModelError
 
@@ -23,7 +23,7 @@ def attention(module=None, tokens: int = 6, mask=None, **arguments):
     return ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION](module, q, k, v, mask, **arguments)
 
 
-def test_listeners_see_keys_and_values_as_the_models_own_cache_holds_them(
+def test_hooks_see_keys_and_values_as_the_models_own_cache_holds_them(
     family, model_folder, load_tiny, random_batches
 ) -> None:
     (batch,) = random_batches(2, 24, batch_size=2)
@@ -33,11 +33,11 @@ def test_listeners_see_keys_and_values_as_the_models_own_cache_holds_them(
         eager(batch.input_ids, position_ids=batch.position_ids, past_key_values=cache)
     seen = {}
 
-    def listen(layer_id, call):
+    def hook(layer_id, call):
         seen[layer_id] = call
         return attend(call)
 
-    with torch.no_grad(), listening(listen):
+    with torch.no_grad(), hooked(hook):
         load_tiny(family).model(batch.input_ids, position_ids=batch.position_ids, use_cache=False)
     assert list(seen) == list(range(len(cache.layers)))
     for layer_id, call in seen.items():
@@ -47,42 +47,42 @@ def test_listeners_see_keys_and_values_as_the_models_own_cache_holds_them(
         assert call.softcap is None
 
 
-def test_the_listener_is_gone_after_its_block_even_if_it_fails(load_tiny, random_batches) -> None:
+def test_the_hook_is_gone_after_its_block_even_if_it_fails(load_tiny, random_batches) -> None:
     model = load_tiny().model
     (batch,) = random_batches(1, 8)
     with torch.no_grad():
         before = model(batch.input_ids, use_cache=False).logits
 
         def fail(layer_id, call):
-            raise RuntimeError("listener")
+            raise RuntimeError("hook")
 
-        with pytest.raises(RuntimeError, match="listener"), listening(fail):
+        with pytest.raises(RuntimeError, match="hook"), hooked(fail):
             model(batch.input_ids, use_cache=False)
         assert torch.equal(model(batch.input_ids, use_cache=False).logits, before)
 
 
-def test_the_innermost_listener_computes_attention() -> None:
+def test_the_innermost_hook_computes_attention() -> None:
     def constant(value):
         return lambda layer_id, call: torch.full_like(call.q, value)
 
-    with listening(constant(1.0)):
-        with listening(constant(2.0)):
+    with hooked(constant(1.0)):
+        with hooked(constant(2.0)):
             assert attention()[0].eq(2.0).all()
         assert attention()[0].eq(1.0).all()
 
 
-def test_what_a_listener_returns_reaches_the_layer_with_heads_behind_tokens() -> None:
+def test_what_a_hook_returns_reaches_the_layer_with_heads_behind_tokens() -> None:
     marks = torch.arange(4.0).reshape(1, 4, 1, 1).expand(1, 4, 6, 8)
-    with listening(lambda layer_id, call: marks):
+    with hooked(lambda layer_id, call: marks):
         output, weights = attention()
     assert weights is None
     assert torch.equal(output, marks.transpose(1, 2))
     assert output.is_contiguous()
 
 
-def test_scaling_softcap_and_layer_reach_the_listener() -> None:
+def test_scaling_softcap_and_layer_reach_the_hook() -> None:
     seen = []
-    with listening(lambda layer_id, call: seen.append((layer_id, call.scaling, call.softcap)) or call.q):
+    with hooked(lambda layer_id, call: seen.append((layer_id, call.scaling, call.softcap)) or call.q):
         attention(scaling=0.7, softcap=30.0)
         attention()
     assert seen == [(3, 0.7, 30.0), (3, 8**-0.5, None)]
@@ -106,7 +106,7 @@ def test_registering_again_changes_nothing() -> None:
         (None, {"sliding_window": 5}, "layer 3 .* has a window of 5, below the 6 tokens"),
     ],
 )
-def test_attention_that_the_seam_cannot_carry_is_refused_by_name(module, arguments, words) -> None:
+def test_attention_that_the_hook_cannot_carry_is_refused_by_name(module, arguments, words) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         attention(module, **arguments)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from kvtuner.calibration.forward.attention_hook import listening, register
+from kvtuner.calibration.forward.attention_hook import hooked, register
 from kvtuner.calibration.forward.chain import DecoderChain
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
 from kvtuner.errors import NonFiniteActivationError, UnsupportedModelError
@@ -119,7 +119,7 @@ def test_the_first_residual_is_the_embedding_and_the_last_norm_gives_the_final_s
     assert torch.equal(chain.model.model.norm(last), trace.final)
 
 
-def test_a_listener_that_changes_one_layer_gives_the_same_from_there_on_as_in_the_whole_model(
+def test_a_hook_that_changes_one_layer_gives_the_same_from_there_on_as_in_the_whole_model(
     chain_of: Callable[..., DecoderChain], random_batches: Any
 ) -> None:
     chain = chain_of("llama-gqa")
@@ -223,7 +223,7 @@ def test_the_bent_decoders_differ_from_a_plain_chain_in_their_bend_alone(
     ("decoder", "words"),
     [
         (_EmbeddingAgain, "layer 2 does not read layer 1's output alone"),
-        (_Backwards, r"no attention seam in every layer.*\[2, 1, 0\]"),
+        (_Backwards, r"no attention hook in every layer.*\[2, 1, 0\]"),
         (_Twice, r"3 layers are expected.*once each.*\[0, 1, 2, 2\]"),
     ],
 )
@@ -237,12 +237,12 @@ def test_a_decoder_that_is_no_chain_is_refused(
         chain_over(rebuilt_as(decoder, make_model))
 
 
-def test_a_layer_whose_attention_goes_past_the_seam_is_refused(
+def test_a_layer_whose_attention_goes_past_the_hook_is_refused(
     make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain]
 ) -> None:
     model = make_model("llama-gqa")
     model.model.layers[1].self_attn = _Deaf()
-    with pytest.raises(UnsupportedModelError, match=r"no attention seam in every layer.*\[0, 2\]"):
+    with pytest.raises(UnsupportedModelError, match=r"no attention hook in every layer.*\[0, 2\]"):
         chain_over(model)
 
 
@@ -320,15 +320,13 @@ def test_a_window_shorter_than_a_sequence_is_refused_when_it_is_met(
             chain.trace(batch.input_ids, batch.position_ids)
 
 
-def test_attention_outside_a_listening_block_is_exact(
-    chain_of: Callable[..., DecoderChain], random_batches: Any
-) -> None:
+def test_attention_outside_a_hooked_block_is_exact(chain_of: Callable[..., DecoderChain], random_batches: Any) -> None:
     chain = chain_of("llama-gqa")
     (batch,) = random_batches(1, 12)
     trace = chain.trace(batch.input_ids, batch.position_ids)
     with torch.no_grad():
         plain = chain.model(batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
-        with listening(exactly):
+        with hooked(exactly):
             heard = chain.model(batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
     assert torch.equal(plain, heard)
     assert torch.equal(plain, chain.logits(trace.final))

@@ -44,11 +44,11 @@ def test_tokens_after_the_prompt_run_as_in_the_whole_sequence(
     torch.testing.assert_close(chain.logits(trace.final), logits.float(), rtol=1e-4, atol=1e-4)
     seen: list[AttentionCall] = []
 
-    def listen(_: int, call: AttentionCall) -> Tensor:
+    def hook(_: int, call: AttentionCall) -> Tensor:
         seen.append(call)
         return attend(call)
 
-    again = chain.run(trace.residual[0], trace.calls, prompt.before(listen))
+    again = chain.run(trace.residual[0], trace.calls, prompt.before(hook))
     assert torch.equal(again, trace.final)
     whole: list[AttentionCall] = []
     chain.trace(batch.input_ids, batch.position_ids, lambda _, call: (whole.append(call), attend(call))[1])

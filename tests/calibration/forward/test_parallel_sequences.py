@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvtuner.calibration.forward import parallel_sequences as side_by_side
-from kvtuner.calibration.forward.parallel_sequences import num_workers, run_side_by_side
+from kvtuner.calibration.forward.parallel_sequences import num_workers, run_in_parallel
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
 from kvtuner.quant import QuantSpec
@@ -35,13 +35,13 @@ def test_results_come_in_the_order_of_the_items(workers: int) -> None:
         time.sleep(0.02 * (4 - n))
         return n * n
 
-    assert list(run_side_by_side(slow, range(5), workers)) == [0, 1, 4, 9, 16]
-    assert list(run_side_by_side(slow, [], workers)) == []
+    assert list(run_in_parallel(slow, range(5), workers)) == [0, 1, 4, 9, 16]
+    assert list(run_in_parallel(slow, [], workers)) == []
 
 
 def test_as_many_run_at_once_as_there_are_workers() -> None:
     both = threading.Barrier(2, timeout=30)  # passes only if two are inside
-    assert list(run_side_by_side(lambda n: both.wait() >= 0, range(4), 2)) == [True] * 4
+    assert list(run_in_parallel(lambda n: both.wait() >= 0, range(4), 2)) == [True] * 4
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -57,7 +57,7 @@ def test_the_first_item_that_fails_decides_and_nothing_new_begins(workers: int) 
 
     done = []
     with pytest.raises(ValueError, match="1"):
-        done.extend(run_side_by_side(fail, range(20), workers))
+        done.extend(run_in_parallel(fail, range(20), workers))
     assert len(begun) <= 5
     count = len(begun)
     time.sleep(0.1)
@@ -74,7 +74,7 @@ def test_an_interruption_between_results_stops_the_rest(threads: Callable[[int],
         return n
 
     with pytest.raises(KeyboardInterrupt):
-        for _ in run_side_by_side(work, range(20), 2):
+        for _ in run_in_parallel(work, range(20), 2):
             raise KeyboardInterrupt
     assert len(begun) <= 4
     assert torch.get_num_threads() == 2
@@ -82,9 +82,9 @@ def test_an_interruption_between_results_stops_the_rest(threads: Callable[[int],
 
 def test_each_worker_has_one_thread_of_torch_and_the_caller_gets_its_own_back(threads: Callable[[int], None]) -> None:
     threads(2)
-    assert list(run_side_by_side(lambda _: torch.get_num_threads(), range(3), 2)) == [1, 1, 1]
+    assert list(run_in_parallel(lambda _: torch.get_num_threads(), range(3), 2)) == [1, 1, 1]
     assert torch.get_num_threads() == 2
-    assert list(run_side_by_side(lambda _: torch.get_num_threads(), range(3), 1)) == [2, 2, 2]
+    assert list(run_in_parallel(lambda _: torch.get_num_threads(), range(3), 1)) == [2, 2, 2]
 
 
 def test_only_small_models_on_a_cpu_run_several_sequences_at_once(
