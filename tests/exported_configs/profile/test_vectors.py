@@ -82,7 +82,7 @@ def test_null_means_absent() -> None:
     sides = [layer[side] for layer in given["layers"] for side in ("k", "v")]
     nulls = {name for node in (given["model"], given["provenance"], *sides) for name, v in node.items() if v is None}
     schema = json.loads((ROOT / "exported_configs" / "schema.json").read_bytes())
-    sections = {name: schema["$defs"][name] for name in ("ModelIdentity", "Provenance", "StoredKeys", "StoredValues")}
+    sections = {name: schema["$defs"][name] for name in ("ModelIdentity", "Provenance", "KeyRecord", "ValueRecord")}
     optional = {name for found in sections.values() for name in {*found["properties"]} - {*found["required"]}}
     others = [found for name, found in schema["$defs"].items() if name not in sections]
     assert all({*found["properties"]} == {*found["required"]} for found in [schema, *others])
@@ -207,7 +207,7 @@ def test_page_gives_the_limits_of_the_code() -> None:
     (command,) = numbers(passage("`command` | text, at most", "|"))
     sections = json.loads((ROOT / "exported_configs" / "schema.json").read_bytes())["$defs"]
     assert command == sections["Provenance"]["properties"]["command"]["anyOf"][0]["maxLength"]
-    figure = sections["Interval"]["properties"]["mean"]
+    figure = sections["IntervalRecord"]["properties"]["mean"]
     assert [float(bound) for bound in re.findall(r"within \+-(1e\d+),", PAGE)] == [figure["maximum"]]
     assert numbers(passage("damaged, above", "MiB")) == [signature_bundle.SIGNATURE.max_bytes // 2**20]
     assert numbers(passage("It gets", "where somebody")) == [signers.NETWORK_SECONDS, signers.PERSON_SECONDS]
