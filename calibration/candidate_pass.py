@@ -19,8 +19,8 @@ from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, atten
 from kvtuner.calibration.row_sample import RowSample, sample_rows
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.precision import PACKED_BITS, PrecisionPair, Side
-from kvtuner.quant import Transform, quantize_widths
+from kvtuner.precision import NATIVE_BITS, PACKED_BITS, PrecisionPair, Side
+from kvtuner.quant import QuantSpec, Transform, quantize_widths
 from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ class QuantizationOptions:
     def group_size(self, side: Side) -> int | None:
         """Channels per scale of one side."""
         return self.k_group_size if side == "k" else self.v_group_size
+
+    def spec(self, side: Side, bits: int, transform: Transform) -> QuantSpec | None:
+        """How one side of a layer is stored at `bits`; None at 16, where it is not quantized."""
+        return None if bits == NATIVE_BITS else QuantSpec(bits, transform, self.group_size(side), self.symmetric)
 
 
 @dataclass

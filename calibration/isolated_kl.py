@@ -1,7 +1,7 @@
 """Isolated forward KL: the model with one side of one layer at one width quantized, everything else exact.
 
 Every result is journalled as it is measured, so that a killed run repeats at most one forward: that of one candidate
-over the sequences that run side by side. Knows no budgets.
+over the sequences that run in parallel. Knows no budgets.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtuner.calibration.forward.continuation import PROMPT_BYTES, run_prompt
 from kvtuner.calibration.forward.parallel_sequences import num_workers, run_in_parallel
@@ -17,8 +17,8 @@ from kvtuner.calibration.forward.simulator import LayerSpec, quantized_attention
 from kvtuner.calibration.kl import KEPT_BYTES, Reference, compare, following
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.errors import NonFiniteActivationError
+from kvtuner.journal import Journal
 from kvtuner.precision import PACKED_BITS, SIDES
-from kvtuner.quant import QuantSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -47,12 +47,8 @@ def isolated_candidates(scores: Mapping[Candidate, CandidateScores]) -> list[Can
 
 def spec_of(candidate: Candidate, constants: Sequence[LayerConstants], options: QuantizationOptions) -> LayerSpec:
     """How the candidate's layer is stored."""
-    spec = QuantSpec(
-        bits=candidate.bits,
-        transform=constants[candidate.layer].transform(candidate.side, candidate.transform),
-        group_size=options.group_size(candidate.side),
-        symmetric=options.symmetric,
-    )
+    transform = constants[candidate.layer].transform(candidate.side, candidate.transform)
+    spec = options.spec(candidate.side, candidate.bits, transform)
     return LayerSpec(k=spec) if candidate.side == "k" else LayerSpec(v=spec)
 
 
@@ -86,14 +82,7 @@ def measure_isolated(
     Raises:
         NonFiniteActivationError: all candidates of one width of one side of a layer drive the model to NaN or infinity.
     """
-    done = {
-        (
-            record["batch"],
-            Candidate(record["layer"], record["side"], record["bits"], record["transform"]),
-        ): record
-        for record in folder.records(JOURNAL)
-        if record.get("identity") == identity
-    }
+    journal = Journal(folder, JOURNAL, identity, key_of=_key_of)
     totals = dict.fromkeys(candidates, 0.0)
     broken: set[Candidate] = set()
     num_tokens = 0
@@ -102,20 +91,20 @@ def measure_isolated(
         runs: dict[int, _Run] = {}
         num_tokens += sum(batch.input_ids.shape[0] * (batch.input_ids.shape[1] - plan.split) for batch in together)
         for candidate in candidates:
-            missing = [b for b in together if candidate not in broken and (b.index, candidate) not in done]
-            for batch in missing:
-                if batch.index not in runs:
-                    limit = PROMPT_BYTES - sum(run.prompt.num_bytes for run in runs.values())
-                    runs[batch.index] = _run_exactly(chain, batch, plan, limit, KEPT_BYTES // len(together))
-            spec = spec_of(candidate, constants, options)
-            kls = _kl_sums(chain, [runs[batch.index] for batch in missing], candidate.layer, spec, plan)
-            named = {"identity": identity, **asdict(candidate)}
-            found = [{**named, "batch": batch.index, "kl_sum": kl} for batch, kl in zip(missing, kls, strict=True)]
-            folder.append(JOURNAL, *found)
-            done.update(((record["batch"], candidate), record) for record in found)
+            if candidate not in broken:
+                missing = [batch for batch in together if journal.get((batch.index, candidate)) is None]
+                _run_exactly(chain, missing, plan, runs, KEPT_BYTES // len(together))
+                spec = spec_of(candidate, constants, options)
+                kls = _kl_sums(chain, [runs[batch.index] for batch in missing], candidate.layer, spec, plan)
+                journal.append(
+                    *(
+                        {**asdict(candidate), "batch": batch.index, "kl_sum": kl}
+                        for batch, kl in zip(missing, kls, strict=True)
+                    )
+                )
             for batch in together:
                 if candidate not in broken:
-                    kl = done[batch.index, candidate]["kl_sum"]
+                    kl = _kl_sum_of(journal, batch, candidate)
                     if kl is None:
                         broken.add(candidate)
                         _check_rivals(candidate, candidates, broken)
@@ -124,6 +113,18 @@ def measure_isolated(
                 if on_forward is not None:
                     on_forward()
     return {candidate: total / num_tokens for candidate, total in totals.items() if candidate not in broken}
+
+
+def _key_of(record: Mapping[str, Any]) -> tuple[int, Candidate]:
+    return record["batch"], Candidate(record["layer"], record["side"], record["bits"], record["transform"])
+
+
+def _kl_sum_of(journal: Journal, batch: Batch, candidate: Candidate) -> float | None:
+    """The journalled KL, summed over the scored tokens of a batch; None where it is not finite."""
+    record = journal.get((batch.index, candidate))
+    assert record is not None
+    kl_sum: float | None = record["kl_sum"]
+    return kl_sum
 
 
 def _check_rivals(candidate: Candidate, candidates: Sequence[Candidate], broken: Set[Candidate]) -> None:
@@ -147,10 +148,16 @@ class _Run:
     reference: Reference
 
 
-def _run_exactly(chain: DecoderChain, batch: Batch, plan: ReadPlan, prompt_limit: int, kept_limit: int) -> _Run:
-    prompt, trace = run_prompt(chain, batch, plan.split, prompt_limit)
-    scored = trace.final[:, plan.split - prompt.num_tokens :]
-    return _Run(batch, prompt, trace, Reference(chain, scored, kept_limit))
+def _run_exactly(
+    chain: DecoderChain, batches: Iterable[Batch], plan: ReadPlan, runs: dict[int, _Run], kept_limit: int
+) -> None:
+    """Put the exact run of every batch that has none yet into `runs`, by the batch's index."""
+    for batch in batches:
+        if batch.index not in runs:
+            prompt_limit = PROMPT_BYTES - sum(run.prompt.num_bytes for run in runs.values())
+            prompt, trace = run_prompt(chain, batch, plan.split, prompt_limit)
+            scored = trace.final[:, plan.split - prompt.num_tokens :]
+            runs[batch.index] = _Run(batch, prompt, trace, Reference(chain, scored, kept_limit))
 
 
 def _kl_sums(

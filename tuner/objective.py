@@ -1,4 +1,4 @@
-"""Measured KL of assembled configurations on the select split, journalled. Knows nothing of budgets or samplers."""
+"""The measured KL of configurations on the select split, journalled. Knows nothing of budgets or samplers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtuner.calibration.forward.simulator import LayerSpec
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.precision import NATIVE_BITS
-from kvtuner.quant import QuantSpec
-from kvtuner.run_folder import LogReader
+from kvtuner.journal import Journal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +17,6 @@ if TYPE_CHECKING:
     from kvtuner.calibration.candidate_pass import QuantizationOptions
     from kvtuner.calibration.forward.simulator import Simulator
     from kvtuner.calibration.sensitivity import SensitivityTable
-    from kvtuner.precision import Side
     from kvtuner.run_folder import RunFolder
     from kvtuner.search_spaces.space import LayerChoice
 
@@ -39,24 +36,19 @@ def describe(configuration: Sequence[LayerChoice]) -> str:
 def layer_specs(
     configuration: Sequence[LayerChoice], table: SensitivityTable, options: QuantizationOptions
 ) -> Mapping[int, LayerSpec]:
-    """What a simulator needs to know of a configuration."""
+    """How every layer of a configuration is stored, as a simulator takes it."""
     return {layer: _layer_spec(layer, choice, table, options) for layer, choice in enumerate(configuration)}
 
 
 def _layer_spec(layer: int, choice: LayerChoice, table: SensitivityTable, options: QuantizationOptions) -> LayerSpec:
-    def spec(side: Side, bits: int, transform: str) -> QuantSpec | None:
-        if bits == NATIVE_BITS:
-            return None
-        constants = table.constants_of(layer, side, transform)
-        return QuantSpec(bits, constants, options.group_size(side), options.symmetric)
-
     return LayerSpec(
-        spec("k", choice.pair.k_bits, choice.k_transform), spec("v", choice.pair.v_bits, choice.v_transform)
+        options.spec("k", choice.pair.k_bits, table.constants_of(layer, "k", choice.k_transform)),
+        options.spec("v", choice.pair.v_bits, table.constants_of(layer, "v", choice.v_transform)),
     )
 
 
 class MeasuredKL:
-    """Mean KL per scored token of a configuration, nats; what a run folder holds of it is not run again."""
+    """The mean KL per scored token of a configuration, nats; what a run folder holds of it is not run again."""
 
     def __init__(
         self,
@@ -70,8 +62,6 @@ class MeasuredKL:
         self._simulator = simulator
         self._table = table
         self._options = options
-        self._folder = folder
-        self._identity = identity
         self._specs: dict[tuple[int, str], LayerSpec] = {}
         sizes = [len(item.batch.input_ids) for item in simulator.prepared]
         stages = {-(-len(sizes) // part): margin for part, margin in RACE}  # of equals the strictest
@@ -80,9 +70,9 @@ class MeasuredKL:
         self._margins = list(enumerate(stages.values(), start=1))
         self._ends = [sum(sizes[:batches]) for batches in self._batches]
         self.num_sequences = 0
-        """How many sequences' KLs the values given so far are means of."""
-        self._journal = LogReader(folder, JOURNAL)
-        self._known: dict[str, list[float]] = {}
+        """The number of sequences that all returned values together are means of."""
+        self._journal = Journal(folder, JOURNAL, identity)
+        self._measured: dict[str, list[float]] = {}
         """By configuration, the KLs of its first sequences."""
         self._read_journal()
 
@@ -92,50 +82,49 @@ class MeasuredKL:
         Raises:
             NonFiniteActivationError: the KL is NaN or infinite; nothing is journalled.
         """
-        found = self._sequences(configuration)
-        self.num_sequences += len(found)
-        return fmean(found)
+        kls = self._sequence_kls(configuration)
+        self.num_sequences += len(kls)
+        return fmean(kls)
 
     def against(self, configuration: Sequence[LayerChoice], best: Sequence[LayerChoice]) -> float:
-        """The same, but of a configuration that soon turns out to be clearly worse than `best` only an estimate.
+        """Measure one configuration, but only estimate one that soon turns out to be clearly worse than `best`.
 
         After each part of `RACE` the ratio of its KL to that of `best` on the same sequences is compared with the
-        margin. Beyond it it is not measured further: its value is that ratio times the KL of `best`. What other calls
-        have measured of it makes no difference.
+        margin. Beyond the margin it is not measured further: its value is that ratio times the KL of `best`. What other
+        calls have measured of it makes no difference.
 
         Raises:
-            NonFiniteActivationError: as for a whole measurement.
+            NonFiniteActivationError: the KL is NaN or infinite; nothing is journalled.
         """
-        rival = self._sequences(best)
+        best_kls = self._sequence_kls(best)
         for stages, margin in self._margins:
-            found = self._sequences(configuration, stages)
-            so_far = sum(rival[: len(found)])
-            if sum(found) > margin * so_far > 0:
-                self.num_sequences += len(found)
-                return fmean(rival) * sum(found) / so_far
+            kls = self._sequence_kls(configuration, stages)
+            best_so_far = sum(best_kls[: len(kls)])
+            if sum(kls) > margin * best_so_far > 0:
+                self.num_sequences += len(kls)
+                return fmean(best_kls) * sum(kls) / best_so_far
         return self(configuration)
 
-    def _sequences(self, configuration: Sequence[LayerChoice], stages: int | None = None) -> list[float]:
-        """Mean KL of every sequence of the first stages, None for all; what is missing runs in one go."""
+    def _sequence_kls(self, configuration: Sequence[LayerChoice], stages: int | None = None) -> list[float]:
+        """The mean KL of every sequence of the first stages, None for all; what is missing runs in one go."""
         last = len(self._ends) - 1 if stages is None else stages
         key = describe(configuration)
-        if len(self._known.get(key, ())) < self._ends[last]:
+        if len(self._measured.get(key, ())) < self._ends[last]:
             self._read_journal()  # another worker may have measured it meanwhile
-        known = self._known.get(key, [])
-        if len(known) < self._ends[last]:
-            done = bisect_right(self._ends, len(known)) - 1
-            known = known[: self._ends[done]]
-            found = self._run(configuration, slice(self._batches[done], self._batches[last]))
-            record = {"identity": self._identity, "configuration": key, "first": len(known), "kl": found}
-            self._folder.append(JOURNAL, record)
-            known = self._known[key] = known + found
-        return known[: self._ends[last]]
+        kls = self._measured.get(key, [])
+        if len(kls) < self._ends[last]:
+            done = bisect_right(self._ends, len(kls)) - 1
+            kls = kls[: self._ends[done]]
+            more = self._run(configuration, slice(self._batches[done], self._batches[last]))
+            self._journal.append({"configuration": key, "first": len(kls), "kl": more})
+            kls = self._measured[key] = kls + more
+        return kls[: self._ends[last]]
 
     def _run(self, configuration: Sequence[LayerChoice], batches: slice) -> list[float]:
-        """Mean KL of every sequence of some batches."""
+        """The mean KL of every sequence of some batches."""
         specs = {layer: self._spec(layer, choice) for layer, choice in enumerate(configuration)}
-        found: list[float] = self._simulator.measure(specs, batches=batches).kl.mean(dim=1).tolist()
-        for kl in found:
+        kls: list[float] = self._simulator.measure(specs, batches=batches).kl.mean(dim=1).tolist()
+        for kl in kls:
             if not math.isfinite(kl):
                 pairs = ", ".join(str(choice.pair) for choice in configuration)
                 layer = self._simulator.broken_layer(specs, batches=batches)
@@ -143,10 +132,10 @@ class MeasuredKL:
                 raise NonFiniteActivationError(
                     f"a measured KL must be finite, but is {kl}{where} ({pairs}); run the model in a wider dtype"
                 )
-        return found
+        return kls
 
     def _spec(self, layer: int, choice: LayerChoice) -> LayerSpec:
-        """One object for what is stored alike: by it a simulator knows what it need not run again."""
+        """The one object for all layers that are stored alike: by it a simulator knows what it need not run again."""
         key = layer, describe([choice])
         if key not in self._specs:
             self._specs[key] = _layer_spec(layer, choice, self._table, self._options)
@@ -154,8 +143,7 @@ class MeasuredKL:
 
     def _read_journal(self) -> None:
         for record in self._journal.unread():
-            if record.get("identity") == self._identity:
-                before = self._known.setdefault(record["configuration"], [])
-                last = record["first"] + len(record["kl"])
-                if record["first"] <= len(before) < last:  # a line before it may be damaged, or of another worker
-                    before[record["first"] :] = record["kl"]
+            kls = self._measured.setdefault(record["configuration"], [])
+            last = record["first"] + len(record["kl"])
+            if record["first"] <= len(kls) < last:  # a line before it may be damaged, or of another worker
+                kls[record["first"] :] = record["kl"]
