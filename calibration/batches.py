@@ -1,4 +1,4 @@
-"""Batches of one split, each with the positions it is read at. Knows nothing of layers."""
+"""Batches of one split, each with its position ids. Knows nothing of layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Batch:
     """Sequences that run together.
 
     Attributes:
-        index: number of the batch in its split.
+        index: The number of the batch in its split.
         input_ids: [batch, tokens] int64.
         position_ids: [batch, tokens] int64, consecutive from a random, the first or the last possible offset.
     """
@@ -48,10 +48,10 @@ def batches(
     Args:
         ids: [num_sequences, tokens].
         context_length: positions run from 0 to below it.
-        offsets: where sequences begin: one drawn from each equal part of the context, at 0, or as late as they fit.
-        seed: of the random offsets.
+        offsets: The first positions: one drawn from each equal part of the context, 0, or as late as sequences fit.
+        seed: The seed of the random offsets.
         batch_size: sequences per batch.
-        device: of the batches.
+        device: The device that the batches are on.
     """
     num_sequences, tokens = ids.shape
     last = max(0, context_length - tokens)

@@ -1,4 +1,4 @@
-"""Second pass: every candidate of every layer at once, without accumulating error and without keeping activations.
+"""The second pass: all candidates of a layer at once, without accumulating error and without keeping activations.
 
 Per batch the exact residual stream is kept at layer boundaries; layers are then re-run one at a time from the last to
 the first, each with the gradients of R losses under labels sampled from the model, and all candidates of the layer are
@@ -36,12 +36,12 @@ TINY = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class QuantizationOptions:
-    """What all candidates share.
+    """The options that all candidates share.
 
     Attributes:
         k_group_size: channels per scale of the keys; head_dim by default.
         v_group_size: channels per scale of the values; v_head_dim by default.
-        symmetric: one grid around zero.
+        symmetric: Whether grids are centred on zero.
     """
 
     k_group_size: int | None = None
@@ -83,7 +83,7 @@ class CandidateMeasurement:
     num_sequences: int = 0
 
     def run(self, batches: Iterable[Batch], on_layer: Callable[[int], None] | None = None) -> None:
-        """Measure all batches; `on_layer` is told the tokens of each layer done."""
+        """Measure all batches; `on_layer` is called with the number of tokens after each layer."""
         for batch in batches:
             self._measure_batch(batch, on_layer)
             self.num_sequences += batch.input_ids.shape[0]
@@ -98,7 +98,7 @@ class CandidateMeasurement:
                 on_layer(batch.num_tokens)
 
     def scores(self) -> dict[Candidate, CandidateScores]:
-        """Means over everything measured; isolated KL is not known here."""
+        """The means over all sequences, without isolated KL."""
         n = self.num_sequences
         return {
             candidate: CandidateScores(sums.e_self / n, sums.e_a / n, sums.e_o / n, sums.fisher / n)
@@ -140,17 +140,17 @@ class CandidateMeasurement:
         self, layer_id: int, trace: Trace, gradients: list[Tensor], generator: torch.Generator
     ) -> list[Tensor]:
         """Score one layer's candidates; returns the gradients by the layer's input."""
-        tap: list[tuple[AttentionCall, Tensor]] = []
+        attention_calls: list[tuple[AttentionCall, Tensor]] = []
 
         def hook(_: int, call: AttentionCall) -> Tensor:
             output = attend(call)
-            tap.append((call, output))
+            attention_calls.append((call, output))
             return output
 
         leaf = trace.residual[layer_id].detach().requires_grad_()
         with torch.enable_grad(), hooked(hook):
             output = self.chain.run_layer(layer_id, leaf, trace.calls[layer_id])
-        ((call, attended),) = tap
+        ((call, attended),) = attention_calls
         by_attended, by_input = [], []
         for draw, gradient in enumerate(gradients):
             g_attended, g_input = torch.autograd.grad(
@@ -161,7 +161,7 @@ class CandidateMeasurement:
         self.chain.count.add(backward_layer_tokens=len(gradients) * leaf.shape[0] * leaf.shape[1])
         detached = AttentionCall(call.q.detach(), call.k.detach(), call.v.detach(), call.scaling, call.softcap)
         del output, attended, call
-        tap.clear()
+        attention_calls.clear()
         with torch.no_grad():
             self._score_layer(layer_id, detached, torch.stack(by_attended), generator)
         return by_input
@@ -170,10 +170,10 @@ class CandidateMeasurement:
         """Score a layer's candidates on the attention of some tokens.
 
         Args:
-            layer_id: of the layer.
-            call: its exact attention.
-            gradients: by the attention output, [draws, batch, num_heads, scored tokens, v_head_dim].
-            generator: draws the tokens.
+            layer_id: The layer.
+            call: The layer's exact attention.
+            gradients: The gradients by the attention output, [draws, batch, num_heads, scored tokens, v_head_dim].
+            generator: The generator that draws the tokens.
         """
         if not bool(torch.isfinite(gradients).all()):
             raise NonFiniteActivationError(
@@ -198,7 +198,7 @@ class CandidateMeasurement:
         return min(near, first + max(1, SCORES_IN_FLIGHT // per_row))
 
     def _readings(self, layer_id: int, side: Side, exact: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What readers see under each transform, [widths, batch, num_kv_heads, tokens, head_dim] float32."""
+        """Keys or values as read back under each transform, [widths, batch, num_kv_heads, tokens, head_dim] float32."""
         heads_last, size = exact.transpose(1, 2), self.options.group_size(side)
         exact = exact.to(torch.float32)
         for name in candidate_transforms(side):
@@ -230,7 +230,7 @@ class CandidateMeasurement:
         exact_o = _read(exact_a, v)
         weights, sequences = rows.weights[block].to(exact_o.device), call.k.shape[0]
         share = sequences / float(rows.weights.sum())
-        # What all scored rows see, so that a mean does not depend on how rows are cut.
+        # The (row, key) pairs of all blocks, so that a mean does not depend on how rows are cut into blocks.
         cells = exact_a.shape[1] * exact_a.shape[2] * float((rows.weights * (rows.tokens + 1)).sum())
 
         def add_outputs(side: Side, name: str, read_o: Tensor) -> None:

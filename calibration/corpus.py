@@ -35,7 +35,7 @@ Document = str | tuple[Message, ...]
 
 @dataclass(frozen=True, slots=True)
 class CorpusSource:
-    """Where text comes from and how it is cut.
+    """The source of a corpus, and how its text is cut into sequences.
 
     Attributes:
         data: ``demo``, a .txt, .md, .jsonl or .json file, a folder of them, or a `datasets` id as ``name[@revision]``.
@@ -43,8 +43,8 @@ class CorpusSource:
         data_split: split of the `datasets` id to read.
         text_field: field of a JSON line or `datasets` row that holds the text; ``messages`` is always understood.
         sequence_length: tokens per sequence, at least `MIN_SEQUENCE_LENGTH`.
-        num_sequences: sequences wanted in each split, in the order calibrate, select, report.
-        seed: of the order of documents.
+        num_sequences: sequences of each split, in the order calibrate, select, report.
+        seed: The seed of the order of documents.
         deduplicate: drop repeated documents instead of refusing them.
     """
 
@@ -170,7 +170,7 @@ def _parsed(text: str, where: str) -> Any:
         raise CorpusError(f"{where} is not JSON: {error.msg}, {place}") from error
     except RecursionError as error:
         raise CorpusError(f"{where} is nested too deeply; a text needs one object, a conversation three") from error
-    except ValueError as error:  # of an integer's digits; in Python's own words the way out is a call
+    except ValueError as error:  # an integer of too many digits, for which Python advises a call
         raise CorpusError(f"{where} holds an integer of too many digits; give it as a string") from error
 
 
@@ -272,7 +272,7 @@ def _tokens(document: Document, tokenizer: PreTrainedTokenizerBase, source: Corp
 
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What a tokenizer begins a text with: one token or none."""
+    """The tokens that a tokenizer puts before a text: one or none."""
     ids = list(tokenizer("a")["input_ids"])
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and ids and ids[0] == bos else []

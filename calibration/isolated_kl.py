@@ -1,4 +1,4 @@
-"""Isolated forward KL: the model with one side of one layer at one width quantized, everything else exact.
+"""Isolated forward KL: one side of one layer is quantized at one width, everything else is exact.
 
 Every result is journalled as it is measured, so that a killed run repeats at most one forward: that of one candidate
 over the sequences that run in parallel. Knows no budgets.
@@ -34,7 +34,7 @@ JOURNAL = "isolated.jsonl"
 
 
 def isolated_candidates(scores: Mapping[Candidate, CandidateScores]) -> list[Candidate]:
-    """All transforms at 2 bit, where the Fisher score is no guide, and its choice at 4 and 8."""
+    """All transforms at 2 bits, where the Fisher score is no guide, and the best by Fisher score at 4 and 8."""
     chosen: list[Candidate] = []
     for layer in sorted({candidate.layer for candidate in scores}):
         for side in SIDES:
@@ -70,14 +70,14 @@ def measure_isolated(
 
     Args:
         chain: the model.
-        batches: of the calibrate split.
-        candidates: what to measure.
-        constants: of the layers' transforms.
-        plan: which tokens read quantized keys and values.
-        options: what all candidates share.
-        folder: holds the journal.
-        identity: of the measurement; journal lines of another are not used.
-        on_forward: called after each forward, done now or before.
+        batches: The batches of the calibrate split.
+        candidates: The candidates to measure.
+        constants: The constants of each layer's transforms.
+        plan: The read plan.
+        options: The options that all candidates share.
+        folder: The run folder that holds the journal.
+        identity: The hash of all that decides the measurement; journal lines of another are not used.
+        on_forward: A function that is called after each forward, run now or read from the journal.
 
     Raises:
         NonFiniteActivationError: all candidates of one width of one side of a layer drive the model to NaN or infinity.
@@ -128,7 +128,7 @@ def _kl_sum_of(journal: Journal, batch: Batch, candidate: Candidate) -> float | 
 
 
 def _check_rivals(candidate: Candidate, candidates: Sequence[Candidate], broken: Set[Candidate]) -> None:
-    """Refuse a model that no candidate in the place of this one keeps finite."""
+    """Refuse a model that stays finite under no candidate of this layer, side and width."""
     place = (candidate.layer, candidate.side, candidate.bits)
     if all(other in broken for other in candidates if (other.layer, other.side, other.bits) == place):
         side = "keys" if candidate.side == "k" else "values"

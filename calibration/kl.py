@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.forward.chain import DecoderChain
 
-KEPT_BYTES = 1 << 27  # of log-probabilities, of all references of a split: those of a small vocabulary
+KEPT_BYTES = 1 << 27  # log-probabilities of all references of a split: enough for a small vocabulary alone
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Per scored token, float64 [batch, scored tokens].
+    """The scores of each scored token, float64 [batch, scored tokens].
 
     Attributes:
         kl: KL(reference || other) of the next-token distribution, nats.
@@ -32,7 +32,7 @@ class TokenScores:
 
 
 class Reference:
-    """What others are compared with."""
+    """The exact final hidden states that others are compared with."""
 
     @torch.no_grad()
     def __init__(self, chain: DecoderChain, final: Tensor, limit: int = 0) -> None:
@@ -64,8 +64,8 @@ def compare(chain: DecoderChain, reference: Reference, other: Tensor, next_ids: 
     would overflow on a token that only the other model finds likely.
 
     Args:
-        chain: for the output embeddings.
-        reference: of hidden states of the same shape.
+        chain: The chain whose output embeddings make the logits.
+        reference: The reference, of the same shape.
         other: final hidden states, [batch, tokens, hidden_size].
         next_ids: the token that follows each row, [batch, tokens]; -1 where none does.
     """

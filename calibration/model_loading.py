@@ -1,4 +1,4 @@
-"""Loading a model to calibrate, and refusing by name what has no KV cache of the supported kind."""
+"""Loads a model to calibrate, and refuses by name a model without a KV cache of the supported kind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DEMO_MODEL = Path(__file__).parent / "demo" / "model"
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Which model, and how to load it.
+    """The source of a model, and how to load it.
 
     Attributes:
         model: hub id, folder, or ``demo``.
@@ -59,7 +59,7 @@ class ModelSource:
 
     @property
     def path(self) -> str:
-        """What transformers is given."""
+        """The path or id that transformers loads."""
         return str(DEMO_MODEL) if self.model == DEMO else self.model
 
     @property
@@ -70,11 +70,11 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a configuration alone tells.
+    """The facts of a model that its configuration alone gives.
 
     Attributes:
         config: transformers configuration.
-        geometry: of the KV cache.
+        geometry: The geometry of the KV cache.
         context_length: tokens that will be served.
     """
 
@@ -125,7 +125,7 @@ class LoadedModel:
 
     @property
     def dtype_name(self) -> str:
-        """Such as float32 or bfloat16."""
+        """The name of the dtype, such as float32 or bfloat16."""
         return str(self.model.dtype).removeprefix("torch.")
 
 
@@ -292,7 +292,7 @@ def _placement(device: str) -> str:
 
 
 def _device_map(placement: str) -> str | dict[str, str] | None:
-    """What accelerate is told; None where it is not needed or not installed."""
+    """The device map for accelerate; None where it is not needed or not installed."""
     if placement == "auto":
         return placement
     return {"": placement} if placement != "cpu" and importlib.util.find_spec("accelerate") else None

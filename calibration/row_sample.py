@@ -1,4 +1,4 @@
-"""Which tokens' attention is read to score candidates, and how many tokens each of them stands for.
+"""A sample of the tokens whose attention scores the candidates, each with the number of tokens it stands for.
 
 Reading attention under 24 candidates is most of the work of a layer, and few tokens carry most of the Fisher score.
 Knows nothing of models.
@@ -23,9 +23,9 @@ class RowSample:
     """Tokens drawn from all scored ones.
 
     Attributes:
-        tokens: ascending, int64 [rows] on the CPU.
-        weights: how many tokens each stands for, float32 [rows] on the CPU; one over its chance to be drawn.
-        population: scored tokens.
+        tokens: The drawn tokens in ascending order, int64 [rows] on the CPU.
+        weights: The number of tokens that each stands for, float32 [rows] on the CPU; one over its chance to be drawn.
+        population: The number of scored tokens.
     """
 
     tokens: Tensor
@@ -42,9 +42,9 @@ def sample_rows(importance: Tensor, start: int, generator: torch.Generator) -> R
     importance.
 
     Args:
-        importance: of every scored token, [tokens]; at least 0 and finite. If all are 0, all are alike.
+        importance: The importance of every scored token, [tokens]; at least 0 and finite. If all are 0, all are alike.
         start: the first scored token.
-        generator: of the comb's place.
+        generator: The generator that places the comb.
     """
     importance = importance.detach().to("cpu", torch.float64)
     population = len(importance)

@@ -1,4 +1,4 @@
-"""The sensitivity table: what every candidate of every layer costs, measured once and reused. Knows no budgets."""
+"""The sensitivity table: the scores of every candidate of every layer, measured once and reused. Knows no budgets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TABLE_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to store one side of one layer."""
+    """One side of one layer at one width with one transform."""
 
     layer: int
     side: Side
@@ -36,7 +36,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class CandidateScores:
-    """What a candidate costs, each but e_self a mean over the calibration tokens that read quantized keys and values.
+    """The errors of a candidate; each but e_self is a mean over the calibration tokens that read quantized ones.
 
     Attributes:
         e_self: mean |x - x'| / |x| of the keys (e_k) or values (e_v) themselves, over all calibration tokens; those
@@ -86,12 +86,12 @@ class SensitivityTable:
     """All measurements of one model on one calibration corpus.
 
     Attributes:
-        identity: what was measured and how; plain JSON values.
-        geometry: of the model.
-        constants: one per layer.
-        scores: by candidate.
-        pairs: the paper's e_o of (layer, pair) without transforms; empty unless asked for.
-        info: counts that are reported, not compared (tokens, forward passes).
+        identity: The facts that decide the measurement; plain JSON values.
+        geometry: The geometry of the model.
+        constants: The constants of each layer.
+        scores: The scores of each candidate.
+        pairs: The paper's e_o of (layer, pair) without transforms; empty unless asked for.
+        info: The counts that are reported, not compared (tokens, forward passes).
     """
 
     identity: Mapping[str, Any]
@@ -122,15 +122,15 @@ class SensitivityTable:
         Raises:
             RunFolderError: the score was not measured.
         """
-        known = [
+        measured = [
             (value, name)
             for name, scores in self.of(layer, side, bits).items()
             if (value := scores.get(score)) is not None
         ]
-        if not known:
+        if not measured:
             raise RunFolderError(f"the sensitivity table has no {score!r} score for layer {layer} {side}{bits}")
         order = transform_names(side)
-        value, name = min(known, key=lambda item: (item[0], order.index(item[1])))
+        value, name = min(measured, key=lambda item: (item[0], order.index(item[1])))
         return name, value
 
     def constants_of(self, layer: int, side: Side, transform: str) -> Transform:

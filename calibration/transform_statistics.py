@@ -1,4 +1,4 @@
-"""First pass: the mean key and lambda of every layer's key transforms. Knows nothing of bits."""
+"""The first pass: the mean key and lambda of every layer's key transforms. Knows nothing of bits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def balance(key_rms: Tensor, query_rms: Tensor) -> Tensor:
 
     Args:
         key_rms: root mean square of (centred) keys, [num_kv_heads, head_dim].
-        query_rms: of the queries that read them, same shape.
+        query_rms: root mean square of the queries that read them, same shape.
 
     Returns:
         fp16, same shape.

@@ -24,7 +24,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     be resumed on another machine.
 
     Args:
-        tensors: by name. One that accelerate offloaded is on the meta device, without data: its name and shape count.
+        tensors: The tensors by name. Of one that accelerate offloaded to the meta device, only name and shape count.
     """
     digest = hashlib.sha256()
     num_bytes = sum(tensor.nbytes for tensor in tensors.values() if not tensor.is_meta)

@@ -1,4 +1,4 @@
-"""From a model and text to a sensitivity table, resumable at any point. Knows nothing of budgets or search."""
+"""Measures the sensitivity table of a model on a corpus, resumably. Knows nothing of budgets or search."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class CalibrationOptions:
     """How sensitivity is measured.
 
     Attributes:
-        read_plan: which tokens read quantized keys and values.
-        score: what bits are allocated by; decides whether isolated KL is measured.
+        read_plan: The read plan: which tokens read quantized keys and values.
+        score: The score that bits are allocated by; decides whether isolated KL is measured.
         num_draws: sampled labels per token of the Fisher score.
         batch_size: sequences in flight.
         quant: group sizes and symmetry.
-        with_pairs: also measure the paper's e_o of K/V pairs.
-        seed: of position offsets and sampled labels.
+        with_pairs: Whether to measure also the paper's e_o of K/V pairs.
+        seed: The seed of position offsets and sampled labels.
     """
 
     read_plan: ReadPlanName = "decode"
@@ -55,7 +55,7 @@ class CalibrationOptions:
     seed: int = 0
 
 
-@dataclass(frozen=True)  # without slots, which leave no place for what is computed once
+@dataclass(frozen=True)  # without slots, which cached_property cannot have
 class Workbench:
     """A loaded model with its corpus: what calibration, search and validation measure on."""
 
@@ -97,11 +97,11 @@ class Workbench:
 
     @cached_property
     def weights_sha256(self) -> str:
-        """Of the model, hashed once: it reads all of the weights."""
+        """The hash of the weights, computed once: it reads all of them."""
         return self.loaded.weights_sha256
 
     def identity(self) -> dict[str, Any]:
-        """What decides every measurement; a run folder is bound to it."""
+        """The facts that decide every measurement; a run folder is bound to them."""
         loaded, options = self.loaded, self.options
         hashes = self.corpus.hashes()
         return {
@@ -141,9 +141,9 @@ def calibrate(
     """Measure the table, or read what an earlier run measured of it.
 
     Args:
-        bench: the model and its data.
-        folder: holds the table.
-        on_left_out: given a line about every candidate that gets no isolated KL, because it is not finite.
+        bench: The model and its data.
+        folder: The run folder that holds the table.
+        on_left_out: A function that is called with a line about every candidate whose isolated KL is not finite.
 
     Raises:
         RunFolderError: the folder belongs to another model, data or settings, or is damaged.

@@ -143,7 +143,7 @@ class RowShape:
     """What decides a row's bytes besides its bits: heads on one rank, channels, and what shares a scale.
 
     Attributes:
-        num_kv_heads: on one rank.
+        num_kv_heads: The KV heads on one rank.
         head_dim: channels of a key head.
         v_head_dim: channels of a value head.
         k_group_size: channels per scale of a token's keys; tokens per scale of a channel if keys are per channel.

@@ -45,9 +45,9 @@ class Budget:
     """A limit on the KV cache, exact, in the unit that it was written in.
 
     Attributes:
-        kind: what is limited.
-        amount: how much of the unit.
-        unit: how the unit is written after the amount: ``bit``, ``KiB/token``, ``GiB@32x64k``.
+        kind: The quantity that is limited.
+        amount: The number of units.
+        unit: The unit as it is written after the amount: ``bit``, ``KiB/token``, ``GiB@32x64k``.
         unit_bytes: bytes of the unit for one token; 1 for kinds that do not count bytes.
     """
 
@@ -119,9 +119,9 @@ class Constraint:
     The unit is stored bytes of one token on one rank; for mean_bits, payload bits of one token per KV head.
 
     Attributes:
-        budget: where it comes from.
-        shape: of the rows of one rank.
-        stages: layers of each pipeline stage.
+        budget: The budget as it was written.
+        shape: The shape of the rows of one rank.
+        stages: The layers of each pipeline stage.
     """
 
     budget: Budget
@@ -166,7 +166,7 @@ class Constraint:
         return all(cost <= self.cap(stage) for stage, cost in enumerate(self.stage_costs(pairs)))
 
     def violation(self, pairs: Sequence[PrecisionPair]) -> float:
-        """By how much of its cap the worst stage is over it; at most 0 exactly where the budget is kept."""
+        """The worst stage's excess over its cap, as a share of the cap; at most 0 exactly where the budget is kept."""
         caps = [self.cap(stage) for stage in range(len(self.stages))]
         return max((cost - cap) / max(cap, 1) for cost, cap in zip(self.stage_costs(pairs), caps, strict=True))
 

@@ -1,4 +1,4 @@
-"""What may be chosen for every layer, and configurations of it. Knows nothing of budgets or solvers."""
+"""The choices of every layer, and configurations made of them. Knows nothing of budgets or solvers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerChoice:
-    """One way to store a layer.
+    """The bits and transforms of one layer.
 
     Attributes:
         pair: widths of keys and values.
         k_transform: transform of the keys, by name.
         v_transform: transform of the values, by name.
         cost_bytes: stored bytes of one token in this layer, on one rank.
-        score: what it costs in quality, additive over layers; NaN where a baseline's was not measured.
+        score: The predicted loss of quality, additive over layers; NaN where that of a baseline was not measured.
     """
 
     pair: PrecisionPair
@@ -67,7 +67,7 @@ class SearchSpace:
     Attributes:
         menus: one per layer, in order.
         groups: a partition of the layers; those of a group have the same pairs to choose from.
-        shape: of the rows whose bytes the menus state.
+        shape: The shape of the rows whose bytes the menus state.
     """
 
     menus: tuple[LayerMenu, ...]
@@ -104,8 +104,8 @@ class SearchSpace:
 
     def _project_group(self, group: tuple[int, ...], configuration: Configuration) -> int:
         pairs = self.menus[group[0]].pairs
-        asked = {configuration[layer].pair for layer in group}
-        if len(asked) == 1 and (pair := next(iter(asked))) in pairs:
+        wanted = {configuration[layer].pair for layer in group}
+        if len(wanted) == 1 and (pair := next(iter(wanted))) in pairs:
             return pairs.index(pair)
         fitting = [
             index
@@ -166,9 +166,9 @@ def build_space(
 
     Args:
         table: measured scores.
-        score: which of them to use.
-        shape: of the rows of one rank.
-        keep: layers whose pair is forced.
+        score: The name of the score to use.
+        shape: The shape of the rows of one rank.
+        keep: The layers whose pair is forced.
         groups: tie layers that are alike, as the paper does. They are compared by e_o whatever `score` is,
             for the clustering distance of 0.05 is in its unit.
         stages: layers of each pipeline stage, which groups never cross; all layers by default.
@@ -208,7 +208,7 @@ def configuration_from_pairs(
 def uniform(
     table: SensitivityTable, pair: PrecisionPair, score: ScoreName, shape: RowShape, *, transforms: bool
 ) -> Configuration:
-    """The same pair in every layer, with the best-scoring transforms or with none."""
+    """The configuration of one pair in every layer, with the best-scoring transforms or with none."""
     best = configuration_from_pairs(table, [pair] * table.geometry.num_layers, score, shape)
     if transforms:
         return best

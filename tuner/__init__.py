@@ -1,1 +1,5 @@
-"""Chooses bits per layer inside a budget: exactly, then by measured runs. Knows nothing of any server."""
+"""Picks the configuration of least KL inside a budget, exactly by predicted scores and by measuring. Knows no models.
+
+Other packages use `exact` (`solve`, `solve_front`, `nested`), `study` (`refine`, `StudyResult`), `objective`
+(`MeasuredKL`), `warm_starts` and `samplers.SamplerName`.
+"""

@@ -27,7 +27,7 @@ class Front:
         costs: int64 [num_points], ascending.
         scores: float64 [num_points], descending.
         indices: index of the choice of each group, [num_points, num_groups].
-        space: where the groups choose from.
+        space: The space of the groups.
         groups: positions in `space.groups` of the columns of `indices`.
     """
 
@@ -76,7 +76,7 @@ def solve_front(space: SearchSpace, cost: Callable[[PrecisionPair], int], layers
 
     Args:
         space: menus and groups.
-        cost: of a pair in one layer, an integer.
+        cost: The function that gives the cost of a pair in one layer, an integer.
         layers: a pipeline stage, which no group may cross; all layers by default.
     """
     layers = range(len(space.menus)) if layers is None else layers

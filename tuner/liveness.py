@@ -1,4 +1,4 @@
-"""Which worker holds a trial, and whether it still lives. Knows nothing of what trials measure."""
+"""Names the worker of a trial, and tells whether it still lives. Knows nothing of what trials measure."""
 
 from __future__ import annotations
 

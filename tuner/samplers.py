@@ -1,4 +1,4 @@
-"""Optuna's samplers, told a constraint in the way of each version of Optuna. Knows nothing of layers."""
+"""Optuna's samplers under a constraint, which each version of Optuna sets otherwise. Knows nothing of layers."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def make_sampler(
     """The sampler of that name.
 
     Args:
-        name: for ``none`` one that need not be asked.
-        seed: of its draws.
-        distributions: all parameters.
-        is_wanted: whether a proposal is worth a trial; the sampler is asked again for one that is not.
-        suggest: by trial number, what to try instead of asking the sampler; None to ask it.
+        name: The name; the sampler of ``none`` is never asked.
+        seed: The seed of its draws.
+        distributions: The distributions of all parameters.
+        is_wanted: Whether a proposal is worth a trial; if not, the sampler is asked again.
+        suggest: A function from the trial's number to the parameters to try; where it gives None, the sampler is asked.
     """
     num_proposals = 1 if is_wanted is None else _NUM_PROPOSALS[name]
     inner = _optuna_sampler(name, seed)
@@ -98,10 +98,10 @@ class _RememberingNSGAIISampler(NSGAIISampler):
 
 
 class _CandidatePoolSampler(BaseSampler):
-    """Asks another sampler, again while it proposes what is not wanted, where it has no suggestion of its own.
+    """Takes a suggestion where there is one; else asks another sampler until a proposal is wanted.
 
-    Children of two configurations near the budget are beyond it every other time, and often not new. Neither is
-    worth a trial; but the last proposal is taken as it is.
+    Of NSGA-II's children of two configurations near the budget every other one breaks it, and many are not new. Neither
+    is worth a trial. The last proposal is taken as it is.
     """
 
     def __init__(

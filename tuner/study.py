@@ -26,7 +26,7 @@ Guidance = Literal["none", "budget", "surrogate"]
 
 @dataclass(frozen=True, slots=True)
 class StudyResult:
-    """What a study found.
+    """The result of a study.
 
     Attributes:
         best: the configuration inside the budget with the least measured value; of equals the first tried.
@@ -73,7 +73,7 @@ def refine(
             left out.
         sampler: proposes the rest; "none" ends after the warm starts.
         num_trials: finished trials of the whole study, not of this worker.
-        seed: of the sampler.
+        seed: The seed of the sampler.
         storage: URL for `open_storage`; None is memory.
         study_name: one per budget.
         identity: plain JSON values that must be equal whenever the study is opened: model, data, scores.
@@ -133,5 +133,5 @@ def _result(records: Sequence[TrialRecord], population_size: int | None) -> Stud
             " give warm starts, more trials or a larger budget"
         )
     best = min(values, key=lambda number: (values[number], number))
-    found = {record.number: record for record in records}
-    return StudyResult(found[best].configuration, values[best], tuple(records), population_size)
+    by_number = {record.number: record for record in records}
+    return StudyResult(by_number[best].configuration, values[best], tuple(records), population_size)

@@ -25,7 +25,7 @@ JOURNAL: Final = "journal:///"
 STORAGE_ERRORS: Final = (SQLAlchemyError, sqlite3.Error, optuna.exceptions.StorageInternalError)
 
 _OPTUNA_TABLES: Final = {"studies", "version_info"}
-_WAYS_OUT: Final = {
+_REMEDIES: Final = {
     "locked": "another program holds it; end that and run the same command again",
     "No space": "free some space and run the same command again to resume",
     "full": "free some space and run the same command again to resume",
@@ -59,7 +59,7 @@ def _storage_error(url: str | None, error: BaseException) -> RunFolderError:
         cause = cause.__cause__
     reason = str(getattr(cause, "orig", None) or cause).split("\n")[0]
     is_file = url is not None and (url.startswith(JOURNAL) or _parsed(url).get_backend_name() == "sqlite")
-    remedy = next((way for word, way in _WAYS_OUT.items() if word in reason), _DAMAGED if is_file else _UNREACHED)
+    remedy = next((remedy for word, remedy in _REMEDIES.items() if word in reason), _DAMAGED if is_file else _UNREACHED)
     return RunFolderError(f"the study in {printable_url(url)} cannot be used ({reason}): {remedy}")
 
 

@@ -58,7 +58,7 @@ class Surrogate:
         Args:
             measured: KL by indices, nats per token.
             is_wanted: whether indices are new and inside the budget.
-            rng: for the draws.
+            rng: The generator of the draws.
         """
         if not measured:
             return None

@@ -33,7 +33,7 @@ def warm_starts(
         space: menus and groups.
         constraint: the budget.
         uniforms: any configurations; those inside the budget are taken as `SearchSpace.project` sees them.
-        limit: how many at most.
+        limit: The largest number of configurations.
 
     Raises:
         BudgetError: forced layers leave too little.
@@ -79,14 +79,14 @@ def neighbours(
     scores = np.concatenate([moves.scores, moves.scores[first] + moves.scores[second]])
     extra = np.concatenate([moves.costs, moves.costs[first] + moves.costs[second]])
     fitting = np.flatnonzero((extra <= room).all(axis=1))
-    found = []
+    nearest = []
     for position in fitting[np.argsort(scores[fitting], kind="stable")[:limit]]:
         changed = list(start)
         pair = position - len(moves.groups)
         for move in [position] if pair < 0 else [first[pair], second[pair]]:
             changed[moves.groups[move]] = int(moves.indices[move])
-        found.append(space.configuration(changed))
-    return found
+        nearest.append(space.configuration(changed))
+    return nearest
 
 
 def _moves(space: SearchSpace, constraint: Constraint, start: Sequence[int]) -> _Moves:

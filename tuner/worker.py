@@ -1,4 +1,4 @@
-"""One process's part in a study: takes trials, measures them, gives them back if it cannot. Knows no models."""
+"""A worker of a study: takes trials, measures them, gives back those that it cannot measure. Knows no models."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class TrialRecord:
     """One finished trial.
 
     Attributes:
-        number: in the study, from 0.
-        configuration: what was tried.
+        number: The number of the trial in the study, from 0.
+        configuration: The configuration that was tried.
         value: KL, nats per token, measured or estimated by a race; None outside the budget, where nothing is measured,
             and where the KL is not finite.
         source: whether it was a warm start or the sampler's idea.
@@ -240,7 +240,7 @@ class Worker:
         return self._constraint.is_met(pairs_of(self._space.configuration(indices)))
 
     def suggest(self, seed: int, number: int) -> dict[str, Any] | None:
-        """For every other trial what is best under scores corrected by all measurements; None to ask the sampler."""
+        """The best configuration under scores corrected by all measurements, for every other trial; else None."""
         if number % 2:
             return None
         rng = np.random.default_rng([seed, number])

@@ -50,7 +50,7 @@ def documents(seed: int, num_excerpts: int, num_tables: int, num_additions: int)
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True)
     parser.add_argument("--seed", type=int, default=2026)

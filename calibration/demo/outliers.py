@@ -29,10 +29,10 @@ def add_outliers(model: PreTrainedModel, *, factor: float, pairs_per_head: int, 
     """Rescale rotary pairs in place.
 
     Args:
-        model: of the Llama or Qwen2 family: `q_proj` and `k_proj`, channel i rotated with i + head_dim / 2, no QK norm.
+        model: A model like Llama or Qwen2: `q_proj`, `k_proj`, channel i rotated with i + head_dim / 2, no QK norm.
         factor: a power of two, so that every product is exact.
         pairs_per_head: rotary pairs of each KV head of each layer.
-        seed: of the choice of pairs.
+        seed: The seed of the choice of pairs.
     """
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -70,7 +70,7 @@ def make_twin(
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--out", required=True, type=Path)

@@ -255,7 +255,7 @@ def save_model(model: PreTrainedModel, out: Path, key_bias: float) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True)
     parser.add_argument("--steps", type=int, default=5000)

@@ -22,7 +22,7 @@ AttentionHook = Callable[[int, AttentionCall], Tensor]
 
 _hook: ContextVar[AttentionHook | None] = ContextVar("kvtuner_attention_hook", default=None)
 # Arguments of some models' attention that change its result.
-_MEANINGFUL = ("position_bias", "head_mask", "sinks", "indices", "block_indices")
+_UNSUPPORTED_ARGUMENTS = ("position_bias", "head_mask", "sinks", "indices", "block_indices")
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def _attention(
         raise UnsupportedModelError(
             f"layer {layer_id} ({name}) has a window of {sliding_window}, below the {key.shape[2]} tokens it reads"
         )
-    for argument in _MEANINGFUL:
+    for argument in _UNSUPPORTED_ARGUMENTS:
         if kwargs.get(argument) is not None:
             raise UnsupportedModelError(f"layer {layer_id} ({name}) has {argument}, which is not supported yet")
     call = AttentionCall(query, key, value, query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap)

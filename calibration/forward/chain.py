@@ -1,8 +1,8 @@
 """A decoder as a chain of layers that can be run from any layer on. Knows nothing of quantization or data.
 
-Found by looking, not by name: one traced forward shows what each layer is called with, that a layer's output is the
-next one's input, and which module turns the last output into the final hidden states. A model that is not such a
-chain is refused.
+The chain is found by looking, not by name: one traced forward shows what each layer is called with, that a layer's
+output is the next one's input, and which module turns the last output into the final hidden states. A model that is not
+such a chain is refused.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Trace:
 
 @dataclass
 class ForwardCount:
-    """Work done, in layers and tokens; several threads may add to it."""
+    """The work done, in layers and tokens; several threads may add to it."""
 
     layer_tokens: int = 0
     backward_layer_tokens: int = 0
@@ -103,7 +103,7 @@ class DecoderChain:
 
     @property
     def input_device(self) -> torch.device:
-        """Where token ids are expected."""
+        """The device that token ids must be on."""
         return next(iter(self.model.get_input_embeddings().parameters())).device
 
     def _find_layers(self) -> list[nn.Module]:
@@ -120,10 +120,10 @@ class DecoderChain:
         Args:
             input_ids: [batch, tokens].
             position_ids: [batch, tokens].
-            hook: sees every layer's attention call; exact attention by default.
+            hook: The function that computes attention; exact attention by default.
 
         Raises:
-            NonFiniteActivationError: by the hook, if it checks; names the layer that NaN or infinity began in.
+            NonFiniteActivationError: raised by the hook, if it checks; names the layer that NaN or infinity began in.
         """
         residual: list[Tensor] = []
         calls: list[LayerCall] = []
@@ -163,10 +163,10 @@ class DecoderChain:
 
         Args:
             hidden: input of layer `start`, [batch, tokens, hidden_size].
-            calls: of a trace of the same batch.
-            hook: computes attention.
+            calls: The calls of a trace of the same batch.
+            hook: The function that computes attention.
             start: first layer to run.
-            on_input: is given the input of every layer that runs.
+            on_input: A function that is called with the input of every layer that runs.
         """
         with hooked(hook):
             for layer_id in range(start, len(self.layers)):
@@ -220,19 +220,21 @@ class DecoderChain:
         device = self.input_device
         ids = torch.arange(2, 10, device=device).unsqueeze(0) % self.model.config.get_text_config().vocab_size
         positions = torch.arange(8, device=device).unsqueeze(0)
-        seen: list[tuple[int, AttentionCall]] = []
-        outputs, taken = self._watch(lambda: self.trace(ids, positions, lambda i, call: _note(seen, i, call)))
-        self._check_attention(seen)
+        attention_calls: list[tuple[int, AttentionCall]] = []
+        outputs, probe = self._watch(
+            lambda: self.trace(ids, positions, lambda i, call: _note(attention_calls, i, call))
+        )
+        self._check_attention(attention_calls)
         for layer_id, output in enumerate(outputs):
             check_finite(layer_id, outputs=output)
-        trace = taken.trace
+        trace = probe.trace
         for layer_id in range(1, len(self.layers)):
             if not _is_same(trace.residual[layer_id], outputs[layer_id - 1]):
                 raise UnsupportedModelError(
                     f"{self.name}: layer {layer_id} does not read layer {layer_id - 1}'s output alone;"
                     " only plain chains of decoder layers are supported"
                 )
-        self._norm = taken.norm
+        self._norm = probe.norm
         with torch.no_grad():
             replayed = self.run(trace.residual[0], trace.calls, _exact)
             if not _is_close(replayed, trace.final):
@@ -263,54 +265,56 @@ class DecoderChain:
         norms = [m for m, x in candidates if x.shape == outputs[-1].shape and _is_same(x, outputs[-1])]
         return outputs, _Probe(traced, norms[-1] if norms else None)
 
-    def _check_attention(self, seen: list[tuple[int, AttentionCall]]) -> None:
+    def _check_attention(self, calls: list[tuple[int, AttentionCall]]) -> None:
         geometry = self.geometry
-        ids = [layer_id for layer_id, _ in seen]
+        ids = [layer_id for layer_id, _ in calls]
         if ids != list(range(geometry.num_layers)):
             raise UnsupportedModelError(
                 f"{self.name} has no attention hook in every layer: {geometry.num_layers} layers are expected to call"
                 f" transformers' AttentionInterface once each, in order, but the calls came from layers {ids}"
             )
-        for layer_id, call in seen:
-            found = (call.q.shape[1], call.k.shape[1], call.k.shape[3], call.v.shape[3])
-            wanted = (
+        for layer_id, call in calls:
+            actual = (call.q.shape[1], call.k.shape[1], call.k.shape[3], call.v.shape[3])
+            expected = (
                 geometry.num_attention_heads,
                 geometry.num_kv_heads,
                 geometry.head_dim,
                 geometry.v_head_dim,
             )
-            if found != wanted:
+            if actual != expected:
                 raise UnsupportedModelError(
-                    f"{self.name}: layer {layer_id} has (query heads, KV heads, head_dim, v_head_dim) = {found},"
-                    f" its configuration says {wanted}"
+                    f"{self.name}: layer {layer_id} has (query heads, KV heads, head_dim, v_head_dim) = {actual},"
+                    f" its configuration says {expected}"
                 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
+    """A traced forward of a few tokens, and the module that reads the last layer's output; None without one."""
+
     trace: Trace
     norm: nn.Module | None
 
 
-def _is_same(found: Tensor, wanted: Tensor) -> bool:
-    """Equal element by element, NaN to NaN; the tensors may be on two devices."""
-    return torch.equal(found.nan_to_num(), wanted.to(found.device).nan_to_num())
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors, maybe on two devices, are equal element by element; NaN equals NaN."""
+    return torch.equal(one.nan_to_num(), other.to(one.device).nan_to_num())
 
 
-def _is_close(found: Tensor, wanted: Tensor) -> bool:
-    """Equal up to what a sum in another order may change: some kernels, as of experts on a GPU, add in any order."""
-    if not bool(torch.isfinite(wanted).all()):
+def _is_close(actual: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors are equal up to the order of a sum, which some kernels (experts on a GPU) do not keep."""
+    if not bool(torch.isfinite(expected).all()):
         return True  # the statistics pass names the layer
-    tolerance = 1e-4 if wanted.dtype == torch.float32 else 2e-2
-    difference = (found.to(wanted.device, torch.float32) - wanted.to(torch.float32)).abs().max()
-    return bool(difference <= tolerance * wanted.abs().max().to(torch.float32).clamp_min(1e-6))
+    tolerance = 1e-4 if expected.dtype == torch.float32 else 2e-2
+    difference = (actual.to(expected.device, torch.float32) - expected.to(torch.float32)).abs().max()
+    return bool(difference <= tolerance * expected.abs().max().to(torch.float32).clamp_min(1e-6))
 
 
 def _exact(layer_id: int, call: AttentionCall) -> Tensor:
     return attend(call)
 
 
-def _note(seen: list[tuple[int, AttentionCall]], layer_id: int, call: AttentionCall) -> Tensor:
+def _note(calls: list[tuple[int, AttentionCall]], layer_id: int, call: AttentionCall) -> Tensor:
     check_finite(layer_id, queries=call.q, keys=call.k, values=call.v)
-    seen.append((layer_id, call))
+    calls.append((layer_id, call))
     return attend(call)

@@ -1,4 +1,4 @@
-"""Sequences whose prompt runs once: what every run has in common is kept, the rest runs as after a prefill.
+"""Sequences whose prompt runs once and is kept; the other tokens run as after a prefill.
 
 Tokens before the split of a read plan see nothing quantized, so their keys and values are the same in every run.
 """
@@ -29,8 +29,8 @@ class Prompt:
     """Exact keys and values of the first tokens of a batch, of every layer.
 
     Attributes:
-        k: [batch, num_kv_heads, tokens, head_dim] each; empty if no token is kept.
-        v: [batch, num_kv_heads, tokens, v_head_dim] each.
+        k: The keys of each layer, [batch, num_kv_heads, tokens, head_dim]; empty if no token is kept.
+        v: The values of each layer, [batch, num_kv_heads, tokens, v_head_dim].
     """
 
     k: Sequence[Tensor] = ()
@@ -38,16 +38,16 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """The number of tokens of the prompt."""
         return self.k[0].shape[2] if self.k else 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held."""
+        """The bytes of all keys and values."""
         return sum(x.numel() * x.element_size() for x in (*self.k, *self.v))
 
     def before(self, hook: AttentionHook) -> AttentionHook:
-        """Let `hook` see keys and values of the whole sequence where the model computes the rest's."""
+        """A hook that puts the prompt's keys and values before those that the model computes, and calls `hook`."""
         if not self.k:
             return hook
 
@@ -74,7 +74,7 @@ def run_prompt(chain: DecoderChain, batch: Batch, split: int, limit: int = PROMP
 
     Nothing is kept, and all tokens are traced, where the keys and values would take more than `limit` bytes, and where
     tokens run otherwise after a prompt than with it: another shape of a matrix product rounds otherwise, which adds up
-    in many layers of bfloat16. Both ways are right; whole sequences take longer.
+    in many layers of bfloat16. Both results are right; whole sequences take longer.
 
     Returns:
         The prompt, and the trace of the tokens that are not in it: [batch, tokens - prompt.num_tokens, hidden_size].

@@ -1,4 +1,4 @@
-"""Activations that hold NaN or infinity, by the layer that made them. Knows nothing of models."""
+"""Refuses activations that hold NaN or infinity, by the layer that made them. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_residual(residual: Sequence[Tensor]) -> None:
     """Check the inputs of the layers that ran, each as the outputs of the layer before it.
 
     Raises:
-        NonFiniteActivationError: NaN or infinity; names the first layer that gave any, or layer 0 if it was given them.
+        NonFiniteActivationError: NaN or infinity; names the first layer that gave any, or layer 0 if its input has.
     """
     check_finite(0, inputs=residual[0])
     for layer_id, outputs in enumerate(residual[1:]):

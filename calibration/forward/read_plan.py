@@ -1,4 +1,4 @@
-"""Which tokens read quantized keys and values, and the attention that follows from it. Knows nothing of models."""
+"""The read plans: what reads quantized keys and values, and the attention that follows. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ReadPlan:
         name: ``decode``: tokens from the split on read everything quantized, their own keys and values included,
             earlier ones are exact among themselves. ``hit``: tokens from the split on read the prefix quantized and are
             exact within themselves. ``cache``: every token reads everything quantized.
-        split: first token that reads quantized keys and values; 0 for ``cache``.
+        split: The first token that reads quantized keys and values; 0 for ``cache``.
     """
 
     name: ReadPlanName
@@ -32,7 +32,7 @@ class ReadPlan:
 
     @classmethod
     def of(cls, name: ReadPlanName, sequence_length: int) -> ReadPlan:
-        """The plan the tuner measures: the first quarter is the prompt (half for ``hit``)."""
+        """The plan that the tuner measures: the first quarter is the prompt (half for ``hit``)."""
         return cls(name, {"decode": sequence_length // 4, "hit": sequence_length // 2, "cache": 0}[name])
 
     def mix(self, exact: Tensor, quantized: Tensor) -> Tensor:
@@ -44,14 +44,14 @@ class ReadPlan:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One layer's attention, as its model asks for it.
+    """The arguments of one layer's attention.
 
     Attributes:
-        q: [batch, num_heads, rows, head_dim], positions already encoded; of the last tokens, usually of all.
-        k: [batch, num_kv_heads, tokens, head_dim], likewise.
-        v: [batch, num_kv_heads, tokens, v_head_dim].
-        scaling: factor of the scores.
-        softcap: logit cap, or None.
+        q: The queries [batch, num_heads, rows, head_dim] of the last tokens, usually of all; positions are encoded.
+        k: The keys [batch, num_kv_heads, tokens, head_dim], positions encoded.
+        v: The values [batch, num_kv_heads, tokens, v_head_dim].
+        scaling: The factor of the scores.
+        softcap: The logit cap, or None.
     """
 
     q: Tensor
@@ -75,10 +75,10 @@ def probabilities(call: AttentionCall, q: Tensor, k: Tensor, rows: Tensor) -> Te
     """Causal attention probabilities in float32.
 
     Args:
-        call: for scaling and softcap.
+        call: The call that scaling and softcap are taken from.
         q: [..., num_kv_heads, group, rows, head_dim].
         k: [..., num_kv_heads, tokens, head_dim].
-        rows: which token each row of `q` is, [rows].
+        rows: The token of each row of `q`, [rows].
 
     Returns:
         [..., num_kv_heads, group, rows, tokens].

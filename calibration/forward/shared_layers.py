@@ -1,4 +1,4 @@
-"""Layers that configurations have in common run once: hidden states of one batch behind the first layers of each.
+"""Layers that configurations share run once: the hidden states of a batch after the first layers are kept.
 
 A search tries configurations that are alike; a layer's output depends on the layers before it alone.
 """
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 
 class SharedLayers:
-    """What need not run again of a configuration, whose layers are anything hashable.
+    """The hidden states of configurations that have run; a configuration is a sequence of hashable layers.
 
     Within `limit` bytes it keeps what was used last, and of one configuration the states behind its first layers, which
     more of the others share.
     """
 
     def __init__(self, limit: int) -> None:
-        """Keep `limit` bytes at most; 0 keeps nothing."""
+        """Keep at most `limit` bytes; 0 keeps nothing."""
         self._limit = limit
         self._states: OrderedDict[tuple[Hashable, ...], Tensor] = OrderedDict()
         self.num_bytes = 0
-        """Bytes kept."""
+        """The bytes that are kept."""
 
     def room_for(self, state: Tensor) -> int:
         """How many states of this size can be kept: of a configuration, those behind its first layers."""
         return self._limit // max(1, state.nbytes)
 
     def longest(self, configuration: Sequence[Hashable]) -> tuple[int, Tensor | None]:
-        """How many of its first layers need not run, and their output; None if all must."""
+        """The number of first layers that need not run again, and their output; None if all must run."""
         for key in _beginnings(configuration):
             if key in self._states:
                 return len(key), self._states[key]
@@ -52,5 +52,5 @@ class SharedLayers:
 
 
 def _beginnings(configuration: Sequence[Hashable]) -> list[tuple[Hashable, ...]]:
-    """The longest first; what follows the last layer is not worth keeping, for no configuration is measured twice."""
+    """The first layers, the longest part first; all layers are left out, as no configuration is measured twice."""
     return [tuple(configuration[:layers]) for layers in range(len(configuration) - 1, 0, -1)]

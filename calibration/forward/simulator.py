@@ -1,4 +1,4 @@
-"""Running a model as if its KV cache were quantized, and how far that moves its predictions. Knows no search."""
+"""Runs a model as if its KV cache were quantized, and measures its predictions. Knows no search."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class LayerSpec:
 
 
 def read_back(spec: QuantSpec | None, x: Tensor) -> Tensor:
-    """What a reader of the cache sees of x, [batch, num_kv_heads, tokens, head_dim], float32 in model space."""
+    """Keys or values x [batch, num_kv_heads, tokens, head_dim] as they are read back, float32 in model space."""
     if spec is None:
         return x.to(torch.float32)
     return spec.simulate(x.transpose(1, 2)).transpose(1, 2)
 
 
 def quantized_attention(specs: Mapping[int, LayerSpec | None], plan: ReadPlan) -> AttentionHook:
-    """Attention in which the layers of `specs` are stored as they say, and all others exactly."""
+    """A hook that stores the layers of `specs` as they say, and all others exactly."""
 
     def hook(layer_id: int, call: AttentionCall) -> Tensor:
         spec = specs.get(layer_id)
@@ -62,15 +62,15 @@ def quantized_attention(specs: Mapping[int, LayerSpec | None], plan: ReadPlan) -
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """A batch with what every simulated run of it shares.
+    """A batch with everything that its simulated runs share.
 
     Attributes:
-        batch: ids and positions.
-        prompt: the tokens that run only once.
-        embedded: input of the first layer for the others, [batch, rows, hidden_size].
-        calls: the layers' other arguments; their tensors are those of one call.
-        reference: of the exact final hidden states of the scored tokens, [batch, tokens - split, hidden_size].
-        shared: what measured configurations may have in common with others.
+        batch: The token ids and positions.
+        prompt: The tokens that run only once.
+        embedded: The input of the first layer for the other tokens, [batch, rows, hidden_size].
+        calls: The other arguments of the layers, which share one call's tensors.
+        reference: The exact final hidden states of the scored tokens, [batch, tokens - split, hidden_size].
+        shared: The outputs of first layers that configurations may share.
     """
 
     batch: Batch
@@ -95,13 +95,13 @@ class Simulator:
 
         Args:
             chain: the model.
-            batches: to measure on.
+            batches: The batches to measure on.
             plan: what is read quantized.
             reuse: do not run again the first layers that a configuration has in common with one that was measured; the
                 results are the same. Takes up to `REUSE_BYTES`.
 
         Raises:
-            NonFiniteActivationError: it gives NaN or infinity; names the layer.
+            NonFiniteActivationError: the model gives NaN or infinity; names the layer.
         """
         self.chain = chain
         self.plan = plan
@@ -129,9 +129,9 @@ class Simulator:
         """Scores of all sequences, or of those of some batches, [num_sequences, scored tokens].
 
         Args:
-            specs: by layer; absent layers stay exact.
-            on_batch: told the number of tokens after each batch.
-            batches: which of `prepared` to run, one at least.
+            specs: The stored form of each layer; absent layers stay exact.
+            on_batch: A function that is called with the number of tokens after each batch.
+            batches: The part of `prepared` to run, one batch at least.
         """
         layers = [specs.get(layer_id) for layer_id in range(len(self.chain.layers))]
 
@@ -155,8 +155,8 @@ class Simulator:
         """The first layer that puts out NaN or infinity, None if none does; runs all layers for it.
 
         Args:
-            specs: by layer; absent layers stay exact.
-            batches: which of `prepared` to run.
+            specs: The stored form of each layer; absent layers stay exact.
+            batches: The part of `prepared` to run.
         """
         broken: list[int] = []
 
