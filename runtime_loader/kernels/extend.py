@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.decode import queries_of, softcap
+from kvtuner.runtime_loader.kernels.queries import queries_of, softcap
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_requests"])
@@ -24,6 +24,7 @@ def attend_fresh(
         return
     first = tl.load(q_indptr_ptr + request).to(tl.int64)
     last = tl.load(q_indptr_ptr + request + 1).to(tl.int64)
+    # Channels are padded to a power of two, which a tile must be.
     k_channel = tl.arange(0, K_PADDED)
     v_channel = tl.arange(0, V_PADDED)
     k_real = k_channel < K_DIM
@@ -31,22 +32,23 @@ def attend_fresh(
     q = tl.load(
         q_ptr + queries[:, None] * q_stride_t + heads[:, None] * q_stride_h + k_channel[None, :],
         mask=mine[:, None] & k_real[None, :], other=0.0,
-    )  # fmt: skip
+    )  # fmt: skip  # [TILE, K_PADDED]
     acc = tl.zeros([TILE, V_PADDED], tl.float32)
     top = tl.full([TILE], -1e30, tl.float32)
     total = tl.zeros([TILE], tl.float32)
+    # No further than the tile's last query, which sees no later token.
     for start in tl.range(first, tl.minimum(last, tl.max(queries, 0) + 1), TOKENS):
-        tokens = start + tl.arange(0, TOKENS)
+        tokens = start + tl.arange(0, TOKENS)  # [TOKENS]
         live = tokens < last
         keys = tl.load(
             k_ptr + tokens[None, :] * k_stride_t + kv_head * k_stride_h + k_channel[:, None],
             mask=live[None, :] & k_real[:, None], other=0.0,
-        )  # fmt: skip
+        )  # fmt: skip  # [K_PADDED, TOKENS]
         values = tl.load(
             v_ptr + tokens[:, None] * v_stride_t + kv_head * v_stride_h + v_channel[None, :],
             mask=live[:, None] & v_real[None, :], other=0.0,
-        )  # fmt: skip
-        scores = tl.dot(q, keys.to(q.dtype), input_precision="ieee") * scale
+        )  # fmt: skip  # [TOKENS, V_PADDED]
+        scores = tl.dot(q, keys.to(q.dtype), input_precision="ieee") * scale  # [TILE, TOKENS]
         if CAPPED:
             scores = softcap(scores, cap)
         scores = tl.where(tokens[None, :] <= queries[:, None], scores, float("-inf"))

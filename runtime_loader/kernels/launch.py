@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import triton
 
-from kvtuner.runtime_loader.kernels.decode import decode_split, merge_splits, prepare_queries
+from kvtuner.runtime_loader.kernels.decode import decode_split
 from kvtuner.runtime_loader.kernels.extend import attend_fresh
+from kvtuner.runtime_loader.kernels.merge_splits import merge_splits
+from kvtuner.runtime_loader.kernels.queries import prepare_queries
 from kvtuner.runtime_loader.kernels.read_rows import read_side
 from kvtuner.runtime_loader.kernels.store_rows import store_rows
 

@@ -16,14 +16,14 @@ def read_side(
     CENTERED: tl.constexpr, BALANCED: tl.constexpr, STAGES: tl.constexpr, PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One head of TOKENS of the first `count` tokens to [tokens, heads, DIM], with the roundings of `QuantSpec`."""
+    """Read one head of the first `count` tokens back to [tokens, heads, DIM], with the roundings of `QuantSpec`."""
     SLOTS: tl.constexpr = 16 // BITS
     UNITS: tl.constexpr = DIM // SLOTS
     head = tl.program_id(1)
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
     live = tokens < tl.load(count_ptr)
     slots = tl.load(slots_ptr + tokens, mask=live, other=0).to(tl.int64)
-    channels = tl.arange(0, PADDED)
+    channels = tl.arange(0, PADDED)  # [PADDED], a power of two
     real = channels < DIM
     mask = live[:, None] & real[None, :]
     if BITS == 16:
@@ -32,6 +32,7 @@ def read_side(
         # A unit is loaded once for every slot: rows lie in the nearest cache by then.
         unit = channels % UNITS
         units = tl.load(rows_ptr + slots[:, None] * ROW + head * UNITS + unit[None, :], mask=mask, other=0)
+        # Slot j of unit u is channel j * UNITS + u.
         codes = (units.to(tl.int32) >> (channels // UNITS * BITS)[None, :]) & ((1 << BITS) - 1)
         group = channels // (DIM // GROUPS)
         words = tl.load(
@@ -39,6 +40,7 @@ def read_side(
             mask=mask, other=0,
         )  # fmt: skip
         step, minimum = scale_and_minimum(words)
+        # Padding channels hold zeros, so that the Hadamard of those beside them adds nothing.
         y = tl.where(mask, codes.to(tl.float32) * step + minimum, 0.0)
         if STAGES > 0:
             y = hadamard(y, TOKENS, PADDED, STAGES)

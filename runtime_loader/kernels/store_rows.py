@@ -46,7 +46,7 @@ def _store_side(
     CENTERED: tl.constexpr, BALANCED: tl.constexpr, STAGES: tl.constexpr, SYMMETRIC: tl.constexpr,
     PADDED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One head's keys or values of TOKENS tokens; ROW is the stride of a row in elements of `rows_ptr`."""
+    """Store one head's keys or values of TOKENS tokens; ROW is the stride of a row in elements of `rows_ptr`."""
     x_ptr += head * x_stride_h
     channels = tl.arange(0, PADDED)[None, :]
     if BITS == 16:
@@ -81,7 +81,7 @@ def _store_side(
                 mask = mask & real
             x = tl.load(x_ptr + tokens[None, :, None] * x_stride_t + channel, mask=mask, other=0.0)
             y = _stored(x, mu_ptr, inverse_ptr, head * DIM + channel, real, CENTERED, BALANCED)
-        y = tl.reshape(y, (GROUPS, SLOTS // GROUPS, TOKENS, SPREAD))
+        y = tl.reshape(y, (GROUPS, SLOTS // GROUPS, TOKENS, SPREAD))  # a group is whole slots
         if PADDED == DIM:
             lowest, highest, spoilt = y, y, y - y
         else:
@@ -92,6 +92,7 @@ def _store_side(
                 tl.where(real, y - y, 0.0),
             )
         wrong = tl.sum(tl.sum(spoilt, 1), 2) != 0.0  # NaN - NaN and infinity - infinity are NaN
+        # [GROUPS, TOKENS]; adding 0 makes a minimum of -0 the 0 that `quant.py` stores.
         low = tl.where(wrong, 0.0, _saturated(tl.min(tl.min(lowest, 1), 2))) + 0.0
         high = tl.where(wrong, 0.0, _saturated(tl.max(tl.max(highest, 1), 2))) + 0.0
         if SYMMETRIC:
@@ -101,6 +102,7 @@ def _store_side(
             scale = (-_fp16_down(-wanted).to(tl.float16, bitcast=True)).to(tl.int16, bitcast=True)
             minimum = (scale.to(tl.float16, bitcast=True).to(tl.float32) * (-HALF)).to(tl.float16)
         else:
+            # Rounded down, and the scale up where the range would fall short: every value lies inside the grid.
             minimum = _fp16_down(low).to(tl.float16, bitcast=True)
             span = high - minimum.to(tl.float32)
             nearest = tl.div_rn(span, tl.full(span.shape, LEVELS, tl.float32)).to(tl.float16)
@@ -112,6 +114,7 @@ def _store_side(
         y = (y - minimum.to(tl.float32)[:, None, :, None]) * inverse[:, None, :, None]
         # Half to even; the low 16 bits of a float32 near 1.5 * 2**23 are those of the integer that it is.
         codes = (tl.minimum(tl.maximum(y, 0.0), LEVELS) + 12582912.0).to(tl.int32, bitcast=True)
+        # The sum of codes in their places is their union; each group's slots first, [GROUPS, TOKENS, SPREAD].
         codes = tl.sum(codes << tl.reshape(slot * BITS, (GROUPS, SLOTS // GROUPS, 1, 1)), 1)
         units = tl.sum(tl.where(wrong[:, :, None], 0, codes), 0).to(tl.int16)
         row = rows_ptr + slots * ROW
@@ -134,7 +137,7 @@ def store_rows(
     V_ROW: tl.constexpr, V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUPS: tl.constexpr, V_STAGES: tl.constexpr,
     V_SYMMETRIC: tl.constexpr, V_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values, by the third axis, of one head and a block of tokens."""
+    """Store the keys or the values, by the third axis of the grid, of one head and a block of tokens."""
     head = tl.program_id(1)
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     live = tokens < num_tokens

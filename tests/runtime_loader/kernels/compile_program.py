@@ -19,7 +19,7 @@ import sass
 
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import QuantSpec, Transform
-from kvtuner.runtime_loader.kernels import decode, extend, move_pages, read_rows, store_rows
+from kvtuner.runtime_loader.kernels import decode, extend, merge_splits, move_pages, queries, read_rows, store_rows
 from kvtuner.runtime_loader.kernels.launch import (
     EXACT,
     FRESH,
@@ -87,12 +87,12 @@ def around(head_dim: int) -> list[Any]:
     fresh = {"HEADS": HEADS, "GQA": GQA, "K_DIM": head_dim, "K_PADDED": side.padded, "V_DIM": head_dim}
     fresh |= {"V_PADDED": side.padded, "CAPPED": True, **FRESH}
     kernels = [
-        sass.compiled(decode.prepare_queries, prepare, HOPPER),
+        sass.compiled(queries.prepare_queries, prepare, HOPPER),
         sass.compiled(extend.attend_fresh, fresh, HOPPER, **fresh_options(side, side)),
     ]
     for extending in (True, False):
         merge = {"SPLITS": MERGED_SPLITS, "STAGES": side.stages, "EXTEND": extending, **size}
-        kernels.append(sass.compiled(decode.merge_splits, merge, HOPPER))
+        kernels.append(sass.compiled(merge_splits.merge_splits, merge, HOPPER))
     return kernels
 
 

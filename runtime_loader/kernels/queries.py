@@ -1,0 +1,91 @@
+"""Queries of the attention kernels: which of them a program has, their transform, and the cap of their scores."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvtuner.runtime_loader.kernels.transform import hadamard
+from kvtuner.runtime_loader.kernels.unpack import fp16_saturated
+
+
+@triton.jit
+def _first_tile(request, q_indptr_ptr, GQA: tl.constexpr, TILE: tl.constexpr):
+    """The first tile of a request, from its first query alone: at most one tile of each request stays empty."""
+    return (tl.load(q_indptr_ptr + request) * GQA // TILE).to(tl.int32) + request
+
+
+@triton.jit
+def queries_of(
+    q_indptr_ptr, num_requests, HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, EXTEND: tl.constexpr
+):
+    """What a program attends with: its request, KV head, queries, heads, which of these are real, and whether any is.
+
+    The first axis of the grid is KV heads, and tiles of each; where requests have one query, the third axis is
+    requests. Heads of a query lie side by side, so that a tile is full where many queries share a KV head.
+    """
+    tiles = tl.num_programs(0) // HEADS
+    kv_head = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    if EXTEND:
+        # The last request whose tiles begin no later than this one, by bisection: the lengths are on the device alone.
+        low = 0
+        high = num_requests
+        while low < high:
+            middle = (low + high + 1) // 2
+            later = _first_tile(middle, q_indptr_ptr, GQA, TILE) > tile
+            low = tl.where(later, low, middle)
+            high = tl.where(later, middle - 1, high)
+        any_mine = low < num_requests
+        request = tl.minimum(low, num_requests - 1).to(tl.int64)
+        tile -= _first_tile(request.to(tl.int32), q_indptr_ptr, GQA, TILE)
+        first = tl.load(q_indptr_ptr + request).to(tl.int64)
+        num_queries = (tl.load(q_indptr_ptr + request + 1) - first).to(tl.int32)
+        pairs = tile * TILE + tl.arange(0, TILE)  # [TILE]
+        queries = first + pairs // GQA  # [TILE]
+        any_mine = any_mine & (tile * TILE < num_queries * GQA)
+    else:
+        request = tl.program_id(2).to(tl.int64)
+        num_queries = 1
+        pairs = tile * TILE + tl.arange(0, TILE)  # [TILE]
+        queries = request + tl.zeros([TILE], tl.int64)  # [TILE]
+        any_mine = tile * TILE < GQA
+    return request, kv_head, queries, kv_head * GQA + pairs % GQA, pairs < num_queries * GQA, any_mine
+
+
+@triton.jit
+def softcap(x, cap):
+    """Cap * tanh(x / cap) of scores in units of log2."""
+    # By exp2 of what is never positive, so that it cannot overflow.
+    y = tl.exp2(-2.0 * tl.abs(x) / cap * 1.4426950408889634)
+    z = cap * (1.0 - y) / (1.0 + y)
+    return tl.where(x < 0, -z, z)
+
+
+@triton.jit
+def prepare_queries(
+    q_ptr, q_stride_t, q_stride_h, lam_ptr, mu_ptr, out_ptr, bias_ptr,
+    HEADS: tl.constexpr, GQA: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BALANCED: tl.constexpr,
+    STAGES: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """Write the queries of one KV head in the space of its keys, [queries, num_heads, DIM]; with BIASED also q . mu."""
+    TILE: tl.constexpr = triton.next_power_of_2(GQA)
+    query = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    in_group = tl.arange(0, TILE)
+    channels = tl.arange(0, PADDED)[None, :]
+    heads = kv_head * GQA + in_group[:, None]
+    mask = (in_group[:, None] < GQA) & (channels < DIM)
+    q = tl.load(q_ptr + query * q_stride_t + heads * q_stride_h + channels, mask=mask, other=0.0).to(tl.float32)
+    constants = kv_head * DIM + channels  # [1, PADDED]: a KV head's queries share its mu and lambda
+    if BIASED:
+        mu = tl.load(mu_ptr + constants, mask=channels < DIM, other=0.0)
+        bias = tl.sum(q * mu, 1)
+        tl.store(bias_ptr + query * (HEADS * GQA) + kv_head * GQA + in_group, bias, mask=in_group < GQA)
+    if BALANCED:
+        q = q * tl.load(lam_ptr + constants, mask=channels < DIM, other=0.0)
+    if STAGES > 0:
+        q = hadamard(q, TILE, PADDED, STAGES)
+    if out_ptr.dtype.element_ty == tl.float16:
+        q = fp16_saturated(q)
+    tl.store(out_ptr + (query * (HEADS * GQA) + heads) * DIM + channels, q.to(out_ptr.dtype.element_ty), mask=mask)
