@@ -1,4 +1,4 @@
-"""Which implementation of `PackedAttention` a server attends with: a row for each, imported once it is chosen.
+"""The attention backends that a server may choose: a row for each, imported once it is chosen.
 
 To add one, write a module with the implementation and a row here (docs/architecture.md). Knows nothing of servers.
 """

@@ -1,4 +1,4 @@
-"""Attention over packed rows: what a host needs of an implementation, and one in plain torch.
+"""Attention over packed rows: what a server needs of an implementation, and one in plain torch.
 
 The torch one is for processors and tests, and is what kernels are compared with. Knows nothing of servers or caches.
 """
@@ -58,8 +58,8 @@ class ScoreScaling:
     """How scores are made of queries and keys.
 
     Attributes:
-        scale: factor of every product.
-        logit_cap: scores are ``cap * tanh(score / cap)``; 0 for none.
+        scale: The factor of every product.
+        logit_cap: The cap: scores are ``cap * tanh(score / cap)``; 0 for none.
     """
 
     scale: float
@@ -72,11 +72,11 @@ class ScoreScaling:
 
 
 class PackedAttention(Protocol):
-    """What a server calls for every layer. Tensors lie on the device of the rows.
+    """The attention that a server calls for every layer. Tensors lie on the device of the rows.
 
     Attributes:
-        name: for the log and metrics.
-        rounding: relative error of queries and weights over packed rows, beside that of the served dtype.
+        name: The name of the backend in log and metrics.
+        rounding: The relative error of queries and weights over packed rows, beside that of the served dtype.
     """
 
     name: str
@@ -86,12 +86,12 @@ class PackedAttention(Protocol):
         """Get ready, once, before anything is captured in a graph.
 
         Args:
-            layers: keys and values of every layer.
-            num_heads: query heads.
-            max_requests: most requests that decode at once.
+            layers: The stored keys and values of every layer.
+            num_heads: The query heads.
+            max_requests: The most requests that decode at once.
 
         Raises:
-            ServingError: a layer that this implementation cannot read: names it.
+            ServingError: This implementation cannot read a layer, which is named.
         """
         ...
 
@@ -113,12 +113,12 @@ class PackedAttention(Protocol):
 
         Args:
             q: [requests, num_heads, head_dim].
-            keys: of the layer.
-            values: of the layer.
+            keys: The stored keys of the layer.
+            values: The stored values of the layer.
             indptr: [requests + 1]; request r reads ``slots[indptr[r]:indptr[r + 1]]``.
             slots: token slots of all requests, one after the other.
-            scores: scale and cap.
-            out: to write to, instead of memory of its own.
+            scores: The scale and cap of the scores.
+            out: The tensor to write to; a new one by default.
 
         Returns:
             [requests, num_heads, v_head_dim] in the dtype of `q`; zeros for a request without tokens.
@@ -140,13 +140,13 @@ class PackedAttention(Protocol):
 
         Args:
             q: [tokens, num_heads, head_dim].
-            k: fresh keys [tokens, num_kv_heads, head_dim], read as they are.
-            v: fresh values.
-            keys: of the layer, for the prefix.
-            values: of the layer, for the prefix.
-            bounds: which tokens and slots are whose.
-            scores: scale and cap.
-            out: to write to, instead of memory of its own.
+            k: Fresh keys [tokens, num_kv_heads, head_dim], read as they are.
+            v: Fresh values [tokens, num_kv_heads, v_head_dim].
+            keys: The stored keys of the layer, which hold the prefix.
+            values: The stored values of the layer, likewise.
+            bounds: The new tokens and the slots of each request.
+            scores: The scale and cap of the scores.
+            out: The tensor to write to; a new one by default.
 
         Returns:
             [tokens, num_heads, v_head_dim] in the dtype of `q`; anything for tokens of no request, which pad a batch.
@@ -156,13 +156,13 @@ class PackedAttention(Protocol):
     def read_prefix(
         self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds
     ) -> tuple[Tensor, Tensor] | None:
-        """The stored prefixes in model space, where the host's own attention reads them faster than `extend` would.
+        """The stored prefixes in model space, where the server's own attention reads them faster than `extend` would.
 
         Args:
-            q: as of `extend`, and so for the others.
-            keys: of the layer.
-            values: of the layer.
-            bounds: which tokens and slots are whose.
+            q: The queries, like all arguments as `extend` takes them.
+            keys: The stored keys of the layer.
+            values: The stored values of the layer.
+            bounds: The new tokens and the slots of each request.
 
         Returns:
             Keys and values [slots, num_kv_heads, head_dim] in the dtype of `q`, one after the other as in
@@ -173,13 +173,13 @@ class PackedAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExtendBounds:
-    """Which of a batch's new tokens, and which slots, belong to which request.
+    """The new tokens and the slots of each request of a batch.
 
     Attributes:
         tokens: [requests + 1]; request r has the new tokens ``tokens[r]`` to ``tokens[r + 1]``.
         prefix: [requests + 1]; and the stored prefix ``slots[prefix[r]:prefix[r + 1]]``.
         slots: token slots of all prefixes, one after the other; there may be more, of which none is read.
-        longest: most new tokens of a request, for who must not ask the device.
+        longest: The most new tokens of a request, known without asking the device.
     """
 
     tokens: Tensor

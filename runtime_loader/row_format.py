@@ -28,8 +28,8 @@ class RowFormat:
     Attributes:
         num_heads: KV heads in a row: those of one rank.
         head_dim: channels per head.
-        spec: None keeps [tokens, num_heads, head_dim] in the dtype it comes in; fp8, which no profile asks for, a byte
-            for each channel and no scales.
+        spec: The quantization. None keeps [tokens, num_heads, head_dim] in the dtype it comes in; fp8, which no profile
+            asks for, stores a byte for each channel and no scales.
     """
 
     num_heads: int
@@ -103,10 +103,10 @@ def rank_formats(profile: Profile, layers: range, *, tp_rank: int = 0, tp_size: 
     """How one rank stores its layers.
 
     Args:
-        profile: of the whole model.
-        layers: global ids of the pipeline stage's layers.
-        tp_rank: among the ranks that share these layers' heads.
-        tp_size: number of those.
+        profile: The profile of the whole model.
+        layers: The global ids of the pipeline stage's layers.
+        tp_rank: The rank among those that share these layers' heads.
+        tp_size: The number of ranks that share them.
 
     Raises:
         GeometryError: heads that cannot be split among that many ranks.

@@ -94,11 +94,11 @@ class KVTunerLayer(CacheLayerMixin):
         """Store a chunk and return what its queries read, both [batch, num_kv_heads, tokens, channels].
 
         Args:
-            key_states: with positions encoded.
-            value_states: like the keys.
+            key_states: The keys, with positions encoded.
+            value_states: The values, of the same tokens.
             *args: what releases of transformers pass besides; not used.
             read_plan: see `KVTunerCache`.
-            **kwargs: as `args`.
+            **kwargs: Ignored, like `args`.
 
         Raises:
             ProfileError: heads or channels other than the profile's.
@@ -114,7 +114,7 @@ class KVTunerLayer(CacheLayerMixin):
         """Length and offset of what the next `update` returns.
 
         Args:
-            query_length: or the positions themselves, as early releases of transformers 5 call it.
+            query_length: The number of queries, or their positions, as early releases of transformers 5 call it.
         """
         fresh = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         return self.get_seq_length() + fresh, 0

@@ -24,17 +24,17 @@ ALIGNMENT: Final = 16
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where rows lie in a host buffer.
+    """The places of rows in a host buffer.
 
     Attributes:
-        page_size: tokens of a page.
-        row_bytes: of one token's keys and of its values, by layer of the rank.
-        num_pages: of the buffer.
-        order: a layer's rows of all pages side by side, or a page's rows of all layers.
-        header_bytes: kept before each page; with `page_first` alone.
+        page_size: The tokens of a page.
+        row_bytes: The bytes of one token's keys and of its values, by layer of the rank.
+        num_pages: The pages of the buffer.
+        order: The order of rows: a layer's rows of all pages side by side, or a page's rows of all layers.
+        header_bytes: The bytes kept before each page; with `page_first` alone.
 
     Raises:
-        ServingError: rows that cannot be aligned.
+        ServingError: Rows cannot be aligned.
     """
 
     page_size: int
@@ -81,7 +81,7 @@ class PageLayout:
 
     @cached_property
     def _in_page(self) -> tuple[tuple[int, int], ...]:
-        """Where a layer's keys and values begin in a page's bytes."""
+        """The bytes of a page at which each layer's keys and values begin."""
         sizes = [keys for keys, _ in self.row_bytes] + [values for _, values in self.row_bytes]
         starts = [self.page_size * start for start in accumulate(sizes, initial=0)]
         num_layers = len(self.row_bytes)
@@ -101,8 +101,8 @@ class HostPages:
     """Pages in a host buffer.
 
     Args:
-        layout: of the buffer.
-        buffer: uint8 [buffer_bytes].
+        layout: The layout of the buffer.
+        buffer: The memory, uint8 [buffer_bytes].
     """
 
     def __init__(self, layout: PageLayout, buffer: Tensor) -> None:

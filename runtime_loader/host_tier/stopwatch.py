@@ -19,7 +19,7 @@ Timed = Callable[[Work], AbstractContextManager[None]]
 
 
 def untimed(_: Work) -> AbstractContextManager[None]:
-    """A `Stopwatch` that nobody reads."""
+    """Time nothing: a `Stopwatch` that nobody reads."""
     return nullcontext()
 
 
@@ -29,8 +29,8 @@ class Stopwatch:
     On a GPU work is counted once later work begins and it is done: nothing waits for it.
 
     Args:
-        device: that works.
-        took: told the work and its seconds.
+        device: The device that does the work.
+        took: The callback for each work and its seconds.
     """
 
     def __init__(self, device: torch.device, took: Callable[[Work, float], None]) -> None:

@@ -40,9 +40,9 @@ def seal(stored: Tensor, identity: bytes, key: str) -> None:
     """Fill in the header of a stored page.
 
     Args:
-        stored: uint8 [HEADER_BYTES + page_bytes] on the host; the page is there already.
-        identity: of `identity_digest`.
-        key: under which it will be stored.
+        stored: The page behind room for its header, uint8 [HEADER_BYTES + page_bytes] on the host.
+        identity: The page's identity, by `identity_digest`.
+        key: The key under which the page will be stored.
     """
     page = stored.numpy()
     header = _FIELDS.pack(MAGIC, VERSION, HEADER_BYTES, len(page) - HEADER_BYTES, identity, _key_digest(key))
@@ -54,9 +54,9 @@ def fault_of(stored: Tensor, identity: bytes, key: str) -> Fault | None:
     """What is wrong with bytes that were read for a page; None if nothing is.
 
     Args:
-        stored: uint8, of any length.
-        identity: that it must have.
-        key: that it was read under.
+        stored: The bytes that were read, uint8, of any length.
+        identity: The identity that the page must have.
+        key: The key that it was read under.
     """
     page = stored.numpy()
     if len(page) < HEADER_BYTES:

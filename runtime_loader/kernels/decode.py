@@ -53,7 +53,7 @@ def _scales_of(words_ptr, slots, live, ROW: tl.constexpr, FIRST, GROUPS: tl.cons
 
 @triton.jit
 def _split_of(indptr_ptr, request, split, num_splits, MIN_SPLIT: tl.constexpr, TOKENS: tl.constexpr):
-    """Where a request's slots begin, and the first and last of its tokens that a split reads."""
+    """Return the start of a request's slots, and the first and last of its tokens that a split reads."""
     begin = tl.load(indptr_ptr + request).to(tl.int64)
     length = (tl.load(indptr_ptr + request + 1) - begin).to(tl.int32)
     # Whole blocks, and none shorter than MIN_SPLIT: a short request leaves its later splits empty.

@@ -81,14 +81,14 @@ def decode(
 
     Args:
         q: [requests, num_heads, head_dim], channels contiguous.
-        keys: of the layer.
-        values: of the layer.
+        keys: The stored keys of the layer.
+        values: The stored values of the layer.
         indptr: [requests + 1] or longer; request r reads ``slots[indptr[r]:indptr[r + 1]]``.
-        slots: token slots of all requests, one after the other.
-        scores: scale and cap.
-        launch: settings of the kernel.
-        num_splits: most parts of a request.
-        scratch: for what lies between the launches.
+        slots: The token slots of all requests, one after the other.
+        scores: The scale and cap of the scores.
+        launch: The settings of the kernel.
+        num_splits: The most parts of a request.
+        scratch: The memory between the launches.
         out: [requests, num_heads, v_head_dim], channels contiguous; written.
     """
     biased = keys.centered and scores.logit_cap > 0  # softmax cancels it otherwise
@@ -112,14 +112,14 @@ def extend(
     Args:
         q: [tokens, num_heads, head_dim], channels contiguous, as `k` and `v` are.
         k: [tokens, num_kv_heads, head_dim], in the dtype of `q`.
-        v: likewise.
-        keys: of the layer.
-        values: of the layer.
-        bounds: which tokens and slots are whose.
-        scores: scale and cap.
-        launch: settings of the kernel that reads rows.
-        num_splits: most parts of a prefix.
-        scratch: for what lies between the launches.
+        v: [tokens, num_kv_heads, v_head_dim], likewise.
+        keys: The stored keys of the layer.
+        values: The stored values of the layer.
+        bounds: The new tokens and the slots of each request.
+        scores: The scale and cap of the scores.
+        launch: The settings of the kernel that reads rows.
+        num_splits: The most parts of a prefix.
+        scratch: The memory between the launches.
         out: [tokens, num_heads, v_head_dim], channels contiguous; written, with zeros for tokens of no request.
     """
     queries, bias = _prepare(q, keys, scratch, biased=keys.centered)

@@ -66,12 +66,12 @@ class TritonMover:
 
 
 class _Rows:
-    """Rows of the device that are those of the host.
+    """Device rows that move as they are: the host holds the same bytes.
 
     Args:
-        rows: uint8 [slots, row_bytes], keys and values by layer.
-        pages: on the host.
-        device: of the rows.
+        rows: The rows of keys and values by layer, uint8 [slots, row_bytes].
+        pages: The pages on the host.
+        device: The device of the rows.
     """
 
     def __init__(self, rows: list[list[Tensor]], pages: HostPages, device: torch.device) -> None:
@@ -112,9 +112,9 @@ class _Rows:
 
 
 class _Staging:
-    """Rows of one layer's block of tokens, on the device.
+    """Buffers on the device in which one layer's block of tokens becomes rows, or is read back from them.
 
-    Layers of one format take turns; bytes of a row that no kernel writes stay zeros.
+    Layers of one format share a buffer; bytes of a row that no kernel writes stay zeros.
     """
 
     def __init__(self, layers: Layers, pages: HostPages, device: torch.device, timed: Timed) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.kernels.side import KernelSide
 
 TABLE: Final = "launches.json"
-"""Made by benchmarks/launch_table.py."""
+"""The file of the settings, which benchmarks/launch_table.py writes."""
 LEAST_SPLITS: Final = 16
 MOST_SPLITS: Final = 256
 ROUNDS: Final = 2
@@ -31,12 +31,12 @@ class DecodeLaunch:
     """How the kernel that reads rows is launched.
 
     Attributes:
-        tokens: of a block.
-        warps: of a program.
-        stages: of its pipeline.
-        asm: unpack by inline assembly of NVIDIA's.
-        min_split: tokens below which a request is not split.
-        resident: programs that a processor of the device holds at once.
+        tokens: The tokens of a block.
+        warps: The warps of a program.
+        stages: The stages of the loop's pipeline.
+        asm: Whether codes are unpacked by NVIDIA's inline assembly.
+        min_split: The tokens below which a request is not split.
+        resident: The programs that a multiprocessor holds at once.
     """
 
     tokens: int
@@ -48,17 +48,17 @@ class DecodeLaunch:
 
 
 INTERPRETED: Final = DecodeLaunch(tokens=16, warps=4, stages=1, asm=False, min_split=16, resident=1)
-"""Of Triton's interpreter: small blocks, so that short requests have several."""
+"""The settings in Triton's interpreter: small blocks, so that short requests have several."""
 INTERPRETED_SPLITS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where kernels run.
+    """The device that kernels run on.
 
     Attributes:
-        arch: such as sm_90; "interpreter" for Triton's.
-        processors: multiprocessors.
+        arch: The architecture, such as sm_90; "interpreter" for Triton's interpreter.
+        processors: The number of multiprocessors.
     """
 
     arch: str
@@ -66,10 +66,10 @@ class Device:
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
-        """The device at hand.
+        """Return what kernels must know of a device.
 
         Raises:
-            ServingError: a processor without Triton's interpreter.
+            ServingError: The device is a processor without Triton's interpreter.
         """
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
@@ -84,10 +84,10 @@ class Device:
         )
 
     def launch(self, keys: KernelSide, values: KernelSide, gqa: int, *, extend: bool = False) -> DecodeLaunch:
-        """The table's settings for a layer, for one query of a request or, to extend, for several.
+        """Return the table's settings for a layer, for one query of a request or, to extend, for several.
 
         Raises:
-            ServingError: there are none: names the pair and the device.
+            ServingError: The table has no row for this pair of widths on this device.
         """
         if self.arch == "interpreter":
             return INTERPRETED
@@ -103,13 +103,13 @@ class Device:
         return rows[max(fitting)][extend]
 
     def splits(self, launch: DecodeLaunch, num_requests: int, tiles: int, least: int = LEAST_SPLITS) -> int:
-        """Parts of a request: as many as fill the device `ROUNDS` times, and not a part of a round more.
+        """Return the parts of a request: as many as fill the device `ROUNDS` times, and not a part of a round more.
 
         Args:
-            launch: settings of the kernel.
-            num_requests: of the batch.
-            tiles: programs of a part of one request.
-            least: parts of each, for requests that differ in length; fewer where there are many.
+            launch: The settings of the kernel.
+            num_requests: The requests of the batch.
+            tiles: The programs of a part of one request.
+            least: The least parts of a request, since requests differ in length; fewer where there are many.
         """
         if self.arch == "interpreter":
             return INTERPRETED_SPLITS

@@ -25,20 +25,20 @@ class KernelSide:
     """Keys or values of one layer as kernels take them.
 
     Attributes:
-        rows: int16 units [slots, row units]; native rows as they are.
-        words: the same rows as int32.
-        mu: float32 [num_heads, head_dim]; any tensor where the transform has none, and so for the next two.
-        lam: lambda.
-        inverse: 1 / lambda, by IEEE division.
-        row: stride of a row, in elements of `rows`.
-        num_heads: KV heads.
-        head_dim: channels per head.
-        bits: 16 for native rows.
-        groups: scales of a head.
-        stages: of the Hadamard's butterfly; 0 for none.
-        centered: whether there is a mu.
-        balanced: whether there is a lambda.
-        symmetric: the kind of grid that is written.
+        rows: The int16 units [slots, row units]; native rows as they are.
+        words: The rows viewed as int32.
+        mu: The mean keys, float32 [num_heads, head_dim]; any tensor where the transform has none.
+        lam: The factors lambda, likewise.
+        inverse: The inverse 1 / lambda, by IEEE division.
+        row: The stride of a row, in elements of `rows`.
+        num_heads: The KV heads.
+        head_dim: The channels per head.
+        bits: The bits of a code; 16 for native rows.
+        groups: The scales of a head.
+        stages: The stages of the Hadamard's butterfly; 0 for none.
+        centered: Whether there is a mu.
+        balanced: Whether there is a lambda.
+        symmetric: Whether the grid that is written is symmetric.
     """
 
     rows: Tensor

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
 
 WORKSPACE_BYTES: Final = 512 << 20
-"""Most that a prefix takes when it is read back, keys and values: 128k tokens of Llama-3.1-8B."""
+"""The most bytes of a prefix that is read back, keys and values: 128k tokens of Llama-3.1-8B."""
 WORTH_READING: Final = 256
-"""Pairs of query and head that share a KV head from which a prefix is read back: docs/kernels.md says why."""
+"""The pairs of query and head to a KV head from which a prefix is read back; docs/kernels.md says why."""
 HOST_TOKENS: Final = 128
+"""The new tokens of a program of SGLang's own kernel."""
 MOST_PREPARED: Final = 512
-"""Requests that decode at once for which scratch is kept; for more it is allocated for the call."""
-
+"""The requests that decode at once for which scratch is kept; for more it is allocated for the call."""
 SPARE_BYTES: Final = 4096
-"""Of a scratch, for the alignment of its pieces."""
+"""The bytes of a scratch that the alignment of its pieces may take."""
 
 
 class TritonAttention:
@@ -38,10 +38,10 @@ class TritonAttention:
     in a CUDA graph.
 
     Args:
-        device: of the rows.
+        device: The device of the rows.
 
     Raises:
-        ServingError: a device on which no kernel runs.
+        ServingError: No kernel runs on the device.
     """
 
     name = NAME
@@ -103,7 +103,7 @@ class TritonAttention:
         scores: ScoreScaling,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `PackedAttention.extend`: what rows say and what new tokens say of one another, merged."""
+        """See `PackedAttention.extend`: attention over rows is merged with that of new tokens over one another."""
         k_side, v_side = self._side(keys), self._side(values)
         num_requests, gqa = len(bounds.tokens) - 1, q.shape[1] // k_side.num_heads
         settings = self._device.launch(k_side, v_side, gqa, extend=True)
@@ -125,7 +125,7 @@ class TritonAttention:
     ) -> tuple[Tensor, Tensor] | None:
         """See `PackedAttention.read_prefix`: long extends, of prefixes that fit in the workspace.
 
-        The host's kernel is taken to have a program for every query head and `HOST_TOKENS` new tokens, as SGLang's has:
+        SGLang's own kernel is taken to have a program for every query head and `HOST_TOKENS` new tokens:
         too few of them leave a device idle.
         """
         num_kv_heads, num_slots = keys.format.num_heads, len(bounds.slots)
@@ -142,7 +142,7 @@ class TritonAttention:
         return k, v
 
     def _settings(self, keys: KernelSide, values: KernelSide, num_heads: int) -> tuple[DecodeLaunch, int]:
-        """How rows are read, and the programs that a part of one query takes."""
+        """Return how rows are read, and the programs that a part of one query takes."""
         gqa = num_heads // keys.num_heads
         return self._device.launch(keys, values, gqa), keys.num_heads * triton.cdiv(gqa, launch.TILE)
 
@@ -154,5 +154,5 @@ class TritonAttention:
 
 
 def _dense(states: Tensor) -> Tensor:
-    """With channels side by side, as kernels read them."""
+    """Return the same states with channels side by side, as kernels read them."""
     return states if states.stride(-1) == 1 else states.contiguous()

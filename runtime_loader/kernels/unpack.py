@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 
 ONE: Final = tl.constexpr(2.0**-24)
-"""What a code of 1 in the lowest bits is."""
+"""The fp16 number that a code of 1 in the lowest bits is."""
 
 
 @triton.constexpr_function
 def factor_of(slot, bits):
-    """How many times `ONE` the codes of a slot are."""
+    """Return how many times `ONE` the codes of a slot are."""
     return 2.0 ** (slot * bits % 8)
 
 
@@ -29,19 +29,19 @@ def factor_of(slot, bits):
 
 @triton.jit
 def _codes(units, ASM: tl.constexpr):
-    """One instruction on two units in a register."""
+    """Mask the codes of one slot of two units in a register, by one instruction."""
     return tl.inline_asm_elementwise(ASM, "=r,r", [units], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
 def _high_bytes(units):
-    """In the place of low ones, beside bits of the other unit that masks take off."""
+    """Move high bytes to where low ones are; bits of the other unit lie beside them, which masks take off."""
     return tl.inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", [units], dtype=tl.int16, is_pure=True, pack=2)
 
 
 @triton.jit
 def codes_of(units, BITS: tl.constexpr, ASM: tl.constexpr):
-    """int16 units to 16 / BITS float16 tensors of ONE * factor_of(slot, BITS) * code, one for each slot.
+    """Unpack int16 units to 16 / BITS float16 tensors of ONE * factor_of(slot, BITS) * code, one for each slot.
 
     With ASM two units of a register are unpacked at once; without, the same numbers in plain Triton, for interpreters
     and other vendors.
@@ -79,14 +79,14 @@ def codes_of(units, BITS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def scale_and_minimum(words):
-    """int32 scale words to float32 scales and minima."""
+    """Split int32 scale words into float32 scales and minima."""
     scale = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return scale, (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def log2_and_inverse(x, ASM: tl.constexpr):
-    """log2(x) and 1 / x of normal float32 x > 0, with ASM to some 22 bits."""
+    """Return log2(x) and 1 / x of normal float32 x > 0, with ASM to some 22 bits."""
     if ASM:
         log2 = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -102,5 +102,5 @@ def log2_and_inverse(x, ASM: tl.constexpr):
 
 @triton.jit
 def fp16_saturated(x):
-    """The nearest fp16, at most 65504; NaN stays NaN, which minimum and maximum of a GPU would lose."""
+    """Return the nearest fp16, at most 65504; NaN stays NaN, which minimum and maximum of a GPU would lose."""
     return tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x)).to(tl.float16)

@@ -30,9 +30,9 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
     SGLang sees is uint8: on CUDA, models whose kernels write straight into a bf16 pool then go through `set_kv_buffer`.
 
     Attributes:
-        keys: by layer of this rank.
-        values: by layer of this rank.
-        model_dtype: of 16-bit rows and of what attention gives.
+        keys: The stored keys by layer of this rank.
+        values: The stored values by layer of this rank.
+        model_dtype: The dtype of 16-bit rows and of attention's outputs.
     """
 
     def __init__(self, *args: Any, dtype: torch.dtype, **kwargs: Any) -> None:
@@ -108,7 +108,7 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
         Checkpoint scales for an fp8 cache are not used: rows have their own.
 
         Raises:
-            ServingError: tokens shared among ranks.
+            ServingError: Tokens are shared among ranks.
         """
         if dcp_kv_mask is not None:
             raise ServingError("a packed KV pool does not share tokens among ranks")

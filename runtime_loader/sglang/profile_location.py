@@ -1,4 +1,4 @@
-"""From what a launcher was told to the profile's file on this machine. Imports nothing heavy until it is told."""
+"""The way from a profile's name to its file on this machine. Imports nothing heavy until a name is looked up."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def locate(name: str) -> str:
         return name
     from kvtuner.exported_configs.sharing.find import find_profile
 
-    found = find_profile(name)
-    for note in found.notes:
+    location = find_profile(name)
+    for note in location.notes:
         logger.warning("kvtuner: %s", note)
-    return pinned(os.path.abspath(found.path), found.profile.digest)
+    return pinned(os.path.abspath(location.path), location.profile.digest)
 
 
 def pinned(path: str, digest: str) -> str:

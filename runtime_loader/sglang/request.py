@@ -1,4 +1,4 @@
-"""What a server was asked to serve, as it travels to its processes. Imports nothing heavy: every SGLang start runs it.
+"""What a server is asked to serve, as it travels to its processes. Imports nothing heavy: every SGLang start runs it.
 
 The launcher's flags become one environment variable that spawned schedulers inherit; each of them reads the profile
 itself, ranks compare its digest, and the launcher hears it from each before it serves.
@@ -47,14 +47,14 @@ class ServingRequest:
     """What to serve.
 
     Attributes:
-        profile: what names a profile, a path once it was found; None with `uniform`.
-        uniform: widths of a profile that is built for the model.
-        attend: whether a chunk reads itself exactly (``fresh``) or as it was stored (``cache``).
-        from_launcher: asked for by flags: a refusal then ends the process in one line.
-        hicache_only: keep the device pool in the model's dtype, and quantize what leaves it for host and storage.
-        strict: refuse what is otherwise warned of where the profile's model is not quite the served one.
-        allow_derived: warn of a fine-tune or another configuration of the same geometry, which are otherwise refused.
-        signed_by: who must have signed the profile; None for anybody, and nobody.
+        profile: The name of a profile, its path once it is located; None with `uniform`.
+        uniform: The widths of a profile that is built for the model.
+        attend: Whether a chunk reads itself exactly (``fresh``) or as it was stored (``cache``).
+        from_launcher: Whether flags asked for it: a refusal then ends the process in one line.
+        hicache_only: Whether the device pool stays in the model's dtype, and what leaves it is quantized.
+        strict: Whether to refuse what is otherwise warned of where the profile's model is not quite the served one.
+        allow_derived: Whether to warn of a fine-tune or another configuration of the same geometry, not refuse it.
+        signed_by: The identity that must have signed the profile; None for anybody, and nobody.
     """
 
     profile: str | None
@@ -81,10 +81,10 @@ class ServingRequest:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> ServingRequest | None:
-        """The launcher's request, or the one that the user's own variables make; None without either.
+        """Return the launcher's request, or the one that the user's own variables make; None without either.
 
         Raises:
-            ServingError: a variable that says something else.
+            ServingError: A variable cannot be read.
         """
         stored = environ.get(REQUEST_VARIABLE)
         if stored:
@@ -169,7 +169,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_storage_flags(parser: argparse.ArgumentParser) -> None:
-    """Of SGLang's own: a name that people know for the storage's options, and one more storage."""
+    """Extend SGLang's own flags: one more name for the storage's options, and our storages."""
     parser.add_argument(
         "--hicache-storage-backend-config",
         dest="hicache_storage_backend_extra_config",
@@ -186,10 +186,10 @@ class Family:
     """Flags that ask for the same widths in every layer.
 
     Attributes:
-        switch: the flag that all others need.
-        prefix: of their names.
-        what: help of the switch.
-        hicache_only: where they quantize.
+        switch: The flag that all others need.
+        prefix: The prefix of their names.
+        what: The help of the switch.
+        hicache_only: Whether they quantize below the device alone.
     """
 
     switch: str
@@ -198,14 +198,14 @@ class Family:
     hicache_only: bool
 
     def flag(self, name: str) -> str:
-        """Such as ``--kvtuner-nbits-key`` of nbits_key."""
+        """Return a flag of the family, such as ``--kvtuner-nbits-key`` for nbits_key."""
         return f"--{self.prefix}-{name.replace('_', '-')}"
 
-    def given(self, args: argparse.Namespace) -> dict[str, Any]:
-        """What was said, by the names of `_WIDTHS`."""
+    def options(self, args: argparse.Namespace) -> dict[str, Any]:
+        """Return the flags that the user set, by the names of `_WIDTHS`."""
         prefix = self.prefix.replace("-", "_")
-        said = {name: getattr(args, f"{prefix}_{name}") for name in _WIDTHS}
-        return {name: value for name, value in said.items() if value is not None}
+        values = {name: getattr(args, f"{prefix}_{name}") for name in _WIDTHS}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 FAMILIES: Final = (
@@ -237,26 +237,26 @@ _WIDTHS: Final[dict[str, dict[str, Any]]] = {
 
 
 def request_of_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> ServingRequest | None:
-    """What the launcher's flags, and without them the user's variables, ask for; None if nothing.
+    """Return what the launcher's flags, and without them the user's variables, ask for; None if nothing.
 
     Raises:
-        ServingError: flags that contradict each other or ask for what no pool can hold.
+        ServingError: Flags contradict each other or ask for what no pool can hold.
     """
-    asked: list[str] = ["--kvtuner-profile"] if args.kvtuner_profile else []
+    switches: list[str] = ["--kvtuner-profile"] if args.kvtuner_profile else []
     family = None
-    for each in FAMILIES:
-        given = each.given(args)
-        if getattr(args, each.switch.removeprefix("--").replace("-", "_")):
-            asked.append(each.switch)
-            family = each
-        elif given:
-            raise ServingError(f"{each.flag(min(given))} needs {each.switch}; add it, or drop the flag")
-    if len(asked) > 1:
-        raise ServingError(f"{asked[0]} and {asked[1]} exclude each other; drop one of them")
+    for candidate in FAMILIES:
+        options = candidate.options(args)
+        if getattr(args, candidate.switch.removeprefix("--").replace("-", "_")):
+            switches.append(candidate.switch)
+            family = candidate
+        elif options:
+            raise ServingError(f"{candidate.flag(min(options))} needs {candidate.switch}; add it, or drop the flag")
+    if len(switches) > 1:
+        raise ServingError(f"{switches[0]} and {switches[1]} exclude each other; drop one of them")
     path = None if family else args.kvtuner_profile or environ.get(PROFILE_VARIABLE)
-    below = _said(args.kvtuner_hicache_only, "--kvtuner-hicache-only", environ, HICACHE_VARIABLE)
-    strict = _said(args.kvtuner_strict, STRICT_FLAG, environ, STRICT_VARIABLE)
-    derived = _said(args.kvtuner_allow_derived, ALLOW_FLAG, environ, ALLOW_VARIABLE)
+    below = _switch(args.kvtuner_hicache_only, "--kvtuner-hicache-only", environ, HICACHE_VARIABLE)
+    strict = _switch(args.kvtuner_strict, STRICT_FLAG, environ, STRICT_VARIABLE)
+    derived = _switch(args.kvtuner_allow_derived, ALLOW_FLAG, environ, ALLOW_VARIABLE)
     signed_by = args.kvtuner_require_signature or environ.get(SIGNATURE_VARIABLE) or None
     signature = "--kvtuner-require-signature" if args.kvtuner_require_signature else SIGNATURE_VARIABLE
     of_profiles = below or strict or derived or (signature if signed_by else "")
@@ -276,7 +276,7 @@ def request_of_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> Se
         raise ServingError(f"{of_profiles} needs --kvtuner-profile, not {family.switch}; drop one of them")
     hicache_only = family.hicache_only if family else bool(below)
     attend = args.kvtuner_attend or _attend(environ)
-    uniform = _uniform(family, family.given(args)) if family else None
+    uniform = _uniform(family, family.options(args)) if family else None
     return ServingRequest(
         path or None,
         uniform,
@@ -289,20 +289,20 @@ def request_of_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> Se
     )
 
 
-def _said(is_given: bool, flag: str, environ: Mapping[str, str], variable: str) -> str:
-    """How a switch was said; empty if it was not."""
-    return flag if is_given else f"{variable}=1" if _is_set(environ, variable) else ""
+def _switch(is_set: bool, flag: str, environ: Mapping[str, str], variable: str) -> str:
+    """Return the flag or variable that sets a switch; empty if neither does."""
+    return flag if is_set else f"{variable}=1" if _is_set(environ, variable) else ""
 
 
-def _uniform(family: Family, given: dict[str, Any]) -> Uniform:
+def _uniform(family: Family, options: dict[str, Any]) -> Uniform:
     for name in ("axis_key", "axis_value"):
-        axis, flag = given.pop(name, 0), family.flag(name)
+        axis, flag = options.pop(name, 0), family.flag(name)
         if axis != 0:
             raise ServingError(
                 f"{flag} {axis} is per-channel quantization, which needs tail pages that no pool has yet;"
                 f" {flag} 0 works"
             )
-    residual, flag = given.pop("residual_length", 0), family.flag("residual_length")
+    residual, flag = options.pop("residual_length", 0), family.flag("residual_length")
     if residual != 0:
         reason = (
             "would keep tokens of a page apart from it; the device pool holds what was not moved exactly as it is"
@@ -310,4 +310,4 @@ def _uniform(family: Family, given: dict[str, Any]) -> Uniform:
             else "needs tail pages that no pool has yet"
         )
         raise ServingError(f"{flag} {residual} {reason}; {flag} 0 works")
-    return Uniform(asym=given.pop("asym", "false") == "true", **given)
+    return Uniform(asym=options.pop("asym", "false") == "true", **options)

@@ -61,7 +61,7 @@ def simulate(spec: QuantSpec | None, x: Tensor) -> Tensor:
 
 
 def exact_reads(read_plan: str, cuts: Sequence[int]) -> Tensor:
-    """Which (query, key) pairs are exact, [tokens, tokens]: the design's read plans, chunk by chunk."""
+    """Mark the (query, key) pairs that are exact, [tokens, tokens]: the design's read plans, chunk by chunk."""
     chunk = torch.zeros(cuts[-1], dtype=torch.long)
     for number, (start, stop) in enumerate(pairwise(cuts)):
         chunk[start:stop] = number

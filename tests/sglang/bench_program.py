@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def side_by_side(url: str, tokenizer: object, load: Load, prompts: list[list[int]]) -> tuple[object, object]:
-    """The same answers by `sglang.benchmark.serving.calculate_metrics` and by our figures."""
+    """Return the same answers by `sglang.benchmark.serving.calculate_metrics` and by our figures."""
     kept = []
     client = Client(url, "sglang", "model", tokenizer, 1.0)  # type: ignore[arg-type]
     send = client._request

@@ -107,9 +107,9 @@ def stub(
 
     Args:
         fault: ``none``, ``constant``, ``slow``, ``error``, ``dies``, ``empty``, ``cut`` or ``short``.
-        model: that it says it serves.
-        digest: of the profile that it says it serves.
-        architecture: of the model that it says it serves.
+        model: The model that the stub says it serves.
+        digest: The digest of the profile that it says it serves.
+        architecture: The architecture of that model.
     """
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
     server.fault, server.model, server.digest, server.architecture = fault, model, digest, architecture

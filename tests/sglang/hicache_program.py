@@ -65,7 +65,7 @@ MODEL = torch.nn.Linear(4, 4)
 
 
 def config_named(name: str, rope: int = 1, dtype: torch.dtype = torch.bfloat16) -> SimpleNamespace:
-    """As SGLang's ModelConfig."""
+    """Return what stands for SGLang's ModelConfig."""
     text = json.dumps({"_name_or_path": name, "rope": rope})
     return SimpleNamespace(hf_config=SimpleNamespace(to_json_string=lambda use_diff: text), dtype=dtype)
 
@@ -157,7 +157,7 @@ def config_of(folder: Path, model_name: str = "served", **extra: object) -> HiCa
 
 
 def opened(pool: object, config: object, name: str = "file", backend: object = None) -> object:
-    """As SGLang opens a storage."""
+    """Open a storage as SGLang does."""
 
     def create(_: str, config: object) -> object:
         return backend or storage.PageFiles(config)
@@ -292,7 +292,7 @@ refused(lambda: storage.PageFiles(config_of(FOLDER, "x" * 200)), "--served-model
 
 # Storages that read the host pool themselves: two objects for a page, a header among them.
 class Objects(HiCacheStorage):
-    """As Mooncake: keys and values of a page as objects, copied by address."""
+    """A storage like Mooncake: keys and values of a page as objects, copied by address."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}

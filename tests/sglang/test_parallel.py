@@ -57,7 +57,7 @@ def served(
 
 
 def expected_bytes(profile: Profile, flags: tuple[str, ...]) -> list[int]:
-    """Of every rank, by the formula."""
+    """Return the bytes of every rank, by the formula."""
     tp_size = 2 if "--tp-size" in flags else 1
     stages = [range(2), range(2, 5)] if "--pp-size" in flags else [range(5)]
     shape = profile.row_shape(tp_size)
@@ -65,7 +65,7 @@ def expected_bytes(profile: Profile, flags: tuple[str, ...]) -> list[int]:
 
 
 def is_near(agreement: Any) -> bool:
-    """As the design defines it."""
+    """Whether two runs agree as the design defines it."""
     assert agreement.own > 1e-4, "the profile must change something"
     return bool(agreement.divergence <= 0.02 * agreement.own + 1e-6 and agreement.same_argmax >= 0.995)
 

@@ -65,7 +65,7 @@ def alone(served: Any, requests: Any, growing: Any, serve: Any) -> tuple[list[An
 
 
 def assert_same(found: list[Any], alone: list[Any]) -> None:
-    """The same tokens, unless the two likeliest were all but equal: company changes how matrix products are summed."""
+    """Assert the same tokens, unless the two likeliest were all but equal: company changes how products are summed."""
     for answer, single in zip(found, alone, strict=True):
         pairs = enumerate(zip(answer["output_ids"], single["output_ids"], strict=False))
         parting = next((position for position, (a, b) in pairs if a != b), None)

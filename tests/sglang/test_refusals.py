@@ -238,7 +238,7 @@ def test_flags_that_contradict_each_other(flags: tuple[str, ...], message: str) 
 
 
 def parsed(*flags: str) -> Namespace:
-    """As by SGLang's parser."""
+    """Parse flags as SGLang's parser does."""
     parser = ArgumentParser()
     parser.add_argument("--hicache-storage-backend", choices=["file"])
     add_flags(parser)
@@ -334,7 +334,7 @@ def test_options_of_a_host_tier_do_not_matter_without_one() -> None:
 
 
 def arguments(**values: object) -> SimpleNamespace:
-    """As SGLang resolves them; a dot leads into what an argument holds."""
+    """Return arguments as SGLang resolves them; a dot leads into what an argument holds."""
     found = SimpleNamespace()
     for name, value in values.items():
         *path, last = name.split(".")

@@ -1,1 +1,1 @@
-"""The seams of SGLang, a module each: the only place that names its private functions. Tested with 0.5.23."""
+"""What we need of SGLang, a module for each part: the only place that names its private functions."""

@@ -1,4 +1,4 @@
-"""Seams of SGLang's arguments: flags, resolution, and what was resolved."""
+"""SGLang's arguments: flags, resolution, and what was resolved."""
 
 from __future__ import annotations
 

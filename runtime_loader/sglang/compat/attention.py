@@ -1,4 +1,4 @@
-"""Seams of SGLang's attention: the Triton backend's class, its kernels' arguments, and who makes it."""
+"""SGLang's attention: the Triton backend's class, its kernels' arguments, and who makes it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def on_triton_backend(make: Callable[[Any], Any | None]) -> None:
     """Let `make` build the backend named triton of a model runner; where it gives None, SGLang's own is built.
 
     Raises:
-        ServingError: the backend is gone, or calls its kernels otherwise.
+        ServingError: The backend is gone, or calls its kernels otherwise.
     """
     name = METADATA_BACKEND
     check_leading(f"{_BACKEND}._forward_extend_kernel", "self", "layer")
@@ -62,8 +62,8 @@ def on_triton_backend(make: Callable[[Any], Any | None]) -> None:
         return
 
     def create(runner: Any) -> Any:
-        made = make(runner)
-        return stock(runner) if made is None else made
+        backend = make(runner)
+        return stock(runner) if backend is None else backend
 
     create.is_kvtuner = True  # type: ignore[attr-defined]
     attention_registry.ATTENTION_BACKENDS[name] = create
@@ -75,7 +75,7 @@ def check_layers(model: Module, context_length: int) -> None:
     A window that is at least as long as the context is none, and is taken off the layer.
 
     Raises:
-        ServingError: names the layer and what it has.
+        ServingError: A layer reads something else; it is named with what it has.
     """
     scaled: set[float | None] = set()
     for name, module in model.named_modules():
@@ -103,7 +103,7 @@ def refuse_unserved(arguments: dict[str, Any]) -> None:
     """Refuse what SGLang's kernels take and a packed pool does not know.
 
     Raises:
-        ServingError: names the argument.
+        ServingError: An argument is not known; it is named.
     """
     for name, served in _SERVED.items():
         if arguments.get(name, served) is not served:

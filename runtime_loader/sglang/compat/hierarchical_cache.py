@@ -1,4 +1,4 @@
-"""Seams of SGLang's hierarchical cache: who builds the host pool, what it must do, and who opens a storage."""
+"""SGLang's hierarchical cache: who builds the host pool, what it must do, and who opens a storage."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ allocator_type = get_allocator_type
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """What the server was asked for below the device.
+    """The server's options below the device.
 
     Attributes:
-        ratio: host tokens per device token.
-        size_gb: of the host pool, 10**9 bytes; 0 where the ratio says it.
-        layout: as SGLang names it.
-        io_backend: likewise.
-        storage: backend, or None.
-        extra: the storage's own options, as given.
+        ratio: The host tokens per device token.
+        size_gb: The size of the host pool in 10**9 bytes; 0 where the ratio decides it.
+        layout: The memory layout, as SGLang names it.
+        io_backend: The transfer backend, as SGLang names it.
+        storage: The storage backend; None without one.
+        extra: The storage's own options, as the user wrote them.
     """
 
     ratio: float
@@ -85,7 +85,7 @@ class HostOptions:
 
 
 def host_options() -> HostOptions:
-    """What is published of them in this process."""
+    """Return the options that SGLang published in this process."""
     memory = get_memory()
     return HostOptions(
         ratio=memory.hicache_ratio,
@@ -98,10 +98,10 @@ def host_options() -> HostOptions:
 
 
 def extra_config(text: str | None) -> dict[str, Any]:
-    """The storage's own options, as SGLang reads them: JSON, or a file after an @.
+    """Read the storage's own options as SGLang does: JSON, or a file after an @.
 
     Raises:
-        ServingError: neither.
+        ServingError: The text is neither.
     """
     flag = "--hicache-storage-backend-extra-config"
     try:
@@ -125,7 +125,7 @@ def on_host_pool(make: Callable[..., Any]) -> None:
     """Let `make` build the host pool of a device pool: `make(device_pool, page_size=, label=, size_gb=)`.
 
     Raises:
-        ServingError: a seam that another plugin has, or that is gone.
+        ServingError: Another plugin has hooked a function that is needed, or this SGLang lacks it.
     """
 
     def build(
@@ -157,7 +157,7 @@ def on_storage(file_class: type, opened: Callable[[Callable[[str, Any], Any], st
     `create(backend, config)` opens one as SGLang does.
 
     Raises:
-        ServingError: a seam that another plugin has, or that is gone.
+        ServingError: Another plugin has hooked a function that is needed, or this SGLang lacks it.
     """
 
     def create_backend(
@@ -190,7 +190,7 @@ def on_new_weights(before: Callable[[bool | None], None]) -> None:
     It is told whether that opens a session of changes (True) or closes one (False).
 
     Raises:
-        ServingError: a seam that another plugin has, or that is gone.
+        ServingError: Another plugin has hooked a function that is needed, or this SGLang lacks it.
     """
 
     def hook(session: bool | None) -> Callable[..., Any]:

@@ -19,16 +19,16 @@ AFTER = HookType.AFTER
 
 
 def install(target: str, hook: Callable[..., Any], kind: Any, *parameters: str) -> None:
-    """Hook a function now, and no other plugin's targets.
+    """Hook one function now, and leave other plugins' targets alone.
 
     Args:
-        target: dotted path.
-        hook: as `kind` calls it.
+        target: The dotted path of the function.
+        hook: The hook, which is called as `kind` says.
         kind: `AROUND` or `AFTER`.
-        *parameters: names that the target must take.
+        *parameters: The names of parameters that the target must take.
 
     Raises:
-        ServingError: another plugin has the target, it is gone, or it takes other arguments.
+        ServingError: Another plugin has the target, it is gone, or it takes other arguments.
     """
     if HookRegistry._hooks.get(target) or target in HookRegistry._patched:
         raise _not_alone(target)

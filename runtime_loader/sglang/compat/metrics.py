@@ -1,4 +1,4 @@
-"""Seam of SGLang's metrics: values and counts of this process on the server's /metrics."""
+"""SGLang's metrics: values and counts of this process on the server's /metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seam of SGLang's model configurations: which model, and which kind of KV pool SGLang gives it."""
+"""SGLang's model configurations: which model, and which kind of KV pool SGLang gives it."""
 
 from __future__ import annotations
 

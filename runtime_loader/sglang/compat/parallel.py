@@ -1,4 +1,4 @@
-"""Seams of SGLang's parallel topology: this process's ranks, and words between all of them."""
+"""SGLang's parallel topology: this process's ranks, and words between all of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FAREWELL_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ParallelRanks:
-    """Where this process stands.
+    """The ranks of this process.
 
     Attributes:
-        tp_rank: among those that share a layer's heads.
-        tp_size: number of those.
-        pp_rank: pipeline stage.
-        world_rank: among all schedulers of the model.
+        tp_rank: The rank among those that share a layer's heads.
+        tp_size: The number of ranks that share them.
+        pp_rank: The pipeline stage.
+        world_rank: The rank among all schedulers of the model.
     """
 
     tp_rank: int
@@ -56,13 +56,13 @@ def tell_all(key: str, word: str, timeout_s: float) -> Mapping[int, str | None]:
     store.set(f"{key}/{rank}", word)
     words: dict[int, str | None] = {}
     for other in range(size):
-        words[other] = _said(store, f"{key}/{other}", deadline - time.monotonic())
+        words[other] = _word_of(store, f"{key}/{other}", deadline - time.monotonic())
     store.set(f"{key}/{rank}/heard", "")
     if set(words.values()) != {word}:
         # Whoever leaves now may take the store along, which others still ask.
         deadline = time.monotonic() + FAREWELL_S
         for other in range(size):
-            _said(store, f"{key}/{other}/heard", deadline - time.monotonic())
+            _word_of(store, f"{key}/{other}/heard", deadline - time.monotonic())
     return words
 
 
@@ -75,10 +75,10 @@ def posted(key: str) -> list[str] | None:
     """What all ranks left under a key, by rank; None while one has not. Waits for nobody."""
     store = distributed_c10d._get_default_store()
     keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
-    return [store.get(each).decode() for each in keys] if store.check(keys) else None
+    return [store.get(key_of_rank).decode() for key_of_rank in keys] if store.check(keys) else None
 
 
-def _said(store: Any, key: str, timeout_s: float) -> str | None:
+def _word_of(store: Any, key: str, timeout_s: float) -> str | None:
     try:
         store.wait([key], timedelta(seconds=max(timeout_s, 0.01)))
         return str(store.get(key).decode())

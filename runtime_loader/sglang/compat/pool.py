@@ -1,4 +1,4 @@
-"""Seams of SGLang's KV pools: the dense pool's class, who builds it, and how many tokens fit."""
+"""SGLang's KV pools: the dense pool's class, who builds it, and how many tokens fit."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def on_pool(
     """Build dense pools as `pool_class`, and size them by `bytes_per_token`.
 
     Args:
-        pool_class: subclass of `MHATokenToKVPool` with its constructor.
-        bytes_per_token: of SGLang's pool configurator and the global layer ids of this rank.
-        announce_capacity: told the bytes available for the pool, and how many tokens SGLang makes of them.
+        pool_class: The subclass of `MHATokenToKVPool` with its constructor.
+        bytes_per_token: The real size of a token, given SGLang's pool configurator and the rank's global layer ids.
+        announce_capacity: The callback for the bytes available for the pool and the tokens that SGLang makes of them.
 
     Raises:
-        ServingError: a seam that another plugin has, or that is gone.
+        ServingError: Another plugin has hooked a function that is needed, or this SGLang lacks it.
     """
 
     def build(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def on_built(pool_class: type, built: Callable[[Any, Any], None]) -> None:
     """Call `built(configurator, pool)` with what configured a KV pool, and the pool; of another class it is refused.
 
     Raises:
-        ServingError: a seam that another plugin has, or that is gone.
+        ServingError: Another plugin has hooked a function that is needed, or this SGLang lacks it.
     """
 
     def configured(result: Any, self: Any, **_: Any) -> None:
@@ -102,7 +102,7 @@ def write_slots(loc_info: Any) -> torch.Tensor:
 
 @contextmanager
 def allocation(pool: Any) -> Iterator[None]:
-    """Where a pool's buffers are allocated: under the memory saver, in the transfer engine's own memory pool."""
+    """Allocate a pool's buffers inside: under the memory saver, in the transfer engine's own memory pool."""
     own = torch.cuda.use_mem_pool(pool.custom_mem_pool) if pool.enable_custom_mem_pool else nullcontext()
     with pool.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE), own:
         yield

@@ -1,4 +1,4 @@
-"""Seams of SGLang's processes: a scheduler begins, says what it is, and its launcher hears it."""
+"""SGLang's processes: a scheduler begins, says what it is, and its launcher hears it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which releases of SGLang the seams fit."""
+"""The releases of SGLang that the modules beside this one fit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ TESTED: Final = "0.5.23"
 
 
 def check_version() -> None:
-    """Refuse an SGLang whose seams were never looked at.
+    """Refuse a release of SGLang that was never tested.
 
     Raises:
-        ServingError: names the version found and those that work.
+        ServingError: Another version is installed; it and the one that works are named.
     """
-    found = version("sglang")
-    if found.partition("+")[0].partition(".post")[0] != TESTED:
+    installed = version("sglang")
+    if installed.partition("+")[0].partition(".post")[0] != TESTED:
         raise ServingError(
-            f"this kvtuner serves with sglang {TESTED}, but {found} is installed; install that one, or a newer kvtuner"
+            f"this kvtuner serves with sglang {TESTED}, but {installed} is installed; install that one, or a"
+            " newer kvtuner"
         )

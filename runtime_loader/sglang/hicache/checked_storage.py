@@ -124,8 +124,8 @@ class CheckedStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is not typ
     says is a miss: it is counted, said once for each batch, and removed where the storage can.
 
     Args:
-        backend: SGLang's.
-        host_pool: whose pages they are.
+        backend: The storage as SGLang opened it.
+        host_pool: The host pool whose pages are stored.
     """
 
     def __init__(self, backend: Any, host_pool: PackedHostPool) -> None:
@@ -135,23 +135,23 @@ class CheckedStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is not typ
         return getattr(self.__dict__["_backend"], name)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """See SGLang."""
+        """Hand the host pool on."""
         self._backend.register_mem_pool_host(mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """See SGLang."""
+        """Hand a named host pool on."""
         self._backend.register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def on_host_pools_registered(self) -> None:
-        """See SGLang."""
+        """Tell the storage that it has all host pools."""
         self._backend.on_host_pools_registered()
 
     def exists(self, key: str) -> bool:
-        """See SGLang."""
+        """Whether a page is stored, whatever it holds."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """See SGLang: pages from the first on that are there, whatever they hold."""
+        """Count the pages from the first on that are stored, whatever they hold."""
         digest = self._pool.identity.digest
         return int(self._backend.batch_exists(_keys_of(digest, keys), extra_info)) if digest else 0
 
@@ -164,8 +164,8 @@ class CheckedStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is not typ
         digest = self._pool.identity.digest
         if digest is None:
             return [None] * len(keys)
-        found = self._backend.batch_get(_keys_of(digest, keys), target_locations)
-        pages = list(found) if found is not None else [None] * len(keys)
+        stored = self._backend.batch_get(_keys_of(digest, keys), target_locations)
+        pages = list(stored) if stored is not None else [None] * len(keys)
         rightful = self._checked(digest, keys, pages)
         return [page if right else None for page, right in zip(pages, rightful, strict=True)]
 
@@ -189,9 +189,9 @@ class CheckedStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is not typ
         digest = self._pool.identity.digest
         if digest is None:
             return [False] * len(keys)
-        found = self._backend.batch_get_v1(_keys_of(digest, keys), host_indices, extra_info)
+        is_read = self._backend.batch_get_v1(_keys_of(digest, keys), host_indices, extra_info)
         records = self._records(host_indices)
-        read = [record if is_there else None for record, is_there in zip(records, found, strict=True)]
+        read = [record if is_there else None for record, is_there in zip(records, is_read, strict=True)]
         return self._checked(digest, keys, read)
 
     def batch_set_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
@@ -211,7 +211,7 @@ class CheckedStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is not typ
         return False
 
     def get_stats(self) -> Any:
-        """See SGLang."""
+        """Return the storage's own statistics."""
         return self._backend.get_stats()
 
     @property

@@ -54,7 +54,7 @@ def transformed(bits: int, head_dim: int, *, symmetric: bool = False) -> KernelS
 
 
 def instructions(kernel: Any) -> dict[str, int]:
-    """Of its PTX."""
+    """Count the instructions of a kernel's PTX by name."""
     lines = (line.strip() for line in kernel.asm["ptx"].splitlines())
     return collections.Counter(line.split()[0] for line in lines if line and line[0].isalpha())
 
@@ -97,7 +97,7 @@ def around(head_dim: int) -> list[Any]:
 
 
 def spills(kernel: Any) -> int:
-    """Of registers, to memory."""
+    """Count the registers that a kernel spills to memory."""
     code, _ = sass.disassembled(kernel.asm["cubin"])
     return sass.spills_of(code)
 

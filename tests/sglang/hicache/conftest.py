@@ -64,7 +64,7 @@ class Asking:
         return Asking(self.requests[::step], self.truth[::step])
 
     def answered(self, server: Any) -> Asking:
-        """The same requests with this server's answers for the truth."""
+        """Return the same requests with this server's answers for the truth."""
         return Asking(self.requests, [server.generate([ids], TOKENS, top=2)[0] for ids in self.requests])
 
     def each(self, server: Any) -> dict[str, int]:
@@ -118,7 +118,7 @@ def total(found: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def assert_same(answer: Any, single: Any) -> None:
-    """The same tokens, unless the two likeliest were all but equal, and the same log-probabilities until then."""
+    """Assert the same tokens, unless the two likeliest were all but equal, and equal log-probabilities until then."""
     for position, (found, expected) in enumerate(zip(answer["output_ids"], single["output_ids"], strict=True)):
         (first, _, _), (second, _, _) = single["meta_info"]["output_top_logprobs"][position]
         if found != expected:

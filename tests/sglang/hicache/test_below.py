@@ -138,7 +138,7 @@ def uniform_of(config: Any, logged: Any) -> Profile:
 
 
 def log_probs(answer: Any) -> torch.Tensor:
-    """Of all tokens of the vocabulary, by position."""
+    """Return log-probabilities of all tokens of the vocabulary, by position."""
     tops = answer["meta_info"]["output_top_logprobs"]
     found = torch.full((len(tops), 320), torch.nan)
     for row, top in zip(found, tops, strict=True):

@@ -57,7 +57,7 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture
 def keys_url() -> list[str]:
-    """Where the master of this test lists its keys, once it runs."""
+    """Return the URL at which the master of this test lists its keys, once it runs."""
     return []
 
 
