@@ -1,4 +1,4 @@
-"""How fast this machine reads a model's weights: what generation of one request cannot exceed.
+"""The speed at which this machine reads a model's weights, which generation of one request cannot exceed.
 
 Run as a program on the device that a server will use, before the server is there: ``python -m kvtuner.bench.bandwidth
 --bytes N --device cpu`` prints bytes per second of reading so many bytes over and over, as every step of a server does,
@@ -23,7 +23,7 @@ LEAST_BYTES: Final = 1 << 20
 MOST_BYTES: Final = 4 << 30
 MEASURE_S: Final = 2.0
 READS: Final = 4
-"""At once: a GPU would mostly wait for one."""
+"""The reads at once: a GPU would mostly wait for one."""
 TIMEOUT_S: Final = 300
 BYTES_OF: Final = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
 QUANTIZED_BY: Final = ("quantization", "torchao_config")
@@ -40,13 +40,13 @@ QUANTIZED_BYTES: Final = 0.5
 
 
 def read_bandwidth(num_bytes: int, device: str) -> float:
-    """Bytes per second, at most: by the quickest of many reads.
+    """Measure the most bytes per second by the quickest of many reads.
 
-    On a processor also that of one core, times the cores: with little to read, cores mostly wait for each other.
+    On a processor one core is measured too, times the cores: with little to read, cores mostly wait for each other.
 
     Args:
-        num_bytes: of the buffer; no more than `MOST_BYTES`, which no cache holds, is taken.
-        device: cpu or a CUDA device.
+        num_bytes: The bytes of the buffer; no more than `MOST_BYTES`, which no cache holds, is taken.
+        device: The device: cpu or a CUDA device.
     """
     import torch
 
@@ -81,24 +81,24 @@ def _cores() -> int:
 
 def measured_elsewhere(num_bytes: int, device: str) -> float | None:
     """`read_bandwidth` in a process of its own, which leaves no memory behind on the device; None if it fails."""
-    words = [sys.executable, "-m", "kvtuner.bench.bandwidth", "--bytes", str(num_bytes), "--device", device]
+    command = [sys.executable, "-m", "kvtuner.bench.bandwidth", "--bytes", str(num_bytes), "--device", device]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=True, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True, env=environment)
         return float(done.stdout)
     except (subprocess.SubprocessError, ValueError):
         return None
 
 
 def weight_bytes(config: Any, served: Mapping[str, Any], *, trust_remote_code: bool = False) -> int | None:
-    """Bytes of weights that generating a token reads at least, of all ranks together; None where nobody can tell.
+    """The bytes of weights that a generated token reads at least, of all ranks together; None where it is not known.
 
     Embeddings that are only looked up are left out, those of positions too, and experts that a token does not reach.
 
     Args:
-        config: of the model, as transformers has it.
-        served: what SGLang says of itself: dtype, and quantization of weights.
-        trust_remote_code: run code that comes with the checkpoint.
+        config: The model's configuration, as transformers has it.
+        served: The server's own dtype and quantization of weights.
+        trust_remote_code: Whether code that comes with the checkpoint runs.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -120,12 +120,12 @@ def weight_bytes(config: Any, served: Mapping[str, Any], *, trust_remote_code: b
         if id(parameter) not in looked_up
     )
     quantized = any(served.get(name) for name in QUANTIZED_BY) or getattr(config, "quantization_config", None)
-    each = QUANTIZED_BYTES if quantized else BYTES_OF.get(str(served.get("dtype")), BYTES_OF["bfloat16"])
-    return int(elements * each)
+    element_bytes = QUANTIZED_BYTES if quantized else BYTES_OF.get(str(served.get("dtype")), BYTES_OF["bfloat16"])
+    return int(elements * element_bytes)
 
 
 def _looked_up(model: Any) -> set[int]:
-    """Ids of the weights of embeddings, but for one that the output layer is tied to: that is read whole."""
+    """The ids of embedding weights, except one that the output layer is tied to: that is read whole."""
     from torch.nn import Embedding
 
     tables = [model.get_input_embeddings(), *(module for module in model.modules() if isinstance(module, Embedding))]
@@ -134,7 +134,7 @@ def _looked_up(model: Any) -> set[int]:
 
 
 def _active_experts(config: Any) -> float | None:
-    """Share of the experts that a token reaches; None of a configuration with other names for it."""
+    """The share of the experts that a token reaches; None of a configuration with other names for it."""
     for total, reached in EXPERT_COUNTS:
         if getattr(config, total, None) and getattr(config, reached, None):
             return float(getattr(config, reached) / getattr(config, total))

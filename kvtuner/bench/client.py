@@ -1,4 +1,4 @@
-"""Sends loads through `sglang.benchmark.serving` and keeps what came of every request, whatever it was."""
+"""Sends loads through `sglang.benchmark.serving` and keeps the result of every request, failed ones too."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ BACKENDS: Final = {"sglang": "sglang", "openai": "vllm"}
 ERROR_CHARACTERS: Final = 300
 OPENAI_EXTRAS: Final = {"temperature": 0, "skip_special_tokens": False}
 KEYS_OF_CLIENT: Final = ("OPENAI_API_KEY", "API_KEY")
-"""Variables that SGLang's client sends to whatever server it talks to."""
+"""The variables whose values SGLang's client sends to whatever server it talks to."""
 LEAST_OF_ASKED: Final = 0.25
-"""Of a text's tokens, tokenized again, where a server does not count them: below it the answer was cut."""
+"""The share of the asked tokens below which an answer was cut, where a server does not count them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """A request and what came of it.
+    """A request and its result.
 
     Attributes:
-        prompt_tokens: sent.
-        asked_tokens: to be generated.
-        reported_tokens: that the server says it generated; None where it does not say.
-        retokenized_tokens: in the text that came.
-        cached_tokens: of the prompt that the server says it found in its cache; None where it does not say.
-        started_s: after the first request of the load.
-        ttft_s: to the first token; None where none came.
-        latency_s: to the last token that came, or to the failure.
-        gaps_s: between tokens, in the order in which they came.
-        error: why it failed; None where it did not.
+        prompt_tokens: The tokens of the prompt.
+        asked_tokens: The tokens that should be generated.
+        reported_tokens: The tokens that the server says it generated; None where it does not say.
+        retokenized_tokens: The tokens in the text that came.
+        cached_tokens: The prompt tokens that the server says it found in its cache; None where it does not say.
+        started_s: The start after the first request of the load.
+        ttft_s: The time to the first token; None where none came.
+        latency_s: The time to the last token that came, or to the failure.
+        gaps_s: The times between tokens, in the order in which they came.
+        error: The reason why it failed; None where it did not.
     """
 
     prompt_tokens: int
@@ -66,7 +66,7 @@ class RequestResult:
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> RequestResult:
-        """What `to_json` made."""
+        """Read what `to_json` wrote."""
         return cls(**{**record, "gaps_s": tuple(record["gaps_s"])})
 
 
@@ -76,11 +76,11 @@ class Client:
     SGLang's client goes to the server by no proxy, whatever the environment says, and takes the key to no other origin.
 
     Args:
-        url: of the server, without a path.
-        api: how it is spoken to.
-        model: as the server calls it.
-        tokenizer: the model's, to count what came.
-        timeout_s: for one request.
+        url: The URL of the server, without a path.
+        api: How to speak to it.
+        model: The model as the server calls it.
+        tokenizer: The model's tokenizer, to count the tokens of answers.
+        timeout_s: The seconds that one request may take.
 
     Raises:
         EndpointError: SGLang's client is not installed.
@@ -93,7 +93,7 @@ class Client:
         self._serving = serving_client()
 
     def send(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[RequestResult]:
-        """All requests of a load, in the order of `prompts`."""
+        """Send all requests of a load; the results are in the order of `prompts`."""
         with _bearer(), contextlib.redirect_stdout(io.StringIO()):  # a failure is printed there, and kept here
             answers = asyncio.run(self._all(load, prompts))
         first = min(started for _, started, _ in answers)
@@ -114,7 +114,7 @@ class Client:
         return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
     async def _request(self, prompt: Sequence[int], num_tokens: int) -> Any:
-        """What SGLang's own client makes of one request; it raises nothing but what it could not foresee."""
+        """Send one request by SGLang's own client, which raises nothing but what it could not foresee."""
         serving = self._serving
         sampling = {
             "temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True,
@@ -141,15 +141,15 @@ class Client:
     def _sent(self, load: Load, num_prompt: int, answer: Any, started_s: float, took_s: float) -> RequestResult:
         text = answer.generated_text
         retokenized = len(self._tokenizer.encode(text, add_special_tokens=False)) if text else 0
-        says = self._api == "sglang" and answer.success and bool(text)
-        reported = answer.output_len if says else None
+        is_counted = self._api == "sglang" and answer.success and bool(text)
+        reported = answer.output_len if is_counted else None
         error = None if answer.success else _last_line(answer.error).replace(self._server, "the server")
         return RequestResult(
             prompt_tokens=num_prompt,
             asked_tokens=load.output_tokens,
             reported_tokens=reported,
             retokenized_tokens=retokenized,
-            cached_tokens=answer.cached_tokens if says else None,
+            cached_tokens=answer.cached_tokens if is_counted else None,
             started_s=started_s,
             ttft_s=answer.ttft or None,
             latency_s=answer.ttft + sum(answer.itl) if answer.success and answer.ttft else took_s,
@@ -171,11 +171,11 @@ _ARGS: Final = Namespace(
     cache_report=True,
     header=None,
 )
-"""What SGLang's client reads of its command line."""
+"""The flags that SGLang's client reads of its command line."""
 
 
 def serving_client() -> Any:
-    """`sglang.benchmark.serving`, told what its command line would.
+    """The module `sglang.benchmark.serving`, with the flags of its command line set.
 
     Raises:
         EndpointError: it is not installed.
@@ -192,7 +192,7 @@ def serving_client() -> Any:
 
 
 def _unfinished(reported: int | None, retokenized: int, asked: int) -> str | None:
-    """An answer that SGLang's client takes for one, and that is none."""
+    """The reason why an answer that SGLang's client takes for one is none; None where it is one."""
     if not retokenized:
         return "an empty answer"
     if reported is not None and reported != asked:
@@ -203,14 +203,14 @@ def _unfinished(reported: int | None, retokenized: int, asked: int) -> str | Non
 
 
 def _last_line(text: str) -> str:
-    """Of a traceback, what was wrong."""
+    """The last line of a traceback, which has the reason."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return (lines[-1] if lines else "failed without a reason")[:ERROR_CHARACTERS]
 
 
 @contextlib.contextmanager
 def _bearer() -> Iterator[None]:
-    """Keys that are meant for others stay here; ours goes by the name that SGLang's client looks for."""
+    """Hide the keys that are meant for others; ours goes by the name that SGLang's client looks for."""
     before = {name: os.environ.pop(name) for name in KEYS_OF_CLIENT if name in os.environ}
     if key := os.environ.get(KEY_VARIABLE):
         os.environ[KEYS_OF_CLIENT[0]] = key

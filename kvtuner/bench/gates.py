@@ -1,4 +1,4 @@
-"""Whether figures can be those of a model that generates. Each gate passes, fails, or says why it cannot be asked.
+"""Gates that figures can be those of a model that generates: each passes, fails, or cannot be asked.
 
 A server that answers from a recording, counts tokens that it never sent, or finds every prompt in its cache gives
 figures as good as one likes; no run with such figures ends well.
@@ -22,7 +22,7 @@ Verdict = Literal["passed", "failed", "not asked"]
 
 LEAST_ANSWERED: Final = 0.99
 LEAST_COUNTED: Final = 0.5
-"""Of the tokens that were reported. A text has fewer where several of them are one when it is tokenized again."""
+"""The share of reported tokens; a text has fewer where several of them are one when it is tokenized again."""
 LENGTH_RATIO: Final = 8
 FIRST_TOKEN_GROWTH: Final = 1.1
 OUTPUT_RATIO: Final = 4
@@ -37,12 +37,12 @@ ABOUT_SHORT: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """One of them.
+    """A check of figures, and its verdict.
 
     Attributes:
-        name: what is asked.
-        verdict: the answer.
-        words: by which figures, or why it cannot be asked.
+        name: The claim that is checked.
+        verdict: The verdict.
+        words: The figures that decide it, or the reason why it cannot be asked.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Gate:
 
 
 def all_gates(answered: Sequence[LoadResult], bound: float | None, no_bound: str) -> list[Gate]:
-    """Every gate over all that one server was sent.
+    """Check all loads of one server.
 
     Args:
-        answered: loads with their requests.
-        bound: tokens per second of one request that the machine's memory allows; None where it is not known.
-        no_bound: why it is not.
+        answered: The loads with the results of their requests.
+        bound: The tokens per second of one request that the machine's memory allows; None where it is not known.
+        no_bound: The reason why it is not known.
     """
     return [
         _answered(answered),
@@ -73,7 +73,7 @@ def all_gates(answered: Sequence[LoadResult], bound: float | None, no_bound: str
 
 
 def kv_pool_gate(asked: int, tokens_that_fit: int | None) -> Gate:
-    """Whether a server's KV pool is what it was asked for: SGLang takes less where memory is short."""
+    """Check that a server's KV pool is as large as asked: SGLang takes less where memory is short."""
     name = "the KV pool is as large as asked"
     if tokens_that_fit is None:
         return Gate(name, "not asked", "the server does not say how large it is")
@@ -94,7 +94,7 @@ def _answered(answered: Sequence[LoadResult]) -> Gate:
 
 
 def _counted(answered: Sequence[LoadResult]) -> Gate:
-    """Of tokens that a server reports; where it reports none, those in the text are what counts."""
+    """Check the tokens that a server reports; where it reports none, those in the text count."""
     name = "reported tokens are in the text"
     reporting = [each for one in answered for each in one.good if each.reported_tokens is not None]
     if not reporting:
@@ -125,7 +125,7 @@ def _cached_share(sent: Sequence[RequestResult]) -> float:
 
 
 def _first_token_grows(answered: Sequence[LoadResult]) -> Gate:
-    """Prefilling takes time by the length of a prompt: the quickest of the longest takes longer than usual ones."""
+    """Check that prefilling takes time by the length of a prompt: the quickest longest one exceeds the usual one."""
     name = "time to the first token grows with the prompt"
     times = _by_tokens(answered, "prompt", "prompt_tokens", lambda each: each.ttft_s)
     short = min((length for length in times if length >= ABOUT_SHORT), default=None)
@@ -141,7 +141,7 @@ def _first_token_grows(answered: Sequence[LoadResult]) -> Gate:
 
 
 def _latency_grows(answered: Sequence[LoadResult]) -> Gate:
-    """Tokens are generated one after another."""
+    """Check that tokens are generated one after another."""
     name = "latency grows with the output"
     times = _by_tokens(answered, "output", "output_tokens", lambda each: each.latency_s)
     least, most = min(times, default=0), max(times, default=0)
@@ -156,7 +156,7 @@ def _latency_grows(answered: Sequence[LoadResult]) -> Gate:
 
 
 def _below_bound(answered: Sequence[LoadResult], bound: float | None, no_bound: str) -> Gate:
-    """Every token of a request reads all weights once."""
+    """Check that every token of a request can have read all weights once."""
     name = "tokens per second are below what memory allows"
     rates = [num_tokens(each) / each.latency_s for one in answered for each in one.good if each.latency_s > 0]
     if bound is None or not rates:
@@ -165,9 +165,9 @@ def _below_bound(answered: Sequence[LoadResult], bound: float | None, no_bound: 
 
 
 def _by_tokens(answered: Sequence[LoadResult], kind: str, attribute: str, seconds: Any) -> dict[int, list[float]]:
-    found: dict[int, list[float]] = {}
+    times: dict[int, list[float]] = {}
     for one in answered:
         values = [seconds(each) for each in one.good]
         if one.load.kind == kind and any(values):
-            found.setdefault(getattr(one.load, attribute), []).extend(value for value in values if value is not None)
-    return found
+            times.setdefault(getattr(one.load, attribute), []).extend(value for value in values if value is not None)
+    return times

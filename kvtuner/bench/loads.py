@@ -15,7 +15,7 @@ BATCHES: Final = (1, 2, 4, 8, 16)
 SHORT_PROMPT: Final = 100
 SHORT_OUTPUT: Final = 16
 MAX_CONCURRENCY: Final = 256
-"""To which concurrency is doubled by itself."""
+"""The most requests in flight that doubling comes to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class Load:
     """Requests of one kind.
 
     Attributes:
-        kind: what it is to show.
-        prompt_tokens: of every request.
-        output_tokens: that every request asks for, to be generated whatever the model wants.
-        concurrency: requests in flight at most.
-        requests: in all.
-        round: from 0, of loads that are repeated.
+        kind: The kind of figures that it is for.
+        prompt_tokens: The tokens of every prompt.
+        output_tokens: The tokens that every request generates, whatever the model wants.
+        concurrency: The requests in flight at most.
+        requests: The number of requests.
+        round: The number of a load that is repeated, from 0.
     """
 
     kind: Kind
@@ -45,17 +45,17 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What is asked for; what does not fit the server is left out, by name.
+    """The loads that are asked for; those that do not fit the server are left out, by name.
 
     Attributes:
-        lengths: of prompts, tokens, for the time to the first token.
-        outputs: tokens generated after `SHORT_PROMPT` tokens.
-        concurrency: requests in flight; None doubles as long as it fits.
-        batches: requests sent at one moment.
-        rounds: of the same load, to show whether it stays as it is.
-        repeats: requests at each length and output, and in every lane of a concurrency; batches of each size.
-        prompt_tokens: of the loads that are not about lengths.
-        output_tokens: the same.
+        lengths: The lengths of prompts, tokens, for the time to the first token.
+        outputs: The tokens generated after `SHORT_PROMPT` tokens.
+        concurrency: The requests in flight; None doubles as long as it fits.
+        batches: The requests sent at one moment.
+        rounds: The rounds of the same load, which show whether figures stay as they are.
+        repeats: The requests at each length and output, and in every lane of a concurrency; the batches of each size.
+        prompt_tokens: The tokens of prompts, of loads that are not about lengths.
+        output_tokens: The tokens of outputs, of loads that are not about lengths.
     """
 
     lengths: tuple[int, ...] = LENGTHS
@@ -70,13 +70,13 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a server holds.
+    """The room of a server.
 
     Attributes:
-        context: tokens of one request, prompt and output.
-        tokens: of all requests in flight; None where the server does not say.
-        requests: in flight at most; None where the server does not say.
-        page: tokens that a request takes at once.
+        context: The tokens of one request, prompt and output.
+        tokens: The tokens of all requests in flight; None where the server does not say.
+        requests: The requests in flight at most; None where the server does not say.
+        page: The tokens that a request takes at once.
     """
 
     context: int
@@ -86,18 +86,18 @@ class Capacity:
 
     def fits(self, load: Load) -> bool:
         """Whether every request of a load, and all in flight together, have room."""
-        each = load.prompt_tokens + load.output_tokens
-        in_pages = -(-each // self.page) * self.page
+        tokens = load.prompt_tokens + load.output_tokens
+        in_pages = -(-tokens // self.page) * self.page
         in_flight = min(load.concurrency, load.requests)
         return (
-            each <= self.context
+            tokens <= self.context
             and (self.tokens is None or in_pages * in_flight <= self.tokens)
             and (self.requests is None or in_flight <= self.requests)
         )
 
 
 def plan_loads(options: LoadOptions, capacity: Capacity) -> tuple[list[Load], list[Load]]:
-    """Loads in the order in which they are sent, and those that do not fit."""
+    """Plan the loads in the order in which they are sent, and those that do not fit."""
     fitting: list[Load] = []
     left_out: list[Load] = []
     for load in _all_loads(options, capacity):
@@ -122,7 +122,7 @@ def _all_loads(options: LoadOptions, capacity: Capacity) -> Iterator[Load]:
 
 
 def _doubling(prompt: int, output: int, capacity: Capacity) -> Iterator[int]:
-    """1, 2, 4 and so on while it fits; powers of two, so that ways of any capacity have points in common."""
+    """Powers of two while they fit, so that schemes of any capacity have points in common."""
     lanes = 1
     while lanes <= MAX_CONCURRENCY and capacity.fits(Load("concurrency", prompt, output, lanes, lanes)):
         yield lanes

@@ -1,4 +1,4 @@
-"""Figures of a load from what came of its requests. Knows nothing of servers; failures stay in every denominator."""
+"""Figures of a load from the results of its requests; failures stay in every denominator. Knows no servers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 PERCENTILES: Final = (50, 90, 99)
 INSTANT_S: Final = 1e-9
-"""Of loads that no server was there for."""
+"""The duration of loads that no server was there for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Seconds at `PERCENTILES` of requests, or tokens, that came; None where none did."""
+    """The seconds at `PERCENTILES` of requests, or tokens, that came; None where none did."""
 
     p50: float | None
     p90: float | None
@@ -28,7 +28,7 @@ class Quantiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Quantiles:
-        """Of any number of values."""
+        """The quantiles of any number of values."""
         if not len(values):
             return cls(None, None, None)
         return cls(*(float(value) for value in np.percentile(values, PERCENTILES)))
@@ -40,12 +40,12 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """A load and what came of its requests.
+    """A load and the results of its requests.
 
     Attributes:
-        load: what was sent.
-        sent: one for each request.
-        usage: what it took of the machine, by the names of `kvtuner.bench.usage`; empty where nobody looked.
+        load: The load.
+        sent: The result of each request.
+        usage: The usage of the machine, by the names of `kvtuner.bench.usage`; empty where it was not watched.
     """
 
     load: Load
@@ -54,22 +54,22 @@ class LoadResult:
 
     @property
     def good(self) -> tuple[RequestResult, ...]:
-        """Requests that were answered whole."""
+        """The requests that were answered whole."""
         return tuple(each for each in self.sent if each.error is None)
 
     @property
     def duration_s(self) -> float:
-        """From the first request to the last answer, or failure."""
+        """The time from the first request to the last answer, or failure."""
         return max(each.started_s + each.latency_s for each in self.sent)
 
 
 def num_tokens(sent: RequestResult) -> int:
-    """That came: as the server says, else as they are counted in the text."""
+    """The number of generated tokens: as the server reports it, else as counted in the text."""
     return sent.retokenized_tokens if sent.reported_tokens is None else sent.reported_tokens
 
 
 def figures(answered: Sequence[LoadResult]) -> dict[str, Any]:
-    """Of all rounds of the same load, as plain JSON values.
+    """Figures of all rounds of the same load, as plain JSON values.
 
     Seconds are of requests that were answered whole, throughput counts their tokens over the whole time; the share of
     them, `success_rate`, is of all that were sent. Time per output token leaves out the first, of one request; time
@@ -103,13 +103,13 @@ def figures(answered: Sequence[LoadResult]) -> dict[str, Any]:
 
 
 def per_token_s(sent: RequestResult) -> float | None:
-    """Mean time of a token after the first."""
+    """The mean time of a token after the first."""
     tokens = num_tokens(sent)
     return (sent.latency_s - sent.ttft_s) / (tokens - 1) if sent.ttft_s is not None and tokens > 1 else None
 
 
 def _usage(answered: Sequence[LoadResult]) -> dict[str, float]:
-    """The most of bytes, the mean of shares."""
+    """The usage of all rounds: the most of bytes, the mean of shares."""
     names = sorted({name for one in answered for name in one.usage})
-    found = {name: [one.usage[name] for one in answered if name in one.usage] for name in names}
-    return {name: max(v) if name.endswith("_bytes") else float(np.mean(v)) for name, v in found.items()}
+    values = {name: [one.usage[name] for one in answered if name in one.usage] for name in names}
+    return {name: max(v) if name.endswith("_bytes") else float(np.mean(v)) for name, v in values.items()}

@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 DRAWN: Final = 4
-"""Tokens at the beginning that are drawn one by one: two prompts with the same ones would share a cached prefix."""
+"""The tokens at the beginning that are drawn one by one: two prompts with the same ones would share a cached prefix."""
 
 
 class Prompts:
     """Cuts prompts from a stream of tokens.
 
     Args:
-        stream: token ids of text, one document after another.
-        seed: of the places, and of the tokens in front.
+        stream: The token ids of text, one document after another.
+        seed: The seed of the places, and of the tokens in front.
     """
 
     def __init__(self, stream: Sequence[int], seed: str) -> None:
@@ -28,7 +28,7 @@ class Prompts:
         self._begun: dict[int, set[tuple[int, ...]]] = {}
 
     def check(self, num_tokens: int, count: int) -> None:
-        """Whether so many prompts of so many tokens can all begin differently.
+        """Check that so many prompts of so many tokens can all begin differently.
 
         Raises:
             CorpusError: the text has too few tokens that differ.
@@ -41,7 +41,7 @@ class Prompts:
             )
 
     def take(self, num_tokens: int) -> list[int]:
-        """A prompt of so many tokens, which begins as no other one; the stream begins again where it ends.
+        """Cut a prompt of so many tokens, which begins like no other one; the stream begins again where it ends.
 
         Raises:
             CorpusError: all that begin differently were taken.

@@ -1,11 +1,11 @@
-"""Puts servers under loads, one way to store the cache after another, and journals what came of every request."""
+"""Puts servers under loads, one way to store the cache after another, and journals the result of every request."""
 
 from __future__ import annotations
 
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from tqdm import tqdm
 
@@ -14,57 +14,32 @@ from kvtuner.bench.gates import Gate, all_gates
 from kvtuner.bench.loads import Capacity, Load, LoadOptions, plan_loads
 from kvtuner.bench.metrics import LoadResult, figures
 from kvtuner.bench.prompts import Prompts
+from kvtuner.journal import Journal
 from kvtuner.run_folder import canonical_json, sha256_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import AbstractContextManager
 
+    from kvtuner.bench.load_target import LoadTarget
     from kvtuner.run_folder import RunFolder
 
 JOURNAL: Final = "requests.jsonl"
 BENCHING: Final = 2
 """Raised whenever the same load would be sent, or timed, otherwise."""
 WARM_OUTPUT: Final = 8
-"""Tokens that an unmeasured request generates at most."""
+"""The tokens that an unmeasured request generates at most."""
 LARGEST: Final = Capacity(sys.maxsize, None, None)
-"""What all loads fit."""
-
-
-class LoadTarget(Protocol):
-    """A server under load.
-
-    Attributes:
-        capacity: what it holds.
-    """
-
-    capacity: Capacity
-
-    def send(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[RequestResult]:
-        """See `kvtuner.bench.client.Client.send`."""
-        ...
-
-    def forget(self) -> None:
-        """Empty its prefix cache, where it can be asked to."""
-        ...
-
-    def watching(self) -> AbstractContextManager[dict[str, float]]:
-        """See `kvtuner.bench.usage.Observer.watching`."""
-        ...
-
-    def is_gone(self) -> str | None:
-        """Why it answers no more; None where it does."""
-        ...
+"""A capacity that all loads fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasurementCost:
-    """What measuring itself took.
+    """The time that measuring itself took.
 
     Attributes:
-        measured_s: in which requests were in flight.
-        between_s: between the loads.
-        client_cpu_s: processor time of this process while requests were in flight.
+        measured_s: The seconds in which requests were in flight.
+        between_s: The seconds between the loads.
+        client_cpu_s: The processor time of this process while requests were in flight.
     """
 
     measured_s: float
@@ -90,12 +65,12 @@ NOTHING: Final = MeasurementCost(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class SchemeRun:
-    """All that one server was sent.
+    """All loads of one scheme.
 
     Attributes:
-        answered: loads with their requests.
-        left_out: loads that do not fit.
-        harness: of all of them.
+        answered: The loads with the results of their requests.
+        left_out: The loads that do not fit.
+        harness: The cost of measuring all of them.
     """
 
     answered: tuple[LoadResult, ...]
@@ -103,7 +78,7 @@ class SchemeRun:
     harness: MeasurementCost
 
     def rows(self) -> list[dict[str, Any]]:
-        """Figures of each load, all its rounds together."""
+        """The figures of each load, all its rounds together."""
         kinds: dict[tuple[Any, ...], list[LoadResult]] = {}
         for one in self.answered:
             load = one.load
@@ -111,89 +86,85 @@ class SchemeRun:
         return [figures(ones) for ones in kinds.values()]
 
     def rounds(self) -> list[dict[str, Any]]:
-        """Figures of each round of stability."""
+        """The figures of each round of stability."""
         return [figures([one]) for one in self.answered if one.load.kind == "stability"]
 
     def gates(self, bound: float | None, no_bound: str) -> list[Gate]:
-        """See `kvtuner.bench.gates.all_gates`."""
+        """The gates over all loads; see `kvtuner.bench.gates.all_gates`."""
         return all_gates(self.answered, bound, no_bound)
 
 
-class Journal:
-    """What came of loads, so that none is sent twice, whatever came of it.
+class LoadJournal:
+    """The results of loads, so that none is sent twice.
 
     Args:
-        folder: of the run.
+        folder: The run folder.
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._known = {record["key"]: record for record in folder.records(JOURNAL)}
+        self._journal = Journal(folder, JOURNAL, None)
 
-    def server(self, way: str) -> dict[str, Any] | None:
-        """What the server of a way said of itself; None before it was there."""
-        record = self._known.get(_key(way))
+    def server(self, server_key: str) -> dict[str, Any] | None:
+        """The record of a server; None before it was there."""
+        record = self._journal.get(_key(server_key))
         return None if record is None else record["server"]
 
-    def put_server(self, way: str, name: str, said: dict[str, Any]) -> None:
-        """Keep what it said, plain JSON values."""
-        if self.server(way) != said:
-            self._put({"key": _key(way), "way": name, "server": said})
+    def put_server(self, server_key: str, name: str, server: dict[str, Any]) -> None:
+        """Keep a server's record, plain JSON values."""
+        if self.server(server_key) != server:
+            self._journal.append({"key": _key(server_key), "way": name, "server": server})
 
-    def get(self, way: str, load: Load, seed: str) -> tuple[LoadResult, MeasurementCost] | None:
-        """What came of a load, and what measuring it took; None before it was sent.
+    def get(self, server_key: str, load: Load, seed: str) -> tuple[LoadResult, MeasurementCost] | None:
+        """The result of a load, and what measuring it took; None before it was sent.
 
         Args:
-            way: what decides answers and times besides the load.
-            load: which.
-            seed: of its prompts.
+            server_key: What decides answers and times besides the load.
+            load: The load.
+            seed: The seed of its prompts.
         """
-        record = self._known.get(_key(way, load.to_json(), seed))
+        record = self._journal.get(_key(server_key, load.to_json(), seed))
         if record is None:
             return None
         sent = tuple(map(RequestResult.from_json, record["sent"]))
         return LoadResult(load, sent, record["usage"]), MeasurementCost(**record["harness"])
 
-    def put(self, way: str, name: str, seed: str, answered: LoadResult, harness: MeasurementCost) -> None:
-        """Keep it."""
-        self._put(
+    def put(self, server_key: str, name: str, seed: str, result: LoadResult, cost: MeasurementCost) -> None:
+        """Keep the result of a load."""
+        load = result.load.to_json()
+        self._journal.append(
             {
-                "key": _key(way, answered.load.to_json(), seed),
+                "key": _key(server_key, load, seed),
                 "way": name,
-                "load": answered.load.to_json(),
-                "sent": [each.to_json() for each in answered.sent],
-                "usage": answered.usage,
-                "harness": asdict(harness),
+                "load": load,
+                "sent": [each.to_json() for each in result.sent],
+                "usage": result.usage,
+                "harness": asdict(cost),
             }
         )
 
-    def _put(self, record: dict[str, Any]) -> None:
-        self._folder.append(JOURNAL, record)
-        self._known[record["key"]] = record
 
-
-def _key(way: str, *what: Any) -> str:
-    return sha256_of([BENCHING, way, *what])
+def _key(server_key: str, *load: Any) -> str:
+    return sha256_of([BENCHING, server_key, *load])
 
 
 @dataclass(frozen=True, slots=True)
 class BenchWork:
-    """What every way is sent.
+    """The loads that every scheme is sent.
 
     Attributes:
-        options: which loads.
-        stream: tokens that prompts are cut from.
-        seed: of the places; the same for every way, so that all are sent the same.
-        journal: of what was sent before.
+        options: The loads.
+        stream: The tokens that prompts are cut from.
+        seed: The seed of the places; the same for every scheme, so that all are sent the same.
+        journal: The journal of what was sent before.
     """
 
     options: LoadOptions
     stream: Sequence[int]
     seed: str
-    journal: Journal
+    journal: LoadJournal
 
     def check(self) -> None:
-        """Whether the text has prompts for every load that a server could be sent, however much it holds.
+        """Check that the text has prompts for every load that a server could be sent, however much it holds.
 
         Raises:
             CorpusError: it has too few that begin differently.
@@ -203,49 +174,47 @@ class BenchWork:
             prompts.check(load.prompt_tokens, load.requests)
 
     def prompts(self, load: Load) -> list[list[int]]:
-        """Of a load: the same whatever else is sent."""
+        """The prompts of a load: the same whatever else is sent."""
         prompts = Prompts(self.stream, f"{self.seed} {canonical_json(load.to_json())}")
         return [prompts.take(load.prompt_tokens) for _ in range(load.requests)]
 
 
-def replay(capacity: Capacity, work: BenchWork, *, way: str) -> SchemeRun | None:
-    """What `run_loads` found before, of a server that was the same; None where a load is missing."""
+def replay(capacity: Capacity, work: BenchWork, *, server_key: str) -> SchemeRun | None:
+    """The run that the journal holds of a server that was the same; None where a load is missing."""
     loads, left_out = plan_loads(work.options, capacity)
-    known = [found for load in loads if (found := work.journal.get(way, load, work.seed)) is not None]
-    if len(known) < len(loads):
-        return None
-    return _run(known, left_out)
+    results = [result for load in loads if (result := work.journal.get(server_key, load, work.seed)) is not None]
+    return None if len(results) < len(loads) else _run(results, left_out)
 
 
-def run_loads(target: LoadTarget, work: BenchWork, *, way: str, name: str) -> SchemeRun:
-    """Send what fits and was not sent before, and keep it.
+def run_loads(target: LoadTarget, work: BenchWork, *, server_key: str, name: str) -> SchemeRun:
+    """Send the loads that fit and were not sent before, and keep their results.
 
     Before the first load of a shape the same is sent once, unmeasured: kernels are compiled, memory is touched.
 
     Args:
-        target: the server.
-        work: what to send.
-        way: what decides answers and times besides the load.
-        name: for people.
+        target: The server.
+        work: The loads.
+        server_key: What decides answers and times besides the load.
+        name: The name of the scheme.
     """
-    loads, left_out = plan_loads(work.options, target.capacity)
-    found: list[tuple[LoadResult, MeasurementCost]] = []
+    loads, left_out = plan_loads(work.options, target.record.capacity)
+    results: list[tuple[LoadResult, MeasurementCost]] = []
     warm: set[tuple[int, int]] = set()
     gone = None
     for load in tqdm(loads, desc=name, unit="load", disable=None):
-        known = work.journal.get(way, load, work.seed)
-        if known is None and gone is not None:
-            known = LoadResult(load, tuple(_never_sent(load, gone) for _ in range(load.requests)), {}), NOTHING
-        if known is None:
+        result = work.journal.get(server_key, load, work.seed)
+        if result is None and gone is not None:
+            result = LoadResult(load, tuple(_never_sent(load, gone) for _ in range(load.requests)), {}), NOTHING
+        if result is None:
             shape = (load.prompt_tokens, min(load.concurrency, load.requests))
             if shape not in warm:
                 _warm_up(target, work, load)
                 warm.add(shape)
-            known = _measure(target, load, work.prompts(load))
-            work.journal.put(way, name, work.seed, *known)
-            gone = target.is_gone() if len(known[0].good) < load.requests else None
-        found.append(known)
-    return _run(found, left_out)
+            result = _measure(target, load, work.prompts(load))
+            work.journal.put(server_key, name, work.seed, *result)
+            gone = target.is_gone() if len(result[0].good) < load.requests else None
+        results.append(result)
+    return _run(results, left_out)
 
 
 def _warm_up(target: LoadTarget, work: BenchWork, load: Load) -> None:
@@ -266,11 +235,10 @@ def _measure(target: LoadTarget, load: Load, prompts: Sequence[Sequence[int]]) -
     return answered, MeasurementCost(measured, begun - started + max(0.0, taken - measured), taken_cpu)
 
 
-def _run(found: Sequence[tuple[LoadResult, MeasurementCost]], left_out: Sequence[Load]) -> SchemeRun:
-    harness = NOTHING
-    for _, each in found:
-        harness += each
-    return SchemeRun(tuple(answered for answered, _ in found), tuple(left_out), harness)
+def _run(results: Sequence[tuple[LoadResult, MeasurementCost]], left_out: Sequence[Load]) -> SchemeRun:
+    return SchemeRun(
+        tuple(result for result, _ in results), tuple(left_out), sum((cost for _, cost in results), start=NOTHING)
+    )
 
 
 def _never_sent(load: Load, reason: str) -> RequestResult:

@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 HOST: Final = "127.0.0.1"
 PORTS: Final = range(12_000, 32_000)
-"""Below those that systems hand out by themselves: another program's would be gone once the server listens."""
+"""Ports below those that systems hand out by themselves, which another program could take before the server does."""
 POLL_S: Final = 0.5
 PATIENCE_S: Final = 20
-"""For a server to end by itself."""
+"""The time that a server has to end by itself."""
 LOG_LINES: Final = 3
 HEALTH_S: Final = 60
 ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
-    """A server that is ready.
+class ServerProcess:
+    """A server that was started here.
 
     Attributes:
-        url: without a path.
-        process: of the launcher.
-        log: all that its processes print, after what earlier ones did.
-        log_start: where its own part begins.
+        url: The URL, without a path.
+        process: The process of the launcher.
+        log: The file of all that its processes print, after what earlier ones printed.
+        log_start: The byte where its own part begins.
     """
 
     url: str
@@ -50,34 +50,34 @@ class Server:
     log: Path
     log_start: int
 
-    def last_words(self) -> str:
-        """Why it ended, as far as its log says."""
+    def log_tail(self) -> str:
+        """The reason why it ended, as far as its log has it."""
         with self.log.open("rb") as handle:
             handle.seek(self.log_start)
-            return _last_words(handle.read().decode(errors="replace"))
+            return _log_tail(handle.read().decode(errors="replace"))
 
 
 @contextlib.contextmanager
-def running(flags: Sequence[str], log: Path, start_s: float) -> Iterator[Server]:
+def running(flags: Sequence[str], log: Path, start_s: float) -> Iterator[ServerProcess]:
     """A server until the block ends.
 
     Args:
-        flags: of ``python -m sglang.launch_server``, the model among them.
-        log: file that what it prints is added to.
-        start_s: seconds that it may take to be ready.
+        flags: The flags of ``python -m sglang.launch_server``, the model among them.
+        log: The file that its output is added to.
+        start_s: The seconds that it may take to be ready.
 
     Raises:
-        EndpointError: it ended, or was not ready in time; says what it printed last.
+        EndpointError: it ended, or was not ready in time; the message is what it printed last.
     """
     port = _free_port()
-    words = [sys.executable, "-m", "sglang.launch_server", "--host", HOST, "--port", str(port), *flags]
+    command = [sys.executable, "-m", "sglang.launch_server", "--host", HOST, "--port", str(port), *flags]
     process, before = None, log.stat().st_size if log.exists() else 0
     try:
         with log.open("ab") as handle:
             process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=handle, stderr=subprocess.STDOUT, start_new_session=True
+                command, stdin=subprocess.DEVNULL, stdout=handle, stderr=subprocess.STDOUT, start_new_session=True
             )
-        server = Server(f"http://{HOST}:{port}", process, log, before)
+        server = ServerProcess(f"http://{HOST}:{port}", process, log, before)
         _wait(server, start_s)
         yield server
     finally:
@@ -85,11 +85,11 @@ def running(flags: Sequence[str], log: Path, start_s: float) -> Iterator[Server]
             _end(process)
 
 
-def _wait(server: Server, start_s: float) -> None:
+def _wait(server: ServerProcess, start_s: float) -> None:
     deadline = time.monotonic() + start_s
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
-            raise EndpointError(server.last_words())
+            raise EndpointError(server.log_tail())
         if _is_healthy(server.url):
             return
         time.sleep(POLL_S)
@@ -106,11 +106,11 @@ def _is_healthy(url: str) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """By its own handlers if they do, else without; returns when none of its processes is left."""
+    """End a server by its own handlers, else without them; return when none of its processes is left."""
     held = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
     try:
-        for how in (signal.SIGTERM, signal.SIGKILL):
-            is_there, deadline = _signal(process.pid, how), time.monotonic() + PATIENCE_S
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            is_there, deadline = _signal(process.pid, number), time.monotonic() + PATIENCE_S
             while is_there and time.monotonic() < deadline:
                 process.poll()  # the launcher stays in its group until it is asked for
                 time.sleep(POLL_S)
@@ -120,7 +120,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal(group: int, number: int) -> bool:
-    """Whether a process of the group was there to be sent it."""
+    """Send a signal to a process group; whether any process of it was there."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:
@@ -128,8 +128,8 @@ def _signal(group: int, number: int) -> bool:
     return True
 
 
-def _last_words(text: str) -> str:
-    """The refusal of the plugin, else the last line that is an error, else the last ones."""
+def _log_tail(text: str) -> str:
+    """The refusal of the plugin, else the last line that is an error, else the last lines."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     refusals = [line for line in lines if line.startswith("kvtuner: ")]
     errors = [line for line in lines if "Error: " in line or line.startswith("error: ")]

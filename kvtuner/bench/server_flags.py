@@ -1,4 +1,4 @@
-"""Flags that a user gives to all servers: what is refused, what they say of the device, how they may be shared."""
+"""The flags of ``--server-args``, which all servers get: checked, read, and without paths for a report."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ OURS: Final = {
     "--model": "give it outside of --server-args",
     "--revision": "give it outside of --server-args",
     "--context-length": "give it outside of --server-args",
-    "--max-total-tokens": "give --kv-memory, which is the same bytes for every way",
-    "--kv-cache-dtype": "fp8 is a way of its own",
-    "--kvtuner-profile": "every way has its own",
-    "--enable-kvtuner-quant": "every way has its own",
+    "--max-total-tokens": "give --kv-memory, which is the same bytes for every scheme",
+    "--kv-cache-dtype": "fp8 is a scheme of its own",
+    "--kvtuner-profile": "every scheme has its own",
+    "--enable-kvtuner-quant": "every scheme has its own",
     "--kvtuner-allow-derived": "the profile's server gets it where it needs it, and what differs is said",
     "--kvtuner-strict": "what differs is said; `kvtuner validate --strict` refuses it",
     "--api-key": "servers that are started here need none",
     "--admin-api-key": "servers that are started here need none",
 }
-"""Flags that are given elsewhere, and where."""
+"""Flags that have another place, and that place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ServerFlags:
     """Flags of ``sglang.launch_server``.
 
     Attributes:
-        words: as they are given to it.
+        words: The words of the command line.
     """
 
     words: tuple[str, ...]
@@ -56,7 +56,7 @@ class ServerFlags:
         return cls(words)
 
     def value(self, flag: str) -> str | None:
-        """What a flag is given, in either spelling; None without it."""
+        """The value of a flag, in either spelling; None without it."""
         for index, word in enumerate(self.words):
             name, equals, value = word.partition("=")
             if name == flag:
@@ -64,7 +64,7 @@ class ServerFlags:
         return None
 
     def shared(self) -> list[str]:
-        """With the last parts of paths only."""
+        """The words with the last parts of paths only."""
         return [_shared(word) for word in self.words]
 
 

@@ -1,4 +1,4 @@
-"""What a server takes of its machine while it is under load: memory of its processes, and its GPUs."""
+"""The usage of the machine while a server is under load: the memory of its processes, and its GPUs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ GPU_MEMORY_BUSY: Final = "gpu_memory_utilization"
 
 
 class Observer:
-    """Looks at a process, what it started, and GPUs.
+    """Watches a process with its children, and GPUs.
 
     Args:
-        pid: of the server that was started here.
-        num_gpus: that it uses; those with the most memory in use, where NVML does not know its processes.
+        pid: The process of the server that was started here.
+        num_gpus: The number of GPUs that it uses: those with the most memory in use where NVML does not know its
+            processes.
     """
 
     def __init__(self, pid: int, num_gpus: int) -> None:
@@ -32,13 +33,13 @@ class Observer:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[dict[str, float]]:
-        """Filled when the block ends: the most of bytes, the mean of shares."""
-        seen: list[dict[str, float]] = [self._look()]
+        """Watch while the block runs; the mapping is filled when it ends: the most of bytes, the mean of shares."""
+        samples: list[dict[str, float]] = [self._look()]
         done = threading.Event()
 
         def look_on() -> None:
             while not done.wait(PERIOD_S):
-                seen.append(self._look())
+                samples.append(self._look())
 
         thread = threading.Thread(target=look_on, daemon=True)
         thread.start()
@@ -48,9 +49,9 @@ class Observer:
         finally:
             done.set()
             thread.join()
-            seen.append(self._look())
-            for name in sorted({name for each in seen for name in each}):
-                values = [each[name] for each in seen if name in each]
+            samples.append(self._look())
+            for name in sorted({name for sample in samples for name in sample}):
+                values = [sample[name] for sample in samples if name in sample]
                 usage[name] = max(values) if name.endswith("_bytes") else sum(values) / len(values)
 
     def _look(self) -> dict[str, float]:
@@ -58,15 +59,15 @@ class Observer:
         return {MEMORY: float(sum(family.values())), **self._of_gpus(frozenset(family))}
 
     def _of_gpus(self, family: frozenset[int]) -> dict[str, float]:
-        """Of those that its processes compute on; where their numbers are another's, in a container, the fullest."""
+        """The GPUs that its processes compute on; the fullest ones where a container hides the processes' numbers."""
         if self._nvml is None:
             return {}
         try:
-            looked = [_of_gpu(self._nvml, handle) for handle in self._gpus]
+            gpus = [_of_gpu(self._nvml, handle) for handle in self._gpus]
         except self._nvml.NVMLError:  # what some drivers do not tell
             return {}
-        ours = [gpu for gpu in looked if gpu.pids & family]
-        in_use = ours or sorted(looked, key=lambda gpu: gpu.used_bytes, reverse=True)[: self._num_gpus]
+        ours = [gpu for gpu in gpus if gpu.pids & family]
+        in_use = ours or sorted(gpus, key=lambda gpu: gpu.used_bytes, reverse=True)[: self._num_gpus]
         if not in_use:
             return {}
         return {
@@ -76,7 +77,7 @@ class Observer:
         }
 
     def _family(self) -> dict[int, int]:
-        """Resident bytes by process; those that just ended have none."""
+        """The resident bytes by process; those that just ended have none."""
         import psutil
 
         resident = {}
@@ -90,7 +91,7 @@ class Observer:
 
 @dataclass(frozen=True, slots=True)
 class _Gpu:
-    """As NVML sees it: bytes in use by anybody, shares of time, processes that compute on it."""
+    """A GPU in NVML: the bytes in use by anybody, shares of time, processes that compute on it."""
 
     used_bytes: int
     busy: float
@@ -105,7 +106,7 @@ def _of_gpu(nvml: Any, handle: Any) -> _Gpu:
 
 
 def _gpus() -> tuple[Any, list[Any]]:
-    """NVML and a handle for each GPU; None and none where there is no driver."""
+    """NVML and a handle for each GPU; None and no handles where there is no driver."""
     try:
         import pynvml  # nvidia-ml-py, which comes with SGLang on GPUs
     except ImportError:

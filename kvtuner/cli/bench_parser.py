@@ -7,15 +7,19 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvtuner.pipeline.bench_options import BenchOptions
+from kvtuner.pipeline.options import defaults_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+DEFAULTS: Final = defaults_of(BenchOptions)
 UNITS: Final = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True, slots=True)
 class Types:
-    """What flags' values are, as in other sub-commands: functions of their texts."""
+    """The functions that read flags' values, shared with other sub-commands."""
 
     counts: Callable[[str], tuple[int, ...]]
     positive: Callable[[str], int]
@@ -27,19 +31,19 @@ class Types:
 def add_bench_flags(
     parser: argparse.ArgumentParser, types: Types, *, seed: Callable[[str], int], switch: Callable[..., None]
 ) -> None:
-    """Add them.
+    """Add the flags to a parser.
 
     Args:
-        parser: of the sub-command.
-        types: of values.
-        seed: of one.
-        switch: adds a flag that can be turned off.
+        parser: The parser of the sub-command.
+        types: The functions that read values.
+        seed: The function that reads a seed.
+        switch: The function that adds a flag that can be turned off.
     """
     group = parser.add_argument_group("what is compared")
     group.add_argument(
         "--against",
         type=types.words,
-        metavar="WAY[,...]",
+        metavar="SCHEME[,...]",
         help="beside bf16: fp8, or pairs such as K8V8; fp8 by default",
     )
     switch(group, "--ablation", "bf16, K8V8, K4V4, K2V2, K8V4, per channel, symmetric, fp8: quality and speed")
@@ -51,17 +55,20 @@ def add_bench_flags(
     )
     servers = parser.add_argument_group("servers, started here one after another")
     servers.add_argument(
-        "--server-args", default="", metavar="'FLAGS'", help="of sglang.launch_server, the same for every way"
+        "--server-args", default="", metavar="'FLAGS'", help="of sglang.launch_server, the same for every scheme"
     )
     servers.add_argument(
-        "--kv-memory", type=_bytes, metavar="BYTES", help="for the KV pool of every way, such as 40GiB; SGLang decides"
+        "--kv-memory",
+        type=_bytes,
+        metavar="BYTES",
+        help="for the KV pool of every scheme, such as 40GiB; SGLang decides",
     )
     servers.add_argument("--start-timeout", type=types.positive, metavar="SECONDS", help="for a start; 1800 by default")
     servers.add_argument(
         "--endpoint",
         type=types.endpoint,
         action="append",
-        metavar="[WAY=]URL",
+        metavar="[SCHEME=]URL",
         help="of servers that are there already, in place of starting any",
     )
     servers.add_argument("--api", choices=("sglang", "openai"), help="how endpoints are spoken to; sglang by default")
@@ -82,13 +89,21 @@ def add_bench_flags(
         help="requests in flight; doubled to what fits, by default",
     )
     loads.add_argument("--batches", type=types.counts, metavar="N[,...]", help="sent at one moment; 1 to 16 by default")
-    loads.add_argument("--rounds", type=types.positive, default=20, help="of the same load, for stability")
-    loads.add_argument("--repeats", type=types.positive, default=5, help="requests, or batches, at each point")
     loads.add_argument(
-        "--prompt", type=types.positive, default=256, metavar="TOKENS", help="of loads not about lengths"
+        "--rounds", type=types.positive, default=DEFAULTS["rounds"], help="of the same load, for stability"
     )
-    loads.add_argument("--output", type=types.positive, default=32, metavar="TOKENS", help="of loads not about outputs")
-    loads.add_argument("--timeout", type=types.positive, default=600, metavar="SECONDS", help="for one request")
+    loads.add_argument(
+        "--repeats", type=types.positive, default=DEFAULTS["repeats"], help="requests, or batches, at each point"
+    )
+    loads.add_argument(
+        "--prompt", type=types.positive, default=DEFAULTS["prompt"], metavar="TOKENS", help="of loads not about lengths"
+    )
+    loads.add_argument(
+        "--output", type=types.positive, default=DEFAULTS["output"], metavar="TOKENS", help="of loads not about outputs"
+    )
+    loads.add_argument(
+        "--timeout", type=types.positive, default=DEFAULTS["timeout"], metavar="SECONDS", help="for one request"
+    )
     loads.add_argument(
         "--memory-bandwidth",
         type=_gigabytes,

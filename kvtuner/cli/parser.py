@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from kvtuner import __version__
 from kvtuner.cli.bench_parser import Types, add_bench_flags
 from kvtuner.cli.profile_parser import add_profile_commands
-from kvtuner.pipeline.defaults import EVALUATION
+from kvtuner.pipeline.evaluation_options import EVALUATION_DEFAULTS, LEVELS
 from kvtuner.pipeline.options import DEFAULT_SAMPLER, DEFAULT_TRIALS
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _SCORES = ("kl", "fisher", "e_o")
 _PLANS = ("decode", "hit", "cache")
 _PATHS = ("model", "data", "out")
-LEVELS = ("likelihood", "recall", "needle", "arithmetic", "samples")
 _APIS = ("sglang", "openai")
 _SAMPLERS = ("nsga2", "tpe", "random", "none")
 
@@ -263,8 +262,8 @@ def _unsaid(
     metavar: str | None = None,
     of: Callable[[str], int] | None = None,
 ) -> None:
-    """A number of `EVALUATION`, which stays None where the flag is not given; at least 1 unless `of` says otherwise."""
-    usual = EVALUATION[flag.removeprefix("--").replace("-", "_")]
+    """Add a number of `EVALUATION_DEFAULTS`, which stays None where the flag is not given; at least 1 without `of`."""
+    usual = EVALUATION_DEFAULTS[flag.removeprefix("--").replace("-", "_")]
     group.add_argument(flag, type=of or _positive, metavar=metavar, help=f"{text}; {usual} by default")
 
 

@@ -24,16 +24,16 @@ FLOOR: Final = 0.05
 CEILING: Final = 0.98
 Flag = Literal["floor", "ceiling"]
 MAX_EXACT: Final = 14
-"""Units of a sign-flip test, up to which all signs are tried."""
+"""The most units of a sign-flip test for which all signs are tried."""
 NUM_FLIPS: Final = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Which questions were answered right.
+    """The marks of the same questions: right or wrong.
 
     Attributes:
-        problems: by problem; an answer that never came is wrong.
+        problems: The marks of each problem's questions; an answer that never came is wrong.
     """
 
     problems: tuple[tuple[bool, ...], ...]
@@ -44,23 +44,23 @@ class Marks:
 
     @property
     def num_questions(self) -> int:
-        """Of all problems."""
+        """The questions of all problems."""
         return sum(map(len, self.problems))
 
     @property
     def accuracy(self) -> float:
-        """Share of questions that were answered right."""
+        """The share of questions that were answered right."""
         return sum(map(sum, self.problems)) / self.num_questions
 
     @property
     def flag(self) -> Flag | None:
-        """Why an unquantized model's marks cannot tell ways to store its cache apart: it fails, or hardly can."""
+        """Why an unquantized model's marks cannot tell schemes apart: it fails, or hardly can."""
         if self.accuracy <= FLOOR:
             return "floor"
         return "ceiling" if self.accuracy >= CEILING else None
 
     def interval(self) -> Interval:
-        """Accuracy with Wilson's interval over as many questions as count for independent."""
+        """The accuracy with Wilson's interval over as many questions as count for independent."""
         share = self.accuracy
         trials = self.num_questions / _design_effect(self._shares(), self._counts(), share * (1 - share))
         z = float(norm.ppf((1 + DEFAULT_LEVEL) / 2))
@@ -69,13 +69,13 @@ class Marks:
         return Interval(share, min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half)))
 
     def minus(self, other: Marks) -> Interval:
-        """Paired difference of accuracies, with Agresti and Min's adjusted interval (Stat. in Medicine 24, 2005).
+        """The paired difference of accuracies, with Agresti and Min's adjusted interval (Stat. in Medicine 24, 2005).
 
-        Half a question is added to each cell of the table of both, so that no difference is not certain either.
+        Half a question is added to each cell of their table, so that even equal marks leave an interval.
 
         Raises:
-            ValueError: other questions.
-            CorpusError: a single problem, which says nothing of the spread between problems.
+            ValueError: the other marks have other questions.
+            CorpusError: a single problem has no spread between problems.
         """
         self._check_same(other)
         if len(self.problems) < 2:
@@ -92,10 +92,10 @@ class Marks:
         return Interval(mean, max(-1.0, min(mean, middle - half)), min(1.0, max(mean, middle + half)))
 
     def sign_flip(self, other: Marks, seed: int) -> float:
-        """Two-sided p-value that neither is better: problems' differences with their signs flipped at random.
+        """The two-sided p-value that neither is better: problems' differences with their signs flipped at random.
 
         Raises:
-            ValueError: other questions.
+            ValueError: the other marks have other questions.
         """
         self._check_same(other)
         return sign_flip((self._shares() - other._shares()) * self._counts(), seed)
@@ -112,12 +112,12 @@ class Marks:
 
 
 def mcnemar(first: Marks, second: Marks) -> float:
-    """Exact two-sided p-value that both are right equally often: of questions where they differ, half each way.
+    """The exact two-sided p-value that both are right equally often.
 
-    Takes questions for independent; where those of one problem are not, it is too small.
+    It takes questions for independent; where those of one problem are not, it is too small.
 
     Raises:
-        ValueError: other questions.
+        ValueError: the other marks have other questions.
     """
     first._check_same(second)
     only_first, only_second = _only_one_is_right(first, second)
@@ -126,21 +126,21 @@ def mcnemar(first: Marks, second: Marks) -> float:
 
 
 def sign_flip(differences: NDArray[np.float64], seed: int) -> float:
-    """Two-sided p-value that differences are as likely one way as the other, whole units' signs flipped.
+    """The two-sided p-value that differences have either sign equally often, whole units' signs flipped.
 
     Args:
-        differences: one for each unit that is independent of others, [num_units].
-        seed: of the signs, where there are too many to try all.
+        differences: The difference of each independent unit, [num_units].
+        seed: The seed of the signs, where there are too many to try all.
     """
     differences = differences[differences != 0]
     if not differences.size:
         return 1.0
-    seen = abs(differences.sum()) * (1 - 1e-12)
+    observed = abs(differences.sum()) * (1 - 1e-12)
     if differences.size <= MAX_EXACT:
         signs = np.array(list(product((-1.0, 1.0), repeat=differences.size)))
-        return float((abs(signs @ differences) >= seen).mean())
+        return float((abs(signs @ differences) >= observed).mean())
     signs = np.random.default_rng(seed).choice((-1.0, 1.0), (NUM_FLIPS, differences.size))
-    return float(((abs(signs @ differences) >= seen).sum() + 1) / (NUM_FLIPS + 1))
+    return float(((abs(signs @ differences) >= observed).sum() + 1) / (NUM_FLIPS + 1))
 
 
 def _only_one_is_right(first: Marks, second: Marks) -> tuple[int, int]:
@@ -149,7 +149,7 @@ def _only_one_is_right(first: Marks, second: Marks) -> tuple[int, int]:
 
 
 def _design_effect(shares: NDArray[np.float64], counts: NDArray[np.float64], variance: float) -> float:
-    """By how much problems vary more than independent questions would: from 1 to the questions of a problem."""
+    """The factor by which problems vary more than independent questions, from 1 to the questions of a problem."""
     most = float(counts.mean())
     if variance <= 0 or len(shares) < 2:
         return most

@@ -1,4 +1,4 @@
-"""What a configuration takes on the ranks that will serve it. Knows nothing of budgets or measurements."""
+"""The bytes of a configuration on the ranks that will serve it. Knows nothing of budgets or measurements."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServingRanks:
-    """Rows and layers of the ranks; bytes are those of the fullest one, which limits how many tokens fit.
+    """The rows and layers of the ranks; bytes are those of the fullest one, which limits how many tokens fit.
 
     Attributes:
-        shape: of the rows of one tensor-parallel rank.
-        stages: layers of each pipeline stage.
+        shape: The shape of the rows of one tensor-parallel rank.
+        stages: The layers of each pipeline stage.
     """
 
     shape: RowShape
@@ -44,9 +44,9 @@ class ServingRanks:
         return cls(shape, tuple(geometry.layers_of_stage(rank, pp_size) for rank in range(pp_size)))
 
     def bytes_per_token(self, pairs: Sequence[PrecisionPair]) -> int:
-        """Stored bytes of one token of a configuration."""
+        """The stored bytes of one token of a configuration."""
         return max(bytes_per_token(pairs[stage.start : stage.stop], self.shape) for stage in self.stages)
 
     def bf16_bytes_per_token(self) -> int:
-        """Bytes of one token of the unquantized cache."""
+        """The bytes of one token of the unquantized cache."""
         return self.bytes_per_token([PrecisionPair(16, 16)] * self.stages[-1].stop)

@@ -38,20 +38,20 @@ def bootstrap_mean(
     level: float = DEFAULT_LEVEL,
     seed: int,
 ) -> Interval:
-    """Mean over tokens with a percentile interval, whole sequences resampled.
+    """The mean over tokens with a percentile interval, whole sequences resampled.
 
     Tokens of one sequence are dependent, so sequences are what is drawn again; the mean of a resample is the
     ratio of its sums. The same seed and number of sequences draw the same resamples, whatever was measured.
 
     Args:
-        sums: per sequence, the sum of a quantity over its tokens, [num_sequences].
-        counts: per sequence, its tokens, [num_sequences].
-        num_resamples: draws.
-        level: confidence of the interval, inside (0, 1).
-        seed: of the draws.
+        sums: The sum of a quantity over each sequence's tokens, [num_sequences].
+        counts: The tokens of each sequence, [num_sequences].
+        num_resamples: The number of draws.
+        level: The confidence of the interval, inside (0, 1).
+        seed: The seed of the draws.
 
     Raises:
-        CorpusError: fewer than two sequences, which say nothing of the spread between sequences.
+        CorpusError: fewer than two sequences, which have no spread between sequences.
         ValueError: shapes that differ, a sequence without tokens, or sums that are not finite.
     """
     sums = np.asarray(sums, dtype=np.float64)
@@ -72,15 +72,15 @@ def paired_difference(
     level: float = DEFAULT_LEVEL,
     seed: int,
 ) -> Interval:
-    """Mean of a minus mean of b, both measured on the same tokens; what sequences share cancels.
+    """The mean of a minus the mean of b, both measured on the same tokens; what sequences share cancels.
 
     Args:
-        sums_a: per sequence, the sum over its tokens under a, [num_sequences].
-        sums_b: the same under b.
-        counts: per sequence, its tokens.
-        num_resamples: draws.
-        level: confidence of the interval.
-        seed: of the draws.
+        sums_a: The sum over each sequence's tokens under a, [num_sequences].
+        sums_b: The sums under b.
+        counts: The tokens of each sequence.
+        num_resamples: The number of draws.
+        level: The confidence of the interval.
+        seed: The seed of the draws.
 
     Raises:
         CorpusError: fewer than two sequences.
@@ -93,7 +93,7 @@ def paired_difference(
 
 
 def spearman(x: NDArray[np.float64], y: NDArray[np.float64]) -> float | None:
-    """Rank correlation, ties at their mean rank; None where one side does not vary or has under two values.
+    """The rank correlation, ties at their mean rank; None where one side does not vary or has under two values.
 
     Raises:
         ValueError: lengths that differ, or values that are not finite.

@@ -1,4 +1,4 @@
-"""Texts as a model's tokens."""
+"""Texts as the tokens of a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Text:
     """Texts as token ids and back.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: The model's tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -27,11 +27,11 @@ class Text:
         self._tokens_of: Counter[str] | None = None
 
     def context(self, text: str) -> list[int]:
-        """Token ids of what a sequence begins with."""
+        """The token ids of a text that a sequence begins with."""
         return self._start + self._ids(text)
 
     def after(self, context: str, text: str) -> list[int]:
-        """Token ids that `text` adds to a context, as they would be in the middle of a text where that can be said.
+        """The token ids that `text` adds to a context, as in the middle of a text where the tokenizer allows it.
 
         Some tokenizers begin every text with a space, which is not there in the middle.
         """
@@ -39,12 +39,12 @@ class Text:
         return whole[len(before) :] if whole[: len(before)] == before else self._ids(text)
 
     def count(self, text: str) -> int:
-        """Tokens of a text, without special ones."""
+        """The number of tokens of a text, without special ones."""
         return len(self._ids(text))
 
     def longest(self, problem: Problem) -> int:
-        """Tokens of a context with its longest question and as much of an answer as is asked for."""
-        questions = (self.count(each.text) + each.max_tokens for each in problem.questions)
+        """The tokens of a context with its longest question and as much of an answer as is asked for."""
+        questions = (self.count(question.text) + question.max_tokens for question in problem.questions)
         return len(self.context(problem.context)) + max(questions)
 
     def of(self, ids: Sequence[int]) -> str:

@@ -32,15 +32,15 @@ UNIFORM_PAIRS = tuple(PrecisionPair.parse(text) for text in ("K8V8", "K8V4", "K4
 
 @dataclass(frozen=True, slots=True)
 class SequenceSums:
-    """Results of one scheme at one kind of offsets: a sum per sequence.
+    """The results of one scheme at one kind of offsets: a sum per sequence.
 
     Attributes:
-        kl: of KL over scored tokens, nats.
-        agree: of top-1 agreement.
-        nll: of -log p(next token).
-        count: scored tokens.
-        nll_count: scored tokens that have a next token.
-        kl_p99: 99th percentile of KL over all scored tokens.
+        kl: The sums of KL over scored tokens, nats.
+        agree: The sums of top-1 agreement.
+        nll: The sums of -log p(next token).
+        count: The numbers of scored tokens.
+        nll_count: The numbers of scored tokens that have a next token.
+        kl_p99: The 99th percentile of KL over all scored tokens.
     """
 
     kl: tuple[float, ...]
@@ -65,29 +65,29 @@ class SequenceSums:
         )
 
     def kl_interval(self, seed: int) -> Interval:
-        """Mean KL per token with its bootstrap interval."""
+        """The mean KL per token with its bootstrap interval."""
         return bootstrap_mean(_floats(self.kl), _ints(self.count), seed=seed)
 
     @property
     def top1_agreement(self) -> float:
-        """Share of scored tokens whose most likely next token is the reference's."""
+        """The share of scored tokens whose most likely next token is the reference's."""
         return sum(self.agree) / sum(self.count)
 
     @property
     def perplexity(self) -> float:
-        """Of the scored tokens that have a next token."""
+        """The perplexity of the scored tokens that have a next token."""
         return math.exp(sum(self.nll) / sum(self.nll_count))
 
 
 def kl_difference(first: SequenceSums, second: SequenceSums, seed: int) -> Interval:
-    """Paired difference of mean KL, first minus second."""
+    """The paired difference of mean KL, first minus second."""
     return paired_difference(_floats(first.kl), _floats(second.kl), _ints(first.count), seed=seed)
 
 
 def pooled(parts: Sequence[SequenceSums]) -> SequenceSums:
-    """The same sequences read at several kinds of offsets: summed per sequence, so that they stay what is resampled.
+    """Add the results of the same sequences at several kinds of offsets, so that sequences stay what is resampled.
 
-    The p99 is the largest of theirs.
+    The p99 is the largest of all parts.
     """
 
     def added(columns: Sequence[Sequence[float]]) -> tuple[float, ...]:
@@ -125,7 +125,7 @@ class Validator:
     def measure(
         self, scheme: CacheScheme, offsets: Offsets, on_batch: Callable[[int], None] | None = None
     ) -> SequenceSums:
-        """Results of one scheme at one kind of position offsets.
+        """Measure one scheme at one kind of position offsets, or look it up.
 
         Raises:
             NonFiniteActivationError: a token's KL is NaN or infinite; nothing is journalled.

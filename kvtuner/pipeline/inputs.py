@@ -18,16 +18,11 @@ from kvtuner.exported_configs.profile.evaluation_record import ResultProvenance
 from kvtuner.exported_configs.sharing.find import find_profile, find_profiles
 from kvtuner.pipeline.options import MAX_SEED
 from kvtuner.pipeline.progress import say
-from kvtuner.pipeline.session import model_source
 from kvtuner.runtime_loader.model_check import calibrated_positions
 
 if TYPE_CHECKING:
-    from argparse import Namespace
     from collections.abc import Sequence
 
-    from transformers import PreTrainedTokenizerBase
-
-    from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.exported_configs.identity.mismatch import Mismatch
     from kvtuner.exported_configs.profile.evidence import ModelIdentity
     from kvtuner.exported_configs.profile.profile import Profile
@@ -56,32 +51,6 @@ def _said(found: list[ResolvedProfile]) -> list[ResolvedProfile]:
     for note in (note for each in found for note in each.notes):
         say(note)
     return found
-
-
-def take_from_profile(args: Namespace, profile: Profile) -> None:
-    """What was not said is as the search had it: the model, the corpus's cut and so its unseen part.
-
-    Raises:
-        ProfileError: the model was a folder, whose name alone finds none, or another one.
-    """
-    if args.model is None:
-        name, revision = profile.model.id, args.revision or profile.model.revision
-        if name != "demo" and not is_hub_id(name) and revision is None:
-            raise ProfileError(f"the profile is for a model of a folder called {name}; give --model FOLDER")
-        args.model, args.revision = name, revision
-        say(f"no --model given: taking {args.model}{f'@{args.revision}' if args.revision else ''}")
-    record = profile.provenance.calibration
-    if args.seed is None:
-        args.seed = record.seed if record and record.seed < MAX_SEED else 0
-    if record is None:
-        return
-    counts = record.num_sequences
-    args.sequence_length = args.sequence_length or record.sequence_length
-    if args.sequences is None and min(counts.calibrate, counts.select, counts.report - 1) > 0:
-        args.sequences = (counts.calibrate, counts.select, counts.report)
-    args.context_length = args.context_length or record.position_range[1] + 1
-    if args.data is None and record.corpus != "demo":
-        say(f"the search read {record.corpus}; without --data the shipped demo corpus is taken")
 
 
 def with_profile_defaults(
@@ -116,11 +85,6 @@ def with_profile_defaults(
     )
 
 
-def model_record(args: Namespace, shape: ModelShape, dtype: str, tokenizer: PreTrainedTokenizerBase) -> ModelIdentity:
-    """The model that the flags name, as results say it."""
-    return shape.identity(model_source(args), dtype, tokenizer)
-
-
 def warn_of_mismatches(profile: Profile, found: ModelIdentity, context_length: int) -> list[Mismatch]:
     """Say where the model that is measured is not the profile's; measuring it is right all the same.
 
@@ -135,27 +99,6 @@ def warn_of_mismatches(profile: Profile, found: ModelIdentity, context_length: i
         if each.severity == "warning":
             say(f"warning: {each.text}")
     return mismatches
-
-
-def making(said: Sequence[str], args: Namespace, *, device: str | None = None) -> ResultProvenance:
-    """How a result was made.
-
-    Args:
-        said: see `command_said`.
-        args: device, endpoints and seed.
-        device: of servers that were started; None without any.
-    """
-    import torch
-    import transformers
-
-    return ResultProvenance(
-        kvtuner_version=__version__,
-        command=shlex.join(said)[:MAX_COMMAND].strip(),
-        machine=_machine(args, device),
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        seed=args.seed,
-    )
 
 
 def result_provenance(
@@ -197,17 +140,6 @@ def _cpu() -> str:
     import torch
 
     return f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-
-
-def _machine(args: Namespace, device: str | None) -> str:
-    import torch
-
-    if torch.cuda.is_available() and "cpu" not in (args.device, device) and not args.endpoint:
-        index = torch.device(args.device).index if args.device != "auto" else None
-        count = torch.cuda.device_count() if args.device == "auto" else 1
-        return f"{count} x {torch.cuda.get_device_name(index or 0)}"
-    asked = "asked from " if args.endpoint else ""
-    return f"{asked}{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
 def _processor() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtuner.bench.server_flags import ServerFlags
 from kvtuner.exported_configs.identity.model_identity import public_name
 from kvtuner.exported_configs.sharing.reference import FileReference, parse_reference
 from kvtuner.pipeline.options import DEFAULT_SAMPLER, DEFAULT_TRIALS, SearchOptions, defaults_of, flag_values
@@ -56,3 +57,18 @@ def flag_words(values: Mapping[str, Any], usual: Mapping[str, Any], *, left_out:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
             words += [f"--{flag}", public_name(text) if name in _PATHS else text]
     return words
+
+
+def result_command(name: str, options: Any) -> list[str]:
+    """The words of a command about a profile; the URLs of servers are left out.
+
+    Args:
+        name: The name of the sub-command.
+        options: The options, which name a profile and servers.
+    """
+    values = flag_values(options)
+    if server_args := values.get("server_args"):
+        values["server_args"] = shlex.join(ServerFlags.parse(server_args).shared())
+    words = flag_words(values, defaults_of(type(options)), left_out=("profile", "endpoint", "out"))
+    servers = [word for scheme, _ in options.endpoint or () for word in ("--endpoint", f"{scheme}=URL")]
+    return ["kvtuner", name, shareable_profile(str(options.profile)), *words, *servers]

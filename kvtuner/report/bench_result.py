@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvtuner.bench.gates import Gate
+    from kvtuner.bench.load_target import ServerRecord
     from kvtuner.bench.runner import SchemeRun
-    from kvtuner.bench.served_target import ServerRecord
     from kvtuner.evaluation.scheme import CacheScheme
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Evaluation, Result, ResultProvenance
     from kvtuner.exported_configs.profile.evidence import ModelIdentity

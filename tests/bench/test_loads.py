@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from kvtuner.bench.loads import Capacity, Load, LoadOptions, plan_loads
 from kvtuner.bench.prompts import DRAWN, Prompts
-from kvtuner.bench.runner import BenchWork, Journal
+from kvtuner.bench.runner import BenchWork, LoadJournal
 from kvtuner.calibration.model_loading import DEMO_MODEL
 from kvtuner.cli import main
 from kvtuner.errors import CorpusError
@@ -110,7 +110,7 @@ def test_a_token_that_is_rare_in_the_text_does_not_have_to_be_waited_for() -> No
 def work(stream: Sequence[int], options: LoadOptions, folder: Path) -> BenchWork:
     run = RunFolder(folder)
     run.create()
-    return BenchWork(options, stream, "0", Journal(run))
+    return BenchWork(options, stream, "0", LoadJournal(run))
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_the_command_refuses_them_before_a_server_is_started(
     config = AutoConfig.from_pretrained(DEMO_MODEL)
     profile = tmp_path / "profile.json"
     profile.write_bytes(dump_profile(profile_of(config, [LayerQuantization(4, 4)] * config.num_hidden_layers)))
-    monkeypatch.setattr("kvtuner.cli.commands.bench.serving_client", lambda: None)  # it need not be installed to refuse
-    monkeypatch.setattr("kvtuner.cli.commands.bench.running", lambda *_: pytest.fail("a server is started"))
+    monkeypatch.setattr("kvtuner.pipeline.benchmark.serving_client", lambda: None)  # it need not be installed to refuse
+    monkeypatch.setattr("kvtuner.pipeline.benchmark.running", lambda *_: pytest.fail("a server is started"))
     words = ["bench", str(profile), "--model", "demo", "--out", str(tmp_path / "run"), "--lengths", "1", "--repeats"]
     assert main([*words, "100000"]) == 2
     assert "no two prompts may begin alike, and 100,000 of length 1 are asked for" in capsys.readouterr().err

@@ -54,7 +54,7 @@ def test_flags_that_contradict_each_other_are_refused(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtuner.cli.commands.bench.serving_client", lambda: None)  # it need not be installed to refuse
+    monkeypatch.setattr("kvtuner.pipeline.benchmark.serving_client", lambda: None)  # it need not be installed to refuse
     assert main(["bench", profile, "--model", "demo", *flags]) == 2
     assert words in capsys.readouterr().err
 

@@ -147,7 +147,7 @@ def test_a_model_that_was_a_folder_is_asked_for_and_not_guessed(
 
 def test_what_was_asked_is_not_asked_again(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtuner.calibration.forward.simulator import Simulator
-    from kvtuner.evaluation.backends.local_model import Offline
+    from kvtuner.evaluation.backends.local import LocalBackend
 
     levels = ("--levels", "likelihood,recall", *TABLES)
     first = evaluate(*levels)[1]
@@ -156,17 +156,17 @@ def test_what_was_asked_is_not_asked_again(evaluate: Any, monkeypatch: pytest.Mo
         raise AssertionError("asked again")
 
     monkeypatch.setattr(Simulator, "measure", unwanted)
-    monkeypatch.setattr(Offline, "answers", unwanted)
+    monkeypatch.setattr(LocalBackend, "answers", unwanted)
     assert evaluate(*levels)[1] == first
     with pytest.raises(AssertionError, match="asked again"):
         evaluate(*levels, "--seed", "5")
 
 
 def test_an_interrupted_evaluation_goes_on(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtuner.evaluation.backends.local_model import Offline
+    from kvtuner.evaluation.backends.local import LocalBackend
 
     levels = ("--levels", "recall,arithmetic", *TABLES)
-    whole, asked = Offline.answers, []
+    whole, asked = LocalBackend.answers, []
 
     def interrupted(self: Any, *arguments: Any, **more: Any) -> Any:
         asked.append(arguments)
@@ -174,7 +174,7 @@ def test_an_interrupted_evaluation_goes_on(evaluate: Any, monkeypatch: pytest.Mo
             raise KeyboardInterrupt
         return whole(self, *arguments, **more)
 
-    monkeypatch.setattr(Offline, "answers", interrupted)
+    monkeypatch.setattr(LocalBackend, "answers", interrupted)
     status, _, err, _ = evaluate(*levels)
     assert status == 130
     assert "run the same command again to resume" in err

@@ -191,15 +191,17 @@ def test_a_pull_overwrites_nothing_that_nobody_said(run: Any, hub: Any, reported
 
 
 def test_an_evaluation_names_no_folder_of_this_machine(reported: Path, tmp_path: Path) -> None:
-    from kvtuner.cli.parser import build_parser
-    from kvtuner.cli.profile_command import command_said
+    from kvtuner.pipeline.evaluation_options import EvalOptions
+    from kvtuner.pipeline.shareable_command import result_command
 
     digest = json.loads((reported / "profile.json").read_text())["digest"]
     for named in (str(reported / "profile.json"), f"{reported / 'profile.json'}#{digest}", str(tmp_path / "gone.json")):
-        said = command_said(build_parser().parse_args(["eval", named]))
-        assert str(tmp_path.parent.name) not in " ".join(said) and said[2].startswith(("profile.json", "gone.json"))
-    said = command_said(build_parser().parse_args(["eval", f"{REPO}@v1:x.json#{digest}"]))
-    assert said[2] == f"{REPO}@v1:x.json#{digest}"
+        command = result_command("eval", EvalOptions(profile=named))
+        assert str(tmp_path.parent.name) not in " ".join(command) and command[2].startswith(
+            ("profile.json", "gone.json")
+        )
+    command = result_command("eval", EvalOptions(profile=f"{REPO}@v1:x.json#{digest}"))
+    assert command[2] == f"{REPO}@v1:x.json#{digest}"
 
 
 def test_the_command_of_a_profile_is_the_search_that_made_it(reported: Path) -> None:

@@ -13,10 +13,10 @@ from transformers import AutoConfig
 
 from kvtuner.bench.ablation import ABLATION, group_of
 from kvtuner.bench.client import RequestResult
+from kvtuner.bench.load_target import ServerRecord
 from kvtuner.bench.loads import Capacity, LoadOptions, plan_loads
 from kvtuner.bench.metrics import LoadResult
 from kvtuner.bench.runner import MeasurementCost, SchemeRun
-from kvtuner.bench.served_target import ServerRecord
 from kvtuner.bench.usage import GPU_MEMORY, MEMORY
 from kvtuner.calibration.model_loading import DEMO_MODEL, ModelSource, read_shape
 from kvtuner.evaluation.scheme import PER_CHANNEL, named_schemes

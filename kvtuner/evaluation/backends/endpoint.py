@@ -1,4 +1,4 @@
-"""Asking a server over HTTP: SGLang by its own interface, others by OpenAI's completions. Greedy, by token ids."""
+"""Speaks to a server over HTTP: SGLang by its own interface, others by OpenAI's completions. Greedy, by token ids."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import os
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from kvtuner.errors import EndpointError
-from kvtuner.evaluation.backends.next_token import from_openai, from_sglang
 from kvtuner.evaluation.backends.url_opener import opener_of, proxy_of
 from kvtuner.run_folder import sha256_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from kvtuner.evaluation.backends.next_token import NextToken
-    from kvtuner.evaluation.tasks.questions import Problem
-    from kvtuner.evaluation.token_text import Text
+    from kvtuner.evaluation.scheme import CacheScheme
+    from kvtuner.exported_configs.profile.profile import Profile
 
 Api = Literal["sglang", "openai"]
 Reads = Literal["fresh", "cache", "below"]
@@ -44,12 +42,6 @@ LOADED: Final = ("model_path", "load_format", "weight_version")
 """What SGLang says of the weights that it holds now: an update changes them while it runs."""
 NO_ANSWER: Final = (KeyError, IndexError, TypeError, AttributeError, ValueError, OSError, http.client.HTTPException)
 """What comes of a server that is not there, or says something else than was asked."""
-LEAST_HITS: Final = 0.5
-"""Share of prompts that a server must find in its cache, for its answers to show how it stores them."""
-MAX_STOPS: Final = 4
-"""That OpenAI's completions take."""
-
-Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +49,12 @@ class Served:
     """What a server says of itself.
 
     Attributes:
-        model: path or name.
-        version: of SGLang; None elsewhere.
-        digest: of the profile it serves; None where it serves none, or does not say.
-        reads: what a chunk reads of itself: ``fresh``, ``cache``, ``below`` an exact device; None without a profile.
-        kv_cache_dtype: as SGLang names it; None elsewhere.
-        weights: what SGLang says of `STARTED_WITH` and `LOADED`, in this order; nothing elsewhere.
+        model: The path or name of the model.
+        version: The version of SGLang; None elsewhere.
+        digest: The digest of the profile it serves; None where it serves none, or does not say.
+        reads: What a chunk reads of itself: ``fresh``, ``cache``, ``below`` an exact device; None without a profile.
+        kv_cache_dtype: The cache's dtype as SGLang names it; None elsewhere.
+        weights: The values of `STARTED_WITH` and `LOADED`, in this order; empty elsewhere.
     """
 
     model: str
@@ -73,54 +65,21 @@ class Served:
     weights: tuple[object, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class HitCount:
-    """Prompt tokens of which a server said whether they were in its cache, and how many were."""
-
-    prompt: int = 0
-    cached: int = 0
-
-    def __add__(self, other: HitCount) -> HitCount:
-        return HitCount(self.prompt + other.prompt, self.cached + other.cached)
-
-    def __sub__(self, other: HitCount) -> HitCount:
-        return HitCount(self.prompt - other.prompt, self.cached - other.cached)
-
-    @property
-    def share(self) -> float | None:
-        """Found in the cache; None where nothing was said of any."""
-        return min(1.0, self.cached / self.prompt) if self.prompt else None
-
-
 class Endpoint:
-    """A server that answers greedily.
-
-    A context is sent first, by itself, so that the questions find it in the server's prefix cache and read it as it is
-    stored: scoring a whole prompt at once would read fresh keys and values, and show no damage of a quantized cache.
+    """A server that one can speak to.
 
     Args:
-        name: of the way that it stores its cache.
-        url: of the server, without a path.
-        api: how to speak to it.
-        text: the model's tokens; the server is sent ids, so that all are asked alike.
-        timeout_s: for one answer.
+        url: The URL of the server, without a path.
+        api: How to speak to it.
+        timeout_s: The seconds that one answer may take.
 
     Raises:
         EndpointError: it cannot be reached, redirects, or serves no model.
     """
 
-    def __init__(
-        self,
-        name: str,
-        url: str,
-        api: Api,
-        text: Text,
-        timeout_s: float,
-    ) -> None:
-        self.name, self.url, self.api = name, url.rstrip("/"), api
-        self._text, self._timeout_s = text, timeout_s
-        self._opener = opener_of(self.url)
-        self.hits = HitCount()
+    def __init__(self, url: str, api: Api, timeout_s: float) -> None:
+        self.url, self.api = url.rstrip("/"), api
+        self.timeout_s, self._opener = timeout_s, opener_of(self.url)
         self.served = self._served()
 
     @property
@@ -129,132 +88,51 @@ class Endpoint:
         if self.api == "openai":
             return None
         served = self.served
-        said = [served.model, served.version, served.digest, served.reads, served.kv_cache_dtype]
-        return sha256_of([self.api, KEPT, *said, *served.weights])
+        facts = [served.model, served.version, served.digest, served.reads, served.kv_cache_dtype]
+        return sha256_of([self.api, KEPT, *facts, *served.weights])
 
-    def is_unread(self, hits: HitCount) -> bool:
-        """Whether prompts may have been read as they were before they were stored, which shows no damage."""
-        share = hits.share
-        return self.served.reads != "cache" and (share is None or share < LEAST_HITS)
-
-    def answers(self, problem: Problem, *, offset: int = 0) -> tuple[str | None, ...]:
-        """What is said after each question of a problem; None for an answer that did not come.
-
-        Args:
-            problem: context and questions.
-            offset: 0; a server counts positions by itself.
-
-        Raises:
-            EndpointError: the server is gone.
-        """
-        assert offset == 0
-        context = self._text.context(problem.context)
-        self.prime(context)
-        return tuple(
-            self._ask(
-                context + self._text.after(problem.context, question.text),
-                question.max_tokens,
-                self._text_of,
-                counted=True,
-            )
-            for question in problem.questions
-        )
-
-    def continuation(self, prompt: Sequence[int], num_tokens: int) -> str | None:
-        """What is said after a prompt, up to the end of the text; None for an answer that did not come.
-
-        Raises:
-            EndpointError: the server is gone.
-        """
-        return self._ask(prompt, num_tokens, self._text_of)
-
-    def prime(self, ids: Sequence[int]) -> None:
-        """Have a prompt stored, so that the next one that begins with it reads it as it is stored.
-
-        Raises:
-            EndpointError: the server is gone.
-        """
-        self._ask(ids, 1, self._text_of)
-
-    def said_until(self, ids: Sequence[int], num_tokens: int, stops: Sequence[str]) -> str | None:
-        """What is said after a prompt up to the first of some texts, which may be at its beginning.
-
-        Returns:
-            None for an answer that did not come, or that a server does not say it generated.
-
-        Raises:
-            EndpointError: the server is gone.
-        """
-        if self.api == "sglang":
-            more: dict[str, Any] = {"sampling": {"stop": list(stops), "no_stop_trim": True}} if stops else {}
-        else:
-            more = {"stop": list(stops[:MAX_STOPS])} if stops else {}
-        said = self._ask(ids, num_tokens, self._generated_text, counted=True, **more)
-        return None if said is None else min((said.split(stop)[0] for stop in stops), key=len, default=said)
-
-    def next_token(self, ids: Sequence[int], *, top: int, asked: Sequence[int] = ()) -> NextToken | None:
-        """What is said of the token after a prompt; None for an answer that did not come.
-
-        Args:
-            ids: of the prompt.
-            top: how many of the most likely tokens to name.
-            asked: tokens to name besides; of SGLang only.
-
-        Raises:
-            EndpointError: the server is gone.
-        """
-        if self.api == "openai":
-            assert not asked
-            return self._ask(
-                ids, 1, lambda answer: from_openai(answer, self._text.names_one_token), counted=True, logprobs=top
-            )
-        more = {"return_logprob": True, "top_logprobs_num": top, "token_ids_logprob": list(asked)}
-        return self._ask(ids, 1, lambda answer: from_sglang(answer, asked), counted=True, **more)
-
-    def _ask(
-        self,
-        ids: Sequence[int],
-        num_tokens: int,
-        parse: Callable[[Any], Parsed | None],
-        *,
-        counted: bool = False,
-        **more: Any,
-    ) -> Parsed | None:
-        try:
-            answer = self._post(*self._request(ids, num_tokens, **more))
-            found, hits = parse(answer), self._hits_of(answer, len(ids))
-        except NO_ANSWER:
-            self.check_alive()
-            return None
-        if counted:
-            self.hits += hits
-        return found
-
-    def _request(
+    def generate(
         self, ids: Sequence[int], num_tokens: int, *, sampling: dict[str, Any] | None = None, **more: Any
-    ) -> tuple[str, dict[str, Any]]:
+    ) -> Any:
+        """The JSON that the server answers to a prompt.
+
+        Args:
+            ids: The prompt.
+            num_tokens: The tokens to generate at most.
+            sampling: The sampling parameters besides, of SGLang.
+            **more: The fields of the request besides.
+
+        Raises:
+            OSError: no answer; URLError and timeouts are.
+            ValueError: the answer is no JSON.
+        """
         if self.api == "sglang":
             greedy = {"temperature": 0, "max_new_tokens": num_tokens, **(sampling or {})}
-            return "/generate", {"input_ids": list(ids), "sampling_params": greedy, **more}
+            return self._post("/generate", {"input_ids": list(ids), "sampling_params": greedy, **more})
         body = {"model": self.served.model, "prompt": list(ids), "temperature": 0, "max_tokens": num_tokens, **more}
-        return "/v1/completions", body
+        return self._post("/v1/completions", body)
 
-    def _hits_of(self, answer: Any, prompt: int) -> HitCount:
-        if self.api == "sglang":
-            cached = answer["meta_info"].get("cached_tokens")
-        else:
-            cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
-        return HitCount() if cached is None else HitCount(prompt, int(cached))
+    def check_serves(self, scheme: CacheScheme, profile: Profile | None) -> None:
+        """Check that a server of SGLang serves the scheme that it was named for.
 
-    def _text_of(self, answer: Any) -> str | None:
-        """None for an empty one."""
-        text = answer["text"] if self.api == "sglang" else answer["choices"][0]["text"]
-        return text if isinstance(text, str) and text else None
+        Args:
+            scheme: The scheme.
+            profile: The profile that it must serve; None where the scheme says enough.
 
-    def _generated_text(self, answer: Any) -> str | None:
-        """An empty one too, where the server says that it generated a token."""
-        about = answer["meta_info"] if self.api == "sglang" else answer.get("usage") or {}
-        return self._text_of(answer) or ("" if int(about.get("completion_tokens") or 0) > 0 else None)
+        Raises:
+            EndpointError: it does not, or its answers cannot show it.
+        """
+        served = self.served
+        if profile is not None and served.digest != profile.digest:
+            stored = f"the profile {served.digest}" if served.digest else "no profile"
+            raise EndpointError(f"{self.url} serves {stored}, not {profile.digest}; start it with --kvtuner-profile")
+        if profile is not None and served.reads == "below":
+            raise EndpointError(
+                f"{self.url} quantizes below an exact device: its answers show that only after eviction; evaluate with"
+                " --read-plan hit and without --endpoint"
+            )
+        if contradiction := scheme.contradiction(served.kv_cache_dtype, served.digest):
+            raise EndpointError(f"{self.url} was named {scheme.name}, but {contradiction}")
 
     def _served(self) -> Served:
         try:
@@ -278,7 +156,11 @@ class Endpoint:
             ) from error
 
     def check_alive(self) -> None:
-        """A request may fail; a server that is gone ends the run, which can then go on."""
+        """Check that the server is still there and serves the same.
+
+        Raises:
+            EndpointError: it is gone; the run ends, and the same command resumes it.
+        """
         try:
             served = self._served()
         except EndpointError as error:
@@ -289,11 +171,11 @@ class Endpoint:
             raise EndpointError(f"{self.url} serves something else now; run the same command again for that")
 
     def get(self, path: str) -> Any:
-        """JSON that the server has at a path.
+        """The JSON that the server has at a path.
 
         Raises:
-            OSError: it does not answer; URLError and timeouts are.
-            ValueError: no JSON.
+            OSError: no answer; URLError and timeouts are.
+            ValueError: the answer is no JSON.
         """
         return json.loads(self._read(urllib.request.Request(f"{self.url}{path}")))
 
@@ -313,17 +195,17 @@ class Endpoint:
         if key := os.environ.get(KEY_VARIABLE):
             request.add_header("Authorization", f"Bearer {key}")
         try:
-            with self._opener.open(request, timeout=self._timeout_s) as answer:
+            with self._opener.open(request, timeout=self.timeout_s) as answer:
                 return bytes(answer.read(MAX_ANSWER_BYTES))
         except urllib.error.HTTPError as error:
             error.close()  # it holds the connection
             raise
 
 
-def _known_reads(said: object) -> Reads | None:
-    if said not in (None, *get_args(Reads)):
-        raise ValueError(f"it reads {said!a}")
-    return cast("Reads | None", said)
+def _known_reads(value: object) -> Reads | None:
+    if value not in (None, *get_args(Reads)):
+        raise ValueError(f"it reads {value!a}")
+    return cast("Reads | None", value)
 
 
 def _reason(error: Exception) -> str:

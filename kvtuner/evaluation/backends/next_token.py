@@ -1,4 +1,4 @@
-"""What a server says of a next token, in SGLang's or OpenAI's words, and how far two servers are apart in it."""
+"""The next token's distribution as SGLang's or OpenAI's API gives it, and the KL of two such distributions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 LEAST_REST: Final = 1e-7
-"""Of all tokens without a name: what rounding leaves of log-probabilities in single precision."""
+"""The least probability of all tokens without a name: what rounding leaves in single precision."""
 ROUNDING: Final = 1e-3
-"""By which a log-probability may exceed 0."""
+"""How far a log-probability may exceed 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class NextToken:
     """Log-probabilities of a next token, nats.
 
     Attributes:
-        top: of the most likely ones, best first; by id, or by text where a server names none otherwise.
-        asked: of those that were asked for, by id.
+        top: The most likely tokens, best first; by id, or by text where a server names none otherwise.
+        asked: The tokens that were asked for, by id.
     """
 
     top: Mapping[int | str, float]
@@ -41,44 +41,44 @@ class NextToken:
 
     def record(self) -> list[list[list[Any]]]:
         """Plain JSON, as `from_record` reads it."""
-        return [[[token, log_p] for token, log_p in each.items()] for each in (self.top, self.asked)]
+        return [[[token, log_p] for token, log_p in named.items()] for named in (self.top, self.asked)]
 
 
 def from_record(record: Sequence[Sequence[tuple[Any, float]]]) -> NextToken:
-    """What `NextToken.record` wrote."""
+    """Read what `NextToken.record` wrote."""
     top, asked = record
     return NextToken(dict(top), dict(asked))
 
 
 def from_sglang(answer: Any, asked: Sequence[int]) -> NextToken:
-    """Of an answer of one token to ``/generate`` with `asked` as its ``token_ids_logprob``.
+    """Read an answer of one token to ``/generate`` with `asked` as its ``token_ids_logprob``.
 
     Raises:
-        KeyError, IndexError, TypeError, ValueError: an answer that says something else.
+        KeyError, IndexError, TypeError, ValueError: the answer has another form.
     """
     meta = answer["meta_info"]
     top: dict[int | str, float] = {int(token): float(log_p) for log_p, token, _ in meta["output_top_logprobs"][0]}
-    said = {int(token): float(log_p) for log_p, token, _ in meta["output_token_ids_logprobs"][0]} if asked else {}
+    named = {int(token): float(log_p) for log_p, token, _ in meta["output_token_ids_logprobs"][0]} if asked else {}
     if not top:
         raise ValueError("no log-probabilities")
-    return NextToken(top, {token: said[token] for token in asked})
+    return NextToken(top, {token: named[token] for token in asked})
 
 
 def from_openai(answer: Any, names_one_token: Callable[[str], bool]) -> NextToken:
-    """Of an answer of one token to ``/v1/completions`` with ``logprobs``.
+    """Read an answer of one token to ``/v1/completions`` with ``logprobs``.
 
     Args:
-        answer: what came.
-        names_one_token: whether a text is that of a single token; others would be taken for each other.
+        answer: The answer.
+        names_one_token: Whether a text is that of a single token; others would be taken for each other.
 
     Raises:
-        KeyError, IndexError, TypeError, ValueError, AttributeError: an answer that says something else.
+        KeyError, IndexError, TypeError, ValueError, AttributeError: the answer has another form.
     """
-    said = answer["choices"][0]["logprobs"]["top_logprobs"][0]
-    top = {str(text): float(log_p) for text, log_p in said.items() if names_one_token(text)}
+    named = answer["choices"][0]["logprobs"]["top_logprobs"][0]
+    top = {str(text): float(log_p) for text, log_p in named.items() if names_one_token(text)}
     if not top:
         raise ValueError("no log-probabilities of texts that are tokens")
-    return NextToken(dict(sorted(top.items(), key=lambda each: -each[1])), {})
+    return NextToken(dict(sorted(top.items(), key=lambda item: -item[1])), {})
 
 
 def truncated_kl(reference: NextToken, other: NextToken) -> float:
@@ -87,13 +87,13 @@ def truncated_kl(reference: NextToken, other: NextToken) -> float:
     Merging tokens can only bring distributions closer (the data-processing inequality), so that it is a lower bound of
     the KL over the vocabulary. The tokens are the reference's most likely ones, as far as the other is known of them.
     """
-    known = dict(other.top)
-    known.update(other.asked.items())
-    named = [token for token in reference.top if token in known]
+    log_q = dict(other.top)
+    log_q.update(other.asked.items())
+    named = [token for token in reference.top if token in log_q]
     p = _parts([reference.top[token] for token in named])
-    q = _parts([known[token] for token in named])
+    q = _parts([log_q[token] for token in named])
     difference = q - p
-    # As `calibration.divergence.compare`: no term is negative, and small ones do not cancel.
+    # As `calibration.kl.compare`: no term is negative, and small ones do not cancel.
     near = np.exp(p) * (np.expm1(np.minimum(difference, 1.0)) - difference)
     terms = np.where(difference < 1.0, near, np.exp(q) - np.exp(p) * (1 + difference))
     return float(terms.sum())
@@ -101,5 +101,5 @@ def truncated_kl(reference: NextToken, other: NextToken) -> float:
 
 def _parts(log_p: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Log-probabilities of tokens and of all others together, [tokens + 1]."""
-    known = np.array(log_p, dtype=np.float64)
-    return np.append(known, math.log(max(1.0 - float(np.exp(known).sum()), LEAST_REST)))
+    named = np.array(log_p, dtype=np.float64)
+    return np.append(named, math.log(max(1.0 - float(np.exp(named).sum()), LEAST_REST)))

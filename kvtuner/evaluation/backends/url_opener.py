@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 def opener_of(url: str) -> urllib.request.OpenerDirector:
-    """What opens the paths of a server: by the environment's proxy, but for servers on this machine.
+    """The opener of a server's paths, which takes the environment's proxy except for servers on this machine.
 
     Opening raises EndpointError where the server redirects.
 
     Args:
-        url: of the server.
+        url: The URL of the server.
 
     Raises:
-        EndpointError: it is no address.
+        EndpointError: the URL is no address.
     """
     proxies = urllib.request.ProxyHandler({} if is_loopback(url) else None)
     return urllib.request.build_opener(proxies, _NoRedirects())
 
 
 def proxy_of(url: str) -> str | None:
-    """Host and port of the proxy that `opener_of` goes by, without its password; None without one."""
+    """The host and port of the proxy that `opener_of` goes by, without its password; None without one."""
     server = urlsplit(url)
     proxy = urllib.request.getproxies().get(server.scheme)
     if not proxy or is_loopback(url) or urllib.request.proxy_bypass(server.netloc):
@@ -42,7 +42,7 @@ def is_loopback(url: str) -> bool:
     """Whether a server is on this machine, as far as its name says.
 
     Raises:
-        EndpointError: it is no address.
+        EndpointError: the URL is no address.
     """
     try:
         host = urlsplit(url).hostname or ""
@@ -67,7 +67,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         headers: HTTPMessage,
         newurl: str,
     ) -> NoReturn:
-        """As urllib calls it."""
+        """Refuse a redirect; urllib calls this."""
         fp.close()
         raise EndpointError(
             f"{req.full_url} redirects to {newurl.partition('?')[0]}, and no key or prompt is sent on; give the address"

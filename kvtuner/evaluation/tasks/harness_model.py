@@ -1,4 +1,4 @@
-"""The harness's view of a model whose cache is stored one way. Needs the extra `eval`."""
+"""The harness's view of a backend. Needs the extra `eval`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from lm_eval.api.model import LM
 
 from kvtuner.errors import CorpusError, EndpointError
-from kvtuner.evaluation.backends.endpoint import HitCount
-from kvtuner.evaluation.tasks.answers import ANSWERING
-from kvtuner.run_folder import sha256_of
+from kvtuner.evaluation.backends.base import AnswerJournal, HitCount
+from kvtuner.evaluation.tasks.question_sets import ANSWERING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -20,14 +19,14 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from transformers import PreTrainedTokenizerBase
 
-    from kvtuner.evaluation.backends.takers import Taker
+    from kvtuner.evaluation.backends.base import Backend
     from kvtuner.evaluation.token_text import Text
     from kvtuner.run_folder import RunFolder
 
 JOURNAL: Final = "tasks.jsonl"
 DEFAULT_MAX_TOKENS: Final = 256
 UNSCORED: Final = -700.0
-"""In place of a log-likelihood that never came, nats; its question is marked wrong, and metrics take no infinity."""
+"""Stands for a log-likelihood that never came, nats; its question is marked wrong, and metrics take no infinity."""
 
 logger: Final = logging.getLogger("kvtuner")
 
@@ -41,29 +40,29 @@ def asks_for_sampling(options: Mapping[str, Any]) -> bool:
 
 
 class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
-    """The harness's view of a model: all of a context but its last token is one chunk, the rest another.
+    """The harness's view of a backend: all of a context but its last token is one chunk, the rest another.
 
-    So an answer reads its context as it is stored, its first token too: as after a prefix hit.
+    So an answer reads its context as it is stored, its first token too: like after a prefix hit.
 
     Args:
-        taker: the model and its way to store the cache.
-        text: its tokens.
-        tokenizer: for chat templates.
-        context_length: a longer context loses its beginning, which is said once.
-        folder: of the journal.
-        identity: of whatever decides answers besides the questions and the way.
+        backend: The backend.
+        text: The model's tokens.
+        tokenizer: The tokenizer, for chat templates.
+        context_length: The model's context; a longer prompt loses its beginning, with one warning.
+        folder: The run folder, which holds the journal.
+        identity: The hash of whatever decides answers besides the questions and the backend.
 
     Attributes:
-        hits: of every task, how much of its prompts was found in a server's cache.
-        unsaid: of every task, questions with a generation that never came.
-        unscored: of every task, questions with a log-likelihood that never came.
-        greedy: tasks that ask for sampling, which are answered greedily all the same.
-        was_asked: whether tasks are loaded and their prompts made, so that what fails is no longer their fault.
+        hits: How much of each task's prompts was found in a server's cache.
+        failed_texts: The questions of each task whose generation never came.
+        failed_scores: The questions of each task whose log-likelihood never came.
+        greedy: The tasks that ask for sampling, which are answered greedily all the same.
+        was_asked: Whether tasks are loaded and their prompts made, so that what fails is no longer their fault.
     """
 
     def __init__(
         self,
-        taker: Taker,
+        backend: Backend,
         text: Text,
         tokenizer: PreTrainedTokenizerBase,
         context_length: int,
@@ -71,29 +70,26 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
         identity: str,
     ) -> None:
         super().__init__()
-        self._taker, self._text, self._tokenizer = taker, text, tokenizer
-        self._context_length, self._folder, self._identity = context_length, folder, identity
-        self._has_said_truncation = False
+        self._backend, self._text, self._tokenizer = backend, text, tokenizer
+        self._context_length, self._has_warned = context_length, False
+        self._journal = AnswerJournal(folder, JOURNAL, identity, version=ANSWERING, field="answer")
         self.hits: defaultdict[str, HitCount] = defaultdict(HitCount)
-        self.unsaid: defaultdict[str, set[int]] = defaultdict(set)
-        self.unscored: defaultdict[str, set[int]] = defaultdict(set)
+        self.failed_texts: defaultdict[str, set[int]] = defaultdict(set)
+        self.failed_scores: defaultdict[str, set[int]] = defaultdict(set)
         self.greedy: set[str] = set()
         self.was_asked = False
-        self._known = {
-            record["key"]: record for record in folder.records(JOURNAL) if record.get("identity") == identity
-        }
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's records."""
+        """The name in the harness's records."""
         return str(self._tokenizer.name_or_path)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """See the harness."""
+        """The tokenizer's chat template, as the harness asks for it."""
         return str(self._tokenizer.chat_template) if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """See the harness."""
+        """The prompt of a chat, as the harness asks for it."""
         return str(
             self._tokenizer.apply_chat_template(
                 chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
@@ -101,48 +97,45 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
         )
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation after its context, and whether it is the greedy one.
-
-        Of an empty one 0, and that it is: certain.
-        """
+        """The log-probability of each continuation, and whether it is the greedy one; an empty one is certain."""
         self.was_asked = True
-        found: list[tuple[float, bool]] = []
+        scores: list[tuple[float, bool]] = []
         for request in requests:
             context, continuation = request.args
             stripped = context.rstrip()
             # A space belongs to the word after it, where there is one.
             after = self._text.after(stripped, context[len(stripped) :] + continuation) if continuation else []
             if not after:
-                found.append((0.0, True))
+                scores.append((0.0, True))
                 continue
             before = self._text.context(stripped) or [self._first_token()]
             before = self._shortened(before, len(after))
-            ask = partial(self._taker.log_likelihood, before, after)
-            answer = self._journalled(request, ["loglikelihood", before, after], ask)
+            ask = partial(self._backend.log_likelihood, before, after)
+            answer = self._ask(request, ["loglikelihood", before, after], ask)
             if answer is None:
-                self.unscored[request.task_name].add(request.doc_id)
+                self.failed_scores[request.task_name].add(request.doc_id)
             log_p, is_greedy = (UNSCORED, False) if answer is None else answer
-            found.append((float(log_p), bool(is_greedy)))
-        return found
+            scores.append((float(log_p), bool(is_greedy)))
+        return scores
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        """Log-probability of each text, in pieces as long as the context, of which the first quarter is one chunk."""
+        """The log-probability of each text, in pieces as long as the context, whose first quarter is one chunk."""
         self.was_asked = True
-        found = []
+        totals = []
         for request in requests:
             ids = self._text.context(request.args[0])
             ids = ids if ids[:1] == self._text.context("")[:1] != [] else [self._first_token(), *ids]
             total = 0.0
             for first in range(0, len(ids) - 1, self._context_length - 1):
                 piece = ids[first : first + self._context_length]
-                total += float(self._journalled(request, ["whole", piece], partial(self._taker.rolling, piece)))
-            found.append(total)
-        return found
+                total += float(self._ask(request, ["whole", piece], partial(self._backend.whole_log_likelihood, piece)))
+            totals.append(total)
+        return totals
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """What is said greedily after each context, up to the first of the task's stops."""
+        """The greedy text after each context, up to the first of the task's stops."""
         self.was_asked = True
-        found = []
+        texts = []
         for request in requests:
             context, options = request.args
             if asks_for_sampling(options):
@@ -152,44 +145,28 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
             num_tokens = int(options.get("max_gen_toks", DEFAULT_MAX_TOKENS))
             prompt = self._shortened(self._text.context(context) or [self._first_token()], num_tokens)
 
-            ask = partial(self._taker.said_until, prompt, num_tokens, [stop for stop in stops if stop])
-            answer = self._journalled(request, ["generate", prompt, num_tokens, stops], ask)
+            ask = partial(self._backend.generate_until, prompt, num_tokens, [stop for stop in stops if stop])
+            answer = self._ask(request, ["generate", prompt, num_tokens, stops], ask)
             if answer is None:
-                self.unsaid[request.task_name].add(request.doc_id)
-            found.append("" if answer is None else str(answer))
-        return found
+                self.failed_texts[request.task_name].add(request.doc_id)
+            texts.append("" if answer is None else str(answer))
+        return texts
 
-    def _journalled(self, request: Instance, asked: list[Any], answer: Callable[[], Any]) -> Any:
-        """An answer that is known, or that is asked for; None where it never came, which is not journalled."""
-        taker = self._taker
-        key = None if taker.key is None else sha256_of([ANSWERING, taker.key, asked])
-        record = self._known.get(key)
-        if record is None:
-            before = HitCount() if taker.meter is None else taker.meter.hits
-            record = {"answer": self._asked(request, answer)}
-            if taker.meter is not None:
-                hits = taker.meter.hits - before
-                record["hits"] = [hits.prompt, hits.cached]
-            if key is not None and record["answer"] is not None:
-                self._known[key] = record
-                self._folder.append(JOURNAL, {"identity": self._identity, "key": key, **record})
-        elif taker.meter is not None:
-            taker.meter.hits += HitCount(*record["hits"])
-        self.hits[request.task_name] += HitCount(*record.get("hits", ()))
-        return record["answer"]
-
-    def _asked(self, request: Instance, answer: Callable[[], Any]) -> Any:
+    def _ask(self, request: Instance, question: list[Any], ask: Callable[[], Any]) -> Any:
+        """An answer of the journal or the backend; None where it never came."""
         try:
-            return answer()
+            answer, hits = self._journal.ask(self._backend, [question], ask)
         except EndpointError as error:
             raise EndpointError(f"the task {request.task_name}: {error}") from error
+        self.hits[request.task_name] += hits
+        return answer
 
     def _shortened(self, context: list[int], num_tokens: int) -> list[int]:
         room = self._context_length - num_tokens
         if room < 1:
             raise CorpusError(f"a task asks for {num_tokens} tokens, which leaves no context; give a longer one")
-        if len(context) > room and not self._has_said_truncation:
-            self._has_said_truncation = True
+        if len(context) > room and not self._has_warned:
+            self._has_warned = True
             logger.warning("kvtuner: contexts longer than %d tokens lose their beginning", room)
         return context[-room:]
 

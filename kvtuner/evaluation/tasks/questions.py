@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 NUM_EXAMPLES: Final = 3
 NUM_SUMS: Final = 8
 PIECE: Final = 80
-"""Characters of a line that other text is cut into."""
+"""The characters of a line that other text is cut into."""
 _NUMBER: Final = re.compile(r"\s*(\d+)(.?)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What follows the context, and the number that should follow that."""
+    """A text that follows the context, and the number that should follow that."""
 
     text: str
     answer: str
 
     @property
     def max_tokens(self) -> int:
-        """After which it is known whether an answer is right: a token for each character, a space before, an end."""
+        """The tokens after which an answer is known to be right or not: one for each character, a space, an end."""
         return len(self.answer) + 2
 
     def is_right(self, continuation: str) -> bool:
@@ -60,11 +60,11 @@ def recall(rng: random.Random, count_tokens: CountTokens, num_tokens: int, num_q
     """A table of keys and values that fills the context, and keys to look up.
 
     Args:
-        rng: draws.
-        count_tokens: of a text.
-        num_tokens: of the context, about; at least a few lines are made, and no more than fit where one line more
-            would make all keys longer.
-        num_questions: asked, of different lines while there are any.
+        rng: The source of draws.
+        count_tokens: The function that counts the tokens of a text.
+        num_tokens: The tokens of the context, about; at least a few lines are made, and no more than fit where one
+            line more would make all keys longer.
+        num_questions: The number of questions, about different lines while there are any.
     """
     seed, num_pairs, least = rng.random(), 64, NUM_EXAMPLES + num_questions
     tried: list[int] = []
@@ -91,11 +91,11 @@ def needles(rng: random.Random, count_tokens: CountTokens, num_tokens: int, num_
     """Lines of a key and a value, each at a depth of its own in other text, and the keys to look up.
 
     Args:
-        rng: draws.
-        count_tokens: of a text.
-        num_tokens: of the context, about.
-        num_questions: needles, each in the middle of an equal part of the text.
-        filler: text to hide them in, repeated where it is too short.
+        rng: The source of draws.
+        count_tokens: The function that counts the tokens of a text.
+        num_tokens: The tokens of the context, about.
+        num_questions: The number of needles, each in the middle of an equal part of the text.
+        filler: The text to hide them in, repeated where it is too short.
     """
     wanted = num_questions + NUM_EXAMPLES
     drawn = recall_problem(rng, 16 * wanted, 1).table
@@ -117,11 +117,11 @@ def arithmetic(
     """Additions of numbers of one to three digits, after a few that are done, after other text.
 
     Args:
-        rng: draws.
-        count_tokens: of a text.
-        num_tokens: of the context, about; the examples alone where that is less.
-        num_questions: additions.
-        filler: the other text.
+        rng: The source of draws.
+        count_tokens: The function that counts the tokens of a text.
+        num_tokens: The tokens of the context, about; the examples alone where that is less.
+        num_questions: The number of additions.
+        filler: The other text.
     """
     lines = addition_lines(rng, NUM_SUMS + num_questions).splitlines(keepends=True)
     examples = "".join(lines[:NUM_SUMS])

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.errors import EndpointError
-from kvtuner.evaluation.backends.endpoint import KEY_VARIABLE, Endpoint
-from kvtuner.evaluation.backends.server_likelihood import Scoring, ServedScorer
+from kvtuner.evaluation.backends.endpoint import KEY_VARIABLE
+from kvtuner.evaluation.backends.server import ServerBackend
+from kvtuner.evaluation.backends.server_likelihood import Scoring, ServerScorer
 from kvtuner.evaluation.backends.url_opener import is_loopback, proxy_of
 from kvtuner.run_folder import RunFolder
 
@@ -84,9 +85,9 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name.upper(), raising=False)
 
 
-def endpoint(url: str) -> Endpoint:
+def endpoint(url: str) -> ServerBackend:
     text: Any = None  # asked for by questions alone
-    return Endpoint("profile", url, "sglang", text, 20)
+    return ServerBackend("profile", url, "sglang", text, 20)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_answers_of_a_server_are_not_those_of_one_with_other_weights(
         """Requests for what the journal does not know."""
         before = len(server.asked)
         found = endpoint(server.url)
-        ServedScorer({found.name: found}, Scoring([[5, 6, 7, 8], [6, 7, 8, 9]], 1, 2, 0), folder, "x").cells()
+        ServerScorer([found], Scoring([[5, 6, 7, 8], [6, 7, 8, 9]], 1, 2, 0), folder, "x").cells()
         return sum(command == "POST" for command, *_ in server.asked[before:])
 
     assert posts() == 4

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.errors import CorpusError, EndpointError
-from kvtuner.evaluation.backends.endpoint import Endpoint, HitCount, Served
+from kvtuner.evaluation.backends.base import HitCount
+from kvtuner.evaluation.backends.endpoint import Served
 from kvtuner.evaluation.backends.next_token import NextToken, truncated_kl
-from kvtuner.evaluation.backends.server_likelihood import Scoring, ServedScorer
+from kvtuner.evaluation.backends.server import ServerBackend
+from kvtuner.evaluation.backends.server_likelihood import Scoring, ServerScorer
 from kvtuner.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ SEQUENCES = [[(7 * row + column) % 11 for column in range(12)] for row in range(
 VOCABULARY = 11
 
 
-class Stub(Endpoint):
+class Stub(ServerBackend):
     """Knows a distribution of the next token by the last one; silent where it is told to be."""
 
     def __init__(self, name: str, lean: float, *, api: Any = "sglang", reads: Any = "fresh", found: float | None = 1.0):
@@ -56,7 +58,7 @@ class Stub(Endpoint):
 def cells(folder: Path, *endpoints: Stub, positions: int = 4, top: int = 5) -> dict[str, Any]:
     run = RunFolder(folder)
     run.create()
-    scorer = ServedScorer({each.name: each for each in endpoints}, Scoring(SEQUENCES, positions, top, 0), run, "x")
+    scorer = ServerScorer(endpoints, Scoring(SEQUENCES, positions, top, 0), run, "x")
     return {cell.measure: cell for cell in scorer.cells()}
 
 

@@ -59,7 +59,7 @@ def test_scores_are_sacrebleus(metric: str, references: int) -> None:
     scores = CorpusScores(metric, ways, seed=0)
     columns = [list(each) for each in zip(*ways["0.1"].references, strict=True)]
     for name, way in ways.items():
-        own = OWN[metric](list(way.said), columns).score
+        own = OWN[metric](list(way.texts), columns).score
         found = scores.interval(name)
         assert found.mean == pytest.approx(own, abs=1e-9)
         assert found.low <= found.mean <= found.high
@@ -72,7 +72,7 @@ def test_scores_are_sacrebleus(metric: str, references: int) -> None:
 
 def test_intervals_are_those_of_sacrebleus_resamples() -> None:
     way = corpus(0.3, sentences=200)
-    own = BLEU().corpus_score(list(way.said), [[each[0] for each in way.references]], n_bootstrap=2000)
+    own = BLEU().corpus_score(list(way.texts), [[each[0] for each in way.references]], n_bootstrap=2000)
     found = CorpusScores("bleu", {"a": way, "b": corpus(0.4, sentences=200)}, seed=0).interval("a")
     assert (found.high - found.low) / 2 == pytest.approx(own._ci, rel=0.1)
 
@@ -81,7 +81,7 @@ def test_intervals_are_those_of_sacrebleus_resamples() -> None:
 def test_p_values_are_those_of_sacrebleus_approximate_randomization(changed: float) -> None:
     ways = {"a": corpus(0.3, sentences=60), "b": corpus(changed, sentences=60)}
     right = [[each[0] for each in ways["a"].references]]
-    own: Any = PairedTest([(name, list(way.said)) for name, way in ways.items()], {"BLEU": BLEU()}, right)()
+    own: Any = PairedTest([(name, list(way.texts)) for name, way in ways.items()], {"BLEU": BLEU()}, right)()
     found = CorpusScores("bleu", ways, seed=0).p_value("b", "a")
     assert found == pytest.approx(own[1]["BLEU"][1].p_value, abs=0.02)
 

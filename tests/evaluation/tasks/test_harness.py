@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,7 @@ from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
 from kvtuner.calibration.model_loading import ModelSource, load_tokenizer, read_shape
 from kvtuner.cli import main
 from kvtuner.errors import CacheError
-from kvtuner.evaluation.backends.local_model import Offline
-from kvtuner.evaluation.backends.takers import OfflineTaker
+from kvtuner.evaluation.backends.local import LocalBackend
 from kvtuner.evaluation.scheme import named_scheme
 from kvtuner.evaluation.tasks.harness_model import HarnessModel
 from kvtuner.evaluation.token_text import Text
@@ -44,12 +44,10 @@ def harness(load_tiny: Any, tmp_path: Path) -> Callable[..., HarnessModel]:
 
     def make(made: Any, way: str, read_plan: Any = "decode", context_length: int = 512) -> HarnessModel:
         loaded = load_tiny(**made)
-        offline = Offline(loaded, named_scheme(way, loaded.shape), read_plan)
+        backend = LocalBackend(loaded, named_scheme(way, loaded.shape), read_plan)
         folder = RunFolder(tmp_path / "run")
         folder.create()
-        return HarnessModel(
-            OfflineTaker(offline), Text(loaded.tokenizer), loaded.tokenizer, context_length, folder, "x"
-        )
+        return HarnessModel(backend, Text(loaded.tokenizer), loaded.tokenizer, context_length, folder, "x")
 
     return make
 
@@ -147,7 +145,9 @@ def test_generations_stop_where_the_task_says(harness: Any, load_tiny: Any, mode
     found = harness(made, "bf16").generate_until(asked)
     assert found == [whole, whole.split(stop)[0]]
     known = harness(made, "bf16")
-    known._taker._offline = SimpleNamespace(key=known._taker.key)  # nobody to ask
+    backend = known._backend
+    silent = partial(pytest.fail, "the backend is asked")
+    known._backend = SimpleNamespace(key=backend.key, hits=None, generate_until=silent)
     assert known.generate_until(asked) == found, "the journal answers"
 
 
@@ -227,8 +227,8 @@ def test_local_tasks_show_what_two_bits_lose(evaluate: Any, tasks: Path, monkeyp
     def unwanted(*_: Any, **__: Any) -> None:
         raise AssertionError("asked twice")
 
-    monkeypatch.setattr(Offline, "log_likelihood", unwanted)
-    monkeypatch.setattr(Offline, "continuation", unwanted)
+    monkeypatch.setattr(LocalBackend, "log_likelihood", unwanted)
+    monkeypatch.setattr(LocalBackend, "generate_until", unwanted)
     assert evaluate(*flags)[1] == found
 
 
@@ -299,7 +299,7 @@ def test_what_fails_in_the_model_is_not_blamed_on_the_task(
     def failing(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(Offline, "log_likelihood", failing)
+    monkeypatch.setattr(LocalBackend, "log_likelihood", failing)
     with pytest.raises(type(error)) as raised:
         evaluate("--tasks", "demo_lines", "--include-path", str(tasks))
     assert raised.value is error
@@ -309,7 +309,7 @@ def test_a_refusal_of_the_model_keeps_its_words(evaluate: Any, tasks: Path, monk
     def refusing(*_: Any, **__: Any) -> None:
         raise CacheError("the cache is of another batch")
 
-    monkeypatch.setattr(Offline, "continuation", refusing)
+    monkeypatch.setattr(LocalBackend, "generate_until", refusing)
     status, _, err = evaluate("--tasks", "demo_sums", "--include-path", str(tasks))
     assert status == 2
     assert err.splitlines()[-1] == "kvtuner eval: error: the cache is of another batch"

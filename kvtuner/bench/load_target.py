@@ -1,4 +1,4 @@
-"""A server under load, as the runner sees it: what it says of itself, what it holds, whether it is still there."""
+"""A server under load: its record of itself, its capacity, and whether it is still there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from kvtuner.bench.client import Client
 from kvtuner.bench.loads import Capacity
 from kvtuner.bench.usage import Observer
 from kvtuner.errors import EndpointError
-from kvtuner.evaluation.backends.hosts import check_served
 from kvtuner.exported_configs.identity.model_identity import public_name
 
 if TYPE_CHECKING:
@@ -21,35 +20,33 @@ if TYPE_CHECKING:
 
     from kvtuner.bench.client import RequestResult
     from kvtuner.bench.loads import Load
-    from kvtuner.bench.server import Server
-    from kvtuner.evaluation.backends.endpoint import Api, Endpoint
-    from kvtuner.evaluation.scheme import CacheScheme
-    from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.bench.server import ServerProcess
+    from kvtuner.evaluation.backends.endpoint import Endpoint
 
 RESERVED: Final = 8
-"""Tokens of a context that SGLang keeps for itself, rounded up."""
+"""The tokens of a context that SGLang keeps for itself, rounded up."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerRecord:
-    """What a server says of itself, as it may be shared: no paths.
+    """A server's record of itself, as it may be shared: no paths.
 
     Attributes:
-        model: the last part of its name.
-        page_size: tokens of a page of its pool.
-        version: of SGLang; None of other servers, as is all that follows.
-        dtype: of the weights.
-        kv_cache_dtype: as SGLang names it.
-        digest: of the profile that it serves.
-        reads: what a chunk reads of itself.
-        device: such as cuda.
-        tp_size: tensor-parallel ranks.
-        num_gpus: of all ranks.
-        tokens_that_fit: in its KV pool.
-        max_running_requests: in flight at most.
-        context: tokens of one request.
-        quantization: of the weights.
-        speculates: whether a step may give several tokens.
+        model: The last part of the model's name.
+        page_size: The tokens of a page of its pool.
+        version: The version of SGLang; None of other servers, like all that follows.
+        dtype: The dtype of the weights.
+        kv_cache_dtype: The dtype of the cache as SGLang names it.
+        digest: The digest of the profile that it serves.
+        reads: What a chunk reads of itself.
+        device: The device, such as cuda.
+        tp_size: The number of tensor-parallel ranks.
+        num_gpus: The GPUs of all ranks.
+        tokens_that_fit: The tokens that fit its KV pool.
+        max_running_requests: The requests in flight at most.
+        context: The tokens of one request.
+        quantization: The quantization of the weights.
+        speculates: Whether a step may give several tokens.
     """
 
     model: str
@@ -70,74 +67,71 @@ class ServerRecord:
 
     @property
     def capacity(self) -> Capacity:
-        """What it holds."""
+        """The loads that it has room for."""
         return Capacity(self.context, self.tokens_that_fit, self.max_running_requests, self.page_size)
 
 
-class ServedTarget:
-    """A server, spoken to by either interface.
+class LoadTarget:
+    """A server that loads are sent to, by either interface.
 
     Args:
-        endpoint: of it.
-        tokenizer: the model's.
-        timeout_s: for one request.
-        context_length: of the model, or what was asked for.
-        scheme: The scheme that it must serve.
-        profile: The profile that it must serve; None where the scheme says enough.
-        architecture: of the model that it must serve.
-        server: if it was started here.
+        endpoint: The connection to the server.
+        tokenizer: The model's tokenizer.
+        name: The name of the scheme.
+        context_length: The model's context, or a shorter one that was asked for.
+        architecture: The architecture of the model that it must serve.
+        server: The process, if the server was started here.
 
     Raises:
-        EndpointError: it serves something else than its name says.
+        EndpointError: it serves another model.
     """
 
     def __init__(
         self,
         endpoint: Endpoint,
         tokenizer: PreTrainedTokenizerBase,
-        timeout_s: float,
         *,
+        name: str,
         context_length: int,
-        scheme: CacheScheme,
-        profile: Profile | None,
         architecture: str,
-        server: Server | None = None,
+        server: ServerProcess | None = None,
     ) -> None:
-        self._endpoint, self._server = endpoint, server
-        api: Api = endpoint.api
-        info = endpoint.get("/server_info") if api == "sglang" else {}
-        if api == "sglang":
-            check_served(scheme, endpoint, profile)
+        self._endpoint, self._server, self._name = endpoint, server, name
+        info = endpoint.get("/server_info") if endpoint.api == "sglang" else {}
+        if endpoint.api == "sglang":
             _check_architecture(endpoint, architecture)
         self.record = _record(endpoint.served.model, info, context_length)
-        self.capacity = self.record.capacity
-        self._client = Client(endpoint.url, api, endpoint.served.model, tokenizer, timeout_s)
+        self._client = Client(endpoint.url, endpoint.api, endpoint.served.model, tokenizer, endpoint.timeout_s)
         self._observer = None if server is None else Observer(server.process.pid, self.record.num_gpus)
 
     def send(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[RequestResult]:
-        """See `kvtuner.bench.runner.LoadTarget`."""
+        """Send all requests of a load; the results are in the order of `prompts`."""
         return self._client.send(load, prompts)
 
     def forget(self) -> None:
-        """SGLang's own interface alone has it; prompts differ from their beginnings on anyway."""
+        """Empty the prefix cache, where SGLang's own interface can be asked to; prompts begin differently anyway.
+
+        Raises:
+            EndpointError: it cannot be emptied.
+        """
         if self._endpoint.api == "sglang":
             try:
                 self._endpoint.flush()
             except OSError as error:
                 if self.is_gone() is None:  # one that is gone fails the load
                     raise EndpointError(
-                        f"the prefix cache of {self._endpoint.name}'s server cannot be emptied ({error}); serve nobody"
+                        f"the prefix cache of {self._name}'s server cannot be emptied ({error}); serve nobody"
                         " else meanwhile, and start it without --admin-api-key"
                     ) from error
 
     def watching(self) -> AbstractContextManager[dict[str, float]]:
-        """See `kvtuner.bench.runner.LoadTarget`; nothing is seen of a server that was not started here."""
+        """The machine's usage while a block runs; empty for a server that was not started here."""
         return contextlib.nullcontext({}) if self._observer is None else self._observer.watching()
 
     def is_gone(self) -> str | None:
-        """See `kvtuner.bench.runner.LoadTarget`."""
+        """The reason why it answers no more; None where it does."""
         if self._server is not None and self._server.process.poll() is not None:
-            return self._server.last_words()
+            return self._server.log_tail()
         try:
             self._endpoint.check_alive()
         except EndpointError:
@@ -177,7 +171,7 @@ def _record(model: str, info: Mapping[str, Any], context_length: int) -> ServerR
 
 
 def _running_requests(info: Mapping[str, Any]) -> int | None:
-    """What its schedulers run at once, else what was asked for."""
+    """The requests that its schedulers run at once, else those that were asked for."""
     states = info.get("internal_states") or [{}]
-    each = states[0].get("effective_max_running_requests_per_dp")
-    return info.get("max_running_requests") if each is None else int(each) * int(info.get("dp_size") or 1)
+    per_rank = states[0].get("effective_max_running_requests_per_dp")
+    return info.get("max_running_requests") if per_rank is None else int(per_rank) * int(info.get("dp_size") or 1)

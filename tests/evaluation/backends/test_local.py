@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvtuner.calibration.model_loading import ModelSource, read_shape
 from kvtuner.errors import NonFiniteActivationError, PrecisionError, UnsupportedModelError
-from kvtuner.evaluation.backends.local_model import Offline
+from kvtuner.evaluation.backends.local import LocalBackend
 from kvtuner.evaluation.scheme import CacheScheme, ProfileScheme, named_scheme
 from kvtuner.evaluation.tasks.questions import Problem, Question
 from kvtuner.exported_configs.profile.build import LayerQuantization
@@ -39,7 +39,7 @@ def asking(*texts: str) -> Problem:
 @pytest.mark.parametrize("read_plan", READ_PLANS)
 def test_answers_do_not_depend_on_what_was_asked_before(read_plan: Any, load_tiny: Any, ways: Any) -> None:
     for way in ways.values():
-        host = Offline(load_tiny("llama-gqa"), way, read_plan)
+        host = LocalBackend(load_tiny("llama-gqa"), way, read_plan)
         found = host.answers(asking(*ASKED))
         assert found == tuple(host.answers(asking(text))[0] for text in ASKED)
         assert found[0] == found[2]
@@ -63,14 +63,14 @@ def test_answers_are_those_of_generate(name: str, made: Any, load_tiny: Any, mod
             model(context, past_key_values=cache)
             said = model.generate(whole, past_key_values=cache, max_new_tokens=5, do_sample=False)
         expected = tokenizer.decode(said[0, whole.shape[1] :], skip_special_tokens=True)
-        (found,) = Offline(loaded, way, "decode").answers(asking(text))
+        (found,) = LocalBackend(loaded, way, "decode").answers(asking(text))
         assert expected.startswith(found)
         assert found == expected or Question(text, "123").is_answered(found)
 
 
 def test_exact_answers_are_the_same_wherever_a_context_begins(load_tiny: Any, ways: Any) -> None:
     def logits(name: str, read_plan: Any, offset: int) -> torch.Tensor:
-        host = Offline(load_tiny("llama-gqa"), ways[name], read_plan)
+        host = LocalBackend(load_tiny("llama-gqa"), ways[name], read_plan)
         return host._step([9, 3, 5, 8], ways[name].cache(host._model.config, read_plan, 512), offset)
 
     assert torch.allclose(logits("bf16", "decode", 0), logits("bf16", "decode", 300), atol=1e-4), (
@@ -107,7 +107,7 @@ def test_windows_that_cover_the_context_are_none(model_folder: Any) -> None:
 
 
 def test_logits_that_are_no_numbers_are_no_wrong_answers(load_tiny: Any, ways: Any, monkeypatch: Any) -> None:
-    host = Offline(load_tiny("llama-gqa"), ways["fp8"], "decode")
+    host = LocalBackend(load_tiny("llama-gqa"), ways["fp8"], "decode")
     monkeypatch.setattr(host._model.lm_head, "forward", lambda x: x.new_full((*x.shape[:-1], 320), torch.nan))
     with pytest.raises(NonFiniteActivationError, match="fp8"):
         host.answers(asking("one"))
@@ -115,7 +115,7 @@ def test_logits_that_are_no_numbers_are_no_wrong_answers(load_tiny: Any, ways: A
 
 def test_arithmetic_begins_where_it_is_asked_to(load_tiny: Any, ways: Any) -> None:
     seen = []
-    host = Offline(load_tiny("llama-gqa"), ways["bf16"], "decode")
+    host = LocalBackend(load_tiny("llama-gqa"), ways["bf16"], "decode")
     handle = host._model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(int(kwargs["position_ids"][0, 0])), with_kwargs=True
     )

@@ -1,0 +1,165 @@
+"""What answers by one scheme, a model loaded here or a server, and the journal of its answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvtuner.evaluation.scheme import REFERENCE
+from kvtuner.journal import Journal
+from kvtuner.run_folder import sha256_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kvtuner.evaluation.tasks.questions import Problem
+    from kvtuner.exported_configs.profile.evaluation_record import BackendRecord
+    from kvtuner.run_folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True)
+class HitCount:
+    """Prompt tokens of which a server says whether they were in its cache, and how many were."""
+
+    prompt: int = 0
+    cached: int = 0
+
+    def __add__(self, other: HitCount) -> HitCount:
+        return HitCount(self.prompt + other.prompt, self.cached + other.cached)
+
+    def __sub__(self, other: HitCount) -> HitCount:
+        return HitCount(self.prompt - other.prompt, self.cached - other.cached)
+
+    @property
+    def share(self) -> float | None:
+        """The share of prompt tokens that were in the cache; None where nothing is known of any."""
+        return min(1.0, self.cached / self.prompt) if self.prompt else None
+
+
+class Backend(ABC):
+    """A model behind one scheme, which answers greedily; all of a prompt but its last token is read as it is stored.
+
+    Attributes:
+        name: The name of the scheme.
+        dtype: The dtype that the model runs in; None where a server does not say.
+        counts_positions: Whether a context can begin at any position.
+        hits: How much of all prompts was found in a cache, those of a journal included; None of a model loaded here.
+    """
+
+    name: str
+    dtype: str | None
+    counts_positions: bool
+    hits: HitCount | None
+
+    @property
+    @abstractmethod
+    def key(self) -> str | None:
+        """What decides the answers besides the model and what is asked; None where a server does not say."""
+
+    @abstractmethod
+    def answers(self, problem: Problem, *, offset: int = 0) -> Sequence[str | None]:
+        """The text after each question of a problem; None for an answer that did not come.
+
+        Args:
+            problem: The context and its questions.
+            offset: The position of the context's first token; 0 where positions are not counted here.
+
+        Raises:
+            EndpointError: the server is gone.
+        """
+
+    @abstractmethod
+    def continuation(self, prompt: Sequence[int], num_tokens: int) -> str | None:
+        """The text after a prompt, up to its end; None for an answer that did not come.
+
+        Raises:
+            EndpointError: the server is gone.
+        """
+
+    @abstractmethod
+    def generate_until(self, prompt: Sequence[int], num_tokens: int, stops: Sequence[str]) -> str | None:
+        """The text after a prompt up to the first of some stops; None for an answer that did not come.
+
+        Raises:
+            EndpointError: the server is gone.
+        """
+
+    @abstractmethod
+    def log_likelihood(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool] | None:
+        """The log-probability of a continuation, nats, and whether it is the greedy one.
+
+        Returns:
+            None where it did not come.
+
+        Raises:
+            EndpointError: the server gives no log-probabilities, or is gone.
+        """
+
+    @abstractmethod
+    def whole_log_likelihood(self, ids: Sequence[int]) -> float:
+        """The log-probability of all tokens of a text but the first, nats.
+
+        Raises:
+            EndpointError: the backend is a server.
+        """
+
+    @abstractmethod
+    def record(self) -> BackendRecord:
+        """The backend as an evaluation's file states it, when all is asked."""
+
+    def is_unread(self, hits: HitCount) -> bool:
+        """Whether prompts may have been read as they were before they were stored, which shows no damage."""
+        return False
+
+
+def is_unread(backends: Sequence[Backend], hits: Mapping[str, HitCount]) -> bool:
+    """Whether any backend of a quantized cache may have read prompts as they were before they were stored.
+
+    Args:
+        backends: The backends.
+        hits: How much of the prompts was found in caches, by the name of the scheme.
+    """
+    return any(backend.is_unread(hits[backend.name]) for backend in backends if backend.name != REFERENCE)
+
+
+class AnswerJournal:
+    """The answers that a run folder keeps; an answer that never came is not kept, and asked for again.
+
+    Args:
+        folder: The run folder.
+        name: The name of the journal's file.
+        identity: The hash of everything that decides answers besides the backend and what is asked.
+        version: The version of how answers are made; another one finds none of the others'.
+        field: The field of a record that holds the answer.
+    """
+
+    def __init__(self, folder: RunFolder, name: str, identity: str, *, version: int, field: str) -> None:
+        self._journal, self._version, self._field = Journal(folder, name, identity), version, field
+
+    def ask(
+        self, backend: Backend, question: Sequence[Any], ask: Callable[[], Any], **facts: Any
+    ) -> tuple[Any, HitCount]:
+        """The answer, kept or asked for, and how much of its prompts was found in a cache.
+
+        Args:
+            backend: The backend.
+            question: What decides the answer besides the backend, as plain JSON values.
+            ask: What asks the backend; its answer is plain JSON, with None for what never came.
+            **facts: The fields that the record holds for a reader.
+        """
+        key = None if backend.key is None else sha256_of([self._version, backend.key, *question])
+        record = None if key is None else self._journal.get(key)
+        if record is not None:
+            hits = HitCount(*record.get("hits", ()))
+            if backend.hits is not None:
+                backend.hits += hits
+            return record[self._field], hits
+        before = backend.hits
+        answer = ask()
+        hits = HitCount() if backend.hits is None or before is None else backend.hits - before
+        is_whole = answer is not None and not (isinstance(answer, list | tuple) and None in answer)
+        if key is not None and is_whole:
+            counted = {} if backend.hits is None else {"hits": [hits.prompt, hits.cached]}
+            self._journal.append({"key": key, **facts, self._field: answer, **counted})
+        return answer, hits

@@ -1,0 +1,212 @@
+"""A server that answers by one scheme, asked so that its answers show how it stores its cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from kvtuner.errors import EndpointError
+from kvtuner.evaluation.backends.base import Backend, HitCount
+from kvtuner.evaluation.backends.endpoint import NO_ANSWER, Endpoint
+from kvtuner.evaluation.backends.local import until_stop
+from kvtuner.evaluation.backends.next_token import from_openai, from_sglang
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE, BackendRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from kvtuner.evaluation.backends.endpoint import Api
+    from kvtuner.evaluation.backends.next_token import NextToken
+    from kvtuner.evaluation.scheme import CacheScheme
+    from kvtuner.evaluation.tasks.questions import Problem
+    from kvtuner.evaluation.token_text import Text
+
+LEAST_HITS: Final = 0.5
+"""Share of prompts that a server must find in its cache, for its answers to show how it stores them."""
+MAX_STOPS: Final = 4
+"""The stops that OpenAI's completions take."""
+
+Parsed = TypeVar("Parsed")
+
+
+class ServerBackend(Endpoint, Backend):
+    """A server of one scheme.
+
+    A context is sent first, by itself, so that the questions find it in the server's prefix cache and read it as it is
+    stored: scoring a whole prompt at once would read fresh keys and values, and show no damage of a quantized cache.
+
+    Args:
+        name: The name of the scheme.
+        url: The URL of the server, without a path.
+        api: How to speak to it.
+        text: The model's tokens; the server is sent ids, so that all servers are asked alike.
+        timeout_s: The seconds that one answer may take.
+
+    Raises:
+        EndpointError: it cannot be reached, redirects, or serves no model.
+    """
+
+    dtype = None
+    counts_positions = False
+
+    def __init__(self, name: str, url: str, api: Api, text: Text, timeout_s: float) -> None:
+        super().__init__(url, api, timeout_s)
+        self.name, self._text = name, text
+        self.hits: HitCount = HitCount()
+
+    def is_unread(self, hits: HitCount) -> bool:
+        """Whether prompts may have been read as they were before they were stored, which shows no damage."""
+        share = hits.share
+        return self.served.reads != "cache" and (share is None or share < LEAST_HITS)
+
+    def record(self) -> BackendRecord:
+        """The server, and how much of all prompts it found in its cache."""
+        served, share = self.served, self.hits.share
+        return BackendRecord(kind=self.api, read_plan=None, reads=served.reads, version=served.version, hit_share=share)
+
+    def answers(self, problem: Problem, *, offset: int = 0) -> tuple[str | None, ...]:
+        """The text after each question of a problem; the server counts positions by itself."""
+        assert offset == 0
+        context = self._text.context(problem.context)
+        self.prime(context)
+        return tuple(
+            self._ask(
+                context + self._text.after(problem.context, question.text),
+                question.max_tokens,
+                self._text_of,
+                is_counted=True,
+            )
+            for question in problem.questions
+        )
+
+    def continuation(self, prompt: Sequence[int], num_tokens: int) -> str | None:
+        """The text after a prompt, up to its end."""
+        return self._ask(prompt, num_tokens, self._text_of)
+
+    def prime(self, ids: Sequence[int]) -> None:
+        """Have a prompt stored, so that the next one that begins with it reads it as it is stored.
+
+        Raises:
+            EndpointError: the server is gone.
+        """
+        if ids:
+            self._ask(ids, 1, self._text_of)
+
+    def generate_until(self, prompt: Sequence[int], num_tokens: int, stops: Sequence[str]) -> str | None:
+        """The text after a prompt up to the first stop; None also where the server does not say it generated it."""
+        self.prime(prompt[:-1])
+        more: dict[str, Any] = {}
+        if stops and self.api == "sglang":
+            more = {"sampling": {"stop": list(stops), "no_stop_trim": True}}
+        elif stops:
+            more = {"stop": list(stops[:MAX_STOPS])}
+        text = self._ask(prompt, num_tokens, self._generated_text, is_counted=True, **more)
+        return None if text is None else until_stop(text, stops)
+
+    def log_likelihood(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool] | None:
+        """The log-probability of a continuation; every token of it is a request of its own."""
+        if self.api == "openai":
+            raise EndpointError(
+                "OpenAI's API names likely tokens only, so that a text has no log-likelihood; give --api sglang, or"
+                " tasks that generate"
+            )
+        ids, total, is_greedy = [*context], 0.0, True
+        self.prime(ids[:-1])
+        for token in continuation:
+            answer = self.next_token(ids, top=1, asked=[token])
+            if answer is None:
+                return None
+            total, is_greedy = total + answer.asked[token], is_greedy and answer.best == token
+            ids.append(token)
+        return total, is_greedy
+
+    def whole_log_likelihood(self, ids: Sequence[int]) -> float:
+        """No server is asked for it.
+
+        Raises:
+            EndpointError: always.
+        """
+        raise EndpointError(
+            "a server would be asked for every token of a text by itself; evaluate tasks that score whole texts without"
+            " --endpoint"
+        )
+
+    def next_token(self, ids: Sequence[int], *, top: int, asked: Sequence[int] = ()) -> NextToken | None:
+        """The distribution of the token after a prompt; None for an answer that did not come.
+
+        Args:
+            ids: The prompt.
+            top: How many of the most likely tokens to name.
+            asked: The tokens to name besides; of SGLang only.
+
+        Raises:
+            EndpointError: the server is gone.
+        """
+        if self.api == "openai":
+            assert not asked
+            return self._ask(
+                ids, 1, lambda answer: from_openai(answer, self._text.names_one_token), is_counted=True, logprobs=top
+            )
+        more = {"return_logprob": True, "top_logprobs_num": top, "token_ids_logprob": list(asked)}
+        return self._ask(ids, 1, lambda answer: from_sglang(answer, asked), is_counted=True, **more)
+
+    def _ask(
+        self,
+        ids: Sequence[int],
+        num_tokens: int,
+        parse: Callable[[Any], Parsed | None],
+        *,
+        is_counted: bool = False,
+        **more: Any,
+    ) -> Parsed | None:
+        try:
+            answer = self.generate(ids, num_tokens, **more)
+            parsed, hits = parse(answer), self._hits_of(answer, len(ids))
+        except NO_ANSWER:
+            self.check_alive()
+            return None
+        if is_counted:
+            self.hits += hits
+        return parsed
+
+    def _hits_of(self, answer: Any, num_prompt: int) -> HitCount:
+        if self.api == "sglang":
+            cached = answer["meta_info"].get("cached_tokens")
+        else:
+            cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
+        return HitCount() if cached is None else HitCount(num_prompt, int(cached))
+
+    def _text_of(self, answer: Any) -> str | None:
+        """The text of an answer; None for an empty one."""
+        text = answer["text"] if self.api == "sglang" else answer["choices"][0]["text"]
+        return text if isinstance(text, str) and text else None
+
+    def _generated_text(self, answer: Any) -> str | None:
+        """The text of an answer, also an empty one where the server says that it generated a token."""
+        about = answer["meta_info"] if self.api == "sglang" else answer.get("usage") or {}
+        return self._text_of(answer) or ("" if int(about.get("completion_tokens") or 0) > 0 else None)
+
+
+def server_backends(
+    schemes: Sequence[CacheScheme], urls: Mapping[str, str], api: Api, text: Text, timeout_s: float
+) -> list[ServerBackend]:
+    """A backend for each scheme.
+
+    Args:
+        schemes: The schemes, the searched profile among them.
+        urls: The URLs of the servers, by the name that was given for the scheme.
+        api: How to speak to them.
+        text: The model's tokens.
+        timeout_s: The seconds that one answer may take.
+
+    Raises:
+        EndpointError: a server that serves another model, profile or dtype than its name says, or one whose answers
+            would not show how it stores its cache.
+    """
+    backends = [ServerBackend(scheme.name, urls[scheme.name], api, text, timeout_s) for scheme in schemes]
+    models = {backend.served.model for backend in backends}
+    if len(models) > 1:
+        raise EndpointError(f"the endpoints serve different models ({', '.join(sorted(models))}); compare one")
+    for scheme, backend in zip(schemes, backends, strict=True):
+        if api == "sglang":
+            backend.check_serves(scheme, scheme.profile if scheme.name == PROFILE else None)
+    return backends

@@ -1,0 +1,199 @@
+"""Sets of questions for every scheme: drawn, asked, marked and journalled."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from tqdm import tqdm
+
+from kvtuner.errors import CorpusError
+from kvtuner.evaluation.backends.base import AnswerJournal, HitCount, is_unread
+from kvtuner.evaluation.cells import MarkComparison, Place, make_cell
+from kvtuner.evaluation.paired import Marks
+from kvtuner.evaluation.tasks.questions import Problem, arithmetic, needles, recall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvtuner.evaluation.backends.base import Backend
+    from kvtuner.evaluation.token_text import Text
+    from kvtuner.exported_configs.profile.evaluation_record import Cell, Level
+    from kvtuner.run_folder import RunFolder
+
+JOURNAL: Final = "answers.jsonl"
+ANSWERING: Final = 1
+"""Raised whenever the same questions would be answered otherwise."""
+QUESTION_LEVELS: Final = ("recall", "needle", "arithmetic")
+MOST_OVER: Final = 2.0
+"""How many times its length a context may have that its few lines need: short tables are rough."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionSet:
+    """Problems of one kind, of one length, at one place.
+
+    Attributes:
+        level: The kind.
+        num_tokens: The tokens of their contexts, about; None where contexts have a length of their own.
+        position: The position of a context's first token.
+        problems: The problems, the same for every scheme.
+    """
+
+    level: Level
+    num_tokens: int | None
+    position: int
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawOptions:
+    """How question sets are drawn.
+
+    Attributes:
+        lengths: The lengths of contexts, tokens.
+        filler: The text that needles are hidden in, and that stands before additions.
+        context_length: The context that all of it must fit.
+        counts_positions: Whether a backend begins a context at any position; else text stands before it.
+        num_problems: The contexts of each length or position.
+        num_questions: The questions after each context.
+        seed: The seed of everything drawn.
+    """
+
+    lengths: Sequence[int]
+    filler: str
+    context_length: int
+    counts_positions: bool
+    num_problems: int
+    num_questions: int
+    seed: int
+
+
+def draw_question_sets(levels: Sequence[Level], text: Text, options: DrawOptions) -> list[QuestionSet]:
+    """Recall and needles at every length; arithmetic at several positions, or after text of every length.
+
+    Each level and length draws by itself.
+
+    Raises:
+        CorpusError: a context that does not fit, or a length that the questions alone exceed by far.
+    """
+    sets = []
+    for level in levels:
+        if level != "arithmetic":
+            lengths = [*options.lengths]
+        else:
+            lengths = [0] if options.counts_positions else [0, *options.lengths]
+        for length in lengths:
+            problems, room = _draw_problems(level, length, text, options)
+            at_positions = level == "arithmetic" and options.counts_positions
+            positions = {0, room // 2, room} if at_positions else {0}
+            sets += [QuestionSet(level, length or None, position, problems) for position in sorted(positions)]
+    return sets
+
+
+def _draw_problems(level: Level, length: int, text: Text, options: DrawOptions) -> tuple[tuple[Problem, ...], int]:
+    """The problems of a level and a length, and how many tokens of the context they leave."""
+    rng = random.Random(f"{options.seed} {level} {length}")
+    problems = tuple(_draw_problem(level, rng, text, length, options) for _ in range(options.num_problems))
+    least = min(text.count(problem.context) for problem in problems)
+    if level != "arithmetic" and least > MOST_OVER * length:
+        raise CorpusError(
+            f"{level} of {length} tokens takes {least} with {options.num_questions} questions after each context; give"
+            " longer --lengths, or fewer --questions"
+        )
+    room = options.context_length - max(map(text.longest, problems))
+    if room < 0:
+        raise CorpusError(
+            f"{level} of {length} tokens takes {-room} more than the context of {options.context_length}; give shorter"
+            " --lengths, or fewer --questions"
+        )
+    return problems, room
+
+
+def _draw_problem(level: Level, rng: random.Random, text: Text, length: int, options: DrawOptions) -> Problem:
+    if level == "recall":
+        return recall(rng, text.count, length, options.num_questions)
+    draw = needles if level == "needle" else arithmetic
+    return draw(rng, text.count, length, options.num_questions, options.filler)
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedAnswers:
+    """What one backend answered to one question set.
+
+    Attributes:
+        marks: The marks; an answer that never came is wrong.
+        failures: How many never came.
+        hits: How much of the questions' prompts was found in a cache.
+    """
+
+    marks: Marks
+    failures: int
+    hits: HitCount
+
+
+def mark_answers(
+    questions: QuestionSet,
+    backend: Backend,
+    journal: AnswerJournal,
+    on_problem: Callable[[], object] = lambda: None,
+) -> MarkedAnswers:
+    """Ask a backend, as far as the journal does not hold its answers, and mark what it answers."""
+    marks, failures, hits = [], 0, HitCount()
+    for problem in questions.problems:
+        wanted = [[question.text, question.answer] for question in problem.questions]
+        answers, found = journal.ask(
+            backend,
+            [questions.position, [problem.context, wanted]],
+            partial(_answers, backend, problem, questions.position),
+            level=questions.level,
+            tokens=questions.num_tokens,
+            position=questions.position,
+            way=backend.name,
+        )
+        hits += found
+        failures += answers.count(None)
+        pairs = zip(problem.questions, answers, strict=True)
+        marks.append(tuple(answer is not None and question.is_right(answer) for question, answer in pairs))
+        on_problem()
+    return MarkedAnswers(Marks(tuple(marks)), failures, hits)
+
+
+def _answers(backend: Backend, problem: Problem, position: int) -> list[str | None]:
+    return list(backend.answers(problem, offset=position))
+
+
+def question_cells(
+    sets: Sequence[QuestionSet], backends: Sequence[Backend], folder: RunFolder, identity: str, seed: int
+) -> list[Cell]:
+    """The accuracy of every backend in every question set.
+
+    Args:
+        sets: The question sets.
+        backends: The backends, the profile's among them.
+        folder: The run folder, which holds the journal.
+        identity: The hash of whatever decides answers besides the questions and the backend.
+        seed: The seed of the p-values.
+
+    Raises:
+        EndpointError: a server is gone.
+    """
+    journal = AnswerJournal(folder, JOURNAL, identity, version=ANSWERING, field="said")
+    cells = []
+    total = sum(len(questions.problems) for questions in sets) * len(backends)
+    with tqdm(desc="questions", total=total, unit="problem", disable=None) as bar:
+        for questions in sets:
+            marked = {each.name: mark_answers(questions, each, journal, bar.update) for each in backends}
+            unread = is_unread(backends, {name: answers.hits for name, answers in marked.items()})
+            place = Place(
+                questions.level,
+                questions.num_tokens,
+                questions.position,
+                flag="unread" if unread else None,
+                failures={name: answers.failures for name, answers in marked.items()},
+            )
+            marks = {name: answers.marks for name, answers in marked.items()}
+            cells.append(make_cell("accuracy", place, MarkComparison(marks, seed)))
+    return cells
