@@ -1,4 +1,7 @@
-"""Other tools' files of per-layer precision: which there are, and who reads and writes each. Knows no files."""
+"""The formats of other tools' files of per-layer precision, each with its reader and writer. Knows no files.
+
+A new format is a module here with `write`, and perhaps `read`, and one row of `FORMATS`.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What can be done with one format.
+    """One format of another tool.
 
     Attributes:
-        write: makes its file of a profile.
-        read: reads its file; None where it cannot be imported.
-        options: fields of `ImportOptions` that mean something to it.
-        can_lose: whether it may be written without all that the profile says, if that is asked for.
+        write: The function that makes the format's file of a profile.
+        read: The function that reads the format's file; None where it cannot be imported.
+        options: The fields of `ImportOptions` that mean something to the format.
+        can_lose: Whether ``--lossy`` may write a file without all that the profile says.
     """
 
     write: Callable[[Profile], Exported]
@@ -43,5 +46,13 @@ FORMATS: Final = {
     ),
     "vllm-skip-layers": Format(vllm_skip_layers.write, can_lose=True),
 }
-READ: Final = tuple(name for name, known in FORMATS.items() if known.read is not None)
-WRITTEN: Final = tuple(FORMATS)
+
+
+def readable() -> tuple[str, ...]:
+    """The names of the formats that can be imported."""
+    return tuple(name for name, form in FORMATS.items() if form.read is not None)
+
+
+def writable() -> tuple[str, ...]:
+    """The names of the formats that can be exported."""
+    return tuple(FORMATS)

@@ -68,7 +68,7 @@ def write(profile: Profile) -> Exported:
 
 
 def _words(data: bytes) -> dict[int, str]:
-    """The word of every layer that is named."""
+    """The words of the layers that the file names."""
     from kvtuner.exported_configs.formats.yaml_source import read_yaml  # PyYAML is for files of YAML alone
 
     text = decode(data, MAX_YAML_BYTES).strip()

@@ -1,9 +1,9 @@
-"""What a profile says that a format may be unable to say. Knows no format."""
+"""The features of a profile that a format may be unable to say. Knows no format."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from kvtuner.errors import ProfileError
 from kvtuner.precision import NATIVE_BITS
@@ -11,22 +11,20 @@ from kvtuner.precision import NATIVE_BITS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvtuner.exported_configs.profile.layer_storage import KeyDefaults, ValueDefaults
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.precision import Granularity, PrecisionPair, Side
-
-_SIDES: Final[tuple[Side, Side]] = ("k", "v")
-_NAMES: Final = {"k": "keys", "v": "values"}
+    from kvtuner.precision import Granularity, Side
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How the readers of a format store every quantized layer, whatever its bits: without transforms.
+    """The one way in which the readers of a format store every quantized layer, without transforms.
 
     Attributes:
-        k_group_size: as in a profile.
-        v_group_size: as in a profile.
-        symmetric: grids around zero.
-        k_granularity: of the keys.
+        k_group_size: The group size of the keys, as in a profile.
+        v_group_size: The group size of the values, as in a profile.
+        symmetric: Whether grids lie around zero.
+        k_granularity: The granularity of the keys.
     """
 
     k_group_size: int
@@ -37,7 +35,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, order=True)
 class LostFeature:
-    """Something of the profile that would be lost, and the first layer that has it."""
+    """A feature of the profile that a file does not have, and the first layer that has it."""
 
     layer: int
     what: str
@@ -51,9 +49,9 @@ class Exported:
     """Another tool's file.
 
     Attributes:
-        text: what is in it.
-        notes: what the user should know, one line each.
-        lost: what it does not say of the profile.
+        text: The content of the file.
+        notes: Advice to the user, one line each.
+        lost: The features of the profile that the file does not have.
     """
 
     text: str
@@ -62,16 +60,26 @@ class Exported:
 
 
 def differences(profile: Profile, storage: Storage) -> list[LostFeature]:
-    """What quantized layers have and the readers' storage has not, by the first layer of each; 16 bits lose nothing."""
-    found = []
-    for side in _SIDES:
-        packed = [layer for layer, pair in enumerate(profile.pairs) if _bits(pair, side) != NATIVE_BITS]
+    """The features that the readers' storage lacks, by the first layer of each; layers of 16 bits lose nothing."""
+    lost = []
+    sides: tuple[tuple[Side, str, KeyDefaults | ValueDefaults, int, Granularity], ...] = (
+        ("k", "keys", profile.defaults.k, storage.k_group_size, storage.k_granularity),
+        ("v", "values", profile.defaults.v, storage.v_group_size, "per_token"),
+    )
+    for side, noun, defaults, group_size, granularity in sides:
+        bits = [pair.k_bits if side == "k" else pair.v_bits for pair in profile.pairs]
+        packed = [layer for layer, width in enumerate(bits) if width != NATIVE_BITS]
         if not packed:
             continue
-        found += [LostFeature(packed[0], text) for text in _of_defaults(profile, storage, side)]
+        if defaults.granularity != granularity:
+            lost.append(LostFeature(packed[0], f"{noun} are {defaults.granularity.replace('_', ' ')}"))
+        elif defaults.group_size != group_size:
+            lost.append(LostFeature(packed[0], f"{noun} are in groups of {defaults.group_size}, not {group_size}"))
+        if defaults.symmetric != storage.symmetric:
+            lost.append(LostFeature(packed[0], f"{noun} are {'symmetric' if defaults.symmetric else 'asymmetric'}"))
         names = ((layer, profile.transform_name(layer, side)) for layer in packed)
-        found += [LostFeature(layer, f"{_NAMES[side]} are {name}") for layer, name in names if name != "none"][:1]
-    return sorted(found)
+        lost += [LostFeature(layer, f"{noun} are {name}") for layer, name in names if name != "none"][:1]
+    return sorted(lost)
 
 
 def uneven_layers(profile: Profile) -> list[LostFeature]:
@@ -87,22 +95,3 @@ def refusal(name: str, found: Sequence[LostFeature], way_out: str = "keep the pr
     """The error for a format that cannot say all: names the first layer and what would be lost."""
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return ProfileError(f"{name} cannot say all of the profile: {found[0]}{more}; {way_out}")
-
-
-def _of_defaults(profile: Profile, storage: Storage, side: Side) -> list[str]:
-    defaults = profile.defaults.k if side == "k" else profile.defaults.v
-    group, granularity = (
-        (storage.k_group_size, storage.k_granularity) if side == "k" else (storage.v_group_size, "per_token")
-    )
-    texts = []
-    if defaults.granularity != granularity:
-        texts.append(f"{_NAMES[side]} are {defaults.granularity.replace('_', ' ')}")
-    elif defaults.group_size != group:
-        texts.append(f"{_NAMES[side]} are in groups of {defaults.group_size}, not {group}")
-    if defaults.symmetric != storage.symmetric:
-        texts.append(f"{_NAMES[side]} are {'symmetric' if defaults.symmetric else 'asymmetric'}")
-    return texts
-
-
-def _bits(pair: PrecisionPair, side: Side) -> int:
-    return pair.k_bits if side == "k" else pair.v_bits

@@ -1,4 +1,4 @@
-"""What a reader is told beside the file, and what it finds in it. Knows no format."""
+"""The options of an import beside the file, and its result. Knows no format."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ImportOptions:
-    """What the user says beside the file.
+    """The options that the user adds to the file.
 
     Attributes:
-        file_name: last part of its path; some formats say something in it.
-        model: name of the model, to be compared with what the file says.
+        file_name: The last part of the file's path, which some formats read.
+        model: The name of the model, to be compared with what the file says.
         scheme: pertoken or kivi.
-        words: what words stand for that the format has and a profile has not.
-        group_size: channels per scale, in place of the format's.
-        default_word: precision of layers that the file does not name.
-        symmetric: grids around zero, where the format does not say.
+        words: The widths that stand for words which the format has and a profile has not.
+        group_size: The channels per scale, in place of the format's.
+        default_word: The precision of layers that the file does not name.
+        symmetric: Whether grids lie around zero, where the format does not say.
     """
 
     file_name: str = ""
@@ -42,27 +42,27 @@ class ImportOptions:
             raise ProfileError(f"--group-size must be at least 1 channel, not {str(self.group_size)[:20]}")
 
     def flags_beyond(self, names: Collection[str]) -> Iterator[str]:
-        """Flags that the user gave and that are not of these fields."""
+        """The flags that the user set and that belong to no field of `names`."""
         for each in fields(self):
             if "flag" in each.metadata and each.name not in names and getattr(self, each.name) not in (None, {}):
                 yield each.metadata["flag"]
 
     def group_sizes(self, geometry: ModelGeometry) -> tuple[int, int]:
-        """Channels per scale of keys and of values where the format has none of its own: one group per head."""
+        """The channels per scale of keys and of values where the format has none of its own: one group per head."""
         return self.group_size or geometry.head_dim, self.group_size or geometry.v_head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """How a file stores a model's layers.
+    """The layers of a model as a file stores them.
 
     Attributes:
-        layers: widths of every layer, in order.
-        k_group_size: as in a profile: channels, or tokens if keys are per channel.
-        v_group_size: channels per scale.
-        symmetric: grids around zero.
-        k_granularity: of the keys.
-        notes: what the user should know, one line each.
+        layers: The widths of every layer, in order.
+        k_group_size: The channels per scale of keys, or the tokens where keys are per channel.
+        v_group_size: The channels per scale of values.
+        symmetric: Whether grids lie around zero.
+        k_granularity: The granularity of the keys.
+        notes: Advice to the user, one line each.
     """
 
     layers: tuple[PrecisionPair, ...]
@@ -74,22 +74,22 @@ class Imported:
 
 
 class Vocabulary:
-    """Words that the user gave a meaning, and which of them the file has."""
+    """The words that the user maps to widths, and which of them the file has."""
 
     def __init__(self, words: Mapping[str, PrecisionPair]) -> None:
-        """Case makes no difference."""
+        """Start with no word used; capitals make no difference."""
         self._words = {word.upper(): pair for word, pair in words.items()}
         self._used: set[str] = set()
 
     def mapped(self, word: str) -> PrecisionPair | None:
-        """What the user said that a word is; None of others."""
+        """The widths that the user maps a word to; None for other words."""
         pair = self._words.get(word.upper())
         if pair is not None:
             self._used.add(word.upper())
         return pair
 
     def notes(self) -> tuple[str, ...]:
-        """What was put in place of what."""
+        """One note for each word: what stands in its place, or that no layer has it."""
         return tuple(
             f"{word} is stored as {pair}: integers with scales made while serving, another format than {word}"
             if word in self._used
@@ -122,7 +122,7 @@ def check_layer_id(layer: int, geometry: ModelGeometry) -> None:
     """Check that the model has a layer with a cache of its own.
 
     Raises:
-        ProfileError: it has not.
+        ProfileError: the model has no such layer.
     """
     if not 0 <= layer < geometry.num_layers:
         raise ProfileError(

@@ -1,4 +1,4 @@
-"""JSON of anybody, bounded in size and depth. Knows nothing of what it holds."""
+"""Foreign JSON, bounded in size and depth. Knows nothing of what it holds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def decode(data: bytes, max_bytes: int) -> str:
 
 
 def read_json(data: bytes) -> Any:
-    """What a JSON file holds; no name stands twice in an object.
+    """The value of a JSON file; no name stands twice in an object.
 
     Raises:
         ProfileError: too large, too deep, or no JSON.

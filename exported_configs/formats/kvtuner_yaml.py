@@ -95,7 +95,7 @@ def _layers(document: Any, geometry: ModelGeometry) -> tuple[PrecisionPair, ...]
 
 
 def _scheme(options: ImportOptions) -> tuple[str, list[str]]:
-    """What was asked for, else what the file's name says; and what the name says otherwise."""
+    """The scheme that the user asks for, else that of the file's name; and notes where the two differ."""
     match = _FILE_NAME.fullmatch(options.file_name)
     if options.scheme is None and match is None:
         raise ProfileError(

@@ -83,7 +83,7 @@ def write(profile: Profile) -> Exported:
 
 
 def _is_symmetric(kept: list[int], pairs: dict[int, PrecisionPair | None], options: ImportOptions) -> bool:
-    """INT8 is, by itself; mapped layers are as the user says, and a profile has one kind of grid for both."""
+    """Whether grids lie around zero: INT8's do, those of mapped layers as the user says, and a profile has one kind."""
     mapped = sorted(layer for layer, pair in pairs.items() if pair not in (None, NATIVE))
     if not kept or not mapped:
         if kept and options.symmetric is False:
@@ -166,9 +166,9 @@ def _check_agreement(algorithm: str | None, found: dict[int, str]) -> None:
     names = set(found.values())
     if algorithm == MIXED or names == {algorithm} or (algorithm is None and not names):
         return
-    said = "null" if algorithm is None else ascii(algorithm[:40])
+    stated = "null" if algorithm is None else ascii(algorithm[:40])
     named = ", ".join(sorted(ascii(name[:40]) for name in names)[:3]) or "no layer"
-    raise ProfileError(f"{_ALGO} is {said}, but {_LAYERS} has {named}; export the checkpoint again")
+    raise ProfileError(f"{_ALGO} is {stated}, but {_LAYERS} has {named}; export the checkpoint again")
 
 
 def _check_integers(layer: int, algorithm: str) -> None:

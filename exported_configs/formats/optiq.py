@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DEFAULT_GROUP: Final = 64
 FULL_PRECISION: Final = 0
 MLX_GROUPS: Final = (32, 64, 128)
-"""Of its affine quantization."""
+"""The groups of MLX's affine quantization."""
 _FIELDS: Final = ("layer_idx", "bits", "group_size")
 
 
@@ -106,7 +106,7 @@ def _words(groups: Sequence[int]) -> str:
 
 
 def _entries(document: Any, geometry: ModelGeometry) -> dict[int, tuple[int, int]]:
-    """Bits and group of the layers named."""
+    """The bits and the group of the layers that the file names."""
     if not isinstance(document, list):
         raise ProfileError("must be a JSON list of layer_idx, bits and group_size; this is no kv_config.json of optiq")
     found: dict[int, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""Reads any of the formats into a profile, and writes a profile in any of them. Knows nothing of files or flags."""
+"""Import and export by the name of a format. Knows nothing of files or flags."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def read(data: bytes, name: str, geometry: ModelGeometry, options: ImportOptions
     """Read another tool's file.
 
     Args:
-        data: its content.
-        name: of the format, one of `formats.READ`.
-        geometry: of the model that it is for.
-        options: what the user says beside it.
+        data: The content of the file.
+        name: The name of the format, one of `formats.readable`.
+        geometry: The geometry of the model that the file is for.
+        options: The options that the user adds to the file.
 
     Raises:
-        ProfileError: whatever is wrong with it, or an option that means nothing to the format.
+        ProfileError: the file is wrong, or an option means nothing to the format.
     """
-    known = FORMATS[name]
-    assert known.read is not None
-    for flag in options.flags_beyond(known.options):
+    reader = FORMATS[name]
+    assert reader.read is not None
+    for flag in options.flags_beyond(reader.options):
         raise ProfileError(f"{name} files say that themselves, or do not have it; leave {flag} out")
-    imported = known.read(data, geometry, options)
+    imported = reader.read(data, geometry, options)
     _check_groups(imported, geometry)
     return imported
 
@@ -44,25 +44,25 @@ def write(profile: Profile, name: str, *, lossy: bool = False) -> Exported:
     """Write a profile as another tool's file.
 
     Args:
-        profile: how every layer is stored.
-        name: of the format, one of `formats.WRITTEN`.
-        lossy: drop what the format cannot say, where something useful is left; the notes say what.
+        profile: The profile.
+        name: The name of the format, one of `formats.writable`.
+        lossy: Whether to drop what the format cannot say, where something useful is left; the notes say what.
 
     Raises:
         ProfileError: the format cannot say it; names the first layer and what would be lost.
     """
-    known = FORMATS[name]
-    if lossy and not known.can_lose:
+    writer = FORMATS[name]
+    if lossy and not writer.can_lose:
         raise ProfileError(f"{name} is never written with a loss; leave --lossy out")
-    exported = known.write(profile)
+    exported = writer.write(profile)
     if exported.lost and not lossy:
         raise refusal(name, exported.lost, "--lossy drops that")
-    dropped = (f"dropped, from layer {each.layer} on: {each.what}" for each in exported.lost)
+    dropped = (f"dropped, from layer {feature.layer} on: {feature.what}" for feature in exported.lost)
     return replace(exported, notes=(*exported.notes, *dropped))
 
 
 def to_profile(imported: Imported, name: str, geometry: ModelGeometry, model: ModelIdentity) -> Profile:
-    """The profile of what was read; nothing was measured, and no transforms are known."""
+    """Build the profile of an imported file: without transforms and measurements."""
     return build_profile(
         geometry=geometry,
         layers=[LayerQuantization(pair.k_bits, pair.v_bits) for pair in imported.layers],

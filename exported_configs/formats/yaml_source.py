@@ -1,4 +1,4 @@
-"""YAML of anybody, bounded in size and depth, plain values alone. Knows nothing of what it holds."""
+"""Foreign YAML, bounded in size and depth, plain values alone. Knows nothing of what it holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_YAML_DEPTH: Final = 8
 
 
 def read_yaml(data: bytes) -> Any:
-    """What a YAML file of plain mappings, lists and scalars holds: no anchors, tags or names that stand twice.
+    """The value of a YAML file of plain mappings, lists and scalars: no anchors, tags or names that stand twice.
 
     Raises:
         ProfileError: too large, too deep, no YAML, or more than that.
@@ -49,7 +49,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _yaml_integer)
 
 
 def _check_events(text: str) -> None:
-    """See what the file is made of before anything is built: an alias of aliases would grow without bound."""
+    """Refuse anchors, aliases and tags before anything is built: an alias of aliases would grow without bound."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:

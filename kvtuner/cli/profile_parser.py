@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.exported_configs.formats import READ, SCHEMES, WRITTEN
+from kvtuner.exported_configs.formats import SCHEMES, readable, writable
 
 if TYPE_CHECKING:
     import argparse
@@ -107,7 +107,7 @@ def _pull(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def _import(parser: argparse.ArgumentParser, switch: Callable[..., None]) -> argparse.ArgumentParser:
     parser.add_argument("source", metavar="SOURCE", help="the file; of ranges also the text, such as 0-1:bf16,2-27:8")
-    parser.add_argument("--from", dest="format", required=True, choices=READ, help="what the file is")
+    parser.add_argument("--from", dest="format", required=True, choices=readable(), help="what the file is")
     parser.add_argument("--model", metavar="ID|FOLDER|demo", required=True, help="only its configuration is read")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--scheme", choices=SCHEMES, help="of a preset of KVTuner, if its name does not say it")
@@ -127,7 +127,7 @@ def _import(parser: argparse.ArgumentParser, switch: Callable[..., None]) -> arg
 
 def _export(parser: argparse.ArgumentParser, switch: Callable[..., None]) -> argparse.ArgumentParser:
     parser.add_argument("profile", metavar="PROFILE", help=PROFILE_HELP)
-    parser.add_argument("--to", dest="format", required=True, choices=WRITTEN, help="what to write")
+    parser.add_argument("--to", dest="format", required=True, choices=writable(), help="what to write")
     parser.add_argument("--out", metavar="FILE", help="write it there; to stdout by default")
     switch(parser, "--force", "overwrite the file that --out names")
     switch(parser, "--lossy", "drop what the format cannot say, and say what; for ranges and vllm-skip-layers")

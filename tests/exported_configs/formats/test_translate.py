@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.exported_configs.formats import FORMATS, READ, SCHEMES, WRITTEN
+from kvtuner.exported_configs.formats import FORMATS, SCHEMES, readable, writable
 from kvtuner.exported_configs.formats.import_result import ImportOptions, parse_map
 from kvtuner.exported_configs.formats.translate import read, to_profile, write
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, dump_profile
@@ -38,7 +38,7 @@ ROTATED = Transform(TransformKind.parse("hadamard"))
 def test_every_format_has_a_reader_or_a_writer_and_known_options() -> None:
     flagged = {each.name for each in fields(ImportOptions) if "flag" in each.metadata}
     assert {option for known in FORMATS.values() for option in known.options} == flagged
-    assert set(FORMATS) - set(READ) == {"vllm-skip-layers"} and set(WRITTEN) == set(FORMATS)
+    assert set(FORMATS) - set(readable()) == {"vllm-skip-layers"} and set(writable()) == set(FORMATS)
 
 
 def test_the_table_of_formats_needs_no_reader_of_yaml() -> None:
@@ -114,14 +114,14 @@ def test_what_a_format_can_say_comes_back_and_all_else_is_refused(make_profile: 
         except (PrecisionError, ProfileError):  # groups that the heads cannot have, transforms of keys per channel
             return
         document = json.loads(dump_profile(profile))
-        for name in sorted(set(READ) & set(WRITTEN)):
+        for name in sorted(set(readable()) & set(writable())):
             is_said = can_say(document, name)
             seen.add((name, is_said, any(pair.k_bits != 16 for pair in profile.pairs)))
             check(profile, name, is_said)
 
     translate_there_and_back()
     # The test is about something: every format sometimes says quantized layers, and sometimes cannot.
-    assert {(name, is_said, True) for name in READ for is_said in (True, False)} - seen == set()
+    assert {(name, is_said, True) for name in readable() for is_said in (True, False)} - seen == set()
 
 
 def check(profile: Profile, name: str, is_said: bool) -> None:
@@ -161,7 +161,7 @@ PIECES = [
 
 @pytest.mark.slow
 @BOUNDED
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", readable())
 @given(
     edits=st.lists(
         st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 9), st.sampled_from(PIECES)), min_size=1, max_size=4
@@ -189,7 +189,7 @@ def test_mutated_files_are_refused_or_give_a_profile(
 
 @pytest.mark.slow
 @BOUNDED
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", readable())
 @given(data=st.binary(max_size=48) | st.text(alphabet='[]{}",:\\&*!<>?|-\n 0123abfnt', max_size=48).map(str.encode))
 def test_arbitrary_bytes_are_refused_or_give_a_profile(name: str, data: bytes) -> None:
     geometry = ModelGeometry(2, 4, 2, 64, 64)
