@@ -51,7 +51,7 @@ schema:
 	$(PYTHON) -m kvtuner.exported_configs.profile.schema
 
 catalogue: ## searches the profiles that come with kvtuner anew
-	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/catalogue.py
+	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/make_catalogue.py
 
 catalogue-index: ## after a profile was added to exported_configs/profiles
 	$(PYTHON) -m kvtuner.exported_configs.sharing.catalogue

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 SECTIONS: Final = ("correct", "decode", "pages", "stores", "extends", "model", "sweep")
 LIMIT_S: Final = 520
-"""Of all: nothing is begun after it."""
+"""The seconds after which no section begins."""
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=[name for name in SECTIONS if name != "sweep"])
@@ -47,7 +47,7 @@ def main() -> int:
 
     if not args.smoke and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; --smoke runs everything, tiny, on a processor")
-    from gpu_parts import baselines, correct, model, pools, report, speed
+    from gpu_parts import baselines, correct, model_step, pools, results_page, speed
     from gpu_parts.machine import Machine
 
     from kvtuner.precision import PrecisionPair
@@ -66,7 +66,7 @@ def main() -> int:
 
     def save() -> None:
         results["seconds"] = time.monotonic() - start
-        report.save(out, results)
+        results_page.save(out, results)
 
     def out_of_time() -> bool:
         return time.monotonic() - start > args.limit_s
@@ -85,13 +85,13 @@ def main() -> int:
         finally:
             save()
 
-    def decoding(shape: pools.Shape) -> list[Callable[[], Iterable[dict[str, Any]]]]:
+    def decoding(shape: pools.HeadShape) -> list[Callable[[], Iterable[dict[str, Any]]]]:
         return [functools.partial(speed.decode, machine, *place) for place in speed.grid(machine, shape)]
 
     sections: list[tuple[str, list[Callable[[], Iterable[dict[str, Any]]]]]] = [
         ("correct", [lambda: correct.run(machine)]),
         ("decode", decoding(pools.LLAMA)),
-        ("model", [lambda: model.run(machine)]),
+        ("model", [lambda: model_step.run(machine)]),
         ("stores", [lambda: speed.stores(machine)]),
         ("pages", [lambda: speed.pages(machine)]),
         ("extends", [lambda: speed.extends(machine)]),

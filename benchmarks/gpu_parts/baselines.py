@@ -1,4 +1,4 @@
-"""What the kernels are compared with: attention over bf16, and the straightforward kernel over the same rows."""
+"""The baselines of the kernels: attention over bf16, and the straightforward kernel over the same rows."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gpu_parts.machine import Machine
-    from gpu_parts.pools import Shape
+    from gpu_parts.pools import HeadShape
     from kvtuner.runtime_loader.packed_attention import PackedRows
 
 NATIVE: Final = PrecisionPair(16, 16)
 SGLANG_SPLITS: Final = (8, 32)
-"""Its default, and what fills more of a device at batch 1."""
+"""SGLang's default number of splits, and one that fills more of a device at batch 1."""
 SGLANG_LAUNCH: Final = DecodeLaunch(tokens=32, warps=4, stages=2, asm=False)
 SDPA: Final = {
     "torch flash": SDPBackend.FLASH_ATTENTION,
@@ -37,18 +37,24 @@ SDPA: Final = {
 
 
 def sglang_kernels() -> tuple[Any, str]:
-    """SGLang's decode kernel, or None and why it is not here."""
+    """SGLang's decode kernel, or None and the reason why it cannot be imported."""
     try:
         from sglang.kernels.ops.attention.decode_attention import decode_attention_fwd
-    except Exception as error:  # whatever a foreign package's import does where it does not fit
+    except Exception as error:  # the import of another package may raise anything
         return None, f"{type(error).__name__}: {error}".splitlines()[0]
     return decode_attention_fwd, ""
 
 
 def by_sglang(
-    kernel: Any, machine: Machine, shape: Shape, keys: PackedRows, values: PackedRows, num_requests: int, splits: int
+    kernel: Any,
+    machine: Machine,
+    shape: HeadShape,
+    keys: PackedRows,
+    values: PackedRows,
+    num_requests: int,
+    splits: int,
 ) -> Callable[..., Tensor]:
-    """SGLang's own Triton kernel over bf16 rows: these, or those that it is given."""
+    """A function that runs SGLang's own Triton kernel over these bf16 rows, or over others."""
     size = (num_requests, shape.num_heads, splits)
     logits = torch.empty(*size, shape.head_dim, dtype=torch.float32, device=machine.device)
     lse = torch.empty(size, dtype=torch.float32, device=machine.device)
@@ -66,16 +72,16 @@ def by_sglang(
 
 
 def of_torch(machine: Machine) -> list[str]:
-    """Names of torch's kernels."""
+    """The names of torch's kernels."""
     return ["torch math"] if machine.smoke else list(SDPA)
 
 
 def by_torch(
-    machine: Machine, name: str, shape: Shape, q: Tensor, length: int, copies: int
+    machine: Machine, name: str, shape: HeadShape, q: Tensor, length: int, copies: int
 ) -> list[Callable[[], object]]:
-    """Attention over contiguous bf16 keys and values, others every time: no pages, no gather.
+    """Runs of attention over contiguous bf16 keys and values, other ones in each run: no pages, no gather.
 
-    Queries that share a KV head are given as so many queries of one head, since torch would copy keys for each.
+    Queries that share a KV head run as queries of one head, since torch would copy the keys for each.
     """
     size = (copies, len(q), shape.num_kv_heads, length, shape.head_dim)
     k, v = (torch.empty(size, dtype=machine.dtype, device=machine.device).normal_() for _ in range(2))
@@ -92,9 +98,9 @@ def by_torch(
 
 
 def by_dequantizing(
-    machine: Machine, shape: Shape, keys: PackedRows, values: PackedRows, num_requests: int
+    machine: Machine, shape: HeadShape, keys: PackedRows, values: PackedRows, num_requests: int
 ) -> Callable[[Tensor, Tensor, Tensor], object]:
-    """Codes to float32, to bf16, then the product, launched as SGLang launches its kernel."""
+    """A function that runs the straightforward kernel, launched as SGLang launches its own."""
     sides = KernelSide.of(keys), KernelSide.of(values)
     splits = Device.of(machine.device).splits(SGLANG_LAUNCH, num_requests, shape.num_kv_heads)
     size = (num_requests, shape.num_heads, splits)

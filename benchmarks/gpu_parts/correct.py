@@ -1,4 +1,4 @@
-"""Every kernel against `quant.py` and float64, on the device at hand."""
+"""Checks every kernel against `quant.py` and float64, on this device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from gpu_parts import baselines
 from gpu_parts.machine import Machine
-from gpu_parts.pools import Shape, empty_rows, row_format, states
+from gpu_parts.pools import ALL_TRANSFORMS, HeadShape, empty_layer, keys_and_values, states
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.scratch import Scratch
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
     from kvtuner.runtime_loader.packed_attention import PackedRows
 
-FULL: Final = "centered+balanced+hadamard"
+    Layer = tuple[PackedRows, PackedRows]
+
 TOLERANCE: Final = 1e-2
-"""Of the norm: queries and weights over rows are rounded to fp16 once, outputs to their dtype."""
+"""The largest error, as a share of the norm: queries and weights are rounded to fp16 once, outputs to their dtype."""
 BASELINE_TOLERANCE: Final = 4e-2
-"""Of the kernel that ours is compared with: it rounds keys, values and weights to bf16."""
+"""The same of the straightforward kernel, which rounds keys, values and weights to bf16."""
 PROCESSES: Final = 8
 LIMIT_S: Final = 200
 SPARE_SLOTS: Final = 7
@@ -41,26 +42,26 @@ SPARE_SLOTS: Final = 7
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One layer, one way to read it.
+    """One operation on one layer.
 
     Attributes:
         what: store, read, decode, extend, graph (decode, captured and replayed), or the baseline kernel.
-        pair: of widths.
-        shape: of heads.
-        kind: of key transform; values are rotated where keys are.
+        pair: The widths.
+        shape: The heads.
+        kind: The transform of keys; values are rotated where keys are.
         group_size: channels of a scale; None for a head's.
-        symmetric: the kind of grid.
-        logit_cap: of scores; 0 for none.
+        symmetric: Whether grids are symmetric.
+        logit_cap: The cap of the scores; 0 for none.
         lengths: tokens in the pool, by request.
         fresh: new tokens, by request.
-        num_splits: instead of what fills the device.
-        dtype: instead of the machine's.
+        num_splits: The number of splits; None for what fills the device.
+        dtype: The dtype; the machine's by default.
     """
 
     what: str
     pair: PrecisionPair
-    shape: Shape
-    kind: str = FULL
+    shape: HeadShape
+    kind: str = ALL_TRANSFORMS
     group_size: int | None = None
     symmetric: bool = False
     logit_cap: float = 0.0
@@ -71,7 +72,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For the report."""
+        """The case's name in the report."""
         parts = [self.what, str(self.pair), f"{self.shape.num_kv_heads}x{self.shape.gqa}x{self.shape.head_dim}"]
         parts += [self.kind] if self.kind != "none" else []
         parts += [f"groups of {self.group_size}"] if self.group_size else []
@@ -83,116 +84,118 @@ class Case:
 
     @property
     def limit(self) -> float:
-        """Of its error."""
+        """The largest error that passes."""
         if self.what in ("store", "read"):
             return 0.0
         return BASELINE_TOLERANCE if self.what == "baseline" else TOLERANCE
 
 
 def cases(*, smoke: bool) -> list[Case]:
-    """All that is checked: every pair, transform and shape, though not all of their products."""
+    """All cases: every pair, transform and shape, though not all of their products."""
     if smoke:
-        pair, shape = PrecisionPair(4, 8), Shape("", 1, 2, 64)
+        pair, shape = PrecisionPair(4, 8), HeadShape("", 1, 2, 64)
         # Not the baseline: it multiplies bf16, which Triton's interpreter does wrongly.
-        whats = ("store", "read", "decode", "extend", "graph")
-        return [Case(what, pair, shape, lengths=(20, 1), fresh=(3, 9)) for what in whats]
-    shape = Shape("", 4, 4, 128)
+        operations = ("store", "read", "decode", "extend", "graph")
+        return [Case(what, pair, shape, lengths=(20, 1), fresh=(3, 9)) for what in operations]
+    shape = HeadShape("", 4, 4, 128)
     pairs = [PrecisionPair(*bits) for bits in itertools.product((2, 4, 8, 16), repeat=2)]
     four = PrecisionPair(4, 4)
-    found = [Case("decode", pair, shape) for pair in pairs]
-    found += [Case("decode", four, shape, kind) for kind in candidate_transforms("k")]
-    found += [
-        Case(what, PrecisionPair(*bits), Shape("", heads, gqa, head_dim), logit_cap=cap)
+    listed = [Case("decode", pair, shape) for pair in pairs]
+    listed += [Case("decode", four, shape, kind) for kind in candidate_transforms("k")]
+    listed += [
+        Case(what, PrecisionPair(*bits), HeadShape("", heads, gqa, head_dim), logit_cap=cap)
         for what in ("decode", "extend")
         for heads, gqa, head_dim, cap in ((2, 7, 64, 0.0), (3, 1, 80, 5.0), (2, 2, 96, 0.0), (1, 20, 256, 5.0))
         for bits in ((4, 2), (8, 4))
     ]
-    found += [
-        Case("decode", PrecisionPair(bits, bits), Shape("", 1, 4, 128), "none", lengths=(131072,), num_splits=16)
+    listed += [
+        Case("decode", PrecisionPair(bits, bits), HeadShape("", 1, 4, 128), "none", lengths=(131072,), num_splits=16)
         for bits in (2, 4, 8)
     ]
-    found += [
+    listed += [
         Case(what, PrecisionPair(bits, bits), shape, "none", 64, symmetric)
         for what in ("decode", "store", "read")
         for bits in (2, 4, 8)
         for symmetric in (False, True)
     ]
-    found += [Case("decode", four, shape, lengths=(300,) * 1100)]
-    found += [Case("decode", four, shape, dtype=torch.float16), Case("baseline", four, shape, "none")]
-    found += [Case("extend", PrecisionPair(*bits), shape) for bits in ((4, 4), (8, 4), (16, 16), (2, 16))]
-    found += [Case("graph", PrecisionPair(*bits), shape) for bits in ((4, 4), (8, 2))]
-    sides = [(pair, shape, FULL) for pair in pairs if pair.k_bits != pair.v_bits]
+    listed += [Case("decode", four, shape, lengths=(300,) * 1100)]
+    listed += [Case("decode", four, shape, dtype=torch.float16), Case("baseline", four, shape, "none")]
+    listed += [Case("extend", PrecisionPair(*bits), shape) for bits in ((4, 4), (8, 4), (16, 16), (2, 16))]
+    listed += [Case("graph", PrecisionPair(*bits), shape) for bits in ((4, 4), (8, 2))]
+    sides = [(pair, shape, ALL_TRANSFORMS) for pair in pairs if pair.k_bits != pair.v_bits]
     sides += [(four, shape, kind) for kind in candidate_transforms("k")]
     sides += [
-        (PrecisionPair(4, 8), Shape("", 3, 1, head_dim), kind)
+        (PrecisionPair(4, 8), HeadShape("", 3, 1, head_dim), kind)
         for head_dim in (64, 80, 96, 256)
-        for kind in ("none", FULL)
+        for kind in ("none", ALL_TRANSFORMS)
     ]
-    return found + [Case(what, *side) for what in ("store", "read") for side in sides]
+    return listed + [Case(what, *side) for what in ("store", "read") for side in sides]
 
 
 def check(case: Case, device: str) -> float:
-    """Error of one case: of a head's output or, where bits must be equal, the share of tokens that differ."""
+    """The error of a case: of a head's output or, where bits must be equal, the share of tokens that differ."""
     machine = Machine(torch.device(device), case.dtype or (torch.float16 if device == "cpu" else torch.bfloat16))
-    shape, lengths = case.shape, case.lengths
-    num_tokens = sum(lengths)
-    v_kind = "hadamard" if "hadamard" in case.kind else "none"
-    keys, values = (
-        empty_rows(
-            machine, row_format(shape, bits, kind, case.group_size, symmetric=case.symmetric), num_tokens + SPARE_SLOTS
-        )
-        for bits, kind in ((case.pair.k_bits, case.kind), (case.pair.v_bits, v_kind))
+    num_tokens = sum(case.lengths)
+    layer = empty_layer(
+        machine, case.shape, case.pair, num_tokens + SPARE_SLOTS, case.kind, case.group_size, symmetric=case.symmetric
     )
-    unwritten = 0 if case.what == "baseline" else 255  # NaN, which the baseline does not keep from its sums
-    for side in (keys, values):
+    # Bytes of 255 read as NaN, so that a kernel that reads a slot too many shows it. The baseline masks no NaN.
+    unwritten = 0 if case.what == "baseline" else 255
+    for side in layer:
         side.rows.fill_(torch.nan if side.format.spec is None else unwritten)
-    k, v = (states(machine, num_tokens, shape.num_kv_heads, shape.head_dim, seed) for seed in (1, 2))
+    k, v = keys_and_values(machine, case.shape, num_tokens)
     k, v = k + 1.0, v * 3.0
     if case.what in ("store", "read"):
-        _make_hard(k)
-        _make_hard(v)
+        _put_special_groups(k)
+        _put_special_groups(v)
     slots = torch.randperm(num_tokens + SPARE_SLOTS, device=machine.device)[:num_tokens]
     attention = TritonAttention(machine.device)
-    attention.store(keys, values, slots, k, v)
+    attention.store(*layer, slots, k, v)
     if case.what == "store":
-        sides = ((keys, k), (values, v))
-        wrong = [
-            _differ(_written(side, side.rows[slots]), _written(side, side.format.pack(x.cpu()))) for side, x in sides
-        ]
-        return max(wrong)
+        return max(_miswritten(side, slots, x) for side, x in zip(layer, (k, v), strict=True))
     if case.what == "read":
-        return max(_misread(machine, side, slots) for side in (keys, values))
-    indptr = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=machine.device)
-    scores = ScoreScaling(shape.head_dim**-0.5, case.logit_cap)
+        return max(_misread(machine, side, slots) for side in layer)
     if case.what == "extend":
-        q, k_new, v_new = (
-            states(machine, sum(case.fresh), heads, shape.head_dim, seed)
-            for heads, seed in ((shape.num_heads, 3), (shape.num_kv_heads, 4), (shape.num_kv_heads, 5))
-        )
-        tokens = torch.tensor([0, *itertools.accumulate(case.fresh)], dtype=torch.int32, device=machine.device)
-        bounds = ExtendBounds(tokens, indptr, slots, max(case.fresh))
-        found = attention.extend(q, k_new, v_new, keys, values, bounds, scores)
-        return error_of(found, exact(q, keys, values, slots, lengths, scores, (case.fresh, k_new, v_new)))
-    q = states(machine, len(lengths), shape.num_heads, shape.head_dim, 3)
+        return _extend_error(case, machine, attention, layer, slots)
+    return _decode_error(case, machine, attention, layer, slots)
+
+
+def _starts(counts: tuple[int, ...], machine: Machine) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=machine.device)
+
+
+def _extend_error(case: Case, machine: Machine, attention: TritonAttention, layer: Layer, slots: Tensor) -> float:
+    shape = case.shape
+    q, k_new, v_new = (
+        states(machine, sum(case.fresh), heads, shape.head_dim, seed)
+        for heads, seed in ((shape.num_heads, 3), (shape.num_kv_heads, 4), (shape.num_kv_heads, 5))
+    )
+    scores = ScoreScaling(shape.head_dim**-0.5, case.logit_cap)
+    bounds = ExtendBounds(_starts(case.fresh, machine), _starts(case.lengths, machine), slots, max(case.fresh))
+    output = attention.extend(q, k_new, v_new, *layer, bounds, scores)
+    return error_of(output, exact(q, *layer, slots, case.lengths, scores, (case.fresh, k_new, v_new)))
+
+
+def _decode_error(case: Case, machine: Machine, attention: TritonAttention, layer: Layer, slots: Tensor) -> float:
+    shape, indptr = case.shape, _starts(case.lengths, machine)
+    scores = ScoreScaling(shape.head_dim**-0.5, case.logit_cap)
+    q = states(machine, len(case.lengths), shape.num_heads, shape.head_dim, 3)
     if case.what == "graph":
-        found = _replayed(machine, attention, q, keys, values, indptr, slots, scores)
+        output = _replayed(machine, attention, q, layer, indptr, slots, scores)
     elif case.what == "baseline":
-        found = baselines.by_dequantizing(machine, shape, keys, values, len(q))(q, indptr, slots)
+        output = baselines.by_dequantizing(machine, shape, *layer, len(q))(q, indptr, slots)
     elif case.num_splits is None:
-        found = attention.decode(q, keys, values, indptr, slots, scores)
+        output = attention.decode(q, *layer, indptr, slots, scores)
     else:
-        sides = KernelSide.of(keys), KernelSide.of(values)
+        sides = KernelSide.of(layer[0]), KernelSide.of(layer[1])
         settings = Device.of(machine.device).launch(*sides, shape.gqa)
-        scratch, found = Scratch(1 << 22, machine.device), torch.empty_like(q)
-        launch.decode(q, *sides, indptr, slots, scores, settings, case.num_splits, scratch, found)
-    return error_of(found, exact(q, keys, values, slots, lengths, scores))
+        scratch, output = Scratch(1 << 22, machine.device), torch.empty_like(q)
+        launch.decode(q, *sides, indptr, slots, scores, settings, case.num_splits, scratch, output)
+    return error_of(output, exact(q, *layer, slots, case.lengths, scores))
 
 
 def run(machine: Machine) -> list[dict[str, Any]]:
-    """Check everything, several cases at once: most of the time is the compiler's.
-
-    A case that cannot be run has failed, and says why.
-    """
+    """Check all cases, several at once, as most of the time is the compiler's; a case that cannot run has failed."""
     listed = cases(smoke=machine.smoke)
     deadline = time.monotonic() + LIMIT_S
     context = multiprocessing.get_context("spawn")
@@ -206,49 +209,53 @@ def run(machine: Machine) -> list[dict[str, Any]]:
             row["passed"] = row["error"] <= case.limit
         except TimeoutError:
             row |= {"why": "not checked, for want of time", "passed": None}
-        except Exception as error:  # of a compiler, a driver or a process that died
+        except Exception as error:  # a compiler, a driver or a process that died may raise anything
             row["why"] = f"{type(error).__name__}: {error}".splitlines()[0]
         rows.append(row)
     pool.shutdown(wait=False, cancel_futures=True)
     for child in multiprocessing.active_children():
-        child.terminate()  # one that hangs would be waited for at the end
+        child.terminate()  # Python would wait for one that hangs
     return rows
 
 
-def _make_hard(x: Tensor) -> None:
-    """Groups that have a rule of their own."""
+def _put_special_groups(x: Tensor) -> None:
+    """Put in groups that the quantizer has a rule for: NaN, infinity, zeros of both signs, tiny and equal values."""
     x[1, 0, 3], x[2, 0, 5], x[3], x[4] = torch.nan, -torch.inf, 0.0, -0.0
     x[5] *= 1e-6
     x[6] = x[6, 0, 0]
 
 
-def _differ(found: Tensor, wanted: Tensor) -> float:
-    """Share of tokens."""
-    found, wanted = found.cpu(), wanted.cpu()
-    return (~torch.isclose(found, wanted, rtol=0, atol=0, equal_nan=True)).any(1).double().mean().item()
+def _share_that_differs(actual: Tensor, expected: Tensor) -> float:
+    """The share of tokens that are not equal to the bit; NaN equals NaN."""
+    actual, expected = actual.cpu(), expected.cpu()
+    return (~torch.isclose(actual, expected, rtol=0, atol=0, equal_nan=True)).any(1).double().mean().item()
 
 
-def _written(side: PackedRows, rows: Tensor) -> Tensor:
-    """Rows without what pads them, which nobody writes."""
-    form = side.format
-    if form.spec is None:
+def _miswritten(side: PackedRows, slots: Tensor, x: Tensor) -> float:
+    written, expected = side.rows[slots], side.format.pack(x.cpu())
+    return _share_that_differs(_without_padding(side, written), _without_padding(side, expected))
+
+
+def _without_padding(side: PackedRows, rows: Tensor) -> Tensor:
+    row = side.format
+    if row.spec is None:
         return rows.flatten(1)
-    groups = form.num_heads * form.head_dim // (form.spec.group_size or form.head_dim)
-    return rows[:, : form.num_heads * form.head_dim * form.bits // 8 + 4 * groups]
+    groups = row.num_heads * row.head_dim // (row.spec.group_size or row.head_dim)
+    return rows[:, : row.num_heads * row.head_dim * row.bits // 8 + 4 * groups]
 
 
 def _misread(machine: Machine, side: PackedRows, slots: Tensor) -> float:
     out = torch.full((len(slots), *side.shape[1:]), torch.inf, device=machine.device, dtype=machine.dtype)
     launch.read(KernelSide.of(side), slots, torch.tensor([len(slots)], device=machine.device), out)
-    wanted = side.format.unpack(side.rows[slots].cpu(), torch.float32).to(machine.dtype)
-    return _differ(out.flatten(1), wanted.flatten(1))
+    expected = side.format.unpack(side.rows[slots].cpu(), torch.float32).to(machine.dtype)
+    return _share_that_differs(out.flatten(1), expected.flatten(1))
 
 
 def exact(
     q: Tensor, keys: PackedRows, values: PackedRows, slots: Tensor, lengths: tuple[int, ...], scores: ScoreScaling,
     fresh: tuple[tuple[int, ...], Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention in float64 over what rows read as, and over new tokens, causally."""
+    """Causal attention in float64 over the rows as they are read back, and over new tokens."""
     k, v = (side.read(slots, torch.float32).double() for side in (keys, values))
     counts = (1,) * len(lengths) if fresh is None else fresh[0]
     outputs, first, begin = [], 0, 0
@@ -267,20 +274,20 @@ def exact(
 
 
 def _replayed(
-    machine: Machine, attention: TritonAttention, q: Tensor, keys: PackedRows, values: PackedRows, indptr: Tensor,
-    slots: Tensor, scores: ScoreScaling,
+    machine: Machine, attention: TritonAttention, q: Tensor, layer: Layer, indptr: Tensor, slots: Tensor,
+    scores: ScoreScaling,
 ) -> Tensor:  # fmt: skip
-    """A graph captured with requests of one token, replayed with those at hand."""
-    attention.prepare([(keys, values)], q.shape[1], len(q))
-    q_in, indptr_in, slots_in = torch.zeros_like(q), torch.arange(len(indptr), dtype=torch.int32), slots.clone()
-    indptr_in = indptr_in.to(machine.device)
+    """The output of a graph that was captured with requests of one token and is replayed with the real ones."""
+    attention.prepare([layer], q.shape[1], len(q))
     if machine.smoke:
-        return attention.decode(q, keys, values, indptr, slots, scores)
-    attention.decode(q_in, keys, values, indptr_in, slots_in, scores)
+        return attention.decode(q, *layer, indptr, slots, scores)
+    q_in, slots_in = torch.zeros_like(q), slots.clone()
+    indptr_in = torch.arange(len(indptr), dtype=torch.int32, device=machine.device)
+    attention.decode(q_in, *layer, indptr_in, slots_in, scores)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention.decode(q_in, keys, values, indptr_in, slots_in, scores)
+        out = attention.decode(q_in, *layer, indptr_in, slots_in, scores)
     q_in.copy_(q)
     indptr_in.copy_(indptr)
     slots_in.copy_(slots)
@@ -289,7 +296,7 @@ def _replayed(
     return out
 
 
-def error_of(found: Tensor, wanted: Tensor) -> float:
-    """The largest of a query's head, of its norm; NaN, which is never within a limit, where there is one."""
-    difference, size = (found.double() - wanted).norm(dim=-1), wanted.norm(dim=-1)
+def error_of(actual: Tensor, expected: Tensor) -> float:
+    """The largest error of a query's head as a share of its norm; where there is NaN it is NaN, within no limit."""
+    difference, size = (actual.double() - expected).norm(dim=-1), expected.norm(dim=-1)
     return torch.where(size > 0, difference / size.clamp(min=1e-30), difference).max().item()

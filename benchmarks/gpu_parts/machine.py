@@ -1,4 +1,4 @@
-"""The device at hand: what it is, how fast it copies, and how long something takes on it."""
+"""The device of the benchmark: its name, its copy bandwidth, and the time that a function takes on it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ COPIED_BYTES: Final = 2 << 30
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the benchmark runs.
+    """The machine that the benchmark runs on.
 
     Attributes:
         device: a GPU, or a processor with Triton's interpreter for a smoke test.
-        dtype: of queries, and of rows at 16 bits.
+        dtype: The dtype of queries, and of rows at 16 bits.
     """
 
     device: torch.device
@@ -34,23 +34,23 @@ class Machine:
 
     @property
     def smoke(self) -> bool:
-        """Whether nothing that is measured means anything."""
+        """Whether this is a smoke test, whose times mean nothing."""
         return self.device.type == "cpu"
 
     @property
     def name(self) -> str:
-        """Of its results' folder."""
+        """The name of the results' folder."""
         name = "smoke" if self.smoke else torch.cuda.get_device_name(self.device)
         return name.replace("NVIDIA ", "").replace(" ", "-")
 
     @property
     def l2_bytes(self) -> int:
-        """Of the last cache."""
+        """The bytes of the last cache."""
         return 1 << 10 if self.smoke else int(torch.cuda.get_device_properties(self.device).L2_cache_size)
 
     @property
     def free_bytes(self) -> int:
-        """What may still be allocated."""
+        """The bytes that may still be allocated."""
         if self.smoke:
             return 1 << 20
         torch.cuda.empty_cache()
@@ -74,9 +74,9 @@ class Machine:
         return facts
 
     def seconds(self, runs: Sequence[Callable[[], object]]) -> float:
-        """Median seconds of one of several runs, one after the other in a CUDA graph.
+        """The median seconds of one of several runs, one after the other in a CUDA graph.
 
-        They should differ in what they read, and read more than the last cache holds in all.
+        The runs should read different rows, in all more than the last cache holds.
         """
         if self.smoke:
             start = time.perf_counter()

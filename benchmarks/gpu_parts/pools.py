@@ -1,4 +1,4 @@
-"""Rows of one layer that hold something, and batches of requests that read them."""
+"""Rows of one layer, filled with random keys and values, and batches of requests that read them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 
 FILLED_TOKENS: Final = 4096
+ALL_TRANSFORMS: Final = "centered+balanced+hadamard"
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Heads of a model's attention."""
+class HeadShape:
+    """The heads of a model's attention."""
 
     name: str
     num_kv_heads: int
@@ -34,23 +35,28 @@ class Shape:
 
     @property
     def num_heads(self) -> int:
-        """Query heads."""
+        """The number of query heads."""
         return self.num_kv_heads * self.gqa
 
     def elements(self, num_tokens: int) -> int:
-        """Of keys and values."""
+        """The number of elements of the keys and values of so many tokens."""
         return 2 * self.num_kv_heads * self.head_dim * num_tokens
 
 
-LLAMA: Final = Shape("Llama-3.1-8B", 8, 4, 128)
-QWEN: Final = Shape("Qwen2.5-7B", 4, 7, 128)
-TINY: Final = Shape("tiny", 1, 2, 64)
+LLAMA: Final = HeadShape("Llama-3.1-8B", 8, 4, 128)
+QWEN: Final = HeadShape("Qwen2.5-7B", 4, 7, 128)
+TINY: Final = HeadShape("tiny", 1, 2, 64)
+
+
+def value_kind(kind: str) -> str:
+    """The transform of values beside keys of a transform: they are rotated where the keys are."""
+    return "hadamard" if "hadamard" in kind else "none"
 
 
 def row_format(
-    shape: Shape, bits: int, kind: str = "none", group_size: int | None = None, *, symmetric: bool = False
+    shape: HeadShape, bits: int, kind: str = "none", group_size: int | None = None, *, symmetric: bool = False
 ) -> RowFormat:
-    """How rows are stored; constants of transforms are random and those of a seed."""
+    """The format of rows; the constants of their transform are random, from a fixed seed."""
     if bits == NATIVE_BITS:
         return RowFormat(shape.num_kv_heads, shape.head_dim, None)
     parts, size = TransformKind.parse(kind), (shape.num_kv_heads, shape.head_dim)
@@ -60,13 +66,34 @@ def row_format(
     return RowFormat(*size, QuantSpec(bits, Transform(parts, mu, lam), group_size, symmetric))
 
 
-def empty_rows(machine: Machine, form: RowFormat, num_slots: int) -> PackedRows:
-    """Rows that nobody wrote."""
-    if form.spec is None:
-        shape: tuple[int, ...] = (num_slots, form.num_heads, form.head_dim)
-        return PackedRows(torch.empty(shape, dtype=machine.dtype, device=machine.device), form)
-    shape = (num_slots, form.row_bytes(machine.dtype))
-    return PackedRows(torch.empty(shape, dtype=torch.uint8, device=machine.device), form)
+def empty_rows(device: torch.device | str, dtype: torch.dtype, row: RowFormat, num_slots: int) -> PackedRows:
+    """Rows that nobody has written; `dtype` is that of 16-bit rows."""
+    if row.spec is None:
+        return PackedRows(torch.empty(num_slots, row.num_heads, row.head_dim, dtype=dtype, device=device), row)
+    return PackedRows(torch.empty(num_slots, row.row_bytes(dtype), dtype=torch.uint8, device=device), row)
+
+
+def empty_layer(
+    machine: Machine,
+    shape: HeadShape,
+    pair: PrecisionPair,
+    num_slots: int,
+    kind: str = "none",
+    group_size: int | None = None,
+    *,
+    symmetric: bool = False,
+) -> tuple[PackedRows, PackedRows]:
+    """Keys and values of one layer that nobody has written."""
+    keys, values = (
+        empty_rows(
+            machine.device,
+            machine.dtype,
+            row_format(shape, bits, side_kind, group_size, symmetric=symmetric),
+            num_slots,
+        )
+        for bits, side_kind in ((pair.k_bits, kind), (pair.v_bits, value_kind(kind)))
+    )
+    return keys, values
 
 
 def states(machine: Machine, num_tokens: int, num_heads: int, head_dim: int, seed: int = 0) -> Tensor:
@@ -75,40 +102,49 @@ def states(machine: Machine, num_tokens: int, num_heads: int, head_dim: int, see
     return torch.randn(num_tokens, num_heads, head_dim, generator=generator, device=machine.device).to(machine.dtype)
 
 
-def filled(
-    machine: Machine, attention: TritonAttention, shape: Shape, pair: PrecisionPair, num_slots: int, kind: str = "none"
-) -> tuple[PackedRows, PackedRows]:
-    """Keys and values of one layer in every slot; after the first some thousand they repeat."""
-    v_kind = "hadamard" if "hadamard" in kind else "none"
-    sides = [
-        empty_rows(machine, row_format(shape, bits, which), num_slots)
-        for bits, which in ((pair.k_bits, kind), (pair.v_bits, v_kind))
-    ]
-    num_tokens = min(FILLED_TOKENS, num_slots)
+def keys_and_values(machine: Machine, shape: HeadShape, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Random keys and values, [tokens, num_kv_heads, head_dim] each."""
     k, v = (states(machine, num_tokens, shape.num_kv_heads, shape.head_dim, seed) for seed in (1, 2))
-    attention.store(sides[0], sides[1], torch.arange(num_tokens, device=machine.device), k, v)
-    for side in sides:
+    return k, v
+
+
+def filled(
+    machine: Machine,
+    attention: TritonAttention,
+    shape: HeadShape,
+    pair: PrecisionPair,
+    num_slots: int,
+    kind: str = "none",
+) -> tuple[PackedRows, PackedRows]:
+    """Keys and values of one layer in every slot; after the first `FILLED_TOKENS` they repeat."""
+    layer = empty_layer(machine, shape, pair, num_slots, kind)
+    num_tokens = min(FILLED_TOKENS, num_slots)
+    slots = torch.arange(num_tokens, device=machine.device)
+    attention.store(*layer, slots, *keys_and_values(machine, shape, num_tokens))
+    for side in layer:
         for start in range(num_tokens, num_slots, num_tokens):
             part = side.rows[start : start + num_tokens]
             part.copy_(side.rows[: len(part)])
-    return sides[0], sides[1]
+    return layer
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RequestBatch:
     """Requests of one length, and where their tokens lie.
 
     Attributes:
-        indptr: [requests + 1].
-        slots: token slots, one tensor for every time that the batch is run.
+        indptr: The first token of each request, and the end of the last, [requests + 1].
+        slots: The token slots, one tensor for every time that the batch is run.
     """
 
     indptr: Tensor
     slots: list[Tensor]
 
 
-def batch_of(machine: Machine, num_requests: int, length: int, num_slots: int, times: int, page_size: int = 1) -> Batch:
-    """Requests whose pages lie anywhere, others every time."""
+def batch_of(
+    machine: Machine, num_requests: int, length: int, num_slots: int, times: int, page_size: int = 1
+) -> RequestBatch:
+    """Requests whose pages lie anywhere, elsewhere every time that they are run."""
     num_tokens = num_requests * length
     generator = torch.Generator(machine.device).manual_seed(0)
     in_page = torch.arange(page_size, device=machine.device)
@@ -121,4 +157,4 @@ def batch_of(machine: Machine, num_requests: int, length: int, num_slots: int, t
         slots.append(order[:num_tokens].contiguous())
         order = order[num_tokens:]
     indptr = torch.arange(0, num_tokens + 1, length, dtype=torch.int32, device=machine.device)
-    return Batch(indptr, slots)
+    return RequestBatch(indptr, slots)

@@ -1,4 +1,4 @@
-"""How long attention over rows takes, and writing and reading them, beside bf16 in the same run."""
+"""Times attention over rows, writing and reading them, beside bf16 in the same run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from launch_candidates import CANDIDATES
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_parts import baselines
-from gpu_parts.pools import LLAMA, TINY, Shape, batch_of, empty_rows, filled, row_format, states
+from gpu_parts.pools import (
+    ALL_TRANSFORMS,
+    LLAMA,
+    TINY,
+    HeadShape,
+    batch_of,
+    empty_layer,
+    filled,
+    keys_and_values,
+    row_format,
+    states,
+)
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.scratch import Scratch
@@ -36,13 +47,12 @@ BATCHES: Final = (1, 8, 32, 128)
 LENGTHS: Final = (1024, 4096, 16384, 32768, 131072)
 MOST_TIMES: Final = 1024
 COLD: Final = 8
-"""Last caches that the runs of a graph read in all."""
+"""The runs of a graph read so many times the bytes of the last cache."""
 SPARE_BYTES: Final = 4 << 30
-TRANSFORMED: Final = "centered+balanced+hadamard"
 Row = dict[str, Any]
 
 
-def grid(machine: Machine, shape: Shape) -> Iterator[tuple[Shape, int, int]]:
+def grid(machine: Machine, shape: HeadShape) -> Iterator[tuple[HeadShape, int, int]]:
     """Batches and lengths of a shape whose bf16 keys and values fit."""
     if machine.smoke:
         yield TINY, 2, 24
@@ -55,12 +65,12 @@ def grid(machine: Machine, shape: Shape) -> Iterator[tuple[Shape, int, int]]:
 
 
 def times_of(machine: Machine, num_bytes: float) -> int:
-    """How often a batch is run so that its rows come from memory."""
+    """The number of runs of a batch after which its rows come from memory, not from a cache."""
     return 2 if machine.smoke else min(MOST_TIMES, math.ceil(COLD * machine.l2_bytes / num_bytes))
 
 
 def timed(machine: Machine, row: Row, runs: Callable[..., list[Callable[[], object]]], *args: Any) -> Row:
-    """A row with the seconds of what `runs` gives for `args` or, where a rival cannot run, why."""
+    """A row with the seconds of the runs that `runs` makes of `args`, or with the reason why they cannot run."""
     try:
         return {**row, "seconds": machine.seconds(runs(*args))}
     except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
@@ -68,7 +78,7 @@ def timed(machine: Machine, row: Row, runs: Callable[..., list[Callable[[], obje
         return {**row, "seconds": None, "why": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
-def decode(machine: Machine, shape: Shape, num_requests: int, length: int) -> Iterator[Row]:
+def decode(machine: Machine, shape: HeadShape, num_requests: int, length: int) -> Iterator[Row]:
     """One row for every baseline and pair; seconds of one layer."""
     num_tokens = num_requests * length
     base = {"shape": shape.name, "batch": num_requests, "length": length, "kind": "none"}
@@ -78,7 +88,7 @@ def decode(machine: Machine, shape: Shape, num_requests: int, length: int) -> It
     for name in baselines.of_torch(machine):
         row = {**base, "pair": "K16V16", "kernel": name, "bytes": num_bytes}
         yield timed(machine, row, baselines.by_torch, machine, name, shape, q, length, copies)
-    for pair, kind in (*((pair, "none") for pair in PAIRS), (PrecisionPair(4, 4), TRANSFORMED)):
+    for pair, kind in (*((pair, "none") for pair in PAIRS), (PrecisionPair(4, 4), ALL_TRANSFORMS)):
         per_token = sum(row_format(shape, bits).row_bytes(machine.dtype) for bits in (pair.k_bits, pair.v_bits))
         times = times_of(machine, num_tokens * per_token)
         num_slots = max(num_tokens, min(times * num_tokens, 1 << 22))
@@ -86,29 +96,29 @@ def decode(machine: Machine, shape: Shape, num_requests: int, length: int) -> It
         rows = filled(machine, attention, shape, pair, num_slots, kind)
         attention.prepare([rows], shape.num_heads, num_requests)
         batch = batch_of(machine, num_requests, length, num_slots, times)
-        for name, rival in rivals(machine, shape, pair, kind, attention, rows, num_requests).items():
-            runs = [functools.partial(rival, q, batch.indptr, slots) for slots in batch.slots]
+        for name, kernel in kernels_over(machine, shape, pair, kind, attention, rows, num_requests).items():
+            runs = [functools.partial(kernel, q, batch.indptr, slots) for slots in batch.slots]
             row = {**base, "kind": kind, "pair": str(pair), "kernel": name, "bytes": num_tokens * per_token}
             yield timed(machine, row, list, runs)
-            del runs, rival
+            del runs, kernel
         del rows, attention
 
 
-def rivals(
-    machine: Machine, shape: Shape, pair: PrecisionPair, kind: str, attention: TritonAttention,
+def kernels_over(
+    machine: Machine, shape: HeadShape, pair: PrecisionPair, kind: str, attention: TritonAttention,
     rows: tuple[PackedRows, PackedRows], num_requests: int,
 ) -> dict[str, Callable[[Tensor, Tensor, Tensor], object]]:  # fmt: skip
-    """Ours, and whoever else reads the same rows."""
-    found = {"ours": functools.partial(_decoded, attention, rows, ScoreScaling(shape.head_dim**-0.5))}
+    """Our kernel, and all others that read the same rows."""
+    kernels: dict[str, Any] = {"ours": functools.partial(_decoded, attention, rows, ScoreScaling(shape.head_dim**-0.5))}
     kernel, _ = baselines.sglang_kernels()
     if pair == baselines.NATIVE and kernel is not None:
         for splits in baselines.SGLANG_SPLITS:
-            found[f"sglang triton, {splits} splits"] = baselines.by_sglang(
+            kernels[f"sglang triton, {splits} splits"] = baselines.by_sglang(
                 kernel, machine, shape, *rows, num_requests, splits
             )
     if pair == PrecisionPair(4, 4) and kind == "none":
-        found["dequantize then dot"] = baselines.by_dequantizing(machine, shape, *rows, num_requests)
-    return found
+        kernels["dequantize then dot"] = baselines.by_dequantizing(machine, shape, *rows, num_requests)
+    return kernels
 
 
 def _decoded(
@@ -125,7 +135,7 @@ def _launched(
 
 
 def pages(machine: Machine) -> Iterator[Row]:
-    """Pages of 1, 16 and 64 tokens, anywhere in the pool."""
+    """Rows of decoding over pages of 1, 16 and 64 tokens, anywhere in the pool."""
     shape, num_requests, length = (TINY, 2, 64) if machine.smoke else (LLAMA, 32, 16384)
     q = states(machine, num_requests, shape.num_heads, shape.head_dim, 3)
     for pair in (PrecisionPair(4, 4), PrecisionPair(2, 2)):
@@ -141,29 +151,21 @@ def pages(machine: Machine) -> Iterator[Row]:
 
 
 def stores(machine: Machine) -> Iterator[Row]:
-    """Writing a long chunk, and a batch's new tokens."""
+    """Rows of writing a long chunk, and a batch's new tokens."""
     shape = TINY if machine.smoke else LLAMA
     num_slots = 64 if machine.smoke else 1 << 18
     for num_tokens in (5, 3) if machine.smoke else (16384, 128):
-        k, v = (states(machine, num_tokens, shape.num_kv_heads, shape.head_dim, seed) for seed in (1, 2))
-        slots = batch_of(machine, 1, num_tokens, num_slots, 8).slots
+        k, v = keys_and_values(machine, shape, num_tokens)
+        batches = batch_of(machine, 1, num_tokens, num_slots, 8).slots
         base = {"shape": shape.name, "tokens": num_tokens}
-        native = (
-            empty_rows(machine, row_format(shape, 16), num_slots).rows,
-            empty_rows(machine, row_format(shape, 16), num_slots).rows,
-        )
-        runs = [functools.partial(_indexed, native, each, k, v) for each in slots]
+        native = [side.rows for side in empty_layer(machine, shape, baselines.NATIVE, num_slots)]
+        runs = [functools.partial(_indexed, native, slots, k, v) for slots in batches]
         yield {**base, "pair": "K16V16", "kind": "none", "kernel": "torch index", "seconds": machine.seconds(runs)}
         for pair in PAIRS:
-            for kind in ("none", "hadamard", "centered+balanced+hadamard"):
-                if pair == baselines.NATIVE and kind != "none":
-                    continue
+            for kind in ("none",) if pair == baselines.NATIVE else ("none", "hadamard", ALL_TRANSFORMS):
                 attention = TritonAttention(machine.device)
-                keys, values = (
-                    empty_rows(machine, row_format(shape, bits, each), num_slots)
-                    for bits, each in ((pair.k_bits, kind), (pair.v_bits, "hadamard" if kind != "none" else "none"))
-                )
-                runs = [functools.partial(attention.store, keys, values, each, k, v) for each in slots]
+                layer = empty_layer(machine, shape, pair, num_slots, kind)
+                runs = [functools.partial(attention.store, *layer, slots, k, v) for slots in batches]
                 yield {**base, "pair": str(pair), "kind": kind, "kernel": "ours", "seconds": machine.seconds(runs)}
 
 
@@ -173,10 +175,9 @@ def _indexed(native: Any, slots: Any, k: Any, v: Any) -> None:
 
 
 def extends(machine: Machine) -> Iterator[Row]:
-    """New tokens behind a prefix: rows read by the kernel, or read back for another attention.
+    """Rows of new tokens behind a prefix, which the kernel reads, or which is read back for torch's attention.
 
-    What the second costs beside reading is bf16 attention over prefix and new tokens, here torch's. Beside reading back
-    alone there is a gather of bf16 keys and values.
+    Reading back alone is timed too, beside a gather of bf16 keys and values.
     """
     shape, length, counts = (TINY, 24, (2, 5)) if machine.smoke else (LLAMA, 16384, (1, 4, 16, 32, 64, 128, 256, 512))
     base = {"shape": shape.name, "prefix": length, "tokens": None}
@@ -233,7 +234,7 @@ def _read_then_torch(
 
 
 def sweep(machine: Machine, pair: PrecisionPair) -> Iterator[Row]:
-    """Launch settings of one pair at three loads, for the table."""
+    """Rows of one pair under every launch setting at three loads, for the committed table."""
     loads = ((TINY, 2, 24),) if machine.smoke else ((LLAMA, 32, 16384), (LLAMA, 1, 131072), (LLAMA, 8, 1024))
     device = Device.of(machine.device)
     for shape, num_requests, length in loads:
@@ -244,27 +245,17 @@ def sweep(machine: Machine, pair: PrecisionPair) -> Iterator[Row]:
         batch = batch_of(machine, num_requests, length, num_tokens * times, times)
         q = states(machine, num_requests, shape.num_heads, shape.head_dim, 3)
         sides = KernelSide.of(keys), KernelSide.of(values)
-        scratch, out = Scratch(64 << 20, machine.device), torch.empty_like(q)
+        scratch, out, scores = (
+            Scratch(64 << 20, machine.device),
+            torch.empty_like(q),
+            ScoreScaling(shape.head_dim**-0.5),
+        )
         for candidate in CANDIDATES:
             settings = dataclasses.replace(candidate, asm=candidate.asm and not machine.smoke)
-            programs = [1, 4, 8, 16, 32]  # for each processor
-            for splits in sorted(
-                {each * device.processors // (num_requests * shape.num_kv_heads) or 1 for each in programs}
-            ):
-                run = functools.partial(
-                    _launched,
-                    q,
-                    sides,
-                    batch.indptr,
-                    ScoreScaling(shape.head_dim**-0.5),
-                    settings,
-                    splits,
-                    scratch,
-                    out,
-                )
+            per_processor = [1, 4, 8, 16, 32]
+            pairs_of_heads = num_requests * shape.num_kv_heads
+            for splits in sorted({count * device.processors // pairs_of_heads or 1 for count in per_processor}):
+                run = functools.partial(_launched, q, sides, batch.indptr, scores, settings, splits, scratch, out)
                 row = {"shape": shape.name, "batch": num_requests, "length": length, "pair": str(pair)}
                 row |= {"launch": dataclasses.asdict(settings), "splits": splits}
-                try:
-                    yield {**row, "seconds": machine.seconds([functools.partial(run, slots) for slots in batch.slots])}
-                except (RuntimeError, triton.runtime.errors.OutOfResources) as error:  # does not fit this device
-                    yield {**row, "seconds": None, "why": f"{type(error).__name__}: {error}".splitlines()[0]}
+                yield timed(machine, row, list, [functools.partial(run, slots) for slots in batch.slots])

@@ -1,7 +1,7 @@
 """The catalogue's own commands make its profiles again: layers and bytes exactly, measured figures to 1 %.
 
-`make catalogue` made them (benchmarks/catalogue.py). Another processor, or another number of threads, adds floats in
-another order; that must change figures in their last digits alone.
+`make catalogue` made them (benchmarks/make_catalogue.py). Another processor, or another number of threads, adds floats
+in another order; that must change figures in their last digits alone.
 """
 
 from __future__ import annotations

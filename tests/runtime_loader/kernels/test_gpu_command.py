@@ -20,9 +20,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 pytestmark = pytest.mark.slow
 
 import gpu as gpu_command  # noqa: E402
-from gpu_parts import correct, report, speed  # noqa: E402
+from gpu_parts import correct, results_page, speed  # noqa: E402
 from gpu_parts.machine import Machine  # noqa: E402
-from gpu_parts.pools import Shape  # noqa: E402
+from gpu_parts.pools import HeadShape  # noqa: E402
 
 from kvtuner.precision import PrecisionPair  # noqa: E402
 
@@ -111,9 +111,9 @@ def test_an_error_is_that_of_the_worst_head() -> None:
 
 
 def test_a_case_that_fails_or_cannot_run_is_said_and_the_others_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, shape = PrecisionPair(4, 8), Shape("", 1, 2, 64)
+    pair, shape = PrecisionPair(4, 8), HeadShape("", 1, 2, 64)
     good = correct.Case("decode", pair, shape, lengths=(20, 1))
-    impossible = correct.Case("decode", pair, Shape("", 1, 2, 6), lengths=(20, 1))
+    impossible = correct.Case("decode", pair, HeadShape("", 1, 2, 6), lengths=(20, 1))
     monkeypatch.setattr(correct, "cases", lambda smoke: [impossible, good])
     bad, fine = correct.run(Machine(torch.device("cpu"), torch.float16))
     assert fine["passed"]
@@ -122,7 +122,7 @@ def test_a_case_that_fails_or_cannot_run_is_said_and_the_others_are_checked(monk
     machine = {"device": "smoke"}
     results = {"machine": machine, "command": "", "time": "", "seconds": 1.0, "sglang_missing": "", "left_out": []}
     empty = {name: [] for name in SECTIONS} | {"correct": [bad, fine], "copy_bytes_per_s": 1.0}
-    text = "\n".join(report.lines({**results, **empty}))
+    text = "\n".join(results_page.lines({**results, **empty}))
     assert "Correct: 1 of 2 cases" in text
     assert "**A kernel is wrong: no time below means anything.**" in text
     assert bad["why"] in text
@@ -138,11 +138,11 @@ def test_ratios_are_to_the_fastest_bf16_that_ran() -> None:
         {**place, "pair": "K8V8", "kernel": "ours", "seconds": 4e-4},
         {**place, "pair": "K4V4", "kernel": "dequantize then dot", "seconds": 1e-3},
     ]
-    line = list(report._decode(rows, 1e12))[-1]
+    line = list(results_page._decode(rows, 1e12))[-1]
     assert "500.0 us, torch flash" in line
     assert "2.50x, met: 2.5x (0.02 TB/s, 2%)" in line
     assert "1.25x, **missed**: 1.7x" in line
     assert "0.50x (0.00 TB/s" in line
     assert "torch cudnn (no such kernel)" in line
     short = [{**row, "length": 1024, "seconds": row["seconds"]} for row in rows]
-    assert "1.25x, met: 0.95x" in list(report._decode(short, 1e12))[-1]
+    assert "1.25x, met: 0.95x" in list(results_page._decode(short, 1e12))[-1]

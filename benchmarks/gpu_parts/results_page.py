@@ -1,4 +1,4 @@
-"""The results in words and tables."""
+"""Writes the results as JSON and as Markdown tables."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ GOALS: Final = {
     ("Llama-3.1-8B", 32, 16384): {"K4V4": 2.5, "K8V8": 1.7, "K4V2": 3.0, "K2V2": 3.3},
     ("Llama-3.1-8B", 1, 131072): {"K4V4": 2.0},
 }
-"""Of an H200: times as fast as the fastest bf16."""
+"""The goals of an H200: times as fast as the fastest bf16."""
 SHORT: Final = 2048
-"""Tokens up to which a context is short."""
+"""The tokens up to which a context is short."""
 FLOOR: Final = 0.95
-"""What no pair may be slower than in a short context."""
+"""The least speed of a pair in a short context, as a share of bf16's."""
 MODEL_GOALS: Final = {"equal batch": 1.7, "full pool": 2.2}
-"""Of K4V4."""
+"""The goals of K4V4, times as fast as bf16."""
 STORE_GOAL: Final = 1.2
-"""Times a bf16 store."""
+"""The longest time of a store, times that of a bf16 store."""
 
 
 def save(folder: Path, results: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ def save(folder: Path, results: dict[str, Any]) -> None:
 
 
 def lines(results: dict[str, Any]) -> Iterator[str]:
-    """The Markdown."""
+    """The lines of the Markdown page."""
     machine = results["machine"]
     yield f"# Kernels on {machine['device']}"
     yield ""
@@ -75,16 +75,16 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
 
 
 def fastest(rows: Iterable[Row]) -> Row | None:
-    """Of those that ran."""
+    """The fastest row of those that ran; None without one."""
     return min((row for row in rows if row["seconds"]), key=lambda row: row["seconds"], default=None)
 
 
-def goal(value: float, wanted: float | None, *, at_most: bool = False) -> str:
-    """A ratio, and whether it is what was wanted."""
-    if wanted is None:
+def goal(value: float, limit: float | None, *, at_most: bool = False) -> str:
+    """A ratio, and whether it meets its goal."""
+    if limit is None:
         return f"{value:.2f}x"
-    met = value <= wanted if at_most else value >= wanted
-    return f"{value:.2f}x, {'met' if met else '**missed**'}: {wanted}x"
+    met = value <= limit if at_most else value >= limit
+    return f"{value:.2f}x, {'met' if met else '**missed**'}: {limit}x"
 
 
 def _decode(rows: list[Row], copied: float) -> Iterator[str]:
@@ -98,18 +98,18 @@ def _decode(rows: list[Row], copied: float) -> Iterator[str]:
              for pair, kernel, kind in columns]  # fmt: skip
     yield from _head(["shape", "batch", "length", "fastest bf16", *heads, "did not run"])
     for key in dict.fromkeys((row["shape"], row["batch"], row["length"]) for row in rows):
-        of_place = [row for row in rows if (row["shape"], row["batch"], row["length"]) == key]
-        best = fastest(row for row in of_place if row["pair"] == "K16V16")
+        of_load = [row for row in rows if (row["shape"], row["batch"], row["length"]) == key]
+        best = fastest(row for row in of_load if row["pair"] == "K16V16")
         if best is None:
             continue
         cells = [f"{best['seconds'] * 1e6:.1f} us, {best['kernel']} ({_rate(best, copied)})"]
         for column in columns:
-            row = fastest(row for row in of_place if (row["pair"], row["kernel"], row["kind"]) == column)
+            row = fastest(row for row in of_load if (row["pair"], row["kernel"], row["kind"]) == column)
             floor = FLOOR if key[2] <= SHORT else None
             wanted = GOALS.get(key, {}).get(column[0], floor) if column[1] == "ours" else None
             ratio = "-" if row is None else goal(best["seconds"] / row["seconds"], wanted)
             cells.append(ratio if row is None else f"{ratio} ({_rate(row, copied)})")
-        missing = ", ".join(f"{row['kernel']} ({row['why']})" for row in of_place if not row["seconds"])
+        missing = ", ".join(f"{row['kernel']} ({row['why']})" for row in of_load if not row["seconds"])
         yield f"| {key[0]} | {key[1]} | {key[2]} | " + " | ".join(cells) + f" | {missing} |"
 
 

@@ -1,4 +1,4 @@
-"""Decoding steps of a model with random weights in CUDA graphs: what attention over packed rows does to all of it."""
+"""Times whole decoding steps of a model with random weights, in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from gpu_parts import baselines
-from gpu_parts.pools import LLAMA, TINY, Shape, batch_of, filled, row_format
+from gpu_parts.pools import ALL_TRANSFORMS, LLAMA, TINY, HeadShape, batch_of, filled, row_format
 from gpu_parts.speed import timed
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
@@ -32,30 +32,30 @@ MOST_REQUESTS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """Of a dense model."""
+class ModelSizes:
+    """The sizes of a dense model."""
 
-    shape: Shape
+    shape: HeadShape
     num_layers: int
     hidden: int
     intermediate: int
     vocabulary: int
 
 
-LLAMA_8B: Final = Sizes(LLAMA, 32, 4096, 14336, 128256)
-TINY_MODEL: Final = Sizes(TINY, 2, 64, 96, 50)
+LLAMA_8B: Final = ModelSizes(LLAMA, 32, 4096, 14336, 128256)
+TINY_MODEL: Final = ModelSizes(TINY, 2, 64, 96, 50)
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """How layers are stored: pairs in turn, and the transform of keys."""
+class StoredLayers:
+    """The storage of a model's layers: pairs in turn, and the transform of keys."""
 
     name: str
     pairs: tuple[PrecisionPair, ...]
     transform: str = "none"
 
-    def bytes_per_token(self, machine: Machine, sizes: Sizes) -> int:
-        """Of all layers."""
+    def bytes_per_token(self, machine: Machine, sizes: ModelSizes) -> int:
+        """The bytes of one token in all layers."""
         pairs = [self.pairs[layer % len(self.pairs)] for layer in range(sizes.num_layers)]
         widths = [bits for pair in pairs for bits in (pair.k_bits, pair.v_bits)]
         return sum(row_format(sizes.shape, bits).row_bytes(machine.dtype) for bits in widths)
@@ -66,19 +66,19 @@ def _pairs(*names: str) -> tuple[PrecisionPair, ...]:
 
 
 KINDS: Final = (
-    Kind("bf16", _pairs("K16V16")),
-    Kind("K8V8", _pairs("K8V8")),
-    Kind("K4V4", _pairs("K4V4")),
-    Kind("K4V4, all transforms", _pairs("K4V4"), "centered+balanced+hadamard"),
-    Kind("K4V2", _pairs("K4V2")),
-    Kind("mixed", _pairs("K8V8", "K8V4", "K4V4", "K4V4", "K4V2", "K4V2", "K4V4", "K8V4"), "hadamard"),
+    StoredLayers("bf16", _pairs("K16V16")),
+    StoredLayers("K8V8", _pairs("K8V8")),
+    StoredLayers("K4V4", _pairs("K4V4")),
+    StoredLayers("K4V4, all transforms", _pairs("K4V4"), ALL_TRANSFORMS),
+    StoredLayers("K4V2", _pairs("K4V2")),
+    StoredLayers("mixed", _pairs("K8V8", "K8V4", "K4V4", "K4V4", "K4V2", "K4V2", "K4V4", "K8V4"), "hadamard"),
 )
 
 
-class Weights:
-    """Random ones; their size is what matters."""
+class RandomWeights:
+    """Random weights of a model; only their size matters."""
 
-    def __init__(self, machine: Machine, sizes: Sizes) -> None:
+    def __init__(self, machine: Machine, sizes: ModelSizes) -> None:
         shape, width = sizes.shape, sizes.shape.num_heads * sizes.shape.head_dim
         joint = width + 2 * shape.num_kv_heads * shape.head_dim
 
@@ -95,25 +95,31 @@ class Weights:
         self.norm = torch.ones(sizes.hidden, dtype=machine.dtype, device=machine.device)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions, halves of channels as pairs."""
+def with_positions(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries or keys with rotary positions; channel i turns with i + head_dim / 2."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 def step_of(
-    machine: Machine, sizes: Sizes, weights: Weights, kind: Kind, num_requests: int, length: int, rival: str = "ours"
+    machine: Machine,
+    sizes: ModelSizes,
+    weights: RandomWeights,
+    kind: StoredLayers,
+    num_requests: int,
+    length: int,
+    kernel: str = "ours",
 ) -> Callable[[], object]:
-    """One token for every request, each with `length` tokens in the pool.
+    """A function that decodes one token for every request, each with `length` tokens in the pool.
 
     Args:
-        machine: at hand.
-        sizes: of the model.
-        weights: of the model.
-        kind: how layers are stored.
-        num_requests: of the batch.
-        length: tokens of each.
-        rival: who attends; others than ours read 16-bit rows, torch as if requests lay one after the other.
+        machine: The machine.
+        sizes: The sizes of the model.
+        weights: The weights of the model.
+        kind: The storage of the layers.
+        num_requests: The number of requests in the batch.
+        length: The tokens of each request.
+        kernel: The kernel that attends; all but ours read 16-bit rows, torch as if requests lay one after the other.
     """
     shape = sizes.shape
     num_slots, attention = num_requests * length, TritonAttention(machine.device)
@@ -134,16 +140,18 @@ def step_of(
 
     def by_torch(q: Tensor, keys: PackedRows, values: PackedRows) -> Tensor:
         k, v = (side.rows.view(num_requests, length, *side.shape[1:]).transpose(1, 2) for side in (keys, values))
-        with sdpa_kernel(baselines.SDPA.get(rival, SDPBackend.MATH)):
+        with sdpa_kernel(baselines.SDPA.get(kernel, SDPBackend.MATH)):
             out = scaled_dot_product_attention(q.unflatten(1, (shape.num_kv_heads, shape.gqa)), k, v)
         return out.flatten(1, 2)
 
     attend: Callable[[Tensor, PackedRows, PackedRows], Tensor] = by_kernel
-    if rival.startswith("torch"):
+    if kernel.startswith("torch"):
         attend = by_torch
-    elif rival.startswith("sglang"):
-        kernel, _ = baselines.sglang_kernels()
-        native = baselines.by_sglang(kernel, machine, shape, *layers[0], num_requests, baselines.SGLANG_SPLITS[0])
+    elif kernel.startswith("sglang"):
+        sglang_kernel, _ = baselines.sglang_kernels()
+        native = baselines.by_sglang(
+            sglang_kernel, machine, shape, *layers[0], num_requests, baselines.SGLANG_SPLITS[0]
+        )
 
         def attend(q: Tensor, keys: PackedRows, values: PackedRows) -> Tensor:
             return native(q, batch.indptr, slots, keys, values)
@@ -153,7 +161,7 @@ def step_of(
         for (keys, values), (joint, output, up, down) in zip(layers, weights.layers, strict=True):
             states = (rms_norm(x, x.shape[-1:], weights.norm) @ joint.T).view(num_requests, -1, shape.head_dim)
             q, k, v = states.split(heads, 1)
-            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+            q, k = with_positions(q, cos, sin), with_positions(k, cos, sin)
             attention.store(keys, values, last, k, v)
             x = x + attend(q, keys, values).flatten(1) @ output.T
             gate, value = (rms_norm(x, x.shape[-1:], weights.norm) @ up.T).chunk(2, -1)
@@ -164,9 +172,9 @@ def step_of(
 
 
 def run(machine: Machine) -> Iterator[Row]:
-    """Steps at the batch that bf16 holds, and with the pool full; with every kind, and every rival in bf16."""
+    """Rows of steps at the batch that bf16 holds and with a full pool, for every storage, and every kernel in bf16."""
     sizes = TINY_MODEL if machine.smoke else LLAMA_8B
-    weights = Weights(machine, sizes)
+    weights = RandomWeights(machine, sizes)
     room = machine.free_bytes - SPARE_BYTES
     in_bf16 = ["ours", *baselines.of_torch(machine)]
     in_bf16 += ["sglang triton"] if baselines.sglang_kernels()[0] is not None else []
@@ -178,12 +186,12 @@ def run(machine: Machine) -> Iterator[Row]:
         for what, (num_requests, length) in (("equal batch", equal), ("full pool", full)):
             if not num_requests:
                 continue  # a device that does not hold one request beside the weights
-            for rival in in_bf16 if kind is KINDS[0] else ["ours"]:
-                row = {"what": what, "kind": kind.name, "kernel": rival, "batch": num_requests, "length": length}
+            for kernel in in_bf16 if kind is KINDS[0] else ["ours"]:
+                row = {"what": what, "kind": kind.name, "kernel": kernel, "batch": num_requests, "length": length}
                 row["bytes_per_token"] = per_token
-                found = timed(
+                times = timed(
                     machine, row,
-                    lambda *args: [step_of(machine, sizes, weights, *args)], kind, num_requests, length, rival,
+                    lambda *args: [step_of(machine, sizes, weights, *args)], kind, num_requests, length, kernel,
                 )  # fmt: skip
-                speed = num_requests / found["seconds"] if found["seconds"] else None
-                yield {**found, "tokens_per_s": speed}
+                speed = num_requests / times["seconds"] if times["seconds"] else None
+                yield {**times, "tokens_per_s": speed}
