@@ -1,1 +1,12 @@
-"""What a person sees of results: pages, pictures, tables and text. Measures nothing."""
+"""What a person sees of results: text, tables, pictures and pages. Measures nothing.
+
+Public functions, by module:
+
+- `search_report`: `write_report`, `terminal_table`, `summary_json`; their data is `search_data.ReportData`, which
+  `search_rows` makes of measurements.
+- `evaluation_report`: `evaluation_lines`, `sample_lines`.
+- `bench_report`: `write_report`; `bench_result`: `BenchResult`, `summary_lines`.
+- `profile_report`: `describe`, `summary`, `profile_page`, `strip_html`; `layer_strip`: `profile_strip`.
+- `difference_report`: `difference_lines`, `difference_page`; `profile_difference`: `difference_of`.
+- `table.Table`, `formatting` and `terminal.Terminal` for all of them; `html_page.render` fills ``templates/``.
+"""

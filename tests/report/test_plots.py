@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from kvtuner.evaluation.statistics import Interval
-from kvtuner.report.plots import scatter_plots
+from kvtuner.report.plots import search_plots
 from kvtuner.report.plots.plot_style import BITS_COLOURS
 from kvtuner.report.plots.search_plots import (
     PICTURES,
@@ -67,11 +67,11 @@ def where(image: np.ndarray, colour: str) -> tuple[float, float]:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[ReportData], bytes], ReportData], Axes]:
-    """Axes that a picture of the scatter plots puts on its figure."""
+    """Axes that a picture of the search plots puts on its figure."""
 
     def draw(picture: Callable[[ReportData], bytes], data: ReportData) -> Axes:
         figure = Figure(figsize=(7.6, 5.4), layout="constrained")
-        monkeypatch.setattr(scatter_plots, "render", lambda on, **_: (on(figure), b"")[1])
+        monkeypatch.setattr(search_plots, "render", lambda on, **_: (on(figure), b"")[1])
         picture(data)
         (axes,) = figure.axes
         return axes

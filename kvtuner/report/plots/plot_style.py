@@ -15,11 +15,13 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from kvtuner.report.formatting import number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from numpy.typing import NDArray
+
+    from kvtuner.evaluation.statistics import Interval
 
 # Okabe and Ito's palette: told apart with any kind of colour vision.
 BLUE: Final = "#0072B2"
@@ -59,9 +61,9 @@ def render(draw: Callable[[Figure], None], *, width: float = WIDTH, height: floa
     """PNG bytes of what `draw` puts on a new figure.
 
     Args:
-        draw: receives the figure.
-        width: inches.
-        height: inches.
+        draw: The function that draws on the figure.
+        width: The width in inches.
+        height: The height in inches.
     """
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
@@ -84,7 +86,7 @@ def is_number(value: float | None) -> bool:
 
 
 def log_floor(values: Iterable[float | None]) -> float:
-    """Where a logarithmic scale puts what is zero or less: a decade under the least positive value."""
+    """The place of zero and less on a logarithmic scale: a decade under the least positive value."""
     return min((value for value in values if value is not None and is_positive(value)), default=1e-5) / 10
 
 
@@ -104,6 +106,25 @@ def log_kl_axis(axes: Axes) -> None:
     plain_log_ticks(axes.yaxis)
     axes.set_ylabel("KL, nats per token (log scale)")
     axes.grid(axis="y", which="major")
+
+
+def limit_axes(axes: Axes, points: Sequence[tuple[float, float]], margin_bits: float) -> None:
+    """Limits that leave some room around points of effective bits and KL."""
+    bits, kls = zip(*points, strict=True)
+    axes.set_xlim(min(bits) - margin_bits, max(bits) + margin_bits)
+    axes.set_ylim(min(kls) / 1.8, max(kls) * 1.8)
+    plain_log_ticks(axes.yaxis)
+
+
+def draw_intervals(axes: Axes, points: Sequence[tuple[float, Interval]], floor: float, **look: Any) -> None:
+    """A marker and a line from low to high at each KL, none of them below the floor."""
+    bits = [x for x, _ in points]
+    lows, means, highs = (
+        [max(value, floor) for value in column]
+        for column in zip(*((kl.low, kl.mean, kl.high) for _, kl in points), strict=True)
+    )
+    axes.vlines(bits, lows, highs, color=INK, lw=1.2, zorder=4)
+    axes.plot(bits, means, ls="", zorder=5, **look)
 
 
 def mark_zero(axes: Axes, floor: float) -> None:

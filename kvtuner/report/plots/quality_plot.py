@@ -14,10 +14,11 @@ from kvtuner.report.plots.plot_style import (
     INK,
     ORANGE,
     VERMILION,
+    draw_intervals,
+    limit_axes,
     log_floor,
     log_kl_axis,
     mark_zero,
-    plain_log_ticks,
     render,
 )
 from kvtuner.report.profile_report import measured_kl
@@ -25,7 +26,6 @@ from kvtuner.report.profile_report import measured_kl
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from kvtuner.exported_configs.profile.profile import Profile
@@ -66,13 +66,18 @@ class QualityPoint:
     kind: Kind
 
     @property
+    def is_profile(self) -> bool:
+        """Whether this is a profile, and no baseline."""
+        return self.kind in ("first", "second")
+
+    @property
     def can_be_drawn(self) -> bool:
         """Whether these are figures of a cache: a profile may come from anybody."""
         kl = self.kl
         return 0 < self.effective_bits <= MAX_BITS and -MAX_KL <= kl.low <= kl.mean <= kl.high <= MAX_KL
 
     def text(self) -> str:
-        """The same as a sentence, for those who do not see the picture."""
+        """A sentence for those who do not see the picture."""
         return f"{self.name} at {self.effective_bits:.2f} bits has {interval(self.kl)}"
 
 
@@ -101,44 +106,31 @@ def quality_picture(points: Sequence[QualityPoint], titles: dict[str, str]) -> P
 
 def _draw(figure: Figure, points: Sequence[QualityPoint], titles: dict[str, str]) -> None:
     axes = figure.add_subplot()
-    values = [_visible(kl) for point in points for kl in (point.kl.low, point.kl.mean, point.kl.high)]
+    kls = [Interval(*(_visible(kl) for kl in (point.kl.mean, point.kl.low, point.kl.high))) for point in points]
+    values = [value for kl in kls for value in (kl.low, kl.mean, kl.high)]
     floor = log_floor(values)
     log_kl_axis(axes)
     axes.set_xlabel("effective bits per element")
     for kind, look in _LOOKS.items():
-        if chosen := [point for point in points if point.kind == kind]:
-            _draw_kind(axes, chosen, floor, label=titles[kind], **look)
+        chosen = [(point.effective_bits, kl) for point, kl in zip(points, kls, strict=True) if point.kind == kind]
+        if chosen:
+            draw_intervals(axes, chosen, floor, label=titles[kind], **look)
     bits = [point.effective_bits for point in points]
-    axes.set_xlim(min(bits) - _MARGIN_BITS, max(bits) + _MARGIN_BITS)
-    raised = [max(value, floor) for value in values]
-    axes.set_ylim(min(raised) / 1.8, max(raised) * 1.8)
-    plain_log_ticks(axes.yaxis)
+    ends = [(x, max(value, floor)) for x, kl in zip(bits, kls, strict=True) for value in (kl.low, kl.high)]
+    limit_axes(axes, ends, _MARGIN_BITS)
     if min(values) <= 0:
         mark_zero(axes, floor)
     figure.legend(loc="outside lower center", ncols=2)
-    marks = [(point.effective_bits, max(_visible(point.kl.mean), floor)) for point in points]
+    marks = [(x, max(kl.mean, floor)) for x, kl in zip(bits, kls, strict=True)]
     place_labels(axes, _labels(points, marks), marks)
-
-
-def _draw_kind(axes: Axes, points: Sequence[QualityPoint], floor: float, **look: Any) -> None:
-    bits = [point.effective_bits for point in points]
-    lows, means, highs = (
-        [max(_visible(value), floor) for value in column]
-        for column in zip(*((p.kl.low, p.kl.mean, p.kl.high) for p in points), strict=True)
-    )
-    axes.vlines(bits, lows, highs, color=INK, lw=1.2, zorder=4)
-    axes.plot(bits, means, ls="", zorder=5, **look)
 
 
 def _labels(points: Sequence[QualityPoint], marks: Sequence[tuple[float, float]]) -> list[Label]:
     """Profiles' first; a baseline with and without transforms takes the same bytes and is named once."""
     labels: dict[tuple[str, float], Label] = {}
-    for point, (x, y) in sorted(
-        zip(points, marks, strict=True), key=lambda pair: pair[0].kind not in ("first", "second")
-    ):
-        is_profile = point.kind in ("first", "second")
-        name = point.name if is_profile else point.name.removesuffix(WITH_TRANSFORMS)
-        labels.setdefault((name, x), Label(name, x, y, bold=is_profile))
+    for point, (x, y) in sorted(zip(points, marks, strict=True), key=lambda pair: not pair[0].is_profile):
+        name = point.name if point.is_profile else point.name.removesuffix(WITH_TRANSFORMS)
+        labels.setdefault((name, x), Label(name, x, y, bold=point.is_profile))
     return list(labels.values())[:MAX_LABELS]
 
 
@@ -148,6 +140,6 @@ def _visible(kl: float) -> float:
 
 
 def _plain(name: str) -> str:
-    """In letters that every font has, and short."""
+    """A short name in letters that every font has."""
     text = "".join(c if c.isascii() and c.isprintable() else "?" for c in name)
     return text if len(text) <= MAX_NAME else text[: MAX_NAME - 3] + "..."

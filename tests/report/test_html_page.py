@@ -1,0 +1,63 @@
+"""Whatever a page is given comes out as text: no template lets markup in, and none names what is not there."""
+
+from __future__ import annotations
+
+import base64
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jinja2 import UndefinedError
+
+from kvtuner.report.bench_report import ReportSection
+from kvtuner.report.html_page import Picture, render
+from kvtuner.report.table import Table
+
+PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
+
+
+class Recorder(HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[str] = []
+        self.texts: list[str] = []
+        self.alt = ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.texts.append("")
+        self.alt = dict(attrs).get("alt") or self.alt
+
+    def handle_data(self, data: str) -> None:
+        if self.texts:
+            self.texts[-1] += data
+
+
+def page_of(text: str) -> str:
+    section = ReportSection(text, text, [Table((text, "x"), [(text, text)])], "chart", text)
+    return render("bench.html", title=text, sections=[section], pictures={"chart": Picture(PIXEL, text)})
+
+
+# The parser turns NUL into U+FFFD and line ends into one kind, as HTML asks; neither is about escaping.
+outside_text = st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs"]), min_size=1)
+
+
+@given(outside_text)
+def test_a_parser_reads_back_the_very_text_and_attribute_and_no_other_tag(text: str) -> None:
+    page = Recorder(page_of(text))
+    assert page.tags == Recorder(page_of("plain")).tags
+    assert page.alt == text
+    assert [page.texts[index] for index, tag in enumerate(page.tags) if tag == "td"] == [text, text]
+
+
+def test_a_table_without_rows_says_that_nothing_was_measured() -> None:
+    section = ReportSection("a", "b", [Table(("x",), [])])
+    assert "Not measured in this run." in render("bench.html", title="t", sections=[section], pictures={})
+
+
+def test_a_template_that_names_what_it_was_not_given_is_an_error() -> None:
+    with pytest.raises(UndefinedError, match="pictures"):
+        render("bench.html", title="t", sections=[ReportSection("a", "b", [])])
