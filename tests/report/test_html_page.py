@@ -21,19 +21,24 @@ class Recorder(HTMLParser):
     def __init__(self, page: str) -> None:
         super().__init__(convert_charrefs=True)
         self.tags: list[str] = []
-        self.texts: list[str] = []
+        self.cells: list[str] = []
+        self.in_cell = False
         self.alt = ""
         self.feed(page)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.texts.append("")
+        self.in_cell = tag == "td"
+        self.cells += [""] * self.in_cell
         self.alt = dict(attrs).get("alt") or self.alt
 
+    def handle_endtag(self, tag: str) -> None:
+        self.in_cell = False
+
     def handle_data(self, data: str) -> None:
-        if self.texts:
-            self.texts[-1] += data
+        if self.in_cell:
+            self.cells[-1] += data
 
 
 def page_of(text: str) -> str:
@@ -50,7 +55,7 @@ def test_a_parser_reads_back_the_very_text_and_attribute_and_no_other_tag(text: 
     page = Recorder(page_of(text))
     assert page.tags == Recorder(page_of("plain")).tags
     assert page.alt == text
-    assert [page.texts[index] for index, tag in enumerate(page.tags) if tag == "td"] == [text, text]
+    assert page.cells == [text, text]
 
 
 def test_a_table_without_rows_says_that_nothing_was_measured() -> None:
