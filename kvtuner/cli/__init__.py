@@ -9,11 +9,10 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Sequence
 
-
-# `import` is a keyword; a module `list` would stand in this namespace in the place of the builtin.
-_RENAMED = {"import": "import_", "list": "list_"}
+    from kvtuner.cli.command import Command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: done, and `doctor`, `validate`, `diff --exit-code` or `bench` found something. 2: a clear refusal, one
     line on stderr. 130: interrupted; the same command resumes.
     """
-    from kvtuner.cli.parser import build_parser, parse
+    from kvtuner.cli.parser import COMMANDS, build_parser, parse
 
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started this
@@ -32,30 +31,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
-    return _run(args.command, args)
+    return _run(COMMANDS[args.command], args)
 
 
-def _run(command: str, args: object) -> int:
-    import importlib
-
+def _run(command: Command, args: Namespace) -> int:
     from kvtuner.errors import KVTunerError
 
-    debug = bool(getattr(args, "debug", False))
     sys.unraisablehook = _unraisable
     try:
-        module = importlib.import_module(f"kvtuner.cli.commands.{_RENAMED.get(command, command)}")
-        status = int(module.run(args))
+        status = command.run(args)
         sys.stdout.flush()
         return status
     except KVTunerError as error:
-        if debug:
+        if args.debug:
             raise
-        print(f"kvtuner {command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"kvtuner {command.name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        if debug:
+        if args.debug:
             raise
-        print(f"\nkvtuner {command}: interrupted; run the same command again to resume", file=sys.stderr)
+        print(f"\nkvtuner {command.name}: interrupted; run the same command again to resume", file=sys.stderr)
         # Python remembers an interrupt that hit text being executed, such as a dataclass's, until other text is; under
         # `python -m` it would end by the signal in place of the status.
         exec("")
@@ -64,9 +59,9 @@ def _run(command: str, args: object) -> int:
         sys.stderr.close()
         return 0
     except OSError as error:
-        if debug or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if args.debug or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        print(f"kvtuner {command}: error: no space left for what is written ({error.strerror})", file=sys.stderr)
+        print(f"kvtuner {command.name}: error: no space left for what is written ({error.strerror})", file=sys.stderr)
         sys.stdout = io.StringIO()  # what is left of the old one would be written at the end
         return 2
 

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtuner import __version__
+from kvtuner.calibration.model_loading import ModelSource, read_config
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare, refuse
-from kvtuner.exported_configs.identity.model_identity import is_hub_id
+from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id
 from kvtuner.exported_configs.profile.evaluation_record import ResultProvenance
 from kvtuner.exported_configs.sharing.find import find_profile, find_profiles
 from kvtuner.pipeline.options import MAX_SEED
 from kvtuner.pipeline.progress import say
-from kvtuner.runtime_loader.model_check import calibrated_positions
+from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,6 +100,20 @@ def warn_of_mismatches(profile: Profile, found: ModelIdentity, context_length: i
         if each.severity == "warning":
             say(f"warning: {each.text}")
     return mismatches
+
+
+def model_mismatches(profile: Profile, model: str, policy: Policy) -> list[Mismatch]:
+    """What speaks against a profile for a model, by the model's configuration and files alone.
+
+    Raises:
+        ProfileError: The model has another geometry.
+    """
+    source = ModelSource(model)
+    config = read_config(source)
+    check_model(profile, config)
+    identity = identity_of(config, id=model, revision=None, dtype=profile.model.dtype, files=source.path)
+    positions = calibrated_positions(profile)
+    return compare(profile.model, identity, policy, positions=positions, context_length=identity.max_positions)
 
 
 def result_provenance(

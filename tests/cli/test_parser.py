@@ -8,9 +8,9 @@ import pytest
 
 from kvtuner.calibration.forward.read_plan import ReadPlanName
 from kvtuner.calibration.sensitivity import ScoreName
-from kvtuner.cli import parser as parser_module
 from kvtuner.cli.parser import build_parser, parse
 from kvtuner.evaluation.backends.endpoint import Api
+from kvtuner.pipeline import options
 from kvtuner.tuner.samplers import SamplerName
 
 if TYPE_CHECKING:
@@ -25,10 +25,20 @@ def parsed(tmp_path: Path, text: str, *flags: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("copy", "known"),
-    [("_SCORES", ScoreName), ("_PLANS", ReadPlanName), ("_SAMPLERS", SamplerName), ("_APIS", Api)],
+    [(options.SCORES, ScoreName), (options.READ_PLANS, ReadPlanName), (options.SAMPLERS, SamplerName)],
 )
-def test_the_parsers_words_are_those_of_the_modules_that_it_does_not_import(copy: str, known: object) -> None:
-    assert getattr(parser_module, copy) == get_args(known)
+def test_the_choices_of_options_are_those_of_the_modules_that_they_do_not_import(
+    copy: tuple[str, ...], known: object
+) -> None:
+    assert copy == get_args(known)
+
+
+def test_the_apis_of_the_flags_are_those_of_the_endpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("eval", "bench"):
+        with pytest.raises(SystemExit):
+            parse(build_parser(), [command, "profile.json", "--api", "none of them"])
+        refusal = capsys.readouterr().err
+        assert [name for name in get_args(Api) if f"'{name}'" not in refusal] == []
 
 
 def test_null_in_the_yaml_file_is_the_default(tmp_path: Path) -> None:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from kvtuner.cli.output_file import check_page_file, write_page
-from kvtuner.pipeline.inputs import profile_of
-from kvtuner.report.difference_report import difference_lines, difference_page
-from kvtuner.report.profile_difference import difference_of
-from kvtuner.report.terminal import Terminal
+from kvtuner.cli.command import Command
+from kvtuner.cli.shared_flags import add_profile
 
 if TYPE_CHECKING:
-    from argparse import Namespace
+    from argparse import ArgumentParser, Namespace
 
     from kvtuner.exported_configs.sharing.find import ResolvedProfile
     from kvtuner.report.profile_difference import ProfileDifference
 
 
-def run(args: Namespace) -> int:
-    """Run the sub-command; 1 with ``--exit-code`` if the layers differ."""
-    found = [profile_of(args.first), profile_of(args.second)]
-    first, second = (each.profile for each in found)
-    difference = difference_of(first, second)
+def _run(args: Namespace) -> int:
+    from kvtuner.pipeline.inputs import profile_of
+    from kvtuner.report.difference_report import difference_lines
+    from kvtuner.report.profile_difference import difference_of
+    from kvtuner.report.terminal import Terminal
+
+    first, second = profile_of(args.first), profile_of(args.second)
+    difference = difference_of(first.profile, second.profile)
     if args.html:
-        _write_page(Path(args.html), difference, _names(*found))
+        _write_page(Path(args.html), difference, _names(first, second))
     if args.json:
         page = {"page": args.html} if args.html else {}
         print(json.dumps({**difference.to_json(), **page}, indent=1))
@@ -33,11 +33,11 @@ def run(args: Namespace) -> int:
         print("\n".join(difference_lines(difference, Terminal.of_stdout())))
         if args.html:
             print(f"\npage: {args.html}")
-    return int(bool(args.exit_code) and first.digest != second.digest)
+    return int(bool(args.exit_code) and first.profile.digest != second.profile.digest)
 
 
 def _names(first: ResolvedProfile, second: ResolvedProfile) -> tuple[str, str]:
-    """What they are called, files with their folders where they are called alike."""
+    """The names of both, files with their folders where they are called alike."""
     if first.name != second.name:
         return first.name, second.name
     a, b = (f"{each.path.absolute().parent.name}/{each.path.name}" for each in (first, second))
@@ -45,5 +45,18 @@ def _names(first: ResolvedProfile, second: ResolvedProfile) -> tuple[str, str]:
 
 
 def _write_page(path: Path, difference: ProfileDifference, names: tuple[str, str]) -> None:
+    from kvtuner.cli.output_file import check_page_file, write_page
+    from kvtuner.report.difference_report import difference_page
+
     check_page_file(path)
     write_page(path, difference_page(difference, names))
+
+
+def _add_flags(parser: ArgumentParser) -> None:
+    add_profile(parser, "first")
+    add_profile(parser, "second", help="the other one")
+    parser.add_argument("--exit-code", action="store_true", help="exit 1 if the layers differ")
+    parser.add_argument("--html", metavar="FILE", help="write a page that needs nothing else")
+
+
+COMMANDS: Final = (Command("diff", "two profiles: layers that changed, bytes, quality", _add_flags, _run),)

@@ -11,15 +11,16 @@ import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from kvtuner.cli.command import Command
 from kvtuner.errors import KVTunerError
 
 if TYPE_CHECKING:
-    from argparse import Namespace
+    from argparse import ArgumentParser, Namespace
     from collections.abc import Callable
 
-NEEDED = {
+NEEDED: Final = {
     "torch": "",
     "transformers": "5",
     "optuna": "4",
@@ -34,13 +35,13 @@ NEEDED = {
 }
 """Distributions with the least version; the list of pyproject.toml, which an installed kvtuner does not have."""
 
-OPTIONAL = {
+OPTIONAL: Final = {
     "accelerate": "models larger than one GPU",
     "lm_eval": "kvtuner eval --tasks",
     "sglang": "serving a profile",
     "triton": "GPU kernels",
 }
-MIN_FREE_BYTES = 256 << 20
+MIN_FREE_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,9 @@ class DoctorCheck:
     detail: str
 
 
-def run(args: Namespace) -> int:
-    """Run the sub-command; 1 if something is bad."""
-    findings = [
+def _run(args: Namespace) -> int:
+    """The status is 1 if something is bad."""
+    checks = [
         DoctorCheck("python", "ok", platform.python_version()),
         *(_package(name, least) for name, least in NEEDED.items()),
         *(_optional(name, use) for name, use in OPTIONAL.items()),
@@ -63,11 +64,11 @@ def run(args: Namespace) -> int:
         _guarded("disk", _disk),
     ]
     if args.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+        print(json.dumps([asdict(check) for check in checks], indent=1))
     else:
-        for finding in findings:
-            print(f"{finding.status:<5}{finding.name:<16}{finding.detail}")
-    return int(any(finding.status == "bad" for finding in findings))
+        for check in checks:
+            print(f"{check.status:<5}{check.name:<16}{check.detail}")
+    return int(any(check.status == "bad" for check in checks))
 
 
 def _package(name: str, least: str) -> DoctorCheck:
@@ -127,3 +128,10 @@ def _disk() -> DoctorCheck:
     free = shutil.disk_usage(Path.cwd()).free
     status = "ok" if free >= MIN_FREE_BYTES else "bad"
     return DoctorCheck("disk", status, f"{free / (1 << 30):.1f} GiB free in the current folder")
+
+
+def _add_flags(parser: ArgumentParser) -> None:
+    """There are none besides those of every command."""
+
+
+COMMANDS: Final = (Command("doctor", "what this machine has, and whether kvtuner can work here", _add_flags, _run),)

@@ -1,24 +1,16 @@
-"""``kvtuner show``: a profile, or the profiles of a run folder, in the terminal and as a page."""
+"""``kvtuner report`` and ``kvtuner show``: a finished run, or a profile, in the terminal and as a page."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from kvtuner.cli.output_file import check_page_file, write_page
-from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.profile.evaluation_record import evaluation_files, load_evaluation
-from kvtuner.pipeline.inputs import profiles_of
-from kvtuner.report.evaluation_report import evaluation_lines
-from kvtuner.report.formatting import printable
-from kvtuner.report.layer_strip import profile_strip
-from kvtuner.report.profile_report import ShownProfile, describe, profile_page, summary
-from kvtuner.report.terminal import Terminal
+from kvtuner.cli.command import Command
+from kvtuner.cli.shared_flags import add_profile
 
 if TYPE_CHECKING:
-    from argparse import Namespace
+    from argparse import ArgumentParser, Namespace
     from collections.abc import Sequence
 
     from kvtuner.exported_configs.profile.evaluation_record import Evaluation
@@ -26,50 +18,113 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.sharing.find import ResolvedProfile
 
 
-def run(args: Namespace) -> int:
-    """Run the sub-command."""
-    found = profiles_of(args.path)
-    files, profiles = [each.path for each in found], [each.profile for each in found]
-    evaluations = [_evaluations(file, profile) for file, profile in zip(files, profiles, strict=True)]
+def _report(args: Namespace) -> int:
+    from kvtuner.report.search_data import DATA_FILE, ReportData
+    from kvtuner.report.search_report import summary_json, terminal_table, write_report
+    from kvtuner.run_folder import RunFolder
+
+    results = []
+    for folder in _report_folders(Path(args.folder)):
+        data = ReportData.from_json(RunFolder(folder).read_checked(DATA_FILE))
+        page = write_report(data, folder)
+        results.append({"report": str(page), **summary_json(data)})
+        if not args.json:
+            print(f"{terminal_table(data)}\n\nreport: {page}")
+    if args.json:
+        print(json.dumps(results[0] if len(results) == 1 else results, indent=1))
+    return 0
+
+
+def _report_folders(path: Path) -> list[Path]:
+    """Folders of a run that hold report data: its own, and one per budget where it had several.
+
+    Raises:
+        RunFolderError: None of them does.
+    """
+    from kvtuner.errors import RunFolderError
+    from kvtuner.report.search_data import DATA_FILE
+
+    folders = [file.parent for file in (path / DATA_FILE, *sorted(path.glob(f"report-*/{DATA_FILE}"))) if file.exists()]
+    if not folders:
+        raise RunFolderError(f"{path} holds no {DATA_FILE}; run `kvtuner search --out {path}` to its end first")
+    return folders
+
+
+def _show(args: Namespace) -> int:
+    from kvtuner.pipeline.inputs import profiles_of
+    from kvtuner.report.profile_report import summary
+
+    profiles = [(resolved, _evaluations(resolved.path, resolved.profile)) for resolved in profiles_of(args.path)]
     if args.html:
-        _write_page(Path(args.html), found, evaluations)
+        _write_page(Path(args.html), profiles)
     if args.json:
         page = {"page": args.html} if args.html else {}
         facts = [
-            {**summary(profile), "evaluations": [each.model_dump(mode="json") for each in measured], **page}
-            for profile, measured in zip(profiles, evaluations, strict=True)
+            {
+                **summary(resolved.profile),
+                "evaluations": [evaluation.model_dump(mode="json") for evaluation in evaluations],
+                **page,
+            }
+            for resolved, evaluations in profiles
         ]
         print(json.dumps(facts[0] if len(facts) == 1 else facts, indent=1))
         return 0
-    terminal = Terminal.of_stdout()
-    for number, (profile, measured) in enumerate(zip(profiles, evaluations, strict=True)):
-        print("\n" * bool(number) + describe(profile))
-        print("\n" + "\n".join(profile_strip(profile, terminal)))
-        for evaluation in measured:
-            print("\n" + "\n".join(map(printable, evaluation_lines(evaluation, profile))))
+    print("\n\n".join(_lines(resolved.profile, evaluations) for resolved, evaluations in profiles))
     if args.html:
         print(f"\npage: {args.html}")
     return 0
 
 
-def _write_page(path: Path, found: Sequence[ResolvedProfile], evaluations: Sequence[list[Evaluation]]) -> None:
+def _lines(profile: Profile, evaluations: Sequence[Evaluation]) -> str:
+    from kvtuner.report.evaluation_report import evaluation_lines
+    from kvtuner.report.formatting import printable
+    from kvtuner.report.layer_strip import profile_strip
+    from kvtuner.report.profile_report import describe
+    from kvtuner.report.terminal import Terminal
+
+    parts = [describe(profile), "\n".join(profile_strip(profile, Terminal.of_stdout()))]
+    parts += ["\n".join(map(printable, evaluation_lines(evaluation, profile))) for evaluation in evaluations]
+    return "\n\n".join(parts)
+
+
+def _write_page(path: Path, profiles: Sequence[tuple[ResolvedProfile, list[Evaluation]]]) -> None:
+    from kvtuner.cli.output_file import check_page_file, write_page
+    from kvtuner.report.profile_report import ShownProfile, profile_page
+
     check_page_file(path)
-    shown = [
-        ShownProfile(each.name, each.profile, tuple(measured))
-        for each, measured in zip(found, evaluations, strict=True)
-    ]
+    shown = [ShownProfile(resolved.name, resolved.profile, tuple(evaluations)) for resolved, evaluations in profiles]
     write_page(path, profile_page(shown))
 
 
 def _evaluations(path: Path, profile: Profile) -> list[Evaluation]:
-    """Of this profile, beside its file; one that cannot be read is said and left out."""
-    found = []
+    """Evaluations of this profile beside its file; one that cannot be read is named and left out."""
+    from kvtuner.errors import ProfileError
+    from kvtuner.exported_configs.profile.evaluation_record import evaluation_files, load_evaluation
+    from kvtuner.pipeline.progress import say
+    from kvtuner.report.formatting import printable
+
+    evaluations = []
     for file in evaluation_files(path):
         try:
             evaluation = load_evaluation(file)
         except ProfileError as error:
-            print(f"not shown: {printable(str(error))}", file=sys.stderr)
+            say(f"not shown: {printable(str(error))}")
             continue
         if evaluation.profile_digest == profile.digest:
-            found.append(evaluation)
-    return found
+            evaluations.append(evaluation)
+    return evaluations
+
+
+def _add_report_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", help="run folder")
+
+
+def _add_show_flags(parser: ArgumentParser) -> None:
+    add_profile(parser, "path")
+    parser.add_argument("--html", metavar="FILE", help="write a page that needs nothing else")
+
+
+COMMANDS: Final = (
+    Command("report", "write report.html and its pictures again from a run folder", _add_report_flags, _report),
+    Command("show", "a profile or a finished run, in the terminal or as a page", _add_show_flags, _show),
+)

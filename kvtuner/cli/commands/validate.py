@@ -3,53 +3,45 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from kvtuner.cli.command import Command
+from kvtuner.cli.shared_flags import add_profile
 from kvtuner.errors import KVTunerError, ProfileError
-from kvtuner.exported_configs.identity.mismatch import Policy, compare
-from kvtuner.exported_configs.identity.model_identity import identity_of
-from kvtuner.pipeline.inputs import profiles_of
-from kvtuner.report.formatting import printable
 
 if TYPE_CHECKING:
-    from argparse import Namespace
+    from argparse import ArgumentParser, Namespace
     from collections.abc import Iterator, Mapping
 
-    from kvtuner.exported_configs.identity.mismatch import Mismatch
+    from kvtuner.exported_configs.identity.mismatch import Policy
     from kvtuner.exported_configs.profile.profile import Profile
 
 
-def run(args: Namespace) -> int:
-    """Run the sub-command: 1 where a profile is valid, but not for the model; 2 where one of several is not valid."""
+def _run(args: Namespace) -> int:
+    """The status is 1 where a profile is valid, but not for the model; 2 where one of several is not valid."""
+    from kvtuner.pipeline.inputs import profiles_of
+
     policy = _policy(args)
     results: list[dict[str, Any]] = []
     for name in args.file:
         try:
-            for each in profiles_of(name):
-                results.append(_result(str(each.path) if each.is_own else each.name, each.profile, args, policy))
+            for resolved in profiles_of(name):
+                file = str(resolved.path) if resolved.is_own else resolved.name
+                results.append(_result(file, resolved.profile, args.model, policy))
         except KVTunerError as error:
             if len(args.file) == 1:
                 raise
             results.append({"file": name, "valid": False, "error": " ".join(str(error).split())})
-    print(json.dumps(results, indent=1) if args.json else "\n".join(line for each in results for line in _lines(each)))
+    lines = [line for result in results for line in _lines(result)]
+    print(json.dumps(results, indent=1) if args.json else "\n".join(lines))
     if not all(result["valid"] for result in results):
         return 2
     return int(any(result["fits"] is False for result in results))
 
 
-def _result(name: str, profile: Profile, args: Namespace, policy: Policy) -> dict[str, Any]:
-    found = mismatches(profile, args.model, policy) if args.model else []
-    return {
-        "file": name,
-        "digest": profile.digest,
-        "model": profile.model.id,
-        "valid": True,
-        "fits": all(each.severity != "error" for each in found) if args.model else None,
-        "mismatches": [each._asdict() for each in found],
-    }
-
-
 def _policy(args: Namespace) -> Policy:
+    from kvtuner.exported_configs.identity.mismatch import Policy
+
     policy = Policy(strict=args.strict, allow_derived=args.allow_derived)
     for is_given, flag in ((policy.strict, policy.strict_flag), (policy.allow_derived, policy.allow_flag)):
         if is_given and not args.model:
@@ -57,27 +49,40 @@ def _policy(args: Namespace) -> Policy:
     return policy
 
 
-def mismatches(profile: Profile, model: str, policy: Policy) -> list[Mismatch]:
-    """What a profile has against a model, by its configuration and files alone.
+def _result(file: str, profile: Profile, model: str | None, policy: Policy) -> dict[str, Any]:
+    from kvtuner.pipeline.inputs import model_mismatches
 
-    Raises:
-        ProfileError: another geometry.
-    """
-    from kvtuner.calibration.model_loading import ModelSource, read_config
-    from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
-
-    source = ModelSource(model)
-    config = read_config(source)
-    check_model(profile, config)
-    found = identity_of(config, id=model, revision=None, dtype=profile.model.dtype, files=source.path)
-    positions = calibrated_positions(profile)
-    return compare(profile.model, found, policy, positions=positions, context_length=found.max_positions)
+    mismatches = model_mismatches(profile, model, policy) if model else []
+    return {
+        "file": file,
+        "digest": profile.digest,
+        "model": profile.model.id,
+        "valid": True,
+        "fits": all(mismatch.severity != "error" for mismatch in mismatches) if model else None,
+        "mismatches": [mismatch._asdict() for mismatch in mismatches],
+    }
 
 
 def _lines(result: Mapping[str, Any]) -> Iterator[str]:
+    from kvtuner.report.formatting import printable
+
     if not result["valid"]:
         yield f"{result['file']}: refused: {printable(result['error'])}"
         return
     yield f"{result['file']}: valid, {result['digest']}, for {printable(str(result['model']))}"
-    for each in result["mismatches"]:
-        yield f"  {each['severity']}: {printable(each['text'])}"
+    for mismatch in result["mismatches"]:
+        yield f"  {mismatch['severity']}: {printable(mismatch['text'])}"
+
+
+def _add_flags(parser: ArgumentParser) -> None:
+    add_profile(parser, "file", nargs="+")
+    parser.add_argument("--model", metavar="ID|FOLDER|demo", help="also check that it fits this model")
+    parser.add_argument("--strict", action="store_true", help="nothing may differ: what is warned of is an error")
+    parser.add_argument(
+        "--allow-derived",
+        action="store_true",
+        help="a fine-tune, or another configuration with the same geometry, is warned of",
+    )
+
+
+COMMANDS: Final = (Command("validate", "check a profile's schema, digest and inner consistency", _add_flags, _run),)

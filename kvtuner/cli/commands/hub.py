@@ -1,0 +1,124 @@
+"""``kvtuner push`` and ``kvtuner pull``: profiles to and from the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvtuner.cli.command import Command
+from kvtuner.cli.shared_flags import add_switch
+from kvtuner.errors import HubError, ProfileError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+
+def _push(args: Namespace) -> int:
+    from kvtuner.exported_configs.sharing.reference import PROFILE_FILE, parse_repo
+    from kvtuner.exported_configs.sharing.upload import push
+    from kvtuner.pipeline.progress import say
+    from kvtuner.pipeline.publication import make_upload, preview_text, profile_names, upload_facts
+
+    repo = parse_repo(args.repo)
+    upload = make_upload(
+        Path(args.path),
+        repo,
+        branch=args.revision,
+        license_id=args.license,
+        with_report=args.report,
+        private=args.private,
+        create_pr=args.create_pr,
+    )
+    say(preview_text(upload))
+    if args.dry_run or not (args.yes or _is_agreed()):
+        if args.json:
+            print(json.dumps(upload_facts(upload), indent=1))
+        else:
+            say("nothing was pushed")
+        return 0
+    names = profile_names(upload.files)
+    pushed = push(upload, args.message or f"Upload {', '.join(names)} with kvtuner")
+    if args.json:
+        print(json.dumps({**upload_facts(upload), "commit": pushed.commit, "url": pushed.url}, indent=1))
+        return 0
+    print(pushed.url)
+    for name in names:
+        reference = f"{repo}@{pushed.commit}" + ("" if name == PROFILE_FILE else f":{name}")
+        print(shlex.join(["kvtuner", "pull", reference]))
+    return 0
+
+
+def _is_agreed() -> bool:
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise HubError("nothing was pushed: nobody can be asked here; add --yes, or --dry-run for the preview alone")
+    print("push this? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _pull(args: Namespace) -> int:
+    from kvtuner.exported_configs.sharing.hub import pull
+    from kvtuner.exported_configs.sharing.reference import HubReference, parse_reference
+    from kvtuner.exported_configs.signing.signature_bundle import SUFFIX
+    from kvtuner.pipeline.progress import say
+    from kvtuner.pipeline.publication import copy_fetched
+    from kvtuner.report.formatting import printable
+
+    reference = parse_reference(args.reference)
+    if not isinstance(reference, HubReference):
+        is_here = os.path.exists(args.reference.partition("#")[0])
+        there = f"; {args.reference} is on this machine, add @main for the hub's" if is_here else ""
+        raise ProfileError(f"{args.reference} is no profile of the hub; write owner/name[@revision][:path]{there}")
+    copies = [] if args.out is None else [Path(args.out), Path(args.out + SUFFIX)]
+    for copy in copies:
+        if os.path.lexists(copy) and not args.force:
+            raise ProfileError(f"{copy} is there already; name another --out, or overwrite it with --force")
+    pulled = pull(reference)
+    for note in pulled.notes:
+        say(note)
+    fetched = pulled.stored
+    if copies:
+        copy_fetched(fetched, *copies)
+    path, profile = (copies or [fetched.path])[0], fetched.load()
+    if args.json:
+        facts = {
+            "file": str(path),
+            "digest": profile.digest,
+            "model": profile.model.id,
+            "repo": fetched.origin.repo,
+            "commit": fetched.origin.commit,
+            "path": fetched.origin.path,
+            "notes": list(pulled.notes),
+        }
+        print(json.dumps(facts, indent=1))
+    else:
+        print(f"{path}: valid, {profile.digest}, for {printable(profile.model.id)}, from {fetched.origin}")
+    return 0
+
+
+def _add_push_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PROFILE|RUN", help="profile.json or run folder")
+    parser.add_argument("--repo", metavar="OWNER/NAME", required=True, help="of the hub; made if it is not there")
+    parser.add_argument("--revision", metavar="BRANCH", help="to commit to; the repository's main one by default")
+    parser.add_argument("--message", metavar="TEXT", help="of the commit")
+    parser.add_argument("--license", default="cc0-1.0", metavar="ID", help="of the profile, as the hub spells it")
+    add_switch(parser, "--private", "make a new repository private")
+    add_switch(parser, "--create-pr", "open a pull request instead of committing")
+    add_switch(parser, "--report", "with report.html and its pictures, where the run has them", default=True)
+    add_switch(parser, "--yes", "do not ask after the preview")
+    add_switch(parser, "--dry-run", "the preview only")
+
+
+def _add_pull_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("reference", metavar="OWNER/NAME[@REVISION][:PATH]", help="#sha256:... pins its digest")
+    parser.add_argument("--out", metavar="FILE", help="also copy the profile there, with its signature")
+    parser.add_argument("--force", action="store_true", help="overwrite --out")
+
+
+COMMANDS: Final = (
+    Command("push", "share a profile on the hub, in one commit, after a preview", _add_push_flags, _push),
+    Command("pull", "fetch a profile from the hub, verify and keep it", _add_pull_flags, _pull),
+)

@@ -1,0 +1,74 @@
+"""``kvtuner eval`` and ``kvtuner bench``: is the answer still right, and is it worth it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from typing import TYPE_CHECKING, Final
+
+from kvtuner.cli import flag_types
+from kvtuner.cli.bench_parser import Types, add_bench_flags
+from kvtuner.cli.command import Command
+from kvtuner.cli.eval_parser import add_eval_flags
+from kvtuner.cli.shared_flags import add_data_flags, add_model_flags, add_switch
+from kvtuner.pipeline.bench_options import BenchOptions
+from kvtuner.pipeline.evaluation_options import LEVELS, EvalOptions
+from kvtuner.pipeline.options import options_from
+from kvtuner.pipeline.progress import say
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+
+def _add_bench_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("profile", metavar="PROFILE|RUN", help="profile.json or run folder")
+    add_model_flags(parser)
+    add_data_flags(parser)
+    types = Types(
+        counts=flag_types.counts,
+        positive=flag_types.positive,
+        words=flag_types.words(),
+        levels=flag_types.words(LEVELS),
+        endpoint=flag_types.endpoint,
+    )
+    add_bench_flags(parser, types, seed=flag_types.seed, switch=add_switch)
+
+
+def _evaluate(args: Namespace) -> int:
+    from kvtuner.pipeline.evaluate import evaluate
+    from kvtuner.report.evaluation_report import evaluation_lines
+
+    result = evaluate(options_from(EvalOptions, vars(args)))
+    if args.json:
+        print(json.dumps({"evaluation": str(result.file), **result.evaluation.model_dump(mode="json")}, indent=1))
+        return 0
+    print("\n".join(evaluation_lines(result.evaluation, result.profile)))
+    say(f"\nwritten to {result.file}; `kvtuner show {result.file.parent}` shows it again")
+    if result.samples is not None:
+        say(f"what every scheme says after the same beginnings, side by side: {result.samples}")
+    return 0
+
+
+def _benchmark(args: Namespace) -> int:
+    """The status is 1 where a gate fails, or where a scheme could not be served."""
+    from kvtuner.pipeline.benchmark import benchmark
+    from kvtuner.report.bench_result import summary_lines
+
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # servers end with this process
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))
+    result, page = benchmark(options_from(BenchOptions, vars(args)))
+    print(json.dumps(result.to_json(), indent=1) if args.json else "\n".join(summary_lines(result)))
+    say(f"\nreport: {page}; the same in Markdown and JSON beside it, and every request in requests.jsonl")
+    return int(bool(result.problems()))
+
+
+COMMANDS: Final = (
+    Command("eval", "is the answer still right, beside the unquantized model, fp8 and int8", add_eval_flags, _evaluate),
+    Command(
+        "bench",
+        "is it worth it: servers under load, beside bf16 and fp8, and the ablation",
+        _add_bench_flags,
+        _benchmark,
+    ),
+)

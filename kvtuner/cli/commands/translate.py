@@ -1,0 +1,109 @@
+"""``kvtuner import`` and ``kvtuner export``: profiles from and to the files of other tools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvtuner.cli.command import Command
+from kvtuner.cli.shared_flags import add_profile, add_switch
+from kvtuner.exported_configs.formats import SCHEMES, readable, writable
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+
+def _import(args: Namespace) -> int:
+    from kvtuner.cli.output_file import check_new
+    from kvtuner.exported_configs.formats.import_result import parse_map
+    from kvtuner.exported_configs.profile.build import dump_profile
+    from kvtuner.pipeline.foreign_profile import import_profile
+    from kvtuner.report.profile_report import summary
+    from kvtuner.run_folder import write_atomically
+
+    check_new(args.out, force=args.force)
+    profile, notes = import_profile(
+        args.source,
+        args.format,
+        model=args.model,
+        revision=args.revision,
+        scheme=args.scheme,
+        words={} if args.map is None else parse_map(args.map),
+        group_size=args.group_size,
+        default_word=args.default_dtype,
+        symmetric=args.symmetric,
+    )
+    _say_notes(notes)
+    if not args.out:
+        print(dump_profile(profile).decode(), end="")
+        return 0
+    write_atomically(Path(args.out), dump_profile(profile))
+    if args.json:
+        print(json.dumps({"file": args.out, "notes": list(notes), **summary(profile)}, indent=1))
+    else:
+        print(f"{args.out}: {profile.digest}, {float(profile.mean_bits):.4g} mean bits, not measured")
+    return 0
+
+
+def _export(args: Namespace) -> int:
+    from kvtuner.cli.output_file import check_new
+    from kvtuner.exported_configs.formats.translate import write
+    from kvtuner.pipeline.inputs import profile_of
+    from kvtuner.run_folder import write_atomically
+
+    check_new(args.out, force=args.force)
+    profile = profile_of(args.profile).profile
+    exported = write(profile, args.format, lossy=args.lossy)
+    _say_notes(exported.notes)
+    if args.out:
+        write_atomically(Path(args.out), exported.text)
+    if args.json:
+        facts = {"format": args.format, "file": args.out, "digest": profile.digest, "notes": list(exported.notes)}
+        print(json.dumps({**facts, "text": exported.text}, indent=1))
+    elif args.out:
+        print(f"{args.out}: {args.format} of {profile.digest}")
+    else:
+        print(exported.text, end="")
+    return 0
+
+
+def _say_notes(notes: tuple[str, ...]) -> None:
+    from kvtuner.pipeline.progress import say
+    from kvtuner.report.formatting import printable
+
+    for note in notes:
+        say(f"note: {printable(note)}")
+
+
+def _add_import_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="the file; of ranges also the text, such as 0-1:bf16,2-27:8")
+    parser.add_argument("--from", dest="format", required=True, choices=readable(), help="what the file is")
+    parser.add_argument("--model", metavar="ID|FOLDER|demo", required=True, help="only its configuration is read")
+    parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    parser.add_argument("--scheme", choices=SCHEMES, help="of a preset of KVTuner, if its name does not say it")
+    parser.add_argument("--map", metavar="WORD=BITS,...", help="integers in place of other formats: FP8=8,NVFP4=K8V4")
+    parser.add_argument("--group-size", type=int, metavar="N", help="channels per scale, in place of the file's")
+    parser.add_argument("--default-dtype", metavar="WORD", help="of layers that ranges do not name")
+    grid = parser.add_mutually_exclusive_group()
+    for flag, value, text in (
+        ("--symmetric", True, "grids around zero, where the file does not say"),
+        ("--asymmetric", False, "grids with a minimum of their own; without either flag too"),
+    ):
+        grid.add_argument(flag, dest="symmetric", action="store_const", const=value, help=text)
+    parser.add_argument("--out", metavar="FILE", help="write the profile there; to stdout by default")
+    add_switch(parser, "--force", "overwrite the file that --out names")
+
+
+def _add_export_flags(parser: ArgumentParser) -> None:
+    add_profile(parser, "profile")
+    parser.add_argument("--to", dest="format", required=True, choices=writable(), help="what to write")
+    parser.add_argument("--out", metavar="FILE", help="write it there; to stdout by default")
+    add_switch(parser, "--force", "overwrite the file that --out names")
+    add_switch(parser, "--lossy", "drop what the format cannot say, and say what; for ranges and vllm-skip-layers")
+
+
+COMMANDS: Final = (
+    Command("import", "a profile from another tool's file", _add_import_flags, _import),
+    Command("export", "a profile as another tool's file", _add_export_flags, _export),
+)

@@ -1,0 +1,76 @@
+"""A profile from another tool's file. Nothing is measured, and no code of a model is run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtuner.calibration.model_loading import ModelSource, read_shape
+from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.formats.import_result import ImportOptions
+from kvtuner.exported_configs.formats.json_source import MAX_JSON_BYTES
+from kvtuner.exported_configs.formats.translate import read, to_profile
+from kvtuner.report.formatting import printable
+
+if TYPE_CHECKING:
+    from kvtuner.calibration.model_loading import ModelShape
+    from kvtuner.exported_configs.profile.profile import Profile
+
+_SUFFIXES: Final = (".yaml", ".yml", ".json", ".txt")
+
+
+def import_profile(
+    text: str, file_format: str, *, model: str, revision: str | None = None, **options: Any
+) -> tuple[Profile, tuple[str, ...]]:
+    """Read another tool's file for a model.
+
+    Args:
+        text: The path of the file, or the ranges themselves.
+        file_format: The name of the format, of `kvtuner.exported_configs.formats.readable`.
+        model: The hub id or folder of the model, or ``demo``.
+        revision: The branch, tag or commit on the hub.
+        **options: Fields of `ImportOptions` that the file does not say.
+
+    Returns:
+        The profile, and notes on what the file left open.
+
+    Raises:
+        ProfileError: The file cannot be read, or says what no profile can.
+    """
+    data = _content(text, file_format)
+    source = ModelSource(model, revision)
+    shape = read_shape(source)
+    import_options = ImportOptions(file_name=os.path.basename(text), model=source.name, **options)
+    try:
+        imported = read(data, file_format, shape.geometry, import_options)
+    except ProfileError as error:
+        raise ProfileError(f"{printable(text[:200])}: {error}") from error
+    profile = to_profile(imported, file_format, shape.geometry, shape.identity(source, _dtype(shape)))
+    return profile, tuple(imported.notes)
+
+
+def _content(text: str, file_format: str) -> bytes:
+    """The file's bytes; the text itself where ranges are given in place of a file."""
+    if file_format == "ranges" and not os.path.exists(text):
+        if ":" not in text or _is_path(text):
+            raise ProfileError(
+                f"there is no file {printable(text[:200])}, and it is no text of ranges such as 0-1:bf16; give either"
+            )
+        return text.encode(errors="replace")
+    try:
+        with Path(text).open("rb") as handle:
+            return handle.read(MAX_JSON_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ProfileError(f"{printable(text[:200])} cannot be read ({reason}); give the path of a file") from error
+
+
+def _is_path(text: str) -> bool:
+    return os.sep in text or text.lower().endswith(_SUFFIXES)
+
+
+def _dtype(shape: ModelShape) -> str:
+    """The dtype that the checkpoint is in; torch's where its configuration does not say, as transformers loads it."""
+    dtype = getattr(shape.config.get_text_config(decoder=True), "dtype", None) or shape.config.dtype or "float32"
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,215 @@
+"""What a push publishes: profiles with their evaluations, signatures, report and card; and copies of what is pulled."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtuner.errors import HubError, ProfileError, SignatureError
+from kvtuner.exported_configs.profile.evaluation_record import EVALUATION, SUFFIX, evaluation_files, parse_evaluation
+from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
+from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.exported_configs.sharing.card import CardProfile, card
+from kvtuner.exported_configs.sharing.find import profile_files
+from kvtuner.exported_configs.sharing.reference import PROFILE_FILE
+from kvtuner.exported_configs.sharing.upload import Upload, look_at_branch
+from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE, read_bundle
+from kvtuner.exported_configs.signing.signature_bundle import SUFFIX as SIGNATURE_SUFFIX
+from kvtuner.report.formatting import printable
+from kvtuner.run_folder import write_atomically
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from kvtuner.exported_configs.profile.evaluation_record import Evaluation
+    from kvtuner.exported_configs.sharing.profile_store import FetchedProfile
+
+README: Final = "README.md"
+REPORT: Final = "report.html"
+_MAX_REPORT_BYTES: Final = 2**25
+_MAX_PICTURE_BYTES: Final = 2**22
+_MAX_SHOWN_PICTURES: Final = 4
+_PNG: Final = b"\x89PNG\r\n\x1a\n"
+
+
+def make_upload(
+    path: Path,
+    repo: str,
+    *,
+    branch: str | None,
+    license_id: str,
+    with_report: bool,
+    private: bool,
+    create_pr: bool,
+) -> Upload:
+    """The commit that publishes a profile or the profiles of a run folder.
+
+    Args:
+        path: The profile or the run folder.
+        repo: The repository, as ``owner/name``.
+        branch: The branch; the repository's main one where it is None.
+        license_id: The license of the profiles, as the hub spells it.
+        with_report: Whether the report goes with them, where the run has one.
+        private: Whether a new repository is private.
+        create_pr: Whether the commit is a pull request.
+
+    Raises:
+        ProfileError: A file cannot be read, or does not belong to its profile.
+        SignatureError: A signature is of another content.
+        HubError: The hub cannot be asked, or has no such branch.
+    """
+    files = _files(path, repo, license_id, with_report=with_report)
+    head = look_at_branch(repo, branch)
+    if head.commit is None and branch:
+        raise HubError(f"{repo} is not there, so it has no branch {branch}; leave --revision out to make it")
+    return Upload(
+        repo=repo,
+        branch=branch,
+        head=head,
+        files=files,
+        removed=_stale(head.files, files),
+        private=private,
+        create_pr=create_pr,
+    )
+
+
+def profile_names(files: Iterable[str]) -> list[str]:
+    """The names of profiles among those of files."""
+    return [name for name in files if name.endswith(".json") and SUFFIX not in name]
+
+
+def preview_text(upload: Upload) -> str:
+    """What a commit would do, for a person to agree to."""
+    branch = f"@{upload.branch}" if upload.branch else ""
+    kind = "private" if upload.private else "public"
+    onto = f"onto {upload.head.commit}" if upload.head.commit else f"a new {kind} repository"
+    lines = [f"{upload.repo}{branch}: {onto}" + (", as a pull request" if upload.create_pr else "")]
+    lines += [
+        f"  {'replaces' if name in upload.head.files else 'adds    '} {printable(name)}  {len(data):,} bytes"
+        for name, data in upload.files.items()
+    ]
+    lines += [f"  removes  {printable(name)}" for name in upload.removed]
+    readme = upload.files[README].decode()
+    return "\n".join([*lines, "", *(f"  | {printable(line)}" for line in readme.splitlines()), ""])
+
+
+def upload_facts(upload: Upload) -> dict[str, Any]:
+    """The same as plain JSON values."""
+    return {
+        "repo": upload.repo,
+        "branch": upload.branch,
+        "parent": upload.head.commit,
+        "files": {name: len(data) for name, data in upload.files.items()},
+        "removed": list(upload.removed),
+        "card": upload.files[README].decode(),
+    }
+
+
+def copy_fetched(fetched: FetchedProfile, profile: Path, signature: Path) -> None:
+    """Copy a profile from the local cache with its signature; the signature of another one is removed."""
+    data = fetched.path.read_bytes()
+    load_profile(data)
+    write_atomically(profile, data)
+    source = fetched.path.with_name(fetched.path.name + SIGNATURE_SUFFIX)
+    if source.exists():
+        write_atomically(signature, source.read_bytes())
+    else:
+        signature.unlink(missing_ok=True)
+
+
+def _files(path: Path, repo: str, license_id: str, *, with_report: bool) -> dict[str, bytes]:
+    """Content by path in the repository. What is sent is what was checked."""
+    sources = profile_files(path)
+    # One profile is found without being named.
+    names = [PROFILE_FILE] if len(sources) == 1 else [source.name for source in sources]
+    files: dict[str, bytes] = {}
+    card_profiles = [_add_profile(files, source, name) for source, name in zip(sources, names, strict=True)]
+    pictures = []
+    if with_report and path.is_dir():
+        pictures = [picture for source in sources for picture in _report(path, source.stem, files)]
+    text = card(repo, card_profiles, license_id=license_id, pictures=pictures[:_MAX_SHOWN_PICTURES])
+    return {README: text.encode(), **files}
+
+
+def _add_profile(files: dict[str, bytes], source: Path, name: str) -> CardProfile:
+    """Add a profile with its evaluations and its signature; returns its part of the card."""
+    data = files[name] = _read(source, MAX_PROFILE_BYTES)
+    profile = load_profile(data, source)
+    evaluations = _evaluations(source, profile.digest)
+    for file, (_, content) in evaluations.items():  # under the name that their profile gets
+        files[file.replace(source.stem, name.removesuffix(".json"), 1)] = content
+    signature = source.with_name(source.name + SIGNATURE_SUFFIX)
+    if signature.exists():
+        files[name + SIGNATURE_SUFFIX] = _signature(signature, data)
+    return CardProfile(name, profile, [evaluation for evaluation, _ in evaluations.values()])
+
+
+def _evaluations(source: Path, digest: str) -> dict[str, tuple[Evaluation, bytes]]:
+    """Evaluations of a profile beside its file, with their bytes."""
+    evaluations = {}
+    for file in evaluation_files(source):
+        data = _read(file, EVALUATION.max_bytes)
+        try:
+            evaluation = parse_evaluation(data)
+        except ProfileError as error:
+            raise ProfileError(f"{file}: {error}") from error
+        if evaluation.profile_digest != digest:
+            raise ProfileError(
+                f"{file.name} evaluates another profile than {source.name}; remove it, or evaluate this one"
+            )
+        evaluations[file.name] = evaluation, data
+    return evaluations
+
+
+def _signature(path: Path, signed: bytes) -> bytes:
+    """A signature of these bytes; whoever pulls checks whose it is."""
+    data = _read(path, SIGNATURE.max_bytes)
+    if read_bundle(data).sha256 != hashlib.sha256(signed).hexdigest():
+        raise SignatureError(f"{path} signs another content than the profile has now; sign it again, or remove it")
+    return data
+
+
+def _report(run: Path, profile: str, files: dict[str, bytes]) -> list[str]:
+    """Add the report of a run's profile and its pictures; returns the paths of the pictures."""
+    from kvtuner.report.plots.search_plots import PICTURES  # brings matplotlib, which not every push needs
+
+    # A run of several profiles has a folder for each one's report.
+    suffix = profile.removeprefix("profile")
+    folder, prefix = (run / f"report{suffix}", f"report{suffix}/") if suffix else (run, "")
+    report = folder / REPORT
+    if report.exists():
+        files[prefix + REPORT] = _read(report, _MAX_REPORT_BYTES)
+    pictures = {f"{prefix}pictures/{name}.png": folder / f"{name}.png" for name in PICTURES}
+    pictures = {place: picture for place, picture in pictures.items() if picture.exists()}
+    for place, picture in pictures.items():
+        files[place] = _read(picture, _MAX_PICTURE_BYTES)
+        if not files[place].startswith(_PNG):
+            raise ProfileError(f"{picture} is no picture of a report; write the report again, or push --no-report")
+    return list(pictures)
+
+
+def _read(path: Path, limit: int) -> bytes:
+    """A file's content; a link could publish what lies elsewhere."""
+    if path.is_symlink():
+        raise ProfileError(f"{path} is a link, and a push takes files only; push what it points to")
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ProfileError(f"{path} cannot be read ({reason}); name a profile or a run folder") from error
+    if len(data) > limit:
+        raise ProfileError(f"{path} is larger than {limit} bytes; push without it")
+    return data
+
+
+def _stale(there: tuple[str, ...], files: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Files of the repository that belong to a profile that is replaced."""
+    stems = [name.removesuffix(".json") for name in profile_names(files)]
+    return tuple(
+        name
+        for name in there
+        if name not in files
+        and any(name == f"{stem}.json{SIGNATURE_SUFFIX}" or name.startswith(stem + SUFFIX) for stem in stems)
+    )
