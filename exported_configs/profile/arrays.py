@@ -1,4 +1,4 @@
-"""Arrays of a profile: fp16 [num_kv_heads, head_dim] as base64. Knows nothing of what they mean."""
+"""The arrays of a profile: fp16 [num_kv_heads, head_dim] as base64. Knows nothing of what they mean."""
 
 import base64
 import binascii
@@ -48,7 +48,7 @@ class Fp16Array(StrictModel):
 
 
 def encode_fp16(matrix: torch.Tensor) -> dict[str, Any]:
-    """An fp16 matrix as it stands in the file; `Fp16Array` checks it."""
+    """The fields of an fp16 matrix in the file; `Fp16Array` checks them."""
     assert matrix.dtype == torch.float16 and matrix.ndim == 2
     data = matrix.detach().cpu().contiguous().numpy().astype("<f2").tobytes()
     return {"dtype": "float16", "shape": list(matrix.shape), "data": base64.b64encode(data).decode()}

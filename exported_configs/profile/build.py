@@ -1,4 +1,4 @@
-"""Making a profile of what a search chose, and writing it down. Knows nothing of how the choice was made."""
+"""A profile built from a search's choices, and its file. Knows nothing of how the choices were made."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _NO_TRANSFORM: Final = str(IDENTITY.kind)
 
 @dataclass(frozen=True, slots=True)
 class LayerQuantization:
-    """What a search chose for one layer.
+    """The storage of one layer, with the constants that it needs.
 
     Attributes:
-        k_bits: 2, 4, 8 or 16.
-        v_bits: 2, 4, 8 or 16.
-        k_transform: with its constants for all KV heads; the identity at 16 bits.
-        v_transform: none or hadamard; the identity at 16 bits.
+        k_bits: The bits of the keys: 2, 4, 8 or 16.
+        v_bits: The bits of the values: 2, 4, 8 or 16.
+        k_transform: The keys' transform with its constants for all KV heads; the identity at 16 bits.
+        v_transform: The values' transform, none or hadamard; the identity at 16 bits.
     """
 
     k_bits: int
@@ -58,12 +58,12 @@ class LayerQuantization:
 
 @dataclass(frozen=True, slots=True)
 class AskedBudget:
-    """The budget as it was asked for; what it reaches is computed from the layers.
+    """The budget of a search; what the layers reach is computed from them.
 
     Attributes:
-        asked: such as ``4bit``.
-        tp_size: tensor-parallel ranks that it was kept on.
-        pp_size: pipeline stages that it was kept on.
+        asked: The budget as the user wrote it, such as ``4bit``.
+        tp_size: The number of tensor-parallel ranks that kept it.
+        pp_size: The number of pipeline stages that kept it.
     """
 
     asked: str
@@ -87,16 +87,16 @@ def build_profile(
     """Build a profile with its digest and its reached budget.
 
     Args:
-        geometry: of the model.
-        layers: one choice per layer, in order.
-        k_group_size: channels per scale of keys; tokens per scale of a channel if keys are per channel.
-        v_group_size: channels per scale of values.
-        symmetric: grids around zero, for keys and values.
-        model: which model was measured.
-        budget: what was asked for.
-        quality: what was measured; None if nothing was.
-        provenance: where the choices come from.
-        k_granularity: per_channel profiles are kept and shown, but no host serves them yet.
+        geometry: The geometry of the model.
+        layers: The storage of every layer, in order.
+        k_group_size: The channels per scale of keys; the tokens per scale of a channel where keys are per channel.
+        v_group_size: The channels per scale of values.
+        symmetric: Whether the grids of keys and values lie around zero.
+        model: The identity of the measured model.
+        budget: The budget of the search.
+        quality: The measurements; None where there are none.
+        provenance: The origin of the choices.
+        k_granularity: The granularity of the keys; no server reads per_channel keys yet.
 
     Raises:
         ProfileError: choices that a profile cannot hold; names the layer.
@@ -107,16 +107,16 @@ def build_profile(
     k_fields = {"granularity": k_granularity, "group_size": k_group_size, "symmetric": symmetric}
     v_fields = {"granularity": "per_token", "group_size": v_group_size, "symmetric": symmetric}
     defaults = _defaults(layers, k_fields, v_fields)
-    stored_geometry = validated(GeometryRecord, geometry.as_dict(), place="geometry")
-    stored = tuple(_stored_layer(number, choice, defaults) for number, choice in enumerate(layers))
+    geometry_record = validated(GeometryRecord, geometry.as_dict(), place="geometry")
+    records = tuple(_layer_record(number, layer, defaults) for number, layer in enumerate(layers))
     return Profile(
         schema_version=SCHEMA_VERSION,
-        digest=digest_of(LAYOUT_ID, stored_geometry, defaults, stored),
+        digest=digest_of(LAYOUT_ID, geometry_record, defaults, records),
         layout=LAYOUT_ID,
         model=model,
-        geometry=stored_geometry,
+        geometry=geometry_record,
         defaults=defaults,
-        layers=stored,
+        layers=records,
         budget=_reached(budget, geometry, layers, defaults),
         quality=quality,
         provenance=provenance,
@@ -133,16 +133,16 @@ def uniform_profile(
     symmetric: bool = False,
     k_granularity: Granularity = "per_token",
 ) -> Profile:
-    """A profile with the same widths in every layer and no transforms; nothing was measured.
+    """Build a profile with the same widths in every layer, without transforms and measurements.
 
     Args:
-        geometry: of the model.
-        pair: the widths.
-        model: which model it is.
-        k_group_size: channels per scale of keys, or tokens per scale of a channel; head_dim by default.
-        v_group_size: channels per scale of values; v_head_dim by default.
-        symmetric: grids around zero.
-        k_granularity: of the keys.
+        geometry: The geometry of the model.
+        pair: The widths.
+        model: The identity of the model.
+        k_group_size: The channels per scale of keys, or the tokens per scale of a channel; head_dim by default.
+        v_group_size: The channels per scale of values; v_head_dim by default.
+        symmetric: Whether grids lie around zero.
+        k_granularity: The granularity of the keys.
 
     Raises:
         PrecisionError: bits or a group size that rows cannot hold.
@@ -162,7 +162,7 @@ def uniform_profile(
 
 
 def unsearched() -> Provenance:
-    """Of a profile that no search chose."""
+    """The provenance of a profile that no search chose."""
     return Provenance(
         kvtuner_version=__version__,
         calibration=None,
@@ -172,10 +172,10 @@ def unsearched() -> Provenance:
 
 
 def dump_profile(profile: Profile) -> bytes:
-    """The file of a profile: indented UTF-8 JSON in the order of the format; equal profiles give equal bytes.
+    """The bytes of a profile's file: indented UTF-8 JSON in the order of the format; equal profiles give equal bytes.
 
     Raises:
-        ProfileError: larger than what `load_profile` accepts.
+        ProfileError: the file would be larger than `load_profile` accepts.
     """
     document = profile.model_dump(mode="json", by_alias=True)
     data = (json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
@@ -188,8 +188,8 @@ def dump_profile(profile: Profile) -> bytes:
 
 
 def _defaults(layers: Sequence[LayerQuantization], k_fields: dict[str, Any], v_fields: dict[str, Any]) -> Defaults:
-    k_kinds = [str(choice.k_transform.kind) for choice in layers if choice.k_bits != NATIVE_BITS]
-    v_kinds = [str(choice.v_transform.kind) for choice in layers if choice.v_bits != NATIVE_BITS]
+    k_kinds = [str(layer.k_transform.kind) for layer in layers if layer.k_bits != NATIVE_BITS]
+    v_kinds = [str(layer.v_transform.kind) for layer in layers if layer.v_bits != NATIVE_BITS]
     # What values cannot have is refused in its layer, by number, not here.
     v_kinds = [kind for kind in v_kinds if kind in transform_names("v")]
     fields = {
@@ -205,11 +205,11 @@ def _most_common(kinds: Sequence[str]) -> str:
     return min(counts, key=lambda name: (-counts[name], name), default=_NO_TRANSFORM)
 
 
-def _stored_layer(number: int, choice: LayerQuantization, defaults: Defaults) -> LayerRecord:
+def _layer_record(number: int, layer: LayerQuantization, defaults: Defaults) -> LayerRecord:
     fields = {
         "layer": number,
-        "k": _side(choice.k_bits, choice.k_transform, defaults.k.transform),
-        "v": _side(choice.v_bits, choice.v_transform, defaults.v.transform),
+        "k": _side(layer.k_bits, layer.k_transform, defaults.k.transform),
+        "v": _side(layer.v_bits, layer.v_transform, defaults.v.transform),
     }
     return validated(LayerRecord, fields, place=f"layers[{number}]")
 
@@ -229,7 +229,7 @@ def _side(bits: int, transform: Transform, default: str) -> dict[str, Any]:
 def _reached(
     budget: AskedBudget, geometry: ModelGeometry, layers: Sequence[LayerQuantization], defaults: Defaults
 ) -> BudgetRecord:
-    pairs = [PrecisionPair(choice.k_bits, choice.v_bits) for choice in layers]
+    pairs = [PrecisionPair(layer.k_bits, layer.v_bits) for layer in layers]
     shape = defaults.row_shape(geometry)
     fields = {
         "asked": budget.asked,

@@ -1,4 +1,4 @@
-"""Identity of how a cache is stored. Knows nothing of quality, budget or provenance: they never change it."""
+"""The digest of a profile: how its cache is stored. Knows nothing of quality, budget or provenance."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -45,11 +45,11 @@ def _expand(layout: str, geometry: GeometryRecord, defaults: Defaults, layers: S
     }
 
 
-def _expand_side(stored: KeyRecord | ValueRecord, defaults: KeyDefaults | ValueDefaults) -> dict[str, Any]:
-    if stored.bits == NATIVE_BITS:
+def _expand_side(record: KeyRecord | ValueRecord, defaults: KeyDefaults | ValueDefaults) -> dict[str, Any]:
+    if record.bits == NATIVE_BITS:
         return {"bits": NATIVE_BITS}
     return {
         **defaults.model_dump(),
-        **stored.model_dump(by_alias=True),
-        "transform": resolve_transform(stored, defaults),
+        **record.model_dump(by_alias=True),
+        "transform": resolve_transform(record, defaults),
     }

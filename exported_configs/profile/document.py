@@ -50,7 +50,7 @@ class DocumentKind:
 
 @contextmanager
 def naming(source: str | Path | bytes, kind: DocumentKind) -> Iterator[None]:
-    """Begin errors with the file."""
+    """Put the name of the file before the errors inside."""
     name = kind.noun if isinstance(source, bytes) else str(source)
     try:
         yield
@@ -62,7 +62,7 @@ def read_document(source: str | Path | bytes, kind: DocumentKind) -> dict[str, A
     """The JSON object of a file, or of its content.
 
     Raises:
-        ProfileError: whatever is wrong with it as a JSON object.
+        ProfileError: it is no JSON object within the bounds.
     """
     data = source if isinstance(source, bytes) else _read(Path(source), kind)
     if len(data) > kind.max_bytes:
@@ -98,7 +98,7 @@ def check_lengths(node: Any, kind: DocumentKind) -> None:
 
 
 def short(value: object) -> str:
-    """A value of any size, for a message."""
+    """The beginning of a value of any size, for a message."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     return ascii(value)[:60]

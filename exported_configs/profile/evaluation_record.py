@@ -1,7 +1,7 @@
-"""What was measured of a profile beside other ways to store the cache: the file that stands beside it.
+"""The evaluation of a profile beside other schemes: the file that stands beside the profile's.
 
-It names the profile by its digest, so that it can be neither lost nor taken for another's. Knows nothing of how figures
-were made.
+The file names the profile by its digest. In its JSON, schemes are called subjects, the backend host, and the provenance
+making. Knows nothing of how figures are measured.
 """
 
 import json
@@ -27,7 +27,7 @@ from kvtuner.run_folder import sha256_of
 EVALUATION_VERSION: Final = 1
 SUFFIX: Final = ".evaluation-"
 PROFILE: Final = "profile"
-"""What the profile is called among the subjects."""
+"""The name of the profile among the subjects."""
 EVALUATION: Final = DocumentKind("evaluation", "evaluate again", 2**20)
 MAX_LIST: Final = 256
 
@@ -54,19 +54,19 @@ LIMITS: Final[dict[Measure, tuple[float, float]]] = {
     "chrf": (0, 100),
     "ter": (0, 1e9),
 }
-"""Between which a measure lies. A truncated KL tells a few tokens apart and all others not: at most the KL."""
+"""The least and the largest value of each measure. A truncated KL merges all but a few tokens: at most the KL."""
 Flag = Literal["floor", "ceiling", "unread"]
 Share = Annotated[Figure, Field(ge=0, le=1)]
 
 
 class PairedDifference(StrictModel):
-    """The profile minus another way, on the same questions or sequences.
+    """The profile minus another scheme, on the same questions or sequences.
 
     Attributes:
-        other: name of the other way.
-        mean: with its interval from `low` to `high`.
-        p_value: that neither is better: sequences', or contexts', differences with their signs flipped.
-        mcnemar: exact, of answers that are right or wrong, taken for independent; None of other measures.
+        other: The name of the other scheme.
+        mean: The mean difference, with its interval from `low` to `high`.
+        p_value: The p-value of no difference, by flipping the signs of sequences' or contexts' differences.
+        mcnemar: The exact p-value of right and wrong answers as if independent; None for other measures.
     """
 
     other: Text
@@ -78,12 +78,12 @@ class PairedDifference(StrictModel):
 
 
 class Result(StrictModel):
-    """One way to store the cache in one cell.
+    """The result of one scheme in one cell.
 
     Attributes:
-        mean: with its interval from `low` to `high`.
-        failures: answers that never came; they count as wrong, or as empty where a text is scored. A token's likelihood
-            that never came is left out of every way's mean.
+        mean: The mean, with its interval from `low` to `high`.
+        failures: The number of answers that never came. They count as wrong, or as empty where a text is scored; a
+            likelihood that never came is left out of every scheme's mean.
     """
 
     subject: Text
@@ -94,16 +94,16 @@ class Result(StrictModel):
 
 
 class Cell(StrictModel):
-    """One measure at one place.
+    """One measure of one task at one length and position, for all schemes.
 
     Attributes:
-        task: name of a task, for level ``task``.
-        num_tokens: length of the contexts, about, or of the sequences; None where contexts have one of their own.
-        position: of their first token.
-        units: contexts, or sequences: what is independent.
-        count: questions asked after them, or tokens scored.
-        flag: why the cell cannot tell ways apart: the unquantized model's result is at the floor or at the ceiling, or
-            a server that was asked about a quantized cache hardly read any of it, or does not say that it did.
+        task: The name of a task, for level ``task``.
+        num_tokens: The length of sequences, or about that of contexts; None where each context has its own.
+        position: The position of their first token.
+        units: The number of contexts or sequences, which are independent.
+        count: The number of questions asked after them, or of tokens scored.
+        flag: The reason why the cell tells no schemes apart: the unquantized model's result is at the floor or at the
+            ceiling, or a server hardly read its quantized cache, or does not say that it did.
     """
 
     level: Level
@@ -130,11 +130,11 @@ class Cell(StrictModel):
 
 
 class SchemeRecord(StrictModel):
-    """A way to store the cache.
+    """A scheme of the evaluation.
 
     Attributes:
-        name: `PROFILE`, ``bf16``, ``fp8``, or a uniform pair without transforms.
-        bytes_per_token: all layers, on one rank that holds all heads; bf16's for the unquantized cache.
+        name: The name: `PROFILE`, ``bf16``, ``fp8``, or a uniform pair without transforms.
+        bytes_per_token: The bytes of all layers on one rank that holds all heads; bf16's for the unquantized cache.
     """
 
     name: Text
@@ -142,15 +142,15 @@ class SchemeRecord(StrictModel):
 
 
 class BackendRecord(StrictModel):
-    """Where answers came from.
+    """The backend that answered.
 
     Attributes:
-        kind: ``transformers``: this process; a server that speaks SGLang's own or OpenAI's completions.
-        read_plan: what read quantized keys and values; None of a server.
-        reads: what a server that serves a profile says that a chunk reads of itself.
-        version: of SGLang.
-        hit_share: of the prompt tokens of questions, how many the server found in its cache, as it says: only those,
-            and what it generates itself, it read as they are stored.
+        kind: ``transformers`` for this process; otherwise the protocol of the server, SGLang's own or OpenAI's.
+        read_plan: The read plan of this process; None for a server.
+        reads: The cache that a chunk reads of itself, as a server that serves a profile reports it.
+        version: The version of SGLang.
+        hit_share: The share of the questions' prompt tokens that the server found in its cache, as it reports. Only
+            those tokens, and those that it generated, did it read as they are stored.
     """
 
     kind: Literal["transformers", "sglang", "openai"]
@@ -161,13 +161,13 @@ class BackendRecord(StrictModel):
 
 
 class DataRecord(StrictModel):
-    """Text that likelihoods were scored on, and needles were hidden in; never the text itself.
+    """The text that likelihoods were scored on and needles were hidden in, without its content.
 
     Attributes:
-        corpus: its name.
-        token_ids_sha256: of the scored tokens.
-        is_unseen: whether it is known that neither calibration nor selection saw it: the same corpus, cut the same way.
-            The search's own report did, after which a uniform may take the winner's place.
+        corpus: The name of the corpus.
+        token_ids_sha256: The hash of the scored tokens.
+        is_unseen: Whether neither calibration nor selection saw the text: the same corpus, cut the same way. The
+            search's own report saw it, after which a uniform may take the winner's place.
     """
 
     corpus: Name
@@ -176,14 +176,14 @@ class DataRecord(StrictModel):
 
 
 class ResultProvenance(StrictModel):
-    """How the file was made.
+    """The origin of the results.
 
     Attributes:
-        command: with the last parts of paths only.
-        machine: processor or GPU that the model ran on, or that asked the servers.
-        torch: its version.
-        transformers: its version.
-        seed: of whatever was drawn.
+        command: The command, with the last parts of paths only.
+        machine: The processor or GPU that the model ran on, or that sent requests to the servers.
+        torch: The version of torch.
+        transformers: The version of transformers.
+        seed: The seed of everything random.
     """
 
     kvtuner_version: Text
@@ -195,7 +195,7 @@ class ResultProvenance(StrictModel):
 
 
 class Evaluation(StrictModel):
-    """See the module."""
+    """The content of the file."""
 
     evaluation_version: Literal[1]
     profile_digest: Sha256
@@ -212,17 +212,17 @@ class Evaluation(StrictModel):
         if PROFILE not in names or len(set(names)) < len(names):
             raise ValueError(f"subjects must be different, and {PROFILE!r} one of them, not {names!a:.99}")
         for cell in self.cells:
-            said = [result.subject for result in cell.results]
-            if len(set(said)) < len(said):
+            results = [result.subject for result in cell.results]
+            if len(set(results)) < len(results):
                 raise ValueError("a subject has two results in one cell")
-            for name in (*said, *(difference.other for difference in cell.differences)):
+            for name in (*results, *(difference.other for difference in cell.differences)):
                 if name not in names:
                     raise ValueError(f"results of {name!a}, which is none of the subjects")
         return self
 
 
 def evaluation_path(profile: Path, evaluation: Evaluation) -> Path:
-    """Where an evaluation stands beside a profile's file: another place for whatever was asked otherwise."""
+    """The file of an evaluation beside a profile's: another one for other models, data, schemes, cells or seeds."""
     host = evaluation.host
     kind = host.kind if host.read_plan is None else f"{host.kind}-{host.read_plan}"
     asked = [
@@ -237,25 +237,25 @@ def evaluation_path(profile: Path, evaluation: Evaluation) -> Path:
 
 
 def evaluation_files(profile: Path) -> list[Path]:
-    """Files beside a profile's that are called its evaluations."""
+    """The files beside a profile's whose names say that they are its evaluations."""
     return sorted(profile.parent.glob(f"{escape(profile.stem)}{SUFFIX}*.json"))
 
 
 def load_evaluation(path: Path) -> Evaluation:
-    """Read and check an evaluation, which may be anybody's.
+    """Read and check the file of an evaluation, which may be hostile.
 
     Raises:
-        ProfileError: whatever is wrong with it.
+        ProfileError: the evaluation is wrong.
     """
     with naming(path, EVALUATION):
         return parse_evaluation(path)
 
 
 def parse_evaluation(source: Path | bytes) -> Evaluation:
-    """The same of a file's content, without its name in errors.
+    """Read and check the content of an evaluation's file, without its name in errors.
 
     Raises:
-        ProfileError: whatever is wrong with it.
+        ProfileError: the evaluation is wrong.
     """
     document = read_document(source, EVALUATION)
     version = document.get("evaluation_version")
@@ -269,10 +269,10 @@ def parse_evaluation(source: Path | bytes) -> Evaluation:
 
 
 def dump_evaluation(evaluation: Evaluation) -> bytes:
-    """The file's bytes.
+    """The bytes of an evaluation's file.
 
     Raises:
-        ProfileError: more than `load_evaluation` reads.
+        ProfileError: the file would be larger than `load_evaluation` reads.
     """
     data = (json.dumps(evaluation.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n").encode()
     if len(data) > EVALUATION.max_bytes:

@@ -1,4 +1,4 @@
-"""What a profile was asked for, what it does and where it comes from: all that the digest does not cover."""
+"""The model, budget, quality and provenance of a profile: all that the digest does not cover."""
 
 from typing import Annotated, Final, Literal, Self
 
@@ -23,19 +23,19 @@ MAX_BASELINES: Final = 256
 
 
 class ModelIdentity(StrictModel):
-    """Which model was measured.
+    """The model that was measured.
 
     Attributes:
-        id: hub id, or the base name of a local folder; never a path.
-        revision: commit of the hub repository, or what was typed where none is known; None for a local folder.
-        config_sha256: of what makes the network the same one, see `identity`; comparable if `rope_sha256` is there.
-        architecture: class name in the configuration.
-        dtype: of the activations, and so of 16-bit layers.
-        rope_sha256: of the rotary parameters. None, here and below: not recorded.
-        weight_quantization: ``none``, or how the weights are quantized, such as ``awq``.
-        tokenizer_sha256: of what turns text and chats into token ids.
-        max_positions: of the model's configuration.
-        checkpoint_sha256: of the weights as they lie in files, by a sample of every tensor; see `checkpoint`.
+        id: The hub id, or the base name of a local folder; never a path.
+        revision: The commit of the hub repository, or the typed revision where none is known; None for a local folder.
+        config_sha256: The hash of the fields that make the network; comparable if `rope_sha256` is there.
+        architecture: The class name in the configuration.
+        dtype: The dtype of the activations, and so of 16-bit layers.
+        rope_sha256: The hash of the rotary parameters. None means not recorded, here and below.
+        weight_quantization: ``none``, or the method that quantized the weights, such as ``awq``.
+        tokenizer_sha256: The hash of the tokenizer and the chat template.
+        max_positions: The positions of the model's configuration.
+        checkpoint_sha256: The hash of the weights in their files, by a sample of every tensor.
     """
 
     id: HubId
@@ -51,15 +51,15 @@ class ModelIdentity(StrictModel):
 
 
 class BudgetRecord(StrictModel):
-    """What was asked for and what the layers reach.
+    """The budget of the search and what the layers reach.
 
     Attributes:
-        asked: the budget as the user wrote it, or the configuration of a hand-written profile.
-        mean_bits: payload bits per element.
-        effective_bits: stored bits per element on one rank that holds all heads.
-        bytes_per_token: stored bytes of one token, all layers, on one rank that holds all heads.
-        tp_size: tensor-parallel ranks that the budget was kept on.
-        pp_size: pipeline stages that the budget was kept on.
+        asked: The budget as the user wrote it, or the configuration of a hand-written profile.
+        mean_bits: The payload bits per element.
+        effective_bits: The stored bits per element on one rank that holds all heads.
+        bytes_per_token: The stored bytes of one token, all layers, on one rank that holds all heads.
+        tp_size: The number of tensor-parallel ranks that kept the budget.
+        pp_size: The number of pipeline stages that kept the budget.
     """
 
     asked: Text
@@ -85,13 +85,13 @@ class IntervalRecord(StrictModel):
 
 
 class BaselineRecord(StrictModel):
-    """What another configuration reached on the same text.
+    """The result of another scheme on the same text.
 
     Attributes:
-        name: such as ``K4V4``, ``K4V4 + transforms`` or ``fp8``.
-        mean_bits: payload bits per element.
-        effective_bits: stored bits per element.
-        kl_mean: KL from the unquantized model, nats per token; `kl_low` and `kl_high` bound it.
+        name: The name of the scheme: ``K4V4``, ``K4V4 + transforms`` or ``fp8``.
+        mean_bits: The payload bits per element.
+        effective_bits: The stored bits per element.
+        kl_mean: The KL from the unquantized model, nats per token; `kl_low` and `kl_high` bound it.
     """
 
     name: Text
@@ -103,17 +103,17 @@ class BaselineRecord(StrictModel):
 
 
 class QualityRecord(StrictModel):
-    """What was measured on the report split, each sequence read at small and at large positions and both counted alike.
+    """The measurements on the report split. Each sequence is read at small and at large positions, with equal weight.
 
     Attributes:
-        read_plan: what read quantized keys and values.
-        split_tokens: tokens of the report split that were scored, each counted once.
-        predicted_kl: sum of the additive scores; None where they are not in nats per token.
-        kl_p99: 99th percentile over tokens, the larger of those at small and at large positions.
-        top1_agreement: share of positions whose most likely token is the unquantized model's.
-        perplexity: of this configuration.
-        reference_perplexity: of the unquantized model on the same tokens and positions.
-        baselines: other configurations on the same tokens and positions.
+        read_plan: The read plan of the measurement.
+        split_tokens: The number of scored tokens of the report split, each counted once.
+        predicted_kl: The sum of the additive scores; None where they are not in nats per token.
+        kl_p99: The 99th percentile over tokens, the larger of those at small and at large positions.
+        top1_agreement: The share of positions whose most likely token is the unquantized model's.
+        perplexity: The perplexity of this profile.
+        reference_perplexity: The perplexity of the unquantized model on the same tokens and positions.
+        baselines: The results of other schemes on the same tokens and positions.
     """
 
     metric: Literal["kl_nats_per_token"]
@@ -129,7 +129,7 @@ class QualityRecord(StrictModel):
 
 
 class SplitHashes(StrictModel):
-    """Hash of each split's token ids."""
+    """The hash of each split's token ids."""
 
     calibrate: Sha256
     select: Sha256
@@ -137,7 +137,7 @@ class SplitHashes(StrictModel):
 
 
 class SplitCounts(StrictModel):
-    """Sequences in each split."""
+    """The number of sequences in each split."""
 
     calibrate: TokenCount
     select: TokenCount
@@ -145,13 +145,13 @@ class SplitCounts(StrictModel):
 
 
 class CalibrationRecord(StrictModel):
-    """What the model was measured on.
+    """The data that the model was measured on.
 
     Attributes:
-        corpus: name of the corpus, never a path.
-        sequence_length: tokens per sequence.
-        position_range: first and last position that statistics saw.
-        score: the score that bits were allocated by.
+        corpus: The name of the corpus, never a path.
+        sequence_length: The number of tokens per sequence.
+        position_range: The first and the last position of the statistics.
+        score: The score that allocated bits.
     """
 
     corpus: Name
@@ -171,11 +171,11 @@ class CalibrationRecord(StrictModel):
 
 
 class SearchRecord(StrictModel):
-    """How the configuration was found.
+    """The refinement of the search.
 
     Attributes:
-        sampler: of the refinement.
-        trials: finished trials of the refinement.
+        sampler: The name of the sampler.
+        trials: The number of finished trials.
     """
 
     sampler: Text
@@ -184,7 +184,7 @@ class SearchRecord(StrictModel):
 
 
 class Libraries(StrictModel):
-    """Versions at the time of the search."""
+    """The versions of libraries at the time of the search."""
 
     torch: Text
     transformers: Text
@@ -192,13 +192,13 @@ class Libraries(StrictModel):
 
 
 class Provenance(StrictModel):
-    """Where the profile comes from.
+    """The origin of the profile.
 
     Attributes:
-        calibration: None for a hand-written profile.
-        search: None for a hand-written profile.
-        command: that makes the same profile where the same data is at hand, with the last parts of paths only; None of
-            a profile that no command searched for.
+        calibration: The data of calibration; None for a hand-written profile.
+        search: The refinement of the search; None for a hand-written profile.
+        command: The command that makes the same profile from the same data, with the last parts of paths only; None
+            where no command searched.
     """
 
     kvtuner_version: Text

@@ -1,4 +1,4 @@
-"""How every layer is stored: all that the digest covers. Rules that span parts are the profile's."""
+"""The storage of every layer: all that the digest covers. Rules that span parts are the profile's."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal, Self
@@ -28,7 +28,7 @@ def _check_granularity(value: object) -> object:
 
 
 class GeometryRecord(StrictModel):
-    """`ModelGeometry` as it stands in the file."""
+    """The fields of `ModelGeometry` in the file."""
 
     num_layers: Count
     num_attention_heads: Count
@@ -46,18 +46,18 @@ class GeometryRecord(StrictModel):
         return self
 
     def to_geometry(self) -> ModelGeometry:
-        """The same as a dataclass with its methods."""
+        """The `ModelGeometry` of these fields."""
         return ModelGeometry(**self.model_dump())
 
 
 class KeyDefaults(StrictModel):
-    """What keys share over all layers, and the transform of layers that name none.
+    """The settings that keys share over all layers, and the transform of layers that name none.
 
     Attributes:
-        granularity: per_token, or one scale for some tokens of every channel.
-        group_size: channels per scale of a token; tokens per scale of a channel if per_channel.
-        symmetric: grids around zero.
-        transform: none if per_channel.
+        granularity: The granularity of scales: per_token, or one scale for some tokens of every channel.
+        group_size: The channels per scale of a token; the tokens per scale of a channel if per_channel.
+        symmetric: Whether grids lie around zero.
+        transform: The transform's name; none if per_channel.
     """
 
     granularity: Granularity
@@ -79,7 +79,7 @@ class KeyDefaults(StrictModel):
 
 
 class ValueDefaults(StrictModel):
-    """What values share over all layers, and the transform of layers that name none."""
+    """The settings that values share over all layers, and the transform of layers that name none."""
 
     granularity: Annotated[Literal["per_token"], BeforeValidator(_check_granularity)]
     group_size: Count
@@ -88,13 +88,13 @@ class ValueDefaults(StrictModel):
 
 
 class Defaults(StrictModel):
-    """Defaults of keys and values."""
+    """The defaults of keys and values."""
 
     k: KeyDefaults
     v: ValueDefaults
 
     def row_shape(self, geometry: ModelGeometry, tp_size: int = 1) -> RowShape:
-        """What the rows of one of `tp_size` tensor-parallel ranks look like.
+        """The shape of the rows of one of `tp_size` tensor-parallel ranks.
 
         Raises:
             GeometryError: the heads cannot be split among that many ranks.
@@ -108,12 +108,12 @@ class _SideRecord(StrictModel):
 
 
 class KeyRecord(_SideRecord):
-    """How one layer's keys are stored.
+    """The storage of one layer's keys.
 
     Attributes:
-        transform: the default's if None; always None at 16 bits.
-        mu: present exactly if the transform centers.
-        lam: ``lambda`` in the file; present exactly if the transform balances.
+        transform: The transform's name; None for the default's, and always at 16 bits.
+        mu: The mean key; present exactly if the transform centers.
+        lam: The channels' divisors, ``lambda`` in the file; present exactly if the transform balances.
     """
 
     transform: KeyTransform | None = None
@@ -122,21 +122,21 @@ class KeyRecord(_SideRecord):
 
 
 class ValueRecord(_SideRecord):
-    """How one layer's values are stored; the transform is the default's if None."""
+    """The storage of one layer's values; the transform is the default's if None."""
 
     transform: ValueTransform | None = None
 
 
 class LayerRecord(StrictModel):
-    """One layer by its global id."""
+    """The storage of one layer by its global id."""
 
     layer: Annotated[int, Field(ge=0, lt=MAX_COUNT)]
     k: KeyRecord
     v: ValueRecord
 
 
-def resolve_transform(stored: KeyRecord | ValueRecord, defaults: KeyDefaults | ValueDefaults) -> KeyTransform:
-    """The transform that keys or values of a layer have: none at 16 bits, else its own or the default."""
-    if stored.bits == NATIVE_BITS:
+def resolve_transform(record: KeyRecord | ValueRecord, defaults: KeyDefaults | ValueDefaults) -> KeyTransform:
+    """The transform of keys or values of a layer: none at 16 bits, else its own or the default."""
+    if record.bits == NATIVE_BITS:
         return "none"
-    return stored.transform or defaults.transform
+    return record.transform or defaults.transform

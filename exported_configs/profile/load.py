@@ -23,11 +23,11 @@ def load_profile(source: str | Path | bytes, name: Path | None = None) -> Profil
     """Read and check a profile.
 
     Args:
-        source: path of the file, or its content.
-        name: what errors call the content; its path by default.
+        source: The path of the file, or its content.
+        name: The name of the content in errors; its path by default.
 
     Raises:
-        ProfileError: whatever is wrong with it; one line with the file, the rule and the value.
+        ProfileError: the file is wrong; one line with its name, the rule and the value.
     """
     with naming(source if name is None else name, PROFILE):
         document = read_document(source, PROFILE)

@@ -1,4 +1,4 @@
-"""The profile: how one model stores every layer, valid by construction. Knows nothing of files or serving."""
+"""The profile: the storage of every layer of one model, valid by construction. Knows nothing of files or serving."""
 
 from fractions import Fraction
 from typing import Annotated, Final, Literal, Self
@@ -39,20 +39,20 @@ MIN_LAMBDA: Final = 1 / 64
 MAX_LAMBDA: Final = 64.0
 
 NO_TAIL_PAGES: Final = "per-channel keys need tail pages, which no host has yet; search or import with per_token keys"
-"""Why a profile that loads, validates and shows is not served."""
+"""The reason why a profile that loads, validates and shows is not served."""
 
 
 class Profile(StrictModel):
-    """How every layer of one model stores keys and values, what that costs, and what it was measured to do.
+    """The storage of every layer of one model, its cost, and its measured quality.
 
     Construction checks all that can be checked without the model, the digest included. It raises
-    `ProfileError`, or `pydantic.ValidationError` for a field that is wrong on its own; `explain` words that.
+    `ProfileError`, or `pydantic.ValidationError` for a field that is wrong on its own; `explain` puts that in one line.
 
     Attributes:
-        digest: of layout, geometry and expanded layers; new evaluations never change it.
-        layout: how rows are packed.
-        layers: every layer once, by ascending global id; independent of tensor and pipeline parallelism.
-        quality: None where nothing was measured.
+        digest: The digest of layout, geometry and expanded layers; new evaluations never change it.
+        layout: The id of the layout of rows.
+        layers: The storage of every layer once, by ascending global id; independent of tensor and pipeline parallelism.
+        quality: The measurements; None where there are none.
     """
 
     schema_version: Annotated[int, Field(ge=1, le=SCHEMA_VERSION), WithJsonSchema({"const": SCHEMA_VERSION})]
@@ -87,21 +87,21 @@ class Profile(StrictModel):
 
     @property
     def pairs(self) -> tuple[PrecisionPair, ...]:
-        """Widths by layer."""
+        """The widths by layer."""
         return tuple(PrecisionPair(entry.k.bits, entry.v.bits) for entry in self.layers)
 
     @property
     def mean_bits(self) -> Fraction:
-        """Payload bits per element, exact."""
+        """The payload bits per element, exact."""
         return mean_bits(self.pairs, self.row_shape())
 
     @property
     def effective_bits(self) -> Fraction:
-        """Stored bits per element where one rank holds all heads, exact."""
+        """The stored bits per element where one rank holds all heads, exact."""
         return effective_bits(self.pairs, self.row_shape())
 
     def row_shape(self, tp_size: int = 1) -> RowShape:
-        """What the rows of one of `tp_size` tensor-parallel ranks look like.
+        """The shape of the rows of one of `tp_size` tensor-parallel ranks.
 
         Raises:
             GeometryError: the heads cannot be split among that many ranks.
@@ -110,11 +110,11 @@ class Profile(StrictModel):
 
     @property
     def has_per_channel_keys(self) -> bool:
-        """Whether some layer's keys are quantized per channel, which no host can do yet."""
+        """Whether some layer's keys are quantized per channel, which no server reads yet."""
         return self.defaults.k.granularity == "per_channel" and any(p.k_bits != NATIVE_BITS for p in self.pairs)
 
     def bytes_per_token(self, tp_size: int = 1) -> int:
-        """Stored bytes of one token, all layers, on one of `tp_size` tensor-parallel ranks."""
+        """The stored bytes of one token, all layers, on one of `tp_size` tensor-parallel ranks."""
         return bytes_per_token(self.pairs, self.row_shape(tp_size))
 
     def transform_name(self, layer_id: int, side: Side) -> KeyTransform:
@@ -125,31 +125,31 @@ class Profile(StrictModel):
         return resolve_transform(entry.v, self.defaults.v)
 
     def quant_spec(self, layer_id: int, side: Side) -> QuantSpec | None:
-        """How one side of one layer is stored, its constants decoded for all heads; None at 16 bits.
+        """The storage of one side of one layer, with its constants for all heads; None at 16 bits.
 
         Raises:
-            ProfileError: keys per channel.
+            ProfileError: keys are per channel.
         """
         entry = self._layer(layer_id)
-        stored, defaults = (entry.k, self.defaults.k) if side == "k" else (entry.v, self.defaults.v)
-        if stored.bits == NATIVE_BITS:
+        record, defaults = (entry.k, self.defaults.k) if side == "k" else (entry.v, self.defaults.v)
+        if record.bits == NATIVE_BITS:
             return None
         if defaults.granularity == "per_channel":
             raise ProfileError(f"layers[{layer_id}].k: {NO_TAIL_PAGES}")
         kind = TransformKind.parse(self.transform_name(layer_id, side))
-        mu, lam = (stored.mu, stored.lam) if isinstance(stored, KeyRecord) else (None, None)
+        mu, lam = (record.mu, record.lam) if isinstance(record, KeyRecord) else (None, None)
         transform = Transform(kind, _decoded(mu), _decoded(lam))
-        return QuantSpec(stored.bits, transform, defaults.group_size, defaults.symmetric)
+        return QuantSpec(record.bits, transform, defaults.group_size, defaults.symmetric)
 
     def to_geometry(self) -> ModelGeometry:
-        """Geometry of the model that the profile belongs to."""
+        """The geometry of the profile's model."""
         return self.geometry.to_geometry()
 
     def check_model(self, config: ConfigLike) -> None:
         """Check that the profile fits a model.
 
         Args:
-            config: the model's transformers configuration.
+            config: The model's transformers configuration.
 
         Raises:
             ProfileError: a count differs; names the first, with both values.
@@ -189,19 +189,19 @@ def _check_layer_ids(profile: Profile) -> None:
 def _check_layer(profile: Profile, entry: LayerRecord) -> None:
     geometry, defaults = profile.geometry, profile.defaults
     is_per_channel = defaults.k.granularity == "per_channel"
-    for side, stored, head_dim, group_size in (
+    for side, record, head_dim, group_size in (
         ("k", entry.k, geometry.head_dim, defaults.k.group_size),
         ("v", entry.v, geometry.v_head_dim, defaults.v.group_size),
     ):
         place = f"layers[{entry.layer}].{side}"
-        if stored.bits == NATIVE_BITS and stored.transform is not None:
+        if record.bits == NATIVE_BITS and record.transform is not None:
             raise ProfileError(
-                f"{place}: 16 bits are stored as they are, but transform is {stored.transform!r}; remove it"
+                f"{place}: 16 bits are stored as they are, but transform is {record.transform!r}; remove it"
             )
-        if stored.bits != NATIVE_BITS:
+        if record.bits != NATIVE_BITS:
             check = check_token_group if side == "k" and is_per_channel else check_group_size
             try:
-                check(head_dim, stored.bits, group_size)
+                check(head_dim, record.bits, group_size)
             except PrecisionError as error:
                 raise ProfileError(f"{place}: {error}") from error
     if is_per_channel and (name := profile.transform_name(entry.layer, "k")) != "none":
