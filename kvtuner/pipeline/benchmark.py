@@ -33,7 +33,7 @@ from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.shareable_command import result_command
 from kvtuner.pipeline.sources import corpus_source, model_source, run_folder
 from kvtuner.report.bench_report import write_report
-from kvtuner.report.bench_result import BenchResult, WayResult
+from kvtuner.report.bench_result import BenchResult, SchemeResult
 from kvtuner.run_folder import sha256_of
 from kvtuner.runtime_loader.model_check import check_model
 
@@ -87,9 +87,9 @@ def benchmark(options: BenchOptions) -> tuple[BenchResult, Path]:
         result = BenchResult(
             profile=profile,
             model=session.identity,
-            ways=tuple(map(session.measure, schemes)),
+            schemes=tuple(map(session.measure, schemes)),
             evaluation=None,
-            making=result_provenance(
+            provenance=result_provenance(
                 command,
                 seed=seed,
                 device=model.device,
@@ -185,7 +185,7 @@ class _BenchSession:
         self.urls: dict[str, str] = {}
         self.scheme_flags: dict[str, tuple[str, ...]] = {}
 
-    def measure(self, scheme: CacheScheme) -> WayResult:
+    def measure(self, scheme: CacheScheme) -> SchemeResult:
         """Serve a scheme, unless it is served already, and put it under load; or state why it could not be."""
         record = None if self.urls else self._work.journal.server(self._key(scheme, {}))
         if record:
@@ -200,9 +200,9 @@ class _BenchSession:
             if self.urls:
                 raise
             say(f"{scheme.name} is not served: {error} (its log: {self._log(scheme)})")
-            return WayResult(scheme, None, None, (), None, str(error))
+            return SchemeResult(scheme, None, None, (), None, str(error))
 
-    def _measure_served(self, scheme: CacheScheme) -> WayResult:
+    def _measure_served(self, scheme: CacheScheme) -> SchemeResult:
         with self._target(scheme) as target:
             work, facts = self._work, {}
             if self.urls:
@@ -215,12 +215,12 @@ class _BenchSession:
             run = run_loads(target, work, server_key=key, name=scheme.name)
             return self._result(scheme, target.record, run)
 
-    def _result(self, scheme: CacheScheme, record: ServerRecord, run: SchemeRun) -> WayResult:
+    def _result(self, scheme: CacheScheme, record: ServerRecord, run: SchemeRun) -> SchemeResult:
         weights = self._weights(record) if record.version is not None else None
         gates = run.gates(*self._bandwidth.tokens_per_s(record, weights))
         if self._options.kv_memory:
             gates.append(kv_pool_gate(self._tokens_asked(scheme, self._options.kv_memory), record.tokens_that_fit))
-        return WayResult(scheme, record, run, tuple(gates), weights, None)
+        return SchemeResult(scheme, record, run, tuple(gates), weights, None)
 
     def _weights(self, record: ServerRecord | None) -> int | None:
         served = {} if record is None else {"dtype": record.dtype, "quantization": record.quantization}

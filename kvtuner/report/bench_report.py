@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvtuner.bench.runner import SchemeRun
     from kvtuner.exported_configs.profile.evaluation_record import Evaluation
-    from kvtuner.report.bench_result import BenchResult, WayResult
+    from kvtuner.report.bench_result import BenchResult, SchemeResult
 
 PAGE: Final = "bench.html"
 MARKDOWN: Final = "bench.md"
@@ -36,10 +36,10 @@ class ReportSection:
 
     Attributes:
         title: The title.
-        text: What is shown, and how to read it.
+        text: The text that says what is shown, and how to read it.
         tables: The tables, in order.
         picture: The name of a chart; empty without one.
-        description: What the chart shows, for those who cannot see it.
+        description: The description of the chart for those who cannot see it.
     """
 
     title: str
@@ -109,23 +109,23 @@ def _overview(result: BenchResult) -> ReportSection:
     verdict = f"{gates_that_passed(result)}."
     if problems:
         verdict = f"{len(problems)} problems; use no figure before they are understood: {'; '.join(problems)}."
-    refused = [(each.name, each.refused) for each in result.ways if each.refused is not None]
+    refused = [(scheme.name, scheme.refused) for scheme in result.schemes if scheme.refused is not None]
     tables = [overview(result), *([Table(("not served", "because"), refused, wrap=True)] if refused else [])]
     return ReportSection(
-        "Side by side", f"{verdict} Speed is at the most requests in flight that all ways had.", tables
+        "Side by side", f"{verdict} Speed is at the most requests in flight that all schemes had.", tables
     )
 
 
 def _gates(result: BenchResult) -> ReportSection:
-    asked = [each for each in result.ways if each.gates]
-    verdicts = {each.name: {gate.name: gate.verdict for gate in each.gates} for each in asked}
-    names = dict.fromkeys(gate.name for each in asked for gate in each.gates)
+    asked = [scheme for scheme in result.schemes if scheme.gates]
+    verdicts = {scheme.name: {gate.name: gate.verdict for gate in scheme.gates} for scheme in asked}
+    names = dict.fromkeys(gate.name for scheme in asked for gate in scheme.gates)
     rows = [(name, *(by_gate[name] for by_gate in verdicts.values())) for name in names]
     details = [
-        (each.name, gate.name, gate.verdict, gate.words)
-        for each in asked
-        for gate in each.gates
-        if gate.verdict != "passed" or each.name == PROFILE
+        (scheme.name, gate.name, gate.verdict, gate.words)
+        for scheme in asked
+        for gate in scheme.gates
+        if gate.verdict != "passed" or scheme.name == PROFILE
     ]
     text = (
         "Figures that a model cannot have produced fail the run: answers that never came, tokens that are not in the"
@@ -138,34 +138,34 @@ def _gates(result: BenchResult) -> ReportSection:
 
 
 def _quality(result: BenchResult, evaluation: Evaluation) -> ReportSection:
-    names = [each.name for each in result.ways if each.way.is_local]
+    names = [served.name for served in result.schemes if served.scheme.is_local]
     text = (
-        "By kvtuner eval, with transformers, on text that calibration and selection did not see, all ways paired. Mean"
-        " and 95% interval. KL is from the unquantized model. A row whose unquantized model fails or hardly fails"
+        "By kvtuner eval, with transformers, on text that calibration and selection did not see, all schemes paired."
+        " Mean and 95% interval. KL is from the unquantized model. A row whose unquantized model fails or hardly fails"
         " (marked) cannot show a loss."
     )
     rows = [(cell_title(cell), *cell_values(cell, names)) for cell in evaluation.cells]
-    description = "KL from the unquantized model by effective bits, a point for each way; lower is better."
+    description = "KL from the unquantized model by effective bits, a point for each scheme; lower is better."
     return ReportSection("Quality", text, [Table(("", *names), rows)], "quality-by-bits", description)
 
 
 def _memory(result: BenchResult) -> ReportSection:
-    sizes = [(each, size) for each in result.ways if (size := each.way.bytes_per_token) is not None]
+    sizes = [(scheme, size) for scheme in result.schemes if (size := scheme.bytes_per_token) is not None]
     largest = max((size for _, size in sizes), default=0)
     rows = [
         (
-            each.name,
-            number(each.bits),
+            scheme.name,
+            number(scheme.bits),
             f"{size:,}",
             f"{tokens_per_gib(size):,}",
             f"{largest / size:.2f}x",
-            count_text(each.tokens_that_fit),
+            count_text(scheme.tokens_that_fit),
         )
-        for each, size in sizes
+        for scheme, size in sizes
     ]
     headers = ("", "effective bits", "bytes/token", "tokens/GiB", "against the largest", "tokens that fit the server")
     text = "Bytes of keys and values of all layers, with scales, on one rank that holds all heads."
-    description = "Tokens per GiB by effective bits, a point for each way; higher is better."
+    description = "Tokens per GiB by effective bits, a point for each scheme; higher is better."
     return ReportSection("Memory", text, [Table(headers, rows)], "memory-by-bits", description)
 
 
@@ -175,7 +175,7 @@ def _prompts(result: BenchResult) -> ReportSection:
         " token: median / P90 / P99; P99 of few is the slowest."
     )
     table = _by_load(result, "prompt", "prompt_tokens", "prompt tokens", _percentiles("ttft_s"))
-    description = "Median time to the first token by prompt length, a line for each way; lower is better."
+    description = "Median time to the first token by prompt length, a line for each scheme; lower is better."
     return ReportSection("Time to the first token", text, [table], "first-token-by-prompt", description)
 
 
@@ -201,7 +201,7 @@ def _concurrency(result: BenchResult) -> ReportSection:
     }
     tables = [_by_load(result, "concurrency", "concurrency", title, value) for title, value in figures.items()]
     text = f"{_shape(result, 'concurrency')} Percentiles are median / P90 / P99; P99 of few is the slowest."
-    description = "Output tokens per second by requests in flight, a line for each way; higher is better."
+    description = "Output tokens per second by requests in flight, a line for each scheme; higher is better."
     return ReportSection("Many requests", text, tables, "throughput-by-concurrency", description)
 
 
@@ -215,7 +215,7 @@ def _batches(result: BenchResult) -> ReportSection:
 
 
 def _stability(result: BenchResult) -> ReportSection:
-    rounds = {each.name: each.run.rounds() for each in result.ways if each.run is not None}
+    rounds = {scheme.name: scheme.run.rounds() for scheme in result.schemes if scheme.run is not None}
     has_gpu = any(GPU_MEMORY in row for rows in rounds.values() for row in rows)
     kind, place = (GPU_MEMORY, "GPU") if has_gpu else (MEMORY, "host")
     headers = ("", "rounds", "answered", "first round ms", "last round ms", "slowest ms")
@@ -245,17 +245,17 @@ def _machine(result: BenchResult) -> ReportSection:
         " tokens per second (NVML: share of time); the most bytes of weights per second that tokens took at least;"
         " what measuring cost, by the time that was measured: time between loads, and this client's processor time."
     )
-    rows = [_machine_row(each, each.run) for each in result.ways if each.run is not None]
+    rows = [_machine_row(scheme, scheme.run) for scheme in result.schemes if scheme.run is not None]
     return ReportSection("Machine", text, [Table(headers, rows)])
 
 
-def _machine_row(each: WayResult, run: SchemeRun) -> tuple[str, ...]:
+def _machine_row(scheme: SchemeResult, run: SchemeRun) -> tuple[str, ...]:
     loads, cost = run.rows(), run.harness.to_json()
     memory, gpu = (max((row[name] for row in loads if name in row), default=None) for name in (MEMORY, GPU_MEMORY))
     busiest = max(loads, key=lambda row: row["output_tokens_per_s"], default={})
-    weights = max((each.read_bytes_per_s(row) or 0.0 for row in loads), default=0.0)
+    weights = max((scheme.read_bytes_per_s(row) or 0.0 for row in loads), default=0.0)
     return (
-        each.name,
+        scheme.name,
         _mib(memory),
         _mib(gpu),
         percent(busiest.get(GPU_BUSY)),
@@ -268,10 +268,10 @@ def _machine_row(each: WayResult, run: SchemeRun) -> tuple[str, ...]:
 
 def _left_out(result: BenchResult) -> ReportSection:
     rows = {
-        (each.name, load.kind, f"{load.prompt_tokens:,} + {load.output_tokens:,}", str(load.concurrency))
-        for each in result.ways
-        if each.run is not None
-        for load in each.run.left_out
+        (scheme.name, load.kind, f"{load.prompt_tokens:,} + {load.output_tokens:,}", str(load.concurrency))
+        for scheme in result.schemes
+        if scheme.run is not None
+        for load in scheme.run.left_out
     }
     text = "Asked for, but larger than the context, the KV pool or the requests that the server runs at once."
     return ReportSection(
@@ -280,15 +280,15 @@ def _left_out(result: BenchResult) -> ReportSection:
 
 
 def _provenance(result: BenchResult) -> ReportSection:
-    made = result.making
+    made = result.provenance
     servers = [
         (
-            f"server {each.name}",
+            f"server {scheme.name}",
             f"SGLang {server.version or '-'} on {server.device or '-'}, weights {server.dtype or '-'}, cache"
             f" {server.digest or server.kv_cache_dtype or '-'}",
         )
-        for each in result.ways
-        if (server := each.server) is not None
+        for scheme in result.schemes
+        if (server := scheme.server) is not None
     ]
     rows = [
         ("command", made.command),
@@ -301,13 +301,13 @@ def _provenance(result: BenchResult) -> ReportSection:
     ]
     text = (
         "Load by SGLang's own client, sglang.benchmark.serving. Prompts are cut from the text of --data, no two begin"
-        " alike, all ways are sent the same; outputs are greedy and as long as asked."
+        " alike, all schemes are sent the same; outputs are greedy and as long as asked."
     )
     return ReportSection("Where the figures come from", text, [Table(("", ""), rows, wrap=True)])
 
 
 def _by_load(result: BenchResult, kind: str, key: str, title: str, value: Callable[[dict[str, Any]], str]) -> Table:
-    """A row for each size of a load, a column for each way that was served.
+    """A row for each size of a load, a column for each scheme that was served.
 
     Args:
         result: The benchmark.
@@ -316,9 +316,9 @@ def _by_load(result: BenchResult, kind: str, key: str, title: str, value: Callab
         title: The header of that field.
         value: Text of a load's figures.
     """
-    served = [each for each in result.ways if each.run is not None]
-    values = {each.name: {row[key]: value(row) for row in each.rows(kind)} for each in served}
-    left_out = {each.name: _left_out_sizes(each, kind, key) for each in served}
+    served = [scheme for scheme in result.schemes if scheme.run is not None]
+    values = {scheme.name: {row[key]: value(row) for row in scheme.rows(kind)} for scheme in served}
+    left_out = {scheme.name: _left_out_sizes(scheme, kind, key) for scheme in served}
     rows = [
         (
             f"{size:,}",
@@ -329,16 +329,16 @@ def _by_load(result: BenchResult, kind: str, key: str, title: str, value: Callab
     return Table((title, *values), rows)
 
 
-def _left_out_sizes(each: WayResult, kind: str, key: str) -> set[int]:
+def _left_out_sizes(scheme: SchemeResult, kind: str, key: str) -> set[int]:
     """The sizes of loads that were left out, and those that doubling did not come to."""
-    assert each.run is not None
-    sizes = {getattr(load, key) for load in each.run.left_out if load.kind == kind}
-    most = max((row["concurrency"] for row in each.rows("concurrency")), default=0)
+    assert scheme.run is not None
+    sizes = {getattr(load, key) for load in scheme.run.left_out if load.kind == kind}
+    most = max((row["concurrency"] for row in scheme.rows("concurrency")), default=0)
     return sizes | {2**power for power in range(9) if kind == "concurrency" and 2**power > most}
 
 
 def _shape(result: BenchResult, kind: str) -> str:
-    row = next((row for each in result.ways for row in each.rows(kind)), None)
+    row = next((row for scheme in result.schemes for row in scheme.rows(kind)), None)
     return "" if row is None else f"{row['prompt_tokens']:,} tokens in, {row['output_tokens']:,} out."
 
 

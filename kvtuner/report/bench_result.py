@@ -25,11 +25,11 @@ RESULT_VERSION: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
-class WayResult:
-    """A way to serve, and its figures.
+class SchemeResult:
+    """A scheme that was served, and its figures.
 
     Attributes:
-        way: The way to serve.
+        scheme: The scheme.
         server: The server's record of itself; None where it was not served.
         run: The loads that it answered; None where it was not served.
         gates: The gates of its figures.
@@ -38,7 +38,7 @@ class WayResult:
         refused: The reason why it was not served; None where it was.
     """
 
-    way: CacheScheme
+    scheme: CacheScheme
     server: ServerRecord | None
     run: SchemeRun | None
     gates: tuple[Gate, ...]
@@ -47,8 +47,13 @@ class WayResult:
 
     @property
     def name(self) -> str:
-        """The name of the way."""
-        return self.way.name
+        """The name of the scheme."""
+        return self.scheme.name
+
+    @property
+    def bytes_per_token(self) -> int | None:
+        """The stored bytes of a token; None where nothing stores it yet."""
+        return self.scheme.bytes_per_token
 
     @property
     def tokens_that_fit(self) -> int | None:
@@ -58,7 +63,7 @@ class WayResult:
     @property
     def bits(self) -> float | None:
         """The effective bits of a value in the cache, with its scales."""
-        return self.way.effective_bits
+        return self.scheme.effective_bits
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """The figures of the loads of a kind, in the order in which they were sent."""
@@ -73,9 +78,9 @@ class WayResult:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
-            "name": self.way.name,
-            "group": group_of(self.way.name),
-            "bytes_per_token": self.way.bytes_per_token,
+            "name": self.name,
+            "group": group_of(self.name),
+            "bytes_per_token": self.bytes_per_token,
             "effective_bits": self.bits,
             "refused": self.refused,
             "server": None if self.server is None else asdict(self.server),
@@ -95,32 +100,32 @@ class BenchResult:
     Attributes:
         profile: The profile that was benchmarked.
         model: The model that was served.
-        ways: The ways to serve, in the order in which they were served.
-        evaluation: The evaluation of the same ways, for the ablation.
-        making: The provenance of the figures.
+        schemes: The schemes, in the order in which they were served.
+        evaluation: The evaluation of the same schemes, for the ablation.
+        provenance: The provenance of the figures.
         server_args: The flags that all servers had.
     """
 
     profile: Profile
     model: ModelIdentity
-    ways: tuple[WayResult, ...]
+    schemes: tuple[SchemeResult, ...]
     evaluation: Evaluation | None
-    making: ResultProvenance
+    provenance: ResultProvenance
     server_args: Sequence[str]
 
     def problems(self) -> list[str]:
-        """The gates that fail, and the ways that should have been served."""
+        """The gates that fail, and the schemes that should have been served."""
         failed = [
-            f"{each.name}: {gate.name}: {gate.words}"
-            for each in self.ways
-            for gate in each.gates
+            f"{scheme.name}: {gate.name}: {gate.words}"
+            for scheme in self.schemes
+            for gate in scheme.gates
             if gate.verdict == "failed"
         ]
-        refused = [each for each in self.ways if each.refused is not None and not _is_expected(each)]
-        return failed + [f"{each.name}: not served: {each.refused}" for each in refused]
+        refused = [scheme for scheme in self.schemes if scheme.refused is not None and not _is_expected(scheme)]
+        return failed + [f"{scheme.name}: not served: {scheme.refused}" for scheme in refused]
 
     def quality(self, name: str, measure: str) -> tuple[Cell, Result] | None:
-        """The first cell of a measure that holds a way: of likelihoods, the one at the beginning of the context."""
+        """The first cell of a measure that holds a scheme: of likelihoods, the one at the beginning of the context."""
         for cell in self.evaluation.cells if self.evaluation is not None else ():
             for result in cell.results:
                 if cell.measure == measure and result.subject == name:
@@ -135,54 +140,55 @@ class BenchResult:
                 "profile_digest": self.profile.digest,
                 "model": self.model.model_dump(mode="json"),
                 "server_args": list(self.server_args),
-                "ways": [each.to_json() for each in self.ways],
+                "ways": [scheme.to_json() for scheme in self.schemes],
                 "problems": self.problems(),
                 "evaluation": None if self.evaluation is None else self.evaluation.model_dump(mode="json"),
-                "making": self.making.model_dump(mode="json"),
+                "making": self.provenance.model_dump(mode="json"),
             }
         )
         return payload
 
 
-def _is_expected(each: WayResult) -> bool:
+def _is_expected(scheme: SchemeResult) -> bool:
     """Whether it is the ablation's group that no server has yet, refused for that reason."""
-    return each.name == PER_CHANNEL and "per-channel" in str(each.refused)
+    return scheme.name == PER_CHANNEL and "per-channel" in str(scheme.refused)
 
 
 def overview(result: BenchResult) -> Table:
-    """A row for each way: its size, its quality if that was asked, its speed.
+    """A row for each scheme: its size, its quality if that was asked, its speed.
 
-    Speed is under the most requests in flight that all ways had; a way that was not served has none.
+    Speed is under the most requests in flight that all schemes had; a scheme that was not served has none.
     """
     quality = ["KL nats/token", "top-1"] if result.evaluation is not None else []
     speed = ["in flight", "TTFT p50 ms", "TPOT p50 ms", "E2E p99 ms", "tokens/s", "success"]
     headers = ["", "bits", "bytes/token", "tokens that fit", *quality, *speed]
     rows, lanes = [], common_concurrency(result)
-    for each in result.ways:
-        size, fit = count_text(each.way.bytes_per_token), count_text(each.tokens_that_fit)
-        row = [_labelled(result, each), number(each.bits), size, fit]
+    for scheme in result.schemes:
+        size, fit = count_text(scheme.bytes_per_token), count_text(scheme.tokens_that_fit)
+        row = [_labelled(result, scheme), number(scheme.bits), size, fit]
         if result.evaluation is not None:
-            kl, top1 = (result.quality(each.name, name) for name in ("kl_nats_per_token", "top1_agreement"))
+            kl, top1 = (result.quality(scheme.name, name) for name in ("kl_nats_per_token", "top1_agreement"))
             row += [number(kl[1].mean if kl else None), percent(top1[1].mean if top1 else None)]
-        rows.append([*row, *_speed(each, lanes)])
+        rows.append([*row, *_speed(scheme, lanes)])
     return Table(headers, rows)
 
 
-def _labelled(result: BenchResult, each: WayResult) -> str:
-    letter = group_of(each.name) if result.evaluation is not None else None
-    return each.name if letter is None else f"{letter} {each.name}"
+def _labelled(result: BenchResult, scheme: SchemeResult) -> str:
+    letter = group_of(scheme.name) if result.evaluation is not None else None
+    return scheme.name if letter is None else f"{letter} {scheme.name}"
 
 
 def common_concurrency(result: BenchResult) -> int | None:
-    """The most requests in flight that every way that was served had."""
-    had = [{row["concurrency"] for row in each.rows("concurrency")} for each in result.ways if each.run is not None]
-    return max(set.intersection(*had), default=None) if had else None
+    """The most requests in flight that every scheme that was served had."""
+    served = [scheme for scheme in result.schemes if scheme.run is not None]
+    concurrencies = [{row["concurrency"] for row in scheme.rows("concurrency")} for scheme in served]
+    return max(set.intersection(*concurrencies), default=None) if served else None
 
 
-def _speed(each: WayResult, lanes: int | None) -> list[str]:
-    row = next((row for row in each.rows("concurrency") if row["concurrency"] == lanes), None)
+def _speed(scheme: SchemeResult, lanes: int | None) -> list[str]:
+    row = next((row for row in scheme.rows("concurrency") if row["concurrency"] == lanes), None)
     if row is None:
-        return ["not served" if each.server is None else NOT_MEASURED, "", "", "", "", ""]
+        return ["not served" if scheme.server is None else NOT_MEASURED, "", "", "", "", ""]
     return [
         str(row["concurrency"]),
         milliseconds(row["ttft_s"]["p50"]),
@@ -205,7 +211,7 @@ def milliseconds(seconds: float | None) -> str:
 
 def gates_that_passed(result: BenchResult) -> str:
     """How many gates passed, and how many could not be asked."""
-    verdicts = [gate.verdict for each in result.ways for gate in each.gates]
+    verdicts = [gate.verdict for scheme in result.schemes for gate in scheme.gates]
     unasked = verdicts.count("not asked")
     return f"{verdicts.count('passed')} gates passed" + (f", {unasked} could not be asked" if unasked else "")
 

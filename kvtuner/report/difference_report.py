@@ -33,7 +33,7 @@ def difference_page(difference: ProfileDifference, names: tuple[str, str]) -> st
     """The page of two profiles.
 
     Args:
-        difference: In what the profiles differ.
+        difference: The difference of the profiles.
         names: The names of their files, without folders.
     """
     from kvtuner.report.html_page import render  # brings matplotlib, which not every look needs

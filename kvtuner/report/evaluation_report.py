@@ -52,7 +52,8 @@ MAX_EXPONENT: Final = 700
 
 def evaluation_lines(evaluation: Evaluation, profile: Profile) -> list[str]:
     """A table for each level, every scheme beside the others, and which differences of the profile are clear."""
-    made, failures_are = evaluation.making, {"likelihood": "are left out of every way"}
+    made = evaluation.making
+    failures_are = {"likelihood": "are left out of every scheme"}
     lines = [
         f"evaluation  of {_model(evaluation, profile)}",
         f"host        {evaluation.host.kind} {evaluation.host.version or ''}".rstrip() + f", {_reads(evaluation)}",
@@ -88,8 +89,8 @@ def evaluation_context(evaluation: Evaluation, profile: Profile) -> dict[str, An
     notes = [f"{flag}: {text[2:]}" for flag, text in FLAGS.items() if flag in flags]
     if count := sum(len(cell.differences) for cell in evaluation.cells):
         notes.append(
-            f"The last column holds differences of the profile from another way, paired, with p below {SIGNIFICANT}; of"
-            f" {count}, {SIGNIFICANT * count:.0f} would look so by chance."
+            f"The last column holds differences of the profile from another scheme, paired, with p below {SIGNIFICANT};"
+            f" of {count}, {SIGNIFICANT * count:.0f} would look so by chance."
         )
     headers = ("", "units", *names, "clear differences")
     return {
@@ -206,7 +207,7 @@ def _clear_differences(cells: Sequence[Cell]) -> list[str]:
     clear = [(cell, difference) for cell, difference in differences if difference.p_value < SIGNIFICANT]
     chance = f"by chance {SIGNIFICANT * len(differences):.0f} of {len(differences)} would look so"
     if not clear:
-        return [f"no clear difference of the profile from another way; {chance}"] if differences else []
+        return [f"no clear difference of the profile from another scheme; {chance}"] if differences else []
     rows = [
         (f"  {PROFILE} - {difference.other}", f"{cell.level} {_short_title(cell)}", *_difference(cell, difference))
         for cell, difference in clear

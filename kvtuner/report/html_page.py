@@ -24,7 +24,7 @@ class Picture:
 
     Attributes:
         png: The bytes of the PNG file.
-        description: What it shows, for those who cannot see it.
+        description: The description for those who cannot see the picture.
     """
 
     png: bytes

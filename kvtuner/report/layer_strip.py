@@ -43,7 +43,7 @@ class LayerCode:
     v_kind: str
 
     def text(self) -> str:
-        """The same as a sentence, for those who do not see the strip."""
+        """A sentence for those who do not see the strip."""
         keys, values = (
             f"{bits} bits" if kind == "none" else f"{bits} bits {kind}"
             for bits, kind in ((self.k_bits, self.k_kind), (self.v_bits, self.v_kind))
@@ -154,7 +154,7 @@ class StripColumn:
     """One layer of a strip on a page.
 
     Attributes:
-        text: What the cells say, for those who do not see them.
+        text: The sentence for those who do not see the cells.
         cells: The text and the CSS class of each cell, from above.
     """
 

@@ -1,4 +1,4 @@
-"""In what two profiles differ: layers, bytes, quality, and whether that can be compared. Shows nothing."""
+"""The difference of two profiles: layers, bytes, quality, and whether that can be compared. Shows nothing."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def terminal_table(data: ReportData) -> str:
 
 
 def summary_json(data: ReportData) -> dict[str, Any]:
-    """The same as plain JSON values, for ``--json``."""
+    """The figures of the terminal table as plain JSON values, for ``--json``."""
     full = data.to_json()
     budget = {
         **full["budget"],

@@ -1,4 +1,4 @@
-"""From measurements to what a report shows: bookkeeping. Knows nothing of how anything was measured or is drawn."""
+"""Makes the data of a search's report of its measurements. Knows nothing of how anything is measured or drawn."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ Fits = Callable[[CacheScheme], bool]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all configurations of a table are judged by.
+    """The terms that all configurations of a table are judged by.
 
     Attributes:
-        ranks: those that will serve, which bytes are of.
-        fits: whether a configuration keeps the budget.
-        seed: of the bootstrap.
+        ranks: The ranks that will serve, whose bytes are counted.
+        fits: Whether a configuration keeps the budget.
+        seed: The seed of the bootstrap.
     """
 
     ranks: ServingRanks

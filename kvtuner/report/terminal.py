@@ -1,4 +1,4 @@
-"""What a terminal can show: how wide it is, and whether it has colour. Knows nothing of what is shown."""
+"""The width and the colours of a terminal. Knows nothing of what is shown."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MIN_WIDTH: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """Where text goes.
+    """The terminal that text goes to.
 
     Attributes:
-        width: columns, at least `MIN_WIDTH`.
-        has_colour: whether escape sequences for colours may be written.
+        width: The number of columns, at least `MIN_WIDTH`.
+        has_colour: Whether escape sequences for colours may be written.
     """
 
     width: int = 80
@@ -28,12 +28,12 @@ class Terminal:
 
     @classmethod
     def of_stdout(cls) -> Terminal:
-        """The one that stdout goes to; 80 columns, or those of the variable COLUMNS, where it goes elsewhere."""
+        """The terminal that stdout goes to; 80 columns, or those of the variable COLUMNS, where it goes elsewhere."""
         return cls(max(MIN_WIDTH, shutil.get_terminal_size().columns), wants_colour(sys.stdout, os.environ))
 
 
 def wants_colour(stream: TextIO, environment: Mapping[str, str]) -> bool:
-    """NO_COLOR forbids it, else FORCE_COLOR demands it, else it is for terminals that are not ``TERM=dumb``."""
+    """NO_COLOR forbids it, else FORCE_COLOR demands it, else colour is for terminals that are not ``TERM=dumb``."""
     if environment.get("NO_COLOR"):
         return False
     if environment.get("FORCE_COLOR"):

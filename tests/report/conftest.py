@@ -385,7 +385,7 @@ def evaluation_of(profile: Profile, **changes: Any) -> Evaluation:
 
 
 def hostile(profile: Profile) -> Profile:
-    """The same with every outside string replaced, past the checks that would refuse it."""
+    """A copy with every outside string replaced, past the checks that would refuse it."""
     quality, made = profile.quality, profile.provenance
     assert quality is not None and made.calibration is not None and made.search is not None
     return profile.model_copy(

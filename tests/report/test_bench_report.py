@@ -31,7 +31,7 @@ from kvtuner.exported_configs.profile.evaluation_record import (
     SchemeRecord,
 )
 from kvtuner.report.bench_report import JSON, MARKDOWN, sections, write_report
-from kvtuner.report.bench_result import BenchResult, WayResult, summary_lines
+from kvtuner.report.bench_result import BenchResult, SchemeResult, summary_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,10 +76,10 @@ def make_result(profile_of: Any) -> Callable[..., BenchResult]:
         results = []
         for number, way in enumerate(ways):
             if way.name == PER_CHANNEL:
-                results.append(WayResult(way, None, None, (), None, refusal))
+                results.append(SchemeResult(way, None, None, (), None, refusal))
                 continue
             run = answered(1 + number / 10)
-            results.append(WayResult(way, RECORD, run, tuple(run.gates(1e4, "")), 7_000_000, None))
+            results.append(SchemeResult(way, RECORD, run, tuple(run.gates(1e4, "")), 7_000_000, None))
         model = profile.model.model_copy(update={"id": name})
         making = ResultProvenance(
             kvtuner_version="0", command="kvtuner bench", machine="a machine", torch="2", transformers="5", seed=0
@@ -165,9 +165,9 @@ def test_names_from_outside_are_text_in_all_forms(make_result: Any, tmp_path: Pa
 
 def test_a_way_that_should_have_been_served_is_a_problem(make_result: Any) -> None:
     result = make_result()
-    fp8 = next(each for each in result.ways if each.way.name == "fp8")
+    fp8 = next(each for each in result.schemes if each.name == "fp8")
     broken = replace(fp8, server=None, run=None, gates=(), refused="out of memory")
-    result = replace(result, ways=tuple(broken if each is fp8 else each for each in result.ways))
+    result = replace(result, schemes=tuple(broken if each is fp8 else each for each in result.schemes))
     assert result.problems() == ["fp8: not served: out of memory"]
     assert any("FAILED  fp8: not served" in line for line in summary_lines(result))
 
@@ -193,18 +193,18 @@ def test_memory_is_of_one_kind_in_all_rounds(
 ) -> None:
     result = make_result()
     ways = []
-    for each, seen in zip(result.ways, (usages, [HOST] * 3), strict=False):
+    for each, seen in zip(result.schemes, (usages, [HOST] * 3), strict=False):
         rounds = [one for one in each.run.answered if one.load.kind == "stability"]
         looked = tuple(replace(one, usage=usage) for one, usage in zip(rounds, seen, strict=True))
         ways.append(replace(each, run=replace(each.run, answered=looked)))
-    (found,) = (each for each in sections(replace(result, ways=tuple(ways))) if each.title == "Stability")
+    (found,) = (each for each in sections(replace(result, schemes=tuple(ways))) if each.title == "Stability")
     (table,) = found.tables
     assert table.headers[-1] == f"{kind} memory MiB first / last"
     assert [row[-1] for row in table.rows] == [expected, "5 / 5" if kind == "host" else "- / -"]
 
 
 def test_the_ablation_has_every_group_of_its_design(make_result: Any, tmp_path: Path) -> None:
-    groups = {letter: each.way for each in make_result().ways if (letter := group_of(each.way.name))}
+    groups = {letter: each.scheme for each in make_result().schemes if (letter := group_of(each.name))}
     assert sorted(groups) == list("ABCDEFG")
     assert groups["G"].profile.defaults.k.symmetric
     assert not groups["C"].profile.defaults.k.symmetric

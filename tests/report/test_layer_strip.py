@@ -80,7 +80,7 @@ def test_colour_is_for_those_who_want_it(environment: dict[str, str], is_termina
 
 
 def luminance(number: int) -> float:
-    """Of one of the 240 colours that terminals agree on: a cube of six levels, then greys."""
+    """The luminance of one of the 240 colours that terminals agree on: a cube of six levels, then greys."""
     levels = (0, 95, 135, 175, 215, 255)
     cell = number - 16
     channels = (

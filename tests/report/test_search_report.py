@@ -72,7 +72,7 @@ def page_text(data: ReportData) -> str:
 
 
 def hostile(data: ReportData) -> ReportData:
-    """The same report with every outside string replaced."""
+    """A copy of the report with every outside string replaced."""
     return replace(
         data,
         model=HOSTILE,

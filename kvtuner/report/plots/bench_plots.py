@@ -41,7 +41,7 @@ HEIGHT: Final = 3.9
 
 
 def charts(result: BenchResult) -> dict[str, bytes]:
-    """PNG bytes by name, of what was measured."""
+    """PNG bytes by the names of the charts, of what was measured."""
     return {
         name: render(partial(_on, draw, result), width=WIDTH, height=HEIGHT)
         for name, (is_there, draw) in _CHARTS.items()
@@ -55,10 +55,10 @@ def _on(draw: Callable[[Axes, BenchResult], None], result: BenchResult, figure: 
 
 def _points(result: BenchResult, y: Callable[[str], float | None]) -> list[tuple[str, float, float]]:
     found = []
-    for each in result.ways:
-        value = y(each.way.name)
-        if each.bits is not None and value is not None:
-            found.append((each.way.name, each.bits, value))
+    for scheme in result.schemes:
+        value = y(scheme.name)
+        if scheme.bits is not None and value is not None:
+            found.append((scheme.name, scheme.bits, value))
     return found
 
 
@@ -74,7 +74,7 @@ def _scatter(axes: Axes, result: BenchResult, points: list[tuple[str, float, flo
 
 
 def _memory(axes: Axes, result: BenchResult) -> None:
-    sizes = {each.way.name: each.way.bytes_per_token for each in result.ways}
+    sizes = {scheme.name: scheme.bytes_per_token for scheme in result.schemes}
     points = _points(result, lambda name: GIB / size / 1e3 if (size := sizes[name]) else None)
     axes.set_ylabel("tokens per GiB, thousands")
     axes.grid(axis="y")
@@ -111,12 +111,12 @@ def _first_token(axes: Axes, result: BenchResult) -> None:
 
 def _lines(axes: Axes, result: BenchResult, kind: str, x: str, y: Callable[[Mapping[str, Any]], float | None]) -> None:
     ticks: set[int] = set()
-    for number, each in enumerate(result.ways):
-        points = [(row[x], value) for row in each.rows(kind) if is_positive(value := y(row))]
+    for number, scheme in enumerate(result.schemes):
+        points = [(row[x], value) for row in scheme.rows(kind) if is_positive(value := y(row))]
         if not points:
             continue
         ticks |= {point[0] for point in points}
-        name, width = each.way.name, 2.4 if each.way.name == PROFILE else 1.3
+        name, width = scheme.name, 2.4 if scheme.name == PROFILE else 1.3
         xs, ys = zip(*points, strict=True)
         axes.plot(
             xs, ys, marker=MARKERS[number % len(MARKERS)], ms=5, lw=width, color=_colour(result, name), label=name
@@ -130,7 +130,7 @@ def _lines(axes: Axes, result: BenchResult, kind: str, x: str, y: Callable[[Mapp
 
 
 def _spread(ticks: list[int]) -> list[int]:
-    """Those that have room for their numbers on a logarithmic axis."""
+    """The ticks that have room for their numbers on a logarithmic axis."""
     kept: list[int] = []
     span = math.log(ticks[-1] / ticks[0]) if len(ticks) > 1 else 1.0
     for tick in ticks:
@@ -140,22 +140,22 @@ def _spread(ticks: list[int]) -> list[int]:
 
 
 def _colour(result: BenchResult, name: str) -> str:
-    """Its own, as long as there are enough."""
+    """The colour of a scheme, its own as long as there are enough."""
     if name == PROFILE:
         return VERMILION
     if name == REFERENCE:
         return INK
-    others = [each.way.name for each in result.ways if each.way.name not in (PROFILE, REFERENCE)]
+    others = [scheme.name for scheme in result.schemes if scheme.name not in (PROFILE, REFERENCE)]
     return OTHERS[others.index(name) % len(OTHERS)]
 
 
 def _has_rows(kind: str) -> Callable[[BenchResult], bool]:
-    return lambda result: any(each.rows(kind) for each in result.ways)
+    return lambda result: any(scheme.rows(kind) for scheme in result.schemes)
 
 
 _CHARTS: Final[dict[str, tuple[Callable[[BenchResult], bool], Callable[[Axes, BenchResult], None]]]] = {
-    "memory-by-bits": (lambda result: len(result.ways) > 1, _memory),
-    "quality-by-bits": (lambda result: any(_kl(result, each.way.name) for each in result.ways), _quality),
+    "memory-by-bits": (lambda result: len(result.schemes) > 1, _memory),
+    "quality-by-bits": (lambda result: any(_kl(result, scheme.name) for scheme in result.schemes), _quality),
     "throughput-by-concurrency": (_has_rows("concurrency"), _throughput),
     "first-token-by-prompt": (_has_rows("prompt"), _first_token),
 }

@@ -48,10 +48,10 @@ def place_labels(
     that hides least is taken.
 
     Args:
-        axes: to write on.
-        labels: in order of importance.
-        markers: points in data coordinates that labels must not cover.
-        background: small points that they had better not cover.
+        axes: The axes to write on.
+        labels: The labels, in order of importance.
+        markers: The points in data coordinates that labels must not cover.
+        background: The small points that labels cover only where there is no other room.
     """
     figure = axes.get_figure(root=True)
     assert figure is not None
