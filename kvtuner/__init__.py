@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.load import load_profile
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.pipeline.python_interface import calibrate, search
+    from kvtuner.pipeline.python_interface import calibrate, evaluate, search
     from kvtuner.runtime_loader.sglang import engine
     from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 __version__ = "0.1.0"
-__all__ = ["KVTunerCache", "Profile", "calibrate", "engine", "load_profile", "search"]
+__all__ = ["KVTunerCache", "Profile", "calibrate", "engine", "evaluate", "load_profile", "search"]
 
 _MODULES: Final = {
     "KVTunerCache": "kvtuner.runtime_loader.transformers_cache",
     "Profile": "kvtuner.exported_configs.profile.profile",
     "calibrate": "kvtuner.pipeline.python_interface",
     "engine": "kvtuner.runtime_loader.sglang",
+    "evaluate": "kvtuner.pipeline.python_interface",
     "load_profile": "kvtuner.exported_configs.profile.load",
     "search": "kvtuner.pipeline.python_interface",
 }

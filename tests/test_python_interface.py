@@ -39,15 +39,17 @@ def test_an_unknown_name_is_no_attribute() -> None:
         kvtuner.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["search", "calibrate"])
-def test_a_function_takes_what_its_command_takes_with_the_same_defaults(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "command"), [("search", ["search"]), ("calibrate", ["calibrate"]), ("evaluate", ["eval", "profile.json"])]
+)
+def test_a_function_takes_what_its_command_takes_with_the_same_defaults(name: str, command: list[str]) -> None:
     flags = {
-        flag: default for flag, default in vars(build_parser().parse_args([name])).items() if flag not in COMMAND_ONLY
+        flag: default for flag, default in vars(build_parser().parse_args(command)).items() if flag not in COMMAND_ONLY
     }
     parameters = inspect.signature(getattr(kvtuner, name)).parameters
     assert set(parameters) == set(flags)
     for flag, default in flags.items():
-        if flag not in ("model", "budget"):
+        if flag != "budget" and parameters[flag].default is not inspect.Parameter.empty:
             assert parameters[flag].default == default, flag
 
 

@@ -1,4 +1,4 @@
-"""Where ``--html`` and ``--out`` may write: a page over a page, any other file by force. Knows nothing of contents."""
+"""The files that ``--html`` and ``--out`` may write: pages over pages, other files by force. Knows no contents."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _BEGINNING: Final = b"<!DOCTYPE html>"
 
 
 def check_page_file(path: Path) -> None:
-    """Refuse a place where no page can or should be, before any work: a page may be written over, no other file.
+    """Refuse a file that no page can or should replace, before any work: a page may be written over, no other file.
 
     Raises:
-        RunFolderError: a folder, a file that is no page, or a folder that cannot be written.
+        RunFolderError: The path is a folder or a file that is no page, or its folder cannot be written.
     """
     try:
         if path.is_dir():
@@ -33,19 +33,19 @@ def check_page_file(path: Path) -> None:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write it; a reader sees the old page or the new one.
+    """Write a page; a reader sees the old one or the new one.
 
     Raises:
-        RunFolderError: the disk is full or the folder cannot be written.
+        RunFolderError: The disk is full, or the folder cannot be written.
     """
     write_atomically(path, text.encode(errors="replace"))
 
 
 def check_new(out: str | None, *, force: bool) -> None:
-    """Refuse to overwrite a file that nobody said may be.
+    """Refuse to overwrite a file without ``--force``.
 
     Raises:
-        ProfileError: it is there.
+        ProfileError: The file exists.
     """
     if out is not None and os.path.lexists(out) and not force:
         raise ProfileError(f"{out} is there already; name another --out, or overwrite it with --force")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from kvtuner import __version__
-from kvtuner.cli.commands import diff, doctor, hub, list_, measure, show, signature, translate, tune, validate
+from kvtuner.cli.commands import diff, doctor, import_export, list_, measure, share, show, signature, tune, validate
 from kvtuner.cli.config_file import apply_config_file
 from kvtuner.cli.shared_flags import add_switch
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvtuner.cli.command import Command
 
-_MODULES: Final = (tune, measure, show, validate, diff, list_, hub, translate, signature, doctor)
+_MODULES: Final = (tune, measure, show, validate, diff, list_, share, import_export, signature, doctor)
 COMMANDS: Final[dict[str, Command]] = {
     command.name: command for command in chain.from_iterable(module.COMMANDS for module in _MODULES)
 }

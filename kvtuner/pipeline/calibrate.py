@@ -9,8 +9,8 @@ from kvtuner.calibration import workbench
 from kvtuner.calibration.model_loading import read_shape
 from kvtuner.calibration.sensitivity import TABLE_FILE, SensitivityTable
 from kvtuner.pipeline.progress import say
-from kvtuner.pipeline.search_run import Phases, calibration_options, load_workbench
 from kvtuner.pipeline.sources import model_source, run_folder
+from kvtuner.pipeline.stages.search_run import Phases, calibration_options, load_workbench
 
 if TYPE_CHECKING:
     from pathlib import Path

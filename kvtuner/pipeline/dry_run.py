@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from kvtuner.calibration.model_loading import read_shape
 from kvtuner.evaluation.validation import UNIFORM_PAIRS
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
-from kvtuner.pipeline.search_run import calibration_options, row_shape, serving_ranks
-from kvtuner.pipeline.search_targets import SearchTarget, targets_of
 from kvtuner.pipeline.sources import corpus_source, model_source
+from kvtuner.pipeline.stages.search_run import calibration_options, row_shape, serving_ranks
+from kvtuner.pipeline.stages.search_targets import SearchTarget, targets_of
 from kvtuner.precision import PACKED_BITS, PrecisionPair, effective_bits, mean_bits, tokens_per_gib
 from kvtuner.report.search_data import rank_text
 from kvtuner.transforms import candidate_transforms

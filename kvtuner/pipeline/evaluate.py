@@ -38,6 +38,7 @@ from kvtuner.exported_configs.profile.evaluation_record import (
 from kvtuner.pipeline.evaluation_options import AGAINST
 from kvtuner.pipeline.inputs import profile_of, result_provenance, warn_of_mismatches, with_profile_defaults
 from kvtuner.pipeline.progress import say
+from kvtuner.pipeline.record_table import record_table
 from kvtuner.pipeline.shareable_command import result_command
 from kvtuner.pipeline.sources import corpus_source, model_source, run_folder
 from kvtuner.report.evaluation_report import sample_lines
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.sharing.find import ResolvedProfile
     from kvtuner.pipeline.evaluation_options import EvalOptions
+    from kvtuner.pipeline.record_table import RecordTable
     from kvtuner.run_folder import RunFolder
 
 LENGTHS: Final = (128, 256, 512, 2048, 8192)
@@ -65,7 +67,7 @@ SAMPLE_PROMPT: Final = 128
 SAMPLE_TOKENS: Final = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class EvaluationResult:
     """A finished evaluation.
 
@@ -80,6 +82,21 @@ class EvaluationResult:
     evaluation: Evaluation
     file: Path
     samples: Path | None
+
+    def __repr__(self) -> str:
+        return f"EvaluationResult({str(self.file)!r}, {len(self.evaluation.cells)} cells, {self.profile!r})"
+
+    @property
+    def cells(self) -> RecordTable:
+        """The results of every cell, a row for each scheme."""
+        return record_table(
+            {
+                **cell.model_dump(mode="json", exclude={"results", "differences"}),
+                **result.model_dump(mode="json"),
+            }
+            for cell in self.evaluation.cells
+            for result in cell.results
+        )
 
 
 def evaluate(options: EvalOptions) -> EvaluationResult:

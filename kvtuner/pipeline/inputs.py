@@ -1,4 +1,4 @@
-"""What commands about a finished profile share: the profile, what its search says, and how a result was made."""
+"""Inputs that evaluations and benchmarks share: the profile, what its search used, and how a result was made."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ MAX_COMMAND: Final = 2000
 
 
 def profile_of(text: str) -> ResolvedProfile:
-    """The one profile that is named, with what should be known of how it was found said.
+    """The one profile that a name stands for; notes on how it was found go to stderr.
 
     Raises:
-        ProfileError: none, several, one that is wrong, or not the one that was pinned.
-        HubError: the hub does not give it.
+        ProfileError: The name stands for none, for several, for an invalid one, or for another than was pinned.
+        HubError: The hub does not give it.
     """
-    return _said([find_profile(text)])[0]
+    return _with_notes([find_profile(text)])[0]
 
 
 def profiles_of(text: str) -> list[ResolvedProfile]:
-    """The same of all that are named: several of a run folder."""
-    return _said(find_profiles(text))
+    """All profiles that a name stands for: a run folder may hold several."""
+    return _with_notes(find_profiles(text))
 
 
-def _said(found: list[ResolvedProfile]) -> list[ResolvedProfile]:
-    for note in (note for each in found for note in each.notes):
-        say(note)
-    return found
+def _with_notes(profiles: list[ResolvedProfile]) -> list[ResolvedProfile]:
+    for profile in profiles:
+        for note in profile.notes:
+            say(note)
+    return profiles
 
 
 def with_profile_defaults(
@@ -86,19 +87,19 @@ def with_profile_defaults(
     )
 
 
-def warn_of_mismatches(profile: Profile, found: ModelIdentity, context_length: int) -> list[Mismatch]:
-    """Say where the model that is measured is not the profile's; measuring it is right all the same.
+def warn_of_mismatches(profile: Profile, model: ModelIdentity, context_length: int) -> list[Mismatch]:
+    """Warn where the model that is measured is not quite the profile's; measuring it is right all the same.
 
     Raises:
-        ProfileError: another architecture.
+        ProfileError: The architectures differ.
     """
     policy = Policy(allow_derived=True, rescore="this evaluation")
     positions = calibrated_positions(profile)
-    mismatches = compare(profile.model, found, policy, positions=positions, context_length=context_length)
+    mismatches = compare(profile.model, model, policy, positions=positions, context_length=context_length)
     refuse(mismatches)
-    for each in mismatches:
-        if each.severity == "warning":
-            say(f"warning: {each.text}")
+    for mismatch in mismatches:
+        if mismatch.severity == "warning":
+            say(f"warning: {mismatch.text}")
     return mismatches
 
 

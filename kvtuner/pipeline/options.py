@@ -34,7 +34,7 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """Which model, and how it is loaded.
+    """The model, and how it is loaded.
 
     Attributes:
         model: The hub id, the folder, or ``demo``; None where a profile names it.
@@ -58,7 +58,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataOptions:
-    """Which text is read, and how it is cut into sequences.
+    """The text that is read, and how it is cut into sequences.
 
     Attributes:
         data: The file, folder or datasets id; the shipped demo corpus where it is None.
@@ -94,8 +94,8 @@ class MeasurementOptions:
     """How sensitivity is measured.
 
     Attributes:
-        score: What bits are allocated by.
-        read_plan: Which tokens read quantized keys and values.
+        score: The score that bits are allocated by.
+        read_plan: The plan that says which tokens read quantized keys and values.
         fisher_draws: The sampled labels per token of the Fisher score.
         batch_size: The sequences in flight.
         k_group_size: The channels per scale of keys; head_dim where it is None.
@@ -235,6 +235,14 @@ def defaults_of(kind: type) -> dict[str, Any]:
         elif item.default is not MISSING:
             defaults[item.name] = item.default
     return defaults
+
+
+def flag_names(kind: type) -> set[str]:
+    """The names of all flags of a dataclass of options, with those of options that a field holds."""
+    names: set[str] = set()
+    for item in _fields(kind):
+        names |= flag_names(cast("type", item.default_factory)) if _is_nested(item) else {item.name}
+    return names
 
 
 def check_counts(**counts: int | None) -> None:

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import os
 from inspect import Parameter, Signature, signature
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
-from kvtuner.pipeline.options import CalibrateOptions, SearchOptions, defaults_of, options_from
+from kvtuner.pipeline.evaluation_options import EvalOptions
+from kvtuner.pipeline.options import CalibrateOptions, SearchOptions, defaults_of, flag_names, options_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtuner.pipeline.calibrate import CalibrationResult
+    from kvtuner.pipeline.evaluate import EvaluationResult
     from kvtuner.pipeline.search import SearchResult
+
+_LISTS: Final = {"levels", "against", "lengths", "tasks"}
+"""Options of which one value stands for a tuple of one."""
 
 Options = TypeVar("Options")
 Function = TypeVar("Function", bound="Callable[..., Any]")
@@ -84,17 +89,39 @@ def calibrate(model: str | os.PathLike[str], **options: Any) -> CalibrationResul
     return calibrate_with(_options(CalibrateOptions, {**options, "model": model}))
 
 
+@_takes(EvalOptions)
+def evaluate(profile: str | os.PathLike[str], **options: Any) -> EvaluationResult:
+    """Evaluate a profile beside other schemes, as ``kvtuner eval`` does, and write the evaluation beside it.
+
+    Args:
+        profile: The profile's file or run folder, or its name on the hub or in the catalogue.
+        **options: The other flags of the command with underscores, such as ``levels=["recall"]`` or
+            ``endpoint={"profile": "http://127.0.0.1:30000"}``; see ``kvtuner eval --help``.
+
+    Raises:
+        KVTunerError: Something that is asked for cannot be done; the message says what would work.
+    """
+    from kvtuner.pipeline.evaluate import evaluate as evaluate_with
+
+    return evaluate_with(_options(EvalOptions, {**options, "profile": profile}))
+
+
 def _options(kind: type[Options], values: dict[str, Any]) -> Options:
     """Options out of keywords.
 
     Raises:
         TypeError: A keyword is no option.
     """
-    names = defaults_of(kind)
+    names = flag_names(kind)
     for name in values:
         if name not in names:
             raise TypeError(f"{name!r} is no option; the options are {', '.join(sorted(names))}")
     plain = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
     if isinstance(plain.get("sequences"), int):
         plain["sequences"] = (plain["sequences"],) * 3
+    if isinstance(endpoints := plain.get("endpoint"), dict):
+        plain["endpoint"] = tuple(endpoints.items())
+    for name in _LISTS & plain.keys():
+        if isinstance(plain[name], str | int):
+            plain[name] = (plain[name],)
     return options_from(kind, plain)

@@ -9,16 +9,16 @@ from kvtuner.calibration.model_loading import read_shape
 from kvtuner.calibration.workbench import calibrate as measure_sensitivity
 from kvtuner.evaluation.validation import Validator
 from kvtuner.exported_configs.profile.build import dump_profile
-from kvtuner.pipeline.budget_search import BudgetSearch
-from kvtuner.pipeline.comparison import compare_with_baselines
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.record_table import quality_record, record_table
-from kvtuner.pipeline.run_profile import make_profile
-from kvtuner.pipeline.run_report import make_report_data
-from kvtuner.pipeline.search_run import Phases, SearchRun, calibration_options, load_workbench
-from kvtuner.pipeline.search_targets import bind_target, refuse_other_targets, targets_of
 from kvtuner.pipeline.shareable_command import search_command
 from kvtuner.pipeline.sources import model_source, run_folder
+from kvtuner.pipeline.stages.budget_search import BudgetSearch
+from kvtuner.pipeline.stages.comparison import compare_with_baselines
+from kvtuner.pipeline.stages.run_profile import make_profile
+from kvtuner.pipeline.stages.run_report import make_report_data
+from kvtuner.pipeline.stages.search_run import Phases, SearchRun, calibration_options, load_workbench
+from kvtuner.pipeline.stages.search_targets import bind_target, refuse_other_targets, targets_of
 from kvtuner.report.search_data import DATA_FILE
 from kvtuner.report.search_report import summary_json, write_report
 from kvtuner.run_folder import RunFolder, sha256_of, write_atomically
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.pipeline.budget_search import SearchOutcome
     from kvtuner.pipeline.options import SearchOptions
     from kvtuner.pipeline.record_table import RecordTable
-    from kvtuner.pipeline.search_targets import SearchTarget
+    from kvtuner.pipeline.stages.budget_search import SearchOutcome
+    from kvtuner.pipeline.stages.search_targets import SearchTarget
     from kvtuner.report.search_data import ReportData
 
 

@@ -1,4 +1,4 @@
-"""From options to the sources of model and text, and to the run folder."""
+"""The sources of model and text, and the run folder, that options name."""
 
 from __future__ import annotations
 

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Sequence
 
-    from kvtuner.pipeline.listing import ListedProfile
+    from kvtuner.pipeline.profile_files.listing import ListedProfile
 
 _COLUMNS: Final = ("profile", "model", "budget", "bits", "B/token", "of bf16", "KL", "digest")
 
 
 def _run(args: Namespace) -> int:
-    from kvtuner.pipeline.listing import list_profiles
+    from kvtuner.pipeline.profile_files.listing import list_profiles
 
     profiles = list_profiles(Path(args.folder) if args.folder else None, model=args.model)
     if args.json:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvtuner.evaluation.scheme import CacheScheme
-    from kvtuner.pipeline.search_run import SearchRun
-    from kvtuner.pipeline.search_targets import SearchTarget
+    from kvtuner.pipeline.stages.search_run import SearchRun
+    from kvtuner.pipeline.stages.search_targets import SearchTarget
     from kvtuner.search_spaces.budget import Constraint
     from kvtuner.tuner.objective import MeasuredKL
     from kvtuner.tuner.worker import TrialRecord
@@ -69,7 +69,7 @@ class SearchOutcome:
 
     @property
     def gain(self) -> float | None:
-        """By how much refinement went below the exact solution, nats per token on the select split."""
+        """The KL by which refinement went below the exact solution, nats per token on the select split."""
         return None if self.study is None or self.exact_kl is None else self.exact_kl - self.study.best_value
 
     @property

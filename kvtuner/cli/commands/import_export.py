@@ -18,7 +18,7 @@ def _import(args: Namespace) -> int:
     from kvtuner.cli.output_file import check_new
     from kvtuner.exported_configs.formats.import_result import parse_map
     from kvtuner.exported_configs.profile.build import dump_profile
-    from kvtuner.pipeline.foreign_profile import import_profile
+    from kvtuner.pipeline.profile_files.foreign_profile import import_profile
     from kvtuner.report.profile_report import summary
     from kvtuner.run_folder import write_atomically
 

@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
     from kvtuner.evaluation.statistics import Interval
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.pipeline.budget_search import SearchOutcome
-    from kvtuner.pipeline.comparison import Comparison
-    from kvtuner.pipeline.search_run import SearchRun
+    from kvtuner.pipeline.stages.budget_search import SearchOutcome
+    from kvtuner.pipeline.stages.comparison import BaselineComparison
+    from kvtuner.pipeline.stages.search_run import SearchRun
     from kvtuner.report.search_data import OffsetQuality, QualityRow
 
 
-def make_profile(comparison: Comparison, quality: Sequence[OffsetQuality], *, command: str) -> Profile:
+def make_profile(comparison: BaselineComparison, quality: Sequence[OffsetQuality], *, command: str) -> Profile:
     """The profile of the winner.
 
     Args:
         comparison: The winner and its baselines, measured.
-        quality: The same as a report shows it.
+        quality: The rows that a report shows of it.
         command: The search that makes the profile again, as it may be shared.
     """
     run, outcome = comparison.run, comparison.outcome
@@ -64,7 +64,7 @@ def make_profile(comparison: Comparison, quality: Sequence[OffsetQuality], *, co
     )
 
 
-def _quality(comparison: Comparison, rows: Sequence[QualityRow]) -> QualityRecord:
+def _quality(comparison: BaselineComparison, rows: Sequence[QualityRow]) -> QualityRecord:
     """Winner, unquantized model and baselines, each over all kinds of offsets; `rows` are the report's baselines."""
     run, winner = comparison.run, comparison.pooled(comparison.winner)
     return QualityRecord(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvtuner.errors import BudgetError, RunFolderError
 from kvtuner.exported_configs.profile.fields import MAX_TEXT
 from kvtuner.layer_ranges import write_ranges
-from kvtuner.pipeline.search_run import serving_ranks
+from kvtuner.pipeline.stages.search_run import serving_ranks
 from kvtuner.run_folder import refuse_difference, sha256_of
 from kvtuner.search_spaces.budget import SMALLEST_PAIR, Budget
 from kvtuner.search_spaces.written_layers import check_layers, parse_keep, parse_ranges

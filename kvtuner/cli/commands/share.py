@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def _push(args: Namespace) -> int:
     from kvtuner.exported_configs.sharing.reference import PROFILE_FILE, parse_repo
     from kvtuner.exported_configs.sharing.upload import push
+    from kvtuner.pipeline.profile_files.publication import make_upload, preview_text, profile_names, upload_facts
     from kvtuner.pipeline.progress import say
-    from kvtuner.pipeline.publication import make_upload, preview_text, profile_names, upload_facts
 
     repo = parse_repo(args.repo)
     upload = make_upload(
@@ -63,8 +63,8 @@ def _pull(args: Namespace) -> int:
     from kvtuner.exported_configs.sharing.hub import pull
     from kvtuner.exported_configs.sharing.reference import HubReference, parse_reference
     from kvtuner.exported_configs.signing.signature_bundle import SUFFIX
+    from kvtuner.pipeline.profile_files.publication import copy_fetched
     from kvtuner.pipeline.progress import say
-    from kvtuner.pipeline.publication import copy_fetched
     from kvtuner.report.formatting import printable
 
     reference = parse_reference(args.reference)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvtuner.calibration.batches import Offsets
-    from kvtuner.pipeline.budget_search import SearchOutcome
-    from kvtuner.pipeline.search_run import SearchRun
+    from kvtuner.pipeline.stages.budget_search import SearchOutcome
+    from kvtuner.pipeline.stages.search_run import SearchRun
     from kvtuner.report.search_data import OffsetQuality
     from kvtuner.search_spaces.space import Configuration
 
@@ -27,7 +27,7 @@ HAND_WRITTEN: Final = "hand-written"
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class BaselineComparison:
     """Schemes measured on the report split.
 
     Attributes:
@@ -72,13 +72,13 @@ class Comparison:
         )
 
 
-def compare_with_baselines(run: SearchRun, outcome: SearchOutcome, validator: Validator) -> Comparison:
+def compare_with_baselines(run: SearchRun, outcome: SearchOutcome, validator: Validator) -> BaselineComparison:
     """Measure the winner and all baselines; the best uniform takes the winner's place if it is clearly better."""
     reference, *baselines = _baselines(run)
     winner = _winner(run, outcome)
     measured = _measure_all(run, validator, [reference, winner], baselines)
     baselines = [baseline for baseline in baselines if baseline.key in measured]
-    comparison = Comparison(run, outcome, winner, reference, baselines, measured)
+    comparison = BaselineComparison(run, outcome, winner, reference, baselines, measured)
     outcome = _overridden(comparison)
     winner = _winner(run, outcome)
     measured |= _measure_all(run, validator, [winner], [])
@@ -132,7 +132,7 @@ def _measure_all(
     return measured
 
 
-def _overridden(comparison: Comparison) -> SearchOutcome:
+def _overridden(comparison: BaselineComparison) -> SearchOutcome:
     """The best uniform inside the budget instead of the winner, if the paired interval excludes zero.
 
     Layers that are kept stay as they are, and so does a nested family.

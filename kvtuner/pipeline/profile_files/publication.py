@@ -95,7 +95,7 @@ def preview_text(upload: Upload) -> str:
 
 
 def upload_facts(upload: Upload) -> dict[str, Any]:
-    """The same as plain JSON values."""
+    """The contents of a commit as plain JSON values."""
     return {
         "repo": upload.repo,
         "branch": upload.branch,

@@ -22,12 +22,14 @@ from kvtuner.search_spaces.space import pairs_of, predicted_score
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.pipeline.budget_search import SearchOutcome
-    from kvtuner.pipeline.comparison import Comparison
-    from kvtuner.pipeline.search_run import SearchRun
+    from kvtuner.pipeline.stages.budget_search import SearchOutcome
+    from kvtuner.pipeline.stages.comparison import BaselineComparison
+    from kvtuner.pipeline.stages.search_run import SearchRun
 
 
-def make_report_data(comparison: Comparison, profile: Profile, quality: tuple[OffsetQuality, ...]) -> ReportData:
+def make_report_data(
+    comparison: BaselineComparison, profile: Profile, quality: tuple[OffsetQuality, ...]
+) -> ReportData:
     """Everything that the report draws from."""
     run, outcome = comparison.run, comparison.outcome
     rows, ranks, measurement = run.rows, run.ranks, run.options.measurement

@@ -1,0 +1,1 @@
+"""What is done with files of profiles: listing those at hand, publishing them, and importing those of other tools."""
