@@ -1,4 +1,4 @@
-"""Which models cache one key and one value per layer, token and KV head. Knows nothing of weights or profiles."""
+"""The models that cache one key and one value per layer, token and KV head. Knows nothing of weights or profiles."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def refuse_other_caches(config: ConfigLike, *, context_length: int | None = None
     """Check that every layer has a cache of its own and reads all of it.
 
     Args:
-        config: a transformers configuration.
-        context_length: tokens that will be served; the configuration's positions by default. A window that is at
-            least as long is none.
+        config: The transformers configuration.
+        context_length: The number of tokens that will be served; the configuration's positions by default. A window
+            that is at least as long is none.
 
     Raises:
-        UnsupportedModelError: names what the model has instead.
+        UnsupportedModelError: the model has another cache, which is named.
     """
     text = config.get_text_config(decoder=True)
     name = getattr(text, "model_type", type(text).__name__)
@@ -54,7 +54,7 @@ def refuse_other_caches(config: ConfigLike, *, context_length: int | None = None
 
 
 def _layer_kinds(text: Any) -> list[str]:
-    """Kind of every layer, or one entry for all where the configuration lists none."""
+    """The kind of every layer, or one entry for all where the configuration lists none."""
     kinds = getattr(text, "layer_types", None)
     if kinds is not None:
         return list(kinds)

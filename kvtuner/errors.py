@@ -1,4 +1,4 @@
-"""Errors that a user can act on. Each message names the rule, the value and the way out."""
+"""The errors that a user can act on. Each message names the rule, the value and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shape of a model's KV cache, read from its transformers configuration. Knows nothing of weights or budgets."""
+"""The shape of a model's KV cache, read from its transformers configuration. Knows nothing of weights or budgets."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from kvtuner.precision import PrecisionPair, RowShape, bytes_per_token
 
 
 class ConfigLike(Protocol):
-    """What is read of a `transformers.PretrainedConfig`."""
+    """The part of a `transformers.PretrainedConfig` that is read here."""
 
     def get_text_config(self, decoder: bool = ...) -> Any:
-        """Configuration of the language model inside a multi-modal one."""
+        """The configuration of the language model inside a multi-modal one."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """Layers, heads and channels of a KV cache.
+    """The layers, heads and channels of a KV cache.
 
     Attributes:
-        num_layers: layers that own a cache, in the order of their ids.
-        num_attention_heads: query heads.
-        num_kv_heads: KV heads of the whole model.
-        head_dim: channels of a key head.
-        v_head_dim: channels of a value head.
-        num_shared_layers: last layers that read an earlier layer's cache and store nothing.
+        num_layers: The number of layers that own a cache, in the order of their ids.
+        num_attention_heads: The number of query heads.
+        num_kv_heads: The number of KV heads of the whole model.
+        head_dim: The channels of a key head.
+        v_head_dim: The channels of a value head.
+        num_shared_layers: The number of last layers that read an earlier layer's cache and store nothing.
     """
 
     num_layers: int
@@ -52,7 +52,7 @@ class ModelGeometry:
         """Read the geometry of a transformers configuration.
 
         Raises:
-            GeometryError: a count that the configuration lacks, or heads that differ from layer to layer.
+            GeometryError: the configuration lacks a count, or heads differ from layer to layer.
         """
         text = config.get_text_config(decoder=True)
         num_layers = _count(text, "num_hidden_layers", "n_layer", "num_layers")
@@ -75,7 +75,7 @@ class ModelGeometry:
         return cls(num_layers - shared, num_heads, num_kv_heads, head_dim, v_head_dim, shared)
 
     def kv_heads_of_rank(self, tp_rank: int, tp_size: int) -> range:
-        """KV heads that one tensor-parallel rank stores; beyond num_kv_heads ranks, heads are replicated.
+        """The KV heads that one tensor-parallel rank stores; beyond num_kv_heads ranks, heads are replicated.
 
         Raises:
             GeometryError: tp_size neither divides num_kv_heads nor is a multiple of it.
@@ -94,10 +94,10 @@ class ModelGeometry:
         return range(head, head + 1)
 
     def layers_of_stage(self, pp_rank: int, pp_size: int) -> range:
-        """Global layer ids of one pipeline stage; a remainder goes to the last stages, as SGLang splits.
+        """The global layer ids of one pipeline stage; a remainder goes to the last stages, as SGLang splits.
 
         Raises:
-            GeometryError: more stages than layers.
+            GeometryError: there are more stages than layers.
         """
         if not 0 <= pp_rank < pp_size or pp_size > self.num_layers:
             raise GeometryError(f"pp_rank {pp_rank} of pp_size {pp_size} does not fit {self.num_layers} layers")
@@ -109,7 +109,7 @@ class ModelGeometry:
     def row_shape(
         self, *, tp_size: int = 1, k_group_size: int | None = None, v_group_size: int | None = None
     ) -> RowShape:
-        """What a rank's rows look like; the whole model's by default."""
+        """The shape of a rank's rows; the whole model's by default."""
         heads = len(self.kv_heads_of_rank(0, tp_size))
         return RowShape(
             num_kv_heads=heads,
@@ -120,11 +120,11 @@ class ModelGeometry:
         )
 
     def bf16_bytes_per_token(self, *, tp_size: int = 1) -> int:
-        """Bytes of one token in an unquantized 16-bit cache, all layers."""
+        """The bytes of one token in an unquantized 16-bit cache, all layers."""
         return bytes_per_token([PrecisionPair(16, 16)] * self.num_layers, self.row_shape(tp_size=tp_size))
 
     def as_dict(self) -> dict[str, int]:
-        """Plain integers, for profiles and JSON output."""
+        """The fields as plain integers, for profiles and JSON output."""
         return asdict(self)
 
 

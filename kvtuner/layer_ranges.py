@@ -1,4 +1,4 @@
-"""Words for layers: ``0-1:bf16,62:int8``, as people type them. Knows neither models nor what a word means."""
+"""Ranges of layers with a word each, as people type them: ``0-1:bf16,62:int8``. Knows no model and no word."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAYERS: Final = re.compile(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", re.ASCII)
 
 
 class LayerRange(NamedTuple):
-    """Neighbouring layers and their word."""
+    """A range of layers with its word."""
 
     first: int
     last: int
@@ -26,10 +26,10 @@ class LayerRange(NamedTuple):
 
 
 def read_ranges(text: str) -> list[LayerRange]:
-    """The ranges of a text, in its order.
+    """Read the ranges of a text, in its order.
 
     Raises:
-        PrecisionError: an entry that cannot be read, or a text that nobody types.
+        PrecisionError: an entry cannot be read, or the text is too long.
     """
     if len(text) > MAX_TEXT:
         raise PrecisionError(f"layers are given in at most {MAX_TEXT} characters, not {len(text)}")
@@ -37,19 +37,19 @@ def read_ranges(text: str) -> list[LayerRange]:
 
 
 def read_layers(layers: str, word: str) -> LayerRange:
-    """One range, its layers and its word apart: ``0`` or ``2-27``.
+    """Read one range, its layers, ``0`` or ``2-27``, apart from its word.
 
     Raises:
-        PrecisionError: layers that cannot be read.
+        PrecisionError: the layers cannot be read.
     """
     return _entry(f"{layers}:{word}")
 
 
 def words_by_layer(ranges: Iterable[LayerRange]) -> dict[int, str]:
-    """The word of every layer that is named.
+    """The word of every layer in the ranges.
 
     Raises:
-        PrecisionError: a layer named twice.
+        PrecisionError: a layer is named twice.
     """
     words: dict[int, str] = {}
     for first, last, word in ranges:
@@ -61,7 +61,7 @@ def words_by_layer(ranges: Iterable[LayerRange]) -> dict[int, str]:
 
 
 def write_ranges(words: Iterable[object], *, start: int = 0) -> str:
-    """The text for a word of every layer from `start` on; neighbours with the same word are one range."""
+    """Write the words of the layers from `start` on; neighbours with the same word are one range."""
     entries = []
     for word, members in groupby(enumerate(words, start), key=lambda item: item[1]):
         layers = [layer for layer, _ in members]

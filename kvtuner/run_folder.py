@@ -1,4 +1,4 @@
-"""A folder that a run can be killed in at any moment: atomic files, checksums, an event log, identities and a lock.
+"""The folder of a run, which may be killed at any moment: atomic files, checksums, an event log, identities, a lock.
 
 Knows nothing of what is stored in it.
 """
@@ -71,7 +71,7 @@ class RunFolder:
         self.path = Path(path)
 
     def file(self, name: str) -> Path:
-        """Path of one file in the folder."""
+        """The path of one file in the folder."""
         return self.path / name
 
     def create(self) -> None:
@@ -90,7 +90,7 @@ class RunFolder:
         self.append(EVENTS, {"time": round(time.time(), 3), "pid": os.getpid(), "event": event, **fields})
 
     def append(self, name: str, *records: Mapping[str, Any]) -> None:
-        """Append JSON lines with checksums durably, whoever else appends; `records` drops a cut or changed one.
+        """Append JSON lines with checksums durably, beside other processes; `records` drops a cut or changed one.
 
         Raises:
             RunFolderError: the disk is full or the folder cannot be written or locked.
@@ -102,7 +102,7 @@ class RunFolder:
         path = self.file(name)
         try:
             with path.open("ab") as handle:
-                fcntl.flock(handle, fcntl.LOCK_EX)  # given up when the file is closed
+                fcntl.flock(handle, fcntl.LOCK_EX)  # until the file is closed
                 handle.seek(0, os.SEEK_END)
                 if handle.tell() and not _ends_with_newline(path):
                     lines = b"\n" + lines
@@ -113,7 +113,7 @@ class RunFolder:
             raise _write_error(path, error) from error
 
     def records(self, name: str) -> Iterator[dict[str, Any]]:
-        """Lines of a log as they were appended; what a kill cut or anything changed is skipped."""
+        """The records of a log in their order, without lines that a kill cut or that changed."""
         return LogReader(self, name).unread()
 
     def write_checked(self, name: str, payload: Mapping[str, Any]) -> None:
@@ -146,9 +146,9 @@ class RunFolder:
         """Bind the folder to an identity, or compare it with the one it is bound to.
 
         Args:
-            name: file that holds the identity.
-            identity: plain JSON values.
-            what: what is identified, for the message.
+            name: The file of the identity.
+            identity: The identity, in plain JSON values.
+            what: The noun of what is identified, for the message.
 
         Raises:
             RunFolderError: the folder belongs to something else; names the first field that differs.
@@ -161,11 +161,11 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self, name: str, waiting: str | None = None) -> Iterator[None]:
-        """Hold a lock that a killed process gives up by itself.
+        """Hold a lock, which the end of the process frees.
 
         Args:
-            name: file to lock.
-            waiting: logged once if another process holds it.
+            name: The file to lock.
+            waiting: The reason to log once if another process holds it.
 
         Raises:
             RunFolderError: the file cannot be made, or its file system has no locks.
@@ -204,7 +204,7 @@ def refuse_difference(known: Mapping[str, Any], identity: Mapping[str, Any], com
 
 
 def _as_read_back(value: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON makes of it: tuples become lists, keys strings."""
+    """A value after JSON: tuples become lists, keys strings."""
     plain: dict[str, Any] = json.loads(canonical_json(value))
     return plain
 
@@ -242,7 +242,7 @@ def _short(value: Any) -> str:
 
 
 class LogReader:
-    """Reads a log from where it stopped the last time."""
+    """A log that is read on from where the last reading stopped."""
 
     def __init__(self, folder: RunFolder, name: str) -> None:
         """Begin with the first line of the log `name`, which need not exist yet."""
@@ -250,7 +250,7 @@ class LogReader:
         self._position = 0
 
     def unread(self) -> Iterator[dict[str, Any]]:
-        """Lines since the last time; what a kill cut or anything changed is skipped."""
+        """The records since the last call, without lines that a kill cut or that changed."""
         if not self._path.exists():
             return
         if self._path.stat().st_size < self._position:  # another file by the same name

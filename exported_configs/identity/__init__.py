@@ -1,1 +1,1 @@
-"""Which model a profile is for, and what it is compared with."""
+"""The identity of a model in a profile, and its comparison with another model."""

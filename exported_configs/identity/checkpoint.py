@@ -1,7 +1,7 @@
-"""Which weights a checkpoint holds, told by a sample of each tensor. Knows nothing of models.
+"""The hash of a checkpoint's weights by a sample of each tensor. Knows nothing of models.
 
-Cheap for any size, and the same however tensors are split into files. A fine-tune changes nearly every tensor, so a few
-kilobytes of each tell it from its base; this is no checksum against damage.
+It is cheap for any size, and the same however tensors are split into files. A fine-tune changes nearly every tensor, so
+a few kilobytes of each tell it from its base; this is no checksum against damage.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ def checkpoint_sha256(folder: Path) -> str | None:
     """``sha256:`` and a hash of the names, shapes, dtypes and sampled bytes of all tensors in safetensors files.
 
     Args:
-        folder: of a checkpoint, where all of its files are, or none.
+        folder: The folder of a checkpoint.
 
     Returns:
-        None where there are no such files, or not all of them, or one that cannot be read or is no safetensors file;
-        also where files have other names, since nothing says there which of them are the model.
+        None where some file of the model is missing, cannot be read or is no safetensors file. Files with other names
+        do not count, since nothing says which of them are the model.
     """
     try:
         files = _files(folder)
         tensors = dict(sorted(tensor for file in files for tensor in _tensors(file)))
         text = canonical_json(tensors).encode()
     except (OSError, ValueError, KeyError, RecursionError):
-        return None  # of another format, or damaged: whoever loads the weights says so
+        return None  # another format, or damage that the loader of weights will name
     return "sha256:" + hashlib.sha256(text).hexdigest() if tensors else None
 
 
 def _files(folder: Path) -> list[Path]:
-    """The one file of a model, or those that its index names; adapters and other copies beside them do not count."""
+    """The one file of a model, or those of its index; adapters and other copies beside them do not count."""
     if (folder / ONE_FILE).is_file():
         return [folder / ONE_FILE]
     index = folder / INDEX
@@ -62,7 +62,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, list[Any]]]:
-    """Name, dtype, shape and checksum of a sample of every tensor of a file."""
+    """The name of every tensor of a file with its dtype, its shape and the checksum of a sample."""
     if not path.is_file():
         raise ValueError("no file, or a pipe that would be waited for")
     with path.open("rb") as file:
@@ -71,10 +71,10 @@ def _tensors(path: Path) -> Iterator[tuple[str, list[Any]]]:
             raise ValueError("no safetensors file")
         header = _mapping(json.loads(file.read(size)))
         num_bytes = file.seek(0, SEEK_END) - 8 - size
-        for name, found in header.items():
+        for name, fields in header.items():
             if name == "__metadata__":
                 continue
-            entry = _mapping(found)
+            entry = _mapping(fields)
             dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
             if not isinstance(dtype, str) or not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
                 raise ValueError("no tensor of a safetensors file")
@@ -91,12 +91,12 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _are_counts(value: Any) -> bool:
-    """Whether it is a list of whole numbers, none below 0."""
-    return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+    """Whether a value is a list of whole numbers, none below 0."""
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 def _sample(file: BinaryIO, start: int, size: int) -> int:
-    """Checksum of the first and the last bytes."""
+    """The checksum of a tensor's first and last bytes."""
     checksum = 0
     for place in sorted({start, start + max(0, size - SAMPLE_BYTES)}):
         file.seek(place)

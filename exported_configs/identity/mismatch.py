@@ -1,6 +1,6 @@
-"""What a profile is checked against: its model and another one, by one table. Knows nothing of files or servers.
+"""The comparison of a profile's model with another one, by one table of rules. Knows nothing of files or servers.
 
-That geometry differs is refused before, by `Profile.check_model`: no flag allows it.
+Another geometry is refused before, by `Profile.check_model`: no flag allows it.
 """
 
 from __future__ import annotations
@@ -18,50 +18,32 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.evidence import ModelIdentity
 
 Severity = Literal["info", "warning", "error"]
-Kind = Literal[
-    "architecture",
-    "configuration",
-    "fine-tune",
-    "checkpoint",
-    "name",
-    "revision",
-    "rope",
-    "context",
-    "weights",
-    "tokenizer",
-    "dtype",
-    "positions",
-    "older",
-    "unrecorded",
-    "unread",
-]
-
 NAMELESS: Final = ("demo", "model", "unnamed")
-"""Names that say nothing of a model: the shipped one's, and those of profiles that were made for whatever is served."""
+"""The names that identify no model: the shipped one's, and those of profiles for any model."""
 _COMMIT: Final = re.compile(r"[0-9a-f]{7,40}")
 
 
 @dataclass(frozen=True, slots=True)
 class IdentityRule:
-    """What follows from one kind of mismatch.
+    """The consequence of one kind of mismatch.
 
     Attributes:
-        severity: an error refuses the profile.
-        words: what differs, with both values.
-        way_out: what can be done.
-        derived: whether it is a warning where a derived model was allowed.
-        strict: whether it is an error where nothing may differ; warnings are.
+        severity: The severity; an error refuses the profile.
+        text: The difference, with both values.
+        advice: The advice to the user.
+        derived: Whether the mismatch is a warning where a derived model is allowed.
+        strict: Whether the mismatch is an error where nothing may differ; warnings are.
     """
 
     severity: Severity
-    words: str
-    way_out: str = ""
+    text: str
+    advice: str = ""
     derived: bool = False
     strict: bool = False
 
 
 ANOTHER: Final = "use a profile that was searched for this model"
-TABLE: Final[dict[Kind, IdentityRule]] = {
+TABLE: Final[dict[str, IdentityRule]] = {
     "architecture": IdentityRule("error", "the profile of {id} is for {wanted}, but this model is {found}", ANOTHER),
     "configuration": IdentityRule(
         "error",
@@ -134,19 +116,19 @@ TABLE: Final[dict[Kind, IdentityRule]] = {
 
 
 DERIVED: Final = tuple(kind for kind, rule in TABLE.items() if rule.derived)
-"""What is allowed by a flag."""
+"""The kinds of mismatch that a flag allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How strictly a profile is taken.
+    """The strictness of the comparison.
 
     Attributes:
-        strict: nothing may differ; every warning is an error.
-        allow_derived: a fine-tune, or a model of another configuration but the same geometry, may be served.
-        strict_flag: how the one is said.
-        allow_flag: how the other is said.
-        rescore: what tells how good the profile is on the other model.
+        strict: Whether nothing may differ: every warning is an error.
+        allow_derived: Whether a fine-tune, or a model of another configuration but the same geometry, may be served.
+        strict_flag: The flag that sets `strict`.
+        allow_flag: The flag that sets `allow_derived`.
+        rescore: The command that measures the profile on the other model.
     """
 
     strict: bool = False
@@ -167,12 +149,12 @@ class Mismatch(NamedTuple):
     """One difference between a profile's model and another.
 
     Attributes:
-        kind: of the table.
-        severity: by the table and the policy.
-        text: what differs, both values and the way out, in one line.
+        kind: The kind, a key of the table.
+        severity: The severity by the table and the policy.
+        text: The difference, both values and the advice, in one line.
     """
 
-    kind: Kind
+    kind: str
     severity: Severity
     text: str
 
@@ -185,14 +167,14 @@ def compare(
     positions: int | None = None,
     context_length: int | None = None,
 ) -> list[Mismatch]:
-    """What differs between the model of a profile and another of its geometry, the worst first.
+    """Compare the model of a profile with another of its geometry; give the differences, the worst first.
 
     Args:
-        wanted: the profile's.
-        found: the other's; its tokenizer is compared where it is recorded.
-        policy: how strictly.
-        positions: that the profile was calibrated over; None if it was not.
-        context_length: tokens that will be served; None if nobody knows yet.
+        wanted: The identity of the profile's model.
+        found: The identity of the other; its tokenizer is compared where it is recorded.
+        policy: The strictness of the comparison.
+        positions: The number of positions that the profile was calibrated over; None if it was not.
+        context_length: The number of tokens that will be served; None where it is not known yet.
     """
     differences = list(_differences(wanted, found))
     if positions is not None and context_length is not None and context_length > positions:
@@ -201,7 +183,7 @@ def compare(
     rescore = policy.rescore.format(served=found.id)
     names = {"id": wanted.id, "served": found.id, "rescore": rescore, "allow": policy.allow_flag}
     mismatches = [_judged(kind, {"wanted": a, "found": b, **names}, policy) for kind, a, b in differences]
-    return sorted(mismatches, key=lambda each: order.index(each.severity))
+    return sorted(mismatches, key=lambda mismatch: order.index(mismatch.severity))
 
 
 def is_same_configuration(a: ModelIdentity, b: ModelIdentity) -> bool | None:
@@ -217,24 +199,23 @@ def refuse(mismatches: Sequence[Mismatch]) -> None:
     Raises:
         ProfileError: there is one.
     """
-    for each in mismatches:
-        if each.severity == "error":
-            raise ProfileError(each.text)
+    for mismatch in mismatches:
+        if mismatch.severity == "error":
+            raise ProfileError(mismatch.text)
 
 
-def _judged(kind: Kind, values: dict[str, str], policy: Policy) -> Mismatch:
+def _judged(kind: str, values: dict[str, str], policy: Policy) -> Mismatch:
     rule = TABLE[kind]
-    severity, words, way_out = rule.severity, rule.words, rule.way_out
+    severity, text, advice = rule.severity, rule.text, rule.advice
     if rule.derived and policy.allow_derived:
-        severity, way_out = "warning", "allowed: {rescore} tells what that costs"
+        severity, advice = "warning", "allowed: {rescore} tells what that costs"
     elif policy.strict and (rule.strict or severity == "warning"):
-        severity, way_out = "error", f"{way_out}, or drop {policy.strict_flag}"
-    text = f"{words}; {way_out}" if way_out else words
-    return Mismatch(kind, severity, text.format_map(values))
+        severity, advice = "error", f"{advice}, or drop {policy.strict_flag}"
+    return Mismatch(kind, severity, (f"{text}; {advice}" if advice else text).format_map(values))
 
 
-def _differences(wanted: ModelIdentity, found: ModelIdentity) -> Iterator[tuple[Kind, str, str]]:
-    """Kind, the profile's value and the other one."""
+def _differences(wanted: ModelIdentity, found: ModelIdentity) -> Iterator[tuple[str, str, str]]:
+    """The kind of each difference, the profile's value and the other one."""
     is_comparable = wanted.rope_sha256 is not None and found.rope_sha256 is not None
     is_same = not is_comparable or wanted.config_sha256 == found.config_sha256
     if wanted.architecture != found.architecture and not found.architecture.endswith("Config"):
@@ -243,7 +224,7 @@ def _differences(wanted: ModelIdentity, found: ModelIdentity) -> Iterator[tuple[
         yield from _names(wanted, found, is_comparable=is_comparable)
     else:
         yield "configuration", _short(wanted.config_sha256), _short(found.config_sha256)
-    fields: tuple[tuple[Kind, str], ...] = (
+    fields = (
         ("rope", "rope_sha256"),
         ("weights", "weight_quantization"),
         ("tokenizer", "tokenizer_sha256"),
@@ -263,8 +244,8 @@ def _differences(wanted: ModelIdentity, found: ModelIdentity) -> Iterator[tuple[
         yield "unread", _short(wanted.checkpoint_sha256), ""
 
 
-def _names(wanted: ModelIdentity, found: ModelIdentity, *, is_comparable: bool) -> Iterator[tuple[Kind, str, str]]:
-    """Ids, revisions and weights of models of one configuration, as far as that is recorded."""
+def _names(wanted: ModelIdentity, found: ModelIdentity, *, is_comparable: bool) -> Iterator[tuple[str, str, str]]:
+    """The differences in ids, revisions and weights between models of one configuration."""
     is_same_checkpoint = _is_same_checkpoint(wanted, found)
     if is_same_checkpoint:
         return  # whatever it is called
@@ -272,7 +253,7 @@ def _names(wanted: ModelIdentity, found: ModelIdentity, *, is_comparable: bool) 
     if is_hub_id(a) and is_hub_id(b):
         yield from _repositories(wanted, found, is_same_checkpoint, is_comparable=is_comparable)
     elif is_same_checkpoint is False:
-        yield "checkpoint", *_weights(wanted, found)
+        yield "checkpoint", _with_weights(wanted.id, wanted), _with_weights(found.id, found)
     elif a in NAMELESS or b in NAMELESS:
         # Where no configuration is recorded either, what is said of older profiles says so of all.
         if is_comparable and not (a in NAMELESS and b in NAMELESS):
@@ -285,15 +266,16 @@ def _names(wanted: ModelIdentity, found: ModelIdentity, *, is_comparable: bool) 
 
 def _repositories(
     wanted: ModelIdentity, found: ModelIdentity, is_same_checkpoint: bool | None, *, is_comparable: bool
-) -> Iterator[tuple[Kind, str, str]]:
-    """What differs between models of the hub whose weights are not the same, or not known to be."""
+) -> Iterator[tuple[str, str, str]]:
+    """The differences between models of the hub whose weights are not known to be the same."""
     if wanted.id.casefold() != found.id.casefold():
         quantized = wanted.weight_quantization, found.weight_quantization
         # Quantized checkpoints of a model have names of their own, and weights that tell nothing.
         is_quantized_apart = is_comparable and None not in quantized and quantized[0] != quantized[1]
         yield "name" if is_quantized_apart else "fine-tune", wanted.id, found.id
     elif is_same_checkpoint is False:
-        yield "revision", *_revisions(wanted, found)
+        a, b = (_with_weights(model.revision or "not recorded", model, "weights ") for model in (wanted, found))
+        yield "revision", a, b
     elif _is_other_revision(wanted, found):
         yield "revision", str(wanted.revision), str(found.revision)
 
@@ -306,18 +288,8 @@ def _is_same_checkpoint(wanted: ModelIdentity, found: ModelIdentity) -> bool | N
     return recorded[0] == recorded[1]
 
 
-def _weights(wanted: ModelIdentity, found: ModelIdentity) -> tuple[str, str]:
-    a, b = (f"{each.id} ({_short(each.checkpoint_sha256 or '')})" for each in (wanted, found))
-    return a, b
-
-
-def _revisions(wanted: ModelIdentity, found: ModelIdentity) -> tuple[str, str]:
-    """Of the same name, but other weights."""
-    a, b = (
-        f"{each.revision or 'not recorded'} (weights {_short(each.checkpoint_sha256 or '')})"
-        for each in (wanted, found)
-    )
-    return a, b
+def _with_weights(name: str, model: ModelIdentity, noun: str = "") -> str:
+    return f"{name} ({noun}{_short(model.checkpoint_sha256 or '')})"
 
 
 def _is_other_revision(wanted: ModelIdentity, found: ModelIdentity) -> bool:
@@ -325,7 +297,7 @@ def _is_other_revision(wanted: ModelIdentity, found: ModelIdentity) -> bool:
     a, b = wanted.revision, found.revision
     if not a or not b:
         return False
-    are_commits = [_COMMIT.fullmatch(each) is not None for each in (a, b)]
+    are_commits = [_COMMIT.fullmatch(revision) is not None for revision in (a, b)]
     if all(are_commits):
         return not (a.startswith(b) or b.startswith(a))
     return not any(are_commits) and a != b

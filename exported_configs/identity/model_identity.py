@@ -1,8 +1,8 @@
-"""Which model a transformers configuration describes, as profiles record it. Knows nothing of weights or servers.
+"""The identity of a model by its transformers configuration, as profiles record it. Knows nothing of servers.
 
-What is hashed is what makes the network the same one, whatever release of transformers reads it and whoever serves
-it: fields that the configuration's class knows and that differ from its defaults. Rotary parameters, positions and
-quantized weights are recorded beside it, since they change without making another model of it.
+The hash covers the fields that make the network, whatever release of transformers reads them and whoever serves it:
+fields that the configuration's class knows and that differ from its defaults. Rotary parameters, positions and
+quantized weights are recorded beside it, since they change without another network.
 """
 
 from __future__ import annotations
@@ -28,12 +28,7 @@ NO_QUANTIZATION: Final = "none"
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _SNAPSHOT: Final = re.compile(r"(?:^|/)models--([^/]+)/snapshots/([0-9a-f]{40})(?:/|$)")
 _POSITIONS: Final = (
-    "max_position_embeddings",
-    "n_positions",
-    "n_ctx",
-    "max_sequence_length",
-    "max_seq_len",
-    "seq_length",
+    *("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len", "seq_length"),
 )
 _ROTARY: Final = (
     *("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"),
@@ -51,13 +46,8 @@ _NOT_OF_THE_NETWORK: Final = frozenset(
         *("num_labels", "problem_type", "task_specific_params", "tokenizer_class", "finetuning_task"),
         # How it is called, trained and generates.
         *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
-        *(
-            "pretraining_tp",
-            "initializer_range",
-            "initializer_factor",
-            "router_aux_loss_coef",
-            "gradient_checkpointing",
-        ),
+        *("pretraining_tp", "initializer_range", "initializer_factor", "router_aux_loss_coef"),
+        *("gradient_checkpointing",),
         *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "chunk_size_feed_forward"),
     )
 )
@@ -74,19 +64,19 @@ def identity_of(
     quantized_by: str | None = None,
     files: str | None = None,
 ) -> ModelIdentity:
-    """The model that a configuration describes.
+    """Build the identity of the model that a configuration describes.
 
     Args:
-        config: transformers configuration, as loaded or as SGLang holds it.
-        id: hub id, folder, or a name.
-        revision: as it was typed; the commit stands in its place where the hub's cache or the path tells it.
-        dtype: of the activations.
-        tokenizer: of transformers; not recorded without one.
-        files: folder, or hub id of the hub's cache, whose weights are looked at; not recorded without.
-        quantized_by: what the weights are quantized to while they are loaded, where the configuration does not say so.
+        config: The transformers configuration, as loaded or as SGLang holds it.
+        id: The hub id, the folder or the name of the model.
+        revision: The typed revision; the commit takes its place where the hub's cache or the path tells it.
+        dtype: The dtype of the activations.
+        tokenizer: The tokenizer of transformers; not recorded without one.
+        files: The folder or the hub id of the weights; not recorded without.
+        quantized_by: The quantization of weights while they are loaded, where the configuration names none.
 
     Raises:
-        ProfileError: a dtype, or a text, that no profile can hold.
+        ProfileError: a dtype or a text is none that a profile can hold.
     """
     fields = {
         "id": public_name(id),
@@ -104,9 +94,9 @@ def identity_of(
 
 
 def public_name(text: str) -> str:
-    """What may stand for a path: the last part of one that exists, the hub id of a path in the hub's cache.
+    """A name in place of a path: its last part if it exists, or the hub id of a path in the hub's cache.
 
-    A hub id stays as it is. Printable and short enough for a profile.
+    A hub id stays as it is. The name is printable and short enough for a profile.
     """
     snapshot = _snapshot(text)
     path = _existing(text)
@@ -116,7 +106,7 @@ def public_name(text: str) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether it looks like ``owner/name``."""
+    """Whether a name looks like ``owner/name``."""
     return _HUB_ID.fullmatch(name) is not None
 
 
@@ -126,17 +116,17 @@ def architecture_of(config: Any) -> str:
 
 
 def config_sha256(config: Any) -> str:
-    """Hash of what makes the network the same one."""
+    """The hash of the fields that make the network."""
     return sha256_of(_network(config))
 
 
 def rope_sha256(config: Any) -> str:
-    """Hash of the rotary parameters; one and the same of all models without."""
+    """The hash of the rotary parameters; the same for all models without."""
     return sha256_of(_plain(_rotation(config.get_text_config(decoder=True))))
 
 
 def weight_quantization(config: Any) -> str | None:
-    """How the checkpoint's weights are quantized, such as ``awq``; None if its configuration says nothing of it."""
+    """The method that quantized the checkpoint's weights, such as ``awq``; None where the configuration has none."""
     for part in (config, config.get_text_config(decoder=True)):
         for name in _WEIGHTS:
             found = getattr(part, name, None)
@@ -147,19 +137,19 @@ def weight_quantization(config: Any) -> str | None:
 
 
 def max_positions(config: Any) -> int | None:
-    """Positions of the model; None where it does not tell."""
+    """The number of positions of the model; None where its configuration has none."""
     text = config.get_text_config(decoder=True)
     found = next((value for name in _POSITIONS if (value := getattr(text, name, None))), None)
     return None if found is None else int(found)
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
-    """Hash of what turns text, and a chat, into token ids."""
+    """The hash of the tokenizer and its chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         rules: Any = [tokenizer.get_vocab(), tokenizer.get_added_vocab(), type(tokenizer).__name__]
     else:
-        # How the last call cut and padded stands in it too.
+        # The text also holds how the last call cut and padded.
         rules = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("truncation", "padding")}
     text = json.dumps([rules, getattr(tokenizer, "chat_template", None)], sort_keys=True)
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
@@ -172,26 +162,26 @@ def _commit(model: str, revision: str | None) -> str | None:
 
 
 def _snapshot(model: str) -> re.Match[str] | None:
-    """Repository and commit of a path into the hub's cache: as it was typed, or as links and dots lead there."""
+    """The repository and the commit of a path into the hub's cache, as typed or after links and dots."""
     path = _existing(model)
     return _SNAPSHOT.search(os.path.realpath(path) if path else os.path.normpath(model)) or _SNAPSHOT.search(model)
 
 
 def _existing(model: str) -> str | None:
-    """The path of what exists; None of everything else, such as a text that is too long for a path."""
+    """The path of a file or a folder that exists; None for everything else, such as a text too long for a path."""
     path = os.path.expanduser(model)
     return path if os.path.exists(path) else None
 
 
 def _checkpoint(model: str, revision: str | None) -> str | None:
-    """What the weights of a folder, or of a model in the hub's cache, are known by; None of others."""
+    """The hash of the weights in a folder, or in the hub's cache; None for others."""
     path = _existing(model)
     folder = Path(path) if path and os.path.isdir(path) else _cached(model, revision)
     return None if folder is None else checkpoint_sha256(folder)
 
 
 def _cached(model: str, revision: str | None) -> Path | None:
-    """The folder of a hub id in the hub's cache; asks no network."""
+    """The folder of a hub id in the hub's cache, without a request to the hub."""
     if not is_hub_id(model) or _existing(model):
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -205,10 +195,10 @@ def _cached(model: str, revision: str | None) -> Path | None:
 
 
 def _network(config: Any) -> dict[str, Any]:
-    """Fields that make the network, those of nested configurations by their own defaults.
+    """The fields that make the network, those of nested configurations by their own defaults.
 
     A field that the class does not know cannot change the network that it builds: a newer transformers may give it a
-    default, and SGLang notes things of its own there.
+    default, and SGLang keeps fields of its own there.
     """
     defaults = None if getattr(config, "has_no_defaults_at_init", False) else _plain(type(config)().to_dict())
     kept: dict[str, Any] = {"model_type": config.model_type}
@@ -228,12 +218,12 @@ def _network(config: Any) -> dict[str, Any]:
 
 def _is_default(value: Any, default: Any) -> bool:
     if (value is None or value is False) and (default is None or default is False):
-        return True  # a switch that is off, in either word
+        return True  # a switch that is off, in either spelling
     return canonical_json(value) == canonical_json(default)
 
 
 def _idle_windows(config: Any, *, has_kinds: bool) -> tuple[str, ...]:
-    """Fields of windows that decide nothing: all where no layer slides, those that only make the list of layers."""
+    """The fields of windows without effect: all where no layer slides, else those that only make the list of layers."""
     kinds = getattr(config, "layer_types", None) if has_kinds else None
     is_on = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", None) is not False
     if not is_on or not getattr(config, "sliding_window", None):
@@ -250,32 +240,32 @@ def _is_not_of_the_network(name: str) -> bool:
 
 
 def _rotation(text: Any) -> dict[str, Any]:
-    """Rotary parameters of all layers, or by kind of layer where kinds differ."""
-    given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    kinds = {kind: _one_rotation(found, text) for kind, found in given.items() if isinstance(found, dict)}
+    """The rotary parameters of all layers, or by kind of layer where kinds differ."""
+    parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kinds = {kind: _one_rotation(each, text) for kind, each in parameters.items() if isinstance(each, dict)}
     local = getattr(text, "rope_local_base_freq", None)
-    return kinds or {**_one_rotation(given, text), **({} if local is None else {"local_theta": local})}
+    return kinds or {**_one_rotation(parameters, text), **({} if local is None else {"local_theta": local})}
 
 
-def _one_rotation(given: Mapping[str, Any], text: Any) -> dict[str, Any]:
-    found = {name: value for name, value in given.items() if value is not None}
-    old = found.pop("type", None)  # its name in older files; SGLang writes both, and leaves a stale "default" in one
-    if found.get("rope_type", "default") == "default":
-        found["rope_type"] = old or "default"
+def _one_rotation(parameters: Mapping[str, Any], text: Any) -> dict[str, Any]:
+    rotation = {name: value for name, value in parameters.items() if value is not None}
+    old = rotation.pop("type", None)  # its name in older files; SGLang writes both, and leaves a stale "default" in one
+    if rotation.get("rope_type", "default") == "default":
+        rotation["rope_type"] = old or "default"
     for name, older in (("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")):
-        value = found.get(name) or getattr(text, name, None) or getattr(text, older, None)
+        value = rotation.get(name) or getattr(text, name, None) or getattr(text, older, None)
         if value is not None:
-            found[name] = value
-    if found.get("partial_rotary_factor") == 1:
-        del found["partial_rotary_factor"]
-    if found["rope_type"] not in ("default", "linear") and "original_max_position_embeddings" not in found:
+            rotation[name] = value
+    if rotation.get("partial_rotary_factor") == 1:
+        del rotation["partial_rotary_factor"]
+    if rotation["rope_type"] not in ("default", "linear") and "original_max_position_embeddings" not in rotation:
         own = getattr(text, "original_max_position_embeddings", None)
-        found["original_max_position_embeddings"] = own or max_positions(text)
-    return found if "rope_theta" in found or given else {}
+        rotation["original_max_position_embeddings"] = own or max_positions(text)
+    return rotation if "rope_theta" in rotation or parameters else {}
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it, a float that is a whole number as an integer."""
+    """A value as JSON has it, a float that is a whole number as an integer."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
-"""The card of a profile's repository: what the hub can search by, and what a person wants to know first.
+"""The card of a repository of profiles: metadata for the hub's search, and a summary for a person.
 
-Knows nothing of hubs and files. All text of profiles goes through `_cell` or `_code`: a card is shown as HTML.
+Knows nothing of hubs and files. All text of profiles goes through `_escape` or `_code`: a card is shown as HTML.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class CardProfile:
     """A profile of the repository.
 
     Attributes:
-        file: its path there.
-        profile: itself.
-        evaluations: of it.
+        file: The path of its file there.
+        profile: The profile.
+        evaluations: The evaluations of the profile.
     """
 
     file: str
@@ -44,13 +44,13 @@ def card(repo: str, shown: Sequence[CardProfile], *, license_id: str, pictures: 
     """The README.md of a repository.
 
     Args:
-        repo: ``owner/name``.
-        shown: its profiles, all of one model.
-        license_id: of the profiles, as the hub spells licenses.
-        pictures: paths of pictures in the repository.
+        repo: The repository, ``owner/name``.
+        shown: The profiles of the repository, all of one model.
+        license_id: The license of the profiles, as the hub spells it.
+        pictures: The paths of pictures in the repository.
 
     Raises:
-        HubError: profiles of several models, or no huggingface_hub.
+        HubError: the profiles are of several models, or huggingface_hub is not installed.
     """
     models = {each.profile.model.id for each in shown}
     if len(models) != 1:
@@ -58,7 +58,7 @@ def card(repo: str, shown: Sequence[CardProfile], *, license_id: str, pictures: 
     parts = [_head(repo, shown[0].profile)]
     parts += [_profile(repo, each) for each in shown]
     if pictures:
-        parts.append("## Pictures\n\n" + "\n\n".join(f"![{_cell(path)}]({quote(path)})" for path in pictures))
+        parts.append("## Pictures\n\n" + "\n\n".join(f"![{_escape(path)}]({quote(path)})" for path in pictures))
     return f"---\n{_metadata(shown, license_id)}---\n\n" + "\n\n".join(parts) + "\n"
 
 
@@ -86,7 +86,7 @@ def _metadata(shown: Sequence[CardProfile], license_id: str) -> str:
 
 def _head(repo: str, profile: Profile) -> str:
     return (
-        f"# {_cell(repo)}\n\n"
+        f"# {_escape(repo)}\n\n"
         f"How the KV cache of {_code(profile.model.id)} is stored, layer by layer: profiles for"
         " [KVTuner](https://pypi.org/project/kvtuner/) and SGLang. There are no weights here; the license of the model"
         " is its own, and goes on to hold for it."
@@ -115,7 +115,7 @@ def _profile(repo: str, shown: CardProfile) -> str:
         *strip(profile),
         "",
         *_quality(profile),
-        *_making(profile),
+        *_origin(profile),
     ]
     for evaluation in shown.evaluations:
         lines += ["", *_evaluation(evaluation)]
@@ -123,7 +123,7 @@ def _profile(repo: str, shown: CardProfile) -> str:
 
 
 def strip(profile: Profile, width: int = 64) -> list[str]:
-    """Indented lines of one character for each layer, keys over values."""
+    """Indented lines with one character for each layer, keys over values."""
     lines = []
     for first in range(0, len(profile.pairs), width):
         part = profile.pairs[first : first + width]
@@ -148,7 +148,7 @@ def _quality(profile: Profile) -> list[str]:
         f" {quality.perplexity:.4g} against {quality.reference_perplexity:.4g}:",
         "",
         *_table(
-            ("way", "bits", "with scales", "KL, nats per token", "95 % interval"),
+            ("scheme", "bits", "with scales", "KL, nats per token", "95 % interval"),
             (
                 (name, f"{mean:.4g}", f"{effective:.4g}", f"{kl_mean:.3g}", f"{low:.3g} to {high:.3g}")
                 for name, mean, effective, (kl_mean, low, high) in rows
@@ -158,31 +158,31 @@ def _quality(profile: Profile) -> list[str]:
     ]
 
 
-def _making(profile: Profile) -> list[str]:
-    libraries = profile.provenance.libraries
-    lines = [f"Made by kvtuner {_cell(profile.provenance.kvtuner_version)} with torch {_cell(libraries.torch)}:", ""]
-    command = profile.provenance.command
-    return [*lines, f"    {command}"] if command else ["Written by hand, or imported: there was no search."]
+def _origin(profile: Profile) -> list[str]:
+    provenance = profile.provenance
+    if not provenance.command:
+        return ["Written by hand, or imported: there was no search."]
+    version, torch = _escape(provenance.kvtuner_version), _escape(provenance.libraries.torch)
+    return [f"Made by kvtuner {version} with torch {torch}:", "", f"    {provenance.command}"]
 
 
 def _evaluation(evaluation: Evaluation) -> list[str]:
-    making = evaluation.making
     names = [subject.name for subject in evaluation.subjects]
-    rows = [(_place(cell), *(_results(cell, names))) for cell in evaluation.cells]
+    rows = [(_measure(cell), *_results(cell, names)) for cell in evaluation.cells]
     return [
-        f"### Evaluated: {_cell(evaluation.host.kind)} on {_cell(making.machine)}",
+        f"### Evaluated: {_escape(evaluation.host.kind)} on {_escape(evaluation.making.machine)}",
         "",
-        f"    {making.command}",
+        f"    {evaluation.making.command}",
         "",
         *_table(("measure", *("this profile" if name == PROFILE else name for name in names)), rows),
     ]
 
 
-def _place(cell: Cell) -> str:
+def _measure(cell: Cell) -> str:
     place = cell.task or cell.level
     length = f", {cell.num_tokens:,} tokens" if cell.num_tokens else ""
     start = f" from position {cell.position:,}" if cell.position else ""
-    flag = f" ({cell.flag}: tells ways not apart)" if cell.flag else ""
+    flag = f" ({cell.flag}: tells schemes not apart)" if cell.flag else ""
     return f"{place}: {cell.measure.replace('_', ' ')}{length}{start}{flag}"
 
 
@@ -195,13 +195,13 @@ def _results(cell: Cell, names: Iterable[str]) -> list[str]:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     def line(cells: Iterable[str]) -> str:
-        return "| " + " | ".join(_cell(cell) for cell in cells) + " |"
+        return "| " + " | ".join(_escape(cell) for cell in cells) + " |"
 
     return [line(head), "|" + " --- |" * len(head), *map(line, rows)]
 
 
-def _cell(text: str) -> str:
-    """Text that is neither markup nor the end of a cell."""
+def _escape(text: str) -> str:
+    """Escape markup and the ends of cells."""
     return text.translate(_SAFE)
 
 

@@ -33,12 +33,12 @@ class Entry(StrictModel):
     """One profile of the catalogue, so that it can be found without being read.
 
     Attributes:
-        name: of its file, without ``.json``: ``catalogue:name`` names it.
-        model: which one was measured.
-        geometry_sha256: hash of the geometry; see `geometry_hash`.
-        budget: as it was asked for.
-        kl: of the profile's own quality; None where nothing was measured.
-        evaluations: files beside it.
+        name: The name of its file without ``.json``: ``catalogue:name`` is its reference.
+        model: The identity of the measured model.
+        geometry_sha256: The hash of the geometry; see `geometry_hash`.
+        budget: The budget as the user wrote it.
+        kl: The KL of the profile's own quality; None where nothing was measured.
+        evaluations: The names of the evaluations beside it.
     """
 
     name: Name
@@ -72,7 +72,7 @@ def load_index(folder: Path = FOLDER) -> Index:
     """Read and check the index.
 
     Raises:
-        ProfileError: whatever is wrong with it.
+        ProfileError: the index is wrong.
     """
     path = folder / INDEX
     with naming(path, _KIND):
@@ -85,7 +85,7 @@ def catalogue_file(name: str, folder: Path = FOLDER) -> Path:
     """The file of a profile of the catalogue.
 
     Raises:
-        ProfileError: the catalogue has none of that name.
+        ProfileError: the catalogue has no profile of that name.
     """
     names = [entry.name for entry in load_index(folder).profiles]
     if name not in names:
@@ -94,15 +94,15 @@ def catalogue_file(name: str, folder: Path = FOLDER) -> Path:
 
 
 def choose(model: ModelIdentity, budget: str | None = None, folder: Path = FOLDER) -> Path:
-    """The profile for a model: of its configuration, and of its weights or its name.
+    """Choose the profile for a model by its configuration, and by its weights or its name.
 
     Args:
-        model: that is served.
-        budget: as it was asked for; the catalogue's usual one by default.
-        folder: of the catalogue.
+        model: The identity of the served model.
+        budget: The budget as the user wrote it; the catalogue's usual one by default.
+        folder: The folder of the catalogue.
 
     Raises:
-        ProfileError: none, or none by that budget; names what there is.
+        ProfileError: there is no profile, or none by that budget; names those that there are.
     """
     alike = [entry for entry in load_index(folder).profiles if _is_alike(entry.model, model)]
     weights = model.checkpoint_sha256

@@ -1,4 +1,4 @@
-"""From what names a profile to the profile: files, run folders, the catalogue, the hub. Knows nothing of its use."""
+"""A profile found by its reference: in files, run folders, the catalogue or the hub. Knows nothing of its use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from kvtuner.exported_configs.sharing.catalogue import catalogue_file
 from kvtuner.exported_configs.sharing.reference import (
     CATALOGUE_PREFIX,
     CatalogueReference,
-    FileReference,
     HubReference,
     check_digest,
     parse_reference,
@@ -27,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedProfile:
-    """A profile that was named.
+    """A profile with the place where it was found.
 
     Attributes:
-        path: of its file on this machine.
-        profile: read and checked.
-        name: that finds the same profile again: a file's name, or a reference with its commit.
-        is_own: whether it is the user's file, beside which results may stand; not a cache's or the catalogue's.
-        notes: what a person should know of how it was found.
+        path: The path of its file on this machine.
+        profile: The checked profile.
+        name: The name that finds the same profile again: a file's name, or a reference with its commit.
+        is_own: Whether it is the user's file, beside which results may stand; not a cache's or the catalogue's.
+        notes: Advice to the user on how it was found.
     """
 
     path: Path
@@ -45,13 +44,10 @@ class ResolvedProfile:
 
 
 def find_profile(text: str) -> ResolvedProfile:
-    """The one profile that is named.
-
-    Args:
-        text: see `kvtuner.exported_configs.sharing.reference`.
+    """Find the one profile of a reference, as `kvtuner.exported_configs.sharing.reference` describes it.
 
     Raises:
-        ProfileError: none, several, a wrong one, or not the one that was pinned.
+        ProfileError: there is none, several, a wrong one, or not the one that was pinned.
         HubError: the hub does not give it.
     """
     found = find_profiles(text)
@@ -62,10 +58,10 @@ def find_profile(text: str) -> ResolvedProfile:
 
 
 def find_profiles(text: str) -> list[ResolvedProfile]:
-    """All profiles that are named: several of a run folder.
+    """Find all profiles of a reference: a run folder may hold several.
 
     Raises:
-        ProfileError: none, a wrong one, or not the one that was pinned.
+        ProfileError: there is none, a wrong one, or not the one that was pinned.
         HubError: the hub does not give it.
     """
     reference = parse_reference(text)
@@ -73,23 +69,20 @@ def find_profiles(text: str) -> list[ResolvedProfile]:
         from kvtuner.exported_configs.sharing.hub import pull  # with what a hub needs
 
         pulled = pull(reference)
-        kept = pulled.stored
-        at = HubReference(kept.origin.repo, kept.origin.commit, kept.origin.path)
-        found = [ResolvedProfile(kept.path, kept.load(), str(at), False, pulled.notes)]
+        stored = pulled.stored
+        at = HubReference(stored.origin.repo, stored.origin.commit, stored.origin.path)
+        found = [ResolvedProfile(stored.path, stored.load(), str(at), False, pulled.notes)]
     elif isinstance(reference, CatalogueReference):
         path = catalogue_file(reference.name)
         found = [ResolvedProfile(path, load_profile(path), f"{CATALOGUE_PREFIX}{reference.name}", False)]
     else:
-        found = _of_files(reference)
+        files = profile_files(reference.path)
+        found = [ResolvedProfile(path, load_profile(path), path.name, True) for path in files]
     if reference.digest is not None and len(found) > 1:
         found = [each for each in found if each.profile.digest == reference.digest] or found
     for each in found:
         check_digest(each.profile.digest, reference.digest, text.partition("#")[0])
     return found
-
-
-def _of_files(reference: FileReference) -> list[ResolvedProfile]:
-    return [ResolvedProfile(path, load_profile(path), path.name, True) for path in profile_files(reference.path)]
 
 
 def profile_files(path: Path) -> list[Path]:

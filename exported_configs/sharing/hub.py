@@ -1,4 +1,4 @@
-"""Profiles of the hub: found by commit, checked, and kept. Knows nothing of the hub's protocol."""
+"""Profiles of the hub: fetched by commit, checked, and kept. Knows nothing of the hub's protocol."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Pulled:
     """A profile of the hub, on this machine.
 
     Attributes:
-        stored: where it is.
-        notes: what a person should know: a revision that may move, or that moved, and what was left out.
+        stored: The profile in the store.
+        notes: Advice to the user: a revision that may move or that moved, and files that were left out.
     """
 
     stored: FetchedProfile
@@ -50,7 +50,7 @@ def pull(reference: HubReference) -> Pulled:
 
     Raises:
         HubError: it cannot be had.
-        ProfileError: what was fetched is no profile, or not the one that was pinned.
+        ProfileError: the file is no profile, or not the one that was pinned.
         RunFolderError: it cannot be kept.
     """
     if PurePosixPath(reference.path).name == ORIGIN:
@@ -76,7 +76,7 @@ def pull(reference: HubReference) -> Pulled:
 
 
 def _fetch(hub: HubClient, at: HubReference, sizes: Mapping[str, int | None]) -> tuple[FetchedProfile, tuple[str, ...]]:
-    """Fetch a commit's profile and what lies beside it; what is damaged there is left out, with a note."""
+    """Fetch a commit's profile with its companions; a damaged companion is left out, with a note."""
     if at.path not in sizes:
         profiles = [name for name in sorted(sizes) if name.endswith(".json") and SUFFIX not in name]
         known = f"; it has {', '.join(profiles[:8])}" if profiles else ""
@@ -115,7 +115,7 @@ def _check_companion(name: str, content: bytes, digest: str) -> None:
 
 
 def _companions(path: str, names: Mapping[str, int | None]) -> list[tuple[str, int]]:
-    """Evaluations and the signature beside a profile, and how large each may be."""
+    """The paths of a profile's evaluations and signature, each with its largest size."""
     stem = path.removesuffix(".json")
     found = [
         (name, EVALUATION.max_bytes)

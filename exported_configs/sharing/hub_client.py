@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from tqdm import tqdm
 
+    from kvtuner.exported_configs.sharing.upload import Upload
+
 ANSWER_S: Final = 60.0
-"""Between two pieces of an answer; without a bound a hub that says nothing would be waited for without end."""
+"""The longest wait for a piece of an answer: a silent hub would otherwise be waited for without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,8 @@ class Listing:
     """A repository at a revision.
 
     Attributes:
-        commit: that the revision is.
-        sizes: of its files, by path; None where the hub does not tell.
+        commit: The commit of the revision.
+        sizes: The sizes of the files by path; None where the hub does not tell.
     """
 
     commit: str
@@ -41,7 +43,7 @@ class HubClient:
     """A hub, by HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE as huggingface_hub reads them."""
 
     def __init__(self) -> None:
-        """Imports huggingface_hub.
+        """Import huggingface_hub.
 
         Raises:
             HubError: it is not installed.
@@ -54,11 +56,7 @@ class HubClient:
         self.is_offline: bool = constants.HF_HUB_OFFLINE
 
     def listing(self, repo: str, revision: str | None) -> Listing:
-        """What a repository holds.
-
-        Args:
-            repo: ``owner/name``.
-            revision: branch, tag or commit; the main branch by default.
+        """List a repository at a branch, a tag or a commit; at the main branch by default.
 
         Raises:
             HubError: it is not there, or the hub's answer is none.
@@ -74,7 +72,7 @@ class HubClient:
         return Listing(info.sha, sizes)
 
     def exists(self, repo: str) -> bool:
-        """Whether there is such a repository, for all that we may see.
+        """Whether there is such a repository, as far as the token may see.
 
         Raises:
             HubError: the hub does not say.
@@ -91,11 +89,7 @@ class HubClient:
         return True
 
     def fetch(self, reference: HubReference, limit: int) -> bytes:
-        """The content of a file at a commit.
-
-        Args:
-            reference: with a commit.
-            limit: bytes that it may have.
+        """Fetch the content of a file at a commit, of at most `limit` bytes.
 
         Raises:
             HubError: it cannot be had, or is larger.
@@ -120,41 +114,24 @@ class HubClient:
         with _asking(repo, conflict="somebody made this repository meanwhile; run the same command again"):
             self._api.create_repo(repo, private=private)
 
-    def commit(
-        self,
-        repo: str,
-        branch: str | None,
-        files: Mapping[str, bytes],
-        removed: tuple[str, ...],
-        *,
-        parent: str,
-        message: str,
-        create_pr: bool,
-    ) -> tuple[str, str]:
-        """Make one commit; gives its id and the address of it, or of the pull request.
-
-        Args:
-            repo: ``owner/name``.
-            branch: None for the main one.
-            files: content by path.
-            removed: paths that go.
-            parent: commit that the branch must be at.
-            message: of the commit.
-            create_pr: open a pull request.
+    def commit(self, upload: Upload, *, parent: str, message: str) -> tuple[str, str]:
+        """Make one commit on top of `parent`; give its id, and its address or that of the pull request.
 
         Raises:
-            HubError: the hub does not take it.
+            HubError: the hub does not take it, or the branch is not at `parent`.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-        additions = [CommitOperationAdd(path, data) for path, data in files.items()]
-        with _asking(repo, conflict="the branch moved while this was pushed; run the same command again to see it"):
+        additions = [CommitOperationAdd(path, data) for path, data in upload.files.items()]
+        with _asking(
+            upload.repo, conflict="the branch moved while this was pushed; run the same command again to see it"
+        ):
             made = self._api.create_commit(
-                repo,
-                [*additions, *(CommitOperationDelete(path) for path in removed)],
+                upload.repo,
+                [*additions, *(CommitOperationDelete(path) for path in upload.removed)],
                 commit_message=message,
-                revision=branch,
-                create_pr=create_pr,
+                revision=upload.branch,
+                create_pr=upload.create_pr,
                 parent_commit=parent,
             )
         return made.oid, made.pr_url or made.commit_url
@@ -185,7 +162,7 @@ def _bounded(reference: HubReference, limit: int) -> type[tqdm[Any]]:
 
 @contextmanager
 def _asking(what: str, *, conflict: str = "") -> Iterator[None]:
-    """Bound the time of answers, and word what goes wrong."""
+    """Bound the time of answers, and turn failures into errors of our own."""
     from huggingface_hub import get_session
 
     from kvtuner.exported_configs.sharing.hub_errors import refusing

@@ -1,4 +1,4 @@
-"""What goes wrong between here and the hub, in one line each with the way out. Never names a token or a password.
+"""The failures of the hub, in one line each with advice. Never names a token or a password.
 
 Imported only where huggingface_hub is.
 """
@@ -27,6 +27,7 @@ from huggingface_hub.errors import (
 )
 
 from kvtuner.errors import HubError
+from kvtuner.exported_configs.profile.document import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,38 +50,38 @@ _ADDRESS: Final = re.compile(r"https?://[^\s'\"]+")
 
 @contextmanager
 def refusing(what: str, conflict: str = "") -> Iterator[None]:
-    """Word the failures of huggingface_hub.
+    """Turn the failures of huggingface_hub into one error.
 
     Args:
-        what: is asked for, such as ``me/model@main``: begins every message.
-        conflict: what it means that something else was there first.
+        what: The beginning of every message, such as ``me/model@main``.
+        conflict: The message where something else was there first.
 
     Raises:
-        HubError: whatever failed.
+        HubError: anything failed.
     """
     try:
         yield
     except _OF_THE_HUB as error:
-        raise HubError(f"{what}: {_words(error, conflict)}") from error
+        raise HubError(f"{what}: {_reason(error, conflict)}") from error
     except _OF_ANSWERS as error:
         raise HubError(f"{what}: {_not_a_hub()}") from error
     except ValueError as error:
-        # What the library refuses before, or by the hub's word: a card's metadata, say.
+        # The library refuses some requests before it sends them, such as a card's metadata.
         raise HubError(f"{what}: {_short(error)}") from error
     except RuntimeError as error:
-        # An upload in one of the library's threads.
+        # The library uploads in threads and wraps their errors.
         cause = error.__cause__
-        words = _words(cause, conflict) if isinstance(cause, _OF_THE_HUB) else _short(error)
-        raise HubError(f"{what}: {words}") from error
+        reason = _reason(cause, conflict) if isinstance(cause, _OF_THE_HUB) else _short(error)
+        raise HubError(f"{what}: {reason}") from error
     except OSError as error:
-        # Of a download whose size is not what the hub said, and of disks.
+        # A download had another size than announced, or the disk failed.
         raise HubError(f"{what}: {_short(error)}; run the same command again") from error
 
 
-def _words(error: Exception, conflict: str) -> str:
+def _reason(error: Exception, conflict: str) -> str:
     cause = error.__cause__
     if isinstance(error, LocalEntryNotFoundError) and isinstance(cause, Exception):
-        return _words(cause, conflict)
+        return _reason(cause, conflict)
     if isinstance(error, OfflineModeIsEnabled | LocalEntryNotFoundError):
         return "HF_HUB_OFFLINE is set; unset it, or name a file"
     if isinstance(error, GatedRepoError):
@@ -138,7 +139,6 @@ def _public(address: str) -> str:
 
 
 def _short(error: BaseException) -> str:
-    """An error in one line, as a terminal shows it."""
+    """An error in one line, as a terminal shows it, with public addresses alone."""
     line = " ".join(str(error).split()) or type(error).__name__
-    line = _ADDRESS.sub(lambda match: _public(match[0]), line)
-    return "".join(c if c.isprintable() else "?" for c in line)[:200]
+    return one_line(HubError(_ADDRESS.sub(lambda match: _public(match[0]), line)))

@@ -1,8 +1,8 @@
-"""Profiles that were fetched, kept on this machine by their digest and their origin. Knows nothing of hubs.
+"""The store of fetched profiles on this machine, by digest and origin. Knows nothing of hubs.
 
 ``<cache>/<digest>/<repository>@<commit>~<path>/`` holds the profile under its own file name, what came with it, and
-``origin.json`` with the hash of every file: what was changed since is not whole, and is fetched again. ``refs`` says
-which commit a branch or a tag was when it was pulled last.
+``origin.json`` with the hash of every file. A profile with a changed file counts as absent and is fetched again.
+``refs`` holds the commit that a branch or a tag was when it was pulled last.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _ORIGIN: Final = DocumentKind("origin", "pull the profile again", 2**16, field_n
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a stored profile was fetched from.
+    """The origin of a stored profile.
 
     Attributes:
-        repo: ``owner/name``.
-        commit: in full.
-        path: of the file in the repository.
+        repo: The repository, ``owner/name``.
+        commit: The commit in full.
+        path: The path of the file in the repository.
     """
 
     repo: str
@@ -55,7 +55,7 @@ class Origin:
 
     @property
     def key(self) -> str:
-        """Name of its folder; hubs tell no capitals apart in names of repositories."""
+        """The name of its folder; hubs tell no capitals apart in names of repositories."""
         place = hashlib.sha256(self.path.encode()).hexdigest()[:12]
         return f"{self.repo.lower().replace('/', '--')}@{self.commit}~{place}"
 
@@ -65,9 +65,9 @@ class FetchedProfile:
     """A whole profile of the store.
 
     Attributes:
-        path: of the profile's file.
-        digest: of the profile.
-        origin: where it came from.
+        path: The path of the profile's file.
+        digest: The digest of the profile.
+        origin: The origin of the profile.
     """
 
     path: Path
@@ -75,10 +75,10 @@ class FetchedProfile:
     origin: Origin
 
     def load(self) -> Profile:
-        """Read and check it.
+        """Read and check the profile.
 
         Raises:
-            ProfileError: damaged since it was found.
+            ProfileError: the file changed since it was found.
         """
         profile = load_profile(self.path)
         if profile.digest != self.digest:
@@ -87,7 +87,7 @@ class FetchedProfile:
 
 
 def cache_folder() -> Path:
-    """Where profiles are kept: ``KVTUNER_CACHE``, or ``kvtuner`` in the user's cache folder."""
+    """The folder of the store: ``KVTUNER_CACHE``, or ``kvtuner`` in the user's cache folder."""
     named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named).expanduser()
@@ -96,12 +96,12 @@ def cache_folder() -> Path:
 
 
 def store(digest: str, files: Mapping[str, bytes], origin: Origin) -> FetchedProfile:
-    """Keep a profile and what came with it; what lies there and is whole stays.
+    """Keep a profile and its companions; a whole profile that is already there stays.
 
     Args:
-        digest: of the checked profile.
-        files: by names without folders; the profile's is that of the origin's path.
-        origin: where they come from.
+        digest: The digest of the checked profile.
+        files: The content of the files by name; the profile has the last name of the origin's path.
+        origin: The origin of the files.
 
     Raises:
         RunFolderError: the disk is full, or the folder cannot be written.
@@ -140,7 +140,7 @@ def _place(fresh: Path, final: Path, damaged: Path) -> None:
 
 
 def find_stored(repo: str, commit: str, path: str) -> FetchedProfile | None:
-    """What was fetched from a commit, if it is whole."""
+    """The profile that was fetched from a commit, if it is whole."""
     key = Origin(repo, commit, path).key
     folders = sorted(cache_folder().glob(f"*/{key}")) if is_commit(commit) else []
     return next((found for folder in folders if (found := _read(folder)) is not None), None)
@@ -155,7 +155,7 @@ def all_stored() -> Iterator[FetchedProfile]:
 
 
 def remember(repo: str, revision: str, commit: str) -> str | None:
-    """Note which commit a branch or a tag is; gives the one that it was when it was noted last.
+    """Note the commit of a branch or a tag; give the one that was noted before.
 
     Raises:
         RunFolderError: it cannot be written.
@@ -170,7 +170,7 @@ def remember(repo: str, revision: str, commit: str) -> str | None:
 
 
 def remembered(repo: str, revision: str) -> str | None:
-    """Which commit a branch or a tag was when it was pulled last."""
+    """The commit of a branch or a tag when it was pulled last."""
     try:
         commit = _ref(repo, revision).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -185,7 +185,7 @@ def _ref(repo: str, revision: str) -> Path:
 
 
 def _read(folder: Path) -> FetchedProfile | None:
-    """What a folder holds, if each of its files is what was stored and the profile is valid."""
+    """The profile of a folder, if each of its files is unchanged and the profile is valid."""
     try:
         with naming(folder / ORIGIN, _ORIGIN):
             record = read_document(folder / ORIGIN, _ORIGIN)

@@ -1,4 +1,4 @@
-"""How a profile is named: a file, a run folder, the hub, or the catalogue, with or without its digest. Opens nothing.
+"""The reference of a profile: a file, a run folder, the hub or the catalogue, and perhaps a digest. Opens nothing.
 
 ``owner/name[@revision][:path]`` is a profile of the hub, ``catalogue:name`` one that comes with kvtuner, all else a
 file or a folder of this machine. ``#sha256:...`` after any of them pins the profile's digest.
@@ -47,10 +47,10 @@ class HubReference:
     """A profile on the hub.
 
     Attributes:
-        repo: ``owner/name``.
-        revision: branch, tag or commit.
-        path: of the file in the repository.
-        digest: that it must have; None for any.
+        repo: The repository, ``owner/name``.
+        revision: The branch, tag or commit.
+        path: The path of the file in the repository.
+        digest: The digest that the profile must have; None for any.
     """
 
     repo: str
@@ -64,7 +64,7 @@ class HubReference:
         return is_commit(self.revision)
 
     def at(self, commit: str) -> HubReference:
-        """The same at a commit."""
+        """This reference at a commit."""
         return replace(self, revision=commit)
 
     def __str__(self) -> str:
@@ -81,10 +81,10 @@ def is_commit(revision: str) -> bool:
 
 
 def parse_reference(text: str) -> Reference:
-    """Read what names a profile. What exists on this machine is meant before what might be on the hub.
+    """Read a reference. A file that exists on this machine comes before a repository of the hub.
 
     Raises:
-        ProfileError: a digest that is none, or a path that leaves its repository.
+        ProfileError: the text has a digest that is none, or a path that leaves its repository.
     """
     if len(text) > MAX_LENGTH or "\0" in text:
         raise ProfileError(f"a profile is named in at most {MAX_LENGTH} characters, not {ascii(text)[:60]}")
@@ -102,7 +102,7 @@ def parse_repo(text: str) -> str:
     """Read ``owner/name``.
 
     Raises:
-        ProfileError: other text.
+        ProfileError: the text has another form.
     """
     match = _HUB.fullmatch(text)
     if match is None or match["revision"] or match["path"]:
@@ -111,10 +111,10 @@ def parse_repo(text: str) -> str:
 
 
 def check_digest(found: str, pinned: str | None, name: str) -> None:
-    """Compare a profile's digest with the one that it was named with.
+    """Compare a profile's digest with the one that its reference pins.
 
     Raises:
-        ProfileError: another one.
+        ProfileError: they differ.
     """
     if pinned is not None and found != pinned:
         raise ProfileError(

@@ -1,9 +1,9 @@
-"""A push to the hub: what it will write, and the one commit that writes it. Knows nothing of profiles and cards."""
+"""A push to the hub: its content, shown before it is made, and its one commit. Knows nothing of profiles and cards."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtuner.errors import HubError
 from kvtuner.exported_configs.sharing.hub_client import HubClient
@@ -12,13 +12,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-@dataclass(frozen=True, slots=True)
-class RepoHead:
-    """What a branch holds before a push.
+class RepoHead(NamedTuple):
+    """The state of a branch before a push.
 
     Attributes:
-        commit: it is at; None where there is no repository yet.
-        files: in it.
+        commit: The commit of the branch; None where there is no repository yet.
+        files: The paths of its files.
     """
 
     commit: str | None
@@ -27,16 +26,16 @@ class RepoHead:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A push as it will be: shown before it is made.
+    """The content of a push.
 
     Attributes:
-        repo: ``owner/name``.
-        branch: None for the repository's main one.
-        head: what is there.
-        files: content by path in the repository.
-        removed: paths that go: what stood beside a profile that is replaced.
-        private: of a repository that is made.
-        create_pr: open a pull request.
+        repo: The repository, ``owner/name``.
+        branch: The branch; None for the repository's main one.
+        head: The state of the branch before the push.
+        files: The content of the files by their paths in the repository.
+        removed: The paths of files that go: they belong to a profile that is replaced.
+        private: Whether a repository that is made is private.
+        create_pr: Whether to open a pull request.
     """
 
     repo: str
@@ -48,13 +47,12 @@ class Upload:
     create_pr: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Pushed:
-    """What a push made.
+class Pushed(NamedTuple):
+    """The result of a push.
 
     Attributes:
-        commit: in full.
-        url: of the commit, or of the pull request.
+        commit: The commit in full.
+        url: The address of the commit, or of the pull request.
     """
 
     commit: str
@@ -62,7 +60,7 @@ class Pushed:
 
 
 def look_at_branch(repo: str, branch: str | None) -> RepoHead:
-    """What a push would add to.
+    """Read the state of a branch that a push would add to.
 
     Raises:
         HubError: the hub cannot be reached, or has no such branch.
@@ -72,12 +70,12 @@ def look_at_branch(repo: str, branch: str | None) -> RepoHead:
         raise HubError(f"{repo}: HF_HUB_OFFLINE is set, and a push needs the hub; unset it")
     if not hub.exists(repo):
         return RepoHead(None, ())
-    found = hub.listing(repo, branch)
-    return RepoHead(found.commit, tuple(found.sizes))
+    listing = hub.listing(repo, branch)
+    return RepoHead(listing.commit, tuple(listing.sizes))
 
 
 def push(upload: Upload, message: str) -> Pushed:
-    """Make one commit of all files, and see that it holds them.
+    """Make one commit of all files, and check that it holds them.
 
     Raises:
         HubError: the hub does not take it, or the branch is not what it was when it was looked at.
@@ -87,20 +85,12 @@ def push(upload: Upload, message: str) -> Pushed:
     if parent is None:
         hub.create(upload.repo, private=upload.private)
         parent = hub.listing(upload.repo, None).commit
-    commit, url = hub.commit(
-        upload.repo,
-        upload.branch,
-        upload.files,
-        upload.removed,
-        parent=parent,
-        message=message,
-        create_pr=upload.create_pr,
-    )
-    sizes = hub.listing(upload.repo, commit).sizes
+    pushed = Pushed(*hub.commit(upload, parent=parent, message=message))
+    sizes = hub.listing(upload.repo, pushed.commit).sizes
     for path, data in upload.files.items():
         if sizes.get(path) != len(data):
             raise HubError(
-                f"{upload.repo}@{commit} lacks {path}: does the repository's .gitignore leave it out? Mend that, and"
-                " push again"
+                f"{upload.repo}@{pushed.commit} lacks {path}: does the repository's .gitignore leave it out? Mend that,"
+                " and push again"
             )
-    return Pushed(commit, url)
+    return pushed
