@@ -10,7 +10,6 @@ from kvtuner.cli.command import Command
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Sequence
 
     from kvtuner.pipeline.profile_files.listing import ListedProfile
 
@@ -26,7 +25,10 @@ def _run(args: Namespace) -> int:
     elif not profiles:
         print("no profiles" + (f" that fit {args.model}" if args.model else ""))
     else:
-        _print_table(profiles)
+        from kvtuner.report.table import Table
+
+        rows = [_row(_facts(listed)) for listed in profiles]
+        print("\n".join(Table(_COLUMNS, rows, left=tuple(range(len(_COLUMNS)))).lines()))
     return 0
 
 
@@ -43,13 +45,6 @@ def _facts(listed: ListedProfile) -> dict[str, Any]:
         "kl": None if profile.quality is None else profile.quality.measured_kl.mean,
         "digest": profile.digest,
     }
-
-
-def _print_table(profiles: Sequence[ListedProfile]) -> None:
-    rows = [_COLUMNS, *map(_row, map(_facts, profiles))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _row(facts: dict[str, Any]) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from kvtuner.report.bench_result import BenchResult
+    from kvtuner.report.bench_result import BenchResult, SchemeResult
 
 GREEN: Final = "#009E73"
 PURPLE: Final = "#CC79A7"
@@ -43,53 +43,47 @@ HEIGHT: Final = 3.9
 def charts(result: BenchResult) -> dict[str, bytes]:
     """PNG bytes by the names of the charts, of what was measured."""
     return {
-        name: render(partial(_on, draw, result), width=WIDTH, height=HEIGHT)
+        name: render(partial(_on_axes, draw, result), width=WIDTH, height=HEIGHT)
         for name, (is_there, draw) in _CHARTS.items()
         if is_there(result)
     }
 
 
-def _on(draw: Callable[[Axes, BenchResult], None], result: BenchResult, figure: Figure) -> None:
+def _on_axes(draw: Callable[[Axes, BenchResult], None], result: BenchResult, figure: Figure) -> None:
     draw(figure.add_subplot(), result)
 
 
-def _points(result: BenchResult, y: Callable[[str], float | None]) -> list[tuple[str, float, float]]:
-    found = []
-    for scheme in result.schemes:
-        value = y(scheme.name)
-        if scheme.bits is not None and value is not None:
-            found.append((scheme.name, scheme.bits, value))
-    return found
-
-
-def _scatter(axes: Axes, result: BenchResult, points: list[tuple[str, float, float]]) -> None:
-    for name, x, y in points:
-        axes.plot(x, y, "D" if name == PROFILE else "o", color=_colour(result, name), ms=8 if name == PROFILE else 6)
+def _scatter(axes: Axes, result: BenchResult, value: Callable[[SchemeResult], float | None]) -> None:
+    """A named point for each scheme that has bits and a value."""
+    labels = [
+        Label(scheme.name, scheme.bits, y)
+        for scheme in result.schemes
+        if scheme.bits is not None and (y := value(scheme)) is not None
+    ]
+    for label in labels:
+        marker, size = ("D", 8) if label.text == PROFILE else ("o", 6)
+        axes.plot(label.x, label.y, marker, color=_colour(result, label.text), ms=size)
     axes.set_xlabel("effective bits of a value, with its scales")
     axes.set_xlim(0, 17.5)
     axes.margins(y=0.15)
     axes.grid(axis="x")
-    labels = [Label(name, x, y) for name, x, y in points]
-    place_labels(axes, labels, [(x, y) for _, x, y in points])
+    place_labels(axes, labels, [(label.x, label.y) for label in labels])
 
 
 def _memory(axes: Axes, result: BenchResult) -> None:
-    sizes = {scheme.name: scheme.bytes_per_token for scheme in result.schemes}
-    points = _points(result, lambda name: GIB / size / 1e3 if (size := sizes[name]) else None)
     axes.set_ylabel("tokens per GiB, thousands")
     axes.grid(axis="y")
-    _scatter(axes, result, points)
+    _scatter(axes, result, lambda scheme: GIB / scheme.bytes_per_token / 1e3 if scheme.bytes_per_token else None)
 
 
-def _kl(result: BenchResult, name: str) -> float | None:
-    found = result.quality(name, "kl_nats_per_token")
-    return found[1].mean if found and is_positive(found[1].mean) else None
+def _kl(result: BenchResult, scheme: SchemeResult) -> float | None:
+    measured = result.quality(scheme.name, "kl_nats_per_token")
+    return measured[1].mean if measured and is_positive(measured[1].mean) else None
 
 
 def _quality(axes: Axes, result: BenchResult) -> None:
-    points = _points(result, lambda name: _kl(result, name))
     axes.set_yscale("log")
-    _scatter(axes, result, points)
+    _scatter(axes, result, lambda scheme: _kl(result, scheme))
     log_kl_axis(axes)
 
 
@@ -155,7 +149,7 @@ def _has_rows(kind: str) -> Callable[[BenchResult], bool]:
 
 _CHARTS: Final[dict[str, tuple[Callable[[BenchResult], bool], Callable[[Axes, BenchResult], None]]]] = {
     "memory-by-bits": (lambda result: len(result.schemes) > 1, _memory),
-    "quality-by-bits": (lambda result: any(_kl(result, scheme.name) for scheme in result.schemes), _quality),
+    "quality-by-bits": (lambda result: any(_kl(result, scheme) for scheme in result.schemes), _quality),
     "throughput-by-concurrency": (_has_rows("concurrency"), _throughput),
     "first-token-by-prompt": (_has_rows("prompt"), _first_token),
 }
