@@ -11,7 +11,7 @@ ABLATION = --lengths 10,100,1000,4000 --concurrency 1,4,16 --batches 1,4,16 --re
 .PHONY: check test test-full gpu lint format demo demo-model schema ablation catalogue catalogue-index
 
 check: lint ## what every commit passes
-	$(PYTEST) -m "not slow and not gpu" tests
+	$(PYTEST) -m "not slow and not full and not gpu" tests
 
 test: lint ## what CI runs
 	$(PYTEST) -m "not gpu and not full" tests

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
-import random
 import shutil
-import signal
-import socket
 import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 import torch
+from fork_server import ForkServer
+from sglang_server import (
+    HERE,
+    START_S,
+    Place,
+    Programs,
+    Server,
+    environment,
+    free_port,
+    kill_tree,
+    launch_command,
+    wait_until_ready,
+)
 from transformers import AutoModelForCausalLM
 
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
@@ -34,10 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvtuner.exported_configs.profile.profile import Profile
-
-ROOT = Path(__file__).resolve().parents[2]
-START_S = 400
-"""Longest start of a server, most of it imports in three processes that share the cores with other tests."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,44 +55,18 @@ def sglang_is_installed() -> None:
         pytest.fail("install SGLang as the README's test block does, or leave these out: -m 'not sglang'")
 
 
-def environment(**changes: str) -> dict[str, str]:
-    """For SGLang's processes: on a processor, one thread each, nothing of this process's own requests."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVTUNER_", "SGLANG_"))}
-    path = os.pathsep.join([str(ROOT / "examples" / "sglang_on_cpu"), str(ROOT)])
-    return {**kept, "PYTHONPATH": path, "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1", "OMP_NUM_THREADS": "1", **changes}
-
-
 @pytest.fixture(scope="session")
 def on_a_processor() -> dict[str, str]:
     """`environment()`, for other programs of SGLang."""
     return environment()
 
 
-def free_port() -> int:
-    """Of those that the system hands to nobody by itself: another program's would be gone once the server listens."""
-    while True:
-        port = random.SystemRandom().randrange(12_000, 32_000)
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("", port))
-            return port
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a node runs, and by which command.
-
-    Attributes:
-        address: at which others reach it.
-        enter: command that runs another one there.
-        launcher: SGLang's.
-    """
-
-    address: str = "127.0.0.1"
-    enter: tuple[str, ...] = ()
-    launcher: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server")
-
-
-HERE = Place()
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    """What starts programs of SGLang."""
+    forks = ForkServer(tmp_path_factory.mktemp("forks"), environment())
+    yield Programs(forks)
+    forks.end()
 
 
 @pytest.fixture(scope="session")
@@ -101,135 +75,24 @@ def here() -> Place:
     return HERE
 
 
-def launch_command(model: Path, *flags: str, port: int = 0, place: Place = HERE) -> list[str]:
-    return [
-        *place.enter, *place.launcher, "--model-path", str(model), "--device", "cpu",
-        "--dtype", "float32", "--disable-cuda-graph", "--port", str(port or free_port()),
-        "--max-total-tokens", "2048", "--max-running-requests", "8", "--mem-fraction-static", "0.5",
-        "--host", place.address, "--sleep-on-idle", *flags,
-    ]  # fmt: skip
-
-
-@dataclass
-class Server:
-    """A running server, by one node or several."""
-
-    port: int
-    logs: list[Path]
-    host: str = HERE.address
-
-    @property
-    def log(self) -> str:
-        return "".join(path.read_text(errors="replace") for path in self.logs)
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
-
-    def post(self, path: str, body: Any = None, timeout_s: float = 120) -> Any:
-        data = json.dumps(body or {}).encode()
-        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            text = answer.read().decode()
-        return json.loads(text) if text.startswith(("{", "[")) else text
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=60) as answer:
-            return str(answer.read().decode())
-
-    def flush(self) -> None:
-        self.post("/flush_cache?timeout=30")
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], num_tokens: int, *, top: int = 0, ignore_eos: bool = True
-    ) -> list[dict[str, Any]]:
-        """Greedy continuations of `num_tokens` tokens, all at once."""
-        sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": ignore_eos}
-        ids = [list(prompt) for prompt in prompts]
-        body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": top}
-        answers: list[dict[str, Any]] = self.post("/generate", body)
-        return answers
-
-
-def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher of a session of its own with all that it started, whatever is left of them."""
-    try:
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    except psutil.NoSuchProcess:
-        family = []
-    for member in family:
-        with suppress(psutil.NoSuchProcess):
-            member.send_signal(signal.SIGKILL)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(30)
-
-
-def start_nodes(
-    model: Path,
-    folder: Path,
-    flags: Sequence[Sequence[str]],
-    port: int,
-    variables: dict[str, str],
-    places: Sequence[Place] = (),
-) -> tuple[list[subprocess.Popen[bytes]], list[Path]]:
-    """Start a launcher for each node's flags, the first on `port`; their processes and logs in `folder`."""
-    places = places or [HERE] * len(flags)
-    processes, logs = [], []
-    meeting = f"{places[0].address}:{free_port()}"
-    for rank, (mine, place) in enumerate(zip(flags, places, strict=True)):
-        node = ["--nnodes", str(len(flags)), "--node-rank", str(rank), "--dist-init-addr", meeting]
-        own_port = 0 if rank else port
-        command = launch_command(model, *mine, *(node if len(flags) > 1 else []), port=own_port, place=place)
-        logs.append(folder / f"node{rank}.log")
-        with logs[-1].open("wb") as log:
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=environment(**variables),
-                    start_new_session=True,
-                )
-            )
-    return processes, logs
-
-
 @pytest.fixture(scope="session")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def serve(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """`with serve(model, *flags, places=[...], **variables) as server:`, a node in each place, killed at the end."""
 
     @contextmanager
     def start(model: Path, *flags: str, places: Sequence[Place] = (HERE,), **variables: str) -> Iterator[Server]:
         folder = tmp_path_factory.mktemp("server")
         port = free_port()
-        processes, logs = start_nodes(model, folder, [flags] * len(places), port, variables, places)
-        server = Server(port, logs, places[0].address)
+        processes, logs = programs.start_nodes(model, folder, [flags] * len(places), port, variables, places)
+        server = Server(port, logs, processes, places[0].address)
         try:
-            wait_until_ready(server, processes)
+            wait_until_ready(server)
             yield server
         finally:
             for process in processes:
                 kill_tree(process)
 
     return start
-
-
-def wait_until_ready(server: Server, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        for process in processes:
-            if process.poll() is not None:
-                pytest.fail(f"the server ended with {process.returncode}:\n{server.log[-6000:]}")
-        try:
-            server.get("/health")
-            if "ready to roll" in server.log:
-                return
-        except (urllib.error.URLError, OSError):
-            pass
-        time.sleep(0.5)
-    pytest.fail(f"no server after {START_S} s:\n{server.log[-6000:]}")
 
 
 @pytest.fixture(scope="session")
@@ -409,11 +272,13 @@ def apart() -> Iterator[list[Place]]:
 
 
 @pytest.fixture
-def launched_nodes(tmp_path: Path) -> Callable[..., tuple[list[int], str]]:
+def launched_nodes(programs: Programs, tmp_path: Path) -> Callable[..., tuple[list[int], str]]:
     """`launched_nodes(model, flags_of_each_node, *flags, **variables)`: how nodes end that must not start."""
 
     def run(model: Path, own: Sequence[Sequence[str]], *flags: str, **variables: str) -> tuple[list[int], str]:
-        processes, logs = start_nodes(model, tmp_path, [(*flags, *mine) for mine in own], free_port(), variables)
+        processes, logs = programs.start_nodes(
+            model, tmp_path, [(*flags, *mine) for mine in own], free_port(), variables
+        )
         try:
             statuses = [process.wait(START_S) for process in processes]
         finally:
@@ -425,19 +290,13 @@ def launched_nodes(tmp_path: Path) -> Callable[..., tuple[list[int], str]]:
 
 
 @pytest.fixture
-def refused() -> Callable[..., str]:
+def refused(programs: Programs) -> Callable[..., str]:
     """`refused(model, *flags, **variables)`: a server that ends by itself, non-zero; its one line of `kvtuner:`."""
 
     def run(model: Path, *flags: str, extra_path: str = "", begins: str = "kvtuner: ", **variables: str) -> str:
         env = environment(**variables)
-        ended = subprocess.run(
-            launch_command(model, *flags),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=START_S,
-            env={**env, "PYTHONPATH": os.pathsep.join(filter(None, [extra_path, env["PYTHONPATH"]]))},
-        )
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [extra_path, env["PYTHONPATH"]]))
+        ended = programs.run(launch_command(model, *flags), env)
         assert ended.returncode != 0
         output = ended.stdout + ended.stderr
         assert "ready to roll" not in output
