@@ -16,8 +16,8 @@ check: lint ## what every commit passes
 test: lint ## what CI runs
 	$(PYTEST) -m "not gpu and not full" tests
 
-test-full: lint ## everything; a machine with a GPU runs the gpu tests too
-	$(PYTEST) tests
+test-full: lint ## everything, each server with processes of its own; a machine with a GPU runs the gpu tests too
+	KVTUNER_TESTS_FORK=0 $(PYTEST) tests
 
 gpu: ## on a machine with one: are the kernels right, and how fast
 	$(PYTHON) benchmarks/gpu.py

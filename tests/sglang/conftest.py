@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import shutil
 import subprocess
+import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,16 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     forks = ForkServer(tmp_path_factory.mktemp("forks"), environment())
     yield Programs(forks)
     forks.end()
+
+
+@pytest.fixture(scope="session")
+def run_program(programs: Programs) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`run_program(*arguments, **variables)`: what a Python program of SGLang printed, and its status."""
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return programs.run([sys.executable, *arguments], environment(**variables))
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -8,42 +8,50 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
+import multiprocessing
 import sys
+from typing import TYPE_CHECKING
 
 import sglang.srt.plugins
 from sglang.srt.server_args import ServerArgs
 
-CHILD = """
-import json, sys
-import sglang.srt.plugins
-sglang.srt.plugins.load_plugins()
-from kvtuner.runtime_loader.sglang.process_state import process_state
-active = process_state().active()
-print(json.dumps({"digest": active.loaded and active.loaded.digest, "profile": active.request.profile}))
-"""
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
-model, *flags = sys.argv[1:]
-sglang.srt.plugins.load_plugins()
-parser = argparse.ArgumentParser()
-ServerArgs.add_cli_args(parser)
-server_args = ServerArgs.from_cli_args(
-    parser.parse_args(["--model-path", model, "--device", "cpu", "--dtype", "float32", *flags])
-)
-server_args.resolve_once()
 
-from kvtuner.runtime_loader.sglang.process_state import process_state  # noqa: E402  # as SGLang does: its plugins come first
+def serve_nothing(answers: Connection) -> None:
+    """Be the child: tell what a scheduler would serve."""
+    sglang.srt.plugins.load_plugins()
+    from kvtuner.runtime_loader.sglang.process_state import process_state
 
-child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=False)
-sys.stdout.write(
-    json.dumps(
-        {
-            "checked": process_state().checked_digest,
-            "profile": process_state().active().request.profile,
-            "variables": {name: os.environ.get(name) for name in ("KVTUNER_PROFILE", "KVTUNER_SERVING")},
-            "child": child.stdout,
-            "child_said": child.stderr[-2000:],
-        }
+    active = process_state().active()
+    answers.send(json.dumps({"digest": active.loaded and active.loaded.digest, "profile": active.request.profile}))
+
+
+def main(model: str, *flags: str) -> None:
+    sglang.srt.plugins.load_plugins()
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    server_args = ServerArgs.from_cli_args(
+        parser.parse_args(["--model-path", model, "--device", "cpu", "--dtype", "float32", *flags])
     )
-)
+    server_args.resolve_once()
+    # As SGLang does: its plugins come first.
+    from kvtuner.runtime_loader.sglang.process_state import process_state
+
+    spawn = multiprocessing.get_context("spawn")
+    answers, of_child = spawn.Pipe()
+    child = spawn.Process(target=serve_nothing, args=(of_child,))
+    child.start()
+    of_child.close()
+    result = {
+        "checked": process_state().checked_digest,
+        "profile": process_state().active().request.profile,
+        "child": answers.recv(),
+    }
+    child.join()
+    sys.stdout.write(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -46,7 +44,7 @@ def test_an_engine_answers_as_the_transformers_host(
     mixed_layers: Any,
     save_profile: Any,
     prompts: Any,
-    on_a_processor: dict[str, str],
+    run_program: Any,
     tmp_path: Path,
 ) -> None:
     folder = model_folder("llama-gqa", num_hidden_layers=4)
@@ -57,13 +55,8 @@ def test_an_engine_answers_as_the_transformers_host(
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     variables = {"KVTUNER_PROFILE": path} if way == "variable" else {}
-    done = subprocess.run(
-        [sys.executable, str(program), str(folder), "" if way == "variable" else path, json.dumps(ids)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={**on_a_processor, **variables},
-    )
+    named = "" if way == "variable" else path
+    done = run_program(str(program), str(folder), named, json.dumps(ids), **variables)
     assert done.returncode == 0, done.stderr[-3000:]
     said = next(line for line in done.stdout.splitlines() if line.startswith("ANSWER "))
     cache = KVTunerCache.from_profile(profile, model.config)
@@ -75,38 +68,25 @@ def test_an_engine_answers_as_the_transformers_host(
 
 
 def test_an_engine_whose_schedulers_load_no_plugin_is_refused(
-    model_folder: Any, profile_of: Any, save_profile: Any, on_a_processor: dict[str, str], tmp_path: Path
+    model_folder: Any, profile_of: Any, save_profile: Any, run_program: Any, tmp_path: Path
 ) -> None:
     folder = model_folder("llama-gqa")
     path = save_profile(profile_of(AutoConfig.from_pretrained(folder), [LayerQuantization(4, 4)] * 3))
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, str(program), str(folder), str(path), "[5, 6, 7]"],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={**on_a_processor, "SGLANG_PLUGINS": "sglang_on_cpu"},
-    )
+    done = run_program(str(program), str(folder), str(path), "[5, 6, 7]", SGLANG_PLUGINS="sglang_on_cpu")
     assert done.returncode != 0
     assert "ANSWER" not in done.stdout
     assert "ServingError: scheduler 0 does not serve the profile: its process did not load" in done.stderr
 
 
 @pytest.mark.parametrize("way", ["variable", "function"])
-def test_an_engine_serves_the_catalogues_profile_of_its_model(
-    way: str, on_a_processor: dict[str, str], tmp_path: Path
-) -> None:
+def test_an_engine_serves_the_catalogues_profile_of_its_model(way: str, run_program: Any, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     digest = load_profile(catalogue_file("demo-4bit")).digest
     named = f"auto#{digest}"
-    done = subprocess.run(
-        [sys.executable, str(program), str(DEMO_MODEL), "" if way == "variable" else named, "[5, 6, 7]"],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={**on_a_processor, **({"KVTUNER_PROFILE": named} if way == "variable" else {})},
-    )
+    given, variables = ("", {"KVTUNER_PROFILE": named}) if way == "variable" else (named, {})
+    done = run_program(str(program), str(DEMO_MODEL), given, "[5, 6, 7]", **variables)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "ANSWER" in done.stdout and digest in done.stdout + done.stderr

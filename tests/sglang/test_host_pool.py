@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ def test_a_host_pool_of_one_rank_keeps_pages_and_believes_no_others(
     profile_of: Any,
     mixed_layers: Any,
     save_profile: Any,
-    on_a_processor: dict[str, str],
+    run_program: Any,
     tmp_path: Path,
 ) -> None:
     config = AutoConfig.from_pretrained(model_folder("llama-gqa", num_hidden_layers=5))
@@ -30,12 +28,6 @@ def test_a_host_pool_of_one_rank_keeps_pages_and_believes_no_others(
         save_profile(profile_of(config, each)) for each in (choices, [LayerQuantization(8, 8), *choices[1:]])
     )
     program = Path(__file__).with_name("hicache_program.py")
-    done = subprocess.run(
-        [sys.executable, str(program), str(path), str(tmp_path), str(page_size), str(other)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=on_a_processor,
-    )
+    done = run_program(str(program), str(path), str(tmp_path), str(page_size), str(other))
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1] == "done"

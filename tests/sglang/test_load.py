@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +33,8 @@ def server(folder: Path, profile_of: Any, mixed_layers: Any, save_profile: Any, 
 
 def resident_bytes(server: Any) -> int:
     """Memory of the scheduler processes of this server, which hold the pool."""
-    port = str(server.port)
-    launcher = next(
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if "sglang.launch_server" in (line := process.info["cmdline"] or []) and port in line
-    )
-    return sum(process.memory_info().rss for process in launcher.children(recursive=True))
+    (launcher,) = server.processes
+    return sum(process.memory_info().rss for process in psutil.Process(launcher.pid).children(recursive=True))
 
 
 @pytest.mark.parametrize("num_requests", [80, pytest.param(2000, marks=pytest.mark.full)])
@@ -66,17 +59,14 @@ def test_nothing_fails_and_nothing_grows(num_requests: int, server: Any, prompts
     assert json.loads(server.get("/v1/loads"))["loads"][0]["num_used_tokens"] == 0
 
 
-def test_sglangs_own_benchmark_runs_against_it(
-    server: Any, folder: Path, on_a_processor: dict[str, str], tmp_path: Path
-) -> None:
+def test_sglangs_own_benchmark_runs_against_it(server: Any, folder: Path, run_program: Any, tmp_path: Path) -> None:
     out = tmp_path / "result.jsonl"
-    command = [
-        sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang", "--base-url",
+    done = run_program(
+        "-m", "sglang.benchmark.serving", "--backend", "sglang", "--base-url",
         server.url, "--model", str(folder), "--dataset-name", "random-ids",
         "--num-prompts", "10", "--random-input-len", "40", "--random-output-len", "8", "--request-rate", "inf",
         "--output-file", str(out),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=on_a_processor)
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(out.read_text())["completed"] == 10
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +21,8 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_in_sglang(
-    check: str, model_folder: Any, profile_of: Any, save_profile: Any, on_a_processor: dict[str, str]
-) -> None:
+def test_in_sglang(check: str, model_folder: Any, profile_of: Any, save_profile: Any, run_program: Any) -> None:
     folder = model_folder("llama-gqa")
     path = save_profile(profile_of(AutoConfig.from_pretrained(folder), [LayerQuantization(4, 4)] * 3))
-    command = [sys.executable, str(PROGRAM), check, str(path), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=on_a_processor)
+    done = run_program(str(PROGRAM), check, str(path), str(folder))
     assert done.returncode == 0, done.stderr[-3000:]

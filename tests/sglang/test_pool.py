@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +18,12 @@ def test_a_pool_of_one_rank_keeps_moves_and_copies_whole_rows(
     profile_of: Any,
     mixed_layers: Any,
     save_profile: Any,
-    on_a_processor: dict[str, str],
+    run_program: Any,
 ) -> None:
     config = AutoConfig.from_pretrained(model_folder("llama-gqa", num_hidden_layers=5))
     choices = mixed_layers(config)
     choices[3] = LayerQuantization(16, 2)
     path = save_profile(profile_of(config, choices))
     program = Path(__file__).with_name("pool_program.py")
-    done = subprocess.run(
-        [sys.executable, str(program), str(path), str(page_size)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=on_a_processor,
-    )
+    done = run_program(str(program), str(path), str(page_size))
     assert done.returncode == 0, done.stderr[-3000:]

@@ -172,11 +172,9 @@ def test_a_seam_that_is_gone(tiny: Path, fitting: Path, refused: Any, other_plug
     assert line.startswith("this SGLang has no sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build")
 
 
-def test_every_seam_that_is_gone_or_takes_other_arguments(on_a_processor: dict[str, str]) -> None:
+def test_every_seam_that_is_gone_or_takes_other_arguments(run_program: Any) -> None:
     program = Path(__file__).with_name("seams_program.py")
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=300, env=on_a_processor
-    )
+    done = run_program(str(program))
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -376,10 +374,8 @@ DECIDED = {"attn_dp_size", "cuda_graph_config.prefill.backend"}
 """What SGLang makes of other options; no flag has the name."""
 
 
-def test_every_option_of_sglang_that_may_touch_the_cache_was_looked_at(on_a_processor: dict[str, str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", OPTIONS], capture_output=True, text=True, timeout=300, env=on_a_processor
-    )
+def test_every_option_of_sglang_that_may_touch_the_cache_was_looked_at(run_program: Any) -> None:
+    done = run_program("-c", OPTIONS)
     options = set(json.loads(done.stdout.splitlines()[-1]))
     rules = {rule.name for rule in EVERY_RULE}
     assert rules - options <= DECIDED, "rules for options that this SGLang does not have"
