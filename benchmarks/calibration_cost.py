@@ -1,8 +1,8 @@
-"""Cost of the pass over all candidates in units of a plain forward and backward of the same model and tokens.
+"""The cost of the pass over all candidates in units of a plain forward and backward of the same model and tokens.
 
     python benchmarks/calibration_cost.py --model demo --tokens 512 --draws 1 4
 
-The goal is at most R + 2.5 units for R Fisher draws; the first pass, which gathers the transforms' statistics, is given
+The goal is at most R + 2.5 units for R Fisher draws; the first pass, which gathers the transforms' statistics, is timed
 beside it. Runs alternate, so that a drift of the machine touches both;
 processor time is compared, since wall time on a shared machine is not.
 """
@@ -36,7 +36,7 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--tokens", type=int, default=512)

@@ -1,4 +1,4 @@
-"""The rival that needs no solver: greedy upgrades. For the benchmark; measures nothing."""
+"""Greedy upgrades, the baseline of search_quality.py that needs no solver. Measures nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def greedy(space: SearchSpace, constraint: Constraint) -> Configuration:
-    """From the cheapest configuration, take the upgrade of most score per cost that fits, until none does.
+    """The configuration that greedy upgrades reach: the most score per cost that fits, from the cheapest one on.
 
     Raises:
         BudgetError: the cheapest configuration does not fit.

@@ -1,4 +1,4 @@
-"""Launch settings that are tried, by counting instructions and by time."""
+"""The launch settings that launch_table.py counts and `gpu.py --sweep` times."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ No GPU is needed: candidates are compiled for sm_90 and their machine code count
 it spills nothing, fits in the shared memory of the architecture and leaves room for four warps on a processor;
 otherwise that of the others which does, with the fewest lane instructions per element. Likewise for several queries of
 a request.
-What a GPU would choose by time is another matter: `benchmarks/gpu.py --sweep` measures it.
+The choice by time on a GPU may differ: `benchmarks/gpu.py --sweep` measures it.
 """
 
 from __future__ import annotations
@@ -39,81 +39,81 @@ if TYPE_CHECKING:
 BITS: Final = (2, 4, 8, 16)
 HEAD_DIMS: Final = (64, 80, 96, 128, 256)
 REGISTERS: Final = 16384
-"""Of a quarter of a processor, which holds whole warps, in steps of 8 for each thread."""
+"""The registers of a quarter of a processor, which holds whole warps, in steps of 8 for each thread."""
 LEAST_WARPS: Final = 4
 RESERVED_BYTES: Final = 1024
-"""Of shared memory, for each program."""
+"""The bytes of shared memory that each program needs besides its own."""
 LIMITS: Final = {80: (164, 163, 64, 32), 89: (100, 99, 48, 24), 90: (228, 227, 64, 32), 100: (228, 227, 64, 32)}
-"""By compute capability: KiB of a processor and most of a program, most warps and programs of a processor.
+"""The limits of a compute capability: KiB of a processor and of a program, warps and programs of a processor.
 
 CUDA C++ Programming Guide, technical specifications.
 """
 ALIKE: Final = {80: ["sm_80", "sm_87"], 89: ["sm_86", "sm_89", "sm_120"], 90: ["sm_90"], 100: ["sm_100", "sm_103"]}
 """Architectures with the same limits."""
 AMD: Final = DecodeLaunch(tokens=32, warps=4, stages=1, asm=False)
-"""Not chosen: the plain kernel with the least shared memory."""
+"""The settings of AMD, which are not chosen: the plain kernel with the least shared memory."""
 COMPILED: Final = 90
 """The architecture that is counted: others differ by what a processor holds, not by how much a program takes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
-    """What one candidate takes."""
+class CompiledLaunch:
+    """Launch settings, and the counts of the kernel that is compiled with them."""
 
     launch: DecodeLaunch
-    row: sass.Row
+    count: sass.DecodeCount
 
     def resident(self, arch: int) -> int:
         """Programs that a processor of an architecture holds; 0 where it cannot run or leaves too few warps."""
         of_processor, of_program, most_warps, most_programs = LIMITS[arch]
-        warps = 4 * (REGISTERS // (-(-self.row.registers // 8) * 8 * 32))
-        in_memory = (of_processor << 10) // (self.row.shared_bytes + RESERVED_BYTES)
+        warps = 4 * (REGISTERS // (-(-self.count.registers // 8) * 8 * 32))
+        in_memory = (of_processor << 10) // (self.count.shared_bytes + RESERVED_BYTES)
         resident = min(min(warps, most_warps) // self.launch.warps, in_memory, most_programs)
-        fits = not self.row.spills and self.row.shared_bytes <= of_program << 10
+        fits = not self.count.spills and self.count.shared_bytes <= of_program << 10
         return resident if fits and resident * self.launch.warps >= LEAST_WARPS else 0
 
 
-def weights(pair: PrecisionPair, shape: sass.Shape, **kind: bool) -> list[Weight]:
-    """Candidates, the best first: the first of all where it spills nothing, or those that follow by what they take."""
+def candidates(pair: PrecisionPair, shape: sass.RankShape, **kind: bool) -> list[CompiledLaunch]:
+    """The candidates, the best first; the first of all alone where it spills nothing on any architecture."""
 
-    def weigh(launch: DecodeLaunch) -> Weight | None:
+    def compiled(launch: DecodeLaunch) -> CompiledLaunch | None:
         try:
-            return Weight(launch, sass.measure(pair, shape, COMPILED, launch, **kind))
+            return CompiledLaunch(launch, sass.measure(pair, shape, COMPILED, launch, **kind))
         except triton.runtime.errors.OutOfResources:
             return None
 
-    first = weigh(CANDIDATES[0])
+    first = compiled(CANDIDATES[0])
     if first is not None and all(first.resident(arch) for arch in LIMITS):
         return [first]
-    found = [first, *map(weigh, CANDIDATES[1:])]
-    return sorted(filter(None, found), key=lambda weight: weight.row.lane_instructions_per_element)
+    listed = [first, *map(compiled, CANDIDATES[1:])]
+    return sorted(filter(None, listed), key=lambda candidate: candidate.count.lane_instructions_per_element)
 
 
-def best(ordered: list[Weight], arch: int) -> Weight:
-    """The first that an architecture can run."""
-    return next(weight for weight in ordered if weight.resident(arch))
+def best(ordered: list[CompiledLaunch], arch: int) -> CompiledLaunch:
+    """The first candidate that an architecture can run."""
+    return next(candidate for candidate in ordered if candidate.resident(arch))
 
 
-def key_of(pair: PrecisionPair, shape: sass.Shape) -> dict[str, int]:
-    """What a row is looked up by, beside its architectures."""
+def key_of(pair: PrecisionPair, shape: sass.RankShape) -> dict[str, int]:
+    """The fields that a row is looked up by, beside its architectures."""
     groups = shape.head_dim // shape.group_size
     return {"k_bits": pair.k_bits, "v_bits": pair.v_bits, "head_dim": shape.head_dim, "groups": groups, "gqa": 1}
 
 
-def rows_of(pair: PrecisionPair, shape: sass.Shape) -> list[dict[str, Any]]:
-    """Rows of one pair and shape, one for each set of architectures that are launched alike."""
-    decoding, extending = weights(pair, shape), weights(pair, shape, EXTEND=True)
+def rows_of(pair: PrecisionPair, shape: sass.RankShape) -> list[dict[str, Any]]:
+    """The rows of one pair and shape, one for each set of architectures that are launched alike."""
+    decoding, extending = candidates(pair, shape), candidates(pair, shape, EXTEND=True)
     rows: list[dict[str, Any]] = []
     for arch, names in ALIKE.items():
-        chosen, other = best(decoding, arch), best(extending, arch)
+        chosen, for_extend = best(decoding, arch), best(extending, arch)
         row = {
             "archs": list(names), **key_of(pair, shape),
             "launch": asdict(replace(chosen.launch, resident=chosen.resident(arch))),
-            "extend": asdict(replace(other.launch, resident=other.resident(arch))),
-            "lane_instructions_per_element": chosen.row.lane_instructions_per_element,
-            "registers": chosen.row.registers, "shared_bytes": chosen.row.shared_bytes,
+            "extend": asdict(replace(for_extend.launch, resident=for_extend.resident(arch))),
+            "lane_instructions_per_element": chosen.count.lane_instructions_per_element,
+            "registers": chosen.count.registers, "shared_bytes": chosen.count.shared_bytes,
         }  # fmt: skip
-        alike = [each for each in rows if (each["launch"], each["extend"]) == (row["launch"], row["extend"])]
+        alike = [other for other in rows if (other["launch"], other["extend"]) == (row["launch"], row["extend"])]
         if alike:
             alike[0]["archs"] += names
         else:
@@ -121,17 +121,19 @@ def rows_of(pair: PrecisionPair, shape: sass.Shape) -> list[dict[str, Any]]:
     return [*rows, {"archs": ["gfx942"], **key_of(pair, shape), "launch": asdict(AMD), "extend": asdict(AMD)}]
 
 
-def kinds(pairs: list[PrecisionPair], head_dims: list[int]) -> Iterator[tuple[PrecisionPair, sass.Shape]]:
-    """Pairs, head dimensions, and one, two or four groups of whole slots, where there can be."""
+def pairs_and_shapes(
+    pairs: list[PrecisionPair], head_dims: list[int]
+) -> Iterator[tuple[PrecisionPair, sass.RankShape]]:
+    """All pairs and head dimensions with one, two or four groups of whole slots, as far as these exist."""
     for pair, head_dim, groups in itertools.product(pairs, head_dims, (1, 2, 4)):
         packed = [bits for bits in (pair.k_bits, pair.v_bits) if bits != NATIVE_BITS]
         power_of_two = head_dim & (head_dim - 1) == 0
         if groups == 1 or (packed and power_of_two and all(16 // bits >= groups for bits in packed)):
-            yield pair, sass.Shape(head_dim=head_dim, group_size=head_dim // groups)
+            yield pair, sass.RankShape(head_dim=head_dim, group_size=head_dim // groups)
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--pairs", nargs="+", default=[f"K{k}V{v}" for k, v in itertools.product(BITS, BITS)])
@@ -140,10 +142,10 @@ def main() -> None:
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: what is interpreted cannot be compiled; unset it")
-    listed = list(kinds([PrecisionPair.parse(pair) for pair in args.pairs], args.head_dims))
+    listed = list(pairs_and_shapes([PrecisionPair.parse(pair) for pair in args.pairs], args.head_dims))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-        futures = [pool.submit(rows_of, *kind) for kind in listed]
+        futures = [pool.submit(rows_of, *pair_and_shape) for pair_and_shape in listed]
         for future in tqdm(concurrent.futures.as_completed(futures), total=len(futures), unit="kind"):
             future.result()
     rows = [row for future in futures for row in future.result()]

@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 BUDGETS: Final = ("3bit", "4bit", "6bit")
 TWIN: Final = "demo-outliers"
 AS_THE_DEMO: Final = ("--sequence-length", "512", "--sequences", "4,12,12")
-"""What `--model demo` means: the model was trained on 512 tokens, and its twin is the same function."""
+"""The flags that `--model demo` stands for: the model was trained on 512 tokens, and its twin is the same function."""
 
 
 def make(work: Path, name: str) -> dict[str, Path]:
-    """Search and evaluate one model, by its name in the catalogue; gives the files by their names there."""
-    model, asked = ("demo", ()) if name == "demo" else (str(twin(work)), AS_THE_DEMO)
+    """Search and evaluate one model, by its name in the catalogue; returns the files by their names there."""
+    model, flags = ("demo", ()) if name == "demo" else (str(twin(work)), AS_THE_DEMO)
     files = {}
     for budget in BUDGETS:
         out = work / f"catalogue-{name}-{budget}"
         shutil.rmtree(out, ignore_errors=True)
         profile = out / "profile.json"
-        _run("search", "--model", model, "--budget", budget, *asked, "--no-report", "--out", str(out))
+        _run("search", "--model", model, "--budget", budget, *flags, "--no-report", "--out", str(out))
         _run("eval", str(profile), "--model", model, "--levels", "likelihood,recall", "--out", str(out / "evaluation"))
         for file in (profile, *evaluation_files(profile)):
             files[file.name.replace("profile", f"{name}-{budget}", 1)] = file
@@ -43,20 +43,20 @@ def make(work: Path, name: str) -> dict[str, Path]:
 
 
 def twin(work: Path) -> Path:
-    """The folder of the twin, made anew."""
+    """Make the twin; returns its folder."""
     folder = work / TWIN
     shutil.rmtree(folder, ignore_errors=True)
     make_twin("demo", folder)
     return folder
 
 
-def _run(*words: str) -> None:
-    if status := kvtuner(words):
+def _run(*arguments: str) -> None:
+    if status := kvtuner(arguments):
         raise SystemExit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make all of it."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("runs"), help="folder of run folders and of the twin")
     parser.add_argument("--models", nargs="+", choices=("demo", TWIN), default=("demo", TWIN), help="both, by default")

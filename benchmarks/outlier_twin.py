@@ -12,7 +12,7 @@ import argparse
 import json
 
 import optuna
-from search_quality import Arena, add_arguments, prepare, searched, starts
+from search_quality import CalibratedModel, add_arguments, prepare, searched, starts
 
 from kvtuner.calibration.demo.outliers import make_twin
 from kvtuner.precision import PrecisionPair
@@ -20,24 +20,24 @@ from kvtuner.search_spaces.budget import Budget
 from kvtuner.search_spaces.space import build_space, uniform
 
 
-def row(arena: Arena, args: argparse.Namespace) -> dict[str, float]:
-    """KL of uniform K4V4 without and with the best transforms, and of the search at its 4 bits."""
-    constraint = Budget.parse("4bit").constraint(arena.bench.loaded.shape.geometry)
-    space = build_space(arena.table, "kl", constraint.shape)
+def row(model: CalibratedModel, args: argparse.Namespace) -> dict[str, float]:
+    """The KL of uniform K4V4 without and with the best transforms, and of the search at its 4 bits."""
+    constraint = Budget.parse("4bit").constraint(model.bench.loaded.shape.geometry)
+    space = build_space(model.table, "kl", constraint.shape)
     kl = {}
     for name, transforms in (("K4V4 plain", False), ("K4V4", True)):
         pair = PrecisionPair(4, 4)
-        configuration = uniform(arena.table, pair, "kl", constraint.shape, transforms=transforms)
-        kl[name] = arena.report_kl(configuration, name, transforms=transforms)
-    warm = starts(arena, space, constraint, args.trials)
+        configuration = uniform(model.table, pair, "kl", constraint.shape, transforms=transforms)
+        kl[name] = model.report_kl(configuration, name, transforms=transforms)
+    warm = starts(model, space, constraint, args.trials)
     kl["searched"], _ = searched(
-        arena, space, constraint, warm, sampler="nsga2", guidance="surrogate", trials=args.trials, seed=args.seed
+        model, space, constraint, warm, sampler="nsga2", guidance="surrogate", trials=args.trials, seed=args.seed
     )
     return kl
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--seed", type=int, default=0)
@@ -47,8 +47,8 @@ def main() -> None:
     if not twin.exists():
         make_twin(args.model, twin)
     rows = {
-        name: row(prepare(model, args.out / name, args), args)
-        for name, model in (("model", args.model), ("twin", str(twin)))
+        name: row(prepare(source, args.out / name, args), args)
+        for name, source in (("model", args.model), ("twin", str(twin)))
     }
     print(json.dumps({**rows, "ratio": rows["twin"]["searched"] / rows["model"]["searched"]}, indent=2))
 

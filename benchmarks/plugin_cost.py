@@ -1,4 +1,4 @@
-"""What the installed plugin costs an SGLang process that serves no profile: the time of SGLang's `load_plugins()`.
+"""Times SGLang's `load_plugins()` with and without the installed plugin, in processes that serve no profile.
 
     PYTHONPATH=examples/sglang_on_cpu python benchmarks/plugin_cost.py
 
@@ -25,20 +25,20 @@ print("SECONDS", time.perf_counter() - start)
 
 
 def milliseconds(plugins: str) -> float:
-    """Of one process that may load these plugins."""
+    """The milliseconds of `load_plugins()` in one process that may load these plugins."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("KVTUNER_")}
-    done = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env={**variables, "SGLANG_PLUGINS": plugins},
         capture_output=True,
         text=True,
         check=True,
-    )
-    return 1000 * float(done.stdout.split("SECONDS ")[1])
+    ).stdout
+    return 1000 * float(output.split("SECONDS ")[1])
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     repeats = parser.parse_args().repeats

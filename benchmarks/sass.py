@@ -34,9 +34,10 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).parent))
 
 import dequantize_then_dot
+from gpu_parts.pools import ALL_TRANSFORMS, LLAMA, empty_rows, row_format
 
 from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, effective_bits
-from kvtuner.quant import QuantSpec, Transform
+from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.kernels import decode, read_rows, store_rows
 from kvtuner.runtime_loader.kernels.launch import (
     EXACT,
@@ -48,28 +49,24 @@ from kvtuner.runtime_loader.kernels.launch import (
 )
 from kvtuner.runtime_loader.kernels.settings import DecodeLaunch, Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
-from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
-from kvtuner.transforms import TransformKind
 
 H200_LANES_PER_S: Final = 132 * 4 * 32 * 1.755e9
 H200_BYTES_PER_S: Final = 4.3e12
 PAIRS: Final = ("K4V4", "K8V8", "K8V4", "K4V2", "K2V2")
 SGLANG: Final = DecodeLaunch(tokens=32, warps=4, stages=2, asm=False)
-"""How SGLang launches its own decode kernel for grouped queries."""
+"""The settings of SGLang's own decode kernel for grouped queries."""
 INSTRUCTION: Final = re.compile(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", re.MULTILINE)
 NUMBERS: Final = {"scale": "fp32", "cap": "fp32"}
 UNALIGNED: Final = ("num_splits", "num_requests", "num_tokens")
-"""Of the others, pointers and strides are multiples of 16, as Triton finds them when it launches."""
-
-
+"""The arguments that need not be multiples of 16; pointers and strides are, as Triton finds when it launches."""
 PLAIN: Final = {"EXTEND": False, "CAPPED": False, "BIASED": False}
-"""One query per request, scores as they are."""
+"""The facts of one query per request and of plain scores."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Heads of one rank and their channels."""
+class RankShape:
+    """The heads of one rank, their channels and groups."""
 
     num_kv_heads: int = 8
     gqa: int = 4
@@ -78,8 +75,8 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """What one compiled kernel does."""
+class DecodeCount:
+    """The counts of one compiled decode kernel; the fields are those of the JSON."""
 
     kernel: str
     arch: int
@@ -97,23 +94,19 @@ class Row:
     spills: int
     registers: int
     shared_bytes: int
-    async_copies_16B: int  # the name that was asked for
+    async_copies_16B: int
     limit: float
 
 
-def side_of(shape: Shape, bits: int) -> KernelSide:
-    """Rows that take no memory."""
+def side_of(shape: RankShape, bits: int) -> KernelSide:
+    """Rows on the meta device, which take no memory."""
     spec = None if bits == NATIVE_BITS else QuantSpec(bits, group_size=shape.group_size)
-    row_format = RowFormat(shape.num_kv_heads, shape.head_dim, spec)
-    if spec is None:
-        native = torch.empty(1024, shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16, device="meta")
-        return KernelSide.of(PackedRows(native, row_format))
-    rows = torch.empty(1024, row_format.row_bytes(torch.bfloat16), dtype=torch.uint8, device="meta")
-    return KernelSide.of(PackedRows(rows, row_format))
+    row = RowFormat(shape.num_kv_heads, shape.head_dim, spec)
+    return KernelSide.of(empty_rows("meta", torch.bfloat16, row, 1024))
 
 
-def kind_of(name: str, facts: dict[str, Any]) -> str:
-    """An argument's type, as a server passes it."""
+def type_of(name: str, facts: dict[str, Any]) -> str:
+    """The type of a kernel's argument, as a server passes it."""
     if name in facts:
         return "constexpr"
     if not name.endswith("_ptr"):
@@ -132,9 +125,9 @@ def kind_of(name: str, facts: dict[str, Any]) -> str:
 
 
 def compiled(function: Any, facts: dict[str, Any], target: GPUTarget, **options: Any) -> Any:
-    """A kernel for a device that need not be here; facts that it does not take are left out."""
+    """A kernel, compiled for a device that need not be here; facts that it does not take are left out."""
     names = function.arg_names
-    kinds = {name: kind_of(name, facts) for name in names}
+    kinds = {name: type_of(name, facts) for name in names}
     constants = {(names.index(name),): value for name, value in facts.items() if name in names}
     divisible = [name for name in names if kinds[name] not in ("constexpr", "fp32") and name not in UNALIGNED]
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
@@ -142,12 +135,12 @@ def compiled(function: Any, facts: dict[str, Any], target: GPUTarget, **options:
 
 
 def nvidia(arch: int) -> GPUTarget:
-    """By compute capability without the dot."""
+    """The target of a compute capability, written without the dot."""
     return GPUTarget("cuda", arch, 32)
 
 
 def disassembled(binary: bytes) -> tuple[str, str]:
-    """Machine code, and what it takes."""
+    """The machine code of a binary, and the resources that it takes."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
@@ -160,25 +153,25 @@ def disassembled(binary: bytes) -> tuple[str, str]:
 
 
 def spills_of(code: str) -> int:
-    """Registers written to memory or read from it, in all of a kernel."""
+    """The number of registers that a kernel writes to memory or reads from it."""
     return sum(match[2].split()[0].startswith(("LDL", "STL")) for match in INSTRUCTION.finditer(code))
 
 
 def loop_of(code: str) -> list[str]:
-    """Instructions of the longest loop with a matrix product: from the target of a jump back to the jump."""
+    """The instructions of the longest loop with a matrix product: from the target of a jump back to the jump."""
     lines = [(int(match[1], 16), re.sub(r"^@!?U?P\w+\s+", "", match[2])) for match in INSTRUCTION.finditer(code)]
     loops = []
     for address, text in lines:
         jump = re.match(r"BRA\S*\s+(?:\S+,\s*)?(?:`\(\S+\)|0x([0-9a-f]+))", text)
         if jump and jump[1] and int(jump[1], 16) < address:
-            loops.append([each for at, each in lines if int(jump[1], 16) <= at <= address])
-    return max((loop for loop in loops if any("MMA" in each for each in loop)), key=len)
+            loops.append([inside for at, inside in lines if int(jump[1], 16) <= at <= address])
+    return max((loop for loop in loops if any("MMA" in text for text in loop)), key=len)
 
 
 def measure(
-    pair: PrecisionPair, shape: Shape, arch: int, launch: DecodeLaunch, *, baseline: bool = False, **kind: bool
-) -> Row:
-    """Compile and count; `kind` says what else than `PLAIN` the kernel does."""
+    pair: PrecisionPair, shape: RankShape, arch: int, launch: DecodeLaunch, *, baseline: bool = False, **kind: bool
+) -> DecodeCount:
+    """The counts of a decode kernel; `kind` replaces facts of `PLAIN`."""
     keys, values = side_of(shape, pair.k_bits), side_of(shape, pair.v_bits)
     facts = {**decode_facts(keys, values, shape.gqa, launch), **PLAIN, **kind}
     function = dequantize_then_dot.decode_split if baseline else decode.decode_split
@@ -193,7 +186,7 @@ def measure(
     group = shape.group_size
     stored = effective_bits([pair], RowShape(shape.num_kv_heads, shape.head_dim, shape.head_dim, group, group))
     registers = re.search(r"REG:(\d+)", usage)
-    return Row(
+    return DecodeCount(
         kernel=function.__name__,
         arch=arch,
         k_bits=pair.k_bits,
@@ -216,18 +209,15 @@ def measure(
 
 
 def rows_kernels(arch: int) -> list[dict[str, Any]]:
-    """The kernels that write and read rows, as they are launched."""
-    shape, found = Shape(), []
-    elements = shape.num_kv_heads * shape.head_dim
-    native = side_of(shape, NATIVE_BITS)
-    for bits, kind in itertools.product((8, 4, 2), ("none", "centered", "hadamard", "centered+balanced+hadamard")):
-        parts = TransformKind.parse(kind)
-        ones = torch.ones(shape.num_kv_heads, shape.head_dim, dtype=torch.float16)
-        transform = Transform(parts, ones if parts.centered else None, ones if parts.balanced else None)
-        row_format = RowFormat(shape.num_kv_heads, shape.head_dim, QuantSpec(bits, transform))
-        num_bytes = row_format.row_bytes(torch.bfloat16)
-        side = KernelSide.of(PackedRows(torch.empty(9, num_bytes, dtype=torch.uint8, device="meta"), row_format))
-        # A program of the store kernel writes keys or values: what the other is, is taken off.
+    """The counts of the kernels that write and read rows, whole, as they are launched."""
+    shape = LLAMA
+    rows: list[dict[str, Any]] = []
+    native = side_of(RankShape(), NATIVE_BITS)
+    for bits, kind in itertools.product((8, 4, 2), ("none", "centered", "hadamard", ALL_TRANSFORMS)):
+        row = row_format(shape, bits, kind)
+        side = KernelSide.of(empty_rows("meta", torch.bfloat16, row, 9))
+        num_bytes, elements = row.row_bytes(torch.bfloat16), shape.num_kv_heads * shape.head_dim
+        # A program of the store kernel writes keys or values: the instructions of the other are subtracted.
         for function, facts, off, tokens in (
             (store_rows.store_rows, store_facts(side, native), store_facts(native, native), STORED_TOKENS),
             (read_rows.read_side, read_facts(side), None, READ_TOKENS),
@@ -239,17 +229,17 @@ def rows_kernels(arch: int) -> list[dict[str, Any]]:
                 other, _ = disassembled(compiled(function, off, nvidia(arch), **EXACT).asm["cubin"])
                 count -= len(INSTRUCTION.findall(other))
             per_element = count * 32 * EXACT["num_warps"] / (tokens * shape.head_dim)
-            found.append({
+            rows.append({
                 "kernel": function.__name__, "arch": arch, "bits": bits, "kind": kind,
                 "lane_instructions_per_element": round(per_element, 1),
                 "spills": spills_of(code),
                 "limit": round(H200_LANES_PER_S * (num_bytes / elements + 2) / H200_BYTES_PER_S, 1),
             })  # fmt: skip
-    return found
+    return rows
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=[90], help="compute capability without the dot")
     parser.add_argument("--pairs", nargs="+", default=list(PAIRS))
@@ -263,26 +253,35 @@ def main() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: what is interpreted cannot be compiled; unset it")
     if args.rows:
-        counts = [row for arch in args.arch for row in rows_kernels(arch)]
-        if args.json:
-            print(json.dumps(counts, indent=1))
-            return
-        print("kernel      arch  bits  kind                         per element  H200 limit  spills")
-        for row in counts:
-            print(
-                f"{row['kernel']:<12}{row['arch']:<6}{row['bits']:<6}{row['kind']:<29}"
-                f"{row['lane_instructions_per_element']:>11.1f}{row['limit']:12.1f}{row['spills']:8}"
-            )
+        show_rows_kernels([row for arch in args.arch for row in rows_kernels(arch)], as_json=args.json)
         return
     rows = []
     for arch, heads, name in itertools.product(args.arch, args.kv_heads, args.pairs):
-        pair, shape = PrecisionPair.parse(name), Shape(heads, args.gqa, 128, args.group_size)
+        pair, shape = PrecisionPair.parse(name), RankShape(heads, args.gqa, 128, args.group_size)
         committed = Device(f"sm_{arch}", 0).launch(side_of(shape, pair.k_bits), side_of(shape, pair.v_bits), args.gqa)
         kernels = [(committed, False)]
         if not args.without_baseline:
             kernels += [(SGLANG, True), (committed, True)]
         rows += [measure(pair, shape, arch, launch, baseline=baseline) for launch, baseline in kernels]
-    if args.json:
+    show_decode_kernels(rows, as_json=args.json)
+
+
+def show_rows_kernels(rows: list[dict[str, Any]], *, as_json: bool) -> None:
+    """Print the counts of the kernels that write and read rows."""
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    print("kernel      arch  bits  kind                         per element  H200 limit  spills")
+    for row in rows:
+        print(
+            f"{row['kernel']:<12}{row['arch']:<6}{row['bits']:<6}{row['kind']:<29}"
+            f"{row['lane_instructions_per_element']:>11.1f}{row['limit']:12.1f}{row['spills']:8}"
+        )
+
+
+def show_decode_kernels(rows: list[DecodeCount], *, as_json: bool) -> None:
+    """Print the counts of the decode kernels."""
+    if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return
     print("arch  pair  heads  kernel    tokens/warps/stages  per element  H200 limit  registers  spills  converted")

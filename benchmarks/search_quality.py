@@ -1,4 +1,4 @@
-"""What each way of searching reaches: measured KL on the report split, at comparable numbers of forward passes.
+"""The KL that each search method reaches on the report split, at comparable numbers of forward passes.
 
     python benchmarks/search_quality.py --model demo --out runs/quality --seeds 0 1 2 --markdown table.md
 
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import optuna
+from greedy import greedy
 
-from benchmarks.greedy import greedy
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.calibration.isolated_kl import isolated_candidates
 from kvtuner.calibration.model_loading import ModelSource, load_model
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Arena:
-    """A calibrated model on which methods are compared."""
+class CalibratedModel:
+    """A calibrated model on which search methods are compared."""
 
     bench: Workbench
     table: SensitivityTable
@@ -61,7 +61,7 @@ class Arena:
     validator: Validator
 
     def report_kl(self, configuration: Sequence[LayerChoice], name: str, *, transforms: bool = True) -> float:
-        """Mean KL on the report split over small and large position offsets."""
+        """The mean KL on the report split over small and large position offsets."""
         scheme = CacheScheme(
             name=name,
             has_transforms=transforms,
@@ -74,9 +74,9 @@ class Arena:
         return sum(sums.kl) / sum(sums.count)
 
 
-def prepare(model: str, out: Path, args: argparse.Namespace) -> Arena:
+def prepare(source: str, out: Path, args: argparse.Namespace) -> CalibratedModel:
     """Load a model, calibrate it, and open the journals in its own folder."""
-    loaded = load_model(ModelSource(model))
+    loaded = load_model(ModelSource(source))
     corpus = load_corpus(
         CorpusSource(data=args.data, sequence_length=args.sequence_length, num_sequences=tuple(args.sequences)),
         loaded.tokenizer,
@@ -86,23 +86,23 @@ def prepare(model: str, out: Path, args: argparse.Namespace) -> Arena:
     table = calibrate(bench, folder)
     identity = sha256_of(table.identity)
     objective = MeasuredKL(bench.simulator("select", reuse=True), table, bench.options.quant, folder, identity)
-    return Arena(bench, table, objective, Validator(bench, folder, identity))
+    return CalibratedModel(bench, table, objective, Validator(bench, folder, identity))
 
 
-def best_uniform(arena: Arena, constraint: Constraint, *, transforms: bool) -> tuple[str, float]:
-    """The uniform inside the budget that is best on the report split itself: the strongest opponent."""
-    found = []
+def best_uniform(model: CalibratedModel, constraint: Constraint, *, transforms: bool) -> tuple[str, float]:
+    """The uniform inside the budget that is best on the report split itself: the strongest baseline."""
+    measured = []
     for bits in product(ALL_BITS, ALL_BITS):
         pair = PrecisionPair(*bits)
-        configuration = uniform(arena.table, pair, "kl", constraint.shape, transforms=transforms)
+        configuration = uniform(model.table, pair, "kl", constraint.shape, transforms=transforms)
         if constraint.is_met(pairs_of(configuration)):
-            found.append((arena.report_kl(configuration, str(pair), transforms=transforms), str(pair)))
-    kl, name = min(found)
+            measured.append((model.report_kl(configuration, str(pair), transforms=transforms), str(pair)))
+    kl, name = min(measured)
     return name, kl
 
 
 def searched(
-    arena: Arena,
+    model: CalibratedModel,
     space: SearchSpace,
     constraint: Constraint,
     warm: list[Configuration],
@@ -112,50 +112,50 @@ def searched(
     trials: int,
     seed: int,
 ) -> tuple[float, int]:
-    """KL on the report split of what a study finds, infinite if nothing kept the budget; and the sequences it ran."""
-    before = arena.objective.num_sequences
+    """The KL of a study's best on the report split, infinite if nothing kept the budget; and the sequences it ran."""
+    before = model.objective.num_sequences
     try:
         study = refine(
             space,
             constraint,
-            arena.objective,
+            model.objective,
             warm=warm,
             sampler=sampler,
             num_trials=trials,
             seed=seed,
             guidance=guidance,
-            race=arena.objective.against if guidance == "surrogate" else None,
+            race=model.objective.against if guidance == "surrogate" else None,
         )
     except SearchSpaceError:
         return math.inf, 0
-    return arena.report_kl(study.best, sampler), arena.objective.num_sequences - before
+    return model.report_kl(study.best, sampler), model.objective.num_sequences - before
 
 
-def starts(arena: Arena, space: SearchSpace, constraint: Constraint, trials: int) -> list[Configuration]:
-    """What `kvtuner search` starts its refinement from: the exact front, and the uniforms inside the budget."""
+def starts(model: CalibratedModel, space: SearchSpace, constraint: Constraint, trials: int) -> list[Configuration]:
+    """The warm starts of `kvtuner search`: the exact front, and the uniforms inside the budget."""
     pairs = [PrecisionPair(*bits) for bits in product(ALL_BITS, ALL_BITS)]
-    uniforms = [uniform(arena.table, pair, "kl", constraint.shape, transforms=True) for pair in pairs]
+    uniforms = [uniform(model.table, pair, "kl", constraint.shape, transforms=True) for pair in pairs]
     return warm_starts(space, constraint, uniforms, min(trials, POPULATION_SIZE))
 
 
-def compare(arena: Arena, text: str, args: argparse.Namespace) -> dict[str, Any]:
+def compare(model: CalibratedModel, text: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row of the table."""
-    geometry = arena.bench.loaded.shape.geometry
+    geometry = model.bench.loaded.shape.geometry
     constraint = Budget.parse(text).constraint(geometry)
-    space = build_space(arena.table, "kl", constraint.shape)
-    warm = starts(arena, space, constraint, args.trials)
-    plain_name, plain = best_uniform(arena, constraint, transforms=False)
-    best_name, best = best_uniform(arena, constraint, transforms=True)
+    space = build_space(model.table, "kl", constraint.shape)
+    warm = starts(model, space, constraint, args.trials)
+    plain_name, plain = best_uniform(model, constraint, transforms=False)
+    best_name, best = best_uniform(model, constraint, transforms=True)
     row: dict[str, Any] = {
         "budget": text,
         "uniform": plain,
         "uniform_name": plain_name,
         "uniform+t": best,
         "uniform+t_name": best_name,
-        "exact": arena.report_kl(solve(space, constraint), "exact"),
-        "greedy": arena.report_kl(greedy(space, constraint), "greedy"),
+        "exact": model.report_kl(solve(space, constraint), "exact"),
+        "greedy": model.report_kl(greedy(space, constraint), "greedy"),
     }
-    isolated = len(isolated_candidates(arena.table.scores)) * args.sequences[0] // 2
+    isolated = len(isolated_candidates(model.table.scores)) * args.sequences[0] // 2
     more = args.trials + -(-isolated // args.sequences[1])
     for name, start, sampler, guidance, trials in (
         ("exact+refined", warm, "nsga2", "surrogate", args.trials),
@@ -164,11 +164,11 @@ def compare(arena: Arena, text: str, args: argparse.Namespace) -> dict[str, Any]
         ("tpe cold", [], "tpe", "none", args.trials),
         ("random", [], "random", "none", args.trials),
     ):
-        found = [
-            searched(arena, space, constraint, start, sampler=sampler, guidance=guidance, trials=trials, seed=seed)
+        results = [
+            searched(model, space, constraint, start, sampler=sampler, guidance=guidance, trials=trials, seed=seed)
             for seed in args.seeds
         ]
-        row[name] = {"kl": [kl for kl, _ in found], "sequences": [sequences for _, sequences in found]}
+        row[name] = {"kl": [kl for kl, _ in results], "sequences": [sequences for _, sequences in results]}
     return row
 
 
@@ -176,7 +176,7 @@ METHODS = ("exact", "greedy", "exact+refined", "nsga2 cold", "nsga2 cold, asked 
 
 
 def cell(value: float | dict[str, list[float]]) -> str:
-    """A figure; of a method with seeds the median, the worst, and how many sequences were run."""
+    """The text of a figure; for a method with seeds the median, the worst, and the number of sequences."""
     if isinstance(value, float):
         return f"{value:.3g}"
     middle, worst = statistics.median(value["kl"]), max(value["kl"])
@@ -186,7 +186,7 @@ def cell(value: float | dict[str, list[float]]) -> str:
 
 
 def markdown(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
-    """The table; methods with a seed as their median and worst."""
+    """The table in Markdown."""
     header = ["budget", "best plain uniform", "best uniform", *METHODS, "exact+refined / best plain uniform"]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for row in rows:
@@ -204,7 +204,7 @@ def markdown(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every comparison of searches is asked with."""
+    """Add the flags that every comparison of searches has."""
     parser.add_argument("--model", default="demo")
     parser.add_argument("--data", default="demo")
     parser.add_argument("--out", type=Path, required=True)
@@ -214,7 +214,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--budgets", nargs="+", default=["2.5bit", "3bit", "3.5bit", "4bit", "5bit", "6bit"])
@@ -222,10 +222,10 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    arena = prepare(args.model, args.out, args)
+    model = prepare(args.model, args.out, args)
     rows = []
     for budget in args.budgets:
-        rows.append(compare(arena, budget, args))
+        rows.append(compare(model, budget, args))
         print(json.dumps(rows[-1]), flush=True)
     table = markdown(rows, args)
     print(table)

@@ -72,7 +72,7 @@ def read_back(bits: int, head_dim: int) -> Any:
 
 def attending(pair: PrecisionPair, head_dim: int, target: GPUTarget, arch: str, **kind: bool) -> Any:
     """The kernel that reads rows, as the table launches it."""
-    shape = sass.Shape(HEADS, GQA, head_dim, head_dim)
+    shape = sass.RankShape(HEADS, GQA, head_dim, head_dim)
     keys, values = (sass.side_of(shape, bits) for bits in (pair.k_bits, pair.v_bits))
     launch = Device(arch, 0).launch(keys, values, GQA, extend=kind.get("EXTEND", False))
     facts = {**decode_facts(keys, values, GQA, launch), **sass.PLAIN, **kind}
@@ -104,7 +104,7 @@ def spills(kernel: Any) -> int:
 
 def copies(bits: int, head_dim: int) -> tuple[int, float]:
     """Asynchronous copies of 16 bytes in the decode loop, and how many its codes are."""
-    shape = sass.Shape(HEADS, GQA, head_dim, head_dim)
+    shape = sass.RankShape(HEADS, GQA, head_dim, head_dim)
     launch = Device("sm_90", 0).launch(sass.side_of(shape, bits), sass.side_of(shape, bits), GQA)
     row = sass.measure(PrecisionPair(bits, bits), shape, 90, launch)
     return row.async_copies_16B, launch.tokens * 2 * head_dim * bits // 8 / (16 * 32 * launch.warps)
