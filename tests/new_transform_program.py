@@ -140,7 +140,7 @@ def check_cache(profile: Profile) -> None:
 
 
 def main() -> None:
-    from kvtuner.report.layer_codes import KIND_CODES, layer_codes
+    from kvtuner.report.layer_strip import KIND_CODES, layer_codes
 
     table = measured(tiny_model())
     configuration = chosen(table)
