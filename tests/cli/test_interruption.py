@@ -190,8 +190,9 @@ def test_ctrl_c_at_any_moment_ends_with_130_and_the_same_command_makes_the_same_
 def test_ctrl_c_while_a_library_executes_text_ends_with_130_too(tmp_path: Path) -> None:
     # As when a dataclass is made during an import; `-c` and a script end otherwise than `-m`.
     (tmp_path / "interrupted.py").write_text(
-        "import sys\nfrom kvtuner.cli import doctor, main\n"
-        "doctor.run = lambda _: exec('import signal; signal.raise_signal(signal.SIGINT)')\nsys.exit(main(['doctor']))\n"
+        "import sys\nfrom kvtuner.cli import main\nfrom kvtuner.cli.commands import doctor\n"
+        "doctor._devices = lambda: exec('import signal; signal.raise_signal(signal.SIGINT)')\n"
+        "sys.exit(main(['doctor']))\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
     done = subprocess.run([sys.executable, "-m", "interrupted"], capture_output=True, text=True, env=environment)

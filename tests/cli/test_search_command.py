@@ -66,7 +66,7 @@ def test_the_same_seed_gives_the_same_profile_bytes(
 ) -> None:
     # More trials than warm starts, so that races, the sampler and the surrogate take part; then two at a time.
     first = search(tmp_path / "a", "--budget", "3bit", "--seed", "7", trials=40)
-    for module in ("simulate", "isolated"):
+    for module in ("forward.simulator", "isolated_kl"):
         monkeypatch.setattr(f"kvtuner.calibration.{module}.num_workers", lambda _: 2)
     second = search(tmp_path / "b", "--budget", "3bit", "--seed", "7", trials=40)
     assert first["profile"] != second["profile"]
@@ -325,26 +325,26 @@ def test_a_uniform_that_may_not_be_better_takes_no_place(
     search: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
     from kvtuner.evaluation.statistics import Interval
-    from kvtuner.pipeline import outcome
+    from kvtuner.pipeline.stages import comparison
 
     low = 0.5 if flags else 0.0
-    monkeypatch.setattr(outcome, "kl_difference", lambda *_: Interval(1.0, low, 2.0))
+    monkeypatch.setattr(comparison, "kl_difference", lambda *_: Interval(1.0, low, 2.0))
     assert search(tmp_path / "run", "--budget", "4bit", *flags, trials=2)["uniform_winner"] is None
 
 
 def test_what_makes_the_model_overflow_is_left_out_and_said_and_the_search_goes_on(
     run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvtuner.calibration.forward import simulator as simulate
+    from kvtuner.calibration.forward import simulator
 
-    healthy = simulate.quantized_attention
+    healthy = simulator.quantized_attention
 
     def overflowing(specs: Any, plan: Any) -> Any:
         listen = healthy(specs, plan)
         two_bits = sum(spec is not None and spec.k is not None and spec.k.bits == 2 for spec in specs.values())
         return (lambda layer, call: listen(layer, call) * float("inf")) if two_bits > 1 else listen
 
-    monkeypatch.setattr(simulate, "quantized_attention", overflowing)
+    monkeypatch.setattr(simulator, "quantized_attention", overflowing)
     arguments = (
         "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--trials", "12",
         "--out", tmp_path / "run", "--budget", "3.5bit", "--json",
@@ -419,12 +419,12 @@ def test_a_uniform_that_takes_the_place_of_the_winner_says_so(
     search: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transforms: bool
 ) -> None:
     from kvtuner.evaluation.statistics import Interval
-    from kvtuner.pipeline import outcome
+    from kvtuner.pipeline.stages import comparison
 
-    real = outcome._schemes
-    monkeypatch.setattr(outcome, "kl_difference", lambda *_: Interval(1.0, 0.5, 1.5))
+    real = comparison._baselines
+    monkeypatch.setattr(comparison, "kl_difference", lambda *_: Interval(1.0, 0.5, 1.5))
     monkeypatch.setattr(
-        outcome, "_schemes", lambda run: [c for c in real(run) if not c.specs or c.has_transforms == transforms]
+        comparison, "_baselines", lambda run: [c for c in real(run) if not c.specs or c.has_transforms == transforms]
     )
     result = search(tmp_path / "run", "--budget", "4bit", trials=2)
     winner = result["quality"][0]["winner"]

@@ -43,13 +43,13 @@ WORKER = """
 import sys, time
 from kvtuner.precision import PrecisionPair, RowShape
 from kvtuner.search_spaces.budget import Budget, Constraint
-from kvtuner.search_spaces.space import Choice, LayerMenu, SearchSpace, predicted_score
+from kvtuner.search_spaces.space import LayerChoice, LayerMenu, SearchSpace, predicted_score
 from kvtuner.tuner.study import refine
 
 url, log, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
 shape = RowShape(2, 64, 32, 64, 32)
 pairs = [PrecisionPair(bits, bits) for bits in (2, 4, 8)]
-choices = tuple(Choice(p, "none", "none", shape.pair_bytes(p), 1 / p.k_bits) for p in pairs)
+choices = tuple(LayerChoice(p, "none", "none", shape.pair_bytes(p), 1 / p.k_bits) for p in pairs)
 space = SearchSpace(tuple(LayerMenu(i, choices) for i in range(4)), tuple((i,) for i in range(4)), shape)
 constraint = Constraint(Budget.parse("7bit"), shape, (range(4),))
 
