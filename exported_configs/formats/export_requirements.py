@@ -91,7 +91,7 @@ def uneven_layers(profile: Profile) -> list[LostFeature]:
     ]
 
 
-def refusal(name: str, found: Sequence[LostFeature], way_out: str = "keep the profile's own file") -> ProfileError:
+def refusal(name: str, lost: Sequence[LostFeature], way_out: str = "keep the profile's own file") -> ProfileError:
     """The error for a format that cannot say all: names the first layer and what would be lost."""
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return ProfileError(f"{name} cannot say all of the profile: {found[0]}{more}; {way_out}")
+    more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
+    return ProfileError(f"{name} cannot say all of the profile: {lost[0]}{more}; {way_out}")

@@ -43,9 +43,9 @@ class ImportOptions:
 
     def flags_beyond(self, names: Collection[str]) -> Iterator[str]:
         """The flags that the user set and that belong to no field of `names`."""
-        for each in fields(self):
-            if "flag" in each.metadata and each.name not in names and getattr(self, each.name) not in (None, {}):
-                yield each.metadata["flag"]
+        for option in fields(self):
+            if "flag" in option.metadata and option.name not in names and getattr(self, option.name) not in (None, {}):
+                yield option.metadata["flag"]
 
     def group_sizes(self, geometry: ModelGeometry) -> tuple[int, int]:
         """The channels per scale of keys and of values where the format has none of its own: one group per head."""

@@ -61,10 +61,10 @@ def write(profile: Profile) -> Exported:
         "pertoken": Storage(geometry.head_dim, geometry.v_head_dim, symmetric=False),
         "kivi": Storage(KIVI_GROUP, KIVI_GROUP, symmetric=False, k_granularity="per_channel"),
     }
-    found = {scheme: differences(profile, storage) for scheme, storage in schemes.items()}
-    scheme = next((scheme for scheme in SCHEMES if not found[scheme]), None)
+    lost = {scheme: differences(profile, storage) for scheme, storage in schemes.items()}
+    scheme = next((scheme for scheme in SCHEMES if not lost[scheme]), None)
     if scheme is None:
-        raise refusal("kvtuner-yaml", found["kivi" if profile.has_per_channel_keys else "pertoken"])
+        raise refusal("kvtuner-yaml", lost["kivi" if profile.has_per_channel_keys else "pertoken"])
     lines = [
         f"{layer}:\n  nbits_key: {pair.k_bits}\n  nbits_value: {pair.v_bits}\n"
         for layer, pair in enumerate(profile.pairs)

@@ -60,14 +60,14 @@ def write(profile: Profile) -> Exported:
     Raises:
         ProfileError: any other layer.
     """
-    found = [
+    lost = [
         LostFeature(layer, f"{pair} is neither INT8 nor unquantized")
         for layer, pair in enumerate(profile.pairs)
         if pair not in (INT8, NATIVE)
     ]
-    found += differences(profile, Storage(profile.geometry.head_dim, profile.geometry.v_head_dim, symmetric=True))
-    if found:
-        raise refusal("modelopt", sorted(found))
+    lost += differences(profile, Storage(profile.geometry.head_dim, profile.geometry.v_head_dim, symmetric=True))
+    if lost:
+        raise refusal("modelopt", sorted(lost))
     layers = [layer for layer, pair in enumerate(profile.pairs) if pair == INT8]
     is_whole = len(layers) == len(profile.pairs)
     document = {
@@ -100,7 +100,7 @@ def _is_symmetric(kept: list[int], pairs: dict[int, PrecisionPair | None], optio
 def _int8_notes(kept: list[int], *, symmetric: bool) -> tuple[str, ...]:
     if not kept:
         return ()
-    return (_INT8_NOTE,) if symmetric else (_INT8_NOTE, "ModelOpt's INT8 is symmetric; here it is asymmetric, as said")
+    return (_INT8_NOTE,) if symmetric else (_INT8_NOTE, "ModelOpt's INT8 is symmetric; here it is asymmetric")
 
 
 def _section(document: Any) -> dict[str, Any]:
@@ -108,11 +108,11 @@ def _section(document: Any) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ProfileError("must be a JSON object; give hf_quant_config.json or config.json")
     places = [document, *(document.get(name) for name in _SECTIONS)]
-    found = [place for place in places if isinstance(place, dict) and {_ALGO, _LAYERS, _VERSION} & set(place)]
-    if len(found) != 1:
-        what = "no" if not found else "more than one"
+    sections = [place for place in places if isinstance(place, dict) and {_ALGO, _LAYERS, _VERSION} & set(place)]
+    if len(sections) != 1:
+        what = "no" if not sections else "more than one"
         raise ProfileError(f"has {what} {_ALGO} or {_LAYERS}; give ModelOpt's hf_quant_config.json or config.json")
-    return found[0]
+    return sections[0]
 
 
 def _algorithms(section: dict[str, Any], geometry: ModelGeometry) -> dict[int, str]:
@@ -125,9 +125,9 @@ def _algorithms(section: dict[str, Any], geometry: ModelGeometry) -> dict[int, s
     if not is_known and (layers is not None or version is not None):
         raise ProfileError(f"{_VERSION} must be {SCHEMA_VERSION}, not {str(version)[:20]!a}; upgrade kvtuner")
     if layers is not None:
-        found = _named_layers(layers, geometry)
-        _check_agreement(algorithm, found)
-        return found
+        named = _named_layers(layers, geometry)
+        _check_agreement(algorithm, named)
+        return named
     if algorithm is None:
         raise ProfileError(f"{_ALGO} is null and there is no {_LAYERS}: its KV cache is not quantized")
     if algorithm == MIXED:
@@ -138,7 +138,7 @@ def _algorithms(section: dict[str, Any], geometry: ModelGeometry) -> dict[int, s
 def _named_layers(layers: Any, geometry: ModelGeometry) -> dict[int, str]:
     if not isinstance(layers, dict):
         raise ProfileError(f"{_LAYERS} must be an object, not {type(layers).__name__}")
-    found: dict[int, str] = {}
+    algorithms: dict[int, str] = {}
     prefixes = set()
     for name, entry in layers.items():
         match = _MODULE.fullmatch(name) if len(name) <= _MAX_NAME else None
@@ -147,10 +147,10 @@ def _named_layers(layers: Any, geometry: ModelGeometry) -> dict[int, str]:
         layer = int(match[2])
         check_layer_id(layer, geometry)
         prefixes.add(match[1])
-        if layer in found or len(prefixes) > 1:
+        if layer in algorithms or len(prefixes) > 1:
             raise ProfileError(f"{_LAYERS}: {name!a} is a second module of layer {layer}, or of another model")
-        found[layer] = _algorithm_of(name, entry)
-    return found
+        algorithms[layer] = _algorithm_of(name, entry)
+    return algorithms
 
 
 def _algorithm_of(name: str, entry: Any) -> str:
@@ -162,8 +162,8 @@ def _algorithm_of(name: str, entry: Any) -> str:
     return algorithm
 
 
-def _check_agreement(algorithm: str | None, found: dict[int, str]) -> None:
-    names = set(found.values())
+def _check_agreement(algorithm: str | None, algorithms: dict[int, str]) -> None:
+    names = set(algorithms.values())
     if algorithm == MIXED or names == {algorithm} or (algorithm is None and not names):
         return
     stated = "null" if algorithm is None else ascii(algorithm[:40])

@@ -63,9 +63,9 @@ def write(profile: Profile) -> Exported:
             has not.
     """
     group = profile.defaults.k.group_size
-    found = uneven_layers(profile) + differences(profile, Storage(group, group, symmetric=False))
-    if found:
-        raise refusal("optiq", sorted(found))
+    lost = uneven_layers(profile) + differences(profile, Storage(group, group, symmetric=False))
+    if lost:
+        raise refusal("optiq", sorted(lost))
     entries = [
         {"layer_idx": layer, "bits": pair.k_bits, "group_size": group}
         for layer, pair in enumerate(profile.pairs)
@@ -109,7 +109,7 @@ def _entries(document: Any, geometry: ModelGeometry) -> dict[int, tuple[int, int
     """The bits and the group of the layers that the file names."""
     if not isinstance(document, list):
         raise ProfileError("must be a JSON list of layer_idx, bits and group_size; this is no kv_config.json of optiq")
-    found: dict[int, tuple[int, int]] = {}
+    by_layer: dict[int, tuple[int, int]] = {}
     for place, entry in enumerate(document):
         if not isinstance(entry, dict) or not {"layer_idx", "bits"} <= set(entry) <= set(_FIELDS):
             raise ProfileError(f"entry {place} must have layer_idx, bits and perhaps group_size, and nothing else")
@@ -117,9 +117,9 @@ def _entries(document: Any, geometry: ModelGeometry) -> dict[int, tuple[int, int
             raise ProfileError(f"entry {place}: layer_idx, bits and group_size must be integers")
         layer, bits, group = entry["layer_idx"], entry["bits"], entry.get("group_size", DEFAULT_GROUP)
         check_layer_id(layer, geometry)
-        if layer in found:
+        if layer in by_layer:
             raise ProfileError(f"entry {place}: layer {layer} stands twice; remove one")
         if bits not in (FULL_PRECISION, *PACKED_BITS):
             raise ProfileError(f"layer {layer}: bits must be 0 (not quantized), 2, 4 or 8, not {bits}")
-        found[layer] = bits, group
-    return found
+        by_layer[layer] = bits, group
+    return by_layer

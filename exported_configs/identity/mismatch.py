@@ -255,7 +255,7 @@ def _names(wanted: ModelIdentity, found: ModelIdentity, *, is_comparable: bool) 
     elif is_same_checkpoint is False:
         yield "checkpoint", _with_weights(wanted.id, wanted), _with_weights(found.id, found)
     elif a in NAMELESS or b in NAMELESS:
-        # Where no configuration is recorded either, what is said of older profiles says so of all.
+        # Without a recorded configuration, the line on older profiles covers the name too.
         if is_comparable and not (a in NAMELESS and b in NAMELESS):
             yield "name", wanted.id, found.id
     elif a.rpartition("/")[2] != b.rpartition("/")[2]:

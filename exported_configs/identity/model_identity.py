@@ -129,9 +129,10 @@ def weight_quantization(config: Any) -> str | None:
     """The method that quantized the checkpoint's weights, such as ``awq``; None where the configuration has none."""
     for part in (config, config.get_text_config(decoder=True)):
         for name in _WEIGHTS:
-            found = getattr(part, name, None)
-            if found:
-                method = (found if isinstance(found, dict) else found.to_dict()).get("quant_method") or "unnamed"
+            quantization = getattr(part, name, None)
+            if quantization:
+                fields = quantization if isinstance(quantization, dict) else quantization.to_dict()
+                method = fields.get("quant_method") or "unnamed"
                 return str(getattr(method, "value", method))
     return None
 
@@ -139,8 +140,8 @@ def weight_quantization(config: Any) -> str | None:
 def max_positions(config: Any) -> int | None:
     """The number of positions of the model; None where its configuration has none."""
     text = config.get_text_config(decoder=True)
-    found = next((value for name in _POSITIONS if (value := getattr(text, name, None))), None)
-    return None if found is None else int(found)
+    positions = next((value for name in _POSITIONS if (value := getattr(text, name, None))), None)
+    return None if positions is None else int(positions)
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
@@ -188,10 +189,10 @@ def _cached(model: str, revision: str | None) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(model, "config.json", revision=revision)
+        file = try_to_load_from_cache(model, "config.json", revision=revision)
     except HFValidationError:  # such as "a--b/c", which no repository is called
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def _network(config: Any) -> dict[str, Any]:
@@ -242,7 +243,7 @@ def _is_not_of_the_network(name: str) -> bool:
 def _rotation(text: Any) -> dict[str, Any]:
     """The rotary parameters of all layers, or by kind of layer where kinds differ."""
     parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    kinds = {kind: _one_rotation(each, text) for kind, each in parameters.items() if isinstance(each, dict)}
+    kinds = {kind: _one_rotation(own, text) for kind, own in parameters.items() if isinstance(own, dict)}
     local = getattr(text, "rope_local_base_freq", None)
     return kinds or {**_one_rotation(parameters, text), **({} if local is None else {"local_theta": local})}
 

@@ -1,1 +1,5 @@
-"""The profile as a file: its schema, digest, evaluation and how it is read when it may be hostile."""
+"""The profile as a file: its schema, its digest, its evaluations, and its reading where it may be hostile.
+
+Other packages use `profile` (`Profile`), `load` (`load_profile`), `build` (`build_profile`, `uniform_profile`,
+`dump_profile`), `evidence` and `evaluation_record` (the records of measurements), and `document` (hostile JSON).
+"""

@@ -155,11 +155,11 @@ class Profile(StrictModel):
             ProfileError: a count differs; names the first, with both values.
             GeometryError: the configuration does not describe a cache.
         """
-        found = ModelGeometry.from_config(config).as_dict()
+        actual = ModelGeometry.from_config(config).as_dict()
         for name, wanted in self.to_geometry().as_dict().items():
-            if found[name] != wanted:
+            if actual[name] != wanted:
                 raise ProfileError(
-                    f"the profile of {self.model.id} has {name} {wanted}, but this model has {found[name]};"
+                    f"the profile of {self.model.id} has {name} {wanted}, but this model has {actual[name]};"
                     " use a profile that was searched for this model"
                 )
 

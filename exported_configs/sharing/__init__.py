@@ -1,1 +1,5 @@
-"""How a profile is named, found, pulled, kept and pushed."""
+"""References to profiles, the catalogue, the local store and the hub.
+
+Other packages use `reference` (`parse_reference`), `find` (`find_profile`, `find_profiles`), `catalogue` (`choose`,
+`load_index`), `hub` (`pull`), `upload` (`push`) and `card` (`card`).
+"""

@@ -52,11 +52,11 @@ def card(repo: str, shown: Sequence[CardProfile], *, license_id: str, pictures: 
     Raises:
         HubError: the profiles are of several models, or huggingface_hub is not installed.
     """
-    models = {each.profile.model.id for each in shown}
+    models = {entry.profile.model.id for entry in shown}
     if len(models) != 1:
         raise HubError(f"one repository is for one model, not for {', '.join(sorted(models))}; push them one by one")
     parts = [_head(repo, shown[0].profile)]
-    parts += [_profile(repo, each) for each in shown]
+    parts += [_profile(repo, entry) for entry in shown]
     if pictures:
         parts.append("## Pictures\n\n" + "\n\n".join(f"![{_escape(path)}]({quote(path)})" for path in pictures))
     return f"---\n{_metadata(shown, license_id)}---\n\n" + "\n\n".join(parts) + "\n"
@@ -68,7 +68,7 @@ def _metadata(shown: Sequence[CardProfile], license_id: str) -> str:
     except ImportError as error:
         raise HubError("cards need huggingface_hub: pip install 'kvtuner[hub]'") from error
     model = shown[0].profile.model.id
-    corpora = {each.profile.provenance.calibration.corpus for each in shown if each.profile.provenance.calibration}
+    corpora = {entry.profile.provenance.calibration.corpus for entry in shown if entry.profile.provenance.calibration}
     datasets = sorted(name.partition("@")[0] for name in corpora if name.count("/") == 1)
     on_hub = "/" in model
     relation: dict[str, Any] = {"base_model_relation": "quantized"} if on_hub else {}
@@ -136,12 +136,9 @@ def _quality(profile: Profile) -> list[str]:
     quality = profile.quality
     if quality is None:
         return ["Nothing was measured of this profile.", ""]
-    kl = quality.measured_kl
-    rows = [("this profile", profile.budget.mean_bits, profile.budget.effective_bits, (kl.mean, kl.low, kl.high))]
-    rows += [
-        (each.name, each.mean_bits, each.effective_bits, (each.kl_mean, each.kl_low, each.kl_high))
-        for each in quality.baselines
-    ]
+    kl, budget = quality.measured_kl, profile.budget
+    rows = [("this profile", budget.mean_bits, budget.effective_bits, kl.mean, kl.low, kl.high)]
+    rows += [(b.name, b.mean_bits, b.effective_bits, b.kl_mean, b.kl_low, b.kl_high) for b in quality.baselines]
     return [
         f"Measured on {quality.split_tokens:,} tokens that the search did not see, read plan {quality.read_plan};"
         f" the most likely token is the unquantized model's at {quality.top1_agreement:.2%} of them, perplexity"
@@ -150,8 +147,8 @@ def _quality(profile: Profile) -> list[str]:
         *_table(
             ("scheme", "bits", "with scales", "KL, nats per token", "95 % interval"),
             (
-                (name, f"{mean:.4g}", f"{effective:.4g}", f"{kl_mean:.3g}", f"{low:.3g} to {high:.3g}")
-                for name, mean, effective, (kl_mean, low, high) in rows
+                (name, f"{bits:.4g}", f"{stored:.4g}", f"{mean:.3g}", f"{low:.3g} to {high:.3g}")
+                for name, bits, stored, mean, low, high in rows
             ),
         ),
         "",
@@ -188,7 +185,7 @@ def _measure(cell: Cell) -> str:
 
 def _results(cell: Cell, names: Iterable[str]) -> list[str]:
     results: Mapping[str, str] = {
-        each.subject: f"{each.mean:.4g} [{each.low:.3g}, {each.high:.3g}]" for each in cell.results
+        result.subject: f"{result.mean:.4g} [{result.low:.3g}, {result.high:.3g}]" for result in cell.results
     }
     return [results.get(name, "") for name in names]
 

@@ -124,15 +124,15 @@ def choose(model: ModelIdentity, budget: str | None = None, folder: Path = FOLDE
     return folder / f"{fitting[0].name}.json"
 
 
-def _is_alike(wanted: ModelIdentity, found: ModelIdentity) -> bool:
+def _is_alike(measured: ModelIdentity, served: ModelIdentity) -> bool:
     """Whether models are of one configuration, which many fine-tunes share."""
-    return is_same_configuration(wanted, found) is True and wanted.architecture == found.architecture
+    return is_same_configuration(measured, served) is True and measured.architecture == served.architecture
 
 
-def _is_called_alike(wanted: ModelIdentity, found: ModelIdentity) -> bool:
+def _is_called_alike(measured: ModelIdentity, served: ModelIdentity) -> bool:
     """Whether names are the same, where weights cannot be compared."""
-    are_known = wanted.checkpoint_sha256 is not None and found.checkpoint_sha256 is not None
-    return not are_known and wanted.id.casefold() == found.id.casefold()
+    are_known = measured.checkpoint_sha256 is not None and served.checkpoint_sha256 is not None
+    return not are_known and measured.id.casefold() == served.id.casefold()
 
 
 def geometry_hash(geometry: dict[str, int]) -> str:

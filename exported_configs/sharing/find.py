@@ -50,11 +50,11 @@ def find_profile(text: str) -> ResolvedProfile:
         ProfileError: there is none, several, a wrong one, or not the one that was pinned.
         HubError: the hub does not give it.
     """
-    found = find_profiles(text)
-    if len(found) > 1:
-        names = ", ".join(each.path.name for each in found)
+    profiles = find_profiles(text)
+    if len(profiles) > 1:
+        names = ", ".join(resolved.path.name for resolved in profiles)
         raise ProfileError(f"{text} holds several profiles; name one of {names}")
-    return found[0]
+    return profiles[0]
 
 
 def find_profiles(text: str) -> list[ResolvedProfile]:
@@ -71,18 +71,18 @@ def find_profiles(text: str) -> list[ResolvedProfile]:
         pulled = pull(reference)
         stored = pulled.stored
         at = HubReference(stored.origin.repo, stored.origin.commit, stored.origin.path)
-        found = [ResolvedProfile(stored.path, stored.load(), str(at), False, pulled.notes)]
+        profiles = [ResolvedProfile(stored.path, stored.load(), str(at), False, pulled.notes)]
     elif isinstance(reference, CatalogueReference):
         path = catalogue_file(reference.name)
-        found = [ResolvedProfile(path, load_profile(path), f"{CATALOGUE_PREFIX}{reference.name}", False)]
+        profiles = [ResolvedProfile(path, load_profile(path), f"{CATALOGUE_PREFIX}{reference.name}", False)]
     else:
         files = profile_files(reference.path)
-        found = [ResolvedProfile(path, load_profile(path), path.name, True) for path in files]
-    if reference.digest is not None and len(found) > 1:
-        found = [each for each in found if each.profile.digest == reference.digest] or found
-    for each in found:
-        check_digest(each.profile.digest, reference.digest, text.partition("#")[0])
-    return found
+        profiles = [ResolvedProfile(path, load_profile(path), path.name, True) for path in files]
+    if reference.digest is not None and len(profiles) > 1:
+        profiles = [resolved for resolved in profiles if resolved.profile.digest == reference.digest] or profiles
+    for resolved in profiles:
+        check_digest(resolved.profile.digest, reference.digest, text.partition("#")[0])
+    return profiles
 
 
 def profile_files(path: Path) -> list[Path]:

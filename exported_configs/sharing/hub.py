@@ -117,7 +117,7 @@ def _check_companion(name: str, content: bytes, digest: str) -> None:
 def _companions(path: str, names: Mapping[str, int | None]) -> list[tuple[str, int]]:
     """The paths of a profile's evaluations and signature, each with its largest size."""
     stem = path.removesuffix(".json")
-    found = [
+    evaluations = [
         (name, EVALUATION.max_bytes)
         for name in sorted(names)
         if name.startswith(stem + SUFFIX)
@@ -125,9 +125,11 @@ def _companions(path: str, names: Mapping[str, int | None]) -> list[tuple[str, i
         and "/" not in name.removeprefix(stem)
         and name.isprintable()
     ]
-    if len(found) > MAX_COMPANIONS:
-        raise HubError(f"{path} has {len(found)} evaluations beside it, above {MAX_COMPANIONS}; ask its owner for less")
-    return found + [(name, SIGNATURE.max_bytes) for name in names if name == path + SIGNATURE_SUFFIX]
+    if len(evaluations) > MAX_COMPANIONS:
+        raise HubError(
+            f"{path} has {len(evaluations)} evaluations beside it, above {MAX_COMPANIONS}; ask its owner for less"
+        )
+    return evaluations + [(name, SIGNATURE.max_bytes) for name in names if name == path + SIGNATURE_SUFFIX]
 
 
 def _notes(reference: HubReference, commit: str, before: str | None) -> tuple[str, ...]:

@@ -143,15 +143,15 @@ def find_stored(repo: str, commit: str, path: str) -> FetchedProfile | None:
     """The profile that was fetched from a commit, if it is whole."""
     key = Origin(repo, commit, path).key
     folders = sorted(cache_folder().glob(f"*/{key}")) if is_commit(commit) else []
-    return next((found for folder in folders if (found := _read(folder)) is not None), None)
+    return next((stored for folder in folders if (stored := _read(folder)) is not None), None)
 
 
 def all_stored() -> Iterator[FetchedProfile]:
     """Every whole profile of the store, by digest."""
     for folder in sorted(cache_folder().glob("*/*@*~*")):
-        found = _read(folder)
-        if found is not None:
-            yield found
+        stored = _read(folder)
+        if stored is not None:
+            yield stored
 
 
 def remember(repo: str, revision: str, commit: str) -> str | None:

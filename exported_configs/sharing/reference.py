@@ -110,15 +110,15 @@ def parse_repo(text: str) -> str:
     return match["repo"]
 
 
-def check_digest(found: str, pinned: str | None, name: str) -> None:
+def check_digest(actual: str, pinned: str | None, name: str) -> None:
     """Compare a profile's digest with the one that its reference pins.
 
     Raises:
         ProfileError: they differ.
     """
-    if pinned is not None and found != pinned:
+    if pinned is not None and actual != pinned:
         raise ProfileError(
-            f"{name} has digest {found}, but {pinned} was asked for; look at what changed (kvtuner show), and pin it"
+            f"{name} has digest {actual}, but {pinned} was asked for; look at what changed (kvtuner show), and pin it"
             " anew only if you trust it"
         )
 

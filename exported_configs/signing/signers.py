@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import SignatureError
 from kvtuner.exported_configs.profile.document import one_line
@@ -31,17 +31,6 @@ _CURVES: Final = "of P-256, P-384 or P-521"
 _SIGSTORE_ISSUER: Final = "1.3.6.1.4.1.57264.1.8"
 
 
-class Signer(Protocol):
-    """Who signs a file."""
-
-    def sign(self, file: Path, signature: Path) -> None:
-        """Write the signature of a file.
-
-        Raises:
-            SignatureError: it cannot be made.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class KeySigner:
     """A private key in a PEM file.
@@ -55,7 +44,7 @@ class KeySigner:
     password: bytes | None = None
 
     def sign(self, file: Path, signature: Path) -> None:
-        """Sign by `Signer`'s contract."""
+        """Write the signature of a file, or raise `SignatureError`."""
         from model_signing import signing
 
         advice = (
@@ -83,7 +72,7 @@ class CertificateSigner:
     chain: tuple[Path, ...]
 
     def sign(self, file: Path, signature: Path) -> None:
-        """Sign by `Signer`'s contract."""
+        """Write the signature of a file, or raise `SignatureError`."""
         from cryptography import x509
         from model_signing import signing
 
@@ -110,7 +99,7 @@ class SigstoreSigner:
     identity_token: str | None = None
 
     def sign(self, file: Path, signature: Path) -> None:
-        """Sign by `Signer`'s contract."""
+        """Write the signature of a file, or raise `SignatureError`."""
         from model_signing import signing
 
         def sign() -> None:
@@ -119,6 +108,9 @@ class SigstoreSigner:
             config.sign(file, signature)
 
         bounded(sign, PERSON_SECONDS if self.identity_token is None else NETWORK_SECONDS)
+
+
+Signer = KeySigner | CertificateSigner | SigstoreSigner
 
 
 def check_signature(file: Path, signature: Path, identity: SignerIdentity, certificate: bytes) -> None:
