@@ -1,4 +1,4 @@
-"""Puts servers under loads, one way to store the cache after another, and journals the result of every request."""
+"""Puts servers under loads, one scheme after another, and journals the result of every request."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class Place:
     failures: Mapping[str, int] = field(default_factory=dict)
 
 
-class Comparison(Protocol):
+class PairedScores(ABC):
     """One metric of several schemes on the same questions or sequences.
 
     Attributes:
@@ -58,26 +59,26 @@ class Comparison(Protocol):
     names: tuple[str, ...]
     units: int
     count: int
-    flag: Flag | None
+    flag: Flag | None = None
 
+    @abstractmethod
     def interval(self, name: str) -> Interval:
         """The result of one scheme."""
-        ...
 
+    @abstractmethod
     def minus(self, name: str, other: str) -> Interval:
         """The paired difference of two schemes."""
-        ...
 
+    @abstractmethod
     def p_value(self, name: str, other: str) -> float:
         """The two-sided p-value that neither is better."""
-        ...
 
     def mcnemar(self, name: str, other: str) -> float | None:
         """McNemar's p-value; None of what is not right or wrong."""
-        ...
+        return None
 
 
-def make_cell(measure: Measure, place: Place, comparison: Comparison) -> Cell:
+def make_cell(measure: Measure, place: Place, scores: PairedScores) -> Cell:
     """The cell of one metric: every scheme's result, and the profile's difference from each other scheme."""
     return Cell(
         level=place.level,
@@ -85,21 +86,21 @@ def make_cell(measure: Measure, place: Place, comparison: Comparison) -> Cell:
         task=place.task,
         num_tokens=place.num_tokens,
         position=place.position,
-        units=comparison.units,
-        count=comparison.count,
-        flag=place.flag or comparison.flag,
+        units=scores.units,
+        count=scores.count,
+        flag=place.flag or scores.flag,
         results=tuple(
-            Result(subject=name, **_bounds(comparison.interval(name)), failures=place.failures.get(name, 0))
-            for name in comparison.names
+            Result(subject=name, **_bounds(scores.interval(name)), failures=place.failures.get(name, 0))
+            for name in scores.names
         ),
         differences=tuple(
             PairedDifference(
                 other=other,
-                **_bounds(comparison.minus(PROFILE, other)),
-                p_value=comparison.p_value(PROFILE, other),
-                mcnemar=comparison.mcnemar(PROFILE, other),
+                **_bounds(scores.minus(PROFILE, other)),
+                p_value=scores.p_value(PROFILE, other),
+                mcnemar=scores.mcnemar(PROFILE, other),
             )
-            for other in comparison.names
+            for other in scores.names
             if other != PROFILE
         ),
     )
@@ -109,15 +110,13 @@ def _bounds(interval: Interval) -> dict[str, Any]:
     return {"mean": interval.mean, "low": interval.low, "high": interval.high}
 
 
-class MeanComparison:
+class MeanScores(PairedScores):
     """Means over tokens, or over questions, whole sequences resampled.
 
     Args:
         sums: The sums and numbers of tokens of every sequence, by the name of the scheme; numbers alike for all.
         seed: The seed of the intervals.
     """
-
-    flag: Flag | None = None
 
     def __init__(self, sums: Mapping[str, Sums], seed: int) -> None:
         self.names = tuple(sums)
@@ -137,11 +136,8 @@ class MeanComparison:
         """The p-value of sequences' differences with their signs flipped."""
         return sign_flip(self._values[name] - self._values[other], self._seed)
 
-    def mcnemar(self, name: str, other: str) -> None:
-        """Nothing: a mean is not right or wrong."""
 
-
-class MarkComparison:
+class MarkScores(PairedScores):
     """Shares of questions that were answered right.
 
     Args:
@@ -152,7 +148,7 @@ class MarkComparison:
     def __init__(self, marks: Mapping[str, Marks], seed: int) -> None:
         first = next(iter(marks.values()))
         self.names, self.units, self.count = tuple(marks), len(first.problems), first.num_questions
-        self.flag: Flag | None = marks[REFERENCE].flag if REFERENCE in marks else None
+        self.flag = marks[REFERENCE].flag if REFERENCE in marks else None
         self._marks, self._seed = marks, seed
 
     def interval(self, name: str) -> Interval:
@@ -188,9 +184,9 @@ def score_cell(place: Place, scores: Mapping[str, NDArray[np.float64]], seed: in
         raise CorpusError(f"{place.task} has one question; intervals need at least 2")
     if is_right_or_wrong(scores):
         marks = {name: Marks(tuple((bool(value),) for value in values)) for name, values in scores.items()}
-        return make_cell("accuracy", place, MarkComparison(marks, seed))
+        return make_cell("accuracy", place, MarkScores(marks, seed))
     sums = {name: (values, counts) for name, values in scores.items()}
-    return make_cell("score", place, MeanComparison(sums, seed))
+    return make_cell("score", place, MeanScores(sums, seed))
 
 
 def is_right_or_wrong(scores: Mapping[str, NDArray[np.float64]]) -> bool:
@@ -213,8 +209,8 @@ def likelihood_cells(sums: Mapping[str, SequenceSums], *, num_tokens: int, posit
     for measure in measures:
         # KL and agreement are from the unquantized model, which has neither of its own.
         names = [name for name in sums if name != REFERENCE or measure == "nll_nats_per_token"]
-        comparison = MeanComparison({name: _measure_sums(sums[name], measure) for name in names}, seed)
-        cells.append(make_cell(measure, place, comparison))
+        scores = MeanScores({name: _measure_sums(sums[name], measure) for name in names}, seed)
+        cells.append(make_cell(measure, place, scores))
     return cells
 
 

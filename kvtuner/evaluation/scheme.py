@@ -76,12 +76,12 @@ class CacheScheme:
     @property
     def effective_bits(self) -> float | None:
         """Stored bits of a cached element, with its scales; None where nothing stores it yet."""
-        return float(effective_bits(self.pairs, self.rows))
+        return float(effective_bits(self.pairs, self.rows)) if self.is_local else None
 
     @property
     def bytes_per_token(self) -> int | None:
         """Stored bytes of a token on one rank that holds all heads; None where nothing stores it yet."""
-        return bytes_per_token(self.pairs, self.rows)
+        return bytes_per_token(self.pairs, self.rows) if self.is_local else None
 
     def bytes_on(self, ranks: ServingRanks) -> int:
         """Stored bytes of a token on the fullest of several ranks."""
@@ -271,14 +271,6 @@ class PerChannelScheme(CacheScheme):
         """The scheme for a model."""
         pairs = (PrecisionPair(4, 4),) * geometry.num_layers
         return cls(name=PER_CHANNEL, pairs=pairs, rows=geometry.row_shape(), key=PER_CHANNEL)
-
-    @property
-    def effective_bits(self) -> None:
-        """Nothing: no cache stores it yet."""
-
-    @property
-    def bytes_per_token(self) -> None:
-        """Nothing: no cache stores it yet."""
 
     def server_flags(self, folder: Path) -> tuple[str, ...]:
         """The flags of KVTuner's uniform quantization."""

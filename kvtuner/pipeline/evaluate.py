@@ -14,9 +14,9 @@ from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model_loading import load_model, load_tokenizer, read_shape
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench
 from kvtuner.errors import CorpusError, EndpointError, PrecisionError, RunFolderError
-from kvtuner.evaluation.backends.local import LocalBackend
+from kvtuner.evaluation.backends.local_backend import LocalBackend
 from kvtuner.evaluation.backends.local_likelihood import local_likelihood_cells
-from kvtuner.evaluation.backends.server import server_backends
+from kvtuner.evaluation.backends.server_backend import server_backends
 from kvtuner.evaluation.backends.server_likelihood import Scoring, ServerScorer
 from kvtuner.evaluation.scheme import REFERENCE, named_schemes
 from kvtuner.evaluation.tasks.question_sets import (

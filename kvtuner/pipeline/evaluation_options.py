@@ -134,8 +134,8 @@ class EvalOptions:
     def _refuse_flags_of_models(self) -> None:
         if (name := self._first_given(("read_plan", "against"))) is not None:
             raise EndpointError(
-                f"{_flag(name)} is for a model loaded here; what servers read was said when they were started, and"
-                " other ways are other endpoints, such as fp8=URL"
+                f"{_flag(name)} is for a model loaded here; what servers read is set when they are started, and"
+                " other schemes are other endpoints, such as fp8=URL"
             )
         given = ["batch_size"] if self.batch_size is not None else []
         given += [name for name in ("device", "dtype") if getattr(self.model, name) != "auto"]

@@ -147,7 +147,7 @@ def test_a_model_that_was_a_folder_is_asked_for_and_not_guessed(
 
 def test_what_was_asked_is_not_asked_again(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtuner.calibration.forward.simulator import Simulator
-    from kvtuner.evaluation.backends.local import LocalBackend
+    from kvtuner.evaluation.backends.local_backend import LocalBackend
 
     levels = ("--levels", "likelihood,recall", *TABLES)
     first = evaluate(*levels)[1]
@@ -163,7 +163,7 @@ def test_what_was_asked_is_not_asked_again(evaluate: Any, monkeypatch: pytest.Mo
 
 
 def test_an_interrupted_evaluation_goes_on(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtuner.evaluation.backends.local import LocalBackend
+    from kvtuner.evaluation.backends.local_backend import LocalBackend
 
     levels = ("--levels", "recall,arithmetic", *TABLES)
     whole, asked = LocalBackend.answers, []

@@ -16,14 +16,14 @@ from tqdm import tqdm
 from kvtuner.errors import CorpusError, EndpointError
 from kvtuner.evaluation.backends.base import AnswerJournal, HitCount, is_unread
 from kvtuner.evaluation.backends.next_token import from_record, truncated_kl
-from kvtuner.evaluation.cells import MeanComparison, Place, make_cell
+from kvtuner.evaluation.cells import MeanScores, Place, make_cell
 from kvtuner.evaluation.scheme import REFERENCE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvtuner.evaluation.backends.next_token import NextToken
-    from kvtuner.evaluation.backends.server import ServerBackend
+    from kvtuner.evaluation.backends.server_backend import ServerBackend
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Flag, Measure
     from kvtuner.run_folder import RunFolder
 
@@ -112,7 +112,7 @@ class ServerScorer:
         flag: Flag | None = "unread" if is_unread(self._backends, hits) else None
         place = Place("likelihood", self._scoring.num_tokens, flag=flag, failures=failures)
         return [
-            make_cell(measure, place, MeanComparison(self._sums(measure, sequences), self._scoring.seed))
+            make_cell(measure, place, MeanScores(self._sums(measure, sequences), self._scoring.seed))
             for measure in self._measures
         ]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvtuner.errors import CorpusError
+from kvtuner.evaluation.cells import PairedScores
 from kvtuner.evaluation.paired import MAX_EXACT
 from kvtuner.evaluation.statistics import DEFAULT_LEVEL, DEFAULT_NUM_RESAMPLES, Interval
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvtuner.exported_configs.profile.evaluation_record import Flag, Measure
+    from kvtuner.exported_configs.profile.evaluation_record import Measure
 
 MEASURES: Final[Mapping[str, Measure]] = {"bleu": "bleu", "chrf": "chrf", "chrf++": "chrf", "ter": "ter"}
 """The measure of each metric of a corpus, by the name that the harness has for it."""
@@ -48,8 +49,8 @@ class TextPairs:
         return [[texts[index] if index < len(texts) else None for texts in self.references] for index in range(most)]
 
 
-class CorpusScores:
-    """Scores of several schemes in one metric, compared as `kvtuner.evaluation.cells.Comparison` asks.
+class CorpusScores(PairedScores):
+    """Scores of several schemes in one metric.
 
     Args:
         metric: The metric, one of `MEASURES`.
@@ -59,8 +60,6 @@ class CorpusScores:
     Raises:
         CorpusError: fewer than two sentences, which say nothing of the spread between sentences.
     """
-
-    flag: Flag | None = None
 
     def __init__(self, metric: str, corpora: Mapping[str, TextPairs], seed: int) -> None:
         self._metric, self._measure, self._seed = _sacrebleu_metric(metric), MEASURES[metric], seed
@@ -107,9 +106,6 @@ class CorpusScores:
         moved = swaps @ changes
         is_as_large = abs(self._score(first.sum(axis=0) - moved) - self._score(second.sum(axis=0) + moved)) >= observed
         return float(is_as_large.mean()) if exact else float((is_as_large.sum() + 1) / (NUM_SWAPS + 1))
-
-    def mcnemar(self, name: str, other: str) -> None:
-        """Nothing: a score of a corpus is not right or wrong."""
 
     def _score(self, sums: NDArray[np.float64]) -> NDArray[np.float64]:
         """The scores of added statistics, [rows, statistics]."""

@@ -102,7 +102,9 @@ def task_cells(
     answers = {name: _evaluated(model, options, manager) for name, model in models.items()}
     greedy = set().union(*(model.greedy for model in models.values()))
     for task in sorted(greedy):
-        logger.warning("kvtuner: %s asks for sampling, but all ways answer it greedily, as what is compared must", task)
+        logger.warning(
+            "kvtuner: %s asks for sampling, but all schemes answer it greedily, as what is compared must", task
+        )
     cells = []
     for label, of_profile in answers[PROFILE].items():
         task = of_profile.task

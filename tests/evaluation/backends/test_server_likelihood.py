@@ -11,7 +11,7 @@ from kvtuner.errors import CorpusError, EndpointError
 from kvtuner.evaluation.backends.base import HitCount
 from kvtuner.evaluation.backends.endpoint import Served
 from kvtuner.evaluation.backends.next_token import NextToken, truncated_kl
-from kvtuner.evaluation.backends.server import ServerBackend
+from kvtuner.evaluation.backends.server_backend import ServerBackend
 from kvtuner.evaluation.backends.server_likelihood import Scoring, ServerScorer
 from kvtuner.run_folder import RunFolder
 

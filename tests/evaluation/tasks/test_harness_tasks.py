@@ -18,7 +18,7 @@ from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
 from kvtuner.calibration.model_loading import ModelSource, load_tokenizer, read_shape
 from kvtuner.cli import main
 from kvtuner.errors import CacheError
-from kvtuner.evaluation.backends.local import LocalBackend
+from kvtuner.evaluation.backends.local_backend import LocalBackend
 from kvtuner.evaluation.scheme import named_scheme
 from kvtuner.evaluation.tasks.harness_model import HarnessModel
 from kvtuner.evaluation.token_text import Text

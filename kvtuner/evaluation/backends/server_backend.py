@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from kvtuner.errors import EndpointError
 from kvtuner.evaluation.backends.base import Backend, HitCount
 from kvtuner.evaluation.backends.endpoint import NO_ANSWER, Endpoint
-from kvtuner.evaluation.backends.local import until_stop
+from kvtuner.evaluation.backends.local_backend import until_stop
 from kvtuner.evaluation.backends.next_token import from_openai, from_sglang
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE, BackendRecord
 
