@@ -7,24 +7,28 @@ bytes that were read once, and the profile is loaded from these: nobody can chan
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtuner.errors import RunFolderError, SignatureError
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.signing import signers
-from kvtuner.exported_configs.signing.signature_bundle import AGAIN, SIGNATURE, SUFFIX, Bundle, Kind, read_bundle
+from kvtuner.exported_configs.signing.signature_bundle import AGAIN, SIGNATURE, SUFFIX, Bundle, read_bundle
 from kvtuner.run_folder import write_atomically
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.signing.signers import Signer
 
 _FORMS: Final = "an identity is key:PUBLIC.pem, chain:ROOT.pem[,MORE.pem] or sigstore:NAME,https://ISSUER"
-_MEANS: Final[dict[Kind, str]] = {"key": "a key", "chain": "a certificate", "sigstore": "Sigstore"}
+_MEANS: Final[dict[str, str]] = {"key": "a key", "chain": "a certificate", "sigstore": "Sigstore"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +36,13 @@ class SignerIdentity:
     """Whose signature a profile must have.
 
     Attributes:
-        kind: The kind of the signature.
-        paths: The file of a public key, or the files of trusted certificates; none for Sigstore.
-        name: The name that Sigstore knows: a mail address, or the address of a workflow.
-        issuer: The service that vouched for that name to Sigstore, such as ``https://accounts.google.com``.
+        kind: The kind of the signature: ``key``, ``chain`` or ``sigstore``.
+        parts: The path of a public key, or those of trusted certificates. Sigstore's are the name that it knows, such
+            as a mail address, and the service that vouched for it, such as ``https://accounts.google.com``.
     """
 
-    kind: Kind
-    paths: tuple[Path, ...] = ()
-    name: str = ""
-    issuer: str = ""
+    kind: str
+    parts: tuple[str, ...]
 
     @classmethod
     def parse(cls, text: str) -> SignerIdentity:
@@ -51,24 +52,25 @@ class SignerIdentity:
             SignatureError: other text.
         """
         kind, _, rest = text.partition(":")
-        parts = rest.split(",")
+        parts = tuple(rest.split(","))
         if "\0" not in text and all(part.strip() for part in parts):
-            if kind == "key" and len(parts) == 1:
-                return cls("key", (Path(rest).expanduser(),))
-            if kind == "chain":
-                return cls("chain", tuple(Path(part).expanduser() for part in parts))
+            if (kind == "key" and len(parts) == 1) or kind == "chain":
+                return cls(kind, tuple(map(os.path.expanduser, parts)))
             if kind == "sigstore" and len(parts) == 2 and parts[1].startswith("https://"):
-                return cls("sigstore", name=parts[0], issuer=parts[1])
+                return cls(kind, parts)
         raise SignatureError(f"{_FORMS}, not {ascii(text)[:100]}")
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files of a public key or of trusted certificates."""
+        return () if self.kind == "sigstore" else tuple(map(Path, self.parts))
+
     def __str__(self) -> str:
-        parts = (self.name, self.issuer) if self.kind == "sigstore" else map(str, self.paths)
-        return f"{self.kind}:{','.join(parts)}"
+        return f"{self.kind}:{','.join(self.parts)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """A file whose signature is by the required identity.
+class Verified(NamedTuple):
+    """The content of a file whose signature is by the required identity.
 
     Attributes:
         signed_by: The fingerprint of a key, or the name in the signer's certificate.
@@ -76,7 +78,7 @@ class Verified:
     """
 
     signed_by: str
-    data: bytes = field(repr=False)
+    data: bytes
 
 
 def signature_path(path: Path) -> Path:
@@ -103,15 +105,13 @@ def sign_profile(path: Path, signer: Signer) -> Path:
     signers.require_library()
     target = signature_path(path)
     try:
-        with tempfile.TemporaryDirectory(prefix="kvtuner-") as folder:
-            copy, signature = _copy(data, path.name, folder), Path(folder) / "signature"
+        with _private_copy(data, path.name) as (copy, signature):
             signer.sign(copy, signature)
             bundle = _read(signature, SIGNATURE.max_bytes, "signature")
         _check_content(read_bundle(bundle), data, path)
         write_atomically(target, bundle)
     except (OSError, RunFolderError) as error:
-        cause = error if isinstance(error, OSError) else error.__cause__
-        reason = getattr(cause, "strerror", error)
+        reason = getattr(error.__cause__ or error, "strerror", error)
         raise SignatureError(f"{target} cannot be written ({reason}); free or open its folder") from error
     return target
 
@@ -133,10 +133,9 @@ def verify_profile(path: Path, identity: SignerIdentity) -> Verified:
                 f" {identity}; ask its publisher how it is signed"
             )
         signers.require_library()
-        with tempfile.TemporaryDirectory(prefix="kvtuner-") as folder:
-            copied_signature = Path(folder) / "signature"
+        with _private_copy(data, path.name) as (copy, copied_signature):
             copied_signature.write_bytes(signature)
-            signers.check_signature(_copy(data, path.name, folder), copied_signature, identity, bundle.certificate)
+            signers.check_signature(copy, copied_signature, identity, bundle.certificate)
         return Verified(signed_by(bundle), data)
     except SignatureError as error:
         raise SignatureError(f"{signature_path(path)}: {error}") from error
@@ -159,21 +158,23 @@ def signed_by(bundle: Bundle) -> str:
     return f"key {bundle.key_hint}" if bundle.kind == "key" else signers.certificate_name(bundle.certificate)
 
 
-def _copy(data: bytes, name: str, folder: str) -> Path:
-    """A private copy of a file under its own name, which goes into the signature."""
-    copy = Path(folder) / "content" / name
-    copy.parent.mkdir(mode=0o700)
-    copy.write_bytes(data)
-    return copy
+@contextmanager
+def _private_copy(data: bytes, name: str) -> Iterator[tuple[Path, Path]]:
+    """A file under its own name, which goes into the signature, and a path for the signature."""
+    with tempfile.TemporaryDirectory(prefix="kvtuner-") as folder:
+        copy = Path(folder, "content", name)
+        copy.parent.mkdir(mode=0o700)
+        copy.write_bytes(data)
+        yield copy, Path(folder, "signature")
 
 
 def _check_content(bundle: Bundle, data: bytes, path: Path) -> None:
-    actual = hashlib.sha256(data).hexdigest()
-    if bundle.sha256 == actual:
+    actual, signed, name = hashlib.sha256(data).hexdigest(), bundle.statement.sha256, bundle.statement.name
+    if signed == actual:
         return
-    hashes = f"the file has sha256 {actual[:12]}..., but {bundle.sha256[:12]}... was signed"
-    if bundle.name != path.name:
-        raise SignatureError(f"it is the signature of another file, {bundle.name!a} ({hashes}); fetch this file's own")
+    hashes = f"the file has sha256 {actual[:12]}..., but {signed[:12]}... was signed"
+    if name != path.name:
+        raise SignatureError(f"it is the signature of another file, {name!a} ({hashes}); fetch this file's own")
     raise SignatureError(f"{path.name} was changed after it was signed: {hashes}; fetch both again, or {AGAIN}")
 
 

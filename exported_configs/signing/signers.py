@@ -7,8 +7,10 @@ The library does both; what it leaves out is here: bounds, and refusals in one l
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import SignatureError
@@ -32,98 +34,65 @@ _SIGSTORE_ISSUER: Final = "1.3.6.1.4.1.57264.1.8"
 
 
 @dataclass(frozen=True, slots=True)
-class KeySigner:
-    """A private key in a PEM file.
+class Signer:
+    """A private key in a PEM file, that key with a certificate, or, without a key, an account of Sigstore.
+
+    Sigstore is a person or a CI job that logs in to its public servers, whose public log keeps the signature.
 
     Attributes:
-        private_key: The key, of P-256, P-384 or P-521.
-        password: The password of the file; None where it is not encrypted.
-    """
-
-    private_key: Path
-    password: bytes | None = None
-
-    def sign(self, file: Path, signature: Path) -> None:
-        """Write the signature of a file, or raise `SignatureError`."""
-        from model_signing import signing
-
-        advice = (
-            f"give the PEM file of a key {_CURVES}, and name its password's variable with --password-env if it has one"
-        )
-        _check_file(self.private_key)
-        with _refusing(f"{self.private_key} cannot sign", advice):
-            config = signing.Config()
-            config.use_elliptic_key_signer(private_key=self.private_key, password=self.password)
-            config.sign(file, signature)
-
-
-@dataclass(frozen=True, slots=True)
-class CertificateSigner:
-    """A private key with the certificate of its owner.
-
-    Attributes:
-        private_key: The key, not encrypted: the library opens no others here.
-        certificate: The certificate of that key.
+        private_key: The key, of P-256, P-384 or P-521; beside a certificate it may not be encrypted.
+        password: The password of the key's file; None where it is not encrypted.
+        certificate: The certificate of the key.
         chain: The files of the certificates above it, the root's at least.
+        identity_token: The token of OpenID Connect for Sigstore; None for the one of a CI job, or else a browser.
     """
 
-    private_key: Path
-    certificate: Path
-    chain: tuple[Path, ...]
-
-    def sign(self, file: Path, signature: Path) -> None:
-        """Write the signature of a file, or raise `SignatureError`."""
-        from cryptography import x509
-        from model_signing import signing
-
-        if not self.chain:
-            raise SignatureError("a certificate needs those above it: add --certificate-chain")
-        for path in (self.private_key, self.certificate, *self.chain):
-            _check_file(path)
-        with _refusing(f"{self.private_key} cannot sign", f"give the key of {self.certificate}, {_CURVES}"):
-            _check_use(x509.load_pem_x509_certificate(self.certificate.read_bytes()))
-            config = signing.Config().use_certificate_signer(
-                private_key=self.private_key, signing_certificate=self.certificate, certificate_chain=self.chain
-            )
-            config.sign(file, signature)
-
-
-@dataclass(frozen=True, slots=True)
-class SigstoreSigner:
-    """A person or a CI job that logs in to Sigstore's public servers, whose public log keeps the signature.
-
-    Attributes:
-        identity_token: The token of OpenID Connect; None for the one of a CI job, or else a browser.
-    """
-
+    private_key: Path | None = None
+    password: bytes | None = None
+    certificate: Path | None = None
+    chain: tuple[Path, ...] = ()
     identity_token: str | None = None
 
     def sign(self, file: Path, signature: Path) -> None:
-        """Write the signature of a file, or raise `SignatureError`."""
+        """Write the signature of a file.
+
+        Raises:
+            SignatureError: it cannot be signed.
+        """
+        from cryptography import x509
         from model_signing import signing
 
-        def sign() -> None:
-            config = signing.Config()
-            config.use_sigstore_signer(identity_token=self.identity_token, use_ambient_credentials=True)
+        config = signing.Config()
+        if self.private_key is None:
+            seconds = PERSON_SECONDS if self.identity_token is None else NETWORK_SECONDS
+            token = self.identity_token
+            use_sigstore = partial(config.use_sigstore_signer, identity_token=token, use_ambient_credentials=True)
+            return bounded(lambda: use_sigstore().sign(file, signature), seconds)
+        advice = (
+            f"give the PEM file of a key {_CURVES}, and name its password's variable with --password-env if it has one"
+        )
+        if self.certificate is not None:
+            if not self.chain:
+                raise SignatureError("a certificate needs those above it: add --certificate-chain")
+            advice = f"give the key of {self.certificate}, {_CURVES}"
+        for path in filter(None, (self.private_key, self.certificate, *self.chain)):
+            _check_file(path)
+        with _refusing(f"{self.private_key} cannot sign", advice):
+            if self.certificate is None:
+                config.use_elliptic_key_signer(private_key=self.private_key, password=self.password)
+            else:
+                _check_use(x509.load_pem_x509_certificate(self.certificate.read_bytes()))
+                config.use_certificate_signer(
+                    private_key=self.private_key, signing_certificate=self.certificate, certificate_chain=self.chain
+                )
             config.sign(file, signature)
-
-        bounded(sign, PERSON_SECONDS if self.identity_token is None else NETWORK_SECONDS)
-
-
-Signer = KeySigner | CertificateSigner | SigstoreSigner
 
 
 def check_signature(file: Path, signature: Path, identity: SignerIdentity, certificate: bytes) -> None:
     """Check that a signature of a file is by an identity, by Sigstore's servers where it is one of theirs.
 
     The library takes a chain of certificates as of the day on which the signer's certificate began, so a certificate
-    that has expired since is good, and none is looked up as revoked.
-
-    Args:
-        file: The signed file.
-        signature: The file of its signature.
-        identity: Whoever must have signed.
-        certificate: The signer's certificate in DER, for a chain.
+    that has expired since is good, and none is looked up as revoked. `certificate` is the signer's in DER, for a chain.
 
     Raises:
         SignatureError: it is not, or cannot be checked.
@@ -134,7 +103,8 @@ def check_signature(file: Path, signature: Path, identity: SignerIdentity, certi
     config = verifying.Config()
 
     def check_sigstore() -> None:
-        config.use_sigstore_verifier(identity=identity.name, oidc_issuer=identity.issuer).verify(file, signature)
+        name, issuer = identity.parts
+        config.use_sigstore_verifier(identity=name, oidc_issuer=issuer).verify(file, signature)
 
     for path in identity.paths:
         _check_file(path)
@@ -187,26 +157,26 @@ def bounded(call: Callable[[], object], seconds: float) -> None:
     Raises:
         SignatureError: the call fails, or takes longer.
     """
-    failures: list[BaseException] = []
+    result: Future[object] = Future()
 
     def run() -> None:
         try:
-            call()
+            result.set_result(call())
         except BaseException as error:  # raised again below, in the thread that waits
-            failures.append(error)
+            result.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True, name="kvtuner-sigstore")
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
+    threading.Thread(target=run, daemon=True, name="kvtuner-sigstore").start()
+    wait([result], seconds)
+    if not result.done():
         raise SignatureError(f"Sigstore did not answer within {seconds:g} s; check the network, or sign with a key")
-    for error in failures:
-        if not _is_of_sigstore(error):
-            raise error
-        # The first error alone says little.
-        causes = [cause for cause in (error, error.__cause__) if cause is not None]
-        reason = ": ".join(map(one_line, causes))
-        raise SignatureError(f"Sigstore refuses, or cannot be reached: {reason}; check the network") from error
+    error = result.exception()
+    if error is None:
+        return
+    if not _is_of_sigstore(error):
+        raise error
+    # The first error alone says little.
+    reason = ": ".join(one_line(cause) for cause in (error, error.__cause__) if cause is not None)
+    raise SignatureError(f"Sigstore refuses, or cannot be reached: {reason}; check the network") from error
 
 
 def _is_of_sigstore(error: BaseException) -> bool:

@@ -217,9 +217,9 @@ def file(tmp_path: Path, profile: Profile) -> Path:
 def signed(file: Path, keys: Callable[..., tuple[Path, Path]]) -> Path:
     """The small profile's file, signed by a key."""
     from kvtuner.exported_configs.signing.signatures import sign_profile
-    from kvtuner.exported_configs.signing.signers import KeySigner
+    from kvtuner.exported_configs.signing.signers import Signer
 
-    sign_profile(file, KeySigner(keys()[0]))
+    sign_profile(file, Signer(keys()[0]))
     return file
 
 
@@ -268,8 +268,8 @@ def versions(make_profile: Callable[..., Profile]) -> list[bytes]:
 def signature(profile: Profile, keys: Any, tmp_path: Path) -> bytes:
     """Of the small profile, by a key."""
     from kvtuner.exported_configs.signing.signatures import sign_profile
-    from kvtuner.exported_configs.signing.signers import KeySigner
+    from kvtuner.exported_configs.signing.signers import Signer
 
     path = tmp_path / "profile.json"
     path.write_bytes(dump_profile(profile))
-    return sign_profile(path, KeySigner(keys("mine")[0])).read_bytes()
+    return sign_profile(path, Signer(keys("mine")[0])).read_bytes()

@@ -19,7 +19,7 @@ from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profi
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import catalogue_file
 from kvtuner.exported_configs.signing.signatures import sign_profile
-from kvtuner.exported_configs.signing.signers import KeySigner
+from kvtuner.exported_configs.signing.signers import Signer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,7 +160,7 @@ def test_a_required_signature_is_of_the_bytes_that_are_served(
     (private, public), (_, other) = keys("mine"), keys("other")
     wanted = ("--kvtuner-profile", str(path), "--kvtuner-require-signature")
     assert "there is no such signature" in launch(tiny, *wanted, f"key:{public}").refusal
-    sign_profile(path, KeySigner(private))
+    sign_profile(path, Signer(private))
     done = launch(tiny, *wanted, f"key:{public}")
     assert done.result["checked"] == profile.digest, done.said
     assert json.loads(done.result["child"])["digest"] == profile.digest

