@@ -1,0 +1,58 @@
+"""The process that forks SGLang's programs: whatever hangs is named in time, and nothing outlives its starter."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import fork_server
+import psutil
+import pytest
+from fork_server import ForkServer, start_fork
+from sglang_server import environment
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sglang_server import Programs
+
+PROGRAM = """
+import subprocess, time
+subprocess.Popen(["sleep", "600"])
+print("started", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_program_ends_with_all_that_it_started_once_its_starter_is_gone(programs: Programs, tmp_path: Path) -> None:
+    if not programs.forks.is_used:
+        pytest.skip("nothing is forked")
+    output = tmp_path / "output"
+    process = start_fork(programs.forks.address, [sys.executable, "-c", PROGRAM], environment(), output, output)
+    deadline = time.monotonic() + 60
+    while "started" not in output.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    program = psutil.Process(process.pid)
+    family = [program, *program.children(recursive=True)]
+    assert any(member.name() == "sleep" for member in family)
+    process.close()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive
+
+
+def test_imports_that_take_too_long_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "IMPORT_S", 0.01)
+    with pytest.raises(RuntimeError, match="SGLang was not imported"):
+        _ = ForkServer(tmp_path, environment()).address
+
+
+def test_a_fork_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "FORK_S", 0.1)
+    address, output = tmp_path / "socket", tmp_path / "output"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        listener.listen()
+        with pytest.raises(RuntimeError, match="no fork within"):
+            start_fork(address, [sys.executable, "-c", ""], {}, output, output)
