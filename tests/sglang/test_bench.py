@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,32 +41,22 @@ def mixed(profile_of: Any, save_profile: Any) -> Path:
 
 
 @pytest.fixture
-def bench(on_a_processor: dict[str, str], mixed: Path, tmp_path: Path) -> Callable[..., tuple[int, Any, str]]:
+def bench(programs: Any, run_program: Any, mixed: Path, tmp_path: Path) -> Callable[..., tuple[int, Any, str]]:
     """`bench(*flags)`: exit status, bench.json if there is one, stderr."""
 
     def call(*flags: str) -> tuple[int, Any, str]:
-        words = [
-            sys.executable,
-            "-m",
-            "kvtuner",
-            "bench",
-            str(mixed),
-            "--model",
-            "demo",
-            "--out",
-            str(tmp_path / "run"),
-        ]
-        done = subprocess.run([*words, *flags], env=on_a_processor, capture_output=True, text=True, timeout=2400)
-        found = tmp_path / "run" / "bench.json"
-        return done.returncode, json.loads(found.read_text()) if found.exists() else None, done.stderr
+        in_forks = (str(HERE / "bench_in_forks.py"), str(programs.forks.address)) if programs.forks.is_used else ()
+        command = in_forks or ("-m", "kvtuner", "bench")
+        done = run_program(*command, str(mixed), "--model", "demo", "--out", str(tmp_path / "run"), *flags)
+        result = tmp_path / "run" / "bench.json"
+        return done.returncode, json.loads(result.read_text()) if result.exists() else None, done.stderr
 
     return call
 
 
 @pytest.fixture(scope="module")
-def program(on_a_processor: dict[str, str]) -> Any:
-    words = [sys.executable, str(HERE / "bench_program.py"), str(DEMO_MODEL)]
-    done = subprocess.run(words, env=on_a_processor, capture_output=True, text=True, timeout=400)
+def program(run_program: Any) -> Any:
+    done = run_program(str(HERE / "bench_program.py"), str(DEMO_MODEL))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -159,8 +147,16 @@ def test_a_server_of_something_else_is_refused(
     assert words in said
 
 
-def test_the_ablation_serves_every_group_or_says_why_not(bench: Any, tmp_path: Path) -> None:
-    loads = ("--lengths", "100,1000", "--outputs", "16,64", *SHORT)
+@pytest.mark.parametrize(
+    "size",
+    [
+        ("--lengths", "50,300", "--outputs", "4,16", "--sequences", "2,2,4"),
+        pytest.param(("--lengths", "100,1000", "--outputs", "16,64"), marks=pytest.mark.full),
+    ],
+    ids=["small", "whole"],
+)
+def test_the_ablation_serves_every_group_or_says_why_not(size: tuple[str, ...], bench: Any, tmp_path: Path) -> None:
+    loads = (*size, *SHORT)
     common = ("--ablation", "--levels", "likelihood", "--kv-memory", "32MiB", "--server-args", ON_A_PROCESSOR)
     status, found, said = bench(*common, *loads)
     assert found, said[-3000:]
