@@ -14,31 +14,32 @@ import urllib.parse
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import yaml
+from monitoring_example import (
+    ALERTS,
+    BOARD,
+    CONFIG,
+    MONITORING,
+    PANELS,
+    RECORDS,
+    RULES,
+    TARGET_LABELS,
+    grouping_labels,
+    queries,
+    selectors,
+)
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-
-MONITORING = Path(__file__).resolve().parents[2] / "examples" / "monitoring"
-RULES: Final[list[dict[str, Any]]] = yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"][0]["rules"]
-CONFIG: Final[dict[str, Any]] = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
-BOARD: Final[dict[str, Any]] = json.loads((MONITORING / "dashboard.json").read_text())
-ALERTS: Final = [rule for rule in RULES if "alert" in rule]
-RECORDS: Final = [rule for rule in RULES if "record" in rule]
-PANELS: Final = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+    from pathlib import Path
 
 PAGE_SIZE: Final = 16
-
-TARGET_LABELS: Final = {"instance", "job", "node"}
-"""Those that Prometheus gives a target, `node` by the relabeling of prometheus.yml."""
 
 DCGM: Final = (
     ("DCGM_FI_DEV_GPU_UTIL", 12.0),
@@ -52,69 +53,6 @@ Source: etc/default-counters.csv of https://github.com/NVIDIA/dcgm-exporter; lab
 DCGM_LABELS: Final = {"gpu": "0", "UUID": "GPU-0", "device": "nvidia0", "modelName": "none", "Hostname": "here"}
 
 
-@dataclass(frozen=True)
-class Selector:
-    """A metric in an expression, and what it asks of labels: (label, operator, value)."""
-
-    name: str
-    matchers: tuple[tuple[str, str, str], ...] = ()
-
-    def accepts(self, name: str, labels: dict[str, str]) -> bool:
-        """Whether a sample is meant, whatever target it is of."""
-        own = [matcher for matcher in self.matchers if matcher[0] not in TARGET_LABELS]
-        return name == self.name and all(
-            (re.fullmatch(value if "~" in operator else re.escape(value), labels.get(label, "")) is None)
-            == operator.startswith("!")
-            for label, operator, value in own
-        )
-
-
-TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\[[^\]]*\]|[a-zA-Z_:][\w:]*|\d[\w.]*|[=!<>]=|[=!]~|\S')
-GROUPING: Final = {"by", "without", "on", "ignoring", "group_left", "group_right"}
-OPERATORS: Final = {"and", "or", "unless", "offset", "bool"}
-
-
-def parse(expression: str) -> tuple[list[Selector], set[str]]:
-    """Metrics of an expression, and labels that it groups or matches by."""
-    tokens = [*TOKEN.findall(expression), ""]
-    selectors: list[Selector] = []
-    grouped: set[str] = set()
-    at = 0
-    while at < len(tokens) - 1:
-        word, following = tokens[at], tokens[at + 1]
-        at += 1
-        if word in GROUPING:
-            end = tokens.index(")", at)
-            grouped |= set(tokens[at + 1 : end]) - {","}
-            at = end + 1
-        elif re.match(r"[a-zA-Z_:]", word) and word not in OPERATORS and following != "(" and following not in GROUPING:
-            matchers = []
-            if following == "{":
-                end = tokens.index("}", at)
-                parts = [part for part in tokens[at + 1 : end] if part != ","]
-                matchers = [
-                    (label, operator, json.loads(value))
-                    for label, operator, value in zip(*[iter(parts)] * 3, strict=True)
-                ]
-                at = end + 1
-            selectors.append(Selector(word, tuple(matchers)))
-    return selectors, grouped
-
-
-def queries() -> Iterator[tuple[str, str, set[str]]]:
-    """What each expression is for, itself, and the labels that texts about its result name."""
-    for rule in RULES:
-        texts = " ".join(rule.get("annotations", {}).values())
-        yield rule.get("alert") or rule["record"], rule["expr"], set(re.findall(r"\$labels\.(\w+)", texts))
-    for panel in PANELS:
-        for target in panel["targets"]:
-            yield panel["title"], target["expr"], set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
-    for variable in BOARD["templating"]["list"]:
-        if variable["type"] == "query":
-            name, label = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["definition"]).groups()  # type: ignore[union-attr]
-            yield f"${variable['name']}", name, {label}
-
-
 class Live:
     """A server with metrics, a profile, host tiers, and room for one request that runs and one that waits."""
 
@@ -126,11 +64,11 @@ class Live:
         return [(sample.name, sample.labels, sample.value) for family in families for sample in family.samples]
 
     def sums(self, expression: str) -> list[float]:
-        """Of each metric in an expression, in its order, over all samples that it means."""
+        """The sum of each metric in an expression, in its order, over all samples that it means."""
         found = self.samples()
         return [
             sum(value for name, labels, value in found if selector.accepts(name, labels))
-            for selector in parse(expression)[0]
+            for selector in selectors(expression)
         ]
 
     def outcomes(self) -> dict[str, float]:
@@ -251,7 +189,7 @@ def test_alerts_and_panels_name_only_jobs_rules_and_files_that_are_there() -> No
     relabeled = {rule["target_label"] for job in CONFIG["scrape_configs"] for rule in job["relabel_configs"]}
     assert {"instance", "job", *relabeled} == TARGET_LABELS
     for what, expression, _ in queries():
-        for selector in parse(expression)[0]:
+        for selector in selectors(expression):
             asked = {value for label, _, value in selector.matchers if label == "job"}
             assert asked <= jobs, what
             if selector.name.startswith("kvtuner:"):
@@ -271,16 +209,17 @@ def test_every_metric_and_label_that_is_asked_for_is_on_a_live_server(live: Live
     samples += [(name, DCGM_LABELS, value) for name, value in DCGM] + [("up", {}, 1.0)]
     asked = set()
     for what, expression, named in queries():
-        selectors, grouped = parse(expression)
-        assert selectors or expression.startswith("vector("), what
+        metrics = selectors(expression)
+        assert metrics or expression.startswith("vector("), what
         known = {"outcome"} | TARGET_LABELS
-        for selector in selectors:
+        for selector in metrics:
             if not selector.name.startswith("kvtuner:"):
                 asked.add(selector.name)
                 meant = [labels for name, labels, _ in samples if selector.accepts(name, labels)]
                 assert meant, f"{what}: no sample of {selector}"
                 known |= set.intersection(*[set(labels) for labels in meant])
-        assert grouped | named <= known, f"{what}: nothing has labels {(grouped | named) - known}"
+        named |= grouping_labels(expression)
+        assert named <= known, f"{what}: nothing has labels {named - known}"
     assert len(asked) > 30
 
 
@@ -304,7 +243,7 @@ def test_a_wrong_name_label_or_value_would_be_noticed() -> None:
     samples = [("sglang:a_total", {"mode": "decode"})]
 
     def found(expression: str) -> bool:
-        (selector,), _ = parse(expression)
+        (selector,) = selectors(expression)
         return any(selector.accepts(name, labels) for name, labels in samples)
 
     assert found('sum by (mode) (rate(sglang:a_total{mode="decode", instance=~"$instance"}[$__rate_interval]))')
