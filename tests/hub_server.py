@@ -52,10 +52,10 @@ class Fault:
     """What is answered in place of the truth.
 
     Attributes:
-        status: with these headers; None for the true answer, changed by the others.
+        status: The status, with these headers; None for the true answer, changed by the others.
         cut: bytes of the body after which the connection breaks.
         wait: seconds before an answer.
-        body: in place of the true one, with its own length.
+        body: The body in place of the true one, with its own length.
         times: how often; then the truth again.
     """
 
@@ -337,7 +337,7 @@ def _git_hash(data: bytes) -> str:
 
 
 def _card_errors(card: str) -> list[dict[str, str]]:
-    """As far as the Hub checks a card: metadata that is a mapping, with a license and tags of the right kinds."""
+    """What the Hub finds wrong with a card: metadata is a mapping, with a license and tags of the right kinds."""
     match = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
     metadata = yaml.safe_load(match[1]) if match else None
     if not isinstance(metadata, dict):

@@ -19,7 +19,7 @@ ANSWERED, COUNTED, NEW, GROWS, LONGER, BOUND = range(6)
 
 
 def sent(load: Load, *, started_s: float = 0.0) -> RequestResult:
-    """As a server would take 1 ms for each 10 prompt tokens, and 5 ms for each generated one."""
+    """A record of a server that takes 1 ms for each 10 prompt tokens, and 5 ms for each generated one."""
     first, gap = load.prompt_tokens * 1e-4 + 0.01, 0.005
     gaps = (gap,) * (load.output_tokens - 1)
     return RequestResult(

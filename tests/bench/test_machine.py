@@ -102,10 +102,10 @@ def test_memory_is_of_all_processes_that_were_started() -> None:
 
 
 class FakeNvml:
-    """As NVML answers: this machine has no driver."""
+    """The part of NVML that is asked; this machine has no driver."""
 
     class NVMLError(Exception):
-        """As there."""
+        """NVML's error of the same name."""
 
     def __init__(self, gpus: list[tuple[int, int, int, list[int]]], *, tells: bool = True) -> None:
         self.gpus, self.tells = gpus, tells

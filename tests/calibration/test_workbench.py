@@ -1,4 +1,4 @@
-"""From a model and text to a table, in a folder that remembers what it was measured on."""
+"""A workbench goes from a model and text to a table, in a folder that remembers what it was measured on."""
 
 from __future__ import annotations
 

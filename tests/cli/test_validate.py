@@ -158,7 +158,7 @@ def test_eval_and_bench_say_what_differs_and_measure_it(
 
 @pytest.mark.slow
 def test_a_search_records_what_its_profile_is_for(finished: Path, model_folder: Callable[..., Path], run: Any) -> None:
-    """Of the model, by the same function that everything else asks."""
+    """A profile records the model by the same function that everything else asks."""
     source = ModelSource(str(model_folder("llama-gqa")))
     found = load_profile(finished / "profile.json").model
     config = read_config(source)

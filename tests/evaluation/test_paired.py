@@ -15,7 +15,7 @@ from kvtuner.evaluation.paired import Marks, mcnemar, sign_flip
 
 
 def marks(text: str) -> Marks:
-    """Of `110 011`: two problems of three questions."""
+    """Marks of a text such as `110 011`: two problems of three questions."""
     return Marks(tuple(tuple(mark == "1" for mark in problem) for problem in text.split()))
 
 

@@ -266,7 +266,7 @@ def versions(make_profile: Callable[..., Profile]) -> list[bytes]:
 
 @pytest.fixture
 def signature(profile: Profile, keys: Any, tmp_path: Path) -> bytes:
-    """Of the small profile, by a key."""
+    """A signature of the small profile by a key."""
     from kvtuner.exported_configs.signing.signatures import sign_profile
     from kvtuner.exported_configs.signing.signers import Signer
 

@@ -82,7 +82,7 @@ def run_program(programs: Programs) -> Callable[..., subprocess.CompletedProcess
 
 @pytest.fixture(scope="session")
 def here() -> Place:
-    """On the loopback interface, beside all others."""
+    """The place on the loopback interface, beside all others."""
     return HERE
 
 

@@ -115,7 +115,7 @@ def test_servers_that_serve_something_else_are_refused(served: tuple[str, ...], 
 
 @torch.no_grad()
 def log_probs(profile: Any, sequences: Any) -> torch.Tensor:
-    """Of transformers, cut as an empty server cuts them; [sequences, positions, vocab].
+    """Log-probabilities of transformers, cut as an empty server cuts them; [sequences, positions, vocab].
 
     What a beginning shares with an earlier one is found in the cache; then come chunks of one token.
     """
@@ -260,7 +260,7 @@ def test_tasks_of_servers_are_answered_as_the_transformers_host_answers_them(
 
 
 def log_likelihoods(folder: Path, ways: int) -> list[float]:
-    """Of all choices, in the order in which they were asked, by the first of so many ways: the unquantized one."""
+    """Log-likelihoods of all choices, in the order asked, by the first of so many schemes: the unquantized one."""
     said = [json.loads(line)["answer"] for line in (folder / "tasks.jsonl").read_text().splitlines()]
     found = [answer[0] for answer in said if isinstance(answer, list)]
     return found[: len(found) // ways]

@@ -1,4 +1,4 @@
-"""Which workers live: by their process on this machine, by their heartbeats elsewhere."""
+"""Workers live by their process on this machine, by their heartbeats elsewhere."""
 
 from __future__ import annotations
 

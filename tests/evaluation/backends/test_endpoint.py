@@ -47,7 +47,7 @@ class Server(BaseHTTPRequestHandler):
 
     @property
     def route(self) -> str:
-        """Of a proxy's request, what is asked of the server behind it."""
+        """What a proxy's request asks of the server behind it."""
         return "/" + self.path.rpartition("/")[2]
 
     def answer(self, document: Any) -> None:

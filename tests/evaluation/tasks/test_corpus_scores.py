@@ -87,7 +87,7 @@ def test_p_values_are_those_of_sacrebleus_approximate_randomization(changed: flo
 
 
 def test_ways_that_say_the_same_do_not_differ() -> None:
-    """Where sacrebleu's own test gives the smallest p-value there is."""
+    """Sacrebleu's own test gives the smallest p-value there is here."""
     scores = CorpusScores("bleu", {"a": corpus(0.3), "b": corpus(0.3)}, seed=0)
     assert scores.p_value("a", "b") == 1.0
     assert (scores.minus("a", "b").low, scores.minus("a", "b").high) == (0.0, 0.0)

@@ -126,7 +126,7 @@ def nudge(rng: random.Random, document: Document) -> None:
 
 
 def restate(document: Document) -> Document:
-    """With the digest and the budget that its layers have, so that a mutation reaches what is checked after them."""
+    """A profile with the digest and the budget that its layers have: a mutation reaches what is checked after them."""
     document = RESEAL(document)
     _, _, sides = READER(json.dumps(document).encode())
     shape = document["geometry"]

@@ -74,7 +74,7 @@ def ramp(heads: int, head_dim: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def transform(kind_name: str, heads: int, head_dim: int) -> Transform:
-    """By name; mu is a ramp, lambda runs through the powers of two that are allowed, and what lies between."""
+    """A transform by its name: mu is a ramp, lambda runs through the allowed powers of two and what lies between."""
     kind = TransformKind.parse(kind_name)
     mu = ramp(heads, head_dim, 0.125).to(torch.float16)
     steps = torch.from_numpy((np.arange(heads * head_dim) * 5 % 13 - 6).astype(np.float32)).reshape(heads, -1)
@@ -266,7 +266,7 @@ def rows(name: str, profile: Profile) -> list[Document]:
 
 
 def reseal(document: Document) -> Document:
-    """With the digest that its layers have, as whoever forges a profile would; for documents that a reader refuses."""
+    """A document with the digest that its layers have, as whoever forges a profile would; a reader refuses it."""
 
     def expand(side: Document, defaults: Document) -> Document:
         given = {name: value for name, value in side.items() if value is not None}

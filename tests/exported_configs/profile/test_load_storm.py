@@ -26,7 +26,7 @@ SLOWEST_S = 2.0
 
 
 def run_storm(count: int, seed: int, folder: Path) -> dict[str, Any]:
-    """In a process of its own, with 512 MiB above what it has mapped before the first profile."""
+    """Run a process of its own, with 512 MiB above what it has mapped before the first profile."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "error", str(HERE / "load_storm.py"), str(count), str(seed), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

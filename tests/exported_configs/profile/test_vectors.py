@@ -77,7 +77,7 @@ def test_checkpoint_of_large_tensors_has_the_hash_that_the_page_gives_it(tmp_pat
 
 
 def test_null_means_absent() -> None:
-    """Of every field that may be absent, and a null elsewhere is refused: see the invalid files."""
+    """A null stands for an absent field; elsewhere a null is refused: see the invalid files."""
     given = json.loads(content("valid", "nulls"))
     sides = [layer[side] for layer in given["layers"] for side in ("k", "v")]
     nulls = {name for node in (given["model"], given["provenance"], *sides) for name, v in node.items() if v is None}

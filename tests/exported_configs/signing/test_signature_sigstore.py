@@ -68,7 +68,7 @@ def file(tmp_path: Path, profile: Profile) -> Path:
 
 
 def certificate() -> bytes:
-    """As Sigstore makes them: no subject, a mail address and who vouched for it."""
+    """A certificate as Sigstore makes them: no subject, a mail address and who vouched for it."""
     key, nobody = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
     issuer = x509.UnrecognizedExtension(
         x509.ObjectIdentifier("1.3.6.1.4.1.57264.1.8"), b"\x0c\x1bhttps://accounts.google.com"

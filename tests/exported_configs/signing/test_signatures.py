@@ -112,7 +112,7 @@ def test_renamed_profile_is_good_with_its_renamed_signature_only(signed: Path, k
 
 
 def test_link_is_verified_but_not_signed(signed: Path, keys: Keys, tmp_path: Path) -> None:
-    """As in the hub's cache, where every file is a link to a blob."""
+    """Every file is a link to a blob in the hub's cache."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
     blobs.mkdir()
     snapshot.mkdir()

@@ -1,0 +1,177 @@
+"""The tree keeps the rules of CONTRIBUTING that a program can check; each rule is shown to fail."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Rule = Callable[[dict[Path, str]], list[str]]
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+PACKAGES: Final = ("kvtuner", "calibration", "exported_configs", "runtime_loader", "search_spaces", "tuner")
+PRODUCT: Final = (*PACKAGES, "benchmarks")
+MOST_LINES: Final = 450
+MOST_FILES: Final = 15
+KNOWN_FOLDERS: Final = {Path("runtime_loader/kernels"), Path("tests"), Path("tests/sglang")}
+"""Folders that are allowed more files."""
+BANNED: Final = {
+    "taker", "takers", "respondent", "contestant", "exam", "examiner", "making", "metered", "said", "choosy", "seam",
+    "seams", "finder",
+}  # fmt: skip
+"""Words that earlier versions gave to schemes, backends, tasks and the attention hook; see CONTRIBUTING's glossary."""
+FRAGMENT: Final = re.compile(
+    r"(of|that|by|for|in|with|where|to|from|on|at|as|which|such as|what it|it|the same(?=[,;.])|one of them|none|them"
+    r"|its own|likewise|and|or|but|under|after|before|between|per|until|behind|like|within|without)\b",
+    re.IGNORECASE,
+)
+FIELD: Final = re.compile(r"    \*{0,2}\w+(?:, \w+)*: (.*)$")
+
+
+def sources(*folders: str) -> dict[Path, str]:
+    """Return the Python files below folders of the repository, by their path in it; links are not followed."""
+    paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
+    return {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in paths}
+
+
+@cache
+def tree_of(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def repeated(places: dict[str, list[Path]]) -> list[str]:
+    return [f"{name}: {', '.join(map(str, paths))}" for name, paths in sorted(places.items()) if len(paths) > 1]
+
+
+def classes_of_one_name(files: dict[Path, str]) -> list[str]:
+    """Name the classes that two files define."""
+    places = defaultdict(list)
+    for path, text in files.items():
+        for node in tree_of(text).body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path)
+    return repeated(places)
+
+
+def modules_of_one_name(files: dict[Path, str]) -> list[str]:
+    """Name the modules that two folders have."""
+    places = defaultdict(list)
+    for path in files:
+        if path.name not in ("__init__.py", "metrics.py"):  # metrics: of loads and of a server, until one is renamed
+            places[path.stem].append(path)
+    return repeated(places)
+
+
+def docstring_fragments(files: dict[Path, str]) -> list[str]:
+    """Name the docstrings and their fields that begin without a noun."""
+    return [
+        f"{path}: {line.strip()}"
+        for path, text in files.items()
+        for line in opening_lines(text)
+        if FRAGMENT.match(line.strip())
+    ]
+
+
+def opening_lines(text: str) -> Iterator[str]:
+    """Yield the first line of every docstring, and what each of its fields says."""
+    for node in ast.walk(tree_of(text)):
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        first, *rest = (ast.get_docstring(node) or "").split("\n")
+        yield first
+        fields = False
+        for line in rest:
+            if line and not line.startswith(" "):
+                fields = line in ("Args:", "Attributes:")
+            elif fields and (match := FIELD.match(line)):
+                yield match[1]
+
+
+def banned_names(files: dict[Path, str]) -> list[str]:
+    """Name the modules, classes and functions whose names have a banned word."""
+    found = []
+    for path, text in files.items():
+        nodes = ast.walk(tree_of(text))
+        names = [node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+        for name in (path.stem, *names):
+            words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)
+            found += [f"{path}: {name}"] * any(word.lower() in BANNED for word in words)
+    return found
+
+
+def full_folders(files: dict[Path, str]) -> list[str]:
+    """Name the folders with too many files side by side."""
+    counts: dict[Path, int] = defaultdict(int)
+    for path in files:
+        counts[path.parent] += path.name != "__init__.py"
+    most = {folder: count for folder, count in counts.items() if count > MOST_FILES and folder not in KNOWN_FOLDERS}
+    return [f"{folder}: {count} files" for folder, count in most.items()]
+
+
+def long_files(files: dict[Path, str]) -> list[str]:
+    """Name the files that are too long."""
+    counts = {path: text.count("\n") for path, text in files.items()}
+    return [f"{path}: {count} lines" for path, count in counts.items() if count > MOST_LINES]
+
+
+RULES: Final[list[tuple[Rule, tuple[str, ...]]]] = [
+    (classes_of_one_name, PRODUCT),
+    (modules_of_one_name, PRODUCT),
+    (docstring_fragments, (*PRODUCT, "examples", "tests")),
+    (banned_names, PRODUCT),
+    (full_folders, (*PRODUCT, "examples", "tests")),
+    (long_files, (*PRODUCT, "examples", "tests")),
+]
+
+
+@pytest.mark.parametrize(("rule", "folders"), RULES, ids=[rule.__name__ for rule, _ in RULES])
+def test_the_tree_keeps_the_rule(rule: Rule, folders: tuple[str, ...]) -> None:
+    files = sources(*folders)
+    assert len(files) > 100
+    assert rule(files) == []
+
+
+WRONG: Final[list[tuple[Rule, dict[str, str]]]] = [
+    (classes_of_one_name, {"one.py": "class Table: ...\n", "two.py": "class Table: ...\n"}),
+    (modules_of_one_name, {"bench/server.py": "", "evaluation/server.py": ""}),
+    (docstring_fragments, {"one.py": '"""Of a server, its address."""\n'}),
+    (
+        docstring_fragments,
+        {"one.py": 'class A:\n    """An address.\n\n    Attributes:\n        port: by the user.\n    """\n'},
+    ),
+    (
+        docstring_fragments,
+        {"one.py": 'def f(a):\n    """Do it.\n\n    Args:\n        a: That it must serve.\n    """\n'},
+    ),
+    (banned_names, {"examiner.py": ""}),
+    (banned_names, {"one.py": "class _ChoosySampler: ...\n"}),
+    (banned_names, {"one.py": "class A:\n    def said_until(self): ...\n"}),
+    (full_folders, {f"kernels/file_{number}.py": "" for number in range(MOST_FILES + 1)}),
+    (long_files, {"one.py": "\n" * (MOST_LINES + 1)}),
+]
+
+
+@pytest.mark.parametrize(("rule", "files"), WRONG)
+def test_what_breaks_a_rule_is_named(rule: Rule, files: dict[str, str]) -> None:
+    assert len(rule({Path(name): text for name, text in files.items()})) == 1
+
+
+def test_every_class_of_the_glossary_is_there() -> None:
+    _, _, after = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Glossary")
+    named = set(re.findall(r"`([A-Z]\w+)`", after.partition("\n## ")[0]))
+    defined = {
+        node.name
+        for text in sources(*PACKAGES).values()
+        for node in tree_of(text).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert len(named) > 10
+    assert named <= defined, named - defined
