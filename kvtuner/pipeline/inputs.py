@@ -17,7 +17,7 @@ from kvtuner.exported_configs.identity.mismatch import Policy, compare, refuse
 from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id
 from kvtuner.exported_configs.profile.evaluation_record import ResultProvenance
 from kvtuner.exported_configs.sharing.find import find_profile, find_profiles
-from kvtuner.pipeline.options import MAX_SEED
+from kvtuner.pipeline.option_types import MAX_SEED
 from kvtuner.pipeline.progress import say
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 

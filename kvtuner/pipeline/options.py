@@ -1,7 +1,8 @@
-"""What a search or a calibration is asked for: every option with its default, checked once. Imports nothing heavy.
+"""What a search or a calibration is asked for: every option once, with its default, its check and its flag.
 
-The command line and the Python interface both make these classes, with `options_from`: a field is called like its flag,
-and options in a field of options are flags of their own. Knows nothing of how flags are written.
+Imports nothing heavy. The command line makes its flags of these classes, and the Python interface its parameters: a
+field is called like its flag, and options in a field of options are a group of flags. A field without help is no flag
+of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from kvtuner.errors import BudgetError, OptionError, SearchSpaceError
+from kvtuner.pipeline.option_types import MAX_SEED, MIN_REPORT_SEQUENCES, positive, seed, sequences
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,62 +26,65 @@ SAMPLERS: Final = ("nsga2", "tpe", "random", "none")
 DEFAULT_SAMPLER: Final = "nsga2"
 DEFAULT_TRIALS: Final = 100
 """The refinement's size where none is given; `SearchOptions` keeps None, since hand-written layers refuse both."""
-MAX_SEED: Final = 2**31
-MIN_REPORT_SEQUENCES: Final = 2
-"""An interval needs two."""
 _SEARCH_ONLY: Final = ("keep", "groups", "nested", "sampler", "trials", "storage")
 
 Options = TypeVar("Options")
 
 
+def option(default: Any, text: str, **flag: Any) -> Any:
+    """A field that is a flag.
+
+    Args:
+        default: The default; a switch where it is True or False.
+        text: The flag's line of help.
+        **flag: What argparse takes besides, such as the `type` that reads the text, and checks values from Python;
+            `group` is the title of a group of flags that begins with this one.
+    """
+    return field(default=default, metadata={"help": text, **flag})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """The model, and how it is loaded.
+    """The model, and how it is loaded; a profile or the model itself fills what is None."""
 
-    Attributes:
-        model: The hub id, the folder, or ``demo``; None where a profile names it.
-        revision: The commit, tag or branch on the hub.
-        device: ``auto`` (every GPU, else the CPU) or a torch device.
-        dtype: ``auto`` or the name of a torch dtype.
-        trust_remote_code: Whether code that comes with the checkpoint runs.
-        context_length: The tokens that will be served; the model's maximum where it is None.
-    """
-
-    model: str | None = None
-    revision: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    trust_remote_code: bool = False
-    context_length: int | None = None
+    model: str | None = option(None, "hub id, local folder, or the shipped demo model", metavar="ID|FOLDER|demo")
+    revision: str | None = option(None, "commit, tag or branch on the hub")
+    device: str = option("auto", "auto (every GPU, else the CPU), cpu, cuda, cuda:N")
+    dtype: str = option("auto", "auto, float32, float16 or bfloat16")
+    trust_remote_code: bool = option(False, "run code that comes with the checkpoint")
+    context_length: int | None = option(
+        None, "what will be served; the model's maximum by default", type=positive, metavar="TOKENS"
+    )
 
     def __post_init__(self) -> None:
-        check_counts(context_length=self.context_length)
+        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataOptions:
-    """The text that is read, and how it is cut into sequences.
+    """The text that is read, and how it is cut into sequences; the model decides what is None."""
 
-    Attributes:
-        data: The file, folder or datasets id; the shipped demo corpus where it is None.
-        data_config: The configuration of the datasets id.
-        data_split: The split of the datasets id.
-        text_field: The field of a row that holds the text.
-        sequence_length: The tokens of a sequence; None leaves it to the model.
-        sequences: The sequences to calibrate, select and report on; None leaves them to the model.
-        deduplicate: Whether repeated documents are dropped instead of refused.
-    """
-
-    data: str | None = None
-    data_config: str | None = None
-    data_split: str = "train"
-    text_field: str = "text"
-    sequence_length: int | None = None
-    sequences: tuple[int, int, int] | None = None
-    deduplicate: bool = False
+    data: str | None = option(
+        None,
+        "text, JSONL with text or messages, or a datasets id; a shipped demo corpus by default",
+        metavar="FILE|FOLDER|ID[@REV]",
+    )
+    data_config: str | None = option(None, "configuration of the datasets id")
+    data_split: str = option("train", "split of the datasets id")
+    text_field: str = option("text", "field that holds the text")
+    sequence_length: int | None = option(
+        None, "512 for demo, else 2048 or the context if that is less", type=positive, metavar="TOKENS"
+    )
+    sequences: tuple[int, int, int] | None = option(
+        None,
+        "sequences to calibrate, select and report on; 4,12,12 for demo, else 8,8,16",
+        type=sequences,
+        metavar="N[,N,N]",
+    )
+    deduplicate: bool = option(False, "drop repeated documents instead of refusing them")
 
     def __post_init__(self) -> None:
-        check_counts(sequence_length=self.sequence_length)
+        check_options(self)
         if self.sequences is None:
             return
         if len(self.sequences) != 3 or min(self.sequences) < 1 or self.sequences[2] < MIN_REPORT_SEQUENCES:
@@ -91,52 +96,31 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasurementOptions:
-    """How sensitivity is measured.
+    """How sensitivity is measured."""
 
-    Attributes:
-        score: The score that bits are allocated by.
-        read_plan: The plan that says which tokens read quantized keys and values.
-        fisher_draws: The sampled labels per token of the Fisher score.
-        batch_size: The sequences in flight.
-        k_group_size: The channels per scale of keys; head_dim where it is None.
-        v_group_size: The channels per scale of values; head_dim where it is None.
-        symmetric: Whether one grid around zero replaces minimum and scale.
-        pairs: Whether the paper's e_o of all pairs is measured too.
-        seed: The seed of documents, offsets, labels, sampler and bootstrap.
-    """
-
-    score: ScoreName = "kl"
-    read_plan: ReadPlanName = "decode"
-    fisher_draws: int = 4
-    batch_size: int = 1
-    k_group_size: int | None = None
-    v_group_size: int | None = None
-    symmetric: bool = False
-    pairs: bool = False
-    seed: int = 0
+    score: ScoreName = option(
+        "kl", "what bits are allocated by; fisher and e_o skip the isolated forwards", choices=SCORES
+    )
+    read_plan: ReadPlanName = option("decode", "which tokens read quantized keys and values", choices=READ_PLANS)
+    fisher_draws: int = option(4, "sampled labels per token", type=positive, metavar="R")
+    batch_size: int = option(1, "sequences in flight", type=positive)
+    k_group_size: int | None = option(
+        None, "channels per scale of keys; head_dim by default", type=positive, metavar="CHANNELS"
+    )
+    v_group_size: int | None = option(
+        None, "channels per scale of values; head_dim by default", type=positive, metavar="CHANNELS"
+    )
+    symmetric: bool = option(False, "one grid around zero instead of minimum and scale")
+    pairs: bool = option(False, "also measure the paper's e_o of all K/V pairs")
+    seed: int = option(0, "of documents, offsets, labels, sampler and bootstrap", type=seed)
 
     def __post_init__(self) -> None:
-        check_choice("score", self.score, SCORES)
-        check_choice("read_plan", self.read_plan, READ_PLANS)
-        check_counts(
-            fisher_draws=self.fisher_draws,
-            batch_size=self.batch_size,
-            k_group_size=self.k_group_size,
-            v_group_size=self.v_group_size,
-        )
-        check_seed(self.seed)
+        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrateOptions:
-    """A calibration.
-
-    Attributes:
-        model: The model.
-        data: The text.
-        measurement: How it is measured.
-        out: The run folder; ``runs/<model>-...`` where it is None.
-    """
+    """A calibration; its run folder is ``runs/<model>-...`` where `out` is None."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
@@ -146,33 +130,36 @@ class CalibrateOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchOptions(CalibrateOptions):
-    """A search: a calibration, and the profiles that are made of it.
+    """A search: a calibration, and the profiles that are made of it."""
 
-    Attributes:
-        budget: The budgets; each makes a profile.
-        layers: The configuration to write instead of searching.
-        keep: The layers whose pairs are forced.
-        groups: Whether layers are tied by DBSCAN.
-        sampler: The sampler of the refinement; `DEFAULT_SAMPLER` where it is None.
-        trials: The trials of the refinement; `DEFAULT_TRIALS` where it is None.
-        nested: Whether a larger budget never takes bits away.
-        tp_size: The tensor-parallel ranks that will serve.
-        pp_size: The pipeline stages that will serve.
-        report: Whether the report is written.
-        storage: The URL of an Optuna storage; SQLite in the run folder where it is None.
-    """
-
-    budget: tuple[str, ...] = ()
-    layers: str | None = None
-    keep: str | None = None
-    groups: bool = False
-    sampler: SamplerName | None = None
-    trials: int | None = None
-    nested: bool = False
-    tp_size: int = 1
-    pp_size: int = 1
-    report: bool = True
-    storage: str | None = None
+    budget: tuple[str, ...] = option(
+        (),
+        "4bit, 4.25bpe, 35%%, 18KiB/token, 40GiB@32x64k; several make several profiles",
+        group="search",
+        nargs="+",
+        action="extend",
+        metavar="BUDGET",
+    )
+    layers: str | None = option(
+        None, "write this configuration instead of searching: 0-1:bf16,2-27:K4V2", metavar="RANGES"
+    )
+    keep: str | None = option(None, "force layers: 0:K8V8,27:16", metavar="LAYERS")
+    groups: bool = option(False, "tie layers by DBSCAN as the KVTuner paper does")
+    sampler: SamplerName | None = option(
+        None,
+        f"of the refinement; none measures the warm starts only; {DEFAULT_SAMPLER} by default",
+        choices=SAMPLERS,
+    )
+    trials: int | None = option(
+        None, f"of the refinement, warm starts included; {DEFAULT_TRIALS} by default", type=positive
+    )
+    nested: bool = option(False, "a larger budget never takes bits away; needs --sampler none")
+    tp_size: int = option(1, "tensor-parallel ranks that will serve", type=positive)
+    pp_size: int = option(1, "pipeline stages that will serve; each keeps the budget", type=positive)
+    report: bool = option(True, "write report.html and its pictures (`kvtuner report` does so later)")
+    storage: str | None = option(
+        None, "Optuna storage to share between workers; SQLite in the run folder by default", metavar="URL"
+    )
 
     def __post_init__(self) -> None:
         if bool(self.budget) == bool(self.layers):
@@ -185,9 +172,7 @@ class SearchOptions(CalibrateOptions):
                 )
         if self.nested and self.sampler != "none":
             raise SearchSpaceError("--nested keeps the exact family, which refinement would break; add --sampler none")
-        if self.sampler is not None:
-            check_choice("sampler", self.sampler, SAMPLERS)
-        check_counts(trials=self.trials, tp_size=self.tp_size, pp_size=self.pp_size)
+        check_options(self)
 
     @property
     def refinement_sampler(self) -> SamplerName:
@@ -245,6 +230,24 @@ def flag_names(kind: type) -> set[str]:
     return names
 
 
+def check_options(options: object) -> None:
+    """Check choices, and numbers as their flags' texts are checked.
+
+    Raises:
+        OptionError: A value is refused; its option is named.
+    """
+    for item in _fields(type(options)):
+        value, read = getattr(options, item.name), item.metadata.get("type")
+        choices = item.metadata.get("choices")
+        if choices and value is not None and value not in choices:
+            raise OptionError(f"{item.name} must be one of {', '.join(choices)}, not {value!r}")
+        if read and isinstance(value, int):
+            try:
+                read(str(value))
+            except OptionError as error:
+                raise OptionError(f"{item.name} {error}") from error
+
+
 def check_counts(**counts: int | None) -> None:
     """Check that counts are at least 1, or None.
 
@@ -254,16 +257,6 @@ def check_counts(**counts: int | None) -> None:
     for name, count in counts.items():
         if count is not None and count < 1:
             raise OptionError(f"{name} must be at least 1, not {count}")
-
-
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Check that a value is one of the choices.
-
-    Raises:
-        OptionError: It is none of them.
-    """
-    if value not in choices:
-        raise OptionError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
 def check_seed(seed: int | None) -> None:

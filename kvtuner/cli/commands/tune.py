@@ -5,27 +5,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.cli import flag_types
 from kvtuner.cli.command import Command
-from kvtuner.cli.shared_flags import add_data_flags, add_model_flags, add_switch
-from kvtuner.pipeline.options import (
-    DEFAULT_SAMPLER,
-    DEFAULT_TRIALS,
-    READ_PLANS,
-    SAMPLERS,
-    SCORES,
-    CalibrateOptions,
-    SearchOptions,
-    defaults_of,
-    options_from,
-)
+from kvtuner.cli.shared_flags import add_options, add_switch
+from kvtuner.pipeline.options import CalibrateOptions, SearchOptions, options_from
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
     from kvtuner.pipeline.search import SearchResult
-
-_DEFAULTS: Final = defaults_of(SearchOptions)
 
 
 def _search(args: Namespace) -> int:
@@ -72,110 +59,13 @@ def _dry_run(options: CalibrateOptions, *, as_json: bool) -> int:
 
 
 def _add_search_flags(parser: ArgumentParser) -> None:
-    add_model_flags(parser)
-    add_data_flags(parser)
-    _add_measurement(parser)
-    _add_search(parser)
+    add_options(parser, SearchOptions)
     _add_run(parser)
 
 
 def _add_calibrate_flags(parser: ArgumentParser) -> None:
-    add_model_flags(parser)
-    add_data_flags(parser)
-    _add_measurement(parser)
+    add_options(parser, CalibrateOptions)
     _add_run(parser)
-
-
-def _add_measurement(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("measurement")
-    group.add_argument(
-        "--score",
-        choices=SCORES,
-        default=_DEFAULTS["score"],
-        help="what bits are allocated by; fisher and e_o skip the isolated forwards",
-    )
-    group.add_argument(
-        "--read-plan",
-        choices=READ_PLANS,
-        default=_DEFAULTS["read_plan"],
-        help="which tokens read quantized keys and values",
-    )
-    group.add_argument(
-        "--fisher-draws",
-        type=flag_types.positive,
-        default=_DEFAULTS["fisher_draws"],
-        metavar="R",
-        help="sampled labels per token",
-    )
-    group.add_argument(
-        "--batch-size", type=flag_types.positive, default=_DEFAULTS["batch_size"], help="sequences in flight"
-    )
-    for side, name in (("k", "keys"), ("v", "values")):
-        group.add_argument(
-            f"--{side}-group-size",
-            type=flag_types.positive,
-            metavar="CHANNELS",
-            help=f"channels per scale of {name}; head_dim by default",
-        )
-    add_switch(group, "--symmetric", "one grid around zero instead of minimum and scale")
-    add_switch(group, "--pairs", "also measure the paper's e_o of all K/V pairs")
-    group.add_argument(
-        "--seed",
-        type=flag_types.seed,
-        default=_DEFAULTS["seed"],
-        help="of documents, offsets, labels, sampler and bootstrap",
-    )
-
-
-def _add_search(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("search")
-    group.add_argument(
-        "--budget",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="BUDGET",
-        help="4bit, 4.25bpe, 35%%, 18KiB/token, 40GiB@32x64k; several make several profiles",
-    )
-    group.add_argument(
-        "--layers", metavar="RANGES", help="write this configuration instead of searching: 0-1:bf16,2-27:K4V2"
-    )
-    group.add_argument("--keep", metavar="LAYERS", help="force layers: 0:K8V8,27:16")
-    add_switch(group, "--groups", "tie layers by DBSCAN as the KVTuner paper does")
-    group.add_argument(
-        "--sampler",
-        choices=SAMPLERS,
-        help=f"of the refinement; none measures the warm starts only; {DEFAULT_SAMPLER} by default",
-    )
-    group.add_argument(
-        "--trials",
-        type=flag_types.positive,
-        help=f"of the refinement, warm starts included; {DEFAULT_TRIALS} by default",
-    )
-    add_switch(group, "--nested", "a larger budget never takes bits away; needs --sampler none")
-    group.add_argument(
-        "--tp-size",
-        type=flag_types.positive,
-        default=_DEFAULTS["tp_size"],
-        help="tensor-parallel ranks that will serve",
-    )
-    group.add_argument(
-        "--pp-size",
-        type=flag_types.positive,
-        default=_DEFAULTS["pp_size"],
-        help="pipeline stages that will serve; each keeps the budget",
-    )
-    add_switch(
-        group,
-        "--report",
-        "write report.html and its pictures (`kvtuner report` does so later)",
-        default=_DEFAULTS["report"],
-    )
-    group.add_argument(
-        "--storage",
-        metavar="URL",
-        help="Optuna storage to share between workers; SQLite in the run folder by default",
-    )
 
 
 def _add_run(parser: ArgumentParser) -> None:
