@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from kvtuner.run_folder import LogReader
+from kvtuner.run_folder import read_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -33,14 +33,28 @@ class Journal:
         key_of: Callable[[Mapping[str, Any]], Hashable] = itemgetter("key"),
     ) -> None:
         self._folder, self._name, self._identity, self._key_of = folder, name, identity, key_of
-        self._reader = LogReader(folder, name)
+        self._position = 0
         self._records: dict[Hashable, dict[str, Any]] = {}
 
     def unread(self) -> Iterator[dict[str, Any]]:
-        """The records that were appended since the last call, by this process or another one."""
-        for record in self._reader.unread():
-            if self._identity is None or record.get("identity") == self._identity:
-                yield record
+        """The records that were appended since the last call, by this process or another one.
+
+        Lines that a kill cut or that changed are left out.
+        """
+        path = self._folder.file(self._name)
+        if not path.exists():
+            return
+        if path.stat().st_size < self._position:  # another file by the same name
+            self._position = 0
+        with path.open("rb") as handle:
+            handle.seek(self._position)
+            for line in handle:
+                record = read_line(line)
+                if record is None and not line.endswith(b"\n"):
+                    return  # it may still be written
+                self._position += len(line)
+                if record is not None and self._identity in (None, record.get("identity")):
+                    yield record
 
     def get(self, key: Hashable) -> dict[str, Any] | None:
         """The record of a key; None where no process has appended one yet."""

@@ -114,7 +114,9 @@ class RunFolder:
 
     def records(self, name: str) -> Iterator[dict[str, Any]]:
         """The records of a log in their order, without lines that a kill cut or that changed."""
-        return LogReader(self, name).unread()
+        if self.file(name).exists():
+            with self.file(name).open("rb") as handle:
+                yield from filter(None, map(read_line, handle))
 
     def write_checked(self, name: str, payload: Mapping[str, Any]) -> None:
         """Write a JSON object with its own checksum."""
@@ -241,32 +243,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-class LogReader:
-    """A log that is read on from where the last reading stopped."""
-
-    def __init__(self, folder: RunFolder, name: str) -> None:
-        """Begin with the first line of the log `name`, which need not exist yet."""
-        self._path = folder.file(name)
-        self._position = 0
-
-    def unread(self) -> Iterator[dict[str, Any]]:
-        """The records since the last call, without lines that a kill cut or that changed."""
-        if not self._path.exists():
-            return
-        if self._path.stat().st_size < self._position:  # another file by the same name
-            self._position = 0
-        with self._path.open("rb") as handle:
-            handle.seek(self._position)
-            for line in handle:
-                record = _read_line(line)
-                if record is None and not line.endswith(b"\n"):
-                    return  # it may still be written
-                self._position += len(line)
-                if record is not None:
-                    yield record
-
-
-def _read_line(line: bytes) -> dict[str, Any] | None:
+def read_line(line: bytes) -> dict[str, Any] | None:
+    """The record of a line of a log; None where a kill cut the line or it changed."""
     with contextlib.suppress(json.JSONDecodeError, UnicodeDecodeError):
         record = json.loads(line)
         if isinstance(record, dict) and record.pop(LINE_CHECKSUM, None) == _line_checksum(record):

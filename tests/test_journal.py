@@ -46,3 +46,50 @@ def test_a_key_may_be_made_of_several_fields_and_the_last_record_counts(tmp_path
     found = journal.get((1, (4, 2)))
     assert found is not None
     assert found["kl"] == 0.25
+
+
+def test_a_reader_of_a_log_goes_on_where_it_stopped_wherever_the_last_line_is_cut(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    reader, path = Journal(folder, "log.jsonl", None), folder.file("log.jsonl")
+    assert list(reader.unread()) == []
+    folder.append("log.jsonl", {"index": 0})
+    assert list(reader.unread()) == [{"index": 0}]
+    assert list(reader.unread()) == []
+    before = path.read_bytes()
+    folder.append("log.jsonl", {"index": 1, "text": "é\u2028\n"}, {"index": 2})
+    whole = path.read_bytes()
+    for size in range(len(before), len(whole) + 1):
+        path.write_bytes(before)
+        reader = Journal(folder, "log.jsonl", None)
+        assert len(list(reader.unread())) == 1
+        path.write_bytes(whole[:size])
+        found = list(reader.unread())
+        path.write_bytes(whole)
+        folder.append("log.jsonl", {"index": 9})
+        found += reader.unread()
+        assert [record["index"] for record in found] == [1, 2, 9]
+
+
+def test_a_line_that_is_finished_while_a_log_is_read_is_not_lost(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    path = folder.file("log.jsonl")
+    folder.append("log.jsonl", *({"index": index} for index in range(3)))
+    whole = path.read_bytes()
+    cut = whole.index(b"\n") + 5
+    path.write_bytes(whole[:cut])
+    reader = Journal(folder, "log.jsonl", None)
+    unread = reader.unread()
+    assert next(unread) == {"index": 0}
+    assert list(unread) == []
+    path.write_bytes(whole)
+    assert list(reader.unread()) == [{"index": 1}, {"index": 2}]
+
+
+def test_a_log_that_was_replaced_by_a_shorter_one_is_read_from_its_start(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.append("log.jsonl", *({"index": index} for index in range(3)))
+    reader = Journal(folder, "log.jsonl", None)
+    assert len(list(reader.unread())) == 3
+    folder.file("log.jsonl").unlink()
+    folder.append("log.jsonl", {"index": 10})
+    assert list(reader.unread()) == [{"index": 10}]

@@ -17,7 +17,6 @@ from kvtuner import run_folder
 from kvtuner.errors import RunFolderError
 from kvtuner.run_folder import (
     EVENTS,
-    LogReader,
     RunFolder,
     canonical_json,
     refuse_difference,
@@ -211,50 +210,6 @@ def test_log_cut_anywhere_in_its_last_line_keeps_the_others_and_the_next(folder:
         assert [record["index"] for record in folder.records("log.jsonl")] == survivors
         folder.append("log.jsonl", {"index": 9})
         assert [record["index"] for record in folder.records("log.jsonl")] == [*survivors, 9]
-
-
-def test_a_reader_of_a_log_goes_on_where_it_stopped_wherever_the_last_line_is_cut(folder: RunFolder) -> None:
-    reader, path = LogReader(folder, "log.jsonl"), folder.file("log.jsonl")
-    assert list(reader.unread()) == []
-    folder.append("log.jsonl", {"index": 0})
-    assert list(reader.unread()) == [{"index": 0}]
-    assert list(reader.unread()) == []
-    before = path.read_bytes()
-    folder.append("log.jsonl", {"index": 1, "text": "é\u2028\n"}, {"index": 2})
-    whole = path.read_bytes()
-    for size in range(len(before), len(whole) + 1):
-        path.write_bytes(before)
-        reader = LogReader(folder, "log.jsonl")
-        assert len(list(reader.unread())) == 1
-        path.write_bytes(whole[:size])
-        found = list(reader.unread())
-        path.write_bytes(whole)
-        folder.append("log.jsonl", {"index": 9})
-        found += reader.unread()
-        assert [record["index"] for record in found] == [1, 2, 9]
-
-
-def test_a_line_that_is_finished_while_a_log_is_read_is_not_lost(folder: RunFolder) -> None:
-    path = folder.file("log.jsonl")
-    folder.append("log.jsonl", *({"index": index} for index in range(3)))
-    whole = path.read_bytes()
-    cut = whole.index(b"\n") + 5
-    path.write_bytes(whole[:cut])
-    reader = LogReader(folder, "log.jsonl")
-    unread = reader.unread()
-    assert next(unread) == {"index": 0}
-    assert list(unread) == []
-    path.write_bytes(whole)
-    assert list(reader.unread()) == [{"index": 1}, {"index": 2}]
-
-
-def test_a_log_that_was_replaced_by_a_shorter_one_is_read_from_its_start(folder: RunFolder) -> None:
-    folder.append("log.jsonl", *({"index": index} for index in range(3)))
-    reader = LogReader(folder, "log.jsonl")
-    assert len(list(reader.unread())) == 3
-    folder.file("log.jsonl").unlink()
-    folder.append("log.jsonl", {"index": 10})
-    assert list(reader.unread()) == [{"index": 10}]
 
 
 def test_log_lines_that_are_no_objects_are_skipped(folder: RunFolder) -> None:

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 _BEGINNING: Final = b"<!DOCTYPE html>"
 
 
-def check_page_file(path: Path) -> None:
-    """Refuse a file that no page can or should replace, before any work: a page may be written over, no other file.
+def write_page(path: Path, text: str) -> None:
+    """Write a page, over another page but over no other file; a reader sees the old one or the new one.
 
     Raises:
-        RunFolderError: The path is a folder or a file that is no page, or its folder cannot be written.
+        RunFolderError: The path is a folder or a file that is no page, or the disk is full or cannot be written.
     """
     try:
         if path.is_dir():
@@ -30,14 +30,6 @@ def check_page_file(path: Path) -> None:
         raise RunFolderError(f"--html {path} cannot be written ({error.strerror}); name another file") from error
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise RunFolderError(f"--html {path}: {folder} is no folder that can be written; name another file")
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write a page; a reader sees the old one or the new one.
-
-    Raises:
-        RunFolderError: The disk is full, or the folder cannot be written.
-    """
     write_atomically(path, text.encode(errors="replace"))
 
 

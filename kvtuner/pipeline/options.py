@@ -186,20 +186,18 @@ class SearchOptions(CalibrateOptions):
 
 
 def options_from(kind: type[Options], values: Mapping[str, Any]) -> Options:
-    """Options out of values by the name of their flag: a field that they lack has its default, others are left alone.
+    """Options out of values by the name of their flag, in one mapping for nested options too.
 
-    Args:
-        kind: A dataclass of options.
-        values: The values of its fields, and of those of options that it holds, in one mapping.
+    A field that the values lack has its default; values that are no fields are left alone.
     """
-    found = {}
+    plain: dict[str, Any] = {}
     for item in _fields(kind):
-        if _is_nested(item):
-            found[item.name] = options_from(cast("type[Any]", item.default_factory), values)
+        if nested := _nested(item):
+            plain[item.name] = options_from(nested, values)
         elif item.name in values:
             value = values[item.name]
-            found[item.name] = tuple(value) if isinstance(value, list) else value
-    return kind(**found)
+            plain[item.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**plain)
 
 
 def flag_values(options: object) -> dict[str, Any]:
@@ -207,27 +205,22 @@ def flag_values(options: object) -> dict[str, Any]:
     values = {}
     for item in _fields(type(options)):
         value = getattr(options, item.name)
-        values.update(flag_values(value) if _is_nested(item) else {item.name: value})
+        values.update(flag_values(value) if _nested(item) else {item.name: value})
     return values
 
 
 def defaults_of(kind: type) -> dict[str, Any]:
     """The defaults of a dataclass of options by the name of their flag, without fields that have none."""
-    defaults = {}
-    for item in _fields(kind):
-        if _is_nested(item):
-            defaults.update(defaults_of(cast("type", item.default_factory)))
-        elif item.default is not MISSING:
-            defaults[item.name] = item.default
-    return defaults
+    return {name: item.default for name, item in flag_fields(kind).items() if item.default is not MISSING}
 
 
-def flag_names(kind: type) -> set[str]:
-    """The names of all flags of a dataclass of options, with those of options that a field holds."""
-    names: set[str] = set()
+def flag_fields(kind: type) -> dict[str, Field[Any]]:
+    """The fields of a dataclass of options by the name of their flag, with those of options that a field holds."""
+    flags: dict[str, Field[Any]] = {}
     for item in _fields(kind):
-        names |= flag_names(cast("type", item.default_factory)) if _is_nested(item) else {item.name}
-    return names
+        nested = _nested(item)
+        flags |= flag_fields(nested) if nested else {item.name: item}
+    return flags
 
 
 def check_options(options: object) -> None:
@@ -273,5 +266,6 @@ def _fields(kind: Any) -> tuple[Field[Any], ...]:
     return fields(kind)
 
 
-def _is_nested(item: Field[Any]) -> bool:
-    return is_dataclass(item.default_factory)
+def _nested(item: Field[Any]) -> type[Any] | None:
+    """The class of options that a field holds, if any."""
+    return cast("type[Any]", item.default_factory) if is_dataclass(item.default_factory) else None

@@ -10,7 +10,7 @@ from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from kvtuner.pipeline.evaluation_options import EvalOptions
-from kvtuner.pipeline.options import CalibrateOptions, SearchOptions, defaults_of, flag_names, options_from
+from kvtuner.pipeline.options import CalibrateOptions, SearchOptions, defaults_of, flag_fields, options_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -112,7 +112,7 @@ def _options(kind: type[Options], values: dict[str, Any]) -> Options:
     Raises:
         TypeError: A keyword is no option.
     """
-    names = flag_names(kind)
+    names = flag_fields(kind)
     for name in values:
         if name not in names:
             raise TypeError(f"{name!r} is no option; the options are {', '.join(sorted(names))}")

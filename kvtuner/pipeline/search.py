@@ -118,7 +118,7 @@ def search(options: SearchOptions, *, on_result: Callable[[SearchResult], None] 
     phases = Phases(bench, folder)
     with phases.phase("calibration"):
         table = measure_sensitivity(bench, folder, say)
-    return _search_targets(SearchRun(options, shape, bench, folder, phases, table), targets, on_result)
+    return _search_targets(SearchRun(options, bench, folder, phases, table), targets, on_result)
 
 
 def _search_targets(

@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
     from kvtuner.exported_configs.sharing.find import ResolvedProfile
-    from kvtuner.report.profile_difference import ProfileDifference
 
 
 def _run(args: Namespace) -> int:
+    from kvtuner.cli.output_file import write_page
     from kvtuner.pipeline.inputs import profile_of
-    from kvtuner.report.difference_report import difference_lines
+    from kvtuner.report.difference_report import difference_lines, difference_page
     from kvtuner.report.profile_difference import difference_of
     from kvtuner.report.terminal import Terminal
 
     first, second = profile_of(args.first), profile_of(args.second)
     difference = difference_of(first.profile, second.profile)
     if args.html:
-        _write_page(Path(args.html), difference, _names(first, second))
+        write_page(Path(args.html), difference_page(difference, _names(first, second)))
     if args.json:
         page = {"page": args.html} if args.html else {}
         print(json.dumps({**difference.to_json(), **page}, indent=1))
@@ -40,16 +40,8 @@ def _names(first: ResolvedProfile, second: ResolvedProfile) -> tuple[str, str]:
     """The names of both, files with their folders where they are called alike."""
     if first.name != second.name:
         return first.name, second.name
-    a, b = (f"{each.path.absolute().parent.name}/{each.path.name}" for each in (first, second))
+    a, b = (f"{file.path.absolute().parent.name}/{file.path.name}" for file in (first, second))
     return a, b
-
-
-def _write_page(path: Path, difference: ProfileDifference, names: tuple[str, str]) -> None:
-    from kvtuner.cli.output_file import check_page_file, write_page
-    from kvtuner.report.difference_report import difference_page
-
-    check_page_file(path)
-    write_page(path, difference_page(difference, names))
 
 
 def _add_flags(parser: ArgumentParser) -> None:

@@ -20,21 +20,6 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Callable
 
-NEEDED: Final = {
-    "torch": "",
-    "transformers": "5",
-    "optuna": "4",
-    "datasets": "",
-    "numpy": "",
-    "scipy": "",
-    "pydantic": "2",
-    "safetensors": "",
-    "matplotlib": "",
-    "tqdm": "",
-    "pyyaml": "",
-}
-"""Distributions with the least version; the list of pyproject.toml, which an installed kvtuner does not have."""
-
 OPTIONAL: Final = {
     "accelerate": "models larger than one GPU",
     "lm_eval": "kvtuner eval --tasks",
@@ -57,10 +42,10 @@ def _run(args: Namespace) -> int:
     """The status is 1 if something is bad."""
     checks = [
         DoctorCheck("python", "ok", platform.python_version()),
-        *(_package(name, least) for name, least in NEEDED.items()),
+        *(_package(name, least) for name, least in needed().items()),
         *(_optional(name, use) for name, use in OPTIONAL.items()),
         _guarded("devices", _devices),
-        _guarded("attention seam", _demo_model),
+        _guarded("attention hook", _demo_model),
         _guarded("disk", _disk),
     ]
     if args.json:
@@ -69,6 +54,12 @@ def _run(args: Namespace) -> int:
         for check in checks:
             print(f"{check.status:<5}{check.name:<16}{check.detail}")
     return int(any(check.status == "bad" for check in checks))
+
+
+def needed() -> dict[str, str]:
+    """The distributions that kvtuner cannot do without, with the least version; the list of pyproject.toml."""
+    matches = (re.fullmatch(r"([\w.-]+)(?:>=([\d.]+))?", text) for text in importlib.metadata.requires("kvtuner") or ())
+    return {match[1]: match[2] or "" for match in matches if match is not None}
 
 
 def _package(name: str, least: str) -> DoctorCheck:
@@ -119,9 +110,8 @@ def _demo_model() -> DoctorCheck:
 
     loaded = load_model(ModelSource(DEMO, device="cpu"))
     chain = DecoderChain(loaded.model, loaded.shape.geometry)
-    return DoctorCheck(
-        "attention seam", "ok", f"demo model loads, {len(chain.layers)} layers seen through transformers"
-    )
+    detail = f"demo model loads, {len(chain.layers)} layers seen through transformers"
+    return DoctorCheck("attention hook", "ok", detail)
 
 
 def _disk() -> DoctorCheck:

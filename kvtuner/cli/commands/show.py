@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.evaluation_record import Evaluation
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.exported_configs.sharing.find import ResolvedProfile
 
 
 def _report(args: Namespace) -> int:
@@ -51,12 +50,14 @@ def _report_folders(path: Path) -> list[Path]:
 
 
 def _show(args: Namespace) -> int:
+    from kvtuner.cli.output_file import write_page
     from kvtuner.pipeline.inputs import profiles_of
-    from kvtuner.report.profile_report import summary
+    from kvtuner.report.profile_report import ShownProfile, profile_page, summary
 
     profiles = [(resolved, _evaluations(resolved.path, resolved.profile)) for resolved in profiles_of(args.path)]
     if args.html:
-        _write_page(Path(args.html), profiles)
+        shown = [ShownProfile(file.name, file.profile, tuple(evaluations)) for file, evaluations in profiles]
+        write_page(Path(args.html), profile_page(shown))
     if args.json:
         page = {"page": args.html} if args.html else {}
         facts = [
@@ -85,15 +86,6 @@ def _lines(profile: Profile, evaluations: Sequence[Evaluation]) -> str:
     parts = [describe(profile), "\n".join(profile_strip(profile, Terminal.of_stdout()))]
     parts += ["\n".join(map(printable, evaluation_lines(evaluation, profile))) for evaluation in evaluations]
     return "\n\n".join(parts)
-
-
-def _write_page(path: Path, profiles: Sequence[tuple[ResolvedProfile, list[Evaluation]]]) -> None:
-    from kvtuner.cli.output_file import check_page_file, write_page
-    from kvtuner.report.profile_report import ShownProfile, profile_page
-
-    check_page_file(path)
-    shown = [ShownProfile(resolved.name, resolved.profile, tuple(evaluations)) for resolved, evaluations in profiles]
-    write_page(path, profile_page(shown))
 
 
 def _evaluations(path: Path, profile: Profile) -> list[Evaluation]:

@@ -41,17 +41,14 @@ STUDY_FILE: Final = "study.db"
 
 @dataclass(frozen=True, slots=True)
 class SearchOutcome:
-    """What a search found for one target.
+    """What a search found for one target; every KL is that of the select split, nats per token.
 
     Attributes:
         asked: The budget, or the hand-written configuration.
         configuration: The winner.
-        measured_kl: The winner's KL on the select split; None for a uniform without transforms, not measured there.
-        fits: Whether a scheme would have kept the budget.
-        uniform_kl: The K x V table on the select split.
+        measured_kl: The winner's KL; None for a uniform without transforms, which is not measured there.
+        fits: Whether a scheme keeps the budget.
         exact: The exact solution; None if nothing was searched.
-        exact_kl: The exact solution's KL on the select split.
-        study: The refinement.
         fronts: The exact fronts by pipeline stage.
         uniform_name: The pair of the uniform that replaced the winner, if one did.
     """
@@ -80,12 +77,7 @@ class SearchOutcome:
 
 @dataclass(frozen=True, slots=True)
 class BudgetSearch:
-    """Finds winners on the select split.
-
-    Attributes:
-        run: The search.
-        objective: What measures configurations.
-    """
+    """Finds winners on the select split, which the objective measures."""
 
     run: SearchRun
     objective: MeasuredKL
@@ -130,13 +122,7 @@ class BudgetSearch:
     def winner(
         self, target: SearchTarget, member: Configuration | None, uniform_kl: Mapping[PrecisionPair, float]
     ) -> SearchOutcome:
-        """The winner of one target.
-
-        Args:
-            target: A budget or a hand-written configuration.
-            member: The target's part of a nested family, if there is one.
-            uniform_kl: The measured KL of uniform pairs.
-        """
+        """The winner of one target; `member` is its part of a nested family, if there is one."""
         constraint = target.constraint
         if constraint is None:
             return self._hand_written(target, uniform_kl)

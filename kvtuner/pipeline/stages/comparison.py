@@ -28,14 +28,10 @@ HAND_WRITTEN: Final = "hand-written"
 
 @dataclass(frozen=True, slots=True)
 class BaselineComparison:
-    """Schemes measured on the report split.
+    """The scheme of the outcome, the unquantized model and the baselines, measured on the report split.
 
     Attributes:
-        run: The search.
         outcome: What the search found; a uniform in its place where one is better.
-        winner: The scheme of the outcome.
-        reference: The unquantized model.
-        baselines: The uniforms without and with transforms, and fp8.
         measured: The results by key of scheme and kind of offsets.
     """
 

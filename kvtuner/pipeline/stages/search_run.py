@@ -66,11 +66,7 @@ def row_shape(options: MeasurementOptions, shape: ModelShape) -> RowShape:
 def serving_ranks(
     options: MeasurementOptions, shape: ModelShape, *, tp_size: int = 1, pp_size: int = 1
 ) -> ServingRanks:
-    """The ranks that will serve.
-
-    Raises:
-        GeometryError: The model cannot be split over them.
-    """
+    """The ranks that will serve; refuses those that the model cannot be split over."""
     return ServingRanks.of(
         shape.geometry,
         k_group_size=options.k_group_size,
@@ -95,13 +91,7 @@ def load_workbench(options: CalibrateOptions, shape: ModelShape) -> Workbench:
 
 @dataclass
 class Phases:
-    """Counts the forward passes of each phase, and says what is being done.
-
-    Attributes:
-        bench: The workbench whose chain counts.
-        folder: The run folder, which holds the event log.
-        passes: The forward passes over one sequence by phase, partial ones as fractions of their layers.
-    """
+    """Counts the forward passes over one sequence by phase, partial ones as fractions of their layers."""
 
     bench: Workbench
     folder: RunFolder
@@ -124,23 +114,18 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class SearchRun:
-    """One search with everything loaded and calibrated.
-
-    Attributes:
-        options: What is asked for.
-        shape: The shape of the model.
-        bench: The workbench.
-        folder: The run folder.
-        phases: The phases so far.
-        table: The sensitivity table.
-    """
+    """One search with everything loaded and calibrated."""
 
     options: SearchOptions
-    shape: ModelShape
     bench: Workbench
     folder: RunFolder
     phases: Phases
     table: SensitivityTable
+
+    @property
+    def shape(self) -> ModelShape:
+        """The shape of the model."""
+        return self.bench.loaded.shape
 
     @property
     def seed(self) -> int:

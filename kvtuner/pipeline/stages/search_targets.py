@@ -26,15 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SearchTarget:
-    """One profile to make.
+    """One profile to make: of a budget, which has a constraint, or of a hand-written configuration, which has pairs.
 
     Attributes:
         asked: The budget, or the hand-written configuration with equal neighbours as one range.
         name: The name as part of a file name.
         suffix: The end of its files' names; empty where it is the only target.
         identity: What decides the profile besides the measurements; plain JSON values.
-        constraint: The constraint of a budget; None for a hand-written configuration.
-        pairs: The pairs of a hand-written configuration; None for a budget.
     """
 
     asked: str
@@ -56,13 +54,7 @@ class SearchTarget:
 
 
 def targets_of(options: SearchOptions, shape: ModelShape) -> list[SearchTarget]:
-    """The targets of a search of this model.
-
-    Raises:
-        BudgetError: A budget cannot be kept, or budgets do not ascend where they are nested.
-        SearchSpaceError: Layers contradict the model.
-        GeometryError: The model cannot be split over the ranks.
-    """
+    """The targets of a search of this model; refuses what the model or the ranks cannot keep."""
     if options.layers:
         return [_hand_written(options, options.layers, shape)]
     budgets = [Budget.parse(text) for text in options.budget]
