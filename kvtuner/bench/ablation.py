@@ -7,18 +7,13 @@ from typing import Final
 from kvtuner.evaluation.scheme import FP8, PER_CHANNEL, REFERENCE, SYMMETRIC
 
 GROUPS: Final = {
-    "A": REFERENCE,
-    "B": "K8V8",
-    "C": "K4V4",
-    "D": "K2V2",
-    "E": "K8V4",
-    "F": PER_CHANNEL,
-    "G": f"K4V4{SYMMETRIC}",
+    REFERENCE: "A",
+    "K8V8": "B",
+    "K4V4": "C",
+    "K2V2": "D",
+    "K8V4": "E",
+    PER_CHANNEL: "F",
+    f"K4V4{SYMMETRIC}": "G",
 }
-"""Names of schemes by the letters of their groups; each differs in one thing from C, per token and asymmetric."""
-ABLATION: Final = (*GROUPS.values(), FP8)
-
-
-def group_of(name: str) -> str | None:
-    """The letter of a scheme's group; None of a scheme without one."""
-    return next((letter for letter, member in GROUPS.items() if member == name), None)
+"""The letters of groups by the names of their schemes; each differs in one thing from C, per token and asymmetric."""
+ABLATION: Final = (*GROUPS, FP8)

@@ -1,13 +1,7 @@
-"""The speed at which this machine reads a model's weights, which generation of one request cannot exceed.
-
-Run as a program on the device that a server will use, before the server is there: ``python -m kvtuner.bench.bandwidth
---bytes N --device cpu`` prints bytes per second of reading so many bytes over and over, as every step of a server does,
-caches included.
-"""
+"""The speed at which this machine reads a model's weights, which generation of one request cannot exceed."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -26,7 +20,6 @@ READS: Final = 4
 """The reads at once: a GPU would mostly wait for one."""
 TIMEOUT_S: Final = 300
 BYTES_OF: Final = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
-QUANTIZED_BY: Final = ("quantization", "torchao_config")
 EXPERTS: Final = ".experts."
 EXPERT_COUNTS: Final = (
     ("num_local_experts", "num_experts_per_tok"),
@@ -40,13 +33,9 @@ QUANTIZED_BYTES: Final = 0.5
 
 
 def read_bandwidth(num_bytes: int, device: str) -> float:
-    """Measure the most bytes per second by the quickest of many reads.
+    """Measure the most bytes per second that a device reads of a buffer, caches included, as a server's steps do.
 
     On a processor one core is measured too, times the cores: with little to read, cores mostly wait for each other.
-
-    Args:
-        num_bytes: The bytes of the buffer; no more than `MOST_BYTES`, which no cache holds, is taken.
-        device: The device: cpu or a CUDA device.
     """
     import torch
 
@@ -81,8 +70,9 @@ def _cores() -> int:
 
 def measured_elsewhere(num_bytes: int, device: str) -> float | None:
     """`read_bandwidth` in a process of its own, which leaves no memory behind on the device; None if it fails."""
-    command = [sys.executable, "-m", "kvtuner.bench.bandwidth", "--bytes", str(num_bytes), "--device", device]
+    program = f"from kvtuner.bench.bandwidth import read_bandwidth as read; print(read({num_bytes}, {device!r}))"
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-c", program]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True, env=environment)
         return float(done.stdout)
@@ -108,9 +98,8 @@ def weight_bytes(config: Any, served: Mapping[str, Any], *, trust_remote_code: b
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, ImportError, AttributeError, TypeError):  # a model that SGLang builds and transformers does not
         return None
-    text = config.get_text_config()
     has_experts = any(EXPERTS in name for name, _ in model.named_parameters())
-    active = _active_experts(text) if has_experts else 1.0
+    active = _active_experts(config.get_text_config()) if has_experts else 1.0
     if active is None:
         return None
     looked_up = _looked_up(model)
@@ -119,8 +108,8 @@ def weight_bytes(config: Any, served: Mapping[str, Any], *, trust_remote_code: b
         for name, parameter in model.named_parameters()
         if id(parameter) not in looked_up
     )
-    quantized = any(served.get(name) for name in QUANTIZED_BY) or getattr(config, "quantization_config", None)
-    element_bytes = QUANTIZED_BYTES if quantized else BYTES_OF.get(str(served.get("dtype")), BYTES_OF["bfloat16"])
+    is_quantized = served.get("quantization") or getattr(config, "quantization_config", None)
+    element_bytes = QUANTIZED_BYTES if is_quantized else BYTES_OF.get(str(served.get("dtype")), BYTES_OF["bfloat16"])
     return int(elements * element_bytes)
 
 
@@ -139,11 +128,3 @@ def _active_experts(config: Any) -> float | None:
         if getattr(config, total, None) and getattr(config, reached, None):
             return float(getattr(config, reached) / getattr(config, total))
     return None
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--bytes", type=int, required=True)
-    parser.add_argument("--device", default="cpu")
-    args = parser.parse_args()
-    print(read_bandwidth(args.bytes, args.device))

@@ -8,7 +8,7 @@ import io
 import os
 import time
 from argparse import Namespace
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import EndpointError
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from kvtuner.bench.loads import Load
     from kvtuner.evaluation.backends.endpoint import Api
 
-PATHS: Final = {"sglang": "/generate", "openai": "/v1/completions"}
-BACKENDS: Final = {"sglang": "sglang", "openai": "vllm"}
+INTERFACES: Final = {"sglang": ("/generate", "sglang"), "openai": ("/v1/completions", "vllm")}
+"""The path of an interface, and the name that SGLang's client has for it."""
 ERROR_CHARACTERS: Final = 300
 OPENAI_EXTRAS: Final = {"temperature": 0, "skip_special_tokens": False}
 KEYS_OF_CLIENT: Final = ("OPENAI_API_KEY", "API_KEY")
@@ -51,23 +51,14 @@ class RequestResult:
 
     prompt_tokens: int
     asked_tokens: int
-    reported_tokens: int | None
-    retokenized_tokens: int
-    cached_tokens: int | None
-    started_s: float
-    ttft_s: float | None
-    latency_s: float
-    gaps_s: tuple[float, ...]
-    error: str | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> RequestResult:
-        """Read what `to_json` wrote."""
-        return cls(**{**record, "gaps_s": tuple(record["gaps_s"])})
+    reported_tokens: int | None = None
+    retokenized_tokens: int = 0
+    cached_tokens: int | None = None
+    started_s: float = 0.0
+    ttft_s: float | None = None
+    latency_s: float = 0.0
+    gaps_s: Sequence[float] = ()
+    error: str | None = None
 
 
 class Client:
@@ -87,7 +78,8 @@ class Client:
     """
 
     def __init__(self, url: str, api: Api, model: str, tokenizer: PreTrainedTokenizerBase, timeout_s: float) -> None:
-        self._url, self._api, self._model = url.rstrip("/") + PATHS[api], api, model
+        path, self._interface = INTERFACES[api]
+        self._url, self._api, self._model = url.rstrip("/") + path, api, model
         self._server = url.rstrip("/").partition("://")[2]
         self._tokenizer, self._timeout_s = tokenizer, timeout_s
         self._serving = serving_client()
@@ -95,23 +87,24 @@ class Client:
     def send(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[RequestResult]:
         """Send all requests of a load; the results are in the order of `prompts`."""
         with _bearer(), contextlib.redirect_stdout(io.StringIO()):  # a failure is printed there, and kept here
-            answers = asyncio.run(self._all(load, prompts))
+            answers = asyncio.run(self._answers(load, prompts))
         first = min(started for _, started, _ in answers)
         return [
-            self._sent(load, len(prompt), answer, started - first, ended - started)
+            self._result(load, len(prompt), answer, started - first, ended - started)
             for prompt, (answer, started, ended) in zip(prompts, answers, strict=True)
         ]
 
-    async def _all(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[tuple[Any, float, float]]:
+    async def _answers(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[tuple[Any, float, float]]:
+        """Answers of SGLang's client, and when their requests started and ended."""
         lanes = asyncio.Semaphore(load.concurrency)
 
-        async def one(prompt: Sequence[int]) -> tuple[Any, float, float]:
+        async def answer_of(prompt: Sequence[int]) -> tuple[Any, float, float]:
             async with lanes:
                 started = time.perf_counter()
                 answer = await self._request(prompt, load.output_tokens)
                 return answer, started, time.perf_counter()
 
-        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+        return await asyncio.gather(*map(answer_of, prompts))
 
     async def _request(self, prompt: Sequence[int], num_tokens: int) -> Any:
         """Send one request by SGLang's own client, which raises nothing but what it could not foresee."""
@@ -130,7 +123,7 @@ class Client:
             image_data=None,
             extra_request_body={"sampling_params": sampling} if self._api == "sglang" else OPENAI_EXTRAS,
         )
-        send = serving.ASYNC_REQUEST_FUNCS[BACKENDS[self._api]]
+        send = serving.ASYNC_REQUEST_FUNCS[self._interface]
         try:
             return await asyncio.wait_for(send(request_func_input=request), self._timeout_s)
         except TimeoutError:
@@ -138,7 +131,7 @@ class Client:
             late.error = f"no answer within {self._timeout_s:g} s"
             return late
 
-    def _sent(self, load: Load, num_prompt: int, answer: Any, started_s: float, took_s: float) -> RequestResult:
+    def _result(self, load: Load, num_prompt: int, answer: Any, started_s: float, took_s: float) -> RequestResult:
         text = answer.generated_text
         retokenized = len(self._tokenizer.encode(text, add_special_tokens=False)) if text else 0
         is_counted = self._api == "sglang" and answer.success and bool(text)
@@ -158,19 +151,11 @@ class Client:
         )
 
 
-_ARGS: Final = Namespace(
-    temperature=0.0,
-    top_p=1.0,
-    disable_ignore_eos=False,
-    disable_stream=False,
-    return_logprob=False,
-    return_routed_experts=False,
-    logprob_start_len=-1,
-    top_logprobs_num=0,
-    token_ids_logprob=None,
-    cache_report=True,
+_FLAGS: Final = Namespace(
+    temperature=0.0, top_p=1.0, disable_ignore_eos=False, disable_stream=False, return_logprob=False,
+    return_routed_experts=False, logprob_start_len=-1, top_logprobs_num=0, token_ids_logprob=None, cache_report=True,
     header=None,
-)
+)  # fmt: skip
 """The flags that SGLang's client reads of its command line."""
 
 
@@ -187,7 +172,7 @@ def serving_client() -> Any:
             f"servers are driven by SGLang's own client, which cannot be imported here ({error}); pip install"
             " 'kvtuner[sglang]', on a processor as docs/serving.md says"
         ) from error
-    serving.set_global_args(_ARGS)
+    serving.set_global_args(_FLAGS)
     return serving
 
 
@@ -204,8 +189,7 @@ def _unfinished(reported: int | None, retokenized: int, asked: int) -> str | Non
 
 def _last_line(text: str) -> str:
     """The last line of a traceback, which has the reason."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (lines[-1] if lines else "failed without a reason")[:ERROR_CHARACTERS]
+    return (text.strip() or "failed without a reason").splitlines()[-1].strip()[:ERROR_CHARACTERS]
 
 
 @contextlib.contextmanager

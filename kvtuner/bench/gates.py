@@ -6,17 +6,17 @@ figures as good as one likes; no run with such figures ends well.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
-from kvtuner.bench.metrics import num_tokens
+from kvtuner.bench.load_metrics import num_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtuner.bench.client import RequestResult
-    from kvtuner.bench.metrics import LoadResult
+    from kvtuner.bench.load_metrics import LoadResult
 
 Verdict = Literal["passed", "failed", "not asked"]
 
@@ -37,21 +37,11 @@ ABOUT_SHORT: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A check of figures, and its verdict.
-
-    Attributes:
-        name: The claim that is checked.
-        verdict: The verdict.
-        words: The figures that decide it, or the reason why it cannot be asked.
-    """
+    """A claim that is checked, its verdict, and the figures that decide it, or the reason why it cannot be asked."""
 
     name: str
     verdict: Verdict
     words: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 def all_gates(answered: Sequence[LoadResult], bound: float | None, no_bound: str) -> list[Gate]:
@@ -62,13 +52,15 @@ def all_gates(answered: Sequence[LoadResult], bound: float | None, no_bound: str
         bound: The tokens per second of one request that the machine's memory allows; None where it is not known.
         no_bound: The reason why it is not known.
     """
+    sent = [request for result in answered for request in result.sent]
+    good = [request for result in answered for request in result.good]
     return [
-        _answered(answered),
-        _counted(answered),
+        _answered(sent),
+        _counted(good),
         _new_prompts(answered),
         _first_token_grows(answered),
         _latency_grows(answered),
-        _below_bound(answered, bound, no_bound),
+        _below_bound(good, bound, no_bound),
     ]
 
 
@@ -77,97 +69,86 @@ def kv_pool_gate(asked: int, tokens_that_fit: int | None) -> Gate:
     name = "the KV pool is as large as asked"
     if tokens_that_fit is None:
         return Gate(name, "not asked", "the server does not say how large it is")
-    words = f"{tokens_that_fit:,} tokens of {asked:,} asked"
-    return _gate(name, tokens_that_fit >= LEAST_OF_POOL * asked, words)
+    return _gate(name, tokens_that_fit >= LEAST_OF_POOL * asked, f"{tokens_that_fit:,} tokens of {asked:,} asked")
 
 
 def _gate(name: str, passed: bool, words: str) -> Gate:
     return Gate(name, "passed" if passed else "failed", words)
 
 
-def _answered(answered: Sequence[LoadResult]) -> Gate:
-    sent = [each for one in answered for each in one.sent]
-    good = sum(each.error is None for each in sent)
-    reasons = sorted({each.error for each in sent if each.error})
-    why = f"; such as: {reasons[0]}" if reasons else ""
+def _answered(sent: Sequence[RequestResult]) -> Gate:
+    good = sum(request.error is None for request in sent)
+    reason = min((request.error for request in sent if request.error), default=None)
+    why = f"; such as: {reason}" if reason else ""
     return _gate("requests are answered", good >= LEAST_ANSWERED * len(sent), f"{good} of {len(sent)}{why}")
 
 
-def _counted(answered: Sequence[LoadResult]) -> Gate:
+def _counted(good: Sequence[RequestResult]) -> Gate:
     """Check the tokens that a server reports; where it reports none, those in the text count."""
     name = "reported tokens are in the text"
-    reporting = [each for one in answered for each in one.good if each.reported_tokens is not None]
+    reporting = [request for request in good if request.reported_tokens is not None]
     if not reporting:
         return Gate(name, "not asked", "the server reports none; those in the text are counted")
-    reported = sum(each.reported_tokens or 0 for each in reporting)
-    counted = sum(each.retokenized_tokens for each in reporting)
-    return _gate(
-        name,
-        counted >= LEAST_COUNTED * reported,
-        f"{counted:,} in the text, {reported:,} reported",
-    )
+    reported = sum(request.reported_tokens or 0 for request in reporting)
+    counted = sum(request.retokenized_tokens for request in reporting)
+    return _gate(name, counted >= LEAST_COUNTED * reported, f"{counted:,} in the text, {reported:,} reported")
 
 
 def _new_prompts(answered: Sequence[LoadResult]) -> Gate:
     name = "prompts were new to the server"
-    known = [each for one in answered for each in one.good if each.cached_tokens is not None]
-    if not known:
+    telling = [result.good for result in answered if any(request.cached_tokens is not None for request in result.good)]
+    if not telling:
         return Gate(name, "not asked", "the server does not say what it found in its cache")
-    shares = [_cached_share(one.good) for one in answered if any(each.cached_tokens is not None for each in one.good)]
-    words = (
-        f"{100 * _cached_share(known):.1f}% of their tokens were in its cache, {100 * max(shares):.1f}% of one load's"
-    )
-    return _gate(name, _cached_share(known) <= MOST_CACHED and max(shares) <= MOST_CACHED_OF_LOAD, words)
+    share = _cached_share([request for good in telling for request in good if request.cached_tokens is not None])
+    most = max(map(_cached_share, telling))
+    words = f"{100 * share:.1f}% of their tokens were in its cache, {100 * most:.1f}% of one load's"
+    return _gate(name, share <= MOST_CACHED and most <= MOST_CACHED_OF_LOAD, words)
 
 
-def _cached_share(sent: Sequence[RequestResult]) -> float:
-    return float(sum(each.cached_tokens or 0 for each in sent) / sum(each.prompt_tokens for each in sent))
+def _cached_share(requests: Sequence[RequestResult]) -> float:
+    cached = sum(request.cached_tokens or 0 for request in requests)
+    return cached / sum(request.prompt_tokens for request in requests)
 
 
 def _first_token_grows(answered: Sequence[LoadResult]) -> Gate:
     """Check that prefilling takes time by the length of a prompt: the quickest longest one exceeds the usual one."""
     name = "time to the first token grows with the prompt"
-    times = _by_tokens(answered, "prompt", "prompt_tokens", lambda each: each.ttft_s)
+    times = _times(answered, "prompt", "prompt_tokens", "ttft_s")
     short = min((length for length in times if length >= ABOUT_SHORT), default=None)
     longest = max(times, default=0)
     if short is None or longest < LENGTH_RATIO * short:
         return Gate(name, "not asked", f"needs prompts of {ABOUT_SHORT} tokens and more, and {LENGTH_RATIO} times that")
     usual, quickest = median(times[short]), min(times[longest])
-    return _gate(
-        name,
-        quickest > FIRST_TOKEN_GROWTH * usual,
-        f"{1e3 * usual:.1f} ms at {short:,} tokens, {1e3 * quickest:.1f} ms or more at {longest:,}",
-    )
+    words = f"{1e3 * usual:.1f} ms at {short:,} tokens, {1e3 * quickest:.1f} ms or more at {longest:,}"
+    return _gate(name, quickest > FIRST_TOKEN_GROWTH * usual, words)
 
 
 def _latency_grows(answered: Sequence[LoadResult]) -> Gate:
     """Check that tokens are generated one after another."""
     name = "latency grows with the output"
-    times = _by_tokens(answered, "output", "output_tokens", lambda each: each.latency_s)
+    times = _times(answered, "output", "output_tokens", "latency_s")
     least, most = min(times, default=0), max(times, default=0)
     if not least or most < OUTPUT_RATIO * least:
         return Gate(name, "not asked", f"needs outputs of which one is {OUTPUT_RATIO} times another")
     usual, quickest = median(times[least]), min(times[most])
-    return _gate(
-        name,
-        quickest > LATENCY_GROWTH * usual,
-        f"{1e3 * usual:.1f} ms for {least} tokens, {1e3 * quickest:.1f} ms or more for {most}",
-    )
+    words = f"{1e3 * usual:.1f} ms for {least} tokens, {1e3 * quickest:.1f} ms or more for {most}"
+    return _gate(name, quickest > LATENCY_GROWTH * usual, words)
 
 
-def _below_bound(answered: Sequence[LoadResult], bound: float | None, no_bound: str) -> Gate:
+def _times(answered: Sequence[LoadResult], kind: str, size: str, seconds: str) -> dict[int, list[float]]:
+    """The seconds of answered requests, by the tokens that loads of a kind differ in."""
+    times: dict[int, list[float]] = {}
+    for result in answered:
+        known = [value for request in result.good if (value := getattr(request, seconds)) is not None]
+        if result.load.kind == kind and known:
+            times.setdefault(getattr(result.load, size), []).extend(known)
+    return times
+
+
+def _below_bound(good: Sequence[RequestResult], bound: float | None, no_bound: str) -> Gate:
     """Check that every token of a request can have read all weights once."""
     name = "tokens per second are below what memory allows"
-    rates = [num_tokens(each) / each.latency_s for one in answered for each in one.good if each.latency_s > 0]
+    rates = [num_tokens(request) / request.latency_s for request in good if request.latency_s > 0]
     if bound is None or not rates:
         return Gate(name, "not asked", no_bound if bound is None else "nothing was answered")
     return _gate(name, max(rates) <= bound, f"{max(rates):,.1f} of one request at most, {bound:,.0f} possible")
-
-
-def _by_tokens(answered: Sequence[LoadResult], kind: str, attribute: str, seconds: Any) -> dict[int, list[float]]:
-    times: dict[int, list[float]] = {}
-    for one in answered:
-        values = [seconds(each) for each in one.good]
-        if one.load.kind == kind and any(values):
-            times.setdefault(getattr(one.load, attribute), []).extend(value for value in values if value is not None)
-    return times

@@ -13,14 +13,13 @@ from kvtuner.errors import EndpointError
 from kvtuner.exported_configs.identity.model_identity import public_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     from transformers import PreTrainedTokenizerBase
 
-    from kvtuner.bench.client import RequestResult
-    from kvtuner.bench.loads import Load
     from kvtuner.bench.server import ServerProcess
+    from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.evaluation.backends.endpoint import Endpoint
 
 RESERVED: Final = 8
@@ -29,23 +28,14 @@ RESERVED: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class ServerRecord:
-    """A server's record of itself, as it may be shared: no paths.
+    """A server's record of itself, as it may be shared: no paths. Only SGLang states more than model and context.
 
     Attributes:
-        model: The last part of the model's name.
-        page_size: The tokens of a page of its pool.
-        version: The version of SGLang; None of other servers, like all that follows.
-        dtype: The dtype of the weights.
-        kv_cache_dtype: The dtype of the cache as SGLang names it.
-        digest: The digest of the profile that it serves.
         reads: What a chunk reads of itself.
-        device: The device, such as cuda.
-        tp_size: The number of tensor-parallel ranks.
         num_gpus: The GPUs of all ranks.
-        tokens_that_fit: The tokens that fit its KV pool.
+        tokens_that_fit: The tokens of its KV pool.
         max_running_requests: The requests in flight at most.
         context: The tokens of one request.
-        quantization: The quantization of the weights.
         speculates: Whether a step may give several tokens.
     """
 
@@ -65,10 +55,45 @@ class ServerRecord:
     quantization: str | None
     speculates: bool
 
+    @classmethod
+    def of(cls, model: str, info: Mapping[str, Any], context_length: int) -> ServerRecord:
+        """The record of a server of a model.
+
+        Args:
+            model: The model as the server calls it.
+            info: The answer of SGLang's `/server_info`; empty of other servers.
+            context_length: The model's context.
+        """
+        tp_size = int(info.get("tp_size") or 1)
+        return cls(
+            model=public_name(model),
+            page_size=int(info.get("page_size") or 1),
+            version=info.get("version"),
+            dtype=info.get("dtype"),
+            kv_cache_dtype=info.get("kv_cache_dtype"),
+            digest=info.get("kvtuner_profile"),
+            reads=info.get("kvtuner_reads"),
+            device=info.get("device"),
+            tp_size=tp_size,
+            num_gpus=tp_size * int(info.get("pp_size") or 1),
+            tokens_that_fit=info.get("max_total_num_tokens"),
+            max_running_requests=_running_requests(info),
+            context=min(context_length, int(info.get("max_req_input_len") or context_length)) - RESERVED,
+            quantization=info.get("quantization") or info.get("torchao_config") or None,
+            speculates=info.get("speculative_algorithm") is not None,
+        )
+
     @property
     def capacity(self) -> Capacity:
         """The loads that it has room for."""
         return Capacity(self.context, self.tokens_that_fit, self.max_running_requests, self.page_size)
+
+
+def _running_requests(info: Mapping[str, Any]) -> int | None:
+    """The requests that its schedulers run at once, else those that were asked for."""
+    states = info.get("internal_states") or [{}]
+    per_rank = states[0].get("effective_max_running_requests_per_dp")
+    return info.get("max_running_requests") if per_rank is None else int(per_rank) * int(info.get("dp_size") or 1)
 
 
 class LoadTarget:
@@ -78,8 +103,7 @@ class LoadTarget:
         endpoint: The connection to the server.
         tokenizer: The model's tokenizer.
         name: The name of the scheme.
-        context_length: The model's context, or a shorter one that was asked for.
-        architecture: The architecture of the model that it must serve.
+        shape: The model that it must serve.
         server: The process, if the server was started here.
 
     Raises:
@@ -92,21 +116,21 @@ class LoadTarget:
         tokenizer: PreTrainedTokenizerBase,
         *,
         name: str,
-        context_length: int,
-        architecture: str,
+        shape: ModelShape,
         server: ServerProcess | None = None,
     ) -> None:
         self._endpoint, self._server, self._name = endpoint, server, name
-        info = endpoint.get("/server_info") if endpoint.api == "sglang" else {}
+        info = {}
         if endpoint.api == "sglang":
-            _check_architecture(endpoint, architecture)
-        self.record = _record(endpoint.served.model, info, context_length)
-        self._client = Client(endpoint.url, endpoint.api, endpoint.served.model, tokenizer, endpoint.timeout_s)
+            info = endpoint.get("/server_info")
+            served = endpoint.get("/model_info").get("architectures") or [shape.architecture]
+            if shape.architecture not in served:
+                raise EndpointError(
+                    f"{endpoint.url} serves a {served[0]}, not the {shape.architecture} of --model; name the served one"
+                )
+        self.record = ServerRecord.of(endpoint.served.model, info, shape.context_length)
+        self.client = Client(endpoint.url, endpoint.api, endpoint.served.model, tokenizer, endpoint.timeout_s)
         self._observer = None if server is None else Observer(server.process.pid, self.record.num_gpus)
-
-    def send(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[RequestResult]:
-        """Send all requests of a load; the results are in the order of `prompts`."""
-        return self._client.send(load, prompts)
 
     def forget(self) -> None:
         """Empty the prefix cache, where SGLang's own interface can be asked to; prompts begin differently anyway.
@@ -114,15 +138,16 @@ class LoadTarget:
         Raises:
             EndpointError: it cannot be emptied.
         """
-        if self._endpoint.api == "sglang":
-            try:
-                self._endpoint.flush()
-            except OSError as error:
-                if self.is_gone() is None:  # one that is gone fails the load
-                    raise EndpointError(
-                        f"the prefix cache of {self._name}'s server cannot be emptied ({error}); serve nobody"
-                        " else meanwhile, and start it without --admin-api-key"
-                    ) from error
+        if self._endpoint.api != "sglang":
+            return
+        try:
+            self._endpoint.flush()
+        except OSError as error:
+            if self.is_gone() is None:  # one that is gone fails the load
+                raise EndpointError(
+                    f"the prefix cache of {self._name}'s server cannot be emptied ({error}); serve nobody"
+                    " else meanwhile, and start it without --admin-api-key"
+                ) from error
 
     def watching(self) -> AbstractContextManager[dict[str, float]]:
         """The machine's usage while a block runs; empty for a server that was not started here."""
@@ -137,41 +162,3 @@ class LoadTarget:
         except EndpointError:
             return "it stopped answering, or serves something else"
         return None
-
-
-def _check_architecture(endpoint: Endpoint, architecture: str) -> None:
-    served = endpoint.get("/model_info").get("architectures") or [architecture]
-    if architecture not in served:
-        raise EndpointError(
-            f"{endpoint.url} serves a {served[0]}, not the {architecture} of --model; name the served one"
-        )
-
-
-def _record(model: str, info: Mapping[str, Any], context_length: int) -> ServerRecord:
-    longest = info.get("max_req_input_len")
-    context = context_length if longest is None else min(context_length, int(longest))
-    tp_size = int(info.get("tp_size") or 1)
-    return ServerRecord(
-        model=public_name(model),
-        page_size=int(info.get("page_size") or 1),
-        version=info.get("version"),
-        dtype=info.get("dtype"),
-        kv_cache_dtype=info.get("kv_cache_dtype"),
-        digest=info.get("kvtuner_profile"),
-        reads=info.get("kvtuner_reads"),
-        device=info.get("device"),
-        tp_size=tp_size,
-        num_gpus=tp_size * int(info.get("pp_size") or 1),
-        tokens_that_fit=info.get("max_total_num_tokens"),
-        max_running_requests=_running_requests(info),
-        context=context - RESERVED,
-        quantization=info.get("quantization") or info.get("torchao_config") or None,
-        speculates=info.get("speculative_algorithm") is not None,
-    )
-
-
-def _running_requests(info: Mapping[str, Any]) -> int | None:
-    """The requests that its schedulers run at once, else those that were asked for."""
-    states = info.get("internal_states") or [{}]
-    per_rank = states[0].get("effective_max_running_requests_per_dp")
-    return info.get("max_running_requests") if per_rank is None else int(per_rank) * int(info.get("dp_size") or 1)

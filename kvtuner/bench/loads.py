@@ -1,35 +1,28 @@
-"""Loads that a server is put under, planned from what fits it. Knows nothing of servers or figures."""
+"""Loads that a server is put under, planned from what fits it, and their prompts. Knows nothing of servers."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from kvtuner.errors import CorpusError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
 Kind = Literal["prompt", "output", "concurrency", "batch", "stability"]
-LENGTHS: Final = (10, 50, 100, 500, 1_000, 2_000, 4_000, 8_000, 16_000, 32_000)
-OUTPUTS: Final = (16, 64, 256)
-BATCHES: Final = (1, 2, 4, 8, 16)
 SHORT_PROMPT: Final = 100
 SHORT_OUTPUT: Final = 16
 MAX_CONCURRENCY: Final = 256
 """The most requests in flight that doubling comes to."""
+DRAWN: Final = 4
+"""The tokens at the beginning that are drawn one by one: two prompts with the same ones would share a cached prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests of one kind.
-
-    Attributes:
-        kind: The kind of figures that it is for.
-        prompt_tokens: The tokens of every prompt.
-        output_tokens: The tokens that every request generates, whatever the model wants.
-        concurrency: The requests in flight at most.
-        requests: The number of requests.
-        round: The number of a load that is repeated, from 0.
-    """
+    """Requests for one kind of figures, whose outputs are as long as asked; `round` numbers a load that is repeated."""
 
     kind: Kind
     prompt_tokens: int
@@ -38,12 +31,13 @@ class Load:
     requests: int
     round: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
+    @property
+    def in_flight(self) -> int:
+        """The requests that are in flight at once."""
+        return min(self.concurrency, self.requests)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
     """The loads that are asked for; those that do not fit the server are left out, by name.
 
@@ -54,30 +48,23 @@ class LoadOptions:
         batches: The requests sent at one moment.
         rounds: The rounds of the same load, which show whether figures stay as they are.
         repeats: The requests at each length and output, and in every lane of a concurrency; the batches of each size.
-        prompt_tokens: The tokens of prompts, of loads that are not about lengths.
-        output_tokens: The tokens of outputs, of loads that are not about lengths.
+        prompt: The tokens of prompts, of loads that are not about lengths.
+        output: The tokens of outputs, of loads that are not about outputs.
     """
 
-    lengths: tuple[int, ...] = LENGTHS
-    outputs: tuple[int, ...] = OUTPUTS
+    lengths: tuple[int, ...] = (10, 50, 100, 500, 1_000, 2_000, 4_000, 8_000, 16_000, 32_000)
+    outputs: tuple[int, ...] = (16, 64, 256)
     concurrency: tuple[int, ...] | None = None
-    batches: tuple[int, ...] = BATCHES
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16)
     rounds: int = 20
     repeats: int = 5
-    prompt_tokens: int = 256
-    output_tokens: int = 32
+    prompt: int = 256
+    output: int = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The room of a server.
-
-    Attributes:
-        context: The tokens of one request, prompt and output.
-        tokens: The tokens of all requests in flight; None where the server does not say.
-        requests: The requests in flight at most; None where the server does not say.
-        page: The tokens that a request takes at once.
-    """
+    """The room of a server: for tokens of one request, for tokens and requests in flight (None: unknown), in pages."""
 
     context: int
     tokens: int | None
@@ -88,11 +75,10 @@ class Capacity:
         """Whether every request of a load, and all in flight together, have room."""
         tokens = load.prompt_tokens + load.output_tokens
         in_pages = -(-tokens // self.page) * self.page
-        in_flight = min(load.concurrency, load.requests)
         return (
             tokens <= self.context
-            and (self.tokens is None or in_pages * in_flight <= self.tokens)
-            and (self.requests is None or in_flight <= self.requests)
+            and (self.tokens is None or in_pages * load.in_flight <= self.tokens)
+            and (self.requests is None or load.in_flight <= self.requests)
         )
 
 
@@ -106,7 +92,7 @@ def plan_loads(options: LoadOptions, capacity: Capacity) -> tuple[list[Load], li
 
 
 def _all_loads(options: LoadOptions, capacity: Capacity) -> Iterator[Load]:
-    prompt, output, repeats = options.prompt_tokens, options.output_tokens, options.repeats
+    prompt, output, repeats = options.prompt, options.output, options.repeats
     for length in options.lengths:
         yield Load("prompt", length, SHORT_OUTPUT, 1, repeats)
     for tokens in options.outputs:
@@ -127,3 +113,40 @@ def _doubling(prompt: int, output: int, capacity: Capacity) -> Iterator[int]:
     while lanes <= MAX_CONCURRENCY and capacity.fits(Load("concurrency", prompt, output, lanes, lanes)):
         yield lanes
         lanes *= 2
+
+
+def check_prompts(stream: Collection[int], num_tokens: int, count: int) -> None:
+    """Check that so many prompts of so many tokens can all begin differently.
+
+    Raises:
+        CorpusError: the text has too few tokens that differ.
+    """
+    different = len(set(stream))
+    if count > (most := different ** min(DRAWN, num_tokens)):
+        raise CorpusError(
+            f"no two prompts may begin alike, and {count:,} of length {num_tokens} are asked for, of which the"
+            f" text's {different:,} different tokens begin {most:,}; give longer prompts (--prompt,"
+            " --lengths), fewer requests (--concurrency, --batches, --repeats) or other --data"
+        )
+
+
+def cut_prompts(stream: Sequence[int], seed: str, num_tokens: int, count: int) -> list[list[int]]:
+    """Cut prompts of so many tokens from a stream of text, which begins again where it ends; no two begin alike.
+
+    Raises:
+        CorpusError: the text has too few tokens that differ.
+    """
+    check_prompts(stream, num_tokens, count)
+    generator, tokens = random.Random(seed), sorted(set(stream))
+    begun: set[tuple[int, ...]] = set()
+    prompts = []
+    for _ in range(count):
+        while (beginning := tuple(generator.choices(tokens, k=min(DRAWN, num_tokens)))) in begun:
+            pass
+        begun.add(beginning)
+        ids, start = list(beginning), generator.randrange(len(stream))
+        while len(ids) < num_tokens:
+            ids += stream[start : start + num_tokens - len(ids)]
+            start = 0
+        prompts.append(ids)
+    return prompts

@@ -1,4 +1,4 @@
-"""Puts servers under loads, one scheme after another, and journals the result of every request."""
+"""Puts servers under loads, one scheme to store the cache after another, and journals the result of every request."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from tqdm import tqdm
 
 from kvtuner.bench.client import RequestResult
-from kvtuner.bench.gates import Gate, all_gates
-from kvtuner.bench.loads import Capacity, Load, LoadOptions, plan_loads
-from kvtuner.bench.metrics import LoadResult, figures
-from kvtuner.bench.prompts import Prompts
+from kvtuner.bench.load_metrics import LoadResult, MeasurementCost, SchemeRun
+from kvtuner.bench.loads import Capacity, Load, LoadOptions, check_prompts, cut_prompts, plan_loads
 from kvtuner.journal import Journal
 from kvtuner.run_folder import canonical_json, sha256_of
 
@@ -32,70 +30,10 @@ LARGEST: Final = Capacity(sys.maxsize, None, None)
 """A capacity that all loads fit."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeasurementCost:
-    """The time that measuring itself took.
-
-    Attributes:
-        measured_s: The seconds in which requests were in flight.
-        between_s: The seconds between the loads.
-        client_cpu_s: The processor time of this process while requests were in flight.
-    """
-
-    measured_s: float
-    between_s: float
-    client_cpu_s: float
-
-    def __add__(self, other: MeasurementCost) -> MeasurementCost:
-        return MeasurementCost(
-            self.measured_s + other.measured_s,
-            self.between_s + other.between_s,
-            self.client_cpu_s + other.client_cpu_s,
-        )
-
-    def to_json(self) -> dict[str, float]:
-        """Plain JSON values."""
-        measured = self.measured_s or float("nan")
-        shares = {"overhead": self.between_s / measured, "client_cpu": self.client_cpu_s / measured}
-        return {**asdict(self), **shares}
-
-
-NOTHING: Final = MeasurementCost(0.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class SchemeRun:
-    """All loads of one scheme.
-
-    Attributes:
-        answered: The loads with the results of their requests.
-        left_out: The loads that do not fit.
-        harness: The cost of measuring all of them.
-    """
-
-    answered: tuple[LoadResult, ...]
-    left_out: tuple[Load, ...]
-    harness: MeasurementCost
-
-    def rows(self) -> list[dict[str, Any]]:
-        """The figures of each load, all its rounds together."""
-        kinds: dict[tuple[Any, ...], list[LoadResult]] = {}
-        for one in self.answered:
-            load = one.load
-            kinds.setdefault((load.kind, load.prompt_tokens, load.output_tokens, load.concurrency), []).append(one)
-        return [figures(ones) for ones in kinds.values()]
-
-    def rounds(self) -> list[dict[str, Any]]:
-        """The figures of each round of stability."""
-        return [figures([one]) for one in self.answered if one.load.kind == "stability"]
-
-    def gates(self, bound: float | None, no_bound: str) -> list[Gate]:
-        """The gates over all loads; see `kvtuner.bench.gates.all_gates`."""
-        return all_gates(self.answered, bound, no_bound)
-
-
 class LoadJournal:
     """The results of loads, so that none is sent twice.
+
+    A server's key is the hash of what decides answers and times besides the load.
 
     Args:
         folder: The run folder.
@@ -114,31 +52,25 @@ class LoadJournal:
         if self.server(server_key) != server:
             self._journal.append({"key": _key(server_key), "way": name, "server": server})
 
-    def get(self, server_key: str, load: Load, seed: str) -> tuple[LoadResult, MeasurementCost] | None:
-        """The result of a load, and what measuring it took; None before it was sent.
-
-        Args:
-            server_key: What decides answers and times besides the load.
-            load: The load.
-            seed: The seed of its prompts.
-        """
-        record = self._journal.get(_key(server_key, load.to_json(), seed))
+    def get(self, server_key: str, load: Load, seed: str) -> LoadResult | None:
+        """The result of a load whose prompts were drawn by a seed; None before it was sent."""
+        record = self._journal.get(_key(server_key, asdict(load), seed))
         if record is None:
             return None
-        sent = tuple(map(RequestResult.from_json, record["sent"]))
-        return LoadResult(load, sent, record["usage"]), MeasurementCost(**record["harness"])
+        sent = tuple(RequestResult(**request) for request in record["sent"])
+        return LoadResult(load, sent, record["usage"], MeasurementCost(**record["harness"]))
 
-    def put(self, server_key: str, name: str, seed: str, result: LoadResult, cost: MeasurementCost) -> None:
+    def put(self, server_key: str, name: str, seed: str, result: LoadResult) -> None:
         """Keep the result of a load."""
-        load = result.load.to_json()
+        load = asdict(result.load)
         self._journal.append(
             {
                 "key": _key(server_key, load, seed),
                 "way": name,
                 "load": load,
-                "sent": [each.to_json() for each in result.sent],
+                "sent": [asdict(request) for request in result.sent],
                 "usage": result.usage,
-                "harness": asdict(cost),
+                "harness": result.cost._asdict(),
             }
         )
 
@@ -149,14 +81,7 @@ def _key(server_key: str, *load: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BenchWork:
-    """The loads that every scheme is sent.
-
-    Attributes:
-        options: The loads.
-        stream: The tokens that prompts are cut from.
-        seed: The seed of the places; the same for every scheme, so that all are sent the same.
-        journal: The journal of what was sent before.
-    """
+    """The loads that every scheme is sent, with the same prompts, cut by one seed from one stream of tokens."""
 
     options: LoadOptions
     stream: Sequence[int]
@@ -169,21 +94,21 @@ class BenchWork:
         Raises:
             CorpusError: it has too few that begin differently.
         """
-        prompts, (loads, _) = Prompts(self.stream, self.seed), plan_loads(self.options, LARGEST)
+        different, (loads, _) = set(self.stream), plan_loads(self.options, LARGEST)
         for load in loads:
-            prompts.check(load.prompt_tokens, load.requests)
+            check_prompts(different, load.prompt_tokens, load.requests)
 
     def prompts(self, load: Load) -> list[list[int]]:
         """The prompts of a load: the same whatever else is sent."""
-        prompts = Prompts(self.stream, f"{self.seed} {canonical_json(load.to_json())}")
-        return [prompts.take(load.prompt_tokens) for _ in range(load.requests)]
+        seed = f"{self.seed} {canonical_json(asdict(load))}"
+        return cut_prompts(self.stream, seed, load.prompt_tokens, load.requests)
 
 
 def replay(capacity: Capacity, work: BenchWork, *, server_key: str) -> SchemeRun | None:
     """The run that the journal holds of a server that was the same; None where a load is missing."""
     loads, left_out = plan_loads(work.options, capacity)
     results = [result for load in loads if (result := work.journal.get(server_key, load, work.seed)) is not None]
-    return None if len(results) < len(loads) else _run(results, left_out)
+    return None if len(results) < len(loads) else SchemeRun(tuple(results), tuple(left_out))
 
 
 def run_loads(target: LoadTarget, work: BenchWork, *, server_key: str, name: str) -> SchemeRun:
@@ -194,63 +119,44 @@ def run_loads(target: LoadTarget, work: BenchWork, *, server_key: str, name: str
     Args:
         target: The server.
         work: The loads.
-        server_key: What decides answers and times besides the load.
+        server_key: The key of the server in the journal.
         name: The name of the scheme.
     """
     loads, left_out = plan_loads(work.options, target.record.capacity)
-    results: list[tuple[LoadResult, MeasurementCost]] = []
+    results: list[LoadResult] = []
     warm: set[tuple[int, int]] = set()
     gone = None
     for load in tqdm(loads, desc=name, unit="load", disable=None):
         result = work.journal.get(server_key, load, work.seed)
         if result is None and gone is not None:
-            result = LoadResult(load, tuple(_never_sent(load, gone) for _ in range(load.requests)), {}), NOTHING
+            never = RequestResult(load.prompt_tokens, load.output_tokens, error=f"the server was gone: {gone}")
+            result = LoadResult(load, (never,) * load.requests, {})
         if result is None:
-            shape = (load.prompt_tokens, min(load.concurrency, load.requests))
+            shape = (load.prompt_tokens, load.in_flight)
             if shape not in warm:
                 _warm_up(target, work, load)
                 warm.add(shape)
             result = _measure(target, load, work.prompts(load))
-            work.journal.put(server_key, name, work.seed, *result)
-            gone = target.is_gone() if len(result[0].good) < load.requests else None
+            work.journal.put(server_key, name, work.seed, result)
+            gone = target.is_gone() if len(result.good) < load.requests else None
         results.append(result)
-    return _run(results, left_out)
+    return SchemeRun(tuple(results), tuple(left_out))
 
 
 def _warm_up(target: LoadTarget, work: BenchWork, load: Load) -> None:
-    lanes = min(load.concurrency, load.requests)
-    same = replace(load, output_tokens=min(load.output_tokens, WARM_OUTPUT), requests=lanes, round=-1)
-    target.send(same, work.prompts(same))
+    output = min(load.output_tokens, WARM_OUTPUT)
+    same = replace(load, output_tokens=output, requests=load.in_flight, round=-1)
+    target.client.send(same, work.prompts(same))
 
 
-def _measure(target: LoadTarget, load: Load, prompts: Sequence[Sequence[int]]) -> tuple[LoadResult, MeasurementCost]:
+def _measure(target: LoadTarget, load: Load, prompts: Sequence[Sequence[int]]) -> LoadResult:
     started = time.perf_counter()
     target.forget()
     begun, begun_cpu = time.perf_counter(), time.process_time()
     with target.watching() as usage:
-        sent = target.send(load, prompts)
-    taken, taken_cpu = time.perf_counter() - begun, time.process_time() - begun_cpu
-    answered = LoadResult(load, tuple(sent), usage)
-    measured = answered.duration_s
-    return answered, MeasurementCost(measured, begun - started + max(0.0, taken - measured), taken_cpu)
-
-
-def _run(results: Sequence[tuple[LoadResult, MeasurementCost]], left_out: Sequence[Load]) -> SchemeRun:
-    return SchemeRun(
-        tuple(result for result, _ in results), tuple(left_out), sum((cost for _, cost in results), start=NOTHING)
-    )
-
-
-def _never_sent(load: Load, reason: str) -> RequestResult:
-    return RequestResult(
-        prompt_tokens=load.prompt_tokens,
-        asked_tokens=load.output_tokens,
-        reported_tokens=None,
-        retokenized_tokens=0,
-        cached_tokens=None,
-        started_s=0.0,
-        ttft_s=None,
-        latency_s=0.0,
-        gaps_s=(),
-        error=f"the server was gone: {reason}",
-    )
+        sent = target.client.send(load, prompts)
+    seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - begun_cpu
+    result = LoadResult(load, tuple(sent), usage)
+    measured = result.duration_s
+    cost = MeasurementCost(measured, begun - started + max(0.0, seconds - measured), cpu_seconds)
+    return replace(result, cost=cost)

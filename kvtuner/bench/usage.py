@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
 PERIOD_S: Final = 0.5
 MEMORY: Final = "host_memory_bytes"
@@ -16,6 +17,15 @@ GPU_MEMORY: Final = "gpu_memory_bytes"
 GPU_BUSY: Final = "gpu_utilization"
 GPU_MEMORY_BUSY: Final = "gpu_memory_utilization"
 """Share of the time in which the GPU's memory was read or written, as NVML says."""
+
+
+def summary_of(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The usage of several samples together: the most of bytes, the mean of shares."""
+    values: dict[str, list[float]] = {}
+    for sample in samples:
+        for name, value in sample.items():
+            values.setdefault(name, []).append(value)
+    return {name: max(v) if name.endswith("_bytes") else float(np.mean(v)) for name, v in sorted(values.items())}
 
 
 class Observer:
@@ -29,19 +39,19 @@ class Observer:
 
     def __init__(self, pid: int, num_gpus: int) -> None:
         self._pid, self._num_gpus = pid, num_gpus
-        self._nvml, self._gpus = _gpus()
+        self._nvml, self._gpus = _nvml_and_gpus()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[dict[str, float]]:
-        """Watch while the block runs; the mapping is filled when it ends: the most of bytes, the mean of shares."""
-        samples: list[dict[str, float]] = [self._look()]
+        """Watch while the block runs; the mapping is filled when it ends."""
+        samples = [self._sample()]
         done = threading.Event()
 
-        def look_on() -> None:
+        def take_samples() -> None:
             while not done.wait(PERIOD_S):
-                samples.append(self._look())
+                samples.append(self._sample())
 
-        thread = threading.Thread(target=look_on, daemon=True)
+        thread = threading.Thread(target=take_samples, daemon=True)
         thread.start()
         usage: dict[str, float] = {}
         try:
@@ -49,34 +59,13 @@ class Observer:
         finally:
             done.set()
             thread.join()
-            samples.append(self._look())
-            for name in sorted({name for sample in samples for name in sample}):
-                values = [sample[name] for sample in samples if name in sample]
-                usage[name] = max(values) if name.endswith("_bytes") else sum(values) / len(values)
+            usage.update(summary_of([*samples, self._sample()]))
 
-    def _look(self) -> dict[str, float]:
-        family = self._family()
-        return {MEMORY: float(sum(family.values())), **self._of_gpus(frozenset(family))}
+    def _sample(self) -> dict[str, float]:
+        resident = self._resident_bytes()
+        return {MEMORY: float(sum(resident.values())), **self._gpu_usage(resident.keys())}
 
-    def _of_gpus(self, family: frozenset[int]) -> dict[str, float]:
-        """The GPUs that its processes compute on; the fullest ones where a container hides the processes' numbers."""
-        if self._nvml is None:
-            return {}
-        try:
-            gpus = [_of_gpu(self._nvml, handle) for handle in self._gpus]
-        except self._nvml.NVMLError:  # what some drivers do not tell
-            return {}
-        ours = [gpu for gpu in gpus if gpu.pids & family]
-        in_use = ours or sorted(gpus, key=lambda gpu: gpu.used_bytes, reverse=True)[: self._num_gpus]
-        if not in_use:
-            return {}
-        return {
-            GPU_MEMORY: float(sum(gpu.used_bytes for gpu in in_use)),
-            GPU_BUSY: sum(gpu.busy for gpu in in_use) / len(in_use),
-            GPU_MEMORY_BUSY: sum(gpu.memory_busy for gpu in in_use) / len(in_use),
-        }
-
-    def _family(self) -> dict[int, int]:
+    def _resident_bytes(self) -> dict[int, int]:
         """The resident bytes by process; those that just ended have none."""
         import psutil
 
@@ -88,24 +77,39 @@ class Observer:
                     resident[member.pid] = member.memory_info().rss
         return resident
 
+    def _gpu_usage(self, pids: Iterable[int]) -> dict[str, float]:
+        """The GPUs that its processes compute on; the fullest ones where a container hides the processes' numbers."""
+        if self._nvml is None:
+            return {}
+        try:
+            gpus = [_gpu_sample(self._nvml, handle) for handle in self._gpus]
+        except self._nvml.NVMLError:  # what some drivers do not tell
+            return {}
+        in_use = [gpu for gpu in gpus if gpu.pids.intersection(pids)]
+        in_use = in_use or sorted(gpus, key=lambda gpu: gpu.used_bytes, reverse=True)[: self._num_gpus]
+        if not in_use:
+            return {}
+        return {
+            GPU_MEMORY: float(sum(gpu.used_bytes for gpu in in_use)),
+            GPU_BUSY: sum(gpu.busy for gpu in in_use) / len(in_use),
+            GPU_MEMORY_BUSY: sum(gpu.memory_busy for gpu in in_use) / len(in_use),
+        }
 
-@dataclass(frozen=True, slots=True)
-class _Gpu:
-    """A GPU in NVML: the bytes in use by anybody, shares of time, processes that compute on it."""
 
+class _GpuSample(NamedTuple):
     used_bytes: int
     busy: float
     memory_busy: float
-    pids: frozenset[int]
+    pids: set[int]
 
 
-def _of_gpu(nvml: Any, handle: Any) -> _Gpu:
-    rates = nvml.nvmlDeviceGetUtilizationRates(handle)
-    pids = frozenset(each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle))
-    return _Gpu(nvml.nvmlDeviceGetMemoryInfo(handle).used, rates.gpu / 100, rates.memory / 100, pids)
+def _gpu_sample(nvml: Any, gpu: Any) -> _GpuSample:
+    rates = nvml.nvmlDeviceGetUtilizationRates(gpu)
+    pids = {process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
+    return _GpuSample(nvml.nvmlDeviceGetMemoryInfo(gpu).used, rates.gpu / 100, rates.memory / 100, pids)
 
 
-def _gpus() -> tuple[Any, list[Any]]:
+def _nvml_and_gpus() -> tuple[Any, list[Any]]:
     """NVML and a handle for each GPU; None and no handles where there is no driver."""
     try:
         import pynvml  # nvidia-ml-py, which comes with SGLang on GPUs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvtuner.bench.loads import LoadOptions
 from kvtuner.errors import EndpointError
 from kvtuner.pipeline.options import DataOptions, ModelOptions, check_counts, check_seed
 
@@ -25,14 +26,7 @@ class BenchOptions:
         start_timeout: The seconds that a start may take; 1800 where it is None.
         endpoint: The names of schemes and the URLs of their servers, in place of starting any.
         api: How endpoints are spoken to; sglang where it is None.
-        lengths: The lengths of prompts, tokens; the standard ones where it is None.
-        outputs: The lengths of outputs, tokens; the standard ones where it is None.
-        concurrency: The requests in flight; doubled to what fits where it is None.
-        batches: The requests that are sent at one moment; the standard ones where it is None.
-        rounds: The rounds of the same load, for stability.
-        repeats: The requests, or batches, at each point.
-        prompt: The tokens of a prompt, of loads that are not about lengths.
-        output: The tokens of an output, of loads that are not about outputs.
+        loads: The loads that every scheme is put under.
         timeout: The seconds that one request may take.
         memory_bandwidth: The bytes per second of one GPU's memory; measured where servers are started here.
         seed: The seed of where prompts are cut; the search's where it is None.
@@ -50,21 +44,15 @@ class BenchOptions:
     start_timeout: int | None = None
     endpoint: tuple[tuple[str, str], ...] | None = None
     api: Literal["sglang", "openai"] | None = None
-    lengths: tuple[int, ...] | None = None
-    outputs: tuple[int, ...] | None = None
-    concurrency: tuple[int, ...] | None = None
-    batches: tuple[int, ...] | None = None
-    rounds: int = 20
-    repeats: int = 5
-    prompt: int = 256
-    output: int = 32
+    loads: LoadOptions = field(default_factory=LoadOptions)
     timeout: int = 600
     memory_bandwidth: float | None = None
     seed: int | None = None
     out: str | None = None
 
     def __post_init__(self) -> None:
-        check_counts(rounds=self.rounds, repeats=self.repeats, prompt=self.prompt, output=self.output)
+        loads = self.loads
+        check_counts(rounds=loads.rounds, repeats=loads.repeats, prompt=loads.prompt, output=loads.output)
         check_counts(timeout=self.timeout, start_timeout=self.start_timeout, kv_memory=self.kv_memory)
         check_seed(self.seed)
         if self.levels and not self.ablation:

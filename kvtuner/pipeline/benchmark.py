@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtuner.bench.ablation import ABLATION
 from kvtuner.bench.bandwidth import measured_elsewhere, weight_bytes
 from kvtuner.bench.client import serving_client
-from kvtuner.bench.gates import kv_pool_gate
+from kvtuner.bench.gates import all_gates, kv_pool_gate
 from kvtuner.bench.load_target import LoadTarget, ServerRecord
-from kvtuner.bench.loads import LoadOptions
 from kvtuner.bench.runner import BenchWork, LoadJournal, replay, run_loads
-from kvtuner.bench.server import running
-from kvtuner.bench.server_flags import ServerFlags
+from kvtuner.bench.server import ServerFlags, running
 from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model_loading import load_tokenizer, read_shape
 from kvtuner.errors import EndpointError
@@ -42,12 +40,11 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from kvtuner.bench.runner import SchemeRun
+    from kvtuner.bench.load_metrics import SchemeRun
     from kvtuner.bench.server import ServerProcess
     from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.evaluation.scheme import CacheScheme
-    from kvtuner.exported_configs.profile.evaluation_record import Evaluation
-    from kvtuner.exported_configs.profile.evidence import ModelIdentity
+    from kvtuner.exported_configs.profile.evaluation_record import Evaluation, ResultProvenance
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.pipeline.bench_options import BenchOptions
     from kvtuner.run_folder import RunFolder
@@ -77,25 +74,18 @@ def benchmark(options: BenchOptions) -> tuple[BenchResult, Path]:
     check_model(profile, shape.config, context_length=shape.context_length)
     names = _names(options)
     schemes = named_schemes(names, shape, profile, resolved.path)
+    endpoints = dict(options.endpoint or ())
+    urls = {scheme.name: endpoints[name] for scheme, name in zip(schemes, names, strict=True) if endpoints}
     folder = run_folder(model, options.out, f"bench-{profile.digest.removeprefix('sha256:')[:12]}")
     folder.create()
     with folder.lock("bench.lock", waiting="another benchmark runs in this folder"):
-        urls = dict(options.endpoint or ())
-        session = _BenchSession(options, flags, profile, shape, folder)
-        session.scheme_flags = {scheme.name: scheme.server_flags(folder.file(PROFILES)) for scheme in schemes}
-        session.urls = {scheme.name: urls[name] for scheme, name in zip(schemes, names, strict=True) if urls}
+        session = _BenchSession(options, flags, profile, shape, folder, urls)
         result = BenchResult(
             profile=profile,
             model=session.identity,
             schemes=tuple(map(session.measure, schemes)),
             evaluation=None,
-            provenance=result_provenance(
-                command,
-                seed=seed,
-                device=model.device,
-                has_endpoints=bool(urls),
-                server_device=flags.value("--device"),
-            ),
+            provenance=session.provenance(command),
             server_args=flags.shared(),
         )
         page = write_report(result, folder.path)
@@ -119,8 +109,8 @@ def _names(options: BenchOptions) -> list[str]:
 
 def _quality(options: BenchOptions, profile: str, schemes: Sequence[CacheScheme], folder: RunFolder) -> Evaluation:
     """The evaluation of the same schemes, as far as a model loaded here can store its cache by them."""
-    others = tuple(each.name for each in schemes if each.is_local and each.name not in (PROFILE, REFERENCE))
-    asked = EvalOptions(
+    others = tuple(scheme.name for scheme in schemes if scheme.is_local and scheme.name not in (PROFILE, REFERENCE))
+    quality_options = EvalOptions(
         profile=profile,
         model=options.model,
         data=options.data,
@@ -128,25 +118,7 @@ def _quality(options: BenchOptions, profile: str, schemes: Sequence[CacheScheme]
         levels=options.levels or QUALITY,
         out=str(folder.file("quality")),
     )
-    return evaluate(asked).evaluation
-
-
-@dataclass(frozen=True, slots=True)
-class _Bandwidth:
-    """How many bytes per second one device reads; where it is not known, why."""
-
-    bytes_per_s: float | None
-    reason: str
-
-    def tokens_per_s(self, record: ServerRecord, weights: int | None) -> tuple[float | None, str]:
-        """The most tokens per second of one request; None with a reason where that is not known."""
-        if self.bytes_per_s is None:
-            return None, self.reason
-        if weights is None:
-            return None, "how many bytes of weights a token reads is not known of this model or server"
-        if record.speculates:
-            return None, "the server speculates: a step gives several tokens"
-        return self.bytes_per_s * record.tp_size / weights, ""
+    return evaluate(quality_options).evaluation
 
 
 class _BenchSession:
@@ -158,166 +130,179 @@ class _BenchSession:
         profile: The profile.
         shape: The model.
         folder: The run folder.
-
-    Attributes:
-        identity: The model as results state it.
-        urls: The URLs of servers that are there already, by the name of the scheme.
-        scheme_flags: SGLang's flags of each scheme, by its name.
+        urls: The URLs of servers that are there already, by the name of the scheme; empty where servers are started.
     """
 
     def __init__(
-        self, options: BenchOptions, flags: ServerFlags, profile: Profile, shape: ModelShape, folder: RunFolder
+        self,
+        options: BenchOptions,
+        flags: ServerFlags,
+        profile: Profile,
+        shape: ModelShape,
+        folder: RunFolder,
+        urls: Mapping[str, str],
     ) -> None:
         self._options, self._flags_of_all, self._profile, self._shape = options, flags, profile, shape
-        self._folder, self._source = folder, model_source(options.model)
+        self._folder, self._urls, self._source = folder, urls, model_source(options.model)
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(self._source)
-        self.identity: ModelIdentity = shape.identity(self._source, profile.model.dtype, self._tokenizer)
+        self.identity = shape.identity(self._source, profile.model.dtype, self._tokenizer)
         mismatches = warn_of_mismatches(profile, self.identity, shape.context_length)
-        self._is_derived = any(each.kind in DERIVED for each in mismatches)
+        self._is_derived = any(mismatch.kind in DERIVED for mismatch in mismatches)
         seed = options.seed or 0
         corpus = load_corpus(corpus_source(options.data, options.model, shape, seed=seed), self._tokenizer)
         stream = [token for split in corpus.splits.values() for token in split.flatten().tolist()]
         prompt_seed = f"{seed} {sha256_of(corpus.hashes())}"
-        self._work = BenchWork(_load_options(options), stream, prompt_seed, LoadJournal(folder))
+        self._work = BenchWork(options.loads, stream, prompt_seed, LoadJournal(folder))
         self._work.check()  # refused before a server is started
-        self._bandwidth = self._find_bandwidth()
+        self._bandwidth, self._no_bandwidth = self._find_bandwidth()
         self._served_model: str | None = None
-        self.urls: dict[str, str] = {}
-        self.scheme_flags: dict[str, tuple[str, ...]] = {}
 
     def measure(self, scheme: CacheScheme) -> SchemeResult:
         """Serve a scheme, unless it is served already, and put it under load; or state why it could not be."""
-        record = None if self.urls else self._work.journal.server(self._key(scheme, {}))
-        if record:
+        flags = scheme.server_flags(self._folder.file(PROFILES))
+        key = self._key(scheme, flags, {})
+        if not self._urls and (record := self._work.journal.server(key)):
             server = ServerRecord(**record)
-            run = replay(server.capacity, self._work, server_key=self._key(scheme, {}))
-            if run is not None:
+            if run := replay(server.capacity, self._work, server_key=key):
                 say(f"{scheme.name} was measured before")
                 return self._result(scheme, server, run)
         try:
-            return self._measure_served(scheme)
+            with self._target(scheme, flags) as target:
+                return self._result(scheme, target.record, self._run(scheme, flags, target))
         except EndpointError as error:
-            if self.urls:
+            if self._urls:
                 raise
             say(f"{scheme.name} is not served: {error} (its log: {self._log(scheme)})")
             return SchemeResult(scheme, None, None, (), None, str(error))
 
-    def _measure_served(self, scheme: CacheScheme) -> SchemeResult:
-        with self._target(scheme) as target:
-            work, facts = self._work, {}
-            if self.urls:
-                facts = {"url": self.urls[scheme.name], **asdict(target.record)}
-            if self._options.api == "openai":  # which has nothing to be known again by, and keeps its cache
-                facts["once"] = uuid.uuid4().hex
-                work = replace(work, seed=f"{work.seed} {facts['once']}")
-            key = self._key(scheme, facts)
-            work.journal.put_server(key, scheme.name, asdict(target.record))
-            run = run_loads(target, work, server_key=key, name=scheme.name)
-            return self._result(scheme, target.record, run)
+    def provenance(self, command: Sequence[str] = (), device: str | None = None) -> ResultProvenance:
+        """The machine and software that figures come from.
+
+        Args:
+            command: The words of the command as it may be shared.
+            device: The device of the servers; what their flags say where it is None.
+        """
+        return result_provenance(
+            command,
+            seed=self._options.seed or 0,
+            device=self._options.model.device,
+            has_endpoints=bool(self._urls),
+            server_device=device or self._flags_of_all.value("--device"),
+        )
+
+    def _run(self, scheme: CacheScheme, flags: Sequence[str], target: LoadTarget) -> SchemeRun:
+        work, facts = self._work, {}
+        if self._urls:
+            facts = {"url": self._urls[scheme.name], **asdict(target.record)}
+        if self._options.api == "openai":  # which has nothing to be known again by, and keeps its cache
+            facts["once"] = uuid.uuid4().hex
+            work = replace(work, seed=f"{work.seed} {facts['once']}")
+        key = self._key(scheme, flags, facts)
+        work.journal.put_server(key, scheme.name, asdict(target.record))
+        return run_loads(target, work, server_key=key, name=scheme.name)
 
     def _result(self, scheme: CacheScheme, record: ServerRecord, run: SchemeRun) -> SchemeResult:
-        weights = self._weights(record) if record.version is not None else None
-        gates = run.gates(*self._bandwidth.tokens_per_s(record, weights))
+        weights = (
+            None if record.version is None else self._weights(dtype=record.dtype, quantization=record.quantization)
+        )
+        gates = all_gates(run.answered, *self._tokens_per_s(record, weights))
         if self._options.kv_memory:
-            gates.append(kv_pool_gate(self._tokens_asked(scheme, self._options.kv_memory), record.tokens_that_fit))
+            gates.append(kv_pool_gate(self._pool_tokens(scheme, self._options.kv_memory), record.tokens_that_fit))
         return SchemeResult(scheme, record, run, tuple(gates), weights, None)
 
-    def _weights(self, record: ServerRecord | None) -> int | None:
-        served = {} if record is None else {"dtype": record.dtype, "quantization": record.quantization}
+    def _tokens_per_s(self, record: ServerRecord, weights: int | None) -> tuple[float | None, str]:
+        """The most tokens per second of one request; None with a reason where that is not known."""
+        if self._bandwidth is None:
+            return None, self._no_bandwidth
+        if weights is None:
+            return None, "how many bytes of weights a token reads is not known of this model or server"
+        if record.speculates:
+            return None, "the server speculates: a step gives several tokens"
+        return self._bandwidth * record.tp_size / weights, ""
+
+    def _weights(self, **served: str | None) -> int | None:
         return weight_bytes(self._shape.config, served, trust_remote_code=self._options.model.trust_remote_code)
 
-    def _tokens_asked(self, scheme: CacheScheme, kv_memory: int) -> int:
+    def _pool_tokens(self, scheme: CacheScheme, kv_memory: int) -> int:
         return int(kv_memory // (scheme.bytes_per_token or self._profile.bytes_per_token()))
 
-    def _key(self, scheme: CacheScheme, facts: Mapping[str, Any]) -> str:
+    def _key(self, scheme: CacheScheme, flags: Sequence[str], facts: Mapping[str, Any]) -> str:
         """What decides answers and times besides the load: for a server that is there already, its own facts too."""
         options, model = self._options, self._options.model
         digest = None if scheme.profile is None else scheme.profile.digest
-        served = {
-            "name": scheme.name,
-            "digest": digest,
-            "flags": [] if digest else list(self.scheme_flags[scheme.name]),
-        }
+        served = {"name": scheme.name, "digest": digest, "flags": [] if digest else list(flags)}
         asked = [options.server_args, options.kv_memory, model.context_length, model.device, model.dtype]
-        software = [version("sglang"), os.environ.get("CUDA_VISIBLE_DEVICES"), self._machine()]
+        machine = self.provenance().model_dump(mode="json")
+        software = [version("sglang"), os.environ.get("CUDA_VISIBLE_DEVICES"), machine]
         files = [self.identity.model_dump(mode="json"), _stamps(self._source.path)]
         return sha256_of([served, files, asked, software, dict(facts)])
-
-    def _machine(self, device: str | None = None) -> dict[str, Any]:
-        """The machine and software, as a result's provenance states them."""
-        provenance = result_provenance(
-            [],
-            seed=self._options.seed or 0,
-            device=self._options.model.device,
-            has_endpoints=bool(self._options.endpoint),
-            server_device=device or self._flags_of_all.value("--device"),
-        )
-        return provenance.model_dump(mode="json")
 
     def _log(self, scheme: CacheScheme) -> Path:
         return self._folder.file(LOGS) / f"{scheme.name}.log"
 
     @contextmanager
-    def _target(self, scheme: CacheScheme) -> Iterator[LoadTarget]:
-        if self.urls:
-            target = self._load_target(scheme, self.urls[scheme.name])
-            self._check_same_model(target.record.model)
+    def _target(self, scheme: CacheScheme, flags: Sequence[str]) -> Iterator[LoadTarget]:
+        if self._urls:
+            target = self._load_target(scheme, self._urls[scheme.name])
+            model = target.record.model
+            if self._served_model not in (None, model):
+                raise EndpointError(
+                    f"the endpoints serve different models ({self._served_model}, {model}); compare one"
+                )
+            self._served_model = model
             yield target
             return
         log = self._log(scheme)
         log.parent.mkdir(exist_ok=True)
-        with running(self._flags(scheme), log, self._options.start_timeout or START_S) as server:
+        with running(self._flags(scheme, flags), log, self._options.start_timeout or START_S) as server:
             yield self._load_target(scheme, server.url, server)
 
     def _load_target(self, scheme: CacheScheme, url: str, server: ServerProcess | None = None) -> LoadTarget:
         endpoint = Endpoint(url, self._options.api or "sglang", self._options.timeout)
-        is_uniform = isinstance(scheme, ProfileScheme) and scheme.is_uniform
         if endpoint.api == "sglang":
+            is_uniform = isinstance(scheme, ProfileScheme) and scheme.is_uniform
             if server is None and is_uniform and endpoint.served.digest is None:
                 raise EndpointError(f"{url} was named {scheme.name}, but serves no profile")
             # A uniform of a server that was not started here may have groups of its own.
             endpoint.check_serves(scheme, scheme.profile if server is not None or scheme.name == PROFILE else None)
-        return LoadTarget(
-            endpoint,
-            self._tokenizer,
-            name=scheme.name,
-            context_length=self._shape.context_length,
-            architecture=self._shape.architecture,
-            server=server,
-        )
+        return LoadTarget(endpoint, self._tokenizer, name=scheme.name, shape=self._shape, server=server)
 
-    def _flags(self, scheme: CacheScheme) -> list[str]:
+    def _flags(self, scheme: CacheScheme, scheme_flags: Sequence[str]) -> list[str]:
         options, model = self._options, self._options.model
-        flags = ["--model-path", self._source.path, *self.scheme_flags[scheme.name]]
+        flags = ["--model-path", self._source.path, *scheme_flags]
         flags += ["--kvtuner-allow-derived"] if self._is_derived and scheme.name == PROFILE else []
-        flags += ["--revision", model.revision] if model.revision else []
         flags += ["--trust-remote-code"] if model.trust_remote_code else []
-        flags += ["--context-length", str(model.context_length)] if model.context_length else []
-        flags += ["--device", model.device.partition(":")[0]] if model.device != "auto" else []
-        flags += ["--dtype", model.dtype] if model.dtype != "auto" else []
-        if options.kv_memory:
-            flags += ["--max-total-tokens", str(self._tokens_asked(scheme, options.kv_memory))]
+        values = {
+            "--revision": model.revision,
+            "--context-length": model.context_length,
+            "--device": model.device.partition(":")[0],
+            "--dtype": model.dtype,
+            "--max-total-tokens": self._pool_tokens(scheme, options.kv_memory) if options.kv_memory else None,
+        }
+        for flag, value in values.items():
+            flags += [] if value in (None, "", "auto") else [flag, str(value)]
         return [*flags, *self._flags_of_all.words]
 
-    def _find_bandwidth(self) -> _Bandwidth:
-        """The bandwidth of one device, before a server is on it."""
-        if self._options.memory_bandwidth:
-            return _Bandwidth(self._options.memory_bandwidth, "")
-        if self._options.endpoint:
-            return _Bandwidth(None, "the servers' memory bandwidth is not known here; give --memory-bandwidth")
-        num_bytes, device = self._weights(None), self._device()
-        measured = None if num_bytes is None else self._measured_bandwidth(num_bytes, device)
-        return _Bandwidth(measured, f"the memory bandwidth of {device} could not be measured; give --memory-bandwidth")
+    def _find_bandwidth(self) -> tuple[float | None, str]:
+        """The bytes per second that one device reads, before a server is on it; None with a reason if not known.
 
-    def _measured_bandwidth(self, num_bytes: int, device: str) -> float | None:
-        """Measured once for all runs in a folder on this machine, like what is compared with it."""
-        key, name = sha256_of([self._machine(device)["machine"], device, num_bytes]), "bandwidth"
+        It is measured once for all runs in a folder on this machine, like what is compared with it.
+        """
+        if self._options.memory_bandwidth:
+            return self._options.memory_bandwidth, ""
+        if self._urls:
+            return None, "the servers' memory bandwidth is not known here; give --memory-bandwidth"
+        num_bytes, device, name = self._weights(), self._device(), "bandwidth"
+        unknown = f"the memory bandwidth of {device} could not be measured; give --memory-bandwidth"
+        if num_bytes is None:
+            return None, unknown
+        key = sha256_of([self.provenance(device=device).machine, device, num_bytes])
         if record := self._work.journal.server(key):
-            return float(record[name])
+            return float(record[name]), ""
         measured = measured_elsewhere(num_bytes, device)
         if measured is not None:
             self._work.journal.put_server(key, name, {name: measured})
-        return measured
+        return measured, unknown
 
     def _device(self) -> str:
         """The device that the servers run on; the first where there are several."""
@@ -329,28 +314,8 @@ class _BenchSession:
         index = self._flags_of_all.value("--base-gpu-id")
         return f"{device}:{index}" if index and device == "cuda" else device
 
-    def _check_same_model(self, model: str) -> None:
-        """Check that servers that are there already serve one model, as far as its name tells."""
-        if self._served_model not in (None, model):
-            raise EndpointError(f"the endpoints serve different models ({self._served_model}, {model}); compare one")
-        self._served_model = model
-
 
 def _stamps(path: str) -> list[list[Any]]:
     """Sizes and times of a local model's weights: other weights have others."""
     files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-
-
-def _load_options(options: BenchOptions) -> LoadOptions:
-    usual = LoadOptions()
-    return LoadOptions(
-        lengths=options.lengths or usual.lengths,
-        outputs=options.outputs or usual.outputs,
-        concurrency=options.concurrency,
-        batches=options.batches or usual.batches,
-        rounds=options.rounds,
-        repeats=options.repeats,
-        prompt_tokens=options.prompt,
-        output_tokens=options.output,
-    )

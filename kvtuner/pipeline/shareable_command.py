@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.bench.server_flags import ServerFlags
+from kvtuner.bench.server import ServerFlags
 from kvtuner.exported_configs.identity.model_identity import public_name
 from kvtuner.exported_configs.sharing.reference import FileReference, parse_reference
 from kvtuner.pipeline.options import DEFAULT_SAMPLER, DEFAULT_TRIALS, SearchOptions, defaults_of, flag_values

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from kvtuner.bench.runner import SchemeRun
+    from kvtuner.bench.load_metrics import SchemeRun
     from kvtuner.exported_configs.profile.evaluation_record import Evaluation
     from kvtuner.report.bench_result import BenchResult, SchemeResult
 
@@ -250,7 +250,7 @@ def _machine(result: BenchResult) -> ReportSection:
 
 
 def _machine_row(scheme: SchemeResult, run: SchemeRun) -> tuple[str, ...]:
-    loads, cost = run.rows(), run.harness.to_json()
+    loads, cost = run.rows(), run.harness()
     memory, gpu = (max((row[name] for row in loads if name in row), default=None) for name in (MEMORY, GPU_MEMORY))
     busiest = max(loads, key=lambda row: row["output_tokens_per_s"], default={})
     weights = max((scheme.read_bytes_per_s(row) or 0.0 for row in loads), default=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.bench.ablation import group_of
+from kvtuner.bench.ablation import GROUPS
 from kvtuner.evaluation.scheme import PER_CHANNEL
 from kvtuner.report.formatting import NOT_MEASURED, number, percent, plain_json
 from kvtuner.report.table import Table
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvtuner.bench.gates import Gate
+    from kvtuner.bench.load_metrics import SchemeRun
     from kvtuner.bench.load_target import ServerRecord
-    from kvtuner.bench.runner import SchemeRun
     from kvtuner.evaluation.scheme import CacheScheme
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Evaluation, Result, ResultProvenance
     from kvtuner.exported_configs.profile.evidence import ModelIdentity
@@ -79,17 +79,17 @@ class SchemeResult:
         """Plain JSON values."""
         return {
             "name": self.name,
-            "group": group_of(self.name),
+            "group": GROUPS.get(self.name),
             "bytes_per_token": self.bytes_per_token,
             "effective_bits": self.bits,
             "refused": self.refused,
             "server": None if self.server is None else asdict(self.server),
             "loads": [] if self.run is None else self.run.rows(),
             "rounds": [] if self.run is None else self.run.rounds(),
-            "left_out": [] if self.run is None else [load.to_json() for load in self.run.left_out],
-            "gates": [gate.to_json() for gate in self.gates],
+            "left_out": [] if self.run is None else [asdict(load) for load in self.run.left_out],
+            "gates": [asdict(gate) for gate in self.gates],
             "weight_bytes": self.weight_bytes,
-            "harness": None if self.run is None else self.run.harness.to_json(),
+            "harness": None if self.run is None else self.run.harness(),
         }
 
 
@@ -174,7 +174,7 @@ def overview(result: BenchResult) -> Table:
 
 
 def _labelled(result: BenchResult, scheme: SchemeResult) -> str:
-    letter = group_of(scheme.name) if result.evaluation is not None else None
+    letter = GROUPS.get(scheme.name) if result.evaluation is not None else None
     return scheme.name if letter is None else f"{letter} {scheme.name}"
 
 

@@ -20,13 +20,14 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import json, sys
+from dataclasses import asdict
 from transformers import AutoTokenizer
 from kvtuner.bench.client import Client
 from kvtuner.bench.loads import Load
 
 client = Client(sys.argv[1], "sglang", "demo", AutoTokenizer.from_pretrained(sys.argv[2]), 20)
 (sent,) = client.send(Load("prompt", 3, 1, 1, 1), [[5, 6, 7]])
-print(json.dumps(sent.to_json()))
+print(json.dumps(asdict(sent)))
 """
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvtuner.bench.client import RequestResult
 from kvtuner.bench.gates import Gate, all_gates
+from kvtuner.bench.load_metrics import LoadResult, figures
 from kvtuner.bench.loads import Load
-from kvtuner.bench.metrics import LoadResult, figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

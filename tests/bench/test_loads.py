@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from kvtuner.bench.loads import Capacity, Load, LoadOptions, plan_loads
-from kvtuner.bench.prompts import DRAWN, Prompts
+from kvtuner.bench.loads import DRAWN, Capacity, Load, LoadOptions, check_prompts, cut_prompts, plan_loads
 from kvtuner.bench.runner import BenchWork, LoadJournal
 from kvtuner.calibration.model_loading import DEMO_MODEL
 from kvtuner.cli import main
@@ -69,42 +68,38 @@ def test_a_load_fits_up_to_the_last_token() -> None:
     assert not Capacity(129, 4 * 191, 4, page=64).fits(Load("batch", 100, 29, 4, 4))
 
 
-def test_no_two_prompts_begin_alike_and_all_are_as_long_as_asked() -> None:
-    prompts = Prompts(range(100, 1100), "1")
-    taken = [prompts.take(length) for length in (10, 2500, 300, 7) for _ in range(20)]
-    assert [len(prompt) for prompt in taken] == [10] * 20 + [2500] * 20 + [300] * 20 + [7] * 20
-    beginnings = [tuple(prompt[:DRAWN]) for prompt in taken]
-    assert len(set(beginnings)) == len(beginnings)
-    text = taken[20][DRAWN:]
-    assert all((b - a) % 1000 == 1 for a, b in pairwise(text)), "the text goes on, and begins again"
-    again = Prompts(range(100, 1100), "1")
-    assert [again.take(10) for _ in range(3)] == taken[:3]
-    assert Prompts(range(100, 1100), "2").take(10) != taken[0]
+def beginnings_of(prompts: list[list[int]]) -> set[tuple[int, ...]]:
+    return {tuple(prompt[:DRAWN]) for prompt in prompts}
 
 
-def test_few_tokens_still_give_different_beginnings() -> None:
-    prompts = Prompts([1, 2, 3] * 50, "0")
-    assert len({tuple(prompts.take(20)[:DRAWN]) for _ in range(60)}) == 60
+@pytest.mark.parametrize("length", [7, 10, 300, 2500])
+def test_no_two_prompts_begin_alike_and_all_are_as_long_as_asked(length: int) -> None:
+    prompts = cut_prompts(range(100, 1100), "1", length, 20)
+    assert [len(prompt) for prompt in prompts] == [length] * 20
+    assert len(beginnings_of(prompts)) == 20
+    assert all((b - a) % 1000 == 1 for a, b in pairwise(prompts[0][DRAWN:])), "the text goes on, and begins again"
+    assert cut_prompts(range(100, 1100), "1", length, 3) == prompts[:3]
+    assert cut_prompts(range(100, 1100), "2", length, 1)[0] != prompts[0]
+
+
+@pytest.mark.parametrize(("stream", "length", "count"), [([1, 2, 3] * 50, 20, 60), ([1] * 10**6 + [2], 9, 16)])
+def test_few_and_rare_tokens_still_give_different_beginnings(stream: list[int], length: int, count: int) -> None:
+    assert len(beginnings_of(cut_prompts(stream, "s", length, count))) == count
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(stream=st.lists(st.integers(0, 3), min_size=1, max_size=9), length=st.integers(1, 6))
 def test_all_beginnings_that_there_are_come_once_and_then_no_more(stream: list[int], length: int) -> None:
     beginnings = set(product(set(stream), repeat=min(DRAWN, length)))
-    prompts = Prompts(stream, "s")
-    prompts.check(length, len(beginnings))
-    taken = [prompts.take(length) for _ in beginnings]
-    assert {tuple(prompt[:DRAWN]) for prompt in taken} == beginnings
-    assert all(len(prompt) == length for prompt in taken)
-    with pytest.raises(CorpusError, match=rf"{len(beginnings) + 1:,} of length {length} are asked for"):
-        prompts.check(length, len(beginnings) + 1)
+    check_prompts(stream, length, len(beginnings))
+    prompts = cut_prompts(stream, "s", length, len(beginnings))
+    assert beginnings_of(prompts) == beginnings
+    assert all(len(prompt) == length for prompt in prompts)
+    one_more = len(beginnings) + 1
+    with pytest.raises(CorpusError, match=rf"{one_more:,} of length {length} are asked for"):
+        check_prompts(stream, length, one_more)
     with pytest.raises(CorpusError, match="no two prompts may begin alike"):
-        prompts.take(length)
-
-
-def test_a_token_that_is_rare_in_the_text_does_not_have_to_be_waited_for() -> None:
-    prompts = Prompts([1] * 10**6 + [2], "s")
-    assert len({tuple(prompts.take(9)[:DRAWN]) for _ in range(16)}) == 16
+        cut_prompts(stream, "s", length, one_more)
 
 
 def work(stream: Sequence[int], options: LoadOptions, folder: Path) -> BenchWork:
@@ -116,10 +111,10 @@ def work(stream: Sequence[int], options: LoadOptions, folder: Path) -> BenchWork
 @pytest.mark.parametrize(
     ("options", "tokens", "needed"),
     [
-        (LoadOptions(prompt_tokens=1), 1279, 1280),
-        (LoadOptions(prompt_tokens=1, concurrency=(40,)), 199, 200),
+        (LoadOptions(prompt=1), 1279, 1280),
+        (LoadOptions(prompt=1, concurrency=(40,)), 199, 200),
         (LoadOptions(lengths=(1, 10), repeats=7), 6, 7),
-        (LoadOptions(prompt_tokens=1, concurrency=(1,), batches=(33,), repeats=2), 32, 33),
+        (LoadOptions(prompt=1, concurrency=(1,), batches=(33,), repeats=2), 32, 33),
     ],
 )
 def test_loads_for_which_the_text_has_too_few_beginnings_are_refused_before_any_is_sent(
@@ -149,7 +144,7 @@ def test_the_command_refuses_them_before_a_server_is_started(
 
 
 def test_every_load_that_passed_the_check_has_its_prompts(tmp_path: Path) -> None:
-    mine = work([*range(5)] * 9, LoadOptions(lengths=(1, 2), prompt_tokens=4, concurrency=(64,)), tmp_path)
+    mine = work([*range(5)] * 9, LoadOptions(lengths=(1, 2), prompt=4, concurrency=(64,)), tmp_path)
     mine.check()
     loads, _ = plan_loads(mine.options, Capacity(sys.maxsize, None, None))
     for load in loads:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoConfig
 
-from kvtuner.bench.server_flags import ServerFlags
+from kvtuner.bench.server import ServerFlags
 from kvtuner.calibration.model_loading import DEMO_MODEL
 from kvtuner.cli import main
 from kvtuner.cli.parser import build_parser

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoConfig
 
-from kvtuner.bench.ablation import ABLATION, group_of
+from kvtuner.bench.ablation import ABLATION, GROUPS
 from kvtuner.bench.client import RequestResult
+from kvtuner.bench.gates import all_gates
+from kvtuner.bench.load_metrics import LoadResult, MeasurementCost, SchemeRun
 from kvtuner.bench.load_target import ServerRecord
 from kvtuner.bench.loads import Capacity, LoadOptions, plan_loads
-from kvtuner.bench.metrics import LoadResult
-from kvtuner.bench.runner import MeasurementCost, SchemeRun
 from kvtuner.bench.usage import GPU_MEMORY, MEMORY
 from kvtuner.calibration.model_loading import DEMO_MODEL, ModelSource, read_shape
 from kvtuner.evaluation.scheme import PER_CHANNEL, named_schemes
@@ -61,8 +61,9 @@ def answered(slowness: float) -> SchemeRun:
             gaps,
             None,
         )
-        found.append(LoadResult(load, (one,) * load.requests, {"host_memory_bytes": 2.0**30}))
-    return SchemeRun(tuple(found), tuple(left_out), MeasurementCost(10.0, 0.2, 1.0))
+        cost = MeasurementCost(10.0, 0.2, 1.0)
+        found.append(LoadResult(load, (one,) * load.requests, {"host_memory_bytes": 2.0**30}, cost))
+    return SchemeRun(tuple(found), tuple(left_out))
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def make_result(profile_of: Any) -> Callable[..., BenchResult]:
                 results.append(SchemeResult(way, None, None, (), None, refusal))
                 continue
             run = answered(1 + number / 10)
-            results.append(SchemeResult(way, RECORD, run, tuple(run.gates(1e4, "")), 7_000_000, None))
+            results.append(SchemeResult(way, RECORD, run, tuple(all_gates(run.answered, 1e4, "")), 7_000_000, None))
         model = profile.model.model_copy(update={"id": name})
         making = ResultProvenance(
             kvtuner_version="0", command="kvtuner bench", machine="a machine", torch="2", transformers="5", seed=0
@@ -204,7 +205,7 @@ def test_memory_is_of_one_kind_in_all_rounds(
 
 
 def test_the_ablation_has_every_group_of_its_design(make_result: Any, tmp_path: Path) -> None:
-    groups = {letter: each.scheme for each in make_result().schemes if (letter := group_of(each.name))}
+    groups = {letter: each.scheme for each in make_result().schemes if (letter := GROUPS.get(each.name))}
     assert sorted(groups) == list("ABCDEFG")
     assert groups["G"].profile.defaults.k.symmetric
     assert not groups["C"].profile.defaults.k.symmetric

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bench_stub import stub
 
 from kvtuner.bench.client import Client
+from kvtuner.bench.load_metrics import LoadResult, figures
 from kvtuner.bench.loads import Load
-from kvtuner.bench.metrics import LoadResult, figures
 
 FAULTS = ("none", "constant", "slow", "error", "dies", "empty", "cut", "short")
 
@@ -31,7 +32,7 @@ def main() -> None:
     for fault in FAULTS:
         with stub(fault) as url:
             sent = Client(url, "sglang", "model", tokenizer, 1.0).send(load, prompts)
-        found[fault] = [each.to_json() for each in sent]
+        found[fault] = [asdict(each) for each in sent]
     with stub("none") as url:
         theirs, ours = side_by_side(url, tokenizer, load, prompts)
     sys.stdout.write(json.dumps({"faults": found, "theirs": theirs, "ours": ours}) + "\n")

@@ -7,32 +7,16 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.cli import flag_types
-from kvtuner.cli.bench_parser import Types, add_bench_flags
+from kvtuner.cli.bench_parser import add_bench_flags
 from kvtuner.cli.command import Command
 from kvtuner.cli.eval_parser import add_eval_flags
-from kvtuner.cli.shared_flags import add_data_flags, add_model_flags, add_switch
 from kvtuner.pipeline.bench_options import BenchOptions
-from kvtuner.pipeline.evaluation_options import LEVELS, EvalOptions
+from kvtuner.pipeline.evaluation_options import EvalOptions
 from kvtuner.pipeline.options import options_from
 from kvtuner.pipeline.progress import say
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
-
-
-def _add_bench_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("profile", metavar="PROFILE|RUN", help="profile.json or run folder")
-    add_model_flags(parser)
-    add_data_flags(parser)
-    types = Types(
-        counts=flag_types.counts,
-        positive=flag_types.positive,
-        words=flag_types.words(),
-        levels=flag_types.words(LEVELS),
-        endpoint=flag_types.endpoint,
-    )
-    add_bench_flags(parser, types, seed=flag_types.seed, switch=add_switch)
+    from argparse import Namespace
 
 
 def _evaluate(args: Namespace) -> int:
@@ -68,7 +52,7 @@ COMMANDS: Final = (
     Command(
         "bench",
         "is it worth it: servers under load, beside bf16 and fp8, and the ablation",
-        _add_bench_flags,
+        add_bench_flags,
         _benchmark,
     ),
 )
