@@ -140,14 +140,14 @@ def check_cache(profile: Profile) -> None:
 
 
 def main() -> None:
-    from kvtuner.report.layer_strip import KIND_CODES, layer_codes
+    from kvtuner.report.layer_strip import KIND_CODES, profile_layers
 
     table = measured(tiny_model())
     configuration = chosen(table)
     assert [choice.k_transform for choice in configuration] == ["flipped+hadamard"] * 2
     profile = written(table, configuration)
     assert profile.transform_name(0, "k") == "flipped+hadamard"
-    assert {KIND_CODES[code.k_kind] for code in layer_codes(profile)} == {"f"}
+    assert {KIND_CODES[row.k_transform] for row in profile_layers(profile)} == {"f"}
     check_cache(profile)
 
 

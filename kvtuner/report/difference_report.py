@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.report.formatting import NOT_MEASURED, fixed, percent, printable
-from kvtuner.report.layer_strip import Track, indented, layer_codes, legend, page_strip, strip_lines, tracks
+from kvtuner.report.formatting import NOT_MEASURED, fixed, interval, percent, printable
+from kvtuner.report.layer_strip import Track, indented, legend, profile_layers, strip_lines, tracks
 from kvtuner.report.profile_difference import CONSTANTS
-from kvtuner.report.profile_report import kl_text, size_rows
 from kvtuner.report.table import Table
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 FACTS: Final = ("mean_bits", "effective_bits", "bytes_per_token", "tokens_per_gib", "ratio_to_bf16")
 MARKS: Final = "^=other bits, transform or granularity  ~=other constants only"
-COLUMNS: Final = ("", "first", "second")
 
 
 def difference_lines(difference: ProfileDifference, terminal: Terminal) -> list[str]:
@@ -38,24 +36,19 @@ def difference_page(difference: ProfileDifference, names: tuple[str, str]) -> st
     """
     from kvtuner.report.html_page import render  # brings matplotlib, which not every look needs
 
-    first, second = layer_codes(difference.first), layer_codes(difference.second)
-    if difference.layers is None:
-        strips = [page_strip(first), page_strip(second)]
-    else:
-        changed = {change.layer: " and ".join(change.changed) for change in difference.layers}
-        strips = [page_strip(first, second, changed=changed)]
-    changes = [(str(c.layer), str(c.first), str(c.second), ", ".join(c.changed)) for c in difference.layers or ()]
+    first, second = profile_layers(difference.first), profile_layers(difference.second)
     return render(
         "difference.html",
         title=f"{names[0]} beside {names[1]}",
+        names=names,
         difference=difference,
+        facts=difference.to_json(),
         verdict=_verdict(difference),
-        identity=Table(COLUMNS, _identity(difference, names), wrap=True),
-        capacity=Table(COLUMNS, _capacity(difference)),
-        strips=strips,
-        codes=(*first, *second),
-        changes=Table(("layer", "first", "second", "changed"), changes),
-        quality=Table(COLUMNS, _quality(difference)),
+        first=first,
+        second=second,
+        columns=list(zip(first, second, strict=False)),
+        changed={change.layer: " and ".join(change.changed) for change in difference.layers or ()},
+        quality=_quality(difference),
         pictures=_pictures(difference),
     )
 
@@ -66,7 +59,8 @@ def _facts(difference: ProfileDifference) -> list[str]:
     lines = [f"the same layers: {facts['digest'][0]}"] if facts["same_digest"] else []
     lines.append(_fact("model", *(printable(p.model.id) for p in both)))
     lines += [_fact(name, *map(_value_text, facts[name])) for name in FACTS]
-    lines.append(_fact("kl", *(kl_text(p.quality) for p in both)))
+    kls = (None if p.quality is None else p.quality.measured_kl for p in both)
+    lines.append(_fact("kl", *map(interval, kls)))
     for name, (before, after) in (difference.geometry | difference.defaults).items():
         lines.append(_fact(name, str(before), str(after)))
     lines.append(f"{'bytes':<16}the second takes {facts['bytes_ratio']:.3f}x those of the first")
@@ -83,7 +77,7 @@ def _value_text(value: object) -> str:
 
 
 def _strips(difference: ProfileDifference, terminal: Terminal) -> list[str]:
-    first, second = layer_codes(difference.first), layer_codes(difference.second)
+    first, second = profile_layers(difference.first), profile_layers(difference.second)
     one, other, explained = tracks(first, "1 "), tracks(second, "2 "), legend((*first, *second), terminal)
     if difference.layers is None:
         return [*strip_lines(one, terminal), "", *strip_lines(other, terminal), *explained]
@@ -119,26 +113,6 @@ def _verdict(difference: ProfileDifference) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _identity(difference: ProfileDifference, names: tuple[str, str]) -> list[tuple[str, ...]]:
-    both = (difference.first, difference.second)
-    return [
-        ("file", *names),
-        ("digest", *(p.digest for p in both)),
-        ("model", *(p.model.id for p in both)),
-        ("budget asked", *(p.budget.asked for p in both)),
-        *((name, str(a), str(b)) for name, (a, b) in (difference.geometry | difference.defaults).items()),
-    ]
-
-
-def _capacity(difference: ProfileDifference) -> list[tuple[str, ...]]:
-    first, second = difference.first, difference.second
-    rows: list[tuple[str, ...]] = [
-        (name, before, after) for (name, before), (_, after) in zip(size_rows(first), size_rows(second), strict=True)
-    ]
-    rows.insert(3, ("bytes against the first", "1x", f"{second.bytes_per_token() / first.bytes_per_token():.3f}x"))
-    return rows
-
-
 def _quality(difference: ProfileDifference) -> list[tuple[str, ...]]:
     names = ("KL [95%]", "top-1 as the unquantized model", "perplexity", "unquantized", "read plan")
     columns = [_quality_column(record) for record in (difference.quality.first, difference.quality.second)]
@@ -149,7 +123,7 @@ def _quality_column(quality: QualityRecord | None) -> tuple[str, ...]:
     if quality is None:
         return (NOT_MEASURED,) * 5
     perplexities = fixed(quality.perplexity, 3), fixed(quality.reference_perplexity, 3)
-    return (kl_text(quality), percent(quality.top1_agreement), *perplexities, quality.read_plan)
+    return (interval(quality.measured_kl), percent(quality.top1_agreement), *perplexities, quality.read_plan)
 
 
 def _pictures(difference: ProfileDifference) -> list[Picture]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.evaluation.statistics import Interval
 from kvtuner.exported_configs.identity.mismatch import is_same_configuration
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE
 from kvtuner.report.formatting import fixed, interval, model_name, number, percent
@@ -92,12 +91,12 @@ def evaluation_context(evaluation: Evaluation, profile: Profile) -> dict[str, An
             f"The last column holds differences of the profile from another scheme, paired, with p below {SIGNIFICANT};"
             f" of {count}, {SIGNIFICANT * count:.0f} would look so by chance."
         )
-    headers = ("", "units", *names, "clear differences")
     return {
         "backend": f"{evaluation.host.kind}, {_reads(evaluation)}",
-        "cells": Table(headers, [("bytes per token", "", *sizes, ""), *cells]),
+        "headers": ("", "units", *names, "clear differences"),
+        "cells": [("bytes per token", "", *sizes, ""), *cells],
         "notes": notes,
-        "provenance": Table(("", ""), _provenance(evaluation, profile), wrap=True),
+        "provenance": _provenance(evaluation, profile),
     }
 
 
@@ -156,7 +155,7 @@ def _provenance(evaluation: Evaluation, profile: Profile) -> list[tuple[str, str
 
 def _clear_text(cell: Cell) -> str:
     return "; ".join(
-        f"{each.other}: {number(each.mean)} [{number(each.low)}, {number(each.high)}], p {number(each.p_value, 2)}"
+        f"{each.other}: {interval(each)}, p {number(each.p_value, 2)}"
         for each in cell.differences
         if each.p_value < SIGNIFICANT
     )
@@ -196,7 +195,7 @@ def _value_text(cell: Cell, result: Result | None) -> str:
     if cell.measure in SHARES:
         return f"{percent(result.mean)} [{100 * result.low:.1f}, {100 * result.high:.1f}]"
     if cell.measure != "nll_nats_per_token":
-        return interval(Interval(result.mean, result.low, result.high))
+        return interval(result)
     mean, low, high = (fixed(math.exp(min(x, MAX_EXPONENT))) for x in (result.mean, result.low, result.high))
     return f"{mean} [{low}, {high}]"
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtuner.evaluation.statistics import Interval
-    from kvtuner.exported_configs.profile.evidence import ModelIdentity
+    from kvtuner.exported_configs.profile.evaluation_record import PairedDifference, Result
+    from kvtuner.exported_configs.profile.evidence import IntervalRecord, ModelIdentity
 
 NOT_MEASURED = "-"
 
@@ -25,11 +26,9 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.0f}" if "e" in text else text.removesuffix(".")
 
 
-def interval(value: Interval | None, digits: int = 3) -> str:
+def interval(value: Interval | IntervalRecord | Result | PairedDifference | None) -> str:
     """``mean [low, high]``."""
-    if value is None:
-        return NOT_MEASURED
-    return f"{number(value.mean, digits)} [{number(value.low, digits)}, {number(value.high, digits)}]"
+    return NOT_MEASURED if value is None else f"{number(value.mean)} [{number(value.low)}, {number(value.high)}]"
 
 
 def fixed(value: float | None, decimals: int = 2) -> str:
@@ -37,6 +36,11 @@ def fixed(value: float | None, decimals: int = 2) -> str:
     if value is None or not math.isfinite(value):
         return NOT_MEASURED
     return f"{value:,.{decimals}f}" if abs(value) < 1e7 else f"{value:.2e}"
+
+
+def count(value: int | None) -> str:
+    """A count with commas."""
+    return NOT_MEASURED if value is None else f"{value:,}"
 
 
 def percent(share: float | None) -> str:

@@ -11,21 +11,18 @@ from typing import Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.colors import to_rgba
 
-from kvtuner.report.formatting import fixed
-from kvtuner.report.layer_strip import bits_used, kinds_used
+from kvtuner.precision import tokens_per_gib
+from kvtuner.report.formatting import count, fixed, interval, model_name, number, percent
+from kvtuner.report.layer_strip import BAND, KIND_CODES, bits_used, kinds_used
 from kvtuner.report.plots.plot_style import BITS_COLOURS, ink_on
 
 _CSS_PIXELS_PER_PIXEL: Final = 0.625  # pictures have 160 dots per inch; 100 CSS pixels are an inch here
+_FILTERS: Final = (count, fixed, interval, model_name, number, percent, tokens_per_gib)
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture inside of a page.
-
-    Attributes:
-        png: The bytes of the PNG file.
-        description: The description for those who cannot see the picture.
-    """
+    """A picture inside of a page: a PNG file, and a description for those who cannot see it."""
 
     png: bytes
     description: str
@@ -36,18 +33,10 @@ class Picture:
         return "data:image/png;base64," + base64.b64encode(self.png).decode()
 
     @property
-    def width(self) -> int:
-        """The width in CSS pixels."""
-        return round(self._pixels()[0] * _CSS_PIXELS_PER_PIXEL)
-
-    @property
-    def height(self) -> int:
-        """The height in CSS pixels."""
-        return round(self._pixels()[1] * _CSS_PIXELS_PER_PIXEL)
-
-    def _pixels(self) -> tuple[int, int]:
+    def size(self) -> tuple[int, int]:
+        """The width and the height in CSS pixels."""
         width, height = struct.unpack_from(">II", self.png, 16)  # the start of the file's first chunk
-        return width, height
+        return round(width * _CSS_PIXELS_PER_PIXEL), round(height * _CSS_PIXELS_PER_PIXEL)
 
 
 def render(template: str, **context: object) -> str:
@@ -64,6 +53,12 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    colours = {bits: (colour, ink_on(to_rgba(colour))) for bits, colour in BITS_COLOURS.items()}
-    environment.globals.update(bits_colours=colours, bits_used=bits_used, kinds_used=kinds_used, fixed=fixed)
+    environment.filters.update({function.__name__: function for function in _FILTERS})
+    environment.globals.update(
+        bits_colours={bits: (colour, ink_on(to_rgba(colour))) for bits, colour in BITS_COLOURS.items()},
+        bits_used=bits_used,
+        kinds_used=kinds_used,
+        kind_codes=KIND_CODES,
+        band=BAND,
+    )
     return environment

@@ -11,7 +11,7 @@ from kvtuner.precision import NATIVE_BITS
 from kvtuner.transforms import TRANSFORMS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.report.terminal import Terminal
@@ -25,37 +25,35 @@ BAND: Final = 10  # layers that stay side by side on the narrowest screen
 
 
 @dataclass(frozen=True, slots=True)
-class LayerCode:
-    """How one layer is stored.
-
-    Attributes:
-        layer: The global id of the layer.
-        k_bits: The width of keys.
-        v_bits: The width of values.
-        k_kind: A name of `KIND_CODES`: the transform of keys, or `PER_CHANNEL`, which has none.
-        v_kind: The transform of values.
-    """
+class LayerRow:
+    """The bits and transforms of one layer; keys per channel have `PER_CHANNEL` in place of a transform."""
 
     layer: int
     k_bits: int
     v_bits: int
-    k_kind: str
-    v_kind: str
+    k_transform: str
+    v_transform: str
 
+    @property
+    def pair(self) -> str:
+        """The bits of keys and values, such as ``K8V4``."""
+        return f"K{self.k_bits}V{self.v_bits}"
+
+    @property
     def text(self) -> str:
         """A sentence for those who do not see the strip."""
         keys, values = (
-            f"{bits} bits" if kind == "none" else f"{bits} bits {kind}"
-            for bits, kind in ((self.k_bits, self.k_kind), (self.v_bits, self.v_kind))
+            f"{bits} bits" if transform == "none" else f"{bits} bits {transform}"
+            for bits, transform in ((self.k_bits, self.k_transform), (self.v_bits, self.v_transform))
         )
         return f"keys {keys}, values {values}"
 
 
-def layer_codes(profile: Profile) -> tuple[LayerCode, ...]:
-    """The codes of all layers, in order."""
+def profile_layers(profile: Profile) -> tuple[LayerRow, ...]:
+    """The rows of all layers, in order."""
     is_per_channel = profile.defaults.k.granularity == "per_channel"
     return tuple(
-        LayerCode(
+        LayerRow(
             layer,
             pair.k_bits,
             pair.v_bits,
@@ -66,51 +64,45 @@ def layer_codes(profile: Profile) -> tuple[LayerCode, ...]:
     )
 
 
-def kinds_used(codes: Iterable[LayerCode]) -> list[tuple[str, str]]:
-    """(code, name) of the kinds that occur, in one order for all profiles."""
-    used = {kind for code in codes for kind in (code.k_kind, code.v_kind)}
+def kinds_used(layers: Iterable[LayerRow]) -> list[tuple[str, str]]:
+    """(code, name) of the transforms that occur, in one order for all profiles."""
+    used = {name for row in layers for name in (row.k_transform, row.v_transform)}
     return [(code, name) for name, code in KIND_CODES.items() if name in used]
 
 
-def bits_used(codes: Iterable[LayerCode]) -> list[tuple[str, int]]:
+def bits_used(layers: Iterable[LayerRow]) -> list[tuple[str, int]]:
     """(code, bits) of the widths that occur, ascending."""
-    used = {bits for code in codes for bits in (code.k_bits, code.v_bits)}
+    used = {bits for row in layers for bits in (row.k_bits, row.v_bits)}
     return [(code, bits) for bits, code in BIT_CODES.items() if bits in used]
 
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One row of a strip.
-
-    Attributes:
-        name: The name before the row.
-        cells: The characters, one for each layer.
-        is_bits: Whether the characters are widths, which have colours.
-    """
+    """One line of a strip: a name, then a character for each layer; those of widths have colours."""
 
     name: str
     cells: str
     is_bits: bool = False
 
 
-def tracks(codes: Sequence[LayerCode], prefix: str = "") -> list[Track]:
+def tracks(layers: Sequence[LayerRow], prefix: str = "") -> list[Track]:
     """Widths of keys and values, and how they are transformed."""
     return [
-        Track(f"{prefix}K bits", "".join(BIT_CODES[code.k_bits] for code in codes), is_bits=True),
-        Track(f"{prefix}V bits", "".join(BIT_CODES[code.v_bits] for code in codes), is_bits=True),
-        Track(f"{prefix}K kind", "".join(KIND_CODES[code.k_kind] for code in codes)),
-        Track(f"{prefix}V kind", "".join(KIND_CODES[code.v_kind] for code in codes)),
+        Track(f"{prefix}K bits", "".join(BIT_CODES[row.k_bits] for row in layers), is_bits=True),
+        Track(f"{prefix}V bits", "".join(BIT_CODES[row.v_bits] for row in layers), is_bits=True),
+        Track(f"{prefix}K kind", "".join(KIND_CODES[row.k_transform] for row in layers)),
+        Track(f"{prefix}V kind", "".join(KIND_CODES[row.v_transform] for row in layers)),
     ]
 
 
 def profile_strip(profile: Profile, terminal: Terminal) -> list[str]:
     """The strip of a profile with its legend, as lines for a terminal."""
-    codes = layer_codes(profile)
-    return [*strip_lines(tracks(codes), terminal), *legend(codes, terminal)]
+    layers = profile_layers(profile)
+    return [*strip_lines(tracks(layers), terminal), *legend(layers, terminal)]
 
 
 def strip_lines(rows: Sequence[Track], terminal: Terminal) -> list[str]:
-    """Rows of one length under a ruler, in bands as wide as the terminal allows; a bar stands at every tenth layer."""
+    """Tracks under a ruler, in bands as wide as the terminal allows; a bar stands at every tenth layer."""
     indent = max(len(row.name) for row in rows) + 1
     size = max(BAND, (terminal.width - indent) // BAND * BAND)
     total, lines = len(rows[0].cells), []
@@ -122,12 +114,12 @@ def strip_lines(rows: Sequence[Track], terminal: Terminal) -> list[str]:
     return lines
 
 
-def legend(codes: Sequence[LayerCode], terminal: Terminal) -> list[str]:
+def legend(layers: Sequence[LayerRow], terminal: Terminal) -> list[str]:
     """What the characters of a strip mean, as far as they occur."""
     bits = "  ".join(
-        _painted(code, terminal) + (f"={bits}" if code != str(bits) else "") for code, bits in bits_used(codes)
+        _painted(code, terminal) + (f"={bits}" if code != str(bits) else "") for code, bits in bits_used(layers)
     )
-    kinds = "  ".join(f"{code}={name.replace('+', ' + ')}" for code, name in kinds_used(codes))
+    kinds = "  ".join(f"{code}={name.replace('+', ' + ')}" for code, name in kinds_used(layers))
     return ["", f"bits   {bits}", *indented("kind", kinds, terminal)]
 
 
@@ -147,57 +139,3 @@ def _painted(run: str, terminal: Terminal) -> str:
         return run
     ink, paper = COLOURS[run[0]]
     return f"\x1b[38;5;{ink};48;5;{paper}m{run}\x1b[0m"
-
-
-@dataclass(frozen=True, slots=True)
-class StripColumn:
-    """One layer of a strip on a page.
-
-    Attributes:
-        text: The sentence for those who do not see the cells.
-        cells: The text and the CSS class of each cell, from above.
-    """
-
-    text: str
-    cells: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PageStrip:
-    """A strip on a page; ``templates/parts.html`` shows it.
-
-    Attributes:
-        names: The names of the cells of a column, from above.
-        bands: The columns, in bands that fit the narrowest screen.
-    """
-
-    names: tuple[str, ...]
-    bands: tuple[tuple[StripColumn, ...], ...]
-
-
-def page_strip(*profiles: Sequence[LayerCode], changed: Mapping[int, str] | None = None) -> PageStrip:
-    """One column for each layer: its number, then widths and kinds of every profile.
-
-    Args:
-        *profiles: The layers of each profile; all have as many.
-        changed: What differs, by layer; None draws no marks.
-    """
-    prefixes = [""] if len(profiles) == 1 else [f"{number}: " for number in range(1, len(profiles) + 1)]
-    names = [f"{prefix}{name}" for prefix in prefixes for name in ("K", "V", "K kind", "V kind")]
-    columns = [_column(codes, changed) for codes in zip(*profiles, strict=True)]
-    bands = tuple(tuple(columns[first : first + BAND]) for first in range(0, len(columns), BAND))
-    return PageStrip(("layer", *names, *([] if changed is None else ["changed"])), bands)
-
-
-def _column(codes: Sequence[LayerCode], changed: Mapping[int, str] | None) -> StripColumn:
-    layer = codes[0].layer
-    text = f"layer {layer}: " + "; then ".join(code.text() for code in codes)
-    cells = [(str(layer), "number")]
-    for code in codes:
-        cells += [(str(bits), f"cell b{bits}") for bits in (code.k_bits, code.v_bits)]
-        cells += [(KIND_CODES[kind], "cell kind") for kind in (code.k_kind, code.v_kind)]
-    if changed is not None:
-        change = changed.get(layer)
-        text += f"; changed: {change}" if change else "; not changed"
-        cells.append((" " if change is None else "~" if change == "constants" else "^", "mark"))
-    return StripColumn(text, tuple(cells))

@@ -1,4 +1,4 @@
-"""All that a report shows, as plain values, and its JSON form. Knows nothing of measuring or drawing."""
+"""The data that a search's report shows, as plain values, and its JSON form. Knows nothing of measuring or drawing."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvtuner.errors import RunFolderError
 from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval
 from kvtuner.precision import tokens_per_gib
 from kvtuner.report.formatting import plain_json
+from kvtuner.report.layer_strip import LayerRow  # noqa: TC001 - pydantic looks it up to read the JSON
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 REPORT_VERSION: Final = 1
-SAMPLED: Final = "sampler"
-
-
 DATA_FILE: Final = "report-data.json"
+SAMPLED: Final = "sampler"
+"""The source of the sampler's own trials; that of a warm start is any other text."""
 SCORE_TITLES: Final = {
     "kl": "isolated KL, nats per token",
     "fisher": "Fisher score, nats per token",
@@ -34,17 +34,7 @@ def rank_text(tp_size: int, pp_size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BudgetOutcome:
-    """The budget that was asked for and what the winner takes.
-
-    Attributes:
-        asked: The budget as the user wrote it.
-        mean_bits: The payload bits per element of the whole model.
-        effective_bits: The stored bits per element of the whole model.
-        bytes_per_token: The stored bytes on the fullest rank.
-        bf16_bytes_per_token: The bytes of the unquantized cache on its fullest rank.
-        tp_size: The number of ranks that share the heads.
-        pp_size: The number of stages that share the layers.
-    """
+    """The budget as the user wrote it, and what the winner takes: bytes are those of the fullest rank."""
 
     asked: str
     mean_bits: float
@@ -76,19 +66,8 @@ class BudgetOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerRow:
-    """The bits and transforms that the winner stores one layer in."""
-
-    layer: int
-    k_bits: int
-    v_bits: int
-    k_transform: str
-    v_transform: str
-
-
-@dataclass(frozen=True, slots=True)
 class ScoreSet:
-    """The scores of one candidate; None where not measured."""
+    """The scores of one candidate by the names of `SCORE_TITLES`; None where not measured."""
 
     kl: float | None
     fisher: float | None
@@ -96,7 +75,8 @@ class ScoreSet:
 
     def get(self, name: str) -> float | None:
         """The score of that name."""
-        return {"kl": self.kl, "fisher": self.fisher, "e_o": self.e_o}[name]
+        score: float | None = getattr(self, name)
+        return score
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +112,14 @@ class MeasuredPoint:
 
 @dataclass(frozen=True, slots=True)
 class QualityRow:
-    """One configuration on the report split.
+    """One configuration on the report split; figures are None where not measured.
 
     Attributes:
         name: The name: ``K4V4``, ``fp8``, or the winner's own.
-        transforms: Whether keys and values are transformed before rounding.
-        mean_bits: The payload bits per element.
-        effective_bits: The stored bits per element.
         bytes_per_token: The stored bytes, on a rank as in `BudgetOutcome`.
-        kl: The KL, nats per token; None where not measured.
+        kl: The KL, nats per token.
         kl_p99: The 99th percentile of KL over tokens, nats.
         top1: The share of tokens whose most likely next token is the reference's, in [0, 1].
-        perplexity: The perplexity on the report split.
-        fits_budget: Whether the budget allows it.
         difference: The paired difference, this row's KL minus the winner's; None in the winner's own row.
     """
 
@@ -168,15 +143,7 @@ class QualityRow:
 
 @dataclass(frozen=True, slots=True)
 class OffsetQuality:
-    """The winner beside its baselines, all at one kind of position offsets.
-
-    Attributes:
-        offsets: The kind of position offsets, ``small`` or ``large``.
-        positions: The range as text, such as ``0 to 511``.
-        reference_perplexity: The perplexity of the unquantized model on the same tokens.
-        winner: The searched configuration.
-        baselines: The uniform configurations and fp8.
-    """
+    """The winner beside uniforms and fp8, all at ``small`` or ``large`` position offsets, such as ``0 to 511``."""
 
     offsets: str
     positions: str
@@ -197,14 +164,7 @@ class OffsetQuality:
 
 @dataclass(frozen=True, slots=True)
 class TrialPoint:
-    """One trial of the study.
-
-    Attributes:
-        number: The number in the order of the study.
-        value: The measured KL on the select split; None where nothing was measured.
-        feasible: Whether it keeps the budget.
-        source: `SAMPLED` for the sampler's own trials; any other text for a warm start.
-    """
+    """One trial of the study, with its KL on the select split; None where nothing was measured."""
 
     number: int
     value: float | None
@@ -229,6 +189,11 @@ class AdditivityRow:
     predicted: float
     measured: float | None
 
+    @property
+    def ratio(self) -> float | None:
+        """The measured KL over the predicted; None where there is no such number."""
+        return None if self.measured is None or self.predicted <= 0 else self.measured / self.predicted
+
 
 @dataclass(frozen=True, slots=True)
 class PairAdditivity:
@@ -250,27 +215,18 @@ class UniformKl:
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
-    """The data that the report, its pictures and the terminal table show.
+    """The data that the report, its pictures and the terminal table show; a field is empty where nothing was measured.
 
     Attributes:
-        model: The id of the model.
-        corpus: The name of the data.
-        read_plan: The read plan: ``decode``, ``hit`` or ``cache``.
-        score: The score that bits were allocated by: ``kl``, ``fisher`` or ``e_o``.
-        budget: The budget as asked and as reached.
+        score: The score that bits were allocated by.
         layers: The winner, in the order of layers.
-        quality: The quality on the report split; the first entry is drawn in the front's picture. Empty if not
-            validated.
+        quality: The quality on the report split; the first entry is drawn in the front's picture.
         sensitivity: The scores of every layer, side and width, in any order.
         front: The exact front, by ascending bits.
         measured: The configurations that were measured on the select split.
-        trials: The trials of the study, in order.
         gain: The nats per token by which the study's best is below the exact solution on the select split; None
             where nothing was searched or the exact solution was not measured.
         uniform_winner: The label of the uniform that took the searched configuration's place; None if that won.
-        rank_correlations: The rank correlations of the cheap scores with the isolated KL.
-        additivity: The checks of the prediction.
-        pair_additivity: The additivity of the paper's e_o; None where pairs were not asked for.
         uniform_kl: The cells of the K x V table.
         uniform_kl_transforms: Whether that table is with the best transforms.
         forwards: The forward passes by phase.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.report.formatting import NOT_MEASURED, fixed, interval, number, percent
+from kvtuner.report.formatting import fixed, interval, number, percent
 from kvtuner.report.search_data import SCORE_TITLES
 from kvtuner.report.table import Table
 from kvtuner.run_folder import write_atomically
@@ -57,24 +57,16 @@ def search_page(data: ReportData, pictures: Mapping[str, bytes]) -> str:
     from kvtuner.report.html_page import Picture, render
 
     descriptions = _descriptions(data)
-    layers = [(str(r.layer), f"K{r.k_bits}V{r.v_bits}", r.k_transform, r.v_transform) for r in data.layers]
-    level = f"{100 * data.interval_level:g}%"
     return render(
         "search.html",
         title=f"KV cache of {data.model} at {data.budget.asked}",
         data=data,
         score_titles=SCORE_TITLES,
-        level=level,
+        level=f"{100 * data.interval_level:g}%",
         verdict=_verdict(data),
+        remarks=_remarks(data),
         pictures={name: Picture(png, descriptions[name]) for name, png in pictures.items()},
-        headline=Table(("", "this profile", "bf16"), _headline(data)),
-        qualities=[(quality, _page_quality(quality, level)) for quality in data.quality],
-        layers=Table(("layer", "bits", "transform of keys", "transform of values"), layers),
-        additivity=_additivity(data),
-        transform_gains=Table(("side", "bits", "score", "ratio", "layers"), _transform_gains(data.sensitivity)),
-        rank_correlations=_rank_correlations(data),
-        forwards=Table(("forward passes", "count"), [(name, f"{count:,}") for name, count in data.forwards]),
-        provenance=Table(("", ""), data.provenance, wrap=True),
+        transform_gains=_transform_gains(data.sensitivity),
     )
 
 
@@ -97,7 +89,7 @@ def summary_json(data: ReportData) -> dict[str, Any]:
         "bf16_tokens_per_gib": data.budget.bf16_tokens_per_gib,
         "tokens_against_bf16": round(data.budget.ratio, 4),
     }
-    layers = [f"K{row.k_bits}V{row.v_bits}" for row in data.layers]
+    layers = [row.pair for row in data.layers]
     summary = {name: full[name] for name in _SUMMARY}
     return {**summary, "budget": budget, "layers": layers, "forwards": dict(data.forwards)}
 
@@ -179,54 +171,6 @@ def _verdict(data: ReportData) -> str:
     return text
 
 
-def _headline(data: ReportData) -> list[tuple[str, str, str]]:
-    budget = data.budget
-    return [
-        ("budget asked", budget.asked, ""),
-        ("mean_bits", fixed(budget.mean_bits, 3), "16"),
-        ("effective_bits", fixed(budget.effective_bits, 3), "16"),
-        (f"bytes per token{budget.rank}", f"{budget.bytes_per_token:,}", f"{budget.bf16_bytes_per_token:,}"),
-        ("tokens per GiB", f"{budget.tokens_per_gib:,}", f"{budget.bf16_tokens_per_gib:,}"),
-        ("tokens against bf16", f"{budget.ratio:.2f}x", "1x"),
-        *((name, text, "") for name, text in _remarks(data)),
-    ]
-
-
-def _page_quality(quality: OffsetQuality, level: str) -> Table:
-    headers = ("", f"KL [{level}]", f"minus winner's [{level}]", "p99", "top-1", "perplexity", "in budget")
-    rows = [
-        (
-            row.label,
-            interval(row.kl),
-            interval(row.difference),
-            number(row.kl_p99),
-            percent(row.top1),
-            fixed(row.perplexity, 3),
-            "yes" if row.fits_budget else "no",
-            fixed(row.mean_bits),
-            fixed(row.effective_bits),
-        )
-        for row in quality.rows()
-    ]
-    return Table((*headers, "mean_bits", "effective_bits"), rows, marked=0)
-
-
-def _additivity(data: ReportData) -> Table:
-    rows = []
-    for row in data.additivity:
-        is_known = row.measured is not None and row.predicted > 0
-        ratio = fixed(row.measured / row.predicted) if row.measured is not None and is_known else NOT_MEASURED
-        rows.append((row.name, number(row.predicted), number(row.measured), ratio))
-    return Table(("configuration", "predicted KL", "measured KL", "measured / predicted"), rows)
-
-
-def _rank_correlations(data: ReportData) -> Table:
-    rows = [
-        (SCORE_TITLES.get(row.score, row.score), row.side.upper(), fixed(row.rho, 3)) for row in data.rank_correlations
-    ]
-    return Table(("score", "side", "rho"), rows)
-
-
 def _transform_gains(rows: Sequence[SensitivityRow]) -> list[tuple[str, ...]]:
     cells = sorted({(row.side, row.bits) for row in rows})
     gains = [_transform_gain([row for row in rows if (row.side, row.bits) == cell]) for cell in cells]
@@ -246,7 +190,7 @@ def _transform_gain(rows: Sequence[SensitivityRow]) -> tuple[str, ...] | None:
 
 def _descriptions(data: ReportData) -> dict[str, str]:
     """Each picture as a sentence, for those who do not see it."""
-    layers = ", ".join(f"layer {row.layer} K{row.k_bits}V{row.v_bits}" for row in data.layers)
+    layers = ", ".join(f"layer {row.layer} {row.pair}" for row in data.layers)
     uniforms = ", ".join(f"K{cell.k_bits}V{cell.v_bits} {number(cell.kl)}" for cell in data.uniform_kl)
     return {
         "chosen-bits": f"Bits of keys and values: {layers}",

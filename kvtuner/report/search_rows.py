@@ -13,9 +13,9 @@ from kvtuner.evaluation.scheme import CacheScheme
 from kvtuner.evaluation.statistics import spearman
 from kvtuner.evaluation.validation import SequenceSums, kl_difference
 from kvtuner.precision import PACKED_BITS, SIDES, RowShape, effective_bits, mean_bits
+from kvtuner.report.layer_strip import LayerRow
 from kvtuner.report.search_data import (
     FrontPoint,
-    LayerRow,
     OffsetQuality,
     PairAdditivity,
     QualityRow,

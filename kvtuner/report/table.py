@@ -17,26 +17,18 @@ class Table:
 
     Attributes:
         headers: The headers of the columns; all empty where there are none to show.
-        rows: The rows, which have a cell for each column.
         wrap: Whether a cell may take several lines on a page.
-        marked: The index of the row that stands out on a page.
         left: The indices of the columns that stand to the left in a terminal; numbers stand to the right.
     """
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
     wrap: bool = False
-    marked: int | None = None
     left: tuple[int, ...] = (0,)
-
-    @property
-    def has_headers(self) -> bool:
-        """Whether any column has a header."""
-        return any(self.headers)
 
     def lines(self) -> list[str]:
         """Lines for a terminal, in columns of even width."""
-        rows = [self.headers, *self.rows] if self.has_headers else self.rows
+        rows = [self.headers, *self.rows] if any(self.headers) else self.rows
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return [
             "  ".join(

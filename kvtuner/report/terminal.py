@@ -16,12 +16,7 @@ MIN_WIDTH: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """The terminal that text goes to.
-
-    Attributes:
-        width: The number of columns, at least `MIN_WIDTH`.
-        has_colour: Whether escape sequences for colours may be written.
-    """
+    """The columns of the terminal that text goes to, and whether colours may be written."""
 
     width: int = 80
     has_colour: bool = False

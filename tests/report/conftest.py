@@ -20,12 +20,12 @@ from kvtuner.exported_configs.profile.evaluation_record import Evaluation
 from kvtuner.exported_configs.profile.evidence import ModelIdentity, Provenance, QualityRecord
 from kvtuner.geometry import ModelGeometry
 from kvtuner.quant import Transform
+from kvtuner.report.layer_strip import LayerRow
 from kvtuner.report.search_data import (
     SAMPLED,
     AdditivityRow,
     BudgetOutcome,
     FrontPoint,
-    LayerRow,
     MeasuredPoint,
     OffsetQuality,
     QualityRow,

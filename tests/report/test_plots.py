@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from kvtuner.evaluation.statistics import Interval
+from kvtuner.report.layer_strip import LayerRow
 from kvtuner.report.plots import search_plots
 from kvtuner.report.plots.plot_style import BITS_COLOURS
 from kvtuner.report.plots.search_plots import (
@@ -25,7 +26,6 @@ from kvtuner.report.plots.search_plots import (
 )
 from kvtuner.report.search_data import (
     SAMPLED,
-    LayerRow,
     MeasuredPoint,
     ReportData,
     ScoreSet,

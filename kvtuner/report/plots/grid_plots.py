@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-    from kvtuner.report.search_data import LayerRow, ReportData, SensitivityRow, UniformKl
+    from kvtuner.report.layer_strip import LayerRow
+    from kvtuner.report.search_data import ReportData, SensitivityRow, UniformKl
 
 _LAYERS_PER_BAND: Final = 40
 _MIN_STRIP_WIDTH: Final = 4.4

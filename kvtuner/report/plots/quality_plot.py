@@ -21,7 +21,6 @@ from kvtuner.report.plots.plot_style import (
     mark_zero,
     render,
 )
-from kvtuner.report.profile_report import measured_kl
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +84,9 @@ def quality_points(profile: Profile, name: str, kind: Kind = "first") -> list[Qu
     """A profile and its baselines as far as they can be drawn; nothing where nothing was measured."""
     if (quality := profile.quality) is None:
         return []
-    points = [QualityPoint(_plain(name), float(profile.effective_bits), measured_kl(quality), kind)]
+    kl = quality.measured_kl
+    own = Interval(kl.mean, kl.low, kl.high)
+    points = [QualityPoint(_plain(name), float(profile.effective_bits), own, kind)]
     for each in quality.baselines:
         kls = Interval(each.kl_mean, each.kl_low, each.kl_high)
         with_transforms: Kind = "transforms" if each.name.endswith(WITH_TRANSFORMS) else "plain"
