@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvtuner.errors import RunFolderError
-from kvtuner.exported_configs.profile.arrays import Fp16Array, encode_fp16
+from kvtuner.exported_configs.profile.layer_storage import Fp16Array, encode_fp16
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PACKED_BITS, SIDES, PrecisionPair, Side
 from kvtuner.quant import Transform

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from kvtuner import __version__
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.profile.arrays import encode_fp16
-from kvtuner.exported_configs.profile.digest import digest_of
 from kvtuner.exported_configs.profile.document import validated
 from kvtuner.exported_configs.profile.evidence import BudgetRecord, Libraries, Provenance
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
-from kvtuner.exported_configs.profile.layer_storage import Defaults, GeometryRecord, LayerRecord
-from kvtuner.exported_configs.profile.profile import SCHEMA_VERSION, Profile
-from kvtuner.precision import (
-    LAYOUT_ID,
-    NATIVE_BITS,
-    Granularity,
-    PrecisionPair,
-    bytes_per_token,
-    effective_bits,
-    mean_bits,
+from kvtuner.exported_configs.profile.layer_storage import (
+    Defaults,
+    GeometryRecord,
+    LayerRecord,
+    encode_fp16,
+    hashed_content,
 )
+from kvtuner.exported_configs.profile.profile import SCHEMA_VERSION, Profile, reached_figures
+from kvtuner.precision import LAYOUT_ID, NATIVE_BITS, Granularity, PrecisionPair, Side
 from kvtuner.quant import IDENTITY, Transform
+from kvtuner.run_folder import sha256_of
 from kvtuner.transforms import transform_names
 
 if TYPE_CHECKING:
@@ -41,13 +38,9 @@ _NO_TRANSFORM: Final = str(IDENTITY.kind)
 
 @dataclass(frozen=True, slots=True)
 class LayerQuantization:
-    """The storage of one layer, with the constants that it needs.
+    """The storage of one layer: its widths, and its transforms with their constants for all KV heads.
 
-    Attributes:
-        k_bits: The bits of the keys: 2, 4, 8 or 16.
-        v_bits: The bits of the values: 2, 4, 8 or 16.
-        k_transform: The keys' transform with its constants for all KV heads; the identity at 16 bits.
-        v_transform: The values' transform, none or hadamard; the identity at 16 bits.
+    A side of 16 bits has the identity. Values have no transform, or hadamard.
     """
 
     k_bits: int
@@ -58,13 +51,7 @@ class LayerQuantization:
 
 @dataclass(frozen=True, slots=True)
 class AskedBudget:
-    """The budget of a search; what the layers reach is computed from them.
-
-    Attributes:
-        asked: The budget as the user wrote it, such as ``4bit``.
-        tp_size: The number of tensor-parallel ranks that kept it.
-        pp_size: The number of pipeline stages that kept it.
-    """
+    """The budget of a search as the user wrote it, such as ``4bit``, and the ranks and stages that kept it."""
 
     asked: str
     tp_size: int = 1
@@ -104,20 +91,25 @@ def build_profile(
     """
     if len(layers) != geometry.num_layers:
         raise ProfileError(f"geometry has num_layers {geometry.num_layers}, but {len(layers)} layers were chosen")
-    k_fields = {"granularity": k_granularity, "group_size": k_group_size, "symmetric": symmetric}
-    v_fields = {"granularity": "per_token", "group_size": v_group_size, "symmetric": symmetric}
-    defaults = _defaults(layers, k_fields, v_fields)
+    sides: dict[str, dict[str, Any]] = {
+        "k": {"granularity": k_granularity, "group_size": k_group_size, "transform": _usual_transform(layers, "k")},
+        "v": {"granularity": "per_token", "group_size": v_group_size, "transform": _usual_transform(layers, "v")},
+    }
+    fields = {side: {**defaults, "symmetric": symmetric} for side, defaults in sides.items()}
+    defaults = validated(Defaults, fields, place="defaults")
     geometry_record = validated(GeometryRecord, geometry.as_dict(), place="geometry")
     records = tuple(_layer_record(number, layer, defaults) for number, layer in enumerate(layers))
+    pairs = [PrecisionPair(layer.k_bits, layer.v_bits) for layer in layers]
+    figures = reached_figures(pairs, defaults.row_shape(geometry))
     return Profile(
         schema_version=SCHEMA_VERSION,
-        digest=digest_of(LAYOUT_ID, geometry_record, defaults, records),
+        digest=sha256_of(hashed_content(LAYOUT_ID, geometry_record, defaults, records)),
         layout=LAYOUT_ID,
         model=model,
         geometry=geometry_record,
         defaults=defaults,
         layers=records,
-        budget=_reached(budget, geometry, layers, defaults),
+        budget=validated(BudgetRecord, {**asdict(budget), **figures}, place="budget"),
         quality=quality,
         provenance=provenance,
     )
@@ -135,14 +127,7 @@ def uniform_profile(
 ) -> Profile:
     """Build a profile with the same widths in every layer, without transforms and measurements.
 
-    Args:
-        geometry: The geometry of the model.
-        pair: The widths.
-        model: The identity of the model.
-        k_group_size: The channels per scale of keys, or the tokens per scale of a channel; head_dim by default.
-        v_group_size: The channels per scale of values; v_head_dim by default.
-        symmetric: Whether grids lie around zero.
-        k_granularity: The granularity of the keys.
+    Group sizes are those of `build_profile`; by default all channels of a head share a scale.
 
     Raises:
         PrecisionError: bits or a group size that rows cannot hold.
@@ -187,21 +172,14 @@ def dump_profile(profile: Profile) -> bytes:
     return data
 
 
-def _defaults(layers: Sequence[LayerQuantization], k_fields: dict[str, Any], v_fields: dict[str, Any]) -> Defaults:
-    k_kinds = [str(layer.k_transform.kind) for layer in layers if layer.k_bits != NATIVE_BITS]
-    v_kinds = [str(layer.v_transform.kind) for layer in layers if layer.v_bits != NATIVE_BITS]
+def _usual_transform(layers: Sequence[LayerQuantization], side: Side) -> str:
+    """The most frequent transform of packed layers, the first in the alphabet among equals; ``none`` without any."""
+    bits_and_transforms = [
+        (layer.k_bits, layer.k_transform) if side == "k" else (layer.v_bits, layer.v_transform) for layer in layers
+    ]
+    names = (str(transform.kind) for bits, transform in bits_and_transforms if bits != NATIVE_BITS)
     # What values cannot have is refused in its layer, by number, not here.
-    v_kinds = [kind for kind in v_kinds if kind in transform_names("v")]
-    fields = {
-        "k": {**k_fields, "transform": _most_common(k_kinds)},
-        "v": {**v_fields, "transform": _most_common(v_kinds)},
-    }
-    return validated(Defaults, fields, place="defaults")
-
-
-def _most_common(kinds: Sequence[str]) -> str:
-    """The most frequent kind, the first in the alphabet among equals; ``none`` of nothing."""
-    counts = Counter(kinds)
+    counts = Counter(name for name in names if name in transform_names(side))
     return min(counts, key=lambda name: (-counts[name], name), default=_NO_TRANSFORM)
 
 
@@ -224,19 +202,3 @@ def _side(bits: int, transform: Transform, default: str) -> dict[str, Any]:
         if constant is not None:
             fields[field] = encode_fp16(constant)
     return fields
-
-
-def _reached(
-    budget: AskedBudget, geometry: ModelGeometry, layers: Sequence[LayerQuantization], defaults: Defaults
-) -> BudgetRecord:
-    pairs = [PrecisionPair(layer.k_bits, layer.v_bits) for layer in layers]
-    shape = defaults.row_shape(geometry)
-    fields = {
-        "asked": budget.asked,
-        "mean_bits": float(mean_bits(pairs, shape)),
-        "effective_bits": float(effective_bits(pairs, shape)),
-        "bytes_per_token": bytes_per_token(pairs, shape),
-        "tp_size": budget.tp_size,
-        "pp_size": budget.pp_size,
-    }
-    return validated(BudgetRecord, fields, place="budget")

@@ -4,6 +4,7 @@ Size, encoding, nesting, duplicate keys and numbers are checked before and while
 must hold is the reader's matter.
 """
 
+import codecs
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -33,19 +34,13 @@ _STEP: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 @dataclass(frozen=True, slots=True)
 class DocumentKind:
-    """One kind of JSON file.
-
-    Attributes:
-        noun: The noun of messages, such as ``profile``.
-        again: The advice for a damaged file.
-        max_bytes: The largest size of the file.
-        field_name: The pattern of every field's name.
-    """
+    """One kind of JSON file: its noun and the advice for a damaged one in messages, and its bounds."""
 
     noun: str
     again: str
     max_bytes: int
     field_name: re.Pattern[str] = _FIELD_NAME
+    max_fields: int = MAX_FIELDS
 
 
 @contextmanager
@@ -64,37 +59,45 @@ def read_document(source: str | Path | bytes, kind: DocumentKind) -> dict[str, A
     Raises:
         ProfileError: it is no JSON object within the bounds.
     """
-    data = source if isinstance(source, bytes) else _read(Path(source), kind)
+    document = parse_json(source if isinstance(source, bytes) else _read(Path(source), kind), kind)
+    if not isinstance(document, dict):
+        raise ProfileError(f"must be a JSON object, not {type(document).__name__}; this is no {kind.noun}")
+    _check_lengths(document, kind)
+    return document
+
+
+def parse_json(data: bytes, kind: DocumentKind) -> Any:
+    """The value of a JSON text, of bounded size and depth and without names that stand twice.
+
+    Raises:
+        ProfileError: it is no JSON within the bounds.
+    """
     if len(data) > kind.max_bytes:
         raise ProfileError(f"must be at most {kind.max_bytes} bytes, but is larger; this is no {kind.noun}")
-    if data.startswith(b"\xef\xbb\xbf"):
+    if data.startswith(codecs.BOM_UTF8):
         raise ProfileError("must be UTF-8 without a byte order mark; save it without one")
     _check_depth(data, kind)
     try:
-        document = json.loads(
+        return json.loads(
             data.decode(),
             object_pairs_hook=lambda pairs: _object(pairs, kind),
-            parse_int=lambda text: _integer(text, kind),
+            parse_int=lambda text: parse_integer(text, kind.again),
         )
     except UnicodeDecodeError as error:
         raise ProfileError(f"must be UTF-8, but byte {error.start} is not; fetch the file again") from error
     except json.JSONDecodeError as error:
         raise ProfileError(f"must be JSON ({error}); fetch the file again") from error
-    if not isinstance(document, dict):
-        raise ProfileError(f"must be a JSON object, not {type(document).__name__}; this is no {kind.noun}")
-    return document
 
 
-def check_lengths(node: Any, kind: DocumentKind) -> None:
-    """Bound every list: pydantic would collect an error for each of millions of items.
+def parse_integer(text: str, advice: str) -> int:
+    """Read an integer of a file.
 
     Raises:
-        ProfileError: a list is longer.
+        ProfileError: it has more digits than anybody writes.
     """
-    if isinstance(node, list) and len(node) > MAX_ITEMS:
-        raise ProfileError(f"a list must have at most {MAX_ITEMS} items, not {len(node)}; this is no {kind.noun}")
-    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        check_lengths(child, kind)
+    if len(text) > MAX_INTEGER_DIGITS:
+        raise ProfileError(f"an integer must have at most {MAX_INTEGER_DIGITS} digits, not {len(text)}; {advice}")
+    return int(text)
 
 
 def short(value: object) -> str:
@@ -159,20 +162,24 @@ def _check_depth(data: bytes, kind: DocumentKind) -> None:
         raise ProfileError(f"must nest at most {MAX_DEPTH} deep, but nests {depth}; this is no {kind.noun}")
 
 
+def _check_lengths(node: Any, kind: DocumentKind) -> None:
+    """Bound every list: pydantic would collect an error for each of millions of items."""
+    if isinstance(node, list) and len(node) > MAX_ITEMS:
+        raise ProfileError(f"a list must have at most {MAX_ITEMS} items, not {len(node)}; this is no {kind.noun}")
+    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        _check_lengths(child, kind)
+
+
 def _object(pairs: Sequence[tuple[str, Any]], kind: DocumentKind) -> dict[str, Any]:
-    if len(pairs) > MAX_FIELDS:
-        raise ProfileError(f"an object must have at most {MAX_FIELDS} fields, not {len(pairs)}; this is no {kind.noun}")
+    if len(pairs) > kind.max_fields:
+        raise ProfileError(
+            f"an object must have at most {kind.max_fields} fields, not {len(pairs)}; this is no {kind.noun}"
+        )
     fields: dict[str, Any] = {}
     for name, value in pairs:
         if kind.field_name.fullmatch(name) is None:
             raise ProfileError(f"unknown field {name[:60]!a}; {kind.again}")
         if name in fields:
-            raise ProfileError(f"field {name!r} stands twice in one object; {kind.again}")
+            raise ProfileError(f"field {name[:60]!a} stands twice in one object; {kind.again}")
         fields[name] = value
     return fields
-
-
-def _integer(text: str, kind: DocumentKind) -> int:
-    if len(text) > MAX_INTEGER_DIGITS:
-        raise ProfileError(f"an integer must have at most {MAX_INTEGER_DIGITS} digits, not {len(text)}; {kind.again}")
-    return int(text)

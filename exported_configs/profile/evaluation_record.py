@@ -12,16 +12,19 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.profile.document import (
-    DocumentKind,
-    check_lengths,
-    naming,
-    read_document,
-    short,
-    validated,
-)
+from kvtuner.exported_configs.profile.document import DocumentKind, naming, read_document, short, validated
 from kvtuner.exported_configs.profile.evidence import ModelIdentity, ReadPlan
-from kvtuner.exported_configs.profile.fields import Command, Figure, Name, Seed, Sha256, StrictModel, Text, TokenCount
+from kvtuner.exported_configs.profile.fields import (
+    Command,
+    Figure,
+    Name,
+    Seed,
+    Sha256,
+    Share,
+    StrictModel,
+    Text,
+    TokenCount,
+)
 from kvtuner.run_folder import sha256_of
 
 EVALUATION_VERSION: Final = 1
@@ -29,7 +32,6 @@ SUFFIX: Final = ".evaluation-"
 PROFILE: Final = "profile"
 """The name of the profile among the subjects."""
 EVALUATION: Final = DocumentKind("evaluation", "evaluate again", 2**20)
-MAX_LIST: Final = 256
 
 Level = Literal["likelihood", "recall", "needle", "arithmetic", "task"]
 Measure = Literal[
@@ -44,27 +46,21 @@ Measure = Literal[
     "ter",
 ]
 LIMITS: Final[dict[Measure, tuple[float, float]]] = {
-    "kl_nats_per_token": (0, 1e4),
-    "truncated_kl_nats_per_token": (0, 1e4),
-    "top1_agreement": (0, 1),
-    "nll_nats_per_token": (0, 1e4),
-    "accuracy": (0, 1),
+    **dict.fromkeys(("kl_nats_per_token", "truncated_kl_nats_per_token", "nll_nats_per_token"), (0, 1e4)),
+    **dict.fromkeys(("top1_agreement", "accuracy"), (0, 1)),
+    **dict.fromkeys(("bleu", "chrf"), (0, 100)),
     "score": (-1e9, 1e9),
-    "bleu": (0, 100),
-    "chrf": (0, 100),
     "ter": (0, 1e9),
 }
 """The least and the largest value of each measure. A truncated KL merges all but a few tokens: at most the KL."""
 Flag = Literal["floor", "ceiling", "unread"]
-Share = Annotated[Figure, Field(ge=0, le=1)]
+Records = Field(strict=False, max_length=256)
 
 
 class PairedDifference(StrictModel):
-    """The profile minus another scheme, on the same questions or sequences.
+    """The mean of the profile minus another scheme, on the same questions or sequences, with its interval.
 
     Attributes:
-        other: The name of the other scheme.
-        mean: The mean difference, with its interval from `low` to `high`.
         p_value: The p-value of no difference, by flipping the signs of sequences' or contexts' differences.
         mcnemar: The exact p-value of right and wrong answers as if independent; None for other measures.
     """
@@ -78,10 +74,9 @@ class PairedDifference(StrictModel):
 
 
 class Result(StrictModel):
-    """The result of one scheme in one cell.
+    """The mean of one scheme in one cell, with its interval.
 
     Attributes:
-        mean: The mean, with its interval from `low` to `high`.
         failures: The number of answers that never came. They count as wrong, or as empty where a text is scored; a
             likelihood that never came is left out of every scheme's mean.
     """
@@ -99,7 +94,6 @@ class Cell(StrictModel):
     Attributes:
         task: The name of a task, for level ``task``.
         num_tokens: The length of sequences, or about that of contexts; None where each context has its own.
-        position: The position of their first token.
         units: The number of contexts or sequences, which are independent.
         count: The number of questions asked after them, or of tokens scored.
         flag: The reason why the cell tells no schemes apart: the unquantized model's result is at the floor or at the
@@ -114,8 +108,8 @@ class Cell(StrictModel):
     units: TokenCount
     count: TokenCount
     flag: Flag | None
-    results: Annotated[tuple[Result, ...], Field(strict=False, max_length=MAX_LIST)]
-    differences: Annotated[tuple[PairedDifference, ...], Field(strict=False, max_length=MAX_LIST)]
+    results: Annotated[tuple[Result, ...], Records]
+    differences: Annotated[tuple[PairedDifference, ...], Records]
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -130,10 +124,9 @@ class Cell(StrictModel):
 
 
 class SchemeRecord(StrictModel):
-    """A scheme of the evaluation.
+    """A scheme of the evaluation: `PROFILE`, ``bf16``, ``fp8``, or a uniform pair without transforms.
 
     Attributes:
-        name: The name: `PROFILE`, ``bf16``, ``fp8``, or a uniform pair without transforms.
         bytes_per_token: The bytes of all layers on one rank that holds all heads; bf16's for the unquantized cache.
     """
 
@@ -148,7 +141,6 @@ class BackendRecord(StrictModel):
         kind: ``transformers`` for this process; otherwise the protocol of the server, SGLang's own or OpenAI's.
         read_plan: The read plan of this process; None for a server.
         reads: The cache that a chunk reads of itself, as a server that serves a profile reports it.
-        version: The version of SGLang.
         hit_share: The share of the questions' prompt tokens that the server found in its cache, as it reports. Only
             those tokens, and those that it generated, did it read as they are stored.
     """
@@ -164,8 +156,6 @@ class DataRecord(StrictModel):
     """The text that likelihoods were scored on and needles were hidden in, without its content.
 
     Attributes:
-        corpus: The name of the corpus.
-        token_ids_sha256: The hash of the scored tokens.
         is_unseen: Whether neither calibration nor selection saw the text: the same corpus, cut the same way. The
             search's own report saw it, after which a uniform may take the winner's place.
     """
@@ -176,14 +166,10 @@ class DataRecord(StrictModel):
 
 
 class ResultProvenance(StrictModel):
-    """The origin of the results.
+    """The origin of the results: the command, with the last parts of paths only, and the versions of libraries.
 
     Attributes:
-        command: The command, with the last parts of paths only.
         machine: The processor or GPU that the model ran on, or that sent requests to the servers.
-        torch: The version of torch.
-        transformers: The version of transformers.
-        seed: The seed of everything random.
     """
 
     kvtuner_version: Text
@@ -202,8 +188,8 @@ class Evaluation(StrictModel):
     model: ModelIdentity
     host: BackendRecord
     data: DataRecord
-    subjects: Annotated[tuple[SchemeRecord, ...], Field(strict=False, max_length=MAX_LIST)]
-    cells: Annotated[tuple[Cell, ...], Field(strict=False, max_length=MAX_LIST)]
+    subjects: Annotated[tuple[SchemeRecord, ...], Records]
+    cells: Annotated[tuple[Cell, ...], Records]
     making: ResultProvenance
 
     @model_validator(mode="after")
@@ -264,7 +250,6 @@ def parse_evaluation(source: Path | bytes) -> Evaluation:
             f"evaluation_version must be {EVALUATION_VERSION}, not {short(version)}; upgrade kvtuner, or"
             f" {EVALUATION.again}"
         )
-    check_lengths(document, EVALUATION)
     return validated(Evaluation, document, way_out=EVALUATION.again)
 
 

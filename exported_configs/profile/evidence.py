@@ -12,6 +12,7 @@ from kvtuner.exported_configs.profile.fields import (
     Name,
     Seed,
     Sha256,
+    Share,
     StrictModel,
     Text,
     TokenCount,
@@ -51,15 +52,12 @@ class ModelIdentity(StrictModel):
 
 
 class BudgetRecord(StrictModel):
-    """The budget of the search and what the layers reach.
+    """The budget of the search as the user wrote it, the ranks and stages that kept it, and what the layers reach.
 
     Attributes:
-        asked: The budget as the user wrote it, or the configuration of a hand-written profile.
         mean_bits: The payload bits per element.
         effective_bits: The stored bits per element on one rank that holds all heads.
         bytes_per_token: The stored bytes of one token, all layers, on one rank that holds all heads.
-        tp_size: The number of tensor-parallel ranks that kept the budget.
-        pp_size: The number of pipeline stages that kept the budget.
     """
 
     asked: Text
@@ -85,14 +83,7 @@ class IntervalRecord(StrictModel):
 
 
 class BaselineRecord(StrictModel):
-    """The result of another scheme on the same text.
-
-    Attributes:
-        name: The name of the scheme: ``K4V4``, ``K4V4 + transforms`` or ``fp8``.
-        mean_bits: The payload bits per element.
-        effective_bits: The stored bits per element.
-        kl_mean: The KL from the unquantized model, nats per token; `kl_low` and `kl_high` bound it.
-    """
+    """The bits of another scheme, such as ``K4V4 + transforms``, and its KL on the same text, nats per token."""
 
     name: Text
     mean_bits: Figure
@@ -111,9 +102,7 @@ class QualityRecord(StrictModel):
         predicted_kl: The sum of the additive scores; None where they are not in nats per token.
         kl_p99: The 99th percentile over tokens, the larger of those at small and at large positions.
         top1_agreement: The share of positions whose most likely token is the unquantized model's.
-        perplexity: The perplexity of this profile.
         reference_perplexity: The perplexity of the unquantized model on the same tokens and positions.
-        baselines: The results of other schemes on the same tokens and positions.
     """
 
     metric: Literal["kl_nats_per_token"]
@@ -122,7 +111,7 @@ class QualityRecord(StrictModel):
     predicted_kl: Figure | None
     measured_kl: IntervalRecord
     kl_p99: Figure
-    top1_agreement: Annotated[Figure, Field(ge=0, le=1)]
+    top1_agreement: Share
     perplexity: Figure
     reference_perplexity: Figure
     baselines: Annotated[tuple[BaselineRecord, ...], Field(strict=False, max_length=MAX_BASELINES)]
@@ -171,12 +160,7 @@ class CalibrationRecord(StrictModel):
 
 
 class SearchRecord(StrictModel):
-    """The refinement of the search.
-
-    Attributes:
-        sampler: The name of the sampler.
-        trials: The number of finished trials.
-    """
+    """The sampler of the refinement, and its number of finished trials."""
 
     sampler: Text
     trials: TokenCount
@@ -192,11 +176,9 @@ class Libraries(StrictModel):
 
 
 class Provenance(StrictModel):
-    """The origin of the profile.
+    """The origin of the profile; calibration and search are None for a hand-written one.
 
     Attributes:
-        calibration: The data of calibration; None for a hand-written profile.
-        search: The refinement of the search; None for a hand-written profile.
         command: The command that makes the same profile from the same data, with the last parts of paths only; None
             where no command searched.
     """

@@ -2,15 +2,8 @@
 
 from typing import Annotated, Any, Final
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    WithJsonSchema,
-    model_serializer,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_serializer
+from pydantic import SerializerFunctionWrapHandler as Handler
 
 from kvtuner.precision import ALL_BITS
 
@@ -33,12 +26,7 @@ def _check_bits(bits: int) -> int:
     return bits
 
 
-def check_printable(text: str) -> str:
-    """Text that a terminal shows as it is, without spaces around it.
-
-    Raises:
-        ValueError: other text.
-    """
+def _check_printable(text: str) -> str:
     if not text.isprintable() or text != text.strip():
         raise ValueError(f"must be printable, without spaces around it, not {text[:60]!a}")
     return text
@@ -60,8 +48,9 @@ def _check_hub_id(name: str) -> str:
 Bits = Annotated[int, AfterValidator(_check_bits), WithJsonSchema({"type": "integer", "enum": list(ALL_BITS)})]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Figure = Annotated[float, Field(allow_inf_nan=False, ge=-1e30, le=1e30), AfterValidator(round_figure)]
-Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(check_printable)]
-Command = Annotated[str, Field(max_length=2000), AfterValidator(check_printable)]
+Share = Annotated[Figure, Field(ge=0, le=1)]
+Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(_check_printable)]
+Command = Annotated[str, Field(max_length=2000), AfterValidator(_check_printable)]
 Name = Annotated[Text, AfterValidator(_check_name)]
 HubId = Annotated[Name, AfterValidator(_check_hub_id)]
 Sha256 = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
@@ -75,7 +64,7 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     @model_serializer(mode="wrap")
-    def _omit_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _omit_absent(self, handler: Handler) -> dict[str, Any]:
         optional = {
             name
             for field, info in type(self).model_fields.items()

@@ -1,16 +1,21 @@
 """The storage of every layer: all that the digest covers. Rules that span parts are the profile's."""
 
+import base64
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
+import numpy as np
+import torch
 from pydantic import BeforeValidator, Field, model_validator
 
 from kvtuner.errors import GeometryError
-from kvtuner.exported_configs.profile.arrays import Fp16Array
 from kvtuner.exported_configs.profile.fields import MAX_COUNT, Bits, Count, StrictModel
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import NATIVE_BITS, TOKEN_GROUPS, Granularity, RowShape
 from kvtuner.transforms import transform_names
+
+_MAX_BASE64_CHARS: Final = 4 * -(-2 * MAX_COUNT * MAX_COUNT // 3)
 
 # pydantic takes the names from the one table of transforms; to a type checker a name is text.
 if TYPE_CHECKING:
@@ -19,6 +24,47 @@ if TYPE_CHECKING:
 else:
     KeyTransform = Literal[transform_names("k")]
     ValueTransform = Literal[transform_names("v")]
+
+
+class Fp16Array(StrictModel):
+    """A finite fp16 matrix, little-endian, in strict base64 with padding.
+
+    Attributes:
+        shape: [num_kv_heads, head_dim].
+        data: base64 of exactly 2 * num_kv_heads * head_dim bytes.
+    """
+
+    dtype: Literal["float16"]
+    shape: Annotated[tuple[Count, Count], Field(strict=False)]
+    data: Annotated[str, Field(max_length=_MAX_BASE64_CHARS)]
+
+    @model_validator(mode="after")
+    def _check_data(self) -> Self:
+        num_bytes = 2 * self.shape[0] * self.shape[1]
+        num_chars = 4 * -(-num_bytes // 3)
+        if len(self.data) != num_chars:
+            raise ValueError(f"data of shape {list(self.shape)} needs {num_chars} characters, not {len(self.data)}")
+        try:
+            raw = base64.b64decode(self.data, validate=True)
+        except ValueError as error:
+            raise ValueError(f"data must be base64: {error}") from error
+        if len(raw) != num_bytes or base64.b64encode(raw).decode() != self.data:
+            raise ValueError(f"data must be canonical base64 of {num_bytes} bytes, but decodes to {len(raw)}")
+        if not np.isfinite(np.frombuffer(raw, dtype="<f2")).all():
+            raise ValueError("data must be finite, but holds NaN or infinity")
+        return self
+
+    def decode(self) -> torch.Tensor:
+        """The matrix, fp16 [num_kv_heads, head_dim], on the CPU."""
+        values = np.frombuffer(base64.b64decode(self.data), dtype="<f2").reshape(self.shape)
+        return torch.from_numpy(values.astype(np.float16))
+
+
+def encode_fp16(matrix: torch.Tensor) -> dict[str, Any]:
+    """The fields of an fp16 matrix in the file; `Fp16Array` checks them."""
+    assert matrix.dtype == torch.float16 and matrix.ndim == 2
+    data = matrix.detach().cpu().contiguous().numpy().astype("<f2").tobytes()
+    return {"dtype": "float16", "shape": list(matrix.shape), "data": base64.b64encode(data).decode()}
 
 
 def _check_granularity(value: object) -> object:
@@ -140,3 +186,24 @@ def resolve_transform(record: KeyRecord | ValueRecord, defaults: KeyDefaults | V
     if record.bits == NATIVE_BITS:
         return "none"
     return record.transform or defaults.transform
+
+
+def hashed_content(
+    layout: str, geometry: GeometryRecord, defaults: Defaults, layers: Sequence[LayerRecord]
+) -> dict[str, Any]:
+    """The content that the digest hashes, with every default written out.
+
+    A 16-bit side is ``{"bits":16}`` alone, since it has no group, grid or transform. There are no floats.
+    """
+    expanded = [
+        {"layer": entry.layer, "k": _expand_side(entry.k, defaults.k), "v": _expand_side(entry.v, defaults.v)}
+        for entry in layers
+    ]
+    return {"layout": layout, "geometry": geometry.model_dump(), "layers": expanded}
+
+
+def _expand_side(record: KeyRecord | ValueRecord, defaults: KeyDefaults | ValueDefaults) -> dict[str, Any]:
+    if record.bits == NATIVE_BITS:
+        return {"bits": NATIVE_BITS}
+    transform = resolve_transform(record, defaults)
+    return {**defaults.model_dump(), **record.model_dump(by_alias=True), "transform": transform}

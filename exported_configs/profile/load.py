@@ -4,14 +4,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.profile.document import (
-    DocumentKind,
-    check_lengths,
-    naming,
-    read_document,
-    short,
-    validated,
-)
+from kvtuner.exported_configs.profile.document import DocumentKind, naming, read_document, short, validated
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.profile import SCHEMA_VERSION, Profile
 from kvtuner.precision import LAYOUT_ID
@@ -32,7 +25,6 @@ def load_profile(source: str | Path | bytes, name: Path | None = None) -> Profil
     with naming(source if name is None else name, PROFILE):
         document = read_document(source, PROFILE)
         _check_version(document)
-        check_lengths(document, PROFILE)
         return validated(Profile, document, way_out=PROFILE.again)
 
 

@@ -1,5 +1,6 @@
 """The profile: the storage of every layer of one model, valid by construction. Knows nothing of files or serving."""
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated, Final, Literal, Self
 
@@ -7,31 +8,25 @@ from pydantic import Field, WithJsonSchema, model_validator
 from torch import Tensor
 
 from kvtuner.errors import GeometryError, PrecisionError, ProfileError
-from kvtuner.exported_configs.profile.arrays import Fp16Array
-from kvtuner.exported_configs.profile.digest import digest_of
 from kvtuner.exported_configs.profile.evidence import BudgetRecord, ModelIdentity, Provenance, QualityRecord
 from kvtuner.exported_configs.profile.fields import MAX_COUNT, Sha256, StrictModel, round_figure
 from kvtuner.exported_configs.profile.layer_storage import (
     Defaults,
+    Fp16Array,
     GeometryRecord,
+    KeyDefaults,
     KeyRecord,
     KeyTransform,
     LayerRecord,
+    ValueDefaults,
+    ValueRecord,
+    hashed_content,
     resolve_transform,
 )
 from kvtuner.geometry import ConfigLike, ModelGeometry
-from kvtuner.precision import (
-    NATIVE_BITS,
-    PrecisionPair,
-    RowShape,
-    Side,
-    bytes_per_token,
-    check_group_size,
-    check_token_group,
-    effective_bits,
-    mean_bits,
-)
+from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, Side, bytes_per_token, effective_bits, mean_bits
 from kvtuner.quant import QuantSpec, Transform
+from kvtuner.run_folder import sha256_of
 from kvtuner.transforms import TransformKind
 
 SCHEMA_VERSION: Final = 1
@@ -119,10 +114,7 @@ class Profile(StrictModel):
 
     def transform_name(self, layer_id: int, side: Side) -> KeyTransform:
         """The transform of one side of one layer, ``none`` at 16 bits."""
-        entry = self._layer(layer_id)
-        if side == "k":
-            return resolve_transform(entry.k, self.defaults.k)
-        return resolve_transform(entry.v, self.defaults.v)
+        return resolve_transform(*self._side(layer_id, side))
 
     def quant_spec(self, layer_id: int, side: Side) -> QuantSpec | None:
         """The storage of one side of one layer, with its constants for all heads; None at 16 bits.
@@ -130,8 +122,7 @@ class Profile(StrictModel):
         Raises:
             ProfileError: keys are per channel.
         """
-        entry = self._layer(layer_id)
-        record, defaults = (entry.k, self.defaults.k) if side == "k" else (entry.v, self.defaults.v)
+        record, defaults = self._side(layer_id, side)
         if record.bits == NATIVE_BITS:
             return None
         if defaults.granularity == "per_channel":
@@ -163,9 +154,19 @@ class Profile(StrictModel):
                     " use a profile that was searched for this model"
                 )
 
-    def _layer(self, layer_id: int) -> LayerRecord:
+    def _side(self, layer_id: int, side: Side) -> tuple[KeyRecord | ValueRecord, KeyDefaults | ValueDefaults]:
         assert 0 <= layer_id < len(self.layers), f"layer {layer_id} of {len(self.layers)}"
-        return self.layers[layer_id]
+        entry = self.layers[layer_id]
+        return (entry.k, self.defaults.k) if side == "k" else (entry.v, self.defaults.v)
+
+
+def reached_figures(pairs: Sequence[PrecisionPair], shape: RowShape) -> dict[str, float]:
+    """The figures of a `BudgetRecord` that follow from the layers."""
+    return {
+        "mean_bits": round_figure(float(mean_bits(pairs, shape))),
+        "effective_bits": round_figure(float(effective_bits(pairs, shape))),
+        "bytes_per_token": bytes_per_token(pairs, shape),
+    }
 
 
 def _decoded(array: Fp16Array | None) -> Tensor | None:
@@ -187,60 +188,47 @@ def _check_layer_ids(profile: Profile) -> None:
 
 
 def _check_layer(profile: Profile, entry: LayerRecord) -> None:
-    geometry, defaults = profile.geometry, profile.defaults
-    is_per_channel = defaults.k.granularity == "per_channel"
-    for side, record, head_dim, group_size in (
-        ("k", entry.k, geometry.head_dim, defaults.k.group_size),
-        ("v", entry.v, geometry.v_head_dim, defaults.v.group_size),
-    ):
+    shape = profile.row_shape()
+    for side, record, row_bytes in (("k", entry.k, shape.k_bytes), ("v", entry.v, shape.v_bytes)):
         place = f"layers[{entry.layer}].{side}"
         if record.bits == NATIVE_BITS and record.transform is not None:
             raise ProfileError(
                 f"{place}: 16 bits are stored as they are, but transform is {record.transform!r}; remove it"
             )
-        if record.bits != NATIVE_BITS:
-            check = check_token_group if side == "k" and is_per_channel else check_group_size
-            try:
-                check(head_dim, record.bits, group_size)
-            except PrecisionError as error:
-                raise ProfileError(f"{place}: {error}") from error
-    if is_per_channel and (name := profile.transform_name(entry.layer, "k")) != "none":
+        try:
+            row_bytes(record.bits)
+        except PrecisionError as error:
+            raise ProfileError(f"{place}: {error}") from error
+    name = profile.transform_name(entry.layer, "k")
+    if profile.defaults.k.granularity == "per_channel" and name != "none":
         raise ProfileError(
             f"layers[{entry.layer}].k: per_channel keys have transform 'none', not {name!r}; use per_token with it"
         )
-    _check_constants(profile, entry)
+    _check_constants(profile, entry.k, f"layers[{entry.layer}].k", TransformKind.parse(name))
 
 
-def _check_constants(profile: Profile, entry: LayerRecord) -> None:
-    name = profile.transform_name(entry.layer, "k")
-    kind = TransformKind.parse(name)
+def _check_constants(profile: Profile, keys: KeyRecord, place: str, kind: TransformKind) -> None:
     shape = (profile.geometry.num_kv_heads, profile.geometry.head_dim)
-    for field, wanted, array in (
-        ("mu", kind.centered, entry.k.mu),
-        ("lambda", kind.balanced, entry.k.lam),
-    ):
-        place = f"layers[{entry.layer}].k.{field}"
+    for field, wanted, array in (("mu", kind.centered, keys.mu), ("lambda", kind.balanced, keys.lam)):
         if wanted != (array is not None):
             rule = "needs it, but it is missing" if wanted else "has none, but it is present"
-            raise ProfileError(f"{place}: transform {name!r} {rule}; export the profile again")
+            raise ProfileError(f"{place}.{field}: transform {str(kind)!r} {rule}; export the profile again")
         if array is not None and array.shape != shape:
             raise ProfileError(
-                f"{place}: shape must be [num_kv_heads, head_dim] = {list(shape)}, not {list(array.shape)};"
+                f"{place}.{field}: shape must be [num_kv_heads, head_dim] = {list(shape)}, not {list(array.shape)};"
                 " export the profile again"
             )
-    if entry.k.lam is not None:
-        _check_lambda(f"layers[{entry.layer}].k.lambda", entry.k.lam)
-
-
-def _check_lambda(place: str, array: Fp16Array) -> None:
-    lam = array.decode()
-    for value in (lam.min().item(), lam.max().item()):
-        if not MIN_LAMBDA <= value <= MAX_LAMBDA:
-            raise ProfileError(f"{place}: must lie within [1/64, 64], but holds {value:.6g}; calibrate again")
+    if keys.lam is not None:
+        lam = keys.lam.decode()
+        for value in (lam.min().item(), lam.max().item()):
+            if not MIN_LAMBDA <= value <= MAX_LAMBDA:
+                raise ProfileError(
+                    f"{place}.lambda: must lie within [1/64, 64], but holds {value:.6g}; calibrate again"
+                )
 
 
 def _check_digest(profile: Profile) -> None:
-    actual = digest_of(profile.layout, profile.geometry, profile.defaults, profile.layers)
+    actual = sha256_of(hashed_content(profile.layout, profile.geometry, profile.defaults, profile.layers))
     if profile.digest != actual:
         raise ProfileError(
             f"digest is {profile.digest}, but layout, geometry and layers give {actual}: the file was"
@@ -249,16 +237,13 @@ def _check_digest(profile: Profile) -> None:
 
 
 def _check_budget(profile: Profile) -> None:
-    budget, geometry = profile.budget, profile.to_geometry()
+    budget = profile.budget
     try:
         profile.row_shape(budget.tp_size)
-        geometry.layers_of_stage(0, budget.pp_size)
+        profile.to_geometry().layers_of_stage(0, budget.pp_size)
     except GeometryError as error:
         raise ProfileError(f"budget: {error}") from error
-    for name, stated, actual in (
-        ("mean_bits", budget.mean_bits, round_figure(float(profile.mean_bits))),
-        ("effective_bits", budget.effective_bits, round_figure(float(profile.effective_bits))),
-        ("bytes_per_token", budget.bytes_per_token, profile.bytes_per_token()),
-    ):
+    for name, actual in reached_figures(profile.pairs, profile.row_shape()).items():
+        stated = getattr(budget, name)
         if stated != actual:
             raise ProfileError(f"budget.{name}: is {stated}, but the layers give {actual}; export the profile again")

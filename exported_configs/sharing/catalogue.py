@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.mismatch import is_same_configuration
-from kvtuner.exported_configs.profile.document import DocumentKind, check_lengths, naming, read_document, validated
+from kvtuner.exported_configs.profile.document import DocumentKind, naming, read_document, validated
 from kvtuner.exported_configs.profile.evaluation_record import SUFFIX, evaluation_files, load_evaluation
 from kvtuner.exported_configs.profile.evidence import IntervalRecord, ModelIdentity
 from kvtuner.exported_configs.profile.fields import Figure, Name, Sha256, StrictModel, Text, TokenCount
@@ -76,9 +76,7 @@ def load_index(folder: Path = FOLDER) -> Index:
     """
     path = folder / INDEX
     with naming(path, _KIND):
-        document = read_document(path, _KIND)
-        check_lengths(document, _KIND)
-        return validated(Index, document, way_out=_KIND.again)
+        return validated(Index, read_document(path, _KIND), way_out=_KIND.again)
 
 
 def catalogue_file(name: str, folder: Path = FOLDER) -> Path:

@@ -11,8 +11,8 @@ from kvtuner.report.layer_strip import PER_CHANNEL
 from kvtuner.report.profile_report import ratio_to_bf16
 
 if TYPE_CHECKING:
-    from kvtuner.exported_configs.profile.arrays import Fp16Array
     from kvtuner.exported_configs.profile.evidence import QualityRecord
+    from kvtuner.exported_configs.profile.layer_storage import Fp16Array
     from kvtuner.exported_configs.profile.profile import Profile
 
 CONSTANTS: Final = ("constants",)

@@ -20,12 +20,12 @@ import torch
 
 from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, dump_profile
-from kvtuner.exported_configs.profile.digest import canonical_text
 from kvtuner.exported_configs.profile.evidence import ModelIdentity, Provenance, QualityRecord
-from kvtuner.exported_configs.profile.layer_storage import KeyTransform
+from kvtuner.exported_configs.profile.layer_storage import KeyTransform, hashed_content
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.geometry import ModelGeometry
 from kvtuner.quant import Transform, pack_rows, quantize
+from kvtuner.run_folder import canonical_json
 from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def expectation(profile: Profile) -> Document:
         return [("k", k_bits, shape.k_bytes(k_bits)), ("v", v_bits, shape.v_bytes(v_bits))]
 
     return {
-        "canonical": canonical_text(profile.layout, profile.geometry, profile.defaults, profile.layers),
+        "canonical": canonical_json(hashed_content(profile.layout, profile.geometry, profile.defaults, profile.layers)),
         "digest": profile.digest,
         "layers": [
             {

@@ -20,10 +20,11 @@ from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
 from kvtuner.exported_configs.profile import document, evidence, fields
 from kvtuner.exported_configs.profile.build import dump_profile
-from kvtuner.exported_configs.profile.digest import canonical_text
+from kvtuner.exported_configs.profile.layer_storage import hashed_content
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.signing import signature_bundle, signers
 from kvtuner.quant import unpack_rows
+from kvtuner.run_folder import canonical_json
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -104,7 +105,10 @@ def test_vectors_cover_the_format() -> None:
 def test_both_readers_find_what_is_expected(name: str) -> None:
     wanted, data = EXPECTED["valid"][name], content("valid", name)
     profile = load_profile(data)
-    assert canonical_text(profile.layout, profile.geometry, profile.defaults, profile.layers) == wanted["canonical"]
+    assert (
+        canonical_json(hashed_content(profile.layout, profile.geometry, profile.defaults, profile.layers))
+        == wanted["canonical"]
+    )
     assert profile.digest == wanted["digest"]
     assert profile.bytes_per_token() == wanted["bytes_per_token"]
     assert [profile.mean_bits, profile.effective_bits] == [

@@ -1,4 +1,4 @@
-"""The digest names how a cache is stored, and nothing else."""
+"""The digest names how a cache is stored, and nothing else; fp16 matrices survive the file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, dump_profile
-from kvtuner.exported_configs.profile.digest import canonical_text
 from kvtuner.exported_configs.profile.evidence import QualityRecord
+from kvtuner.exported_configs.profile.layer_storage import Fp16Array, encode_fp16, hashed_content
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.geometry import ModelGeometry
 from kvtuner.quant import Transform
+from kvtuner.run_folder import canonical_json
 from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def test_canonical_text_of_a_tiny_profile_is_the_one_written_by_hand(
         v_group_size=8,
         budget=AskedBudget("4bit"),
     )
-    assert canonical_text(profile.layout, profile.geometry, profile.defaults, profile.layers) == BY_HAND
+    assert canonical_json(hashed_content(profile.layout, profile.geometry, profile.defaults, profile.layers)) == BY_HAND
     assert profile.digest == "sha256:" + hashlib.sha256(BY_HAND.encode()).hexdigest()
 
 
@@ -148,3 +149,15 @@ def test_defaults_that_no_layer_uses_do_not_change_the_digest(make_profile: Call
     document = json.loads(unquantized.model_dump_json(by_alias=True))
     document["defaults"]["k"][name] = {"group_size": 16, "symmetric": True, "transform": "balanced"}[name]
     assert load_profile(json.dumps(document).encode()).digest == unquantized.digest
+
+
+def test_every_finite_fp16_survives_its_encoding() -> None:
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    finite = every[every.isfinite()].reshape(248, 256)
+    item = json.loads(json.dumps(encode_fp16(finite)))
+    assert torch.equal(Fp16Array.model_validate(item).decode().view(torch.int16), finite.view(torch.int16))
+    assert (item["dtype"], item["shape"]) == ("float16", [248, 256])
+
+
+def test_fp16_is_encoded_little_endian() -> None:
+    assert encode_fp16(torch.tensor([[1.0]], dtype=torch.float16))["data"] == "ADw="
