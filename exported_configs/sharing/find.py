@@ -68,10 +68,8 @@ def find_profiles(text: str) -> list[ResolvedProfile]:
     if isinstance(reference, HubReference):
         from kvtuner.exported_configs.sharing.hub import pull  # with what a hub needs
 
-        pulled = pull(reference)
-        stored = pulled.stored
-        at = HubReference(stored.origin.repo, stored.origin.commit, stored.origin.path)
-        profiles = [ResolvedProfile(stored.path, stored.load(), str(at), False, pulled.notes)]
+        fetched = pull(reference)
+        profiles = [ResolvedProfile(fetched.path, fetched.profile, str(fetched.reference), False, fetched.notes)]
     elif isinstance(reference, CatalogueReference):
         path = catalogue_file(reference.name)
         profiles = [ResolvedProfile(path, load_profile(path), f"{CATALOGUE_PREFIX}{reference.name}", False)]

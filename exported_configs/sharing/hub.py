@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
+
+from huggingface_hub import constants
 
 from kvtuner.errors import HubError, ProfileError, SignatureError
 from kvtuner.exported_configs.profile.evaluation_record import EVALUATION, SUFFIX, parse_evaluation
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.sharing.hub_client import HubClient
+from kvtuner.exported_configs.sharing.hub_client import fetch_file, list_files
 from kvtuner.exported_configs.sharing.profile_store import (
     ORIGIN,
     FetchedProfile,
-    Origin,
     find_stored,
     remember,
     remembered,
@@ -30,20 +31,7 @@ if TYPE_CHECKING:
 MAX_COMPANIONS: Final = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """A profile of the hub, on this machine.
-
-    Attributes:
-        stored: The profile in the store.
-        notes: Advice to the user: a revision that may move or that moved, and files that were left out.
-    """
-
-    stored: FetchedProfile
-    notes: tuple[str, ...] = ()
-
-
-def pull(reference: HubReference) -> Pulled:
+def pull(reference: HubReference) -> FetchedProfile:
     """Fetch a profile with its evaluations and signature, check it, and keep it.
 
     A commit that is kept whole is not fetched again. With ``HF_HUB_OFFLINE`` nothing is fetched at all.
@@ -55,56 +43,66 @@ def pull(reference: HubReference) -> Pulled:
     """
     if PurePosixPath(reference.path).name == ORIGIN:
         raise ProfileError(f"{reference} is no name for a profile; name another file")
-    kept = find_stored(reference.repo, reference.revision, reference.path)
-    if kept is not None:
-        check_digest(kept.digest, reference.digest, str(reference))
-        return Pulled(kept)
-    hub = HubClient()
-    if hub.is_offline:
-        return _pull_offline(reference)
-    listing = hub.listing(reference.repo, reference.revision)
+    fetched = find_stored(reference)
+    if fetched is None:
+        fetched = _pull_offline(reference) if constants.HF_HUB_OFFLINE else _pull_online(reference)
+    check_digest(fetched.profile.digest, reference.digest, str(fetched.reference))
+    return fetched
+
+
+def _pull_online(reference: HubReference) -> FetchedProfile:
+    listing = list_files(reference.repo, reference.revision)
     at = reference.at(listing.commit)
-    kept = find_stored(at.repo, at.revision, at.path)
-    notes: tuple[str, ...] = ()
-    if kept is None:
-        kept, notes = _fetch(hub, at, listing.sizes)
-    check_digest(kept.digest, reference.digest, str(at))
+    fetched = find_stored(at) or _fetch(at, listing.sizes)
     if reference.is_commit:
-        return Pulled(kept, notes)
-    moved = remember(reference.repo, reference.revision, listing.commit)
-    return Pulled(kept, (*_notes(reference, listing.commit, moved), *notes))
+        return fetched
+    before = remember(reference, listing.commit)
+    notes = [f"{reference} may change; it is {at} now: name that to keep it"]
+    if before not in (None, listing.commit):
+        notes.append(f"{reference} moved: it was {before} when it was pulled last")
+    return replace(fetched, notes=(*notes, *fetched.notes))
 
 
-def _fetch(hub: HubClient, at: HubReference, sizes: Mapping[str, int | None]) -> tuple[FetchedProfile, tuple[str, ...]]:
+def _pull_offline(reference: HubReference) -> FetchedProfile:
+    commit = None if reference.is_commit else remembered(reference)
+    fetched = None if commit is None else find_stored(reference.at(commit))
+    if fetched is None:
+        raise HubError(
+            f"{reference}: HF_HUB_OFFLINE is set and it was never pulled; pull it once without, or name a file"
+        )
+    return replace(fetched, notes=(f"HF_HUB_OFFLINE: {reference} as it was when it was pulled last, {commit}",))
+
+
+def _fetch(at: HubReference, sizes: Mapping[str, int | None]) -> FetchedProfile:
     """Fetch a commit's profile with its companions; a damaged companion is left out, with a note."""
     if at.path not in sizes:
         profiles = [name for name in sorted(sizes) if name.endswith(".json") and SUFFIX not in name]
-        known = f"; it has {', '.join(profiles[:8])}" if profiles else ""
-        raise HubError(f"{at}: the repository has no file {at.path}{known}")
-    data = _bounded(hub, at, sizes, MAX_PROFILE_BYTES)
+        others = f"; it has {', '.join(profiles[:8])}" if profiles else ""
+        raise HubError(f"{at}: the repository has no file {at.path}{others}")
+    data = _fetch_bounded(at, sizes, MAX_PROFILE_BYTES)
     try:
-        digest = load_profile(data).digest
+        profile = load_profile(data)
     except ProfileError as error:
         raise ProfileError(f"{at} holds no valid profile: {error}") from error
-    check_digest(digest, at.digest, str(at))
+    check_digest(profile.digest, at.digest, str(at))
     files, notes = {PurePosixPath(at.path).name: data}, []
     for name, limit in _companions(at.path, sizes):
         beside = HubReference(at.repo, at.revision, name)
-        content = _bounded(hub, beside, sizes, limit)
+        content = _fetch_bounded(beside, sizes, limit)
         try:
-            _check_companion(name, content, digest)
+            _check_companion(name, content, profile.digest)
         except (ProfileError, SignatureError) as error:
             notes.append(f"left out {beside}: {error}")
             continue
         files[PurePosixPath(name).name] = content
-    return store(digest, files, Origin(at.repo, at.revision, at.path)), tuple(notes)
+    return replace(store(at, files, profile), notes=tuple(notes))
 
 
-def _bounded(hub: HubClient, at: HubReference, sizes: Mapping[str, int | None], limit: int) -> bytes:
+def _fetch_bounded(at: HubReference, sizes: Mapping[str, int | None], limit: int) -> bytes:
     size = sizes[at.path]
     if size is None or size > limit:
         raise HubError(f"{at} has {size} bytes, above {limit}; this is none of ours")
-    return hub.fetch(at, limit)
+    return fetch_file(at, limit)
 
 
 def _check_companion(name: str, content: bytes, digest: str) -> None:
@@ -130,22 +128,3 @@ def _companions(path: str, names: Mapping[str, int | None]) -> list[tuple[str, i
             f"{path} has {len(evaluations)} evaluations beside it, above {MAX_COMPANIONS}; ask its owner for less"
         )
     return evaluations + [(name, SIGNATURE.max_bytes) for name in names if name == path + SIGNATURE_SUFFIX]
-
-
-def _notes(reference: HubReference, commit: str, before: str | None) -> tuple[str, ...]:
-    notes = [f"{reference} may change; it is {reference.at(commit)} now: name that to keep it"]
-    if before not in (None, commit):
-        notes.append(f"{reference} moved: it was {before} when it was pulled last")
-    return tuple(notes)
-
-
-def _pull_offline(reference: HubReference) -> Pulled:
-    commit = reference.revision if reference.is_commit else remembered(reference.repo, reference.revision)
-    kept = None if commit is None else find_stored(reference.repo, commit, reference.path)
-    if kept is None:
-        raise HubError(
-            f"{reference}: HF_HUB_OFFLINE is set and it was never pulled; pull it once without, or name a file"
-        )
-    check_digest(kept.digest, reference.digest, str(reference))
-    note = f"HF_HUB_OFFLINE: {reference} as it was when it was pulled last, {commit}"
-    return Pulled(kept, () if reference.is_commit else (note,))

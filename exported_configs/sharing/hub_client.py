@@ -1,177 +1,200 @@
-"""huggingface_hub, with bounds on time and size, and with errors of our own. Knows nothing of profiles.
+"""huggingface_hub, with bounds on time and size, and its failures in one line each. Knows nothing of profiles.
 
-It speaks the hub's protocol, redirects, retries and logs in; nothing of that is done here.
+It speaks the hub's protocol, redirects, retries and logs in; nothing of that is done here. No message names a token or
+a password.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+from huggingface_hub import HfApi, constants, get_session, get_token
+from huggingface_hub.errors import (
+    DisabledRepoError,
+    EntryNotFoundError,
+    FileMetadataError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from tqdm import tqdm
 
 from kvtuner.errors import HubError
+from kvtuner.exported_configs.profile.document import one_line
 from kvtuner.exported_configs.sharing.reference import HubReference, is_commit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from huggingface_hub import HfApi
-    from tqdm import tqdm
-
-    from kvtuner.exported_configs.sharing.upload import Upload
-
 ANSWER_S: Final = 60.0
 """The longest wait for a piece of an answer: a silent hub would otherwise be waited for without end."""
+LOG_IN: Final = "log in (hf auth login) or set HF_TOKEN"
+ABSENT: Final = f"there is no such repository, or it is private; check the name, or {LOG_IN}"
+_OFFLINE: Final = "HF_HUB_OFFLINE is set; unset it, or name a file"
+_REASONS: Final[tuple[tuple[type[Exception], str], ...]] = (
+    (LocalEntryNotFoundError, _OFFLINE),
+    (OfflineModeIsEnabled, _OFFLINE),
+    (GatedRepoError, f"is gated; accept its terms on its page, then {LOG_IN}"),
+    (RepositoryNotFoundError, ABSENT),
+    (
+        RevisionNotFoundError,
+        "the repository has no such revision (removed, or renamed); see its history for the one you mean",
+    ),
+    (EntryNotFoundError, "the repository has no such file there; name another as owner/name@revision:path"),
+    (DisabledRepoError, "the hub has disabled this repository"),
+)
+"""What is said of an error of the library; the first class that fits counts, since some are kinds of others."""
+# An answer that is not JSON, or JSON but not the hub's: the library takes it apart and trips.
+_OF_ANSWERS: Final = (
+    *(FileMetadataError, json.JSONDecodeError),
+    *(KeyError, TypeError, AttributeError, IndexError, RecursionError),
+)
+_ADDRESS: Final = re.compile(r"https?://[^\s'\"]+")
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """A repository at a revision.
-
-    Attributes:
-        commit: The commit of the revision.
-        sizes: The sizes of the files by path; None where the hub does not tell.
-    """
+class Listing(NamedTuple):
+    """A repository at a revision: its commit, and the sizes of its files by path; None where the hub does not tell."""
 
     commit: str
     sizes: Mapping[str, int | None]
 
 
-class HubClient:
-    """A hub, by HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE as huggingface_hub reads them."""
-
-    def __init__(self) -> None:
-        """Import huggingface_hub.
-
-        Raises:
-            HubError: it is not installed.
-        """
-        try:
-            from huggingface_hub import HfApi, constants
-        except ImportError as error:
-            raise HubError("profiles of the hub need huggingface_hub: pip install 'kvtuner[hub]'") from error
-        self._api: HfApi = HfApi(library_name="kvtuner")
-        self.is_offline: bool = constants.HF_HUB_OFFLINE
-
-    def listing(self, repo: str, revision: str | None) -> Listing:
-        """List a repository at a branch, a tag or a commit; at the main branch by default.
-
-        Raises:
-            HubError: it is not there, or the hub's answer is none.
-        """
-        what = f"{repo}@{revision or 'main'}"
-        with _asking(what):
-            info = self._api.model_info(repo, revision=revision, files_metadata=True, timeout=ANSWER_S)
-            sizes = {file.rfilename: file.size for file in info.siblings or ()}
-        if not isinstance(info.sha, str) or not is_commit(info.sha):
-            raise HubError(f"{what}: the hub does not say which commit it is; check HF_ENDPOINT")
-        if revision is not None and is_commit(revision) and info.sha != revision:
-            raise HubError(f"{what}: the hub answers with another commit, {info.sha}; name what you mean in full")
-        return Listing(info.sha, sizes)
-
-    def exists(self, repo: str) -> bool:
-        """Whether there is such a repository, as far as the token may see.
-
-        Raises:
-            HubError: the hub does not say.
-        """
-        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-        with _asking(repo):
-            try:
-                self._api.model_info(repo, timeout=ANSWER_S)
-            except GatedRepoError:
-                return True  # which is a kind of the next
-            except RepositoryNotFoundError:
-                return False
-        return True
-
-    def fetch(self, reference: HubReference, limit: int) -> bytes:
-        """Fetch the content of a file at a commit, of at most `limit` bytes.
-
-        Raises:
-            HubError: it cannot be had, or is larger.
-        """
-        # The library's own cache believes a commit's file whatever became of it, so each fetch has one of its own.
-        with tempfile.TemporaryDirectory(prefix="kvtuner-") as folder, _asking(str(reference)):
-            path = self._api.hf_hub_download(
-                reference.repo,
-                reference.path,
-                revision=reference.revision,
-                cache_dir=folder,
-                tqdm_class=_bounded(reference, limit),
-            )
-            return Path(path).read_bytes()
-
-    def create(self, repo: str, *, private: bool) -> None:
-        """Make a repository.
-
-        Raises:
-            HubError: the hub does not.
-        """
-        with _asking(repo, conflict="somebody made this repository meanwhile; run the same command again"):
-            self._api.create_repo(repo, private=private)
-
-    def commit(self, upload: Upload, *, parent: str, message: str) -> tuple[str, str]:
-        """Make one commit on top of `parent`; give its id, and its address or that of the pull request.
-
-        Raises:
-            HubError: the hub does not take it, or the branch is not at `parent`.
-        """
-        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
-
-        additions = [CommitOperationAdd(path, data) for path, data in upload.files.items()]
-        with _asking(
-            upload.repo, conflict="the branch moved while this was pushed; run the same command again to see it"
-        ):
-            made = self._api.create_commit(
-                upload.repo,
-                [*additions, *(CommitOperationDelete(path) for path in upload.removed)],
-                commit_message=message,
-                revision=upload.branch,
-                create_pr=upload.create_pr,
-                parent_commit=parent,
-            )
-        return made.oid, made.pr_url or made.commit_url
+def hub_api() -> HfApi:
+    """The hub by HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE, as huggingface_hub reads them."""
+    return HfApi(library_name="kvtuner")
 
 
-def _bounded(reference: HubReference, limit: int) -> type[tqdm[Any]]:
-    """A progress bar that shows nothing and ends what grows too large: a server may send more than it announced."""
-    from tqdm import tqdm
+def list_files(repo: str, revision: str | None) -> Listing:
+    """List a repository at a branch, a tag or a commit; at the main branch by default.
 
-    class Bounded(tqdm):  # type: ignore[misc]  # tqdm has no types here
+    Raises:
+        HubError: it is not there, or the hub's answer is none.
+    """
+    what = f"{repo}@{revision or 'main'}"
+    with hub_errors(what):
+        info = hub_api().model_info(repo, revision=revision, files_metadata=True, timeout=ANSWER_S)
+        sizes = {file.rfilename: file.size for file in info.siblings or ()}
+    if not isinstance(info.sha, str) or not is_commit(info.sha):
+        raise HubError(f"{what}: the hub does not say which commit it is; check HF_ENDPOINT")
+    if revision is not None and is_commit(revision) and info.sha != revision:
+        raise HubError(f"{what}: the hub answers with another commit, {info.sha}; name what you mean in full")
+    return Listing(info.sha, sizes)
+
+
+def fetch_file(reference: HubReference, limit: int) -> bytes:
+    """Fetch the content of a file at a commit, of at most `limit` bytes.
+
+    Raises:
+        HubError: it cannot be had, or is larger.
+    """
+
+    class BoundedProgress(tqdm):  # type: ignore[misc]  # tqdm has no types here
+        """Shows nothing, and ends what grows too large: a server may send more than it announced."""
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.pop("name", None)
-            self._check(kwargs.get("total") or 0)
-            self._seen = 0
+            self.seen = 0
             super().__init__(*args, **{**kwargs, "disable": True})
 
         def update(self, n: float | None = 1) -> None:
-            self._seen += int(n or 0)
-            self._check(self._seen)
+            self.seen += int(n or 0)
+            if self.seen > limit:
+                raise HubError(f"{reference} has {self.seen} bytes or more, above {limit}; this is none of ours")
 
-        @staticmethod
-        def _check(size: int) -> None:
-            if size > limit:
-                raise HubError(f"{reference} has {size} bytes or more, above {limit}; this is none of ours")
-
-    return Bounded
+    # The library's own cache believes a commit's file whatever became of it, so each fetch has one of its own.
+    with tempfile.TemporaryDirectory(prefix="kvtuner-") as folder, hub_errors(str(reference)):
+        path = hub_api().hf_hub_download(
+            reference.repo,
+            reference.path,
+            revision=reference.revision,
+            cache_dir=folder,
+            tqdm_class=BoundedProgress,
+        )
+        return Path(path).read_bytes()
 
 
 @contextmanager
-def _asking(what: str, *, conflict: str = "") -> Iterator[None]:
-    """Bound the time of answers, and turn failures into errors of our own."""
-    from huggingface_hub import get_session
+def hub_errors(what: str, *, conflict: str = "") -> Iterator[None]:
+    """Bound the time of answers, and turn the failures of huggingface_hub into one error.
 
-    from kvtuner.exported_configs.sharing.hub_errors import refusing
+    Args:
+        what: The beginning of every message, such as ``me/model@main``.
+        conflict: The message where something else was there first.
 
+    Raises:
+        HubError: anything failed.
+    """
     session = get_session()
     before = session.timeout
     session.timeout = ANSWER_S
     try:
-        with refusing(what, conflict):
-            yield
+        yield
+    except (httpx.HTTPError, EntryNotFoundError, OSError, ValueError, RuntimeError, *_OF_ANSWERS) as error:
+        raise HubError(f"{what}: {_reason(error, conflict)}") from error
     finally:
         session.timeout = before
+
+
+def _reason(error: Exception, conflict: str) -> str:
+    cause = error.__cause__
+    # The library uploads in threads and wraps their errors.
+    if isinstance(error, LocalEntryNotFoundError | RuntimeError) and isinstance(cause, Exception):
+        return _reason(cause, conflict)
+    for kind, reason in _REASONS:
+        if isinstance(error, kind):
+            return reason
+    if isinstance(error, HfHubHTTPError):
+        return _status(error, conflict)
+    if isinstance(error, HFValidationError):
+        return f"the hub does not allow this name ({_short(error)})"
+    if isinstance(error, _OF_ANSWERS):
+        return f"{_public(constants.ENDPOINT)} does not answer as a hub does; check HF_ENDPOINT and proxies"
+    if isinstance(error, httpx.HTTPError):
+        endpoint = _public(constants.ENDPOINT)
+        return f"{endpoint} cannot be reached ({_short(error)}); check the network and HF_ENDPOINT"
+    if isinstance(error, OSError):  # a download had another size than announced, or the disk failed
+        return f"{_short(error)}; run the same command again"
+    return _short(error)  # the library refuses some requests before it sends them, such as a card's metadata
+
+
+def _status(error: HfHubHTTPError, conflict: str) -> str:
+    status = error.response.status_code
+    if status == 401:
+        return ABSENT if get_token() is None else f"the hub refuses this token; {LOG_IN} with another"
+    if status == 403:
+        return f"this token may not do that; {LOG_IN} with one that may write here"
+    if status in (409, 412) and conflict:
+        return conflict
+    if status == 429:
+        after = error.response.headers.get("Retry-After", "")
+        when = f"in {after} seconds" if after.isdigit() else "later"
+        return f"the hub's rate limit is reached; try again {when}, or {LOG_IN} for a higher one"
+    if status >= 500:
+        return f"the hub answers {status}; try again later"
+    return f"the hub answers {status}: {_short(error)}"
+
+
+def _public(address: str) -> str:
+    """An address without passwords and signed queries."""
+    try:
+        parts = urlsplit(address)
+        port = f":{parts.port}" if parts.port else ""
+    except ValueError:
+        return "an address that is none"
+    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
+
+
+def _short(error: BaseException) -> str:
+    """An error in one line, as a terminal shows it, with public addresses alone."""
+    text = _ADDRESS.sub(lambda match: _public(match[0]), str(error))
+    return one_line(HubError(text or type(error).__name__))

@@ -11,16 +11,15 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import tempfile
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import ProfileError, RunFolderError
-from kvtuner.exported_configs.profile.document import DocumentKind, naming, read_document
+from kvtuner.exported_configs.profile.document import DocumentKind, read_document
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.sharing.reference import is_commit
+from kvtuner.exported_configs.sharing.reference import HubReference, is_commit
 from kvtuner.run_folder import RunFolder, write_atomically
 
 if TYPE_CHECKING:
@@ -30,60 +29,24 @@ if TYPE_CHECKING:
 
 CACHE_VARIABLE: Final = "KVTUNER_CACHE"
 ORIGIN: Final = "origin.json"
-REFS: Final = "refs"
-_LOCK: Final = "lock"
-_MAX_BYTES: Final = 2**23 + 1
 _ORIGIN: Final = DocumentKind("origin", "pull the profile again", 2**16, field_name=re.compile(r"[^\x00-\x1f/]{1,255}"))
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """The origin of a stored profile.
-
-    Attributes:
-        repo: The repository, ``owner/name``.
-        commit: The commit in full.
-        path: The path of the file in the repository.
-    """
-
-    repo: str
-    commit: str
-    path: str
-
-    def __str__(self) -> str:
-        return f"{self.repo}@{self.commit}:{self.path}"
-
-    @property
-    def key(self) -> str:
-        """The name of its folder; hubs tell no capitals apart in names of repositories."""
-        place = hashlib.sha256(self.path.encode()).hexdigest()[:12]
-        return f"{self.repo.lower().replace('/', '--')}@{self.commit}~{place}"
-
-
-@dataclass(frozen=True, slots=True)
 class FetchedProfile:
-    """A whole profile of the store.
+    """A profile of the hub, on this machine.
 
     Attributes:
         path: The path of the profile's file.
-        digest: The digest of the profile.
-        origin: The origin of the profile.
+        profile: The checked profile.
+        reference: The place that it comes from; its revision is a commit.
+        notes: Advice to the user: a revision that may move or that moved, and files that were left out.
     """
 
     path: Path
-    digest: str
-    origin: Origin
-
-    def load(self) -> Profile:
-        """Read and check the profile.
-
-        Raises:
-            ProfileError: the file changed since it was found.
-        """
-        profile = load_profile(self.path)
-        if profile.digest != self.digest:
-            raise ProfileError(f"{self.path} has digest {profile.digest}, which is not its folder's; pull it again")
-        return profile
+    profile: Profile
+    reference: HubReference
+    notes: tuple[str, ...] = ()
 
 
 def cache_folder() -> Path:
@@ -95,119 +58,98 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "kvtuner"
 
 
-def store(digest: str, files: Mapping[str, bytes], origin: Origin) -> FetchedProfile:
+def store(reference: HubReference, files: Mapping[str, bytes], profile: Profile) -> FetchedProfile:
     """Keep a profile and its companions; a whole profile that is already there stays.
 
     Args:
-        digest: The digest of the checked profile.
-        files: The content of the files by name; the profile has the last name of the origin's path.
-        origin: The origin of the files.
+        reference: The place that the files come from, at a commit.
+        files: The content of the files by name; the profile has the last name of the reference's path.
+        profile: The profile among them.
 
     Raises:
         RunFolderError: the disk is full, or the folder cannot be written.
     """
     assert ORIGIN not in files
-    cache = cache_folder()
-    final = _folder(digest, origin)
-    record = {**asdict(origin), "files": {name: _sha256(data) for name, data in files.items()}}
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with RunFolder(cache).lock(_LOCK), tempfile.TemporaryDirectory(dir=cache, prefix=".new-") as work:
-            fresh = Path(work, "files")
-            fresh.mkdir()
+    folder = cache_folder() / profile.digest.removeprefix("sha256:") / _key(reference)
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    record = {"repo": reference.repo, "commit": reference.revision, "path": reference.path, "files": hashes}
+    with _writing(), RunFolder(cache_folder()).lock("lock"):
+        if _read(folder) is None:  # another process may have been faster
             for name, data in {**files, ORIGIN: json.dumps(record, indent=1).encode()}.items():
-                (fresh / name).write_bytes(data)
-            _place(fresh, final, Path(work, "damaged"))
-    except (OSError, RunFolderError) as error:
-        raise _unwritable(error) from error
-    return FetchedProfile(final / PurePosixPath(origin.path).name, digest, origin)
+                write_atomically(folder / name, data)
+    return FetchedProfile(folder / PurePosixPath(reference.path).name, profile, reference)
 
 
-def _unwritable(error: OSError | RunFolderError) -> RunFolderError:
-    cause = error.__cause__ if isinstance(error, RunFolderError) else error
-    reason = cause.strerror if isinstance(cause, OSError) else error
-    return RunFolderError(f"cannot write in {cache_folder()}: {reason}; set {CACHE_VARIABLE} to another folder")
-
-
-def _place(fresh: Path, final: Path, damaged: Path) -> None:
-    """Move a folder to where it belongs, under the lock."""
-    if final.exists():
-        if _read(final) is not None:
-            return  # another process was faster: a commit's files never change
-        final.rename(damaged)
-    fresh.rename(final)
-    shutil.rmtree(damaged, ignore_errors=True)  # its place is taken; the temporary folder goes anyway
-
-
-def find_stored(repo: str, commit: str, path: str) -> FetchedProfile | None:
+def find_stored(reference: HubReference) -> FetchedProfile | None:
     """The profile that was fetched from a commit, if it is whole."""
-    key = Origin(repo, commit, path).key
-    folders = sorted(cache_folder().glob(f"*/{key}")) if is_commit(commit) else []
-    return next((stored for folder in folders if (stored := _read(folder)) is not None), None)
+    folders = sorted(cache_folder().glob(f"*/{_key(reference)}")) if reference.is_commit else []
+    return next((fetched for folder in folders if (fetched := _read(folder)) is not None), None)
 
 
 def all_stored() -> Iterator[FetchedProfile]:
     """Every whole profile of the store, by digest."""
     for folder in sorted(cache_folder().glob("*/*@*~*")):
-        stored = _read(folder)
-        if stored is not None:
-            yield stored
+        fetched = _read(folder)
+        if fetched is not None:
+            yield fetched
 
 
-def remember(repo: str, revision: str, commit: str) -> str | None:
+def remember(reference: HubReference, commit: str) -> str | None:
     """Note the commit of a branch or a tag; give the one that was noted before.
 
     Raises:
         RunFolderError: it cannot be written.
     """
-    before = remembered(repo, revision)
+    before = remembered(reference)
     if before != commit:
-        try:
-            write_atomically(_ref(repo, revision), commit)
-        except RunFolderError as error:
-            raise _unwritable(error) from error
+        with _writing():
+            write_atomically(_ref(reference), commit)
     return before
 
 
-def remembered(repo: str, revision: str) -> str | None:
+def remembered(reference: HubReference) -> str | None:
     """The commit of a branch or a tag when it was pulled last."""
     try:
-        commit = _ref(repo, revision).read_text(encoding="utf-8")
+        commit = _ref(reference).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
     return commit if is_commit(commit) else None
 
 
-def _ref(repo: str, revision: str) -> Path:
+def _key(reference: HubReference) -> str:
+    # Hubs tell no capitals apart in names of repositories.
+    place = hashlib.sha256(reference.path.encode()).hexdigest()[:12]
+    return f"{reference.repo.lower().replace('/', '--')}@{reference.revision}~{place}"
+
+
+def _ref(reference: HubReference) -> Path:
     # Hashed: a revision has slashes, and any length that a reference may have.
-    name = hashlib.sha256(revision.encode()).hexdigest()
-    return cache_folder() / REFS / repo.lower().replace("/", "--") / name
+    name = hashlib.sha256(reference.revision.encode()).hexdigest()
+    return cache_folder() / "refs" / reference.repo.lower().replace("/", "--") / name
 
 
 def _read(folder: Path) -> FetchedProfile | None:
     """The profile of a folder, if each of its files is unchanged and the profile is valid."""
     try:
-        with naming(folder / ORIGIN, _ORIGIN):
-            record = read_document(folder / ORIGIN, _ORIGIN)
-        files = record.pop("files")
-        origin = Origin(**record)
-        if origin.key != folder.name or not all(_sha256(_bytes(folder / name)) == files[name] for name in files):
-            return None
-        path = folder / PurePosixPath(origin.path).name
-        digest = load_profile(path).digest if path.name in files else ""
+        record = read_document(folder / ORIGIN, _ORIGIN)
+        reference = HubReference(record["repo"], record["commit"], record["path"])
+        files = {name: (folder / name).read_bytes() for name in record["files"]}
+        path = folder / PurePosixPath(reference.path).name
+        profile = load_profile(files[path.name])
+        hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        is_whole = hashes == record["files"] and _key(reference) == folder.name
     except (ProfileError, OSError, KeyError, TypeError, AttributeError):
         return None  # never whole, or changed since: fetched again
-    return FetchedProfile(path, digest, origin) if digest == f"sha256:{folder.parent.name}" else None
+    is_whole = is_whole and profile.digest == f"sha256:{folder.parent.name}"
+    return FetchedProfile(path, profile, reference) if is_whole else None
 
 
-def _bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(_MAX_BYTES)
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _folder(digest: str, origin: Origin) -> Path:
-    return cache_folder() / digest.removeprefix("sha256:") / origin.key
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except RunFolderError as error:
+        reason = getattr(error.__cause__, "strerror", error)
+        raise RunFolderError(
+            f"cannot write in {cache_folder()}: {reason}; set {CACHE_VARIABLE} to another folder"
+        ) from error

@@ -67,6 +67,11 @@ class HubReference:
         """This reference at a commit."""
         return replace(self, revision=commit)
 
+    @property
+    def full_name(self) -> str:
+        """The reference with its path, even where that is the usual one."""
+        return f"{self.repo}@{self.revision}:{self.path}"
+
     def __str__(self) -> str:
         return f"{self.repo}@{self.revision}" + ("" if self.path == PROFILE_FILE else f":{self.path}")
 

@@ -76,26 +76,25 @@ def _pull(args: Namespace) -> int:
     for copy in copies:
         if os.path.lexists(copy) and not args.force:
             raise ProfileError(f"{copy} is there already; name another --out, or overwrite it with --force")
-    pulled = pull(reference)
-    for note in pulled.notes:
+    fetched = pull(reference)
+    for note in fetched.notes:
         say(note)
-    fetched = pulled.stored
     if copies:
         copy_fetched(fetched, *copies)
-    path, profile = (copies or [fetched.path])[0], fetched.load()
+    path, profile, at = (copies or [fetched.path])[0], fetched.profile, fetched.reference
     if args.json:
         facts = {
             "file": str(path),
             "digest": profile.digest,
             "model": profile.model.id,
-            "repo": fetched.origin.repo,
-            "commit": fetched.origin.commit,
-            "path": fetched.origin.path,
-            "notes": list(pulled.notes),
+            "repo": at.repo,
+            "commit": at.revision,
+            "path": at.path,
+            "notes": list(fetched.notes),
         }
         print(json.dumps(facts, indent=1))
     else:
-        print(f"{path}: valid, {profile.digest}, for {printable(profile.model.id)}, from {fetched.origin}")
+        print(f"{path}: valid, {profile.digest}, for {printable(profile.model.id)}, from {at.full_name}")
     return 0
 
 

@@ -60,11 +60,8 @@ def _catalogue() -> Iterator[ListedProfile]:
 
 
 def _cache() -> Iterator[ListedProfile]:
-    for stored in all_stored():
-        try:
-            yield ListedProfile(str(stored.origin), "cache", stored.load())
-        except ProfileError as error:
-            say(f"not shown: {printable(str(error))}")
+    for fetched in all_stored():
+        yield ListedProfile(fetched.reference.full_name, "cache", fetched.profile)
 
 
 def _below(top: Path) -> Iterator[ListedProfile]:

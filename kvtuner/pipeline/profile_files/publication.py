@@ -61,14 +61,14 @@ def make_upload(
     """
     files = _files(path, repo, license_id, with_report=with_report)
     head = look_at_branch(repo, branch)
-    if head.commit is None and branch:
+    if head is None and branch:
         raise HubError(f"{repo} is not there, so it has no branch {branch}; leave --revision out to make it")
     return Upload(
         repo=repo,
         branch=branch,
         head=head,
         files=files,
-        removed=_stale(head.files, files),
+        removed=_stale(head.sizes, files) if head else (),
         private=private,
         create_pr=create_pr,
     )
@@ -83,10 +83,11 @@ def preview_text(upload: Upload) -> str:
     """What a commit would do, for a person to agree to."""
     branch = f"@{upload.branch}" if upload.branch else ""
     kind = "private" if upload.private else "public"
-    onto = f"onto {upload.head.commit}" if upload.head.commit else f"a new {kind} repository"
+    onto = f"onto {upload.head.commit}" if upload.head else f"a new {kind} repository"
+    there = upload.head.sizes if upload.head else {}
     lines = [f"{upload.repo}{branch}: {onto}" + (", as a pull request" if upload.create_pr else "")]
     lines += [
-        f"  {'replaces' if name in upload.head.files else 'adds    '} {printable(name)}  {len(data):,} bytes"
+        f"  {'replaces' if name in there else 'adds    '} {printable(name)}  {len(data):,} bytes"
         for name, data in upload.files.items()
     ]
     lines += [f"  removes  {printable(name)}" for name in upload.removed]
@@ -99,7 +100,7 @@ def upload_facts(upload: Upload) -> dict[str, Any]:
     return {
         "repo": upload.repo,
         "branch": upload.branch,
-        "parent": upload.head.commit,
+        "parent": upload.head.commit if upload.head else None,
         "files": {name: len(data) for name, data in upload.files.items()},
         "removed": list(upload.removed),
         "card": upload.files[README].decode(),
@@ -204,7 +205,7 @@ def _read(path: Path, limit: int) -> bytes:
     return data
 
 
-def _stale(there: tuple[str, ...], files: Mapping[str, bytes]) -> tuple[str, ...]:
+def _stale(there: Iterable[str], files: Mapping[str, bytes]) -> tuple[str, ...]:
     """Files of the repository that belong to a profile that is replaced."""
     stems = [name.removesuffix(".json") for name in profile_names(files)]
     return tuple(

@@ -15,7 +15,7 @@ from kvtuner.errors import HubError, ProfileError, RunFolderError
 from kvtuner.exported_configs.profile.evaluation_record import evaluation_files
 from kvtuner.exported_configs.sharing.catalogue import FOLDER
 from kvtuner.exported_configs.sharing.hub import pull
-from kvtuner.exported_configs.sharing.profile_store import all_stored, cache_folder, find_stored, remembered
+from kvtuner.exported_configs.sharing.profile_store import all_stored, cache_folder, remembered
 from kvtuner.exported_configs.sharing.reference import HubReference
 from kvtuner.exported_configs.sharing.upload import look_at_branch
 
@@ -31,10 +31,10 @@ MAIN = HubReference(REPO, "main")
 def test_a_branch_is_fetched_by_its_commit_checked_and_kept_by_digest(hub: Any, profile: Profile, data: bytes) -> None:
     oid = hub.repo(REPO, {"profile.json": data}).refs["main"]
     pulled = pull(MAIN)
-    assert pulled.stored.path.read_bytes() == data
-    assert pulled.stored.load() == profile
-    assert pulled.stored.path.parent.parent == cache_folder() / profile.digest.removeprefix("sha256:")
-    assert (pulled.stored.origin.commit, pulled.stored.origin.repo) == (oid, REPO)
+    assert pulled.path.read_bytes() == data
+    assert pulled.profile == profile
+    assert pulled.path.parent.parent == cache_folder() / profile.digest.removeprefix("sha256:")
+    assert (pulled.reference.revision, pulled.reference.repo) == (oid, REPO)
     assert pulled.notes == (f"{REPO}@main may change; it is {REPO}@{oid} now: name that to keep it",)
     fetched = hub.asked("GET", "/resolve/")
     assert fetched and all(f"/resolve/{oid}/" in path for path in fetched), "by the commit, never by the branch"
@@ -45,7 +45,7 @@ def test_a_commit_that_is_kept_needs_no_request(hub: Any, data: bytes) -> None:
     pull(MAIN)
     hub.requests.clear()
     assert pull(MAIN.at(oid)).notes == ()
-    assert pull(HubReference("Me/Tiny-KV4", oid)).stored.path == find_stored(REPO, oid, "profile.json").path  # type: ignore[union-attr]
+    assert [pull(HubReference("Me/Tiny-KV4", oid))] == list(all_stored())
     assert hub.requests == []
     pull(MAIN)
     assert hub.requests, "a branch is looked up every time"
@@ -58,10 +58,10 @@ def test_another_repository_with_the_same_layers_is_another_profile(hub: Any, pr
     forged = data.replace(b'"id": "owner/tiny-3.1"', b'"id": "evil/model-3.1"')
     assert forged != data
     hub.repo("evil/x", {"profile.json": forged})
-    assert pull(HubReference("evil/x", "main")).stored.load().digest == profile.digest
+    assert pull(HubReference("evil/x", "main")).profile.digest == profile.digest
     pinned = HubReference("good/x", good, digest=profile.digest)
-    assert pull(pinned).stored.load().model.id == "owner/tiny-3.1"
-    assert pull(HubReference("evil/x", "main", digest=profile.digest)).stored.load().model.id == "evil/model-3.1"
+    assert pull(pinned).profile.model.id == "owner/tiny-3.1"
+    assert pull(HubReference("evil/x", "main", digest=profile.digest)).profile.model.id == "evil/model-3.1"
 
 
 def test_a_signature_that_came_later_is_fetched_with_its_commit(
@@ -69,9 +69,9 @@ def test_a_signature_that_came_later_is_fetched_with_its_commit(
 ) -> None:
     repo = hub.repo(REPO, {"profile.json": data})
     reference = HubReference(REPO, "main", digest=profile.digest)
-    assert not pull(reference).stored.path.with_name("profile.json.sig").exists()
+    assert not pull(reference).path.with_name("profile.json.sig").exists()
     repo.commit({"profile.json": data, "profile.json.sig": signature})
-    assert pull(reference).stored.path.with_name("profile.json.sig").read_bytes() == signature
+    assert pull(reference).path.with_name("profile.json.sig").read_bytes() == signature
 
 
 @pytest.mark.parametrize("damage", ["bits", "cut", "empty", "model", "signature", "more"])
@@ -79,7 +79,7 @@ def test_whatever_was_changed_in_the_store_is_fetched_again(
     hub: Any, data: bytes, signature: bytes, damage: str
 ) -> None:
     oid = hub.repo(REPO, {"profile.json": data, "profile.json.sig": signature}).refs["main"]
-    path = pull(MAIN).stored.path
+    path = pull(MAIN).path
     beside = path.with_name("profile.json.sig")
     if damage == "signature":
         beside.unlink()
@@ -94,7 +94,7 @@ def test_whatever_was_changed_in_the_store_is_fetched_again(
                 "model": data.replace(b"owner/tiny-3.1", b"evil/model-3.1"),
             }[damage]
         )
-    assert pull(MAIN.at(oid)).stored.path.read_bytes() == data
+    assert pull(MAIN.at(oid)).path.read_bytes() == data
     assert beside.read_bytes() == signature
 
 
@@ -131,7 +131,7 @@ def test_evaluations_and_a_signature_come_with_the_profile(
         "model.safetensors": b"w" * 100,
     }
     hub.repo(REPO, {"profile.json": data, **beside})
-    kept = pull(MAIN).stored.path
+    kept = pull(MAIN).path
     assert sorted(file.name for file in kept.parent.iterdir()) == [
         "origin.json",
         "profile.evaluation-x-1.json",
@@ -147,7 +147,7 @@ def test_what_is_damaged_beside_a_profile_is_left_out_and_said(hub: Any, data: b
     beside = {"profile.evaluation-x.json": other, "profile.evaluation-y.json": b"{}", "profile.json.sig": b"junk"}
     hub.repo(REPO, {"profile.json": data, **beside})
     pulled = pull(MAIN)
-    assert sorted(file.name for file in pulled.stored.path.parent.iterdir()) == ["origin.json", "profile.json"]
+    assert sorted(file.name for file in pulled.path.parent.iterdir()) == ["origin.json", "profile.json"]
     left_out = [note for note in pulled.notes if note.startswith("left out ")]
     assert len(left_out) == 3 and any("evaluates another profile" in note for note in left_out)
 
@@ -155,7 +155,7 @@ def test_what_is_damaged_beside_a_profile_is_left_out_and_said(hub: Any, data: b
 def test_a_profile_by_its_path_keeps_its_name(hub: Any, data: bytes, signature: bytes) -> None:
     signed = {"kv/profile-4bit.json.sig": signature, "profile-4bit.json.sig": b"other"}
     hub.repo(REPO, {"kv/profile-4bit.json": data, **signed})
-    kept = pull(HubReference(REPO, "main", "kv/profile-4bit.json")).stored
+    kept = pull(HubReference(REPO, "main", "kv/profile-4bit.json"))
     assert kept.path.name == "profile-4bit.json"
     assert kept.path.with_name("profile-4bit.json.sig").read_bytes() == signature
     with pytest.raises(ProfileError, match="is no name for a profile"):
@@ -165,8 +165,8 @@ def test_a_profile_by_its_path_keeps_its_name(hub: Any, data: bytes, signature: 
 def test_a_tag_of_a_private_repository_is_fetched_with_the_token(hub: Any, data: bytes) -> None:
     repo = hub.repo(REPO, {"profile.json": data}, private=True)
     repo.refs["v1"] = repo.refs["main"]
-    assert pull(HubReference(REPO, "v1")).stored.origin.commit == repo.refs["main"]
-    assert remembered(REPO, "v1") == repo.refs["main"] and remembered(REPO, "main") is None
+    assert pull(HubReference(REPO, "v1")).reference.revision == repo.refs["main"]
+    assert remembered(HubReference(REPO, "v1")) == repo.refs["main"] and remembered(MAIN) is None
     assert {token for _, _, token in hub.requests} == {f"Bearer {hub.token}"}
 
 
@@ -240,7 +240,7 @@ def test_without_a_token_a_private_repository_is_asked_for_one(
     with pytest.raises(HubError, match=r"there is no such repository, or it is private; .* or log in"):
         pull(MAIN)
     hub.repos[REPO].private = False
-    assert pull(MAIN).stored.path.read_bytes() == data
+    assert pull(MAIN).path.read_bytes() == data
     assert {token for _, _, token in hub.requests} == {None}
 
 
@@ -256,7 +256,7 @@ def test_a_file_at_another_host_is_fetched_there_without_the_token(hub: Any, hub
         store.repo(REPO, {"profile.json": data})
         hub.repo(REPO, {"profile.json": data})
         hub.elsewhere = store.url.replace("127.0.0.1", "localhost")
-        assert pull(MAIN).stored.path.read_bytes() == data
+        assert pull(MAIN).path.read_bytes() == data
         assert store.asked("GET", "/resolve/")
         assert all(token is None for method, _, token in store.requests if method == "GET")
 
@@ -273,10 +273,10 @@ def test_pulls_side_by_side_agree(hub: Any, versions: list[bytes]) -> None:
     commits = [hub.repo(f"me/{n}", {"profile.json": version}).refs["main"] for n, version in enumerate(versions)]
     references = [HubReference(f"me/{n}", commit) for n, commit in enumerate(commits)] * 6
     with ThreadPoolExecutor(8) as pool:
-        paths = {pulled.stored.path for pulled in pool.map(pull, references)}
+        paths = {pulled.path for pulled in pool.map(pull, references)}
     assert len(paths) == len(versions)
     assert sorted(each.path for each in all_stored()) == sorted(paths)
-    assert [file.name for file in cache_folder().iterdir() if file.name.startswith(".new-")] == []
+    assert list(cache_folder().rglob("*.partial")) == []
 
 
 @pytest.mark.parametrize("cut", [0, 1, 700])
@@ -289,13 +289,13 @@ def test_a_connection_that_is_cut_for_good_leaves_nothing_usable(
         pull(MAIN)
     assert list(all_stored()) == [] and not list(cache_folder().rglob("*.json"))
     fault.times = 0
-    assert pull(MAIN).stored.path.read_bytes() == data
+    assert pull(MAIN).path.read_bytes() == data
 
 
 def test_a_connection_that_is_cut_once_is_resumed(hub: Any, data: bytes, impatient: None) -> None:
     hub.repo(REPO, {"profile.json": data})
     hub.fail("GET", "/resolve/.*/profile.json", cut=500, times=1)
-    assert pull(MAIN).stored.path.read_bytes() == data
+    assert pull(MAIN).path.read_bytes() == data
 
 
 @pytest.mark.parametrize("kind", ["truncated", "edited", "text", "newer"])
@@ -362,7 +362,7 @@ def test_a_cache_that_cannot_be_written_is_named(hub: Any, data: bytes, obstacle
 
 def test_a_folder_of_the_store_that_is_not_whole_is_none(hub: Any, data: bytes) -> None:
     hub.repo(REPO, {"profile.json": data})
-    kept = pull(MAIN).stored
+    kept = pull(MAIN)
     record = kept.path.with_name("origin.json")
     origin = record.read_text()
     for damage in (
@@ -374,10 +374,9 @@ def test_a_folder_of_the_store_that_is_not_whole_is_none(hub: Any, data: bytes) 
     ):
         record.write_text(damage)
         assert list(all_stored()) == [], damage
-    assert pull(MAIN).stored == kept and record.read_text() == origin
-    (kept.path.parents[2] / ".new-left-behind").mkdir()
+    assert pull(MAIN) == kept and record.read_text() == origin
     (kept.path.parents[2] / "notes").mkdir()
-    assert list(all_stored()) == [kept]
+    assert [fetched.path for fetched in all_stored()] == [kept.path]
 
 
 def evaluation_of(digest: str) -> bytes:

@@ -23,12 +23,12 @@ MAIN = HubReference(REPO, "main")
 def test_a_push_makes_one_commit_of_all_files(hub: Any, data: bytes) -> None:
     files = {"README.md": b"---\nlicense: mit\n---\n", "profile.json": data, "pictures/a.png": b"\x89PNG" * 9}
     head = look_at_branch(REPO, None)
-    assert head.commit is None
+    assert head is None
     made = push(Upload(REPO, None, head, files, private=True), "first")
     repo = hub.repos[REPO]
     assert repo.private and len(repo.commits) == 2 and repo.refs["main"] == made.commit
     assert {name: repo.commits[made.commit][name] for name in files} == files
-    assert pull(MAIN.at(made.commit)).stored.path.read_bytes() == data
+    assert pull(MAIN.at(made.commit)).path.read_bytes() == data
 
 
 def test_a_push_replaces_and_removes_on_top_of_what_was_seen(hub: Any, data: bytes, versions: list[bytes]) -> None:
@@ -69,7 +69,7 @@ def test_a_pull_request_leaves_the_branch_alone(hub: Any, data: bytes) -> None:
     before = repo.refs["main"]
     made = push(Upload(REPO, None, look_at_branch(REPO, None), {"profile.json": data}, create_pr=True), "please")
     assert repo.refs["main"] == before and "/discussions/1" in made.url
-    assert pull(MAIN.at(made.commit)).stored.path.read_bytes() == data
+    assert pull(MAIN.at(made.commit)).path.read_bytes() == data
 
 
 @pytest.mark.parametrize("may_write", [True, False])
