@@ -1,4 +1,4 @@
-"""Right and wrong answers to the same questions, paired. Knows nothing of models.
+"""What several schemes scored on the same questions or sequences, paired. Knows nothing of models.
 
 Questions of one problem share a context and so are dependent: intervals count as many independent questions as the
 spread between problems leaves of them (the design effect), at most all and at least one for each problem.
@@ -7,15 +7,16 @@ spread between problems leaves of them (the design effect), at most all and at l
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import chain, product
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 import numpy as np
 from scipy.stats import binomtest, norm, t
 
 from kvtuner.errors import CorpusError
-from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval
+from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval, bootstrap_mean
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,9 +29,73 @@ MAX_EXACT: Final = 14
 NUM_FLIPS: Final = 20_000
 
 
+class PairedScores(ABC):
+    """The scores of one scheme in one metric; other schemes' are of the same questions or sequences.
+
+    A seed is that of what is drawn: resamples, signs, swaps.
+    """
+
+    @property
+    @abstractmethod
+    def counts(self) -> NDArray[np.int64]:
+        """The questions, or tokens, of each context, question or sequence, which are independent, [num_units]."""
+
+    @property
+    def flag(self) -> Flag | None:
+        """Why the unquantized model's scores cannot tell schemes apart."""
+        return None
+
+    @abstractmethod
+    def interval(self, seed: int) -> Interval:
+        """The result."""
+
+    @abstractmethod
+    def minus(self, other: Self, seed: int) -> Interval:
+        """The paired difference from another scheme's."""
+
+    @abstractmethod
+    def p_value(self, other: Self, seed: int) -> float:
+        """The two-sided p-value that neither is better."""
+
+    def mcnemar(self, other: Self) -> float | None:
+        """McNemar's p-value; None of what is not right or wrong."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Means(PairedScores):
+    """Means over tokens, or over questions, whole sequences resampled.
+
+    Attributes:
+        sums: The sum of each sequence, [num_sequences].
+        counts: The numbers of tokens, the same for all schemes, [num_sequences].
+    """
+
+    sums: NDArray[np.float64]
+    counts: NDArray[np.int64]
+
+    def interval(self, seed: int) -> Interval:
+        """The mean."""
+        return bootstrap_mean(self.sums, self.counts, seed=seed)
+
+    def minus(self, other: Self, seed: int) -> Interval:
+        """The difference of two means; what sequences share cancels.
+
+        Raises:
+            ValueError: the other sums are of other sequences.
+        """
+        if self.sums.shape != other.sums.shape:
+            raise ValueError(f"paired sums need one shape, but have {self.sums.shape} and {other.sums.shape}")
+        return bootstrap_mean(self.sums - other.sums, self.counts, seed=seed)
+
+    def p_value(self, other: Self, seed: int) -> float:
+        """The p-value of sequences' differences with their signs flipped."""
+        return sign_flip(self.sums - other.sums, seed)
+
+
 @dataclass(frozen=True, slots=True)
-class Marks:
-    """The marks of the same questions: right or wrong.
+class Marks(PairedScores):
+    """The marks of questions, right or wrong; their mean is the accuracy.
 
     Attributes:
         problems: The marks of each problem's questions; an answer that never came is wrong.
@@ -43,14 +108,14 @@ class Marks:
             raise ValueError("marks need a problem at least, and every problem a question")
 
     @property
-    def num_questions(self) -> int:
-        """The questions of all problems."""
-        return sum(map(len, self.problems))
+    def counts(self) -> NDArray[np.int64]:
+        """The questions of each problem."""
+        return np.array([len(marks) for marks in self.problems])
 
     @property
     def accuracy(self) -> float:
         """The share of questions that were answered right."""
-        return sum(map(sum, self.problems)) / self.num_questions
+        return sum(map(sum, self.problems)) / int(self.counts.sum())
 
     @property
     def flag(self) -> Flag | None:
@@ -59,16 +124,16 @@ class Marks:
             return "floor"
         return "ceiling" if self.accuracy >= CEILING else None
 
-    def interval(self) -> Interval:
-        """The accuracy with Wilson's interval over as many questions as count for independent."""
+    def interval(self, seed: int = 0) -> Interval:
+        """The accuracy with Wilson's interval over as many questions as count for independent; nothing is drawn."""
         share = self.accuracy
-        trials = self.num_questions / _design_effect(self._shares(), self._counts(), share * (1 - share))
+        trials = int(self.counts.sum()) / _design_effect(self._shares(), self.counts, share * (1 - share))
         z = float(norm.ppf((1 + DEFAULT_LEVEL) / 2))
         middle = (share + z * z / (2 * trials)) / (1 + z * z / trials)
         half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
         return Interval(share, min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half)))
 
-    def minus(self, other: Marks) -> Interval:
+    def minus(self, other: Self, seed: int = 0) -> Interval:
         """The paired difference of accuracies, with Agresti and Min's adjusted interval (Stat. in Medicine 24, 2005).
 
         Half a question is added to each cell of their table, so that even equal marks leave an interval.
@@ -77,52 +142,43 @@ class Marks:
             ValueError: the other marks have other questions.
             CorpusError: a single problem has no spread between problems.
         """
-        self._check_same(other)
+        first, second = self._only_one_is_right(other)
         if len(self.problems) < 2:
             raise CorpusError("an interval needs at least 2 problems; ask more")
-        first, second = _only_one_is_right(self, other)
-        total = self.num_questions
+        total = int(self.counts.sum())
         mean = (first - second) / total
         variance = (first + second) / total - mean * mean
-        effect = _design_effect(self._shares() - other._shares(), self._counts(), variance)
+        effect = _design_effect(self._shares() - other._shares(), self.counts, variance)
         trials, first_of, second_of = total / effect, first / effect, second / effect
         spread = math.sqrt(first_of + second_of + 1 - (first_of - second_of) ** 2 / (trials + 2)) / (trials + 2)
         middle = (first_of - second_of) / (trials + 2)
         half = float(t.ppf((1 + DEFAULT_LEVEL) / 2, len(self.problems) - 1)) * spread
         return Interval(mean, max(-1.0, min(mean, middle - half)), min(1.0, max(mean, middle + half)))
 
-    def sign_flip(self, other: Marks, seed: int) -> float:
-        """The two-sided p-value that neither is better: problems' differences with their signs flipped at random.
+    def p_value(self, other: Self, seed: int) -> float:
+        """The p-value of problems' differences with their signs flipped."""
+        return sign_flip((self._shares() - other._shares()) * self.counts, seed)
+
+    def mcnemar(self, other: Self) -> float:
+        """The exact two-sided p-value that both are right equally often.
+
+        It takes questions for independent; where those of one problem are not, it is too small.
 
         Raises:
             ValueError: the other marks have other questions.
         """
-        self._check_same(other)
-        return sign_flip((self._shares() - other._shares()) * self._counts(), seed)
+        only_first, only_second = self._only_one_is_right(other)
+        differing = only_first + only_second
+        return 1.0 if not differing else float(binomtest(only_first, differing).pvalue)
 
     def _shares(self) -> NDArray[np.float64]:
         return np.array([sum(marks) / len(marks) for marks in self.problems])
 
-    def _counts(self) -> NDArray[np.float64]:
-        return np.array([float(len(marks)) for marks in self.problems])
-
-    def _check_same(self, other: Marks) -> None:
-        if tuple(map(len, self.problems)) != tuple(map(len, other.problems)):
+    def _only_one_is_right(self, other: Self) -> tuple[int, int]:
+        if not np.array_equal(self.counts, other.counts):
             raise ValueError("paired marks need the same questions")
-
-
-def mcnemar(first: Marks, second: Marks) -> float:
-    """The exact two-sided p-value that both are right equally often.
-
-    It takes questions for independent; where those of one problem are not, it is too small.
-
-    Raises:
-        ValueError: the other marks have other questions.
-    """
-    first._check_same(second)
-    only_first, only_second = _only_one_is_right(first, second)
-    differing = only_first + only_second
-    return 1.0 if not differing else float(binomtest(only_first, differing).pvalue)
+        pairs = list(zip(chain(*self.problems), chain(*other.problems), strict=True))
+        return pairs.count((True, False)), pairs.count((False, True))
 
 
 def sign_flip(differences: NDArray[np.float64], seed: int) -> float:
@@ -143,12 +199,7 @@ def sign_flip(differences: NDArray[np.float64], seed: int) -> float:
     return float(((abs(signs @ differences) >= observed).sum() + 1) / (NUM_FLIPS + 1))
 
 
-def _only_one_is_right(first: Marks, second: Marks) -> tuple[int, int]:
-    pairs = list(zip(chain(*first.problems), chain(*second.problems), strict=True))
-    return pairs.count((True, False)), pairs.count((False, True))
-
-
-def _design_effect(shares: NDArray[np.float64], counts: NDArray[np.float64], variance: float) -> float:
+def _design_effect(shares: NDArray[np.float64], counts: NDArray[np.int64], variance: float) -> float:
     """The factor by which problems vary more than independent questions, from 1 to the questions of a problem."""
     most = float(counts.mean())
     if variance <= 0 or len(shares) < 2:

@@ -56,40 +56,19 @@ def bootstrap_mean(
     """
     sums = np.asarray(sums, dtype=np.float64)
     tokens = np.asarray(counts, dtype=np.float64)
-    _check(sums, tokens, level)
+    if sums.ndim != 1 or sums.shape != tokens.shape:
+        raise ValueError(f"sums and counts need one value per sequence, but have {sums.shape} and {tokens.shape}")
+    if len(sums) < 2:
+        raise CorpusError(
+            f"an interval needs at least 2 sequences, but the split has {len(sums)};"
+            " give more data or shorter sequences"
+        )
+    if not (np.isfinite(sums).all() and (tokens > 0).all() and 0 < level < 1):
+        raise ValueError(f"sums must be finite, every sequence must have tokens, and {level=} must be inside (0, 1)")
     drawn = np.random.default_rng(seed).integers(0, len(sums), (num_resamples, len(sums)))
     means = sums[drawn].sum(axis=1) / tokens[drawn].sum(axis=1)
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(sums.sum() / tokens.sum()), float(low), float(high))
-
-
-def paired_difference(
-    sums_a: NDArray[np.float64],
-    sums_b: NDArray[np.float64],
-    counts: NDArray[np.int64],
-    *,
-    num_resamples: int = DEFAULT_NUM_RESAMPLES,
-    level: float = DEFAULT_LEVEL,
-    seed: int,
-) -> Interval:
-    """The mean of a minus the mean of b, both measured on the same tokens; what sequences share cancels.
-
-    Args:
-        sums_a: The sum over each sequence's tokens under a, [num_sequences].
-        sums_b: The sums under b.
-        counts: The tokens of each sequence.
-        num_resamples: The number of draws.
-        level: The confidence of the interval.
-        seed: The seed of the draws.
-
-    Raises:
-        CorpusError: fewer than two sequences.
-        ValueError: what `bootstrap_mean` refuses.
-    """
-    sums_a, sums_b = np.asarray(sums_a, dtype=np.float64), np.asarray(sums_b, dtype=np.float64)
-    if sums_a.shape != sums_b.shape:
-        raise ValueError(f"paired sums need one shape, but have {sums_a.shape} and {sums_b.shape}")
-    return bootstrap_mean(sums_a - sums_b, counts, num_resamples=num_resamples, level=level, seed=seed)
 
 
 def spearman(x: NDArray[np.float64], y: NDArray[np.float64]) -> float | None:
@@ -122,17 +101,3 @@ def quantile(values: NDArray[np.floating], level: float) -> float:
     if not values.size or np.isnan(values).any() or not 0 <= level <= 1:
         raise ValueError(f"no {level} quantile of {values.size} values: they must be numbers, the level in [0, 1]")
     return float(np.quantile(values, level, method="inverted_cdf"))
-
-
-def _check(sums: NDArray[np.float64], counts: NDArray[np.float64], level: float) -> None:
-    if sums.ndim != 1 or sums.shape != counts.shape:
-        raise ValueError(f"sums and counts need one value per sequence, but have {sums.shape} and {counts.shape}")
-    if len(sums) < 2:
-        raise CorpusError(
-            f"an interval needs at least 2 sequences, but the split has {len(sums)};"
-            " give more data or shorter sequences"
-        )
-    if not np.isfinite(sums).all() or not (counts > 0).all():
-        raise ValueError("sums must be finite and every sequence must have tokens")
-    if not 0 < level < 1:
-        raise ValueError(f"level must be inside (0, 1), but is {level}")

@@ -248,21 +248,23 @@ class _Work:
     def task_cells(self, backends: Sequence[Backend], folder: RunFolder, identity: str) -> list[Cell]:
         """The cells of lm-evaluation-harness's tasks."""
         from kvtuner.evaluation.tasks.harness_model import HarnessModel
-        from kvtuner.evaluation.tasks.harness_tasks import TaskOptions, task_cells
+        from kvtuner.evaluation.tasks.harness_tasks import task_cells
 
         options, context_length = self.options, self.shape.context_length
-        tasks = TaskOptions(
-            options.tasks or (),
-            None if options.include_path is None else Path(options.include_path),
-            options.limit,
-            options.num_fewshot,
-            options.apply_chat_template,
-        )
         models = {
             backend.name: HarnessModel(backend, self.text, self.tokenizer, context_length, folder, identity)
             for backend in backends
         }
-        return task_cells(models, backends, tasks, seed=self.seed)
+        return task_cells(
+            models,
+            backends,
+            tasks=options.tasks or (),
+            include_path=options.include_path,
+            seed=self.seed,
+            limit=options.limit,
+            num_fewshot=options.num_fewshot,
+            apply_chat_template=options.apply_chat_template,
+        )
 
     def samples(self, backends: Sequence[Backend]) -> list[str]:
         """The continuations of some sequences by every scheme; the run folder keeps them, for they quote the text."""

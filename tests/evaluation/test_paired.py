@@ -11,11 +11,11 @@ import pytest
 from scipy.stats import binom, permutation_test
 
 from kvtuner.errors import CorpusError
-from kvtuner.evaluation.paired import Marks, mcnemar, sign_flip
+from kvtuner.evaluation.paired import Marks, Means, sign_flip
 
 
 def marks(text: str) -> Marks:
-    """Marks of a text such as `110 011`: two problems of three questions."""
+    """The marks of `110 011`: two problems of three questions."""
     return Marks(tuple(tuple(mark == "1" for mark in problem) for problem in text.split()))
 
 
@@ -24,14 +24,46 @@ def of_table(both: int, first: int, second: int, neither: int) -> tuple[Marks, M
     return marks(" ".join(str(a) for a, _ in pairs)), marks(" ".join(str(b) for _, b in pairs))
 
 
+def sequences(num_sequences: int, seed: int = 0) -> Means:
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, 60, num_sequences)
+    return Means(rng.lognormal(-3, 1, num_sequences) * counts, counts)
+
+
+def test_what_both_means_share_cancels_in_their_difference() -> None:
+    means = sequences(9)
+    difference = Means(means.sums + 0.25 * means.counts, means.counts).minus(means, 1)
+    assert (difference.mean, difference.low, difference.high) == pytest.approx((0.25, 0.25, 0.25))
+    assert difference.excludes_zero
+
+
+def test_swapping_the_sides_mirrors_the_paired_difference() -> None:
+    a = sequences(21, seed=1)
+    b = Means(a.sums * np.random.default_rng(2).uniform(0.5, 1.6, 21), a.counts)
+    there, back = a.minus(b, 4), b.minus(a, 4)
+    assert (there.mean, there.low, there.high) == pytest.approx((-back.mean, -back.high, -back.low))
+
+
+def test_pairing_sees_a_difference_that_two_separate_intervals_hide() -> None:
+    a = sequences(25)
+    b = Means(a.sums * 1.05, a.counts)
+    assert a.interval(0).high > b.interval(0).low
+    assert b.minus(a, 0).low > 0
+
+
+def test_paired_sums_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"one shape"):
+        sequences(3).minus(sequences(1), 0)
+
+
 def test_mcnemar_is_the_exact_binomial_test_of_the_questions_that_differ() -> None:
     for only_first, only_second in itertools.product(range(7), repeat=2):
         differing = only_first + only_second
         likelihoods = [binom.pmf(k, differing, 0.5) for k in range(differing + 1)]
         expected = sum(p for p in likelihoods if p <= likelihoods[only_first] * (1 + 1e-9)) if differing else 1.0
         for agree in (0, 5):
-            found = mcnemar(*of_table(agree, only_first, only_second, 2 * agree + 1))
-            assert found == pytest.approx(min(expected, 1.0), abs=1e-12)
+            first, second = of_table(agree, only_first, only_second, 2 * agree + 1)
+            assert first.mcnemar(second) == pytest.approx(min(expected, 1.0), abs=1e-12)
 
 
 @pytest.mark.parametrize("units", [2, 3, 8, 14, 15, 40])
@@ -46,8 +78,8 @@ def test_sign_flips_are_scipys_permutations(units: int) -> None:
 def test_few_problems_can_never_be_clear() -> None:
     for problems in range(2, 6):
         better, worse = marks(" ".join(["1" * 40] * problems)), marks(" ".join(["0" * 40] * problems))
-        assert better.sign_flip(worse, 0) == 2.0 ** (1 - problems) > 0.05
-    assert marks(" ".join(["1"] * 6)).sign_flip(marks(" ".join(["0"] * 6)), 0) < 0.05
+        assert better.p_value(worse, 0) == 2.0 ** (1 - problems) > 0.05
+    assert marks(" ".join(["1"] * 6)).p_value(marks(" ".join(["0"] * 6)), 0) < 0.05
 
 
 @pytest.mark.parametrize(("problems", "questions"), [(10, 4), (10, 40), (30, 1)])
@@ -63,7 +95,7 @@ def test_equals_are_called_different_in_one_of_twenty_and_intervals_hold_the_tru
             Marks(tuple(tuple(map(bool, rng.random(questions) < p)) for p in hard + rng.normal(0, 0.05, problems)))
             for _ in range(2)
         )
-        clear += first.sign_flip(second, 0) < 0.05
+        clear += first.p_value(second, 0) < 0.05
         missed += not first.interval().low <= 1.6 / 2.3 <= first.interval().high
         missed_difference += not first.minus(second).low <= 0 <= first.minus(second).high
     assert clear / runs < 0.07
@@ -110,7 +142,7 @@ def test_a_reference_that_fails_or_hardly_can_is_flagged() -> None:
 
 def test_what_cannot_be_paired_is_refused() -> None:
     with pytest.raises(ValueError, match="same questions"):
-        mcnemar(marks("11 1"), marks("1 11"))
+        marks("11 1").mcnemar(marks("1 11"))
     with pytest.raises(ValueError, match="same questions"):
         marks("11").minus(marks("1"))
     with pytest.raises(CorpusError, match="at least 2"):

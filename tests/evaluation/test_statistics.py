@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from kvtuner.errors import CorpusError
-from kvtuner.evaluation.statistics import Interval, bootstrap_mean, paired_difference, quantile, spearman
+from kvtuner.evaluation.statistics import Interval, bootstrap_mean, quantile, spearman
 
 
 def sequences(num_sequences: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -71,27 +71,6 @@ def test_the_interval_covers_the_true_mean_as_often_as_it_says() -> None:
     assert 0.9 - 0.06 - 0.02 < hits / num_trials < 0.9 + 0.06
 
 
-def test_what_both_sides_share_cancels_in_the_paired_difference() -> None:
-    sums, counts = sequences(9)
-    difference = paired_difference(sums + 0.25 * counts, sums, counts, seed=1)
-    assert ends(difference) == pytest.approx((0.25, 0.25, 0.25))
-    assert difference.excludes_zero
-
-
-def test_swapping_the_sides_mirrors_the_paired_difference() -> None:
-    a, counts = sequences(21, seed=1)
-    b = a * np.random.default_rng(2).uniform(0.5, 1.6, 21)
-    there, back = paired_difference(a, b, counts, seed=4), paired_difference(b, a, counts, seed=4)
-    assert ends(there) == pytest.approx((-back.mean, -back.high, -back.low))
-
-
-def test_pairing_sees_a_difference_that_two_separate_intervals_hide() -> None:
-    a, counts = sequences(25)
-    b = a * 1.05
-    assert bootstrap_mean(a, counts, seed=0).high > bootstrap_mean(b, counts, seed=0).low
-    assert paired_difference(b, a, counts, seed=0).low > 0
-
-
 def test_the_seed_decides_the_interval() -> None:
     sums, counts = sequences(14)
     assert bootstrap_mean(sums, counts, seed=1) == bootstrap_mean(sums, counts, seed=1)
@@ -125,11 +104,6 @@ def test_a_single_sequence_is_refused_with_the_way_out() -> None:
 def test_sums_that_have_no_interval_are_refused(sums: list[float], counts: list[int], level: float) -> None:
     with pytest.raises(ValueError, match=r"sums|level"):
         bootstrap_mean(np.array(sums), np.array(counts), level=level, seed=0)
-
-
-def test_paired_sums_of_different_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"one shape"):
-        paired_difference(np.ones(3), np.ones(1), np.ones(3, dtype=int), seed=0)
 
 
 def test_spearman_depends_on_ranks_alone() -> None:

@@ -28,7 +28,7 @@ def validator(folder: RunFolder, kl: torch.Tensor, asked: list[str]) -> Validato
     """One whose simulator gives these divergences, [num_sequences, tokens]; `asked` collects the offsets."""
     nll = torch.ones_like(kl)
     nll[:, -1] = torch.nan  # the last token has no next one
-    simulator = SimpleNamespace(measure=lambda specs, on_batch: TokenScores(kl, torch.ones_like(kl), nll))
+    simulator = SimpleNamespace(measure=lambda specs: TokenScores(kl, torch.ones_like(kl), nll))
 
     def simulate(split: str, offsets: str) -> Any:
         assert split == "report"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tqdm import tqdm
 
-from kvtuner.evaluation.cells import likelihood_cells
+from kvtuner.evaluation.cells import Place, make_cell
+from kvtuner.evaluation.scheme import REFERENCE
 from kvtuner.evaluation.validation import OFFSETS, Validator
 from kvtuner.run_folder import sha256_of
 
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.workbench import Workbench
     from kvtuner.evaluation.scheme import CacheScheme
-    from kvtuner.exported_configs.profile.evaluation_record import Cell
+    from kvtuner.exported_configs.profile.evaluation_record import Cell, Measure
     from kvtuner.run_folder import RunFolder
+
+MEASURES: Final[tuple[Measure, ...]] = ("kl_nats_per_token", "top1_agreement", "nll_nats_per_token")
 
 
 def local_likelihood_cells(bench: Workbench, schemes: Sequence[CacheScheme], folder: RunFolder) -> list[Cell]:
@@ -41,5 +44,9 @@ def local_likelihood_cells(bench: Workbench, schemes: Sequence[CacheScheme], fol
             for scheme in schemes:
                 sums[scheme.name] = validator.measure(scheme, offsets)
                 bar.update()
-            cells += likelihood_cells(sums, num_tokens=tokens, position=position, seed=bench.options.seed)
+            for measure in MEASURES:
+                # KL and agreement are from the unquantized model, which has neither of its own.
+                names = [name for name in sums if name != REFERENCE or measure == "nll_nats_per_token"]
+                means = {name: sums[name].means(measure) for name in names}
+                cells.append(make_cell(measure, Place("likelihood", tokens, position), means, bench.options.seed))
     return cells

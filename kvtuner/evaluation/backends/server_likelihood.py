@@ -16,7 +16,8 @@ from tqdm import tqdm
 from kvtuner.errors import CorpusError, EndpointError
 from kvtuner.evaluation.backends.base import AnswerJournal, HitCount, is_unread
 from kvtuner.evaluation.backends.next_token import from_record, truncated_kl
-from kvtuner.evaluation.cells import MeanScores, Place, make_cell
+from kvtuner.evaluation.cells import Place, make_cell
+from kvtuner.evaluation.paired import Means
 from kvtuner.evaluation.scheme import REFERENCE
 
 if TYPE_CHECKING:
@@ -112,8 +113,7 @@ class ServerScorer:
         flag: Flag | None = "unread" if is_unread(self._backends, hits) else None
         place = Place("likelihood", self._scoring.num_tokens, flag=flag, failures=failures)
         return [
-            make_cell(measure, place, MeanScores(self._sums(measure, sequences), self._scoring.seed))
-            for measure in self._measures
+            make_cell(measure, place, self._means(measure, sequences), self._scoring.seed) for measure in self._measures
         ]
 
     def _ask(self, backend: ServerBackend, ids: Sequence[int], reference: Answers | None) -> tuple[Answers, HitCount]:
@@ -143,10 +143,8 @@ class ServerScorer:
                 " --top-logprobs, or leave out the level likelihood"
             )
 
-    def _sums(
-        self, measure: Measure, sequences: Sequence[Mapping[str, Answers]]
-    ) -> dict[str, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-        """A sum and a number of tokens for each sequence, by scheme, over tokens that all schemes scored."""
+    def _means(self, measure: Measure, sequences: Sequence[Mapping[str, Answers]]) -> dict[str, Means]:
+        """The means by the name of the scheme, over tokens that all schemes scored."""
         names = [name for name in self._names if name != REFERENCE or measure == "nll_nats_per_token"]
         sums: dict[str, list[float]] = {name: [] for name in names}
         counts = []
@@ -160,7 +158,7 @@ class ServerScorer:
             for name in names:
                 sums[name].append(sum(_value(measure, answers, name, index, targets[index]) for index in kept))
         numbers = np.array(counts, dtype=np.int64)
-        return {name: (np.array(values, dtype=np.float64), numbers) for name, values in sums.items()}
+        return {name: Means(np.array(values, dtype=np.float64), numbers) for name, values in sums.items()}
 
 
 def _measures_of(backends: Sequence[ServerBackend]) -> tuple[Measure, ...]:

@@ -152,6 +152,10 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
             texts.append("" if answer is None else str(answer))
         return texts
 
+    def failed(self, task: str) -> set[int]:
+        """The questions of a task whose answer never came."""
+        return self.failed_texts[task] | self.failed_scores[task]
+
     def _ask(self, request: Instance, question: list[Any], ask: Callable[[], Any]) -> Any:
         """An answer of the journal or the backend; None where it never came."""
         try:

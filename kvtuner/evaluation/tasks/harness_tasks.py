@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from lm_eval import simple_evaluate
@@ -13,46 +13,24 @@ from lm_eval.tasks import TaskManager
 
 from kvtuner.errors import CorpusError, EndpointError, KVTunerError
 from kvtuner.evaluation.backends.base import is_unread
-from kvtuner.evaluation.cells import Place, is_right_or_wrong, make_cell, score_cell
-from kvtuner.evaluation.tasks.corpus_scores import MEASURES, CorpusScores, corpus_of
+from kvtuner.evaluation.cells import Place, make_cell
+from kvtuner.evaluation.paired import Marks, Means
+from kvtuner.evaluation.tasks.corpus_score import METRICS, CorpusScore, sentences_of
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE, Cell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
 
     from kvtuner.evaluation.backends.base import Backend
-    from kvtuner.evaluation.tasks.corpus_scores import TextPairs
+    from kvtuner.evaluation.paired import PairedScores
     from kvtuner.evaluation.tasks.harness_model import HarnessModel
+    from kvtuner.exported_configs.profile.evaluation_record import Measure
 
 SEED: Final = 1234
 GREEDY: Final = " (greedy)"
 """Stands behind the name of a task that asks for sampling."""
 
-Value = TypeVar("Value")
-
 logger: Final = logging.getLogger("kvtuner")
-
-
-@dataclass(frozen=True, slots=True)
-class TaskOptions:
-    """What is asked of the harness.
-
-    Attributes:
-        tasks: The names, groups or tags that the harness knows.
-        include_path: The folder of further task files, which may run code of theirs; None for none.
-        limit: The questions of each task; None for all.
-        num_fewshot: The examples before a question; None leaves them to the task.
-        apply_chat_template: Whether prompts go through the tokenizer's chat template.
-    """
-
-    tasks: tuple[str, ...]
-    include_path: Path | None = None
-    limit: int | None = None
-    num_fewshot: int | None = None
-    apply_chat_template: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,37 +47,37 @@ class TaskAnswers:
     rows: tuple[Mapping[str, Any], ...]
     lower_is_better: frozenset[str]
 
-    def numbers(self, metric: str) -> NDArray[np.float64] | None:
-        """The score of each question; None where the metric is no number."""
-        values = [row.get(metric) for row in self.rows]
-        if not all(isinstance(value, int | float | np.number) for value in values):
-            return None
-        return np.array(values, dtype=np.float64)
-
-    def corpus(self, metric: str) -> TextPairs | None:
-        """The sentences that a score of a corpus is made of; None where the metric is another one."""
-        return corpus_of([row.get(metric) for row in self.rows]) if metric in MEASURES else None
+    def values(self, metric: str) -> list[Any]:
+        """What the harness keeps of each question for a metric."""
+        return [row.get(metric) for row in self.rows]
 
 
 def task_cells(
-    models: Mapping[str, HarnessModel], backends: Sequence[Backend], options: TaskOptions, *, seed: int
+    models: Mapping[str, HarnessModel],
+    backends: Sequence[Backend],
+    *,
+    tasks: Sequence[str],
+    include_path: str | None,
+    seed: int,
+    **more: Any,
 ) -> list[Cell]:
     """Every task's scores that are known answer by answer, or of the corpus, the profile's beside all others'.
 
     Args:
         models: The harness's views of the backends, by the name of the scheme.
         backends: The backends.
-        options: What to ask.
+        tasks: The names, groups or tags that the harness knows.
+        include_path: The folder of further task files, which may run code of theirs; None for none.
         seed: The seed of the intervals.
+        **more: The arguments of the harness besides, such as ``limit``.
 
     Raises:
         CorpusError: tasks that the harness does not know, cannot load, or that score nothing that can be paired.
         EndpointError: a server is gone, or gives no log-likelihoods where a task needs them.
         KVTunerError: whatever a model raises that is asked.
     """
-    include = None if options.include_path is None else str(options.include_path)
-    manager = TaskManager(include_path=include)  # reads thousands of files
-    answers = {name: _evaluated(model, options, manager) for name, model in models.items()}
+    manager = TaskManager(include_path=include_path)  # reads thousands of files
+    answers = {name: _evaluated(model, manager, tasks, more) for name, model in models.items()}
     greedy = set().union(*(model.greedy for model in models.values()))
     for task in sorted(greedy):
         logger.warning(
@@ -109,49 +87,31 @@ def task_cells(
     for label, of_profile in answers[PROFILE].items():
         task = of_profile.task
         suffix = GREEDY if task in greedy else ""
+        unread = is_unread(backends, {name: model.hits[task] for name, model in models.items()})
+        failures = {name: len(model.failed(task)) for name, model in models.items()}
         for metric in of_profile.rows[0]["metrics"]:
-            place = Place(
-                "task",
-                task=f"{label} {metric}"[: 200 - len(suffix)] + suffix,
-                flag="unread"
-                if is_unread(backends, {name: model.hits[task] for name, model in models.items()})
-                else None,
-                failures={
-                    name: len(model.failed_texts[task] | model.failed_scores[task]) for name, model in models.items()
-                },
-            )
-            cell = _metric_cell(metric, place, {name: found[label] for name, found in answers.items()}, models, seed)
-            if cell is None:
+            measure, scores = _scores(label, metric, {name: each[label] for name, each in answers.items()}, models)
+            if not scores:
                 logger.warning("kvtuner: %s of %s cannot be paired, and is left out", metric, label)
-            else:
-                cells.append(cell)
+                continue
+            name = f"{label} {metric}"[: 200 - len(suffix)] + suffix
+            place = Place("task", task=name, flag="unread" if unread else None, failures=failures)
+            cells.append(make_cell(measure, place, scores, seed))
     if not cells:
-        raise CorpusError(f"{', '.join(options.tasks)} score no single answer, so that nothing can be paired")
+        raise CorpusError(f"{', '.join(tasks)} score no single answer, so that nothing can be paired")
     return cells
 
 
-def _metric_cell(
-    metric: str, place: Place, answers: Mapping[str, TaskAnswers], models: Mapping[str, HarnessModel], seed: int
-) -> Cell | None:
-    """The cell of one metric of one task; None where its values cannot be paired."""
-    corpora = _all_of({name: each.corpus(metric) for name, each in answers.items()})
-    if corpora is not None:
-        return make_cell(MEASURES[metric], place, CorpusScores(metric, corpora, seed))
-    scores = _all_of({name: each.numbers(metric) for name, each in answers.items()})
-    return None if scores is None else score_cell(place, _with_failures(metric, answers, scores, models), seed)
-
-
-def _evaluated(model: HarnessModel, options: TaskOptions, manager: Any) -> dict[str, TaskAnswers]:
+def _evaluated(
+    model: HarnessModel, manager: TaskManager, tasks: Sequence[str], more: Mapping[str, Any]
+) -> dict[str, TaskAnswers]:
     """The answers of one scheme to every task, through each of its filters."""
     try:
         with _quiet():
             results = simple_evaluate(
                 model=model,
-                tasks=list(options.tasks),
+                tasks=list(tasks),
                 task_manager=manager,
-                limit=options.limit,
-                num_fewshot=options.num_fewshot,
-                apply_chat_template=options.apply_chat_template,
                 bootstrap_iters=0,
                 log_samples=True,
                 random_seed=SEED,
@@ -159,6 +119,7 @@ def _evaluated(model: HarnessModel, options: TaskOptions, manager: Any) -> dict[
                 torch_random_seed=SEED,
                 fewshot_random_seed=SEED,
                 confirm_run_unsafe_code=False,
+                **more,
             )
     except KVTunerError:
         raise
@@ -166,7 +127,7 @@ def _evaluated(model: HarnessModel, options: TaskOptions, manager: Any) -> dict[
         if model.was_asked:
             raise
         reason = " ".join(str(error).split())[:300]
-        raise CorpusError(f"--tasks {','.join(options.tasks)} cannot be evaluated: {reason}") from error
+        raise CorpusError(f"--tasks {','.join(tasks)} cannot be evaluated: {reason}") from error
     assert results is not None
     answers: dict[str, TaskAnswers] = {}
     for task, rows in results["samples"].items():
@@ -180,37 +141,44 @@ def _evaluated(model: HarnessModel, options: TaskOptions, manager: Any) -> dict[
     return answers
 
 
-def _all_of(values: Mapping[str, Value | None]) -> dict[str, Value] | None:
-    """The values; None where one is missing."""
-    there = {name: value for name, value in values.items() if value is not None}
-    return there if len(there) == len(values) else None
+def _scores(
+    label: str, metric: str, answers: Mapping[str, TaskAnswers], models: Mapping[str, HarnessModel]
+) -> tuple[Measure, Mapping[str, PairedScores]]:
+    """The scores of all schemes: of a corpus, right or wrong, or any numbers; none where they cannot be paired."""
+    values = {name: each.values(metric) for name, each in answers.items()}
+    if metric in METRICS:
+        corpora = {name: sentences_of(each) for name, each in values.items()}
+        scores = {name: CorpusScore(metric, corpus) for name, corpus in corpora.items() if corpus is not None}
+        if len(scores) == len(answers):
+            return METRICS[metric][0], scores
+    flat = [value for each in values.values() for value in each]
+    if not all(isinstance(value, int | float | np.number) for value in flat):
+        return "score", {}
+    is_right_or_wrong = all(value in (0, 1) for value in flat)
+    if not is_right_or_wrong:
+        _check_scored(metric, answers[PROFILE].task, models)
+    num_questions = len(values[PROFILE])
+    if num_questions < 2:
+        raise CorpusError(f"{label} {metric} has one question; intervals need at least 2")
+    if is_right_or_wrong:
+        return "accuracy", {name: _marks(metric, each, models[name]) for name, each in answers.items()}
+    counts = np.ones(num_questions, dtype=np.int64)
+    return "score", {name: Means(np.array(each, dtype=np.float64), counts) for name, each in values.items()}
 
 
-def _with_failures(
-    metric: str,
-    answers: Mapping[str, TaskAnswers],
-    scores: Mapping[str, NDArray[np.float64]],
-    models: Mapping[str, HarnessModel],
-) -> dict[str, NDArray[np.float64]]:
-    """Scores in which an answer that never came is wrong; a generation is scored as the task scores an empty one.
-
-    Raises:
-        EndpointError: log-likelihoods that never came, of a metric that knows no right and wrong.
-    """
-    right_or_wrong = is_right_or_wrong(scores)
-    marked = {name: values.copy() for name, values in scores.items()}
-    for name, each in answers.items():
-        unsaid, unscored = models[name].failed_texts[each.task], models[name].failed_scores[each.task]
-        failed = unsaid | unscored
-        if unscored and not right_or_wrong:
+def _check_scored(metric: str, task: str, models: Mapping[str, HarnessModel]) -> None:
+    for name, model in models.items():
+        if unscored := model.failed_scores[task]:
             raise EndpointError(
-                f"{len(unscored)} log-likelihoods of {each.task} never came from {name}, and {metric} knows no wrong"
+                f"{len(unscored)} log-likelihoods of {task} never came from {name}, and {metric} knows no wrong"
                 " answer; run the same command again to ask for these again"
             )
-        for index, row in enumerate(each.rows):
-            if right_or_wrong and row["doc_id"] in failed:
-                marked[name][index] = float(metric in each.lower_is_better)
-    return marked
+
+
+def _marks(metric: str, answers: TaskAnswers, model: HarnessModel) -> Marks:
+    """Marks in which an answer that never came is wrong."""
+    failed, wrong = model.failed(answers.task), metric in answers.lower_is_better
+    return Marks(tuple((wrong if row["doc_id"] in failed else bool(row[metric]),) for row in answers.rows))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from kvtuner.errors import CorpusError
 from kvtuner.evaluation.backends.base import AnswerJournal, HitCount, is_unread
-from kvtuner.evaluation.cells import MarkScores, Place, make_cell
+from kvtuner.evaluation.cells import Place, make_cell
 from kvtuner.evaluation.paired import Marks
 from kvtuner.evaluation.tasks.questions import Problem, arithmetic, needles, recall
 
@@ -195,5 +195,5 @@ def question_cells(
                 failures={name: answers.failures for name, answers in marked.items()},
             )
             marks = {name: answers.marks for name, answers in marked.items()}
-            cells.append(make_cell("accuracy", place, MarkScores(marks, seed)))
+            cells.append(make_cell("accuracy", place, marks, seed))
     return cells

@@ -1,0 +1,140 @@
+"""BLEU, chrF and TER of a whole corpus by sacrebleu, with intervals and p-values. Knows nothing of models.
+
+A corpus has one score, made of statistics that its sentences add up to (counts of n-grams, lengths, edits). So
+sentences are what is drawn again, and what two schemes swap at random.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product, zip_longest
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Self
+
+import numpy as np
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+from sacrebleu.metrics.ter import TER
+
+from kvtuner.errors import CorpusError
+from kvtuner.evaluation.paired import MAX_EXACT, PairedScores
+from kvtuner.evaluation.statistics import DEFAULT_LEVEL, DEFAULT_NUM_RESAMPLES, Interval
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from kvtuner.exported_configs.profile.evaluation_record import Measure
+
+METRICS: Final[Mapping[str, tuple[Measure, Callable[[], Any]]]] = {
+    "bleu": ("bleu", BLEU),
+    "chrf": ("chrf", CHRF),
+    "chrf++": ("chrf", partial(CHRF, word_order=2)),
+    "ter": ("ter", TER),
+}
+"""The measure and sacrebleu's metric, by the name that the harness has for it."""
+NUM_SWAPS: Final = 10_000
+MOST: Final = 100.0
+"""The most that BLEU and chrF can be, which rounding may exceed."""
+
+
+class Sentence(NamedTuple):
+    """A sentence as the harness keeps it: the right texts, one at least, and the model's; either may stand alone."""
+
+    references: Annotated[
+        tuple[str, ...],
+        Field(min_length=1),
+        BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    ]
+    text: Annotated[
+        str, BeforeValidator(lambda value: value[0] if isinstance(value, list) and len(value) == 1 else value)
+    ]
+
+
+_SENTENCES: Final = TypeAdapter(Annotated[list[Sentence], Field(min_length=1)])
+
+
+def sentences_of(values: Sequence[Any]) -> list[Sentence] | None:
+    """The sentences that the harness keeps of a task; None where it keeps something else."""
+    try:
+        return _SENTENCES.validate_python(values)
+    except ValidationError:
+        return None
+
+
+class CorpusScore(PairedScores):
+    """The score of one scheme in one metric.
+
+    Args:
+        metric: The metric, one of `METRICS`.
+        sentences: The sentences; other schemes' have the same references.
+
+    Attributes:
+        measure: The measure of a cell.
+
+    Raises:
+        CorpusError: a single sentence, which says nothing of the spread between sentences.
+    """
+
+    def __init__(self, metric: str, sentences: Sequence[Sentence]) -> None:
+        if len(sentences) < 2:
+            raise CorpusError("a corpus of one sentence has no interval; ask for more with --limit")
+        self.measure, make_metric = METRICS[metric]
+        self._metric = make_metric()
+        columns = list(zip_longest(*(sentence.references for sentence in sentences)))
+        statistics = self._metric._extract_corpus_statistics([sentence.text for sentence in sentences], columns)
+        self._statistics = np.array(statistics, dtype=np.float64)  # [num_sentences, num_statistics]
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """One for each sentence."""
+        return np.ones(len(self._statistics), dtype=np.int64)
+
+    def interval(self, seed: int) -> Interval:
+        """The score, with a percentile interval."""
+        return _around(self._score(), self._resampled(seed))
+
+    def minus(self, other: Self, seed: int) -> Interval:
+        """The difference of two scores, the same sentences drawn for both."""
+        return _around(self._score() - other._score(), self._resampled(seed) - other._resampled(seed))
+
+    def p_value(self, other: Self, seed: int) -> float:
+        """The two-sided p-value of paired approximate randomization, sentences swapped at random.
+
+        Unlike sacrebleu's own test, a swap that leaves the difference as large counts: sacrebleu's would call two
+        schemes that give the same text clearly different.
+        """
+        first, second = self._statistics, other._statistics
+        changes = (first - second)[(first != second).any(axis=1)]
+        if not len(changes):
+            return 1.0
+        observed = abs(self._score() - other._score()) * (1 - 1e-12)
+        is_exact = len(changes) <= MAX_EXACT
+        if is_exact:
+            swaps = np.array(list(product((0.0, 1.0), repeat=len(changes))))
+        else:
+            swaps = np.random.default_rng(seed).integers(0, 2, (NUM_SWAPS, len(changes))).astype(np.float64)
+        moved = swaps @ changes
+        differences = self._scores(first.sum(axis=0) - moved) - self._scores(second.sum(axis=0) + moved)
+        is_as_large = abs(differences) >= observed
+        return float(is_as_large.mean()) if is_exact else float((is_as_large.sum() + 1) / (NUM_SWAPS + 1))
+
+    def _score(self) -> float:
+        return float(self._scores(self._statistics.sum(axis=0)[None])[0])
+
+    def _resampled(self, seed: int) -> NDArray[np.float64]:
+        sentences = len(self._statistics)
+        drawn = np.random.default_rng(seed).integers(0, sentences, (DEFAULT_NUM_RESAMPLES, sentences))
+        weights = np.stack([np.bincount(row, minlength=sentences) for row in drawn]).astype(np.float64)
+        return self._scores(weights @ self._statistics)
+
+    def _scores(self, sums: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The scores of added statistics, [num_rows, num_statistics]."""
+        scores = np.array([self._metric._compute_score_from_stats(list(row)).score for row in sums])
+        return scores if self.measure == "ter" else np.clip(scores, 0.0, MOST)
+
+
+def _around(mean: float, resampled: NDArray[np.float64]) -> Interval:
+    low, high = np.quantile(resampled, [(1 - DEFAULT_LEVEL) / 2, (1 + DEFAULT_LEVEL) / 2])
+    return Interval(mean, min(mean, float(low)), max(mean, float(high)))
