@@ -18,7 +18,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import EndpointError
-from kvtuner.evaluation.backends.url_opener import opener_of
+from kvtuner.evaluation.backends.endpoint import opener_of
 from kvtuner.exported_configs.identity.model_identity import public_name
 
 if TYPE_CHECKING:

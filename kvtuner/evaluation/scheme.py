@@ -15,7 +15,7 @@ from kvtuner.errors import PrecisionError
 from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import dump_profile, uniform_profile
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE
-from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, bytes_per_token, effective_bits, mean_bits
+from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, bytes_per_token, mean_bits
 from kvtuner.quant import QuantSpec
 from kvtuner.run_folder import write_atomically
 from kvtuner.runtime_loader.model_check import check_model
@@ -76,20 +76,24 @@ class CacheScheme:
     @property
     def effective_bits(self) -> float | None:
         """Stored bits of a cached element, with its scales; None where nothing stores it yet."""
-        return float(effective_bits(self.pairs, self.rows)) if self.is_local else None
+        elements = len(self.pairs) * self.rows.num_kv_heads * (self.rows.head_dim + self.rows.v_head_dim)
+        return None if self.bytes_per_token is None else 8 * self.bytes_per_token / elements
 
     @property
     def bytes_per_token(self) -> int | None:
         """Stored bytes of a token on one rank that holds all heads; None where nothing stores it yet."""
-        return bytes_per_token(self.pairs, self.rows) if self.is_local else None
+        return self._layer_bytes(range(len(self.pairs)), self.rows) if self.is_local else None
 
     def bytes_on(self, ranks: ServingRanks) -> int:
         """Stored bytes of a token on the fullest of several ranks."""
-        return ranks.bytes_per_token(self.pairs)
+        return max(self._layer_bytes(stage, ranks.shape) for stage in ranks.stages)
 
     def keeps(self, constraint: Constraint) -> bool:
         """Whether every pipeline stage keeps a budget."""
-        return constraint.is_met(self.pairs)
+        if constraint.budget.kind == "mean_bits":
+            return constraint.is_met(self.pairs)
+        stages = enumerate(constraint.stages)
+        return all(self._layer_bytes(layers, constraint.shape) <= constraint.cap(stage) for stage, layers in stages)
 
     def cache(self, config: Any, read_plan: ReadPlan, context_length: int) -> Any:
         """An empty transformers cache that stores by this scheme.
@@ -127,6 +131,10 @@ class CacheScheme:
         """
         return None
 
+    def _layer_bytes(self, layers: range, rows: RowShape) -> int:
+        """Stored bytes of a token in some layers."""
+        return bytes_per_token(self.pairs[layers.start : layers.stop], rows)
+
 
 class UnquantizedScheme(CacheScheme):
     """The cache in the model's own dtype, which everything is compared with."""
@@ -160,27 +168,6 @@ class Fp8Scheme(CacheScheme):
         specs = {layer: LayerSpec(spec, spec) for layer in range(layers)}
         return cls(name=FP8, pairs=(PrecisionPair(8, 8),) * layers, rows=geometry.row_shape(), key=FP8, specs=specs)
 
-    @property
-    def effective_bits(self) -> float:
-        """A byte is 8 bits."""
-        return 8.0
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Stored bytes of a token on one rank that holds all heads."""
-        return len(self.pairs) * self._layer_bytes(self.rows)
-
-    def bytes_on(self, ranks: ServingRanks) -> int:
-        """Stored bytes of a token on the fullest of several ranks."""
-        return max(map(len, ranks.stages)) * self._layer_bytes(ranks.shape)
-
-    def keeps(self, constraint: Constraint) -> bool:
-        """Whether every stage keeps a budget; where bytes are counted, by its own, which are less than K8V8's."""
-        if constraint.budget.kind == "mean_bits":
-            return constraint.is_met(self.pairs)
-        cost = self._layer_bytes(constraint.shape)
-        return all(len(layers) * cost <= constraint.cap(stage) for stage, layers in enumerate(constraint.stages))
-
     def cache(self, config: Any, read_plan: ReadPlan, context_length: int) -> Any:
         """A cache that rounds to fp8."""
         return KVTunerCache.fp8(config, read_plan, context_length=context_length)
@@ -193,9 +180,8 @@ class Fp8Scheme(CacheScheme):
         """A cache of another dtype."""
         return None if "fp8" in str(kv_cache_dtype) else f"its cache is {kv_cache_dtype}"
 
-    @staticmethod
-    def _layer_bytes(rows: RowShape) -> int:
-        return rows.num_kv_heads * (rows.head_dim + rows.v_head_dim)
+    def _layer_bytes(self, layers: range, rows: RowShape) -> int:
+        return len(layers) * rows.num_kv_heads * (rows.head_dim + rows.v_head_dim)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -40,6 +40,8 @@ class HitCount:
 class Backend(ABC):
     """A model behind one scheme, which answers greedily; all of a prompt but its last token is read as it is stored.
 
+    An answer is None where a server did not give it. Methods raise EndpointError once the server is gone.
+
     Attributes:
         name: The name of the scheme.
         dtype: The dtype that the model runs in; None where a server does not say.
@@ -58,42 +60,23 @@ class Backend(ABC):
         """What decides the answers besides the model and what is asked; None where a server does not say."""
 
     @abstractmethod
-    def answers(self, problem: Problem, *, offset: int = 0) -> Sequence[str | None]:
-        """The text after each question of a problem; None for an answer that did not come.
-
-        Args:
-            problem: The context and its questions.
-            offset: The position of the context's first token; 0 where positions are not counted here.
-
-        Raises:
-            EndpointError: the server is gone.
-        """
+    def answers(self, problem: Problem, *, offset: int = 0) -> list[str | None]:
+        """The text after each question of a problem, whose context begins at a position where they are counted."""
 
     @abstractmethod
     def continuation(self, prompt: Sequence[int], num_tokens: int) -> str | None:
-        """The text after a prompt, up to its end; None for an answer that did not come.
-
-        Raises:
-            EndpointError: the server is gone.
-        """
+        """The text after a prompt, up to its end."""
 
     @abstractmethod
     def generate_until(self, prompt: Sequence[int], num_tokens: int, stops: Sequence[str]) -> str | None:
-        """The text after a prompt up to the first of some stops; None for an answer that did not come.
-
-        Raises:
-            EndpointError: the server is gone.
-        """
+        """The text after a prompt up to the first of some stops."""
 
     @abstractmethod
     def log_likelihood(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool] | None:
         """The log-probability of a continuation, nats, and whether it is the greedy one.
 
-        Returns:
-            None where it did not come.
-
         Raises:
-            EndpointError: the server gives no log-probabilities, or is gone.
+            EndpointError: the server gives no log-probabilities.
         """
 
     @abstractmethod

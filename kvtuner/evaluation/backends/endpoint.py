@@ -1,17 +1,21 @@
-"""Speaks to a server over HTTP: SGLang by its own interface, others by OpenAI's completions. Greedy, by token ids."""
+"""Speaks to a server over HTTP: SGLang by its own interface, others by OpenAI's completions. Greedy, by token ids.
+
+Servers on this machine are asked without a proxy, and no redirect is followed.
+"""
 
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
 import os
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast, get_args
+from urllib.parse import urlsplit
 
 from kvtuner.errors import EndpointError
-from kvtuner.evaluation.backends.url_opener import opener_of, proxy_of
 from kvtuner.run_folder import sha256_of
 
 if TYPE_CHECKING:
@@ -58,10 +62,10 @@ class Served:
     """
 
     model: str
-    version: str | None
-    digest: str | None
-    reads: Reads | None
-    kv_cache_dtype: str | None
+    version: str | None = None
+    digest: str | None = None
+    reads: Reads | None = None
+    kv_cache_dtype: str | None = None
     weights: tuple[object, ...] = ()
 
 
@@ -106,11 +110,14 @@ class Endpoint:
             OSError: no answer; URLError and timeouts are.
             ValueError: the answer is no JSON.
         """
+        body: dict[str, Any]
         if self.api == "sglang":
             greedy = {"temperature": 0, "max_new_tokens": num_tokens, **(sampling or {})}
-            return self._post("/generate", {"input_ids": list(ids), "sampling_params": greedy, **more})
-        body = {"model": self.served.model, "prompt": list(ids), "temperature": 0, "max_tokens": num_tokens, **more}
-        return self._post("/v1/completions", body)
+            path, body = "/generate", {"input_ids": list(ids), "sampling_params": greedy}
+        else:
+            path, body = "/v1/completions", {"prompt": list(ids), "temperature": 0, "max_tokens": num_tokens}
+            body["model"] = self.served.model
+        return json.loads(self._read(path, json.dumps({**body, **more}).encode()))
 
     def check_serves(self, scheme: CacheScheme, profile: Profile | None) -> None:
         """Check that a server of SGLang serves the scheme that it was named for.
@@ -137,7 +144,7 @@ class Endpoint:
     def _served(self) -> Served:
         try:
             if self.api == "openai":
-                return Served(str(self.get("/v1/models")["data"][0]["id"]), None, None, None, None)
+                return Served(str(self.get("/v1/models")["data"][0]["id"]))
             info, model = self.get("/server_info"), self.get("/model_info")
             return Served(
                 str(info["model_path"]),
@@ -177,7 +184,7 @@ class Endpoint:
             OSError: no answer; URLError and timeouts are.
             ValueError: the answer is no JSON.
         """
-        return json.loads(self._read(urllib.request.Request(f"{self.url}{path}")))
+        return json.loads(self._read(path))
 
     def flush(self) -> None:
         """Empty SGLang's prefix cache, once it serves nobody.
@@ -185,13 +192,12 @@ class Endpoint:
         Raises:
             OSError: it does not answer, or is not idle for too long.
         """
-        self._read(urllib.request.Request(f"{self.url}/flush_cache?timeout={FLUSH_S}", b""))
+        self._read(f"/flush_cache?timeout={FLUSH_S}", b"")
 
-    def _post(self, path: str, body: Any) -> Any:
-        headers = {"Content-Type": "application/json"}
-        return json.loads(self._read(urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), headers)))
-
-    def _read(self, request: urllib.request.Request) -> bytes:
+    def _read(self, path: str, body: bytes | None = None) -> bytes:
+        request = urllib.request.Request(f"{self.url}{path}", body)
+        if body:
+            request.add_header("Content-Type", "application/json")
         if key := os.environ.get(KEY_VARIABLE):
             request.add_header("Authorization", f"Bearer {key}")
         try:
@@ -200,6 +206,57 @@ class Endpoint:
         except urllib.error.HTTPError as error:
             error.close()  # it holds the connection
             raise
+
+
+def opener_of(url: str) -> urllib.request.OpenerDirector:
+    """The opener of a server's paths, which takes the environment's proxy except for servers on this machine.
+
+    Opening raises EndpointError where the server redirects.
+
+    Raises:
+        EndpointError: the URL is no address.
+    """
+    proxies = urllib.request.ProxyHandler({} if is_loopback(url) else None)
+    return urllib.request.build_opener(proxies, _NoRedirects())
+
+
+def proxy_of(url: str) -> str | None:
+    """The host and port of the proxy that `opener_of` goes by, without its password; None without one."""
+    server = urlsplit(url)
+    proxy = urllib.request.getproxies().get(server.scheme)
+    if not proxy or is_loopback(url) or urllib.request.proxy_bypass(server.netloc):
+        return None
+    return urlsplit(proxy if "://" in proxy else f"//{proxy}").netloc.rpartition("@")[2]
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a server is on this machine, as far as its name says.
+
+    Raises:
+        EndpointError: the URL is no address.
+    """
+    try:
+        host = urlsplit(url).hostname or ""
+    except ValueError as error:
+        raise EndpointError(f"{url} is no address ({error}); an endpoint is http://HOST:PORT") from error
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    return address.is_loopback or address.is_unspecified
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would take prompts, and the key, to a server that nobody named."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> NoReturn:
+        fp.close()
+        raise EndpointError(
+            f"{req.full_url} redirects to {newurl.partition('?')[0]}, and no key or prompt is sent on; give the address"
+            " of the server itself, if it is to be asked"
+        )
 
 
 def _known_reads(value: object) -> Reads | None:

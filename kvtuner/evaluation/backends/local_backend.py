@@ -52,17 +52,17 @@ class LocalBackend(Backend):
         """This process, and its read plan."""
         return BackendRecord(kind="transformers", read_plan=self._read_plan, reads=None, version=None, hit_share=None)
 
-    def answers(self, problem: Problem, *, offset: int = 0) -> tuple[str, ...]:
+    def answers(self, problem: Problem, *, offset: int = 0) -> list[str | None]:
         """The text after each question of a problem, long enough to see whether it is right."""
         cache = self._cache()
         context = self._text.context(problem.context)
         self._step(context, cache, offset)
-        answers = []
+        answers: list[str | None] = []
         for question in problem.questions:
             ids = self._text.after(problem.context, question.text)
             answers.append(self._continue(ids, cache, offset, question.max_tokens, question.is_answered))
             cache.crop(len(context) - cache.get_seq_length())
-        return tuple(answers)
+        return answers
 
     def continuation(self, prompt: Sequence[int], num_tokens: int) -> str:
         """The text after a prompt, which is one chunk, up to its end."""

@@ -63,31 +63,23 @@ class ServerBackend(Endpoint, Backend):
         served, share = self.served, self.hits.share
         return BackendRecord(kind=self.api, read_plan=None, reads=served.reads, version=served.version, hit_share=share)
 
-    def answers(self, problem: Problem, *, offset: int = 0) -> tuple[str | None, ...]:
+    def answers(self, problem: Problem, *, offset: int = 0) -> list[str | None]:
         """The text after each question of a problem; the server counts positions by itself."""
         assert offset == 0
         context = self._text.context(problem.context)
         self.prime(context)
-        return tuple(
-            self._ask(
-                context + self._text.after(problem.context, question.text),
-                question.max_tokens,
-                self._text_of,
-                is_counted=True,
-            )
-            for question in problem.questions
-        )
+        answers = []
+        for question in problem.questions:
+            ids = context + self._text.after(problem.context, question.text)
+            answers.append(self._ask(ids, question.max_tokens, self._text_of, is_counted=True))
+        return answers
 
     def continuation(self, prompt: Sequence[int], num_tokens: int) -> str | None:
         """The text after a prompt, up to its end."""
         return self._ask(prompt, num_tokens, self._text_of)
 
     def prime(self, ids: Sequence[int]) -> None:
-        """Have a prompt stored, so that the next one that begins with it reads it as it is stored.
-
-        Raises:
-            EndpointError: the server is gone.
-        """
+        """Have a prompt stored, so that the next one that begins with it reads it as it is stored."""
         if ids:
             self._ask(ids, 1, self._text_of)
 

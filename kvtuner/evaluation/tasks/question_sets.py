@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvtuner.evaluation.backends.base import Backend
     from kvtuner.evaluation.token_text import Text
-    from kvtuner.exported_configs.profile.evaluation_record import Cell, Level
+    from kvtuner.exported_configs.profile.evaluation_record import Cell, Flag, Level
     from kvtuner.run_folder import RunFolder
 
 JOURNAL: Final = "answers.jsonl"
@@ -119,52 +119,6 @@ def _draw_problem(level: Level, rng: random.Random, text: Text, length: int, opt
     return draw(rng, text.count, length, options.num_questions, options.filler)
 
 
-@dataclass(frozen=True, slots=True)
-class MarkedAnswers:
-    """What one backend answered to one question set.
-
-    Attributes:
-        marks: The marks; an answer that never came is wrong.
-        failures: How many never came.
-        hits: How much of the questions' prompts was found in a cache.
-    """
-
-    marks: Marks
-    failures: int
-    hits: HitCount
-
-
-def mark_answers(
-    questions: QuestionSet,
-    backend: Backend,
-    journal: AnswerJournal,
-    on_problem: Callable[[], object] = lambda: None,
-) -> MarkedAnswers:
-    """Ask a backend, as far as the journal does not hold its answers, and mark what it answers."""
-    marks, failures, hits = [], 0, HitCount()
-    for problem in questions.problems:
-        wanted = [[question.text, question.answer] for question in problem.questions]
-        answers, found = journal.ask(
-            backend,
-            [questions.position, [problem.context, wanted]],
-            partial(_answers, backend, problem, questions.position),
-            level=questions.level,
-            tokens=questions.num_tokens,
-            position=questions.position,
-            way=backend.name,
-        )
-        hits += found
-        failures += answers.count(None)
-        pairs = zip(problem.questions, answers, strict=True)
-        marks.append(tuple(answer is not None and question.is_right(answer) for question, answer in pairs))
-        on_problem()
-    return MarkedAnswers(Marks(tuple(marks)), failures, hits)
-
-
-def _answers(backend: Backend, problem: Problem, position: int) -> list[str | None]:
-    return list(backend.answers(problem, offset=position))
-
-
 def question_cells(
     sets: Sequence[QuestionSet], backends: Sequence[Backend], folder: RunFolder, identity: str, seed: int
 ) -> list[Cell]:
@@ -185,15 +139,49 @@ def question_cells(
     total = sum(len(questions.problems) for questions in sets) * len(backends)
     with tqdm(desc="questions", total=total, unit="problem", disable=None) as bar:
         for questions in sets:
-            marked = {each.name: mark_answers(questions, each, journal, bar.update) for each in backends}
-            unread = is_unread(backends, {name: answers.hits for name, answers in marked.items()})
-            place = Place(
-                questions.level,
-                questions.num_tokens,
-                questions.position,
-                flag="unread" if unread else None,
-                failures={name: answers.failures for name, answers in marked.items()},
-            )
-            marks = {name: answers.marks for name, answers in marked.items()}
+            marks: dict[str, Marks] = {}
+            failures: dict[str, int] = {}
+            hits: dict[str, HitCount] = {}
+            for backend in backends:
+                answers, hits[backend.name] = _ask(questions, backend, journal, bar.update)
+                marks[backend.name] = _mark(questions, answers)
+                failures[backend.name] = sum(texts.count(None) for texts in answers)
+            flag: Flag | None = "unread" if is_unread(backends, hits) else None
+            place = Place(questions.level, questions.num_tokens, questions.position, flag=flag, failures=failures)
             cells.append(make_cell("accuracy", place, marks, seed))
     return cells
+
+
+def _ask(
+    questions: QuestionSet, backend: Backend, journal: AnswerJournal, on_problem: Callable[[], object]
+) -> tuple[list[list[str | None]], HitCount]:
+    """The answers to every problem, asked for where the journal does not hold them, and the hits of their prompts."""
+    answers, hits = [], HitCount()
+    for problem in questions.problems:
+        wanted = [[question.text, question.answer] for question in problem.questions]
+        texts, more_hits = journal.ask(
+            backend,
+            [questions.position, [problem.context, wanted]],
+            partial(backend.answers, problem, offset=questions.position),
+            level=questions.level,
+            tokens=questions.num_tokens,
+            position=questions.position,
+            way=backend.name,
+        )
+        answers.append(texts)
+        hits += more_hits
+        on_problem()
+    return answers, hits
+
+
+def _mark(questions: QuestionSet, answers: Sequence[Sequence[str | None]]) -> Marks:
+    """The marks; an answer that never came is wrong."""
+    return Marks(
+        tuple(
+            tuple(
+                text is not None and question.is_right(text)
+                for question, text in zip(problem.questions, texts, strict=True)
+            )
+            for problem, texts in zip(questions.problems, answers, strict=True)
+        )
+    )

@@ -1,7 +1,8 @@
 """Questions with one right answer, in contexts of a wanted length: recall, needles in text, addition.
 
-One format for all models: lines that a model continues, ``key:value`` and ``12+7=19``, with examples. Knows nothing of
-models but how many tokens a text has.
+One format for all models: lines that a model continues, ``key:value`` and ``12+7=19``, with examples. A problem is
+drawn with a source of draws, a function that counts the tokens of a text, the tokens of the context, about, the number
+of questions, and other text, which is repeated where it is too short. Knows nothing else of models.
 """
 
 from __future__ import annotations
@@ -57,14 +58,9 @@ class Problem:
 
 
 def recall(rng: random.Random, count_tokens: CountTokens, num_tokens: int, num_questions: int) -> Problem:
-    """A table of keys and values that fills the context, and keys to look up.
+    """A table of keys and values that fills the context, and keys of different lines, as far as there are, to look up.
 
-    Args:
-        rng: The source of draws.
-        count_tokens: The function that counts the tokens of a text.
-        num_tokens: The tokens of the context, about; at least a few lines are made, and no more than fit where one
-            line more would make all keys longer.
-        num_questions: The number of questions, about different lines while there are any.
+    The table has a few lines at least, and no more than fit where one line more would make all keys longer.
     """
     seed, num_pairs, least = rng.random(), 64, NUM_EXAMPLES + num_questions
     tried: list[int] = []
@@ -88,15 +84,7 @@ def recall(rng: random.Random, count_tokens: CountTokens, num_tokens: int, num_q
 
 
 def needles(rng: random.Random, count_tokens: CountTokens, num_tokens: int, num_questions: int, filler: str) -> Problem:
-    """Lines of a key and a value, each at a depth of its own in other text, and the keys to look up.
-
-    Args:
-        rng: The source of draws.
-        count_tokens: The function that counts the tokens of a text.
-        num_tokens: The tokens of the context, about.
-        num_questions: The number of needles, each in the middle of an equal part of the text.
-        filler: The text to hide them in, repeated where it is too short.
-    """
+    """Lines of a key and a value, each in the middle of an equal part of other text, and the keys to look up."""
     wanted = num_questions + NUM_EXAMPLES
     drawn = recall_problem(rng, 16 * wanted, 1).table
     # Keys that the filler does not have, as far as there are: a needle is one line.
@@ -114,15 +102,7 @@ def needles(rng: random.Random, count_tokens: CountTokens, num_tokens: int, num_
 def arithmetic(
     rng: random.Random, count_tokens: CountTokens, num_tokens: int, num_questions: int, filler: str
 ) -> Problem:
-    """Additions of numbers of one to three digits, after a few that are done, after other text.
-
-    Args:
-        rng: The source of draws.
-        count_tokens: The function that counts the tokens of a text.
-        num_tokens: The tokens of the context, about; the examples alone where that is less.
-        num_questions: The number of additions.
-        filler: The other text.
-    """
+    """Additions of numbers of one to three digits, after a few that are done, after other text where there is room."""
     lines = addition_lines(rng, NUM_SUMS + num_questions).splitlines(keepends=True)
     examples = "".join(lines[:NUM_SUMS])
     asked = [line.strip().partition("=") for line in lines[NUM_SUMS:]]

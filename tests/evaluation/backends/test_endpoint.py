@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.errors import EndpointError
-from kvtuner.evaluation.backends.endpoint import KEY_VARIABLE
+from kvtuner.evaluation.backends.endpoint import KEY_VARIABLE, is_loopback, proxy_of
 from kvtuner.evaluation.backends.server_backend import ServerBackend
 from kvtuner.evaluation.backends.server_likelihood import Scoring, ServerScorer
-from kvtuner.evaluation.backends.url_opener import is_loopback, proxy_of
 from kvtuner.run_folder import RunFolder
 
 if TYPE_CHECKING:

@@ -41,14 +41,14 @@ def test_answers_do_not_depend_on_what_was_asked_before(read_plan: Any, load_tin
     for way in ways.values():
         host = LocalBackend(load_tiny("llama-gqa"), way, read_plan)
         found = host.answers(asking(*ASKED))
-        assert found == tuple(host.answers(asking(text))[0] for text in ASKED)
+        assert found == [host.answers(asking(text))[0] for text in ASKED]
         assert found[0] == found[2]
 
 
 @pytest.mark.parametrize("made", [{"name": "llama-gqa"}, {"name": "qwen2-bias", "adds_bos": True}], ids=["", "bos"])
 @pytest.mark.parametrize("name", ["bf16", "fp8", "K4V2"])
 def test_answers_are_those_of_generate(name: str, made: Any, load_tiny: Any, model_folder: Any) -> None:
-    """Answers are those of transformers' own loop and attention, with prompt and question in chunks of their own."""
+    """The expected texts are of transformers' own loop and attention, prompt and question in chunks of their own."""
     loaded = load_tiny(**made)
     model = AutoModelForCausalLM.from_pretrained(model_folder(**made), dtype=torch.float32).eval()
     way, tokenizer = named_scheme(name, loaded.shape), loaded.tokenizer
