@@ -133,16 +133,16 @@ class RunFolder:
         path = self.file(name)
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(document, dict) or set(document) != {"checksum", "payload"}:
+                raise ValueError("no checksum")
+            payload = document["payload"]
+            if not isinstance(payload, dict) or sha256_of(payload) != document["checksum"]:
+                raise ValueError("checksum differs")
+            return payload
         except FileNotFoundError as error:
             raise RunFolderError(f"{path} does not exist; run `kvtuner calibrate` first") from error
         except (OSError, ValueError, RecursionError) as error:
             raise RunFolderError(f"{path} is damaged ({error}); delete it and run the command again") from error
-        if not isinstance(document, dict) or set(document) != {"checksum", "payload"}:
-            raise RunFolderError(f"{path} is damaged (no checksum); delete it and run the command again")
-        payload = document["payload"]
-        if not isinstance(payload, dict) or not _has_checksum(payload, document["checksum"]):
-            raise RunFolderError(f"{path} is damaged (checksum differs); delete it and run the command again")
-        return payload
 
     def check_identity(self, name: str, identity: Mapping[str, Any], what: str) -> None:
         """Bind the folder to an identity, or compare it with the one it is bound to.
@@ -213,13 +213,6 @@ def _as_read_back(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def _line_checksum(record: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(record, sort_keys=True).encode()):08x}"
-
-
-def _has_checksum(payload: Mapping[str, Any], checksum: object) -> bool:
-    try:
-        return sha256_of(payload) == checksum
-    except (ValueError, RecursionError):  # infinity or half a surrogate pair, which `write_checked` never writes
-        return False
 
 
 def _try_lock(path: Path, handle: IO[str], flags: int) -> bool:

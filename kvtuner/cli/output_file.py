@@ -34,11 +34,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def check_new(out: str | None, *, force: bool) -> None:
-    """Refuse to overwrite a file without ``--force``.
-
-    Raises:
-        ProfileError: The file exists.
-    """
+    """Refuse to overwrite a file without ``--force``."""
     if out is not None and os.path.lexists(out) and not force:
         raise ProfileError(f"{out} is there already; name another --out, or overwrite it with --force")
 

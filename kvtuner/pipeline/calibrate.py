@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtuner.calibration import workbench
-from kvtuner.calibration.model_loading import read_shape
 from kvtuner.calibration.sensitivity import TABLE_FILE, SensitivityTable
-from kvtuner.pipeline.progress import say
-from kvtuner.pipeline.sources import model_source, run_folder
-from kvtuner.pipeline.stages.search_run import Phases, calibration_options, load_workbench
+from kvtuner.pipeline.sources import run_folder
+from kvtuner.pipeline.stages.search_run import checked_shape, measure_sensitivity
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,13 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationResult:
-    """What a calibration measured.
-
-    Attributes:
-        table: The sensitivity table.
-        file: The table's file in the run folder.
-        forward_passes: The forward passes that were run for it.
-    """
+    """The sensitivity table, its file in the run folder, and the forward passes that were run for it."""
 
     table: SensitivityTable
     file: Path
@@ -43,17 +34,8 @@ class CalibrationResult:
 
 
 def calibrate(options: CalibrateOptions) -> CalibrationResult:
-    """Measure the sensitivity of every layer, or go on where the same calibration was interrupted.
-
-    Raises:
-        KVTunerError: Something that is asked for cannot be done; the message says what would work.
-    """
-    shape = read_shape(model_source(options.model))
-    calibration_options(options.measurement, shape)  # refused before anything is loaded
+    """Measure the sensitivity of every layer, or go on where the same calibration was interrupted."""
+    shape = checked_shape(options)
     folder = run_folder(options.model, options.out, "calibration")
-    bench = load_workbench(options, shape)
-    folder.create()
-    phases = Phases(bench, folder)
-    with phases.phase("calibrate"):
-        table = workbench.calibrate(bench, folder, say)
+    phases, table = measure_sensitivity(options, shape, folder, phase="calibrate")
     return CalibrationResult(table, folder.file(TABLE_FILE), phases.passes["calibrate"])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvtuner.calibration.model_loading import read_shape
 from kvtuner.evaluation.validation import UNIFORM_PAIRS
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
-from kvtuner.pipeline.sources import corpus_source, model_source
-from kvtuner.pipeline.stages.search_run import calibration_options, row_shape, serving_ranks
+from kvtuner.pipeline.sources import corpus_source
+from kvtuner.pipeline.stages.search_run import checked_shape, row_shape, serving_ranks
 from kvtuner.pipeline.stages.search_targets import SearchTarget, targets_of
 from kvtuner.precision import PACKED_BITS, PrecisionPair, effective_bits, mean_bits, tokens_per_gib
 from kvtuner.report.search_data import rank_text
@@ -21,13 +20,8 @@ if TYPE_CHECKING:
 
 
 def plan_of_work(options: CalibrateOptions) -> dict[str, Any]:
-    """All that is known before weights are loaded; bytes are of the fullest rank, bits of the whole model.
-
-    Raises:
-        KVTunerError: Something that is asked for cannot be done.
-    """
-    shape = read_shape(model_source(options.model))
-    calibration_options(options.measurement, shape)
+    """All that is known before weights are loaded; bytes are of the fullest rank, bits of the whole model."""
+    shape = checked_shape(options)
     targets = targets_of(options, shape) if isinstance(options, SearchOptions) else []
     tp_size, pp_size = (options.tp_size, options.pp_size) if isinstance(options, SearchOptions) else (1, 1)
     ranks = serving_ranks(options.measurement, shape, tp_size=tp_size, pp_size=pp_size)

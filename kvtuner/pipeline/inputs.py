@@ -34,12 +34,7 @@ MAX_COMMAND: Final = 2000
 
 
 def profile_of(text: str) -> ResolvedProfile:
-    """The one profile that a name stands for; notes on how it was found go to stderr.
-
-    Raises:
-        ProfileError: The name stands for none, for several, for an invalid one, or for another than was pinned.
-        HubError: The hub does not give it.
-    """
+    """The one profile that a name stands for; notes on how it was found go to stderr."""
     return _with_notes([find_profile(text)])[0]
 
 
@@ -58,10 +53,9 @@ def _with_notes(profiles: list[ResolvedProfile]) -> list[ResolvedProfile]:
 def with_profile_defaults(
     model: ModelOptions, data: DataOptions, seed: int | None, profile: Profile
 ) -> tuple[ModelOptions, DataOptions, int]:
-    """Options whose gaps the profile's search fills: the model, the corpus's cut and so its unseen part, and the seed.
+    """Options whose gaps the profile's search fills: the model, the cut of the corpus and so its unseen part, the seed.
 
-    Raises:
-        ProfileError: The model was a folder, whose name alone finds none, or another one.
+    A model of a folder must be named again: nothing finds it by the profile's name for it.
     """
     if model.model is None:
         name, revision = profile.model.id, model.revision or profile.model.revision
@@ -88,11 +82,7 @@ def with_profile_defaults(
 
 
 def warn_of_mismatches(profile: Profile, model: ModelIdentity, context_length: int) -> list[Mismatch]:
-    """Warn where the model that is measured is not quite the profile's; measuring it is right all the same.
-
-    Raises:
-        ProfileError: The architectures differ.
-    """
+    """Warn where the model that is measured is not quite the profile's; measuring it is right all the same."""
     policy = Policy(allow_derived=True, rescore="this evaluation")
     positions = calibrated_positions(profile)
     mismatches = compare(profile.model, model, policy, positions=positions, context_length=context_length)
@@ -104,11 +94,7 @@ def warn_of_mismatches(profile: Profile, model: ModelIdentity, context_length: i
 
 
 def model_mismatches(profile: Profile, model: str, policy: Policy) -> list[Mismatch]:
-    """What speaks against a profile for a model, by the model's configuration and files alone.
-
-    Raises:
-        ProfileError: The model has another geometry.
-    """
+    """What speaks against a profile for a model, by the model's configuration and files alone."""
     source = ModelSource(model)
     config = read_config(source)
     check_model(profile, config)

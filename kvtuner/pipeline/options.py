@@ -224,11 +224,7 @@ def flag_fields(kind: type) -> dict[str, Field[Any]]:
 
 
 def check_options(options: object) -> None:
-    """Check choices, and numbers as their flags' texts are checked.
-
-    Raises:
-        OptionError: A value is refused; its option is named.
-    """
+    """Refuse a value that is none of the choices, or a number that its flag's text could not be."""
     for item in _fields(type(options)):
         value, read = getattr(options, item.name), item.metadata.get("type")
         choices = item.metadata.get("choices")
@@ -242,22 +238,14 @@ def check_options(options: object) -> None:
 
 
 def check_counts(**counts: int | None) -> None:
-    """Check that counts are at least 1, or None.
-
-    Raises:
-        OptionError: One is not; it is named as it was passed.
-    """
+    """Refuse a count that is neither None nor at least 1; it is named as it was passed."""
     for name, count in counts.items():
         if count is not None and count < 1:
             raise OptionError(f"{name} must be at least 1, not {count}")
 
 
 def check_seed(seed: int | None) -> None:
-    """Check a seed.
-
-    Raises:
-        OptionError: It is negative or too large.
-    """
+    """Refuse a seed that is negative or too large."""
     if seed is not None and not 0 <= seed < MAX_SEED:
         raise OptionError(f"seed must be within 0..{MAX_SEED - 1}, not {seed}")
 

@@ -107,11 +107,7 @@ def evaluate(profile: str | os.PathLike[str], **options: Any) -> EvaluationResul
 
 
 def _options(kind: type[Options], values: dict[str, Any]) -> Options:
-    """Options out of keywords.
-
-    Raises:
-        TypeError: A keyword is no option.
-    """
+    """Options out of keywords."""
     names = flag_fields(kind)
     for name in values:
         if name not in names:

@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtuner.calibration.model_loading import read_shape
-from kvtuner.calibration.workbench import calibrate as measure_sensitivity
 from kvtuner.evaluation.validation import Validator
 from kvtuner.exported_configs.profile.build import dump_profile
-from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.record_table import quality_record, record_table
 from kvtuner.pipeline.shareable_command import search_command
-from kvtuner.pipeline.sources import model_source, run_folder
+from kvtuner.pipeline.sources import run_folder
 from kvtuner.pipeline.stages.budget_search import BudgetSearch
 from kvtuner.pipeline.stages.comparison import compare_with_baselines
 from kvtuner.pipeline.stages.run_profile import make_profile
 from kvtuner.pipeline.stages.run_report import make_report_data
-from kvtuner.pipeline.stages.search_run import Phases, SearchRun, calibration_options, load_workbench
+from kvtuner.pipeline.stages.search_run import SearchRun, checked_shape, measure_sensitivity
 from kvtuner.pipeline.stages.search_targets import bind_target, refuse_other_targets, targets_of
 from kvtuner.report.search_data import DATA_FILE
 from kvtuner.report.search_report import summary_json, write_report
@@ -38,11 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SearchResult:
-    """One profile that a search made.
+    """One profile that a search made, and its file in the run folder.
 
     Attributes:
-        profile: The profile.
-        file: The profile's file in the run folder.
         report: The page of the report; None where none was written.
         data: Everything that the report shows.
         forward_passes: The forward passes by phase up to the validation.
@@ -96,29 +91,18 @@ class SearchResult:
 
 
 def search(options: SearchOptions, *, on_result: Callable[[SearchResult], None] | None = None) -> list[SearchResult]:
-    """Search, or go on where the same search was interrupted.
+    """Search, or go on where the same search was interrupted; returns one result for each budget, in their order.
 
     Args:
         options: What is asked for.
         on_result: Called with every result as soon as its files are written.
-
-    Returns:
-        One result for each budget, in their order.
-
-    Raises:
-        KVTunerError: Something that is asked for cannot be done; the message says what would work.
     """
-    shape = read_shape(model_source(options.model))
-    calibration_options(options.measurement, shape)  # refused before anything is loaded
+    shape = checked_shape(options)
     targets = targets_of(options, shape)
     folder = run_folder(options.model, options.out, "+".join(target.name for target in targets))
     refuse_other_targets(folder, targets)
-    bench = load_workbench(options, shape)
-    folder.create()
-    phases = Phases(bench, folder)
-    with phases.phase("calibration"):
-        table = measure_sensitivity(bench, folder, say)
-    return _search_targets(SearchRun(options, bench, folder, phases, table), targets, on_result)
+    phases, table = measure_sensitivity(options, shape, folder, phase="calibration")
+    return _search_targets(SearchRun(options, phases.bench, folder, phases, table), targets, on_result)
 
 
 def _search_targets(

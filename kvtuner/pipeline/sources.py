@@ -21,22 +21,14 @@ DEMO_SEQUENCES: Final = (4, 12, 12)
 
 
 def model_source(options: ModelOptions) -> ModelSource:
-    """The model that options name.
-
-    Raises:
-        OptionError: They name none.
-    """
+    """The model that options name; refuses options that name none."""
     if options.model is None:
         raise OptionError("a model is needed: a hub id, a folder, or demo")
     return ModelSource(**asdict(options))
 
 
 def corpus_source(data: DataOptions, model: ModelOptions, shape: ModelShape, *, seed: int) -> CorpusSource:
-    """The text that options name, cut for the model.
-
-    Raises:
-        CorpusError: Sequences are longer than the context.
-    """
+    """The text that options name, cut for the model; refuses sequences that are longer than its context."""
     if data.sequence_length is not None and data.sequence_length > shape.context_length:
         raise CorpusError(
             f"--sequence-length {data.sequence_length} must fit the context of {shape.context_length} tokens;"

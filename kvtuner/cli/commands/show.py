@@ -35,11 +35,7 @@ def _report(args: Namespace) -> int:
 
 
 def _report_folders(path: Path) -> list[Path]:
-    """Folders of a run that hold report data: its own, and one per budget where it had several.
-
-    Raises:
-        RunFolderError: None of them does.
-    """
+    """The folders of a run that hold report data: its own, and one per budget where it had several."""
     from kvtuner.errors import RunFolderError
     from kvtuner.report.search_data import DATA_FILE
 

@@ -25,7 +25,6 @@ from kvtuner.search_spaces.space import predicted_score
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtuner.evaluation.statistics import Interval
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.pipeline.stages.budget_search import SearchOutcome
     from kvtuner.pipeline.stages.comparison import BaselineComparison
@@ -67,6 +66,11 @@ def make_profile(comparison: BaselineComparison, quality: Sequence[OffsetQuality
 def _quality(comparison: BaselineComparison, rows: Sequence[QualityRow]) -> QualityRecord:
     """Winner, unquantized model and baselines, each over all kinds of offsets; `rows` are the report's baselines."""
     run, winner = comparison.run, comparison.pooled(comparison.winner)
+    baselines = []
+    for baseline, row in zip(comparison.baselines, rows, strict=True):
+        kl = comparison.pooled(baseline).kl_interval(run.seed)
+        bits = {"mean_bits": row.mean_bits, "effective_bits": row.effective_bits}
+        baselines.append(BaselineRecord(name=row.label, **bits, kl_mean=kl.mean, kl_low=kl.low, kl_high=kl.high))
     return QualityRecord(
         metric="kl_nats_per_token",
         read_plan=run.options.measurement.read_plan,
@@ -77,21 +81,7 @@ def _quality(comparison: BaselineComparison, rows: Sequence[QualityRow]) -> Qual
         top1_agreement=winner.top1_agreement,
         perplexity=winner.perplexity,
         reference_perplexity=comparison.pooled(comparison.reference).perplexity,
-        baselines=tuple(
-            _stored_baseline(row, comparison.pooled(baseline).kl_interval(run.seed))
-            for baseline, row in zip(comparison.baselines, rows, strict=True)
-        ),
-    )
-
-
-def _stored_baseline(row: QualityRow, kl: Interval) -> BaselineRecord:
-    return BaselineRecord(
-        name=row.label,
-        mean_bits=row.mean_bits,
-        effective_bits=row.effective_bits,
-        kl_mean=kl.mean,
-        kl_low=kl.low,
-        kl_high=kl.high,
+        baselines=tuple(baselines),
     )
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvtuner.calibration.candidate_pass import QuantizationOptions
 from kvtuner.calibration.corpus import load_corpus
-from kvtuner.calibration.model_loading import DEMO, load_model
-from kvtuner.calibration.workbench import CalibrationOptions, Workbench
+from kvtuner.calibration.model_loading import DEMO, load_model, read_shape
+from kvtuner.calibration.workbench import CalibrationOptions, Workbench, calibrate
 from kvtuner.errors import PrecisionError
 from kvtuner.evaluation.rank_bytes import ServingRanks
 from kvtuner.pipeline.progress import say
@@ -29,12 +29,15 @@ if TYPE_CHECKING:
     from kvtuner.run_folder import RunFolder
 
 
-def calibration_options(options: MeasurementOptions, shape: ModelShape) -> CalibrationOptions:
-    """How sensitivity is measured on this model.
+def checked_shape(options: CalibrateOptions) -> ModelShape:
+    """The shape of the model, after options that it cannot have are refused; loads no weights."""
+    shape = read_shape(model_source(options.model))
+    calibration_options(options.measurement, shape)
+    return shape
 
-    Raises:
-        PrecisionError: The model's heads cannot be packed at every width with a group size.
-    """
+
+def calibration_options(options: MeasurementOptions, shape: ModelShape) -> CalibrationOptions:
+    """How sensitivity is measured; refuses group sizes that the model's heads cannot be packed with."""
     geometry = shape.geometry
     for flag, head_dim, group in (
         ("--k-group-size", geometry.head_dim, options.k_group_size),
@@ -61,6 +64,11 @@ def calibration_options(options: MeasurementOptions, shape: ModelShape) -> Calib
 def row_shape(options: MeasurementOptions, shape: ModelShape) -> RowShape:
     """Rows of the whole model under the group sizes."""
     return shape.geometry.row_shape(k_group_size=options.k_group_size, v_group_size=options.v_group_size)
+
+
+def kept_pairs(options: SearchOptions) -> dict[int, PrecisionPair]:
+    """The layers whose pairs are forced."""
+    return parse_keep(options.keep) if options.keep else {}
 
 
 def serving_ranks(
@@ -112,6 +120,17 @@ class Phases:
         say(f"{name}: {passes:.1f} forward passes, {seconds:.1f} s")
 
 
+def measure_sensitivity(
+    options: CalibrateOptions, shape: ModelShape, folder: RunFolder, *, phase: str
+) -> tuple[Phases, SensitivityTable]:
+    """Load the model and measure it, or go on in the run folder; what it took is the phase of that name."""
+    bench = load_workbench(options, shape)
+    folder.create()
+    phases = Phases(bench, folder)
+    with phases.phase(phase):
+        return phases, calibrate(bench, folder, say)
+
+
 @dataclass(frozen=True, slots=True)
 class SearchRun:
     """One search with everything loaded and calibrated."""
@@ -151,7 +170,7 @@ class SearchRun:
     @property
     def kept(self) -> dict[int, PrecisionPair]:
         """The layers whose pairs are forced."""
-        return parse_keep(self.options.keep) if self.options.keep else {}
+        return kept_pairs(self.options)
 
     def uniform(self, pair: PrecisionPair, *, transforms: bool) -> Configuration:
         """One pair for all layers, without transforms or with the best ones."""

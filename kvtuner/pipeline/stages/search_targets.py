@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from kvtuner.errors import BudgetError, RunFolderError
 from kvtuner.exported_configs.profile.fields import MAX_TEXT
 from kvtuner.layer_ranges import write_ranges
-from kvtuner.pipeline.stages.search_run import serving_ranks
+from kvtuner.pipeline.stages.search_run import kept_pairs, serving_ranks
 from kvtuner.run_folder import refuse_difference, sha256_of
 from kvtuner.search_spaces.budget import SMALLEST_PAIR, Budget
-from kvtuner.search_spaces.written_layers import check_layers, parse_keep, parse_ranges
+from kvtuner.search_spaces.written_layers import check_layers, parse_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ def targets_of(options: SearchOptions, shape: ModelShape) -> list[SearchTarget]:
     if options.nested:
         _check_ascending(constraints)
     restrictions = {
-        "keep": {str(layer): str(pair) for layer, pair in sorted(_kept(options).items())},
+        "keep": {str(layer): str(pair) for layer, pair in sorted(kept_pairs(options).items())},
         "groups": options.groups,
         "sampler": options.refinement_sampler,
         "nested": [budget.text for budget in budgets] if options.nested else None,
@@ -82,11 +82,7 @@ def targets_of(options: SearchOptions, shape: ModelShape) -> list[SearchTarget]:
 
 
 def refuse_other_targets(folder: RunFolder, targets: Sequence[SearchTarget]) -> None:
-    """Check that a profile in the folder is replaced only by one of the same target.
-
-    Raises:
-        RunFolderError: The profile is of another target; the error names the first field that differs.
-    """
+    """Refuse to replace a profile in the folder by one of another target; the error names the first difference."""
     for target in targets:
         if not folder.file(target.identity_file).exists():
             continue
@@ -101,11 +97,7 @@ def refuse_other_targets(folder: RunFolder, targets: Sequence[SearchTarget]) -> 
 
 
 def bind_target(folder: RunFolder, target: SearchTarget) -> None:
-    """Note whose profile is about to be written.
-
-    Raises:
-        RunFolderError: The profile of another target has been written meanwhile.
-    """
+    """Note whose profile is about to be written; another target's may have been written meanwhile."""
     refuse_other_targets(folder, [target])
     folder.write_checked(target.identity_file, target.identity)
 
@@ -120,10 +112,6 @@ def _identity(options: SearchOptions, asked: str) -> dict[str, Any]:
         "score": measurement.score,
         "seed": measurement.seed,
     }
-
-
-def _kept(options: SearchOptions) -> dict[int, PrecisionPair]:
-    return parse_keep(options.keep) if options.keep else {}
 
 
 def _hand_written(options: SearchOptions, layers: str, shape: ModelShape) -> SearchTarget:
@@ -142,7 +130,7 @@ def _hand_written(options: SearchOptions, layers: str, shape: ModelShape) -> Sea
 
 
 def _constraint(options: SearchOptions, shape: ModelShape, budget: Budget) -> Constraint:
-    geometry, kept = shape.geometry, _kept(options)
+    geometry, kept = shape.geometry, kept_pairs(options)
     check_layers(kept, geometry.num_layers)
     constraint = budget.constraint(
         geometry,
