@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import random
-import runpy
 import signal
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hub_server import LoopbackHub
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from fixture_types import LoadTiny, MakeKeys, MakeTokenizer, ModelFolder, ProfileOf
 
     from kvtuner.exported_configs.profile.build import LayerQuantization
     from kvtuner.exported_configs.profile.profile import Profile
@@ -123,7 +126,7 @@ def corpus_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_tokenizer() -> Callable[..., Any]:
+def make_tokenizer() -> MakeTokenizer:
     """`make_tokenizer(adds_bos=False, chat_template=None)`: a byte-level BPE of 320 tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -178,7 +181,7 @@ def families() -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Callable[..., Any]) -> Callable[..., Path]:
+def model_folder(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: MakeTokenizer) -> ModelFolder:
     """A saved model with its tokenizer: `model_folder(family, adds_bos=False, chat=False, seed=0, **config_changes)`.
 
     The same arguments give the same folder, which no test may change.
@@ -198,7 +201,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Calla
 
 
 @pytest.fixture(scope="session")
-def load_tiny(model_folder: Callable[..., Path]) -> Callable[..., Any]:
+def load_tiny(model_folder: ModelFolder) -> LoadTiny:
     """A `LoadedModel` of a `model_folder`, shared between tests; same arguments."""
     from kvtuner.calibration.model_loading import ModelSource, load_model
 
@@ -214,7 +217,7 @@ def load_tiny(model_folder: Callable[..., Path]) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def profile_of() -> Callable[..., Profile]:
+def profile_of() -> ProfileOf:
     """A profile of layer choices for a configuration, as if calibrated up to `last_position`, or not at all."""
     from kvtuner.exported_configs.profile import evidence
     from kvtuner.exported_configs.profile.build import AskedBudget, build_profile
@@ -265,25 +268,21 @@ def profile_of() -> Callable[..., Profile]:
     return make
 
 
-def _loopback_hub() -> Any:
-    return runpy.run_path(str(Path(__file__).with_name("hub_server.py")))["LoopbackHub"]()
-
-
 @pytest.fixture
-def hubs() -> Callable[[], Any]:
+def hubs() -> Callable[[], AbstractContextManager[LoopbackHub]]:
     """One more hub that nobody is told of: `with hubs() as other:`."""
-    return lambda: _loopback_hub().running()
+    return lambda: LoopbackHub().running()
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """A hub on loopback (tests/hub_server.py) that this process, and what it starts, asks as somebody logged in.
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LoopbackHub]:
+    """A hub on loopback that this process, and what it starts, asks as somebody logged in.
 
     Nothing of what it gives outlives the test: caches are folders of the test's own.
     """
     from huggingface_hub import constants
 
-    made = _loopback_hub()
+    made = LoopbackHub()
     places = {"HF_HOME": "hf", "HF_HUB_CACHE": "hf/hub", "KVTUNER_CACHE": "kept"}
     for name, folder in places.items():
         monkeypatch.setenv(name, str(tmp_path / folder))
@@ -303,7 +302,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+def keys(tmp_path: Path) -> MakeKeys:
     """PEM files of an elliptic-curve key by its name, private and public; the same name gives the same key."""
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import (

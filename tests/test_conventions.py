@@ -21,7 +21,7 @@ PACKAGES: Final = ("kvtuner", "calibration", "exported_configs", "runtime_loader
 PRODUCT: Final = (*PACKAGES, "benchmarks")
 MOST_LINES: Final = 450
 MOST_FILES: Final = 15
-KNOWN_FOLDERS: Final = {Path("runtime_loader/kernels"), Path("tests"), Path("tests/sglang")}
+KNOWN_FOLDERS: Final = {Path("runtime_loader/kernels")}
 """Folders that are allowed more files."""
 BANNED: Final = {
     "taker", "takers", "respondent", "contestant", "exam", "examiner", "making", "metered", "said", "choosy", "seam",

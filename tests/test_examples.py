@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import yaml
@@ -15,13 +15,13 @@ from kvtuner.cli.parser import build_parser, parse
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from fixture_types import ProfileOf
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 @pytest.mark.slow
-def test_text_is_generated_from_packed_rows(profile_of: Callable[..., Any], tmp_path: Path) -> None:
+def test_text_is_generated_from_packed_rows(profile_of: ProfileOf, tmp_path: Path) -> None:
     profile = profile_of(read_config(ModelSource("demo")), [LayerQuantization(4, 4)] * 9)
     (tmp_path / "profile.json").write_bytes(dump_profile(profile))
     done = subprocess.run(

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvtuner.quant import STEPS
 from kvtuner.transforms import TRANSFORMS, candidate_transforms, transform_names
 
-PROGRAM = Path(__file__).with_name("new_transform_program.py")
+PROGRAM = Path(__file__).parent / "fixtures" / "new_transform_program.py"
 
 
 def test_every_step_has_arithmetic_and_every_transform_a_letter_of_its_own() -> None:

@@ -19,9 +19,11 @@ from kvtuner.geometry import ModelGeometry
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fixture_types import LoadTiny, RandomBatches
+
 
 @pytest.fixture(scope="session")
-def chain_of(load_tiny: Callable[..., Any]) -> Callable[..., DecoderChain]:
+def chain_of(load_tiny: LoadTiny) -> Callable[..., DecoderChain]:
     """`chain_of(family, **config_changes)`: a new chain, its counter at the probe's work, over a shared model."""
 
     def make(family: str = "llama-gqa", **changes: Any) -> DecoderChain:
@@ -44,7 +46,7 @@ def chain_over() -> Callable[[Any], DecoderChain]:
 
 
 @pytest.fixture(scope="session")
-def random_batches() -> Callable[..., list[Batch]]:
+def random_batches() -> RandomBatches:
     """`random_batches(num_sequences, tokens, batch_size=1, seed=0)`: the same tokens however they are batched."""
 
     def make(num_sequences: int, tokens: int, *, batch_size: int = 1, seed: int = 0) -> list[Batch]:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from fixture_types import RandomBatches
+
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.chain import DecoderChain
 
@@ -161,7 +163,7 @@ def assert_scores_agree(found: CandidateScores, expected: CandidateScores) -> No
 @pytest.mark.parametrize("name", READ_PLANS)
 @pytest.mark.parametrize("layer", [0, 1])
 def test_errors_and_fisher_scores_are_those_of_a_naive_computation(
-    name: str, layer: int, chain_of: Callable[..., DecoderChain], random_batches: Any
+    name: str, layer: int, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain, plan = chain_of("qwen2-bias"), plan_of(name)
     pair, single = batches = random_batches(3, TOKENS, batch_size=2)
@@ -181,7 +183,7 @@ def test_errors_and_fisher_scores_are_those_of_a_naive_computation(
 
 @pytest.mark.parametrize("model", ["head-dim-80", "qwen3-qk-norm", "qwen3-moe"])
 def test_group_sizes_and_symmetry_reach_every_candidate(
-    model: str, chain_of: Callable[..., DecoderChain], random_batches: Any
+    model: str, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain, plan = chain_of(model), DECODE
     half = chain.geometry.head_dim // 2
@@ -195,7 +197,7 @@ def test_group_sizes_and_symmetry_reach_every_candidate(
 
 
 def test_every_candidate_of_every_layer_is_measured_once(
-    chain_of: Callable[..., DecoderChain], random_batches: Any
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     measurement, _ = measured(chain_of("llama-gqa"), random_batches(1, TOKENS))
     sides = {"k": candidate_transforms("k"), "v": candidate_transforms("v")}
@@ -210,7 +212,9 @@ def test_every_candidate_of_every_layer_is_measured_once(
     assert all(score.kl is None for score in measurement.scores().values())
 
 
-def test_scores_fall_with_bits(family: str, chain_of: Callable[..., DecoderChain], random_batches: Any) -> None:
+def test_scores_fall_with_bits(
+    family: str, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
+) -> None:
     measurement, _ = measured(chain_of(family), random_batches(2, 32))
     scores = measurement.scores()
     for candidate in scores:
@@ -223,7 +227,7 @@ def test_scores_fall_with_bits(family: str, chain_of: Callable[..., DecoderChain
 
 
 def test_pairs_quantize_both_sides_without_transforms(
-    chain_of: Callable[..., DecoderChain], random_batches: Any
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain, plan = chain_of("qwen2-bias"), DECODE
     (batch,) = random_batches(2, TOKENS, batch_size=2)
@@ -242,7 +246,7 @@ def test_pairs_quantize_both_sides_without_transforms(
 
 @pytest.mark.parametrize("name", READ_PLANS)
 def test_a_part_of_the_rows_is_scored_as_the_whole_would_be(
-    name: str, chain_of: Callable[..., DecoderChain], random_batches: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chain, plan = chain_of("qwen2-bias"), plan_of(name)
     (batch,) = random_batches(1, TOKENS)
@@ -272,7 +276,7 @@ def test_a_part_of_the_rows_is_scored_as_the_whole_would_be(
 
 @pytest.mark.slow
 def test_scores_of_sampled_rows_are_those_of_all_rows_on_average(
-    chain_of: Callable[..., DecoderChain], random_batches: Any, monkeypatch: pytest.MonkeyPatch
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chain, batches = chain_of("llama-gqa"), random_batches(1, 160)
     constants, plan = measure_constants(chain, batches), ReadPlan("decode", 32)
@@ -299,7 +303,7 @@ def test_scores_of_sampled_rows_are_those_of_all_rows_on_average(
 
 @pytest.mark.parametrize("name", READ_PLANS)
 def test_rows_scored_a_few_at_a_time_give_the_same_numbers(
-    name: str, chain_of: Callable[..., DecoderChain], random_batches: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chain, plan = chain_of("qwen2-bias"), plan_of(name)
     batches = random_batches(2, TOKENS, batch_size=2)
@@ -322,7 +326,7 @@ def test_rows_scored_a_few_at_a_time_give_the_same_numbers(
 
 
 def test_errors_are_means_over_sequences_however_they_are_batched(
-    chain_of: Callable[..., DecoderChain], random_batches: Any
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain = chain_of("qwen2-bias")
     constants = measure_constants(chain, random_batches(5, TOKENS))
@@ -340,7 +344,7 @@ def test_errors_are_means_over_sequences_however_they_are_batched(
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_draws_other_labels(
-    chain_of: Callable[..., DecoderChain], random_batches: Any
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain, batches = chain_of("llama-gqa"), random_batches(1, TOKENS)
     constants = measure_constants(chain, batches)
@@ -357,7 +361,9 @@ def test_the_same_seed_gives_the_same_numbers_and_another_draws_other_labels(
         assert replace(scores, fisher=0.0) == replace(other[candidate], fisher=0.0)
 
 
-def test_progress_is_told_in_tokens_of_each_layer(chain_of: Callable[..., DecoderChain], random_batches: Any) -> None:
+def test_progress_is_told_in_tokens_of_each_layer(
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
+) -> None:
     chain, told = chain_of("llama-gqa"), []
     batches = random_batches(3, TOKENS, batch_size=2)
     constants = measure_constants(chain, batches)
@@ -369,7 +375,7 @@ def test_progress_is_told_in_tokens_of_each_layer(chain_of: Callable[..., Decode
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-gqa", "head-dim-80"])
 def test_the_fisher_score_is_the_isolated_kl_where_errors_are_small(
-    name: str, chain_of: Callable[..., DecoderChain], random_batches: Any, tmp_path: Path
+    name: str, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches, tmp_path: Path
 ) -> None:
     chain, plan = chain_of(name), ReadPlan.of("decode", 64)
     batches = random_batches(4, 64)
@@ -394,7 +400,7 @@ def test_the_fisher_score_is_the_isolated_kl_where_errors_are_small(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_last_layer_that_turns_non_finite_is_named(
-    value: float, make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: Any
+    value: float, make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain, batches = chain_over(make_model("llama-gqa")), random_batches(1, TOKENS)
     constants = measure_constants(chain, batches)
@@ -406,7 +412,7 @@ def test_a_last_layer_that_turns_non_finite_is_named(
 
 
 def test_gradients_that_overflow_are_an_error_that_names_the_layer(
-    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: Any
+    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain, batches = chain_over(make_model("llama-gqa")), random_batches(1, TOKENS)
     constants = measure_constants(chain, batches)
@@ -419,7 +425,7 @@ def test_gradients_that_overflow_are_an_error_that_names_the_layer(
 @pytest.mark.slow
 def test_memory_grows_with_depth_by_the_residual_stream_alone(
     chain_of: Callable[..., DecoderChain],
-    random_batches: Any,
+    random_batches: RandomBatches,
     peak_bytes: Callable[[Callable[[], object]], int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from fixture_types import MakeTokenizer
+
 LENGTH = 48
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def tokenizer(make_tokenizer: Callable[..., Any]) -> Any:
+def tokenizer(make_tokenizer: MakeTokenizer) -> Any:
     return make_tokenizer()
 
 
@@ -122,7 +124,7 @@ def test_another_field_can_hold_the_text(texts: list[str], tokenizer: Any, tmp_p
 
 
 def test_conversations_go_through_the_chat_template(
-    texts: list[str], make_tokenizer: Callable[..., Any], tmp_path: Path
+    texts: list[str], make_tokenizer: MakeTokenizer, tmp_path: Path
 ) -> None:
     rows = [
         {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}]} for text in texts
@@ -140,9 +142,7 @@ def test_conversations_without_a_chat_template_are_refused(tokenizer: Any, tmp_p
     assert "no chat template; give 'text'" in refusal(source(path), tokenizer)
 
 
-def test_a_conversation_that_the_template_refuses_is_an_error(
-    make_tokenizer: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_conversation_that_the_template_refuses_is_an_error(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": "Hello"}]}])
     tokenizer = make_tokenizer(chat_template="{{ raise_exception('roles must alternate') }}")
     message = refusal(source(path), tokenizer)
@@ -150,7 +150,7 @@ def test_a_conversation_that_the_template_refuses_is_an_error(
 
 
 def test_a_tokenizer_that_adds_a_first_token_has_it_in_front_of_every_sequence(
-    texts: list[str], make_tokenizer: Callable[..., Any], tmp_path: Path
+    texts: list[str], make_tokenizer: MakeTokenizer, tmp_path: Path
 ) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", ({"text": text} for text in texts))
     with_bos = load_corpus(source(path), make_tokenizer(adds_bos=True))
@@ -254,7 +254,7 @@ def test_a_damaged_file_is_refused_by_name(
 
 @pytest.mark.parametrize("depth", range(100, 1100, 50))
 def test_a_conversation_of_any_depth_is_read_or_refused(
-    depth: int, make_tokenizer: Callable[..., Any], tmp_path: Path
+    depth: int, make_tokenizer: MakeTokenizer, tmp_path: Path
 ) -> None:
     message = b'{"role": "user", "content": "Hello", "more": ' + b"[" * depth + b"]" * depth + b"}"
     (tmp_path / "chat.jsonl").write_bytes(b'{"messages": [' + message + b"]}\n")

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from fixture_types import RandomBatches
+
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.chain import DecoderChain
 
@@ -89,7 +91,7 @@ def kl_of(
 
 
 @pytest.fixture(scope="module")
-def setting(chain_of: Callable[..., DecoderChain], random_batches: Any) -> Any:
+def setting(chain_of: Callable[..., DecoderChain], random_batches: RandomBatches) -> Any:
     """A chain of three layers, three batches and their constants."""
     chain, batches = chain_of("llama-gqa"), random_batches(3, TOKENS)
     return chain, batches, measure_constants(chain, batches)
@@ -110,7 +112,7 @@ def test_it_is_the_simulators_kl_of_one_side_of_one_layer(name: str, setting: An
 
 
 def test_sequences_of_a_smaller_last_batch_weigh_as_much_as_the_others(
-    setting: Any, random_batches: Any, tmp_path: Path
+    setting: Any, random_batches: RandomBatches, tmp_path: Path
 ) -> None:
     chain, batches, constants = setting
     alone = kl_of(chain, batches, RunFolder(tmp_path / "1"), constants=constants)
@@ -302,7 +304,7 @@ def test_a_candidate_that_drives_the_model_to_nan_is_left_out_and_not_measured_a
 def test_a_width_that_no_candidate_keeps_finite_is_refused_by_its_place(
     make_model: Callable[..., Any],
     chain_over: Callable[..., DecoderChain],
-    random_batches: Any,
+    random_batches: RandomBatches,
     tmp_path: Path,
 ) -> None:
     chain, batches = chain_over(make_model("llama-gqa")), random_batches(1, TOKENS)
@@ -322,7 +324,7 @@ def test_a_width_that_no_candidate_keeps_finite_is_refused_by_its_place(
 def test_memory_grows_with_depth_by_the_residual_stream_and_the_prompts_keys_and_values(
     num_heads: int,
     chain_of: Callable[..., DecoderChain],
-    random_batches: Any,
+    random_batches: RandomBatches,
     peak_bytes: Callable[[Callable[[], object]], int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

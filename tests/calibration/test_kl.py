@@ -16,6 +16,8 @@ from kvtuner.calibration.kl import Reference, TokenScores, compare, following
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fixture_types import RandomBatches
+
     from kvtuner.calibration.forward.chain import DecoderChain
 
 IDS = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
@@ -100,7 +102,7 @@ def test_the_next_token_is_the_one_that_follows_the_row() -> None:
 
 
 def test_logits_are_held_a_few_rows_at_a_time(
-    chain_of: Callable[..., DecoderChain], random_batches: Any, monkeypatch: pytest.MonkeyPatch
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chain = chain_of("llama-gqa")
     (batch,) = random_batches(2, 20, batch_size=2)

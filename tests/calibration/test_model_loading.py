@@ -21,6 +21,8 @@ from kvtuner.exported_configs.identity.model_identity import config_sha256
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fixture_types import LoadTiny, MakeTokenizer, ModelFolder
+
 DECODER = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -54,7 +56,7 @@ def refusal(work: Callable[[], object], error: type[KVTunerError] = UnsupportedM
     return message
 
 
-def test_every_family_loads_with_the_geometry_of_its_weights(family: str, load_tiny: Callable[..., Any]) -> None:
+def test_every_family_loads_with_the_geometry_of_its_weights(family: str, load_tiny: LoadTiny) -> None:
     loaded = load_tiny(family)
     geometry = loaded.shape.geometry
     attention = loaded.model.model.layers[0].self_attn
@@ -72,7 +74,7 @@ def test_every_family_loads_with_the_geometry_of_its_weights(family: str, load_t
     assert not loaded.model.training
 
 
-def test_the_families_cover_the_heads_that_differ_from_hidden_size(load_tiny: Callable[..., Any]) -> None:
+def test_the_families_cover_the_heads_that_differ_from_hidden_size(load_tiny: LoadTiny) -> None:
     assert load_tiny("head-dim-80").shape.geometry.head_dim == 80
     qwen3 = load_tiny("qwen3-qk-norm")
     assert qwen3.shape.geometry.head_dim * 4 != qwen3.model.config.hidden_size
@@ -80,17 +82,17 @@ def test_the_families_cover_the_heads_that_differ_from_hidden_size(load_tiny: Ca
     assert load_tiny("mistral-no-window").shape.geometry.num_kv_heads == 1
 
 
-def test_a_dtype_can_be_chosen(model_folder: Callable[..., Path]) -> None:
+def test_a_dtype_can_be_chosen(model_folder: ModelFolder) -> None:
     loaded = load_model(ModelSource(str(model_folder()), device="cpu", dtype="bfloat16"))
     assert loaded.model.dtype == torch.bfloat16
     assert loaded.dtype_name == "bfloat16"
 
 
-def test_a_context_can_be_shorter_than_the_models(model_folder: Callable[..., Path]) -> None:
+def test_a_context_can_be_shorter_than_the_models(model_folder: ModelFolder) -> None:
     assert read_shape(ModelSource(str(model_folder()), context_length=100)).context_length == 100
 
 
-def test_the_name_of_a_folder_says_nothing_of_where_it_lies(model_folder: Callable[..., Path]) -> None:
+def test_the_name_of_a_folder_says_nothing_of_where_it_lies(model_folder: ModelFolder) -> None:
     folder = model_folder()
     assert ModelSource(str(folder)).name == "llama-gqa"
     assert ModelSource(str(folder / ".." / "llama-gqa")).name == "llama-gqa"
@@ -99,7 +101,7 @@ def test_the_name_of_a_folder_says_nothing_of_where_it_lies(model_folder: Callab
 
 
 def test_the_config_hash_follows_the_shape_and_not_the_place_or_the_dtype(
-    model_folder: Callable[..., Path], tmp_path: Path
+    model_folder: ModelFolder, tmp_path: Path
 ) -> None:
     folder = model_folder()
     first = read_shape(ModelSource(str(folder)))
@@ -116,7 +118,7 @@ def test_the_config_hash_follows_the_shape_and_not_the_place_or_the_dtype(
 
 
 def test_the_weights_hash_follows_the_weights_and_not_the_place(
-    model_folder: Callable[..., Path], load_tiny: Callable[..., Any], tmp_path: Path
+    model_folder: ModelFolder, load_tiny: LoadTiny, tmp_path: Path
 ) -> None:
     shutil.copytree(model_folder(), tmp_path / "moved")
     first = load_tiny().weights_sha256
@@ -125,7 +127,7 @@ def test_the_weights_hash_follows_the_weights_and_not_the_place(
     assert load_tiny().shape.settings_sha256 == load_tiny(seed=1).shape.settings_sha256
 
 
-def test_the_weights_hash_sees_a_change_anywhere(make_model: Callable[..., Any], load_tiny: Callable[..., Any]) -> None:
+def test_the_weights_hash_sees_a_change_anywhere(make_model: Callable[..., Any], load_tiny: LoadTiny) -> None:
     loaded = replace(load_tiny(), model=make_model("llama-gqa"))
     seen = {loaded.weights_sha256}
     for parameter in loaded.model.parameters():
@@ -136,7 +138,7 @@ def test_the_weights_hash_sees_a_change_anywhere(make_model: Callable[..., Any],
 
 
 @pytest.fixture
-def placed(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[str]]]:
+def placed(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[str]]]:
     """Load onto a device that need not be there: `placed(folder, device, accelerate)` gives device_map and moves."""
 
     def load(folder: Path, device: str, *, accelerate: bool) -> tuple[Any, list[str]]:
@@ -171,15 +173,13 @@ def placed(model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_weights_are_loaded_straight_to_the_device_where_accelerate_can(
-    device: str, accelerate: bool, device_map: Any, moves: list[str], placed: Any, model_folder: Callable[..., Path]
+    device: str, accelerate: bool, device_map: Any, moves: list[str], placed: Any, model_folder: ModelFolder
 ) -> None:
     assert placed(model_folder(), device, accelerate=accelerate) == (device_map, moves)
 
 
 @pytest.mark.parametrize("device", ["xpu:1", "cpu"])
-def test_quantized_weights_are_never_moved(
-    device: str, placed: Any, model_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_quantized_weights_are_never_moved(device: str, placed: Any, model_folder: ModelFolder, tmp_path: Path) -> None:
     quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     source = edited_config(model_folder(), tmp_path / "quantized", quantization_config=quantization)
     assert placed(Path(source.model), device, accelerate=True)[1] == []
@@ -190,7 +190,7 @@ def test_quantized_weights_are_never_moved(
 
 
 def test_a_gpu_that_is_too_small_is_refused_with_the_way_out(
-    model_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def from_pretrained(*_: Any, **__: Any) -> Any:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
@@ -232,7 +232,7 @@ def test_a_folder_without_a_readable_configuration_is_refused(text: str | None, 
     ],
 )
 def test_a_damaged_checkpoint_is_refused(
-    name: str, content: bytes | None, model_folder: Callable[..., Path], tmp_path: Path
+    name: str, content: bytes | None, model_folder: ModelFolder, tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(model_folder(), copy)
@@ -242,7 +242,7 @@ def test_a_damaged_checkpoint_is_refused(
     assert refusal(lambda: load_model(ModelSource(str(copy), device="cpu"))).startswith("cannot load model")
 
 
-def test_a_checkpoint_cut_short_is_refused(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_checkpoint_cut_short_is_refused(model_folder: ModelFolder, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(model_folder(), copy)
     weights = (copy / "model.safetensors").read_bytes()
@@ -250,7 +250,7 @@ def test_a_checkpoint_cut_short_is_refused(model_folder: Callable[..., Path], tm
     assert refusal(lambda: load_model(ModelSource(str(copy), device="cpu"))).startswith("cannot load model")
 
 
-def test_weights_that_the_checkpoint_lacks_are_never_made_up(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_weights_that_the_checkpoint_lacks_are_never_made_up(model_folder: ModelFolder, tmp_path: Path) -> None:
     source = edited_config(model_folder(), tmp_path / "copy", num_hidden_layers=4)
     message = refusal(lambda: load_model(source))
     assert "lacks 9 weights" in message
@@ -267,13 +267,13 @@ def test_weights_that_the_checkpoint_lacks_are_never_made_up(model_folder: Calla
     ],
 )
 def test_a_dtype_or_device_that_is_not_there_is_refused(
-    changes: dict[str, str], words: str, model_folder: Callable[..., Path]
+    changes: dict[str, str], words: str, model_folder: ModelFolder
 ) -> None:
     assert words in refusal(lambda: load_model(ModelSource(str(model_folder()), **{"device": "cpu", **changes})))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_gpu_that_is_not_there_is_refused(model_folder: Callable[..., Path]) -> None:
+def test_a_gpu_that_is_not_there_is_refused(model_folder: ModelFolder) -> None:
     message = refusal(lambda: load_model(ModelSource(str(model_folder()), device="cuda:0")))
     assert "torch sees no GPU; use --device cpu" in message
 
@@ -282,9 +282,7 @@ def test_a_gpu_that_is_not_there_is_refused(model_folder: Callable[..., Path]) -
     ("length", "words"),
     [(513, "--context-length 513 exceeds the 512 positions"), (-4, "--context-length must be positive")],
 )
-def test_a_context_that_the_model_does_not_have_is_refused(
-    length: int, words: str, model_folder: Callable[..., Path]
-) -> None:
+def test_a_context_that_the_model_does_not_have_is_refused(length: int, words: str, model_folder: ModelFolder) -> None:
     assert words in refusal(lambda: read_shape(ModelSource(str(model_folder()), context_length=length)))
 
 
@@ -361,7 +359,7 @@ def test_a_model_that_does_not_say_its_context_must_be_told(tmp_path: Path) -> N
     assert read_shape(ModelSource(source.model, context_length=64)).context_length == 64
 
 
-def test_attention_without_the_hook_is_refused(make_tokenizer: Callable[..., Any], tmp_path: Path) -> None:
+def test_attention_without_the_hook_is_refused(make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
     config = transformers.FalconConfig(
         vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True
     )

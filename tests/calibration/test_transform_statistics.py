@@ -17,6 +17,8 @@ from kvtuner.errors import NonFiniteActivationError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fixture_types import RandomBatches
+
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.chain import DecoderChain
 
@@ -52,7 +54,7 @@ def lambda_by_hand(keys: np.ndarray, queries: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_constants_are_those_of_the_keys_and_queries_seen(
-    family: str, batch_size: int, chain_of: Callable[..., DecoderChain], random_batches: Any
+    family: str, batch_size: int, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain = chain_of(family)
     batches = random_batches(3, 29, batch_size=batch_size)
@@ -69,7 +71,7 @@ def test_constants_are_those_of_the_keys_and_queries_seen(
 
 
 def test_constants_do_not_depend_on_how_sequences_are_batched(
-    chain_of: Callable[..., DecoderChain], random_batches: Any
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain = chain_of("qwen2-bias")
     one, three = (measure_constants(chain, random_batches(5, 16, batch_size=size)) for size in (1, 3))
@@ -79,7 +81,7 @@ def test_constants_do_not_depend_on_how_sequences_are_batched(
 
 
 def test_dead_channels_have_lambda_1_and_leave_the_others_geometric_mean_at_1(
-    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: Any
+    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     model = make_model("llama-gqa")
     with torch.no_grad():  # one rotary pair of KV head 0, and of the queries of KV head 1
@@ -120,7 +122,7 @@ def test_a_head_without_live_channels_has_lambda_1_everywhere(key: float, query:
 
 
 def test_a_mean_beyond_fp16_is_clamped_and_not_infinite(
-    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: Any
+    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     model = make_model("qwen2-bias")
     with torch.no_grad():
@@ -138,7 +140,7 @@ def test_a_layer_that_turns_non_finite_is_named(
     value: float,
     make_model: Callable[..., Any],
     chain_over: Callable[..., DecoderChain],
-    random_batches: Any,
+    random_batches: RandomBatches,
 ) -> None:
     chain = chain_over(make_model("llama-gqa"))
     with torch.no_grad():
@@ -148,7 +150,7 @@ def test_a_layer_that_turns_non_finite_is_named(
 
 
 def test_a_layer_that_gives_the_next_one_nan_is_named_itself(
-    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: Any
+    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain = chain_over(make_model("llama-gqa"))
     with torch.no_grad():
@@ -160,7 +162,7 @@ def test_a_layer_that_gives_the_next_one_nan_is_named_itself(
 @pytest.mark.slow
 def test_memory_grows_with_depth_by_the_residual_stream_alone(
     chain_of: Callable[..., DecoderChain],
-    random_batches: Any,
+    random_batches: RandomBatches,
     peak_bytes: Callable[[Callable[[], object]], int],
 ) -> None:
     tokens, peaks = 128, {}

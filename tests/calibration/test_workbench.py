@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from fixture_types import LoadTiny, ModelFolder
+
     from kvtuner.calibration.corpus import SplitName
     from kvtuner.calibration.forward.read_plan import ReadPlanName
 
 
 @pytest.fixture(scope="module")
-def bench_of(load_tiny: Callable[..., Any], corpus_file: Path) -> Callable[..., Workbench]:
+def bench_of(load_tiny: LoadTiny, corpus_file: Path) -> Callable[..., Workbench]:
     """`bench_of(family, length=32, sequences=(2, 1, 1), seed=0, **options)`: a workbench, its counter at 0."""
 
     def make(
@@ -233,7 +235,7 @@ def test_measurements_of_another_version_of_the_code_are_refused(
 
 
 def test_a_folder_of_another_dtype_is_refused_by_the_dtype_and_not_by_the_weights(
-    bench_of: Callable[..., Workbench], model_folder: Callable[..., Path], tmp_path: Path
+    bench_of: Callable[..., Workbench], model_folder: ModelFolder, tmp_path: Path
 ) -> None:
     folder, bench = RunFolder(tmp_path), bench_of()
     folder.check_identity(IDENTITY_FILE, bench.identity(), "measurements")

@@ -12,17 +12,17 @@ import pytest
 from kvtuner.cli import main
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from fixture_types import ModelFolder, RunCommand, Search, StartCommand
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--sequence-length", "64", "--sequences", "2,2,3", "--fisher-draws", "1")
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def run(capsys: pytest.CaptureFixture[str]) -> RunCommand:
     """Run the command line in this process; returns exit status, stdout, stderr."""
 
-    def call(*args: str) -> tuple[int, str, str]:
+    def call(*args: object) -> tuple[int, str, str]:
         capsys.readouterr()
         try:
             status = main([str(arg) for arg in args])
@@ -35,7 +35,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 
 
 @pytest.fixture
-def search(run: Callable[..., tuple[int, str, str]], model_folder: Any, corpus_file: Path) -> Callable[..., Any]:
+def search(run: RunCommand, model_folder: ModelFolder, corpus_file: Path) -> Search:
     """A small search of a tiny model, without the report unless asked for; returns the JSON result."""
 
     def call(out: Path, *args: str, model: str = "llama-gqa", trials: int | None = 6, report: bool = False) -> Any:
@@ -51,7 +51,7 @@ def search(run: Callable[..., tuple[int, str, str]], model_folder: Any, corpus_f
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Any, corpus_file: Path) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: ModelFolder, corpus_file: Path) -> Path:
     """The run folder of a search of 3 bit with two trials, to be copied; `search` with the same flags goes on there."""
     out = tmp_path_factory.mktemp("finished") / "run"
     status = main([
@@ -63,7 +63,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Any, corpus
 
 
 @pytest.fixture
-def start(model_folder: Any, corpus_file: Path) -> Callable[..., subprocess.Popen[str]]:
+def start(model_folder: ModelFolder, corpus_file: Path) -> StartCommand:
     """The same search in a process of its own, to be killed."""
 
     def call(out: Path, *args: str, command: str = "search") -> subprocess.Popen[str]:

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     import argparse
     from pathlib import Path
 
+    from fixture_types import ProfileOf
+
 URL = "http://127.0.0.1:9"
 
 
 @pytest.fixture
-def profile(profile_of: Any, tmp_path: Path) -> str:
+def profile(profile_of: ProfileOf, tmp_path: Path) -> str:
     config = AutoConfig.from_pretrained(DEMO_MODEL)
     path = tmp_path / "profile.json"
     path.write_bytes(dump_profile(profile_of(config, [LayerQuantization(4, 4)] * config.num_hidden_layers)))

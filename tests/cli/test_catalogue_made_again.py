@@ -18,8 +18,10 @@ from kvtuner.exported_configs.sharing.catalogue import catalogue_file
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from fixture_types import RunCommand
 
-def make_again(run: Any, name: str, model: str, out: Path) -> dict[str, Any]:
+
+def make_again(run: RunCommand, name: str, model: str, out: Path) -> dict[str, Any]:
     """The profile that the recorded command of the catalogue's makes."""
     committed = json.loads(catalogue_file(name).read_text(encoding="utf-8"))
     words = shlex.split(committed["provenance"]["command"])
@@ -59,14 +61,14 @@ def only(node: Any, fields: set[str]) -> Any:
 
 
 @pytest.mark.slow
-def test_the_demo_models_profile_is_made_again_by_its_own_command(run: Any, tmp_path: Path) -> None:
+def test_the_demo_models_profile_is_made_again_by_its_own_command(run: RunCommand, tmp_path: Path) -> None:
     compare("demo-4bit", make_again(run, "demo-4bit", "demo", tmp_path / "run"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("budget", ["3bit", "4bit", "6bit"])
 @pytest.mark.parametrize("model", ["demo", "demo-outliers"])
-def test_every_profile_is_made_again(run: Any, tmp_path: Path, model: str, budget: str) -> None:
+def test_every_profile_is_made_again(run: RunCommand, tmp_path: Path, model: str, budget: str) -> None:
     place = "demo"
     if model == "demo-outliers":
         place = str(tmp_path / model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,6 +15,9 @@ from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
+if TYPE_CHECKING:
+    from fixture_types import LoadTiny, ModelFolder, RunCommand
+
 pytestmark = pytest.mark.slow
 
 QUESTIONS = ("--problems", "3", "--questions", "2")
@@ -23,7 +26,7 @@ FEW = (*TABLES, "--samples", "2")
 
 
 @pytest.fixture
-def evaluate(run: Any, finished: Path, model_folder: Any, corpus_file: Path, tmp_path: Path) -> Any:
+def evaluate(run: RunCommand, finished: Path, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path) -> Any:
     """Evaluate a copy of the finished search's profile; status, JSON or text, stderr and the profile's path."""
     profile = tmp_path / "profile.json"
     if not profile.exists():
@@ -60,7 +63,7 @@ def differences(found: Any, measure: str, position: int = 0) -> dict[str, Any]:
 
 
 def test_figures_are_those_of_the_cache_itself(
-    evaluate: Any, model_folder: Any, corpus_file: Path, load_tiny: Any
+    evaluate: Any, model_folder: ModelFolder, corpus_file: Path, load_tiny: LoadTiny
 ) -> None:
     """KL, agreement and likelihood from logits of transformers' own attention over a packed cache."""
     status, found, _, path = evaluate("--levels", "likelihood", "--read-plan", "cache")
@@ -84,7 +87,7 @@ def test_figures_are_those_of_the_cache_itself(
     assert differences(found, "nll_nats_per_token")["bf16"]["mean"] == pytest.approx(float(nll) - base, abs=1e-5)
 
 
-def test_the_file_stands_beside_the_profile_and_is_shown(evaluate: Any, run: Any) -> None:
+def test_the_file_stands_beside_the_profile_and_is_shown(evaluate: Any, run: RunCommand) -> None:
     status, found, _, path = evaluate(*FEW)
     assert status == 0
     file = Path(found.pop("evaluation"))
@@ -106,7 +109,7 @@ def test_the_file_stands_beside_the_profile_and_is_shown(evaluate: Any, run: Any
 
 
 def test_nothing_of_this_machine_or_of_anybodys_text_is_in_the_file(
-    evaluate: Any, tmp_path: Path, corpus_file: Path, model_folder: Any, load_tiny: Any
+    evaluate: Any, tmp_path: Path, corpus_file: Path, model_folder: ModelFolder, load_tiny: LoadTiny
 ) -> None:
     _, found, _, path = evaluate(*FEW, f"--model={model_folder('llama-gqa')}")
     text = Path(found["evaluation"]).read_text()
@@ -135,7 +138,7 @@ def test_a_length_that_the_questions_alone_exceed_is_refused_and_not_shown_as_it
 
 
 def test_a_model_that_was_a_folder_is_asked_for_and_not_guessed(
-    run: Any, finished: Path, model_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunCommand, finished: Path, model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = load_profile(finished / "profile.json").model.id
     shutil.copytree(model_folder("qwen2-bias"), tmp_path / name)  # another one that is called so
@@ -183,7 +186,7 @@ def test_an_interrupted_evaluation_goes_on(evaluate: Any, monkeypatch: pytest.Mo
     assert len(asked) == exams * ways * problems + 1, "only the problem that was cut short is asked again"
 
 
-def test_a_damaged_or_foreign_evaluation_hides_nothing(evaluate: Any, run: Any) -> None:
+def test_a_damaged_or_foreign_evaluation_hides_nothing(evaluate: Any, run: RunCommand) -> None:
     _, found, _, path = evaluate("--levels", "arithmetic", *QUESTIONS)
     file = Path(found["evaluation"])
     document = json.loads(file.read_text())
@@ -210,7 +213,7 @@ def test_a_damaged_or_foreign_evaluation_hides_nothing(evaluate: Any, run: Any) 
         assert said in err, change
 
 
-def test_a_profile_with_any_name_finds_its_evaluations(evaluate: Any, run: Any, tmp_path: Path) -> None:
+def test_a_profile_with_any_name_finds_its_evaluations(evaluate: Any, run: RunCommand, tmp_path: Path) -> None:
     _, found, _, path = evaluate("--levels", "arithmetic", *QUESTIONS)
     odd = path.with_name("profile[1].json")
     path.rename(odd)
@@ -219,7 +222,7 @@ def test_a_profile_with_any_name_finds_its_evaluations(evaluate: Any, run: Any, 
     assert len(json.loads(run("show", odd, "--json")[1])["evaluations"]) == 1
 
 
-def test_refusals(evaluate: Any, run: Any, model_folder: Any, tmp_path: Path) -> None:
+def test_refusals(evaluate: Any, run: RunCommand, model_folder: ModelFolder, tmp_path: Path) -> None:
     for flags, said in (
         (("--against", "K3V3"), "K3V3"),
         (("--against", "K16V16"), "compared with anyway"),
@@ -317,7 +320,7 @@ def test_intervals_are_those_of_numpy(evaluate: Any) -> None:
     assert stated["p_value"] >= 2 / 2**3, "of three sequences all signs may go one way"
 
 
-def test_the_demo_model_is_right_and_two_bits_are_not(run: Any, tmp_path: Path) -> None:
+def test_the_demo_model_is_right_and_two_bits_are_not(run: RunCommand, tmp_path: Path) -> None:
     """The whole way: questions that have answers, in a profile that loses them."""
     from kvtuner.calibration.model_loading import ModelSource, read_shape
     from kvtuner.evaluation.scheme import named_scheme

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvtuner.exported_configs.profile.load import load_profile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
+
+    from fixture_types import ModelFolder, RunCommand
 
 NUM_LAYERS = 3
 
 
 @pytest.fixture
-def model(model_folder: Callable[..., Path], tmp_path: Path) -> Path:
+def model(model_folder: ModelFolder, tmp_path: Path) -> Path:
     """A folder with a configuration of three layers and nothing else: no weights, no tokenizer."""
     folder = tmp_path / "Tiny-3B"
     folder.mkdir()
@@ -33,9 +34,7 @@ def preset(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_preset_becomes_a_profile_of_the_model(
-    run: Callable[..., Any], model: Path, preset: Path, tmp_path: Path
-) -> None:
+def test_a_preset_becomes_a_profile_of_the_model(run: RunCommand, model: Path, preset: Path, tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     status, stdout, err = run("import", preset, "--from", "kvtuner-yaml", "--model", model, "--out", out)
     assert (status, err) == (0, "")
@@ -51,9 +50,7 @@ def test_a_preset_becomes_a_profile_of_the_model(
     assert "imported from kvtuner-yaml" in run("show", out)[1]
 
 
-def test_without_out_the_profile_is_on_stdout_and_notes_are_not(
-    run: Callable[..., Any], model: Path, preset: Path
-) -> None:
+def test_without_out_the_profile_is_on_stdout_and_notes_are_not(run: RunCommand, model: Path, preset: Path) -> None:
     renamed = preset.rename(preset.with_name("Other-7B_kivi_KVTuner6_1.yaml"))
     flags = ("--from", "kvtuner-yaml", "--model", model, "--group-size", "16")
     status, stdout, err = run("import", renamed, *flags)
@@ -64,9 +61,7 @@ def test_without_out_the_profile_is_on_stdout_and_notes_are_not(
     assert "no host serves it yet" in err
 
 
-def test_a_file_is_overwritten_by_force_only(
-    run: Callable[..., Any], model: Path, preset: Path, tmp_path: Path
-) -> None:
+def test_a_file_is_overwritten_by_force_only(run: RunCommand, model: Path, preset: Path, tmp_path: Path) -> None:
     out = tmp_path / "there.json"
     out.write_text("mine")
     flags = ("--from", "kvtuner-yaml", "--model", model, "--out", out)
@@ -80,7 +75,7 @@ def test_a_file_is_overwritten_by_force_only(
     assert out.read_text() == preset.read_text()
 
 
-def test_ranges_are_a_text_or_a_file(run: Callable[..., Any], model: Path, tmp_path: Path) -> None:
+def test_ranges_are_a_text_or_a_file(run: RunCommand, model: Path, tmp_path: Path) -> None:
     flags = ("--from", "ranges", "--model", model)
     file = tmp_path / "ranges.yaml"
     file.write_text("kv_cache_per_layer_dtype:\n  0: bf16\n  2: bf16\n")
@@ -97,13 +92,13 @@ def test_ranges_are_a_text_or_a_file(run: Callable[..., Any], model: Path, tmp_p
 @pytest.mark.parametrize(
     "source", ["nofile.yaml", "nofile.YML", "0:nofile.json", "2-3:x.txt", "a:b/0-1", "nofile", "0-1", "8" * 5000]
 )
-def test_a_path_of_no_file_is_not_taken_for_ranges(run: Callable[..., Any], model: Path, source: str) -> None:
+def test_a_path_of_no_file_is_not_taken_for_ranges(run: RunCommand, model: Path, source: str) -> None:
     status, stdout, err = run("import", source, "--from", "ranges", "--model", model)
     assert (status, stdout) == (2, "") and f"there is no file {source[:200]}" in err
     assert "ranges such as 0-1:bf16" in err
 
 
-def test_both_answers_can_be_json(run: Callable[..., Any], model: Path, tmp_path: Path) -> None:
+def test_both_answers_can_be_json(run: RunCommand, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     flags = ("--from", "ranges", "--model", model, "--out", out, "--json")
     facts = json.loads(run("import", "0:bf16,1-2:int8", *flags)[1])
@@ -112,7 +107,7 @@ def test_both_answers_can_be_json(run: Callable[..., Any], model: Path, tmp_path
     assert facts["text"] == "0\n" and "--kv-cache-dtype int8_per_token_head" in facts["notes"][0]
 
 
-def test_what_is_lost_is_refused_or_said(run: Callable[..., Any], model: Path, tmp_path: Path) -> None:
+def test_what_is_lost_is_refused_or_said(run: RunCommand, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     assert run("import", "0-2:int4", "--from", "ranges", "--model", model, "--symmetric", "--out", out)[0] == 0
     status, stdout, err = run("export", out, "--to", "ranges")
@@ -135,7 +130,7 @@ def test_what_is_lost_is_refused_or_said(run: Callable[..., Any], model: Path, t
         (("--model", "demo"), "--from"),
     ],
 )
-def test_wrong_flags_are_refused_in_words(run: Callable[..., Any], flags: tuple[str, ...], says: str) -> None:
+def test_wrong_flags_are_refused_in_words(run: RunCommand, flags: tuple[str, ...], says: str) -> None:
     status, stdout, err = run("import", "demo.yaml", *flags)
     assert (status, stdout) == (2, "") and says in err
 
@@ -149,12 +144,12 @@ def test_wrong_flags_are_refused_in_words(run: Callable[..., Any], flags: tuple[
         (("--model", "demo", "--scheme", "kivi"), "leave --scheme out"),
     ],
 )
-def test_wrong_flags_of_ranges_are_refused_in_words(run: Callable[..., Any], flags: tuple[str, ...], says: str) -> None:
+def test_wrong_flags_of_ranges_are_refused_in_words(run: RunCommand, flags: tuple[str, ...], says: str) -> None:
     status, stdout, err = run("import", "0-8:int8", "--from", "ranges", *flags)
     assert (status, stdout) == (2, "") and says in err
 
 
-def test_no_code_of_a_model_is_run(run: Callable[..., Any], model: Path) -> None:
+def test_no_code_of_a_model_is_run(run: RunCommand, model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     config.update(model_type="mine", auto_map={"AutoConfig": "evil.Config"})
     (model / "config.json").write_text(json.dumps(config))

@@ -14,7 +14,7 @@ import torch
 from kvtuner.exported_configs.profile.load import load_profile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from fixture_types import RunCommand
 
 pytestmark = pytest.mark.slow
 
@@ -59,9 +59,7 @@ def facts_of(file: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", SEARCHES)
-def test_a_search_gives_the_profile_that_it_gave_before(
-    name: str, run: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
+def test_a_search_gives_the_profile_that_it_gave_before(name: str, run: RunCommand, tmp_path: Path) -> None:
     status, _, stderr = run("search", *COMMON, *SEARCHES[name], "--out", tmp_path)
     assert status == 0, stderr
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))

@@ -22,6 +22,8 @@ from kvtuner.exported_configs.profile.load import load_profile
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fixture_types import ModelFolder, RunCommand, StartCommand
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,9 +84,7 @@ MOMENTS: dict[str, tuple[str, int]] = {
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(
-    tmp_path_factory: pytest.TempPathFactory, model_folder: Callable[..., Path], corpus_file: Path
-) -> bytes:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, model_folder: ModelFolder, corpus_file: Path) -> bytes:
     """The profile of the search that `start` starts, by a run to its end."""
     out = tmp_path_factory.mktemp("uninterrupted") / "run"
     status = main([
@@ -98,7 +98,7 @@ def uninterrupted(
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_run_ended_in_any_phase_is_resumed_by_the_same_command(
-    start: Callable[..., subprocess.Popen[str]],
+    start: StartCommand,
     uninterrupted: bytes,
     tmp_path: Path,
     phase: str,
@@ -130,9 +130,7 @@ def test_a_run_ended_in_any_phase_is_resumed_by_the_same_command(
 
 
 @pytest.mark.parametrize("has_storage", [False, True], ids=["run folder", "--storage"])
-def test_two_workers_share_one_run(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path, has_storage: bool
-) -> None:
+def test_two_workers_share_one_run(start: StartCommand, tmp_path: Path, has_storage: bool) -> None:
     out = tmp_path / "run"
     study = tmp_path / "studies" / "shared.db" if has_storage else out / "study.db"
     storage = ("--storage", f"sqlite:///{study}") if has_storage else ()
@@ -154,9 +152,9 @@ def test_two_workers_share_one_run(
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_ctrl_c_at_any_moment_ends_with_130_and_the_same_command_makes_the_same_profile(
-    run: Callable[..., tuple[int, str, str]],
+    run: RunCommand,
     finished: Path,
-    model_folder: Callable[..., Path],
+    model_folder: ModelFolder,
     corpus_file: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -201,8 +199,8 @@ def test_ctrl_c_while_a_library_executes_text_ends_with_130_too(tmp_path: Path) 
 
 
 def test_a_full_disk_is_said_in_one_line_and_nothing_is_lost(
-    run: Callable[..., tuple[int, str, str]],
-    model_folder: Callable[..., Path],
+    run: RunCommand,
+    model_folder: ModelFolder,
     corpus_file: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,8 +14,9 @@ from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
+
+    from fixture_types import RunCommand
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def two_files(tmp_path: Path) -> tuple[Path, Path]:
     return files
 
 
-def test_show_says_which_keys_are_per_channel(run: Callable[..., Any], two_files: tuple[Path, Path]) -> None:
+def test_show_says_which_keys_are_per_channel(run: RunCommand, two_files: tuple[Path, Path]) -> None:
     token, channel = (run("show", file)[1] for file in two_files)
     assert "per channel, 32 tokens per scale" in channel
     assert "per channel" not in token
@@ -39,7 +40,7 @@ def test_show_says_which_keys_are_per_channel(run: Callable[..., Any], two_files
     assert facts["k_granularity"] == "per_channel"
 
 
-def test_diff_says_that_granularity_changed(run: Callable[..., Any], two_files: tuple[Path, Path]) -> None:
+def test_diff_says_that_granularity_changed(run: RunCommand, two_files: tuple[Path, Path]) -> None:
     status, out, _ = run("diff", *two_files, "--exit-code")
     assert status == 1
     (line,) = (line for line in out.splitlines() if "granularity" in line and "_" in line)
@@ -49,9 +50,7 @@ def test_diff_says_that_granularity_changed(run: Callable[..., Any], two_files: 
     assert json.loads(run("diff", two_files[1], two_files[1], "--json")[1])["same_digest"]
 
 
-def test_validate_accepts_the_file_and_refuses_to_serve_it(
-    run: Callable[..., Any], two_files: tuple[Path, Path]
-) -> None:
+def test_validate_accepts_the_file_and_refuses_to_serve_it(run: RunCommand, two_files: tuple[Path, Path]) -> None:
     assert run("validate", *two_files)[0] == 0
     assert run("validate", two_files[0], "--model", "demo")[0] == 0
     status, _, err = run("validate", two_files[1], "--model", "demo")

@@ -5,9 +5,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from fixture_types import ModelFolder, RunCommand
 
 pytestmark = pytest.mark.slow
 
@@ -15,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def two_profiles(tmp_path_factory: pytest.TempPathFactory, model_folder: Any, corpus_file: Path) -> tuple[Path, Path]:
+def two_profiles(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: ModelFolder, corpus_file: Path
+) -> tuple[Path, Path]:
     from kvtuner.cli import main
 
     out = tmp_path_factory.mktemp("profiles") / "run"
@@ -27,7 +32,7 @@ def two_profiles(tmp_path_factory: pytest.TempPathFactory, model_folder: Any, co
     return out / "profile-3bit.json", out / "profile-5bit.json"
 
 
-def test_show_prints_every_layer_and_the_bytes(run: Any, two_profiles: tuple[Path, Path]) -> None:
+def test_show_prints_every_layer_and_the_bytes(run: RunCommand, two_profiles: tuple[Path, Path]) -> None:
     status, out, _ = run("show", two_profiles[0])
     facts = json.loads(run("show", two_profiles[0], "--json")[1])
     assert status == 0
@@ -36,13 +41,13 @@ def test_show_prints_every_layer_and_the_bytes(run: Any, two_profiles: tuple[Pat
     assert len(facts["layers"]) == 2
 
 
-def test_show_of_a_run_folder_shows_all_its_profiles(run: Any, two_profiles: tuple[Path, Path]) -> None:
+def test_show_of_a_run_folder_shows_all_its_profiles(run: RunCommand, two_profiles: tuple[Path, Path]) -> None:
     facts = json.loads(run("show", two_profiles[0].parent, "--json")[1])
     assert [f["asked"] for f in facts] == ["3bit", "5bit"]
 
 
 def test_validate_accepts_and_refuses(
-    run: Any, two_profiles: tuple[Path, Path], model_folder: Any, tmp_path: Path
+    run: RunCommand, two_profiles: tuple[Path, Path], model_folder: ModelFolder, tmp_path: Path
 ) -> None:
     assert run("validate", *two_profiles)[0] == 0
     broken = tmp_path / "broken.json"
@@ -55,7 +60,7 @@ def test_validate_accepts_and_refuses(
     assert "num_attention_heads" in err
 
 
-def test_diff_lists_the_layers_that_changed(run: Any, two_profiles: tuple[Path, Path]) -> None:
+def test_diff_lists_the_layers_that_changed(run: RunCommand, two_profiles: tuple[Path, Path]) -> None:
     same = json.loads(run("diff", two_profiles[0], two_profiles[0], "--json")[1])
     assert same["same_digest"]
     assert same["layers"] == []
@@ -68,7 +73,7 @@ def test_diff_lists_the_layers_that_changed(run: Any, two_profiles: tuple[Path, 
     assert changed["layers"]
 
 
-def test_report_is_written_again_from_the_run_folder(run: Any, two_profiles: tuple[Path, Path]) -> None:
+def test_report_is_written_again_from_the_run_folder(run: RunCommand, two_profiles: tuple[Path, Path]) -> None:
     out = two_profiles[0].parent
     page = out / "report-3bit" / "report.html"
     before = page.read_bytes()
@@ -77,13 +82,13 @@ def test_report_is_written_again_from_the_run_folder(run: Any, two_profiles: tup
     assert page.read_bytes() == before
 
 
-def test_report_of_an_unfinished_run_says_what_to_do(run: Any, tmp_path: Path) -> None:
+def test_report_of_an_unfinished_run_says_what_to_do(run: RunCommand, tmp_path: Path) -> None:
     status, _, err = run("report", tmp_path)
     assert status == 2
     assert "kvtuner search" in err
 
 
-def test_doctor_finds_this_machine_fit(run: Any) -> None:
+def test_doctor_finds_this_machine_fit(run: RunCommand) -> None:
     status, out, _ = run("doctor", "--json")
     findings = {finding["name"]: finding for finding in json.loads(out)}
     assert status == 0, findings
@@ -141,7 +146,7 @@ def test_the_module_can_be_run(tmp_path: Path) -> None:
     assert done.stdout.startswith("kvtuner ")
 
 
-def test_a_file_of_several_that_is_no_profile_hides_no_other(run: Any, finished: Path, tmp_path: Path) -> None:
+def test_a_file_of_several_that_is_no_profile_hides_no_other(run: RunCommand, finished: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.json"
     cut.write_text((finished / "profile.json").read_text()[:200])
     status, out, _ = run("validate", finished, cut, finished, "--json")

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from fixture_types import MakeTokenizer, ModelFolder, RunCommand, Search
+
 SMALL = ("--sequence-length", "64", "--sequences", "2,2,2", "--fisher-draws", "1", "--trials", "2")
 
 
 @pytest.fixture
-def refused(run: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+def refused(run: RunCommand) -> Callable[..., str]:
     def call(*args: Any) -> str:
         status, out, err = run(*args)
         assert status == 2, (status, err)
@@ -32,7 +34,7 @@ def refused(run: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
 
 
 @pytest.fixture
-def copied(model_folder: Any, tmp_path: Path) -> Callable[..., Path]:
+def copied(model_folder: ModelFolder, tmp_path: Path) -> Callable[..., Path]:
     """A copy of a tiny model with some fields of its configuration changed."""
 
     def call(name: str = "llama-gqa", **changes: Any) -> Path:
@@ -49,7 +51,7 @@ def copied(model_folder: Any, tmp_path: Path) -> Callable[..., Path]:
     ("search", "--sampler", "best"), ("search", "--trials", "0"), ("search", "--no-such-flag"), ("search",), ("tune",),
     ("show",), ("search", "--config", "no/such.yaml"),
 ])  # fmt: skip
-def test_flags_that_are_wrong_are_refused_in_one_line(run: Any, args: tuple[str, ...]) -> None:
+def test_flags_that_are_wrong_are_refused_in_one_line(run: RunCommand, args: tuple[str, ...]) -> None:
     status, out, err = run(*args)
     assert (status, out) == (2, "")
     (line,) = err.splitlines()
@@ -78,7 +80,7 @@ def test_an_unknown_model_is_named(refused: Any, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("command", [("search", "--budget", "4bit"), ("search", "--budget", "4bit", "--dry-run"),
                                      ("calibrate",)])  # fmt: skip
 def test_a_revision_of_what_is_not_on_the_hub_is_refused(
-    refused: Any, model_folder: Any, tmp_path: Path, command: tuple[str, ...]
+    refused: Any, model_folder: ModelFolder, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     for model in (model_folder("llama-gqa"), "demo"):
         message = refused(*command, "--model", model, "--revision", "v2", "--out", tmp_path / "run")
@@ -115,7 +117,7 @@ def test_encoder_decoders_are_refused(refused: Any, tmp_path: Path) -> None:
 
 
 def test_a_model_without_the_attention_seam_is_refused(
-    refused: Any, make_tokenizer: Any, corpus_file: Path, tmp_path: Path
+    refused: Any, make_tokenizer: MakeTokenizer, corpus_file: Path, tmp_path: Path
 ) -> None:
     from transformers import MptConfig, MptForCausalLM
 
@@ -129,7 +131,7 @@ def test_a_model_without_the_attention_seam_is_refused(
     assert "AttentionInterface" in message
 
 
-def test_a_budget_below_the_smallest_configuration_says_the_smallest(refused: Any, model_folder: Any) -> None:
+def test_a_budget_below_the_smallest_configuration_says_the_smallest(refused: Any, model_folder: ModelFolder) -> None:
     for budget, smallest in (("1.5bit", "2.00bit"), ("2bpe", "bpe"), ("5%", "%"), ("3B/token", "B/token")):
         message = refused("search", "--model", model_folder("llama-gqa"), "--budget", budget)
         assert "smallest possible is" in message
@@ -146,7 +148,7 @@ def test_a_budget_below_the_smallest_configuration_says_the_smallest(refused: An
     ("--budget", "2bit", "--keep", "0:K8V8"), ("--layers", "0-2:8", "--tp-size", "3"),
 ])  # fmt: skip
 def test_flags_that_contradict_the_model_or_themselves_are_refused(
-    refused: Any, model_folder: Any, corpus_file: Path, tmp_path: Path, flags: tuple[str, ...]
+    refused: Any, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     message = refused(
         "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL[:-2], "--out", tmp_path / "run",
@@ -187,7 +189,7 @@ def test_flags_of_a_search_in_a_file_are_refused_beside_layers(refused: Any, cop
 
 @pytest.mark.slow
 def test_a_run_folder_of_another_profile_is_refused_and_kept(
-    refused: Any, search: Any, model_folder: Any, tmp_path: Path
+    refused: Any, search: Search, model_folder: ModelFolder, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     search(out, "--budget", "3bit", trials=2)
@@ -221,7 +223,7 @@ def test_a_run_folder_of_another_profile_is_refused_and_kept(
     ('{"text": "' + "round and round it goes " * 900 + '"}\n', "also stand in the"),
 ])  # fmt: skip
 def test_data_that_cannot_be_split_honestly_is_refused(
-    refused: Any, model_folder: Any, tmp_path: Path, content: str, complaint: str
+    refused: Any, model_folder: ModelFolder, tmp_path: Path, content: str, complaint: str
 ) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(content)
@@ -240,7 +242,7 @@ def test_data_that_cannot_be_split_honestly_is_refused(
     assert complaint in message
 
 
-def test_a_missing_data_file_is_named(refused: Any, model_folder: Any, tmp_path: Path) -> None:
+def test_a_missing_data_file_is_named(refused: Any, model_folder: ModelFolder, tmp_path: Path) -> None:
     message = refused(
         "search", "--model", model_folder("llama-gqa"), "--data", tmp_path / "no.jsonl", "--budget", "4bit"
     )
@@ -249,7 +251,7 @@ def test_a_missing_data_file_is_named(refused: Any, model_folder: Any, tmp_path:
 
 @pytest.mark.slow
 def test_a_run_folder_of_another_model_or_data_is_refused_by_field(
-    refused: Any, search: Any, model_folder: Any, corpus_file: Path, sentences: Any, tmp_path: Path
+    refused: Any, search: Search, model_folder: ModelFolder, corpus_file: Path, sentences: Any, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     search(out, "--budget", "3bit")
@@ -283,7 +285,7 @@ def test_a_run_folder_of_another_model_or_data_is_refused_by_field(
 @pytest.mark.parametrize("name", ["sensitivity.json", "run.json", "study.db"])
 @pytest.mark.parametrize("damage", ["half", "flipped", "garbage"])
 def test_a_damaged_file_is_named(
-    refused: Any, finished: Path, model_folder: Any, corpus_file: Path, tmp_path: Path, name: str, damage: str
+    refused: Any, finished: Path, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path, name: str, damage: str
 ) -> None:
     out = shutil.copytree(finished, tmp_path / "run")
     data = bytearray((out / name).read_bytes())
@@ -315,7 +317,7 @@ def test_nan_in_the_activations_names_the_layer(refused: Any, copied: Any, corpu
 
 
 def test_a_device_or_dtype_that_is_not_there_is_refused(
-    refused: Any, model_folder: Any, corpus_file: Path, tmp_path: Path
+    refused: Any, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
 ) -> None:
     for flags in (("--device", "warp"), ("--dtype", "int3"), ("--device", "cuda")):
         if flags == ("--device", "cuda") and torch.cuda.is_available():
@@ -327,7 +329,7 @@ def test_a_device_or_dtype_that_is_not_there_is_refused(
         assert flags[1] in message
 
 
-def test_debug_shows_the_traceback(run: Any) -> None:
+def test_debug_shows_the_traceback(run: RunCommand) -> None:
     from kvtuner.errors import KVTunerError
 
     with pytest.raises(KVTunerError):
@@ -335,7 +337,7 @@ def test_debug_shows_the_traceback(run: Any) -> None:
 
 
 def test_an_output_folder_that_cannot_be_made_is_named(
-    refused: Any, model_folder: Any, corpus_file: Path, tmp_path: Path
+    refused: Any, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
     message = refused(

@@ -13,8 +13,9 @@ from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
+
+    from fixture_types import ModelFolder, RunCommand, Search
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +28,7 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("index", range(7))
 def test_the_whole_command_line_works_on_models_that_nobody_here_made(
-    index: int, families: tuple[str, ...], run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path
+    index: int, families: tuple[str, ...], run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
 ) -> None:
     model, out = model_folder(families[index]), tmp_path / "run"
     profiles = [out / "profile-3bit.json", out / "profile-5bit.json"]
@@ -62,7 +63,7 @@ def test_the_whole_command_line_works_on_models_that_nobody_here_made(
 
 
 def test_the_same_seed_gives_the_same_profile_bytes(
-    search: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    search: Search, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # More trials than warm starts, so that races, the sampler and the surrogate take part; then two at a time.
     first = search(tmp_path / "a", "--budget", "3bit", "--seed", "7", trials=40)
@@ -73,14 +74,14 @@ def test_the_same_seed_gives_the_same_profile_bytes(
     assert (tmp_path / "a/profile.json").read_bytes() == (tmp_path / "b/profile.json").read_bytes()
 
 
-def test_a_profile_names_no_path_of_the_machine(search: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_profile_names_no_path_of_the_machine(search: Search, tmp_path: Path) -> None:
     search(tmp_path / "run", "--budget", "3bit")
     text = (tmp_path / "run/profile.json").read_text()
     assert str(tmp_path.parent) not in text
     assert '"/' not in text
 
 
-def test_several_budgets_share_one_calibration(search: Callable[..., Any], tmp_path: Path) -> None:
+def test_several_budgets_share_one_calibration(search: Search, tmp_path: Path) -> None:
     results = search(tmp_path / "run", "--budget", "3bit", "4.5bpe", "--budget", "60%")
     assert [result["profile"].rsplit("/", 1)[1] for result in results] == [
         "profile-3bit.json",
@@ -95,7 +96,7 @@ def test_several_budgets_share_one_calibration(search: Callable[..., Any], tmp_p
     assert profiles[2].bytes_per_token() <= 0.6 * profiles[2].to_geometry().bf16_bytes_per_token()
 
 
-def test_a_later_budget_does_not_calibrate_again(search: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_later_budget_does_not_calibrate_again(search: Search, tmp_path: Path) -> None:
     search(tmp_path / "run", "--budget", "3bit")
     table = (tmp_path / "run/sensitivity.json").read_bytes()
     results = search(tmp_path / "run", "--budget", "3bit", "4bit")
@@ -103,7 +104,7 @@ def test_a_later_budget_does_not_calibrate_again(search: Callable[..., Any], tmp
     assert (tmp_path / "run/sensitivity.json").read_bytes() == table
 
 
-def test_a_nested_family_never_takes_bits_away(search: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_nested_family_never_takes_bits_away(search: Search, tmp_path: Path) -> None:
     results = search(tmp_path / "run", "--budget", "2.5bit", "3.5bit", "6bit", "--nested", "--sampler", "none")
     profiles = [load_profile(result["profile"]) for result in results]
     for smaller, larger in itertools.pairwise(profiles):
@@ -112,13 +113,13 @@ def test_a_nested_family_never_takes_bits_away(search: Callable[..., Any], tmp_p
             assert low.v_bits <= high.v_bits
 
 
-def test_kept_layers_are_kept(search: Callable[..., Any], tmp_path: Path) -> None:
+def test_kept_layers_are_kept(search: Search, tmp_path: Path) -> None:
     search(tmp_path / "run", "--budget", "7bit", "--keep", "0:K8V8,1:K2V4")
     pairs = load_profile(tmp_path / "run/profile.json").pairs
     assert pairs[:2] == (PrecisionPair(8, 8), PrecisionPair(2, 4))
 
 
-def test_a_hand_written_configuration_is_exported_as_it_is(search: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_hand_written_configuration_is_exported_as_it_is(search: Search, tmp_path: Path) -> None:
     result = search(tmp_path / "run", "--layers", "0:bf16,1-2:K4V2", trials=None)
     assert result["quality"][0]["winner"]["name"] == "hand-written"
     assert result["budget"]["asked"] == "0:K16V16,1-2:K4V2"
@@ -130,7 +131,7 @@ def test_a_hand_written_configuration_is_exported_as_it_is(search: Callable[...,
 
 
 @pytest.mark.parametrize("flags", [("--score", "fisher"), ("--score", "e_o")])
-def test_cheap_scores_skip_the_isolated_forwards(search: Any, tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_cheap_scores_skip_the_isolated_forwards(search: Search, tmp_path: Path, flags: tuple[str, ...]) -> None:
     search(tmp_path / "run", "--budget", "3bit", *flags)
     assert not (tmp_path / "run/isolated.jsonl").exists()
 
@@ -140,12 +141,14 @@ def test_cheap_scores_skip_the_isolated_forwards(search: Any, tmp_path: Path, fl
     ("--groups",), ("--pairs",), ("--sampler", "tpe"), ("--sampler", "random"), ("--batch-size", "2"),
     ("--pp-size", "2"), ("--tp-size", "2"),
 ])  # fmt: skip
-def test_every_option_of_the_measurement_runs(search: Any, tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_every_option_of_the_measurement_runs(search: Search, tmp_path: Path, flags: tuple[str, ...]) -> None:
     result = search(tmp_path / "run", "--budget", "4bit", *flags)
     assert load_profile(result["profile"]).mean_bits <= 4
 
 
-def test_a_yaml_file_is_overlaid_by_flags(run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path) -> None:
+def test_a_yaml_file_is_overlaid_by_flags(
+    run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
         f"model: {model_folder('llama-gqa')}\ndata: {corpus_file}\nbudget: [5bit]\nsequence-length: 64\n"
@@ -161,7 +164,7 @@ def test_a_yaml_file_is_overlaid_by_flags(run: Any, model_folder: Any, corpus_fi
     ("budgets: 4bit", "unknown flag 'budgets'"), ("sampler: best", "is none of"), ("trials: 0", "at least 1"),
     ("symmetric: maybe", "true or false"), ("- a", "must map"), ("a: [", "is not YAML"),
 ])  # fmt: skip
-def test_a_bad_yaml_file_is_refused_by_name(run: Any, tmp_path: Path, text: str, complaint: str) -> None:
+def test_a_bad_yaml_file_is_refused_by_name(run: RunCommand, tmp_path: Path, text: str, complaint: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     status, _, err = run("search", "--config", file, "--model", "demo")
@@ -169,7 +172,7 @@ def test_a_bad_yaml_file_is_refused_by_name(run: Any, tmp_path: Path, text: str,
     assert complaint in err
 
 
-def test_a_dry_run_loads_no_weights(run: Any, model_folder: Any, tmp_path: Path) -> None:
+def test_a_dry_run_loads_no_weights(run: RunCommand, model_folder: ModelFolder, tmp_path: Path) -> None:
     folder = model_folder("llama-gqa")
     config_only = tmp_path / "config_only"
     config_only.mkdir()
@@ -186,7 +189,9 @@ def test_a_dry_run_loads_no_weights(run: Any, model_folder: Any, tmp_path: Path)
     assert run("search", "--model", config_only, "--budget", "4bit", "--dry-run")[0] == 0
 
 
-def test_a_dry_run_foretells_the_forward_tokens(search: Any, run: Any, model_folder: Any, tmp_path: Path) -> None:
+def test_a_dry_run_foretells_the_forward_tokens(
+    search: Search, run: RunCommand, model_folder: ModelFolder, tmp_path: Path
+) -> None:
     result = search(tmp_path / "run", "--budget", "3bit", trials=20)
     status, out, _ = run(
         "search", "--model", model_folder("llama-gqa"), "--budget", "3bit", "--dry-run", "--json", "--trials", "20",
@@ -199,7 +204,7 @@ def test_a_dry_run_foretells_the_forward_tokens(search: Any, run: Any, model_fol
 
 @pytest.mark.parametrize("ranks", [("--tp-size", "2"), ("--tp-size", "2", "--pp-size", "2")])
 def test_bytes_on_a_rank_keep_the_budget_of_a_rank(
-    search: Any, run: Any, tmp_path: Path, ranks: tuple[str, ...]
+    search: Search, run: RunCommand, tmp_path: Path, ranks: tuple[str, ...]
 ) -> None:
     result = search(tmp_path / "run", "--budget", "120B/token", *ranks, trials=2)
     budget = result["budget"]
@@ -214,7 +219,7 @@ def test_bytes_on_a_rank_keep_the_budget_of_a_rank(
     assert profile.budget.bytes_per_token == profile.bytes_per_token() > budget["bytes_per_token"]
 
 
-def test_a_dry_run_states_the_bytes_of_a_rank(run: Any, model_folder: Any) -> None:
+def test_a_dry_run_states_the_bytes_of_a_rank(run: RunCommand, model_folder: ModelFolder) -> None:
     command = ("search", "--model", model_folder("llama-gqa"), "--budget", "120B/token", "--tp-size", "2", "--dry-run")
     rows = {row["name"]: row for row in json.loads(run(*command, "--json")[1])["uniform"]}
     assert rows["bf16"]["bytes_per_token"] == 192
@@ -222,7 +227,9 @@ def test_a_dry_run_states_the_bytes_of_a_rank(run: Any, model_folder: Any) -> No
     assert "on a rank of TP 2 x PP 1" in run(*command)[1]
 
 
-def test_a_dry_run_of_a_hand_written_configuration_states_its_bytes_and_work(run: Any, model_folder: Any) -> None:
+def test_a_dry_run_of_a_hand_written_configuration_states_its_bytes_and_work(
+    run: RunCommand, model_folder: ModelFolder
+) -> None:
     command = ("search", "--model", model_folder("llama-gqa"), "--layers", "0:bf16,1:4,2:4", "--dry-run")
     plan = json.loads(run(*command, "--sequence-length", "64", "--sequences", "2,2,3", "--json")[1])
     (row,) = plan["hand_written"]
@@ -234,7 +241,7 @@ def test_a_dry_run_of_a_hand_written_configuration_states_its_bytes_and_work(run
     assert "hand-written" in run(*command)[1]
 
 
-def test_trials_of_the_same_target_go_on_and_are_counted(search: Any, tmp_path: Path) -> None:
+def test_trials_of_the_same_target_go_on_and_are_counted(search: Search, tmp_path: Path) -> None:
     for asked, counted in ((2, 2), (4, 4), (3, 4)):  # of the study, not of the last command
         search(tmp_path / "run", "--budget", "3bit", trials=asked)
         record = load_profile(tmp_path / "run/profile.json").provenance.search
@@ -242,7 +249,7 @@ def test_trials_of_the_same_target_go_on_and_are_counted(search: Any, tmp_path: 
         assert record.trials == counted
 
 
-def test_the_stored_quality_is_over_small_and_large_positions_alike(search: Any, tmp_path: Path) -> None:
+def test_the_stored_quality_is_over_small_and_large_positions_alike(search: Search, tmp_path: Path) -> None:
     result = search(tmp_path / "run", "--budget", "3bit", trials=2)
     profile = load_profile(tmp_path / "run/profile.json")
     quality, calibration = profile.quality, profile.provenance.calibration
@@ -265,7 +272,7 @@ def test_the_stored_quality_is_over_small_and_large_positions_alike(search: Any,
     assert quality.predicted_kl == pytest.approx(predicted, rel=1e-4)
 
 
-def test_the_gain_over_the_exact_solution_is_reported(search: Any, tmp_path: Path) -> None:
+def test_the_gain_over_the_exact_solution_is_reported(search: Search, tmp_path: Path) -> None:
     result = search(tmp_path / "run", "--budget", "3bit", report=True)
     exact = next(row for row in result["additivity"] if row["name"] == "exact")
     trials = json.loads((tmp_path / "run/report-data.json").read_text())["payload"]["trials"]
@@ -275,7 +282,7 @@ def test_the_gain_over_the_exact_solution_is_reported(search: Any, tmp_path: Pat
 
 
 def test_a_hand_written_configuration_of_any_length_becomes_a_profile(
-    run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path
+    run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
 ) -> None:
     folder = model_folder("llama-gqa", num_hidden_layers=40)
     pairs = ["K8V4" if layer % 2 else "K4V2" for layer in range(40)]
@@ -293,7 +300,7 @@ def test_a_hand_written_configuration_of_any_length_becomes_a_profile(
 
 
 def test_the_report_may_be_left_to_a_command_of_its_own(
-    search: Any, run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path
+    search: Search, run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
 ) -> None:
     result = search(tmp_path / "run", "--budget", "3bit", trials=2)
     assert result["report"] is None
@@ -309,7 +316,9 @@ def test_the_report_may_be_left_to_a_command_of_its_own(
     assert (tmp_path / "run/report.html").exists()
 
 
-def test_pairs_are_compared_with_the_sum_of_their_sides_where_asked_for(search: Any, run: Any, tmp_path: Path) -> None:
+def test_pairs_are_compared_with_the_sum_of_their_sides_where_asked_for(
+    search: Search, run: RunCommand, tmp_path: Path
+) -> None:
     assert search(tmp_path / "plain", "--budget", "3bit", trials=2)["pair_additivity"] is None
     found = search(tmp_path / "pairs", "--budget", "3bit", "--pairs", trials=2)["pair_additivity"]
     assert found["num_pairs"] == 3 * 9
@@ -322,7 +331,7 @@ def test_pairs_are_compared_with_the_sum_of_their_sides_where_asked_for(search: 
     "flags", [(), ("--nested", "--sampler", "none"), ("--keep", "0:K8V8")], ids=["unclear", "nested", "keep"]
 )
 def test_a_uniform_that_may_not_be_better_takes_no_place(
-    search: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+    search: Search, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
     from kvtuner.evaluation.statistics import Interval
     from kvtuner.pipeline.stages import comparison
@@ -333,7 +342,7 @@ def test_a_uniform_that_may_not_be_better_takes_no_place(
 
 
 def test_what_makes_the_model_overflow_is_left_out_and_said_and_the_search_goes_on(
-    run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvtuner.calibration.forward import simulator
 
@@ -366,7 +375,7 @@ def test_what_makes_the_model_overflow_is_left_out_and_said_and_the_search_goes_
 
 
 def test_every_long_step_has_a_bar_and_says_what_it_cost(
-    run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     arguments = (
@@ -390,7 +399,7 @@ def test_every_long_step_has_a_bar_and_says_what_it_cost(
 
 
 def test_without_out_the_folder_is_named_by_model_and_budget(
-    run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     status, out, err = run(
@@ -403,7 +412,7 @@ def test_without_out_the_folder_is_named_by_model_and_budget(
 
 
 def test_a_search_goes_on_from_what_calibrate_measured(
-    search: Any, run: Any, model_folder: Any, corpus_file: Path, tmp_path: Path
+    search: Search, run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
 ) -> None:
     arguments = ("--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--out", tmp_path / "run")
     status, out, err = run("calibrate", *arguments, "--json")
@@ -416,7 +425,7 @@ def test_a_search_goes_on_from_what_calibrate_measured(
 
 @pytest.mark.parametrize("transforms", [False, True])
 def test_a_uniform_that_takes_the_place_of_the_winner_says_so(
-    search: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transforms: bool
+    search: Search, run: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transforms: bool
 ) -> None:
     from kvtuner.evaluation.statistics import Interval
     from kvtuner.pipeline.stages import comparison

@@ -10,10 +10,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 import yaml
+
+if TYPE_CHECKING:
+    from fixture_types import MakeKeys, ModelFolder, RunCommand
+    from hub_server import LoopbackHub
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")]
 
@@ -35,7 +39,7 @@ def copied(reported: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(reported, tmp_path / "run"))
 
 
-def test_the_preview_names_every_file_and_pushes_nothing(run: Any, hub: Any, reported: Path) -> None:
+def test_the_preview_names_every_file_and_pushes_nothing(run: RunCommand, hub: LoopbackHub, reported: Path) -> None:
     status, out, err = run("push", reported, "--repo", REPO, "--dry-run", "--json")
     plan = json.loads(out)
     assert status == 0 and hub.repos == {}
@@ -44,12 +48,12 @@ def test_the_preview_names_every_file_and_pushes_nothing(run: Any, hub: Any, rep
     assert not hub.asked("POST", "")
 
 
-def test_without_somebody_to_ask_nothing_is_pushed(run: Any, hub: Any, reported: Path) -> None:
+def test_without_somebody_to_ask_nothing_is_pushed(run: RunCommand, hub: LoopbackHub, reported: Path) -> None:
     status, _, err = run("push", reported, "--repo", REPO)
     assert status == 2 and "add --yes" in err and hub.repos == {}
 
 
-def test_push_pull_and_use_by_commit(run: Any, hub: Any, reported: Path, tmp_path: Path) -> None:
+def test_push_pull_and_use_by_commit(run: RunCommand, hub: LoopbackHub, reported: Path, tmp_path: Path) -> None:
     status, out, _ = run("push", reported, "--repo", REPO, "--yes", "--json")
     made = json.loads(out)
     assert status == 0 and len(hub.repos[REPO].commits) == 2, "the repository's first commit, and ours"
@@ -74,21 +78,21 @@ def test_push_pull_and_use_by_commit(run: Any, hub: Any, reported: Path, tmp_pat
     assert [row["name"] for row in rows] == [f"{named}:profile.json"] and rows[0]["digest"] == digest
 
 
-def test_a_branch_is_said_to_move(run: Any, hub: Any, reported: Path) -> None:
+def test_a_branch_is_said_to_move(run: RunCommand, hub: LoopbackHub, reported: Path) -> None:
     hub.repo(REPO, {"profile.json": (reported / "profile.json").read_bytes()})
     commit = hub.repos[REPO].refs["main"]
     status, _, err = run("show", REPO)
     assert status == 0 and f"{REPO}@main may change; it is {REPO}@{commit} now" in err
 
 
-def test_pushing_the_same_again_makes_no_commit(run: Any, hub: Any, reported: Path) -> None:
+def test_pushing_the_same_again_makes_no_commit(run: RunCommand, hub: LoopbackHub, reported: Path) -> None:
     assert run("push", reported, "--repo", REPO, "--yes")[0] == 0
     before = dict(hub.repos[REPO].commits)
     assert run("push", reported, "--repo", REPO, "--yes")[0] == 0
     assert hub.repos[REPO].commits.keys() == before.keys()
 
 
-def test_what_belonged_to_the_replaced_profile_goes(run: Any, hub: Any, reported: Path) -> None:
+def test_what_belonged_to_the_replaced_profile_goes(run: RunCommand, hub: LoopbackHub, reported: Path) -> None:
     old = {"profile.json": b"{}", "profile.json.sig": b"old", "profile.evaluation-x.json": b"{}", "notes.txt": b"mine"}
     hub.repo(REPO, old)
     status, _, err = run("push", reported, "--repo", REPO, "--yes")
@@ -98,7 +102,7 @@ def test_what_belonged_to_the_replaced_profile_goes(run: Any, hub: Any, reported
     assert "removes  profile.json.sig" in err and "replaces profile.json" in err
 
 
-def test_the_card_says_what_a_hub_and_a_person_look_for(run: Any, hub: Any, reported: Path) -> None:
+def test_the_card_says_what_a_hub_and_a_person_look_for(run: RunCommand, hub: LoopbackHub, reported: Path) -> None:
     plan = json.loads(run("push", reported, "--repo", REPO, "--dry-run", "--json", "--license", "mit")[1])
     profile = json.loads((reported / "profile.json").read_text())
     _, metadata, body = plan["card"].split("---\n", 2)
@@ -112,7 +116,9 @@ def test_the_card_says_what_a_hub_and_a_person_look_for(run: Any, hub: Any, repo
     assert f"    {profile['provenance']['command']}\n" in body
 
 
-def test_the_card_of_a_model_of_the_hub_names_it_as_its_base(run: Any, hub: Any, copied: Path, tmp_path: Path) -> None:
+def test_the_card_of_a_model_of_the_hub_names_it_as_its_base(
+    run: RunCommand, hub: LoopbackHub, copied: Path, tmp_path: Path
+) -> None:
     path = copied / "profile.json"
     document = json.loads(path.read_text())
     document["model"]["id"] = "Qwen/Qwen2.5-7B-Instruct"
@@ -129,7 +135,7 @@ def test_the_card_of_a_model_of_the_hub_names_it_as_its_base(run: Any, hub: Any,
     assert row.count("|") == 6, "a name ends no cell"
 
 
-def test_a_link_publishes_nothing(run: Any, hub: Any, copied: Path, tmp_path: Path) -> None:
+def test_a_link_publishes_nothing(run: RunCommand, hub: LoopbackHub, copied: Path, tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_bytes(b"hf_SECRET")
     for name in ("report.html", "profile.json.sig", "layers.png", "profile.evaluation-x-1.json"):
@@ -155,7 +161,9 @@ def test_a_link_publishes_nothing(run: Any, hub: Any, copied: Path, tmp_path: Pa
     assert set(plan["files"]) == {"README.md", "profile.json"}
 
 
-def test_a_signature_of_other_bytes_is_not_pushed(run: Any, hub: Any, copied: Path, keys: Any) -> None:
+def test_a_signature_of_other_bytes_is_not_pushed(
+    run: RunCommand, hub: LoopbackHub, copied: Path, keys: MakeKeys
+) -> None:
     path = copied / "profile.json"
     assert run("sign", path, "--private-key", keys("mine")[0])[0] == 0
     plan = json.loads(run("push", copied, "--repo", REPO, "--dry-run", "--json")[1])
@@ -166,7 +174,7 @@ def test_a_signature_of_other_bytes_is_not_pushed(run: Any, hub: Any, copied: Pa
 
 
 def test_a_pushed_signature_is_verified_where_it_arrives(
-    run: Any, hub: Any, copied: Path, keys: Any, tmp_path: Path
+    run: RunCommand, hub: LoopbackHub, copied: Path, keys: MakeKeys, tmp_path: Path
 ) -> None:
     private, public = keys("mine")
     assert run("sign", copied / "profile.json", "--private-key", private)[0] == 0
@@ -178,7 +186,9 @@ def test_a_pushed_signature_is_verified_where_it_arrives(
     assert run("verify", copy, "--identity", f"key:{keys('other')[1]}")[0] == 2
 
 
-def test_a_pull_overwrites_nothing_that_nobody_said(run: Any, hub: Any, reported: Path, tmp_path: Path) -> None:
+def test_a_pull_overwrites_nothing_that_nobody_said(
+    run: RunCommand, hub: LoopbackHub, reported: Path, tmp_path: Path
+) -> None:
     hub.repo(REPO, {"profile.json": (reported / "profile.json").read_bytes()})
     mine = tmp_path / "mine.json"
     mine.write_text("precious")
@@ -217,7 +227,7 @@ def test_the_command_of_a_profile_is_the_search_that_made_it(reported: Path) -> 
     assert str(reported) not in profile["provenance"]["command"]
 
 
-def test_an_evaluation_of_another_profile_is_not_pushed(run: Any, hub: Any, copied: Path) -> None:
+def test_an_evaluation_of_another_profile_is_not_pushed(run: RunCommand, hub: LoopbackHub, copied: Path) -> None:
     status, _, err = run("push", copied / "nothing.json", "--repo", REPO, "--yes")
     assert status == 2 and "nothing.json" in err
     (copied / "profile.evaluation-x-1.json").write_text("{}")
@@ -232,7 +242,7 @@ def test_wrong_words_are_refused_in_one_line(words: tuple[str, ...], reported: P
 
 
 def test_a_process_of_its_own_pulls_from_the_named_endpoint_and_keeps_the_token_to_itself(
-    hub: Any, reported: Path, monkeypatch: pytest.MonkeyPatch
+    hub: LoopbackHub, reported: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.repo(REPO, {"profile.json": (reported / "profile.json").read_bytes()}, private=True)
     done = kvtuner("pull", REPO, "--json")
@@ -248,7 +258,7 @@ def test_a_process_of_its_own_pulls_from_the_named_endpoint_and_keeps_the_token_
 
 
 def test_list_shows_what_a_folder_holds_and_what_fits_a_model(
-    run: Any, hub: Any, reported: Path, model_folder: Any
+    run: RunCommand, hub: LoopbackHub, reported: Path, model_folder: ModelFolder
 ) -> None:
     status, out, _ = run("list", reported.parent, "--json", "--model", model_folder("head-dim-80"))
     assert status == 0 and json.loads(out) == []

@@ -21,16 +21,15 @@ from cryptography.hazmat.primitives.serialization import (
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from fixture_types import ProfileOf, RunCommand
 
-    from kvtuner.exported_configs.profile.profile import Profile
 
 ROOT = Path(__file__).resolve().parents[2]
 PASSWORD = b"not on the command line"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, profile_of: Callable[..., Profile]) -> Path:
+def folder(tmp_path: Path, profile_of: ProfileOf) -> Path:
     """A profile beside a key, the same key locked, and another one's public key."""
     from transformers import LlamaConfig
 
@@ -45,7 +44,7 @@ def folder(tmp_path: Path, profile_of: Callable[..., Profile]) -> Path:
     return tmp_path
 
 
-def test_sign_then_verify(run: Any, folder: Path) -> None:
+def test_sign_then_verify(run: RunCommand, folder: Path) -> None:
     profile = folder / "profile.json"
     status, out, err = run("sign", profile, "--private-key", folder / "key.pem")
     assert (status, err) == (0, "")
@@ -59,7 +58,7 @@ def test_sign_then_verify(run: Any, folder: Path) -> None:
     assert signed == [{"file": str(profile), "signature": f"{profile}.sig", "signed_by": facts["signed_by"]}]
 
 
-def test_verification_fails_in_one_line_with_status_2(run: Any, folder: Path) -> None:
+def test_verification_fails_in_one_line_with_status_2(run: RunCommand, folder: Path) -> None:
     profile = folder / "profile.json"
     identity, stranger = f"key:{folder / 'public.pem'}", f"key:{folder / 'stranger.pem'}"
     for prepare, asked, words in (
@@ -78,7 +77,7 @@ def test_verification_fails_in_one_line_with_status_2(run: Any, folder: Path) ->
         assert err.startswith("kvtuner verify: error: ") and words in err
 
 
-def test_pin_is_checked_beside_the_signature(run: Any, folder: Path) -> None:
+def test_pin_is_checked_beside_the_signature(run: RunCommand, folder: Path) -> None:
     profile, identity = folder / "profile.json", f"key:{folder / 'public.pem'}"
     run("sign", profile, "--private-key", folder / "key.pem")
     digest = json.loads(profile.read_bytes())["digest"]
@@ -87,7 +86,7 @@ def test_pin_is_checked_beside_the_signature(run: Any, folder: Path) -> None:
     assert status == 2 and "was asked for" in err
 
 
-def test_password_comes_from_the_environment(run: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_password_comes_from_the_environment(run: RunCommand, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("sign", folder / "profile.json", "--private-key", folder / "locked.pem")
     assert "name its password's variable with --password-env" in run(*command)[2]
     status, _, err = run(*command, "--password-env", "NO_SUCH_PASSWORD")
@@ -112,19 +111,19 @@ def test_password_comes_from_the_environment(run: Any, folder: Path, monkeypatch
         (("--private-key", "absent.pem"), "absent.pem cannot be read (No such file or directory)"),
     ],
 )
-def test_flags_that_contradict_each_other_are_refused(run: Any, folder: Path, flags: Any, words: str) -> None:
+def test_flags_that_contradict_each_other_are_refused(run: RunCommand, folder: Path, flags: Any, words: str) -> None:
     status, out, err = run("sign", folder / "profile.json", *flags)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert words in err
     assert not (folder / "profile.json.sig").exists()
 
 
-def test_only_files_of_this_machine_are_signed(run: Any, folder: Path) -> None:
+def test_only_files_of_this_machine_are_signed(run: RunCommand, folder: Path) -> None:
     status, _, err = run("sign", "owner/name", "--private-key", folder / "key.pem")
     assert status == 2 and "a file of this machine can be signed, not owner/name" in err
 
 
-def test_run_folder_has_all_its_profiles_signed(run: Any, folder: Path) -> None:
+def test_run_folder_has_all_its_profiles_signed(run: RunCommand, folder: Path) -> None:
     (folder / "profile-3bit.json").write_bytes((folder / "profile.json").read_bytes())
     status, out, _ = run("sign", folder, "--private-key", folder / "key.pem")
     assert status == 0 and out.count("signed by") == 2

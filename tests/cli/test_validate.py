@@ -16,19 +16,18 @@ from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.pipeline.inputs import warn_of_mismatches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    from kvtuner.exported_configs.profile.profile import Profile
+    from fixture_types import ModelFolder, ProfileOf, RunCommand
 
 
 @pytest.mark.parametrize(("context_length", "is_valid"), [(64, True), (65, False)])
 def test_a_windowed_model_is_checked_against_the_context_of_the_profile(
     context_length: int,
     is_valid: bool,
-    run: Any,
-    model_folder: Callable[..., Path],
-    profile_of: Callable[..., Profile],
+    run: RunCommand,
+    model_folder: ModelFolder,
+    profile_of: ProfileOf,
     tmp_path: Path,
 ) -> None:
     model = model_folder("mistral-no-window", sliding_window=64)
@@ -46,7 +45,7 @@ def test_a_windowed_model_is_checked_against_the_context_of_the_profile(
 
 
 @pytest.fixture
-def recorded(profile_of: Callable[..., Profile], model_folder: Callable[..., Path], tmp_path: Path) -> Path:
+def recorded(profile_of: ProfileOf, model_folder: ModelFolder, tmp_path: Path) -> Path:
     """A profile of a hub's model that is also here as a folder, with all that is recorded of it."""
     source = ModelSource(str(model_folder("llama-gqa")))
     config = read_config(source)
@@ -67,7 +66,7 @@ def derived(folder: Path, to: Path, **changes: Any) -> Path:
 
 
 def test_the_model_of_a_profile_fits_it_and_nothing_is_said(
-    run: Any, recorded: Path, model_folder: Callable[..., Path]
+    run: RunCommand, recorded: Path, model_folder: ModelFolder
 ) -> None:
     for flags in ((), ("--strict",), ("--allow-derived",)):
         status, out, err = run("validate", recorded, "--model", model_folder("llama-gqa"), *flags)
@@ -93,9 +92,9 @@ def test_what_differs_is_listed_and_decides_the_status(
     usual: int,
     strict: int,
     allowed: int,
-    run: Any,
+    run: RunCommand,
     recorded: Path,
-    model_folder: Callable[..., Path],
+    model_folder: ModelFolder,
     tmp_path: Path,
 ) -> None:
     other = derived(model_folder("llama-gqa"), tmp_path / "llama-gqa", **changes)
@@ -111,7 +110,7 @@ def test_what_differs_is_listed_and_decides_the_status(
 
 
 def test_a_copy_in_the_hub_s_cache_is_known_by_its_name_and_commit(
-    run: Any, recorded: Path, model_folder: Callable[..., Path], tmp_path: Path
+    run: RunCommand, recorded: Path, model_folder: ModelFolder, tmp_path: Path
 ) -> None:
     for name, kinds in (("Owner--llama-gqa", []), ("Owner--llama-chat", ["fine-tune"])):
         folder = tmp_path / f"models--{name}" / "snapshots" / ("0" * 40)
@@ -131,14 +130,16 @@ def test_a_copy_in_the_hub_s_cache_is_known_by_its_name_and_commit(
         (("--model", "demo", "--strict", "--allow-derived"), "--strict and --allow-derived exclude each other"),
     ],
 )
-def test_flags_that_say_nothing_are_refused(flags: tuple[str, ...], message: str, run: Any, recorded: Path) -> None:
+def test_flags_that_say_nothing_are_refused(
+    flags: tuple[str, ...], message: str, run: RunCommand, recorded: Path
+) -> None:
     status, out, err = run("validate", recorded, *flags)
     assert (status, out) == (2, "")
     assert message in err
 
 
 def test_eval_and_bench_say_what_differs_and_measure_it(
-    recorded: Path, model_folder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recorded: Path, model_folder: ModelFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     profile = load_profile(recorded)
     folder = model_folder("llama-gqa", chat=True)
@@ -157,7 +158,7 @@ def test_eval_and_bench_say_what_differs_and_measure_it(
 
 
 @pytest.mark.slow
-def test_a_search_records_what_its_profile_is_for(finished: Path, model_folder: Callable[..., Path], run: Any) -> None:
+def test_a_search_records_what_its_profile_is_for(finished: Path, model_folder: ModelFolder, run: RunCommand) -> None:
     """A profile records the model by the same function that everything else asks."""
     source = ModelSource(str(model_folder("llama-gqa")))
     found = load_profile(finished / "profile.json").model

@@ -34,10 +34,9 @@ from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from fixture_types import ProfileOf
 
     from kvtuner.calibration.forward.read_plan import ReadPlanName
-    from kvtuner.exported_configs.profile.profile import Profile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -179,7 +178,7 @@ def test_the_twin_with_outlier_channels_is_the_same_function_and_breaks_plain_fo
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode", "cache"])
 def test_the_host_agrees_with_the_tuners_simulation(
-    name: ReadPlanName, demo: LoadedModel, profile_of: Callable[..., Profile]
+    name: ReadPlanName, demo: LoadedModel, profile_of: ProfileOf
 ) -> None:
     corpus = load_corpus(CorpusSource(num_sequences=(2, 3, 2)), demo.tokenizer)
     bench = Workbench.prepare(demo, corpus, OPTIONS)

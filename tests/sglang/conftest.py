@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from fork_server import ForkServer
 from sglang_server import (
     HERE,
     START_S,
+    Agreement,
     Place,
     Programs,
     Server,
@@ -36,7 +36,9 @@ from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
+
+    from fixture_types import Compare, LaunchedNodes, MixedLayers, Prompts, Refused, RunProgram, SaveProfile, Serve
 
     from kvtuner.exported_configs.profile.profile import Profile
 
@@ -71,7 +73,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
 
 
 @pytest.fixture(scope="session")
-def run_program(programs: Programs) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run_program(programs: Programs) -> RunProgram:
     """`run_program(*arguments, **variables)`: what a Python program of SGLang printed, and its status."""
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -87,7 +89,7 @@ def here() -> Place:
 
 
 @pytest.fixture(scope="session")
-def serve(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def serve(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Serve:
     """`with serve(model, *flags, places=[...], **variables) as server:`, a node in each place, killed at the end."""
 
     @contextmanager
@@ -107,7 +109,7 @@ def serve(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 
 @pytest.fixture(scope="session")
-def save_profile(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Profile], Path]:
+def save_profile(tmp_path_factory: pytest.TempPathFactory) -> SaveProfile:
     """Write a profile to a file of its own."""
 
     def save(profile: Profile) -> Path:
@@ -131,7 +133,7 @@ KEY_KINDS = (
 
 
 @pytest.fixture(scope="session")
-def mixed_layers() -> Callable[[Any], list[LayerQuantization]]:
+def mixed_layers() -> MixedLayers:
     """Choices for the layers of a configuration: widths and transforms of every kind, one after the other."""
 
     def choose(config: Any) -> list[LayerQuantization]:
@@ -152,25 +154,8 @@ def mixed_layers() -> Callable[[Any], list[LayerQuantization]]:
     return choose
 
 
-@dataclass
-class Agreement:
-    """How near a server is to the transformers host, in its own units.
-
-    Attributes:
-        divergence: mean KL of the server from the host, nats per token.
-        own: mean KL of the host with the profile from the unquantized model.
-        same_argmax: share of positions.
-        positions: how many were compared.
-    """
-
-    divergence: float
-    own: float
-    same_argmax: float
-    positions: int
-
-
 @pytest.fixture(scope="session")
-def compare() -> Callable[..., Agreement]:
+def compare() -> Compare:
     """`compare(server, model_folder, profile, prompts, num_tokens)`: greedy continuations of a server and of the host.
 
     The host reads the server's own tokens, so that one flipped code does not end the comparison; prompts are
@@ -227,7 +212,7 @@ def compare() -> Callable[..., Agreement]:
 
 
 @pytest.fixture(scope="session")
-def prompts() -> Callable[..., list[list[int]]]:
+def prompts() -> Prompts:
     """`prompts(*lengths, vocab_size=320, seed=0)`: random token ids."""
 
     def make(*lengths: int, vocab_size: int = 320, seed: int = 0) -> list[list[int]]:
@@ -283,7 +268,7 @@ def apart() -> Iterator[list[Place]]:
 
 
 @pytest.fixture
-def launched_nodes(programs: Programs, tmp_path: Path) -> Callable[..., tuple[list[int], str]]:
+def launched_nodes(programs: Programs, tmp_path: Path) -> LaunchedNodes:
     """`launched_nodes(model, flags_of_each_node, *flags, **variables)`: how nodes end that must not start."""
 
     def run(model: Path, own: Sequence[Sequence[str]], *flags: str, **variables: str) -> tuple[list[int], str]:
@@ -301,7 +286,7 @@ def launched_nodes(programs: Programs, tmp_path: Path) -> Callable[..., tuple[li
 
 
 @pytest.fixture
-def refused(programs: Programs) -> Callable[..., str]:
+def refused(programs: Programs) -> Refused:
     """`refused(model, *flags, **variables)`: a server that ends by itself, non-zero; its one line of `kvtuner:`."""
 
     def run(model: Path, *flags: str, extra_path: str = "", begins: str = "kvtuner: ", **variables: str) -> str:

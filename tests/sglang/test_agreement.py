@@ -11,8 +11,10 @@ from transformers import AutoConfig
 from kvtuner.exported_configs.profile.build import LayerQuantization
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
+
+    from fixture_types import Compare, MixedLayers, ModelFolder, ProfileOf, Prompts, SaveProfile, Serve
+    from sglang_server import Agreement
 
 LENGTHS = (5, 33, 1, 60, 17, 48)
 FAMILIES = ("llama-gqa", "qwen2-bias", "qwen3-qk-norm", "qwen3-moe")
@@ -20,7 +22,7 @@ LAYERS = 9
 """One for every kind of key transform, and one of 16 bits."""
 
 
-def assert_agrees(agreement: Any) -> None:
+def assert_agrees(agreement: Agreement) -> None:
     assert agreement.positions == 240
     assert agreement.divergence <= 0.02 * agreement.own + 1e-6, agreement
     assert agreement.same_argmax >= 0.995, agreement
@@ -34,13 +36,13 @@ OTHER_GRIDS = [pytest.param(name, not symmetric, marks=pytest.mark.full) for nam
 def test_a_mixed_profile_agrees_with_the_transformers_host(
     name: str,
     symmetric: bool,
-    serve: Any,
-    compare: Any,
-    prompts: Any,
-    model_folder: Callable[..., Path],
-    profile_of: Any,
-    save_profile: Any,
-    mixed_layers: Any,
+    serve: Serve,
+    compare: Compare,
+    prompts: Prompts,
+    model_folder: ModelFolder,
+    profile_of: ProfileOf,
+    save_profile: SaveProfile,
+    mixed_layers: MixedLayers,
 ) -> None:
     folder = model_folder(name, num_hidden_layers=LAYERS)
     config = AutoConfig.from_pretrained(folder)
@@ -69,13 +71,13 @@ def test_a_mixed_profile_agrees_with_the_transformers_host(
 
 
 def test_windows_that_cover_the_context_are_none_and_a_logit_cap_is_kept(
-    serve: Any,
-    compare: Any,
-    prompts: Any,
-    model_folder: Any,
-    profile_of: Any,
-    save_profile: Any,
-    mixed_layers: Any,
+    serve: Serve,
+    compare: Compare,
+    prompts: Prompts,
+    model_folder: ModelFolder,
+    profile_of: ProfileOf,
+    save_profile: SaveProfile,
+    mixed_layers: MixedLayers,
     capped: dict[str, Any],
 ) -> None:
     folder = model_folder("Gemma2", num_hidden_layers=LAYERS, **capped)
@@ -88,7 +90,12 @@ def test_windows_that_cover_the_context_are_none_and_a_logit_cap_is_kept(
 
 
 def test_16_bits_everywhere_is_plain_transformers(
-    serve: Any, compare: Any, prompts: Any, model_folder: Any, profile_of: Any, save_profile: Any
+    serve: Serve,
+    compare: Compare,
+    prompts: Prompts,
+    model_folder: ModelFolder,
+    profile_of: ProfileOf,
+    save_profile: SaveProfile,
 ) -> None:
     folder = model_folder("llama-gqa", num_hidden_layers=LAYERS)
     config = AutoConfig.from_pretrained(folder)
@@ -101,7 +108,7 @@ def test_16_bits_everywhere_is_plain_transformers(
 
 
 def test_without_a_profile_a_server_is_sglangs_own(
-    serve: Any, compare: Any, prompts: Any, model_folder: Any, profile_of: Any
+    serve: Serve, compare: Compare, prompts: Prompts, model_folder: ModelFolder, profile_of: ProfileOf
 ) -> None:
     folder = model_folder("llama-gqa")
     config = AutoConfig.from_pretrained(folder)
@@ -121,12 +128,12 @@ def test_every_family_agrees_at_every_uniform_width(
     name: str,
     bits: int,
     symmetric: bool,
-    serve: Any,
-    compare: Any,
-    prompts: Any,
-    model_folder: Any,
-    profile_of: Any,
-    save_profile: Any,
+    serve: Serve,
+    compare: Compare,
+    prompts: Prompts,
+    model_folder: ModelFolder,
+    profile_of: ProfileOf,
+    save_profile: SaveProfile,
 ) -> None:
     folder = model_folder(name, num_hidden_layers=LAYERS)
     config = AutoConfig.from_pretrained(folder)
@@ -138,7 +145,13 @@ def test_every_family_agrees_at_every_uniform_width(
 
 @pytest.mark.parametrize(("bits", "asym"), [(8, "true"), pytest.param(4, "false", marks=pytest.mark.full)])
 def test_uniform_flags_serve_a_profile_of_their_own(
-    bits: int, asym: str, serve: Any, compare: Any, prompts: Any, model_folder: Any, profile_of: Any
+    bits: int,
+    asym: str,
+    serve: Serve,
+    compare: Compare,
+    prompts: Prompts,
+    model_folder: ModelFolder,
+    profile_of: ProfileOf,
 ) -> None:
     folder = model_folder("qwen3-qk-norm", num_hidden_layers=LAYERS)
     config = AutoConfig.from_pretrained(folder)
@@ -156,7 +169,7 @@ def test_uniform_flags_serve_a_profile_of_their_own(
     assert_agrees(agreement)
 
 
-def test_the_demo_model_answers_from_a_searched_profile(serve: Any, tmp_path: Path) -> None:
+def test_the_demo_model_answers_from_a_searched_profile(serve: Serve, tmp_path: Path) -> None:
     import random
 
     from kvtuner.calibration.demo.tasks import recall_problem

@@ -6,23 +6,27 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
 
+if TYPE_CHECKING:
+    from fixture_types import ModelFolder, ProfileOf, SaveProfile, Serve
+    from sglang_server import Place
+
 
 @pytest.mark.parametrize(("page_size", "way"), [(1, "flag"), (64, "configuration file")])
 def test_tokens_are_the_available_bytes_divided_by_the_formula(
     page_size: int,
     way: str,
-    serve: Any,
-    here: Any,
-    model_folder: Any,
-    profile_of: Any,
-    save_profile: Any,
+    serve: Serve,
+    here: Place,
+    model_folder: ModelFolder,
+    profile_of: ProfileOf,
+    save_profile: SaveProfile,
     tmp_path: Path,
 ) -> None:
     folder = model_folder("llama-gqa", num_hidden_layers=4)
@@ -36,7 +40,7 @@ def test_tokens_are_the_available_bytes_divided_by_the_formula(
         file = tmp_path / "server.yaml"
         file.write_text(f"kvtuner-profile: {path}\nkvtuner-attend: cache\n")
         asked = ("--config", str(file))
-        place = replace(here, launcher=(str(Path(sys.executable).with_name("sglang")), "serve"))
+        place = replace(here, launcher=(sys.executable, str(Path(sys.executable).with_name("sglang")), "serve"))
     with serve(folder, *asked, *flags, places=[place]) as server:
         log = server.log
     assert f"attend {'fresh' if way == 'flag' else 'cache'}," in log

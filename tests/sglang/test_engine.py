@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from fixture_types import MixedLayers, ModelFolder, ProfileOf, Prompts, RunProgram, SaveProfile
 
 PROGRAM = """
 import json, os, sys
@@ -39,12 +41,12 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("way", ["variable", "function"])
 def test_an_engine_answers_as_the_transformers_host(
     way: str,
-    model_folder: Any,
-    profile_of: Any,
-    mixed_layers: Any,
-    save_profile: Any,
-    prompts: Any,
-    run_program: Any,
+    model_folder: ModelFolder,
+    profile_of: ProfileOf,
+    mixed_layers: MixedLayers,
+    save_profile: SaveProfile,
+    prompts: Prompts,
+    run_program: RunProgram,
     tmp_path: Path,
 ) -> None:
     folder = model_folder("llama-gqa", num_hidden_layers=4)
@@ -68,7 +70,7 @@ def test_an_engine_answers_as_the_transformers_host(
 
 
 def test_an_engine_whose_schedulers_load_no_plugin_is_refused(
-    model_folder: Any, profile_of: Any, save_profile: Any, run_program: Any, tmp_path: Path
+    model_folder: ModelFolder, profile_of: ProfileOf, save_profile: SaveProfile, run_program: RunProgram, tmp_path: Path
 ) -> None:
     folder = model_folder("llama-gqa")
     path = save_profile(profile_of(AutoConfig.from_pretrained(folder), [LayerQuantization(4, 4)] * 3))
@@ -81,7 +83,9 @@ def test_an_engine_whose_schedulers_load_no_plugin_is_refused(
 
 
 @pytest.mark.parametrize("way", ["variable", "function"])
-def test_an_engine_serves_the_catalogues_profile_of_its_model(way: str, run_program: Any, tmp_path: Path) -> None:
+def test_an_engine_serves_the_catalogues_profile_of_its_model(
+    way: str, run_program: RunProgram, tmp_path: Path
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     digest = load_profile(catalogue_file("demo-4bit")).digest

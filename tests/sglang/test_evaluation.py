@@ -24,6 +24,8 @@ from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from fixture_types import ProfileOf, SaveProfile, Serve
+
 SCORED, POSITIONS = 3, 12
 SCORING = ("--levels", "likelihood", "--scored-sequences", str(SCORED), "--positions", str(POSITIONS))
 QUESTIONS = ("--problems", "5", "--questions", "3")
@@ -31,7 +33,7 @@ FEW = ("--lengths", "150", *QUESTIONS)
 
 
 @pytest.fixture(scope="module")
-def rough(profile_of: Any, save_profile: Any) -> Path:
+def rough(profile_of: ProfileOf, save_profile: SaveProfile) -> Path:
     """A profile that hurts the demo model."""
     config = AutoConfig.from_pretrained(DEMO_MODEL)
     path: Path = save_profile(profile_of(config, [LayerQuantization(2, 4)] * config.num_hidden_layers))
@@ -39,7 +41,7 @@ def rough(profile_of: Any, save_profile: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(serve: Any, rough: Path) -> Iterator[tuple[str, ...]]:
+def served(serve: Serve, rough: Path) -> Iterator[tuple[str, ...]]:
     """Flags that name a server of the rough profile and one of the unquantized model."""
     with serve(DEMO_MODEL, "--kvtuner-profile", str(rough)) as server, serve(DEMO_MODEL) as plain:
         yield "--endpoint", server.url, "--endpoint", f"bf16={plain.url}"
@@ -146,7 +148,13 @@ def likelihoods(found: Any) -> dict[tuple[str, str], float]:
 
 
 def test_likelihoods_of_servers_are_those_of_transformers(
-    served: tuple[str, ...], evaluate: Any, serve: Any, rough: Path, profile_of: Any, save_profile: Any, tmp_path: Path
+    served: tuple[str, ...],
+    evaluate: Any,
+    serve: Serve,
+    rough: Path,
+    profile_of: ProfileOf,
+    save_profile: SaveProfile,
+    tmp_path: Path,
 ) -> None:
     config = AutoConfig.from_pretrained(DEMO_MODEL)
     fine = save_profile(profile_of(config, [LayerQuantization(8, 8)] * config.num_hidden_layers))
@@ -183,7 +191,7 @@ def test_likelihoods_of_servers_are_those_of_transformers(
 
 
 def test_a_server_without_a_prefix_cache_is_flagged_and_shows_no_damage(
-    served: tuple[str, ...], evaluate: Any, serve: Any, rough: Path, capsys: pytest.CaptureFixture[str]
+    served: tuple[str, ...], evaluate: Any, serve: Serve, rough: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serve(DEMO_MODEL, "--kvtuner-profile", str(rough), "--disable-radix-cache") as server:
         levels = ("--levels", "likelihood,recall", *SCORING[2:], *FEW)

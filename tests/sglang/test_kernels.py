@@ -8,8 +8,7 @@ import pytest
 from transformers import AutoConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from fixture_types import Compare, MixedLayers, ModelFolder, ProfileOf, Prompts, SaveProfile, Serve
 
 CHUNK = 64
 LENGTHS = (150, 33)
@@ -22,13 +21,13 @@ TOKENS = 5
 def test_decoding_short_and_long_extends_agree(
     name: str,
     capped: dict[str, Any],
-    serve: Any,
-    compare: Any,
-    prompts: Any,
-    model_folder: Callable[..., Path],
-    profile_of: Any,
-    save_profile: Any,
-    mixed_layers: Any,
+    serve: Serve,
+    compare: Compare,
+    prompts: Prompts,
+    model_folder: ModelFolder,
+    profile_of: ProfileOf,
+    save_profile: SaveProfile,
+    mixed_layers: MixedLayers,
 ) -> None:
     fields = capped if name == "Gemma2" else {}
     folder = model_folder(name, num_hidden_layers=9, num_key_value_heads=1, **fields)

@@ -16,15 +16,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from fixture_types import MixedLayers, ModelFolder, ProfileOf, Prompts, RunProgram, SaveProfile, Serve
+
 
 @pytest.fixture(scope="module")
-def folder(model_folder: Any) -> Path:
+def folder(model_folder: ModelFolder) -> Path:
     path: Path = model_folder("llama-gqa", num_hidden_layers=3)
     return path
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, profile_of: Any, mixed_layers: Any, save_profile: Any, serve: Any) -> Iterator[Any]:
+def server(
+    folder: Path, profile_of: ProfileOf, mixed_layers: MixedLayers, save_profile: SaveProfile, serve: Serve
+) -> Iterator[Any]:
     config = AutoConfig.from_pretrained(folder)
     profile = profile_of(config, mixed_layers(config))
     with serve(folder, "--kvtuner-profile", str(save_profile(profile)), "--page-size", "16") as running:
@@ -38,7 +42,7 @@ def resident_bytes(server: Any) -> int:
 
 
 @pytest.mark.parametrize("num_requests", [80, pytest.param(2000, marks=pytest.mark.full)])
-def test_nothing_fails_and_nothing_grows(num_requests: int, server: Any, prompts: Any) -> None:
+def test_nothing_fails_and_nothing_grows(num_requests: int, server: Any, prompts: Prompts) -> None:
     rng = random.Random(num_requests)
     lengths = [rng.choice((1, 3, 15, 16, 17, 60, 130, 250)) for _ in range(num_requests)]
     asked = list(zip(prompts(*lengths, seed=num_requests), [rng.randint(1, 24) for _ in lengths], strict=True))
@@ -59,7 +63,9 @@ def test_nothing_fails_and_nothing_grows(num_requests: int, server: Any, prompts
     assert json.loads(server.get("/v1/loads"))["loads"][0]["num_used_tokens"] == 0
 
 
-def test_sglangs_own_benchmark_runs_against_it(server: Any, folder: Path, run_program: Any, tmp_path: Path) -> None:
+def test_sglangs_own_benchmark_runs_against_it(
+    server: Any, folder: Path, run_program: RunProgram, tmp_path: Path
+) -> None:
     out = tmp_path / "result.jsonl"
     done = run_program(
         "-m", "sglang.benchmark.serving", "--backend", "sglang", "--base-url",

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from fixture_types import MixedLayers, ModelFolder, ProfileOf, SaveProfile, Serve
+    from sglang_server import Server
+
 PAGE_SIZE: Final = 16
 
 DCGM: Final = (
@@ -56,7 +59,7 @@ DCGM_LABELS: Final = {"gpu": "0", "UUID": "GPU-0", "device": "nvidia0", "modelNa
 class Live:
     """A server with metrics, a profile, host tiers, and room for one request that runs and one that waits."""
 
-    def __init__(self, server: Any, storage: Path) -> None:
+    def __init__(self, server: Server, storage: Path) -> None:
         self.server, self.storage = server, storage
 
     def samples(self) -> list[tuple[str, dict[str, str], float]]:
@@ -143,11 +146,11 @@ class Live:
 
 @pytest.fixture(scope="module")
 def live(
-    model_folder: Any,
-    profile_of: Any,
-    mixed_layers: Any,
-    save_profile: Any,
-    serve: Any,
+    model_folder: ModelFolder,
+    profile_of: ProfileOf,
+    mixed_layers: MixedLayers,
+    save_profile: SaveProfile,
+    serve: Serve,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Live]:
     folder = model_folder("llama-gqa", num_hidden_layers=3)

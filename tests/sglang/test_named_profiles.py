@@ -24,11 +24,14 @@ from kvtuner.exported_configs.signing.signers import Signer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fixture_types import MakeKeys, ModelFolder, ProfileOf, RunProgram, Serve
+    from hub_server import LoopbackHub
+
     from kvtuner.exported_configs.profile.profile import Profile
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).with_name("named_program.py")
+PROGRAM = Path(__file__).parent / "programs" / "named_program.py"
 REPO = "me/tiny-kv4"
 
 
@@ -48,7 +51,7 @@ class Launch:
 
 
 @pytest.fixture
-def launch(run_program: Any) -> Callable[..., Launch]:
+def launch(run_program: RunProgram) -> Callable[..., Launch]:
     def run(model: Path, *flags: str, **variables: str) -> Launch:
         kept = {"KVTUNER_CACHE": os.environ["KVTUNER_CACHE"]} if "KVTUNER_CACHE" in os.environ else {}
         done = run_program(str(PROGRAM), str(model), *flags, **{**kept, **variables})
@@ -64,18 +67,18 @@ def digest_of(child: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def tiny(model_folder: Any) -> Path:
+def tiny(model_folder: ModelFolder) -> Path:
     return Path(model_folder("llama-gqa"))
 
 
 @pytest.fixture(scope="session")
-def profile(tiny: Path, profile_of: Any) -> Profile:
+def profile(tiny: Path, profile_of: ProfileOf) -> Profile:
     made: Profile = profile_of(AutoConfig.from_pretrained(tiny), [LayerQuantization(4, 4)] * 3)
     return made
 
 
 def test_a_profile_of_the_hub_is_fetched_by_the_launcher_alone(
-    hub: Any, launch: Callable[..., Launch], tiny: Path, profile: Profile
+    hub: LoopbackHub, launch: Callable[..., Launch], tiny: Path, profile: Profile
 ) -> None:
     commit = hub.repo(REPO, {"profile.json": dump_profile(profile)}).refs["main"]
     done = launch(tiny, "--kvtuner-profile", REPO)
@@ -88,7 +91,7 @@ def test_a_profile_of_the_hub_is_fetched_by_the_launcher_alone(
 
 
 def test_an_engines_variable_names_one_too(
-    hub: Any, launch: Callable[..., Launch], tiny: Path, profile: Profile
+    hub: LoopbackHub, launch: Callable[..., Launch], tiny: Path, profile: Profile
 ) -> None:
     hub.repo(REPO, {"profile.json": dump_profile(profile)})
     named = f"{REPO}#{profile.digest}"
@@ -99,7 +102,7 @@ def test_an_engines_variable_names_one_too(
 
 
 def test_what_cannot_be_had_ends_the_launcher_in_one_line(
-    hub: Any, launch: Callable[..., Launch], tiny: Path, profile: Profile
+    hub: LoopbackHub, launch: Callable[..., Launch], tiny: Path, profile: Profile
 ) -> None:
     hub.repo(REPO, {"profile.json": dump_profile(profile)})
     assert "me/none@main: there is no such repository" in launch(tiny, "--kvtuner-profile", "me/none").refusal
@@ -153,7 +156,7 @@ def test_the_twin_of_the_demo_model_is_told_from_it_by_its_weights(
 
 
 def test_a_required_signature_is_of_the_bytes_that_are_served(
-    launch: Callable[..., Launch], tiny: Path, profile: Profile, keys: Any, tmp_path: Path
+    launch: Callable[..., Launch], tiny: Path, profile: Profile, keys: MakeKeys, tmp_path: Path
 ) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(dump_profile(profile))
@@ -179,7 +182,7 @@ def test_a_signature_is_asked_of_a_profile_only(launch: Callable[..., Launch], t
     assert "--kvtuner-require-signature needs --kvtuner-profile, not --enable-kvtuner-quant" in refusal
 
 
-def test_a_server_serves_the_catalogues_profile_by_the_model_alone(serve: Callable[..., Any]) -> None:
+def test_a_server_serves_the_catalogues_profile_by_the_model_alone(serve: Serve) -> None:
     with serve(DEMO_MODEL, "--kvtuner-profile", "auto") as server:
         answer = server.generate([[5, 9, 200, 31]], 4)[0]
         info = json.loads(server.get("/server_info"))

@@ -15,6 +15,9 @@ from kvtuner.transforms import TransformKind
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fixture_types import Compare, LaunchedNodes, MixedLayers, ModelFolder, ProfileOf, Prompts, SaveProfile, Serve
+    from sglang_server import Agreement, Place
+
     from kvtuner.exported_configs.profile.profile import Profile
 
 LAYERS = {"num_hidden_layers": 5}
@@ -22,7 +25,7 @@ HADAMARD = Transform(TransformKind.parse("hadamard"))
 
 
 @pytest.fixture
-def uneven(model_folder: Any, profile_of: Any, mixed_layers: Any) -> tuple[Any, Profile]:
+def uneven(model_folder: ModelFolder, profile_of: ProfileOf, mixed_layers: MixedLayers) -> tuple[Any, Profile]:
     """A model of five layers, and a profile whose two stages differ in bits; every head has its own constants."""
     folder = model_folder("qwen2-bias", **LAYERS)
     config = AutoConfig.from_pretrained(folder)
@@ -40,7 +43,7 @@ TOPOLOGIES = {
 
 @pytest.fixture
 def served(
-    uneven: Any, serve: Any, compare: Any, prompts: Any, save_profile: Any
+    uneven: Any, serve: Serve, compare: Compare, prompts: Prompts, save_profile: SaveProfile
 ) -> Callable[..., tuple[Any, list[int]]]:
     """`served(flags, places)`: how near nodes in these places are to the host, and bytes per token that ranks say."""
 
@@ -64,7 +67,7 @@ def expected_bytes(profile: Profile, flags: tuple[str, ...]) -> list[int]:
     return sorted([sum(shape.pair_bytes(profile.pairs[layer]) for layer in stage) for stage in stages] * tp_size)
 
 
-def is_near(agreement: Any) -> bool:
+def is_near(agreement: Agreement) -> bool:
     """Whether two runs agree as the design defines it."""
     assert agreement.own > 1e-4, "the profile must change something"
     return bool(agreement.divergence <= 0.02 * agreement.own + 1e-6 and agreement.same_argmax >= 0.995)
@@ -73,7 +76,7 @@ def is_near(agreement: Any) -> bool:
 @pytest.mark.parametrize(
     "topology", ["tp2", "pp2", pytest.param("two nodes, tp2", marks=pytest.mark.full), "two nodes, tp2 x pp2"]
 )
-def test_ranks_agree_with_the_transformers_host(topology: str, uneven: Any, served: Any, here: Any) -> None:
+def test_ranks_agree_with_the_transformers_host(topology: str, uneven: Any, served: Any, here: Place) -> None:
     nodes, flags = TOPOLOGIES[topology]
     agreement, said = served(flags, [here] * nodes)
     assert is_near(agreement), agreement
@@ -88,7 +91,7 @@ def test_nodes_that_share_neither_network_nor_memory(uneven: Any, served: Any, a
 
 
 def test_nodes_with_different_profiles_refuse_to_start_and_name_both(
-    uneven: Any, profile_of: Any, save_profile: Any, launched_nodes: Any
+    uneven: Any, profile_of: ProfileOf, save_profile: SaveProfile, launched_nodes: LaunchedNodes
 ) -> None:
     folder, profile = uneven
     other = profile_of(AutoConfig.from_pretrained(folder), [LayerQuantization(4, 4)] * 5)
@@ -101,7 +104,9 @@ def test_nodes_with_different_profiles_refuse_to_start_and_name_both(
     assert all(profile.digest in line and other.digest in line for line in lines)
 
 
-def test_a_node_without_the_profile_is_missed(uneven: Any, save_profile: Any, launched_nodes: Any) -> None:
+def test_a_node_without_the_profile_is_missed(
+    uneven: Any, save_profile: SaveProfile, launched_nodes: LaunchedNodes
+) -> None:
     folder, profile = uneven
     flags = [("--kvtuner-profile", str(save_profile(profile))), ()]
     statuses, output = launched_nodes(folder, flags, "--tp-size", "2", KVTUNER_AGREEMENT_S="20")

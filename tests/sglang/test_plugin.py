@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
 
-PROGRAM = Path(__file__).with_name("plugin_program.py")
+if TYPE_CHECKING:
+    from fixture_types import ModelFolder, ProfileOf, RunProgram, SaveProfile
+
+PROGRAM = Path(__file__).parent / "programs" / "plugin_program.py"
 HELPERS = ("parse", "refusal", "resolved")
 CHECKS = [
     node.name
@@ -21,7 +24,9 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_in_sglang(check: str, model_folder: Any, profile_of: Any, save_profile: Any, run_program: Any) -> None:
+def test_in_sglang(
+    check: str, model_folder: ModelFolder, profile_of: ProfileOf, save_profile: SaveProfile, run_program: RunProgram
+) -> None:
     folder = model_folder("llama-gqa")
     path = save_profile(profile_of(AutoConfig.from_pretrained(folder), [LayerQuantization(4, 4)] * 3))
     done = run_program(str(PROGRAM), check, str(path), str(folder))

@@ -17,6 +17,9 @@ from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from fixture_types import MixedLayers, ModelFolder, ProfileOf, Prompts, SaveProfile, Serve
+    from sglang_server import Server
+
     from kvtuner.exported_configs.profile.profile import Profile
 
 TOKENS = 12
@@ -24,7 +27,7 @@ TOKENS = 12
 
 @pytest.fixture(scope="module")
 def served(
-    model_folder: Any, profile_of: Any, mixed_layers: Any, save_profile: Any
+    model_folder: ModelFolder, profile_of: ProfileOf, mixed_layers: MixedLayers, save_profile: SaveProfile
 ) -> tuple[Path, Profile, tuple[str, ...]]:
     """A model, its mixed profile, and the flags that serve it."""
     folder = model_folder("llama-gqa", num_hidden_layers=4)
@@ -34,7 +37,7 @@ def served(
 
 
 @pytest.fixture(scope="module")
-def requests(prompts: Any) -> list[list[int]]:
+def requests(prompts: Prompts) -> list[list[int]]:
     """Prompts that share beginnings of many lengths, longer than a chunk and shorter than a page among them."""
     stem = prompts(150)[0]
     tails = prompts(*range(1, 25), seed=5)
@@ -42,7 +45,7 @@ def requests(prompts: Any) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def growing(prompts: Any) -> list[list[int]]:
+def growing(prompts: Prompts) -> list[list[int]]:
     """Prompts that all fit into a small pool, but not with their answers."""
     return list(prompts(*[40] * 6, seed=9))
 
@@ -55,7 +58,7 @@ MANY = {"ignore_eos": False}
 
 
 @pytest.fixture(scope="module")
-def alone(served: Any, requests: Any, growing: Any, serve: Any) -> tuple[list[Any], list[Any]]:
+def alone(served: Any, requests: Any, growing: Any, serve: Serve) -> tuple[list[Any], list[Any]]:
     """What each request is answered when it is the only one, without a prefix cache or chunks, reading the cache."""
     folder, _, flags = served
     single = ("--disable-radix-cache", "--max-running-requests", "1", "--chunked-prefill-size", "-1")
@@ -78,7 +81,7 @@ def assert_same(found: list[Any], alone: list[Any]) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_by_cache_answers_do_not_depend_on_hits_chunks_company_eviction_retraction_or_aborts(
-    page_size: int, served: Any, requests: Any, growing: Any, alone: Any, serve: Any, prompts: Any
+    page_size: int, served: Any, requests: Any, growing: Any, alone: Any, serve: Serve, prompts: Prompts
 ) -> None:
     folder, _, flags = served
     small = (
@@ -106,7 +109,7 @@ def test_by_cache_answers_do_not_depend_on_hits_chunks_company_eviction_retracti
     assert again["meta_info"]["cached_tokens"] >= (len(requests[-1]) - 1) // page_size * page_size
 
 
-def abort_in_mid_stream(server: Any, ids: list[int]) -> None:
+def abort_in_mid_stream(server: Server, ids: list[int]) -> None:
     """Hang up while a long answer comes, and see that its tokens are given back."""
     sampling = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
     body = json.dumps({"input_ids": ids, "stream": True, "sampling_params": sampling}).encode()
@@ -133,7 +136,9 @@ def host_answer(model: Any, profile: Profile, chunks: list[list[int]], num_token
     return tokens
 
 
-def test_by_fresh_answers_are_the_transformers_hosts_with_the_same_cuts(served: Any, serve: Any, prompts: Any) -> None:
+def test_by_fresh_answers_are_the_transformers_hosts_with_the_same_cuts(
+    served: Any, serve: Serve, prompts: Prompts
+) -> None:
     folder, profile, flags = served
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     (long,) = prompts(150, seed=3)

@@ -22,35 +22,37 @@ from kvtuner.runtime_loader.sglang.request import ServingRequest, Uniform, add_f
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fixture_types import MakeTokenizer, ModelFolder, ProfileOf, Refused, RunProgram, SaveProfile
+
 
 @pytest.fixture
-def tiny(model_folder: Callable[..., Path]) -> Path:
+def tiny(model_folder: ModelFolder) -> Path:
     return model_folder("llama-gqa")
 
 
 @pytest.fixture
-def fitting(tiny: Path, profile_of: Any, save_profile: Any) -> Path:
+def fitting(tiny: Path, profile_of: ProfileOf, save_profile: SaveProfile) -> Path:
     path: Path = save_profile(profile_of(AutoConfig.from_pretrained(tiny), [LayerQuantization(4, 4)] * 3))
     return path
 
 
-def test_a_missing_file(tiny: Path, refused: Any, tmp_path: Path) -> None:
+def test_a_missing_file(tiny: Path, refused: Refused, tmp_path: Path) -> None:
     path = tmp_path / "none.json"
     assert refused(tiny, "--kvtuner-profile", str(path)).startswith(f"{path}: cannot be read (No such file")
 
 
-def test_an_invalid_profile(tiny: Path, refused: Any, fitting: Path, tmp_path: Path) -> None:
+def test_an_invalid_profile(tiny: Path, refused: Refused, fitting: Path, tmp_path: Path) -> None:
     path = tmp_path / "edited.json"
     path.write_text(fitting.read_text().replace('"bits": 4', '"bits": 8', 1))
     assert "the file was edited or damaged" in refused(tiny, "--kvtuner-profile", str(path))
 
 
-def test_a_profile_of_another_model(model_folder: Any, refused: Any, fitting: Path) -> None:
+def test_a_profile_of_another_model(model_folder: ModelFolder, refused: Refused, fitting: Path) -> None:
     other = model_folder("qwen2-bias")
     assert "has num_layers 3, but this model has 2" in refused(other, "--kvtuner-profile", str(fitting))
 
 
-def test_a_model_with_windows(model_folder: Any, refused: Any) -> None:
+def test_a_model_with_windows(model_folder: ModelFolder, refused: Refused) -> None:
     windowed = model_folder("mistral-no-window", sliding_window=64)
     line = refused(windowed, "--enable-kvtuner-quant", "--kvtuner-q-group-size", "16")
     assert "a window of 64 tokens, shorter than the context of 512" in line
@@ -69,7 +71,7 @@ OTHER_CACHES = {
 
 
 @pytest.mark.parametrize("what", OTHER_CACHES)
-def test_a_model_with_another_cache(what: str, refused: Any, make_tokenizer: Any, tmp_path: Path) -> None:
+def test_a_model_with_another_cache(what: str, refused: Refused, make_tokenizer: MakeTokenizer, tmp_path: Path) -> None:
     family, fields = OTHER_CACHES[what]
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = getattr(transformers, f"{family}Config")(**sizes, vocab_size=320, max_position_embeddings=512, **fields)
@@ -81,13 +83,13 @@ def test_a_model_with_another_cache(what: str, refused: Any, make_tokenizer: Any
     assert what in refused(tmp_path, *flags, "--disable-radix-cache")
 
 
-def test_an_option_that_a_packed_pool_does_not_work_with(tiny: Path, refused: Any, fitting: Path) -> None:
+def test_an_option_that_a_packed_pool_does_not_work_with(tiny: Path, refused: Refused, fitting: Path) -> None:
     flags = ("--enable-hierarchical-cache", "--hicache-mem-layout", "page_head")
     line = refused(tiny, "--kvtuner-profile", str(fitting), *flags)
     assert line.startswith("--hicache-mem-layout page_head does not work with a packed KV pool: it splits pages by")
 
 
-def test_an_attention_backend_that_cannot_read_packed_rows(tiny: Path, refused: Any, fitting: Path) -> None:
+def test_an_attention_backend_that_cannot_read_packed_rows(tiny: Path, refused: Refused, fitting: Path) -> None:
     line = refused(tiny, "--kvtuner-profile", str(fitting), "--attention-backend", "torch_native")
     assert line.startswith("--attention-backend torch_native cannot read a packed KV pool")
 
@@ -108,7 +110,7 @@ def other_plugin(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_a_plugin_that_comes_later_for_the_same_target(
-    tiny: Path, fitting: Path, refused: Any, other_plugin: Any
+    tiny: Path, fitting: Path, refused: Refused, other_plugin: Any
 ) -> None:
     target = "sglang.srt.runtime_context.publish"
     path = other_plugin(HOOK.format(target=target), name="zzz")
@@ -129,7 +131,7 @@ def register():
 
 
 def test_an_option_that_is_decided_after_the_launchers_check(
-    tiny: Path, fitting: Path, refused: Any, other_plugin: Any
+    tiny: Path, fitting: Path, refused: Refused, other_plugin: Any
 ) -> None:
     path = other_plugin(LATE, name="zzz")
     line = refused(tiny, extra_path=path, KVTUNER_PROFILE=str(fitting))
@@ -152,7 +154,7 @@ def register():
     ],
 )
 def test_another_plugin_on_the_same_target(
-    target: str, tiny: Path, fitting: Path, refused: Any, other_plugin: Any
+    target: str, tiny: Path, fitting: Path, refused: Refused, other_plugin: Any
 ) -> None:
     path = other_plugin(HOOK.format(target=target))
     line = refused(tiny, "--kvtuner-profile", str(fitting), extra_path=path)
@@ -167,13 +169,13 @@ def register():
 """
 
 
-def test_a_seam_that_is_gone(tiny: Path, fitting: Path, refused: Any, other_plugin: Any) -> None:
+def test_a_seam_that_is_gone(tiny: Path, fitting: Path, refused: Refused, other_plugin: Any) -> None:
     line = refused(tiny, "--kvtuner-profile", str(fitting), extra_path=other_plugin(RENAME))
     assert line.startswith("this SGLang has no sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build")
 
 
-def test_every_seam_that_is_gone_or_takes_other_arguments(run_program: Any) -> None:
-    program = Path(__file__).with_name("seams_program.py")
+def test_every_seam_that_is_gone_or_takes_other_arguments(run_program: RunProgram) -> None:
+    program = Path(__file__).parent / "programs" / "seams_program.py"
     done = run_program(str(program))
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -186,7 +188,7 @@ def register():
 
 
 def test_flags_that_nobody_would_read_are_unknown_to_the_parser(
-    tiny: Path, fitting: Path, refused: Any, other_plugin: Any
+    tiny: Path, fitting: Path, refused: Refused, other_plugin: Any
 ) -> None:
     path = other_plugin(LOSE)
     line = refused(tiny, "--kvtuner-profile", str(fitting), extra_path=path, begins="sglang serve: error: ")
@@ -194,7 +196,7 @@ def test_flags_that_nobody_would_read_are_unknown_to_the_parser(
 
 
 @pytest.mark.parametrize("variable", ["KVTUNER_PROFILE", "KVTUNER_ATTEND"])
-def test_the_variables_of_an_engine(variable: str, tiny: Path, fitting: Path, refused: Any, tmp_path: Path) -> None:
+def test_the_variables_of_an_engine(variable: str, tiny: Path, fitting: Path, refused: Refused, tmp_path: Path) -> None:
     variables = {"KVTUNER_PROFILE": str(fitting), variable: str(tmp_path / "wrong")}
     line = refused(tiny, **variables)
     assert "cannot be read" in line if variable == "KVTUNER_PROFILE" else "must be one of fresh, cache" in line
@@ -374,7 +376,7 @@ DECIDED = {"attn_dp_size", "cuda_graph_config.prefill.backend"}
 """What SGLang makes of other options; no flag has the name."""
 
 
-def test_every_option_of_sglang_that_may_touch_the_cache_was_looked_at(run_program: Any) -> None:
+def test_every_option_of_sglang_that_may_touch_the_cache_was_looked_at(run_program: RunProgram) -> None:
     done = run_program("-c", OPTIONS)
     options = set(json.loads(done.stdout.splitlines()[-1]))
     rules = {rule.name for rule in EVERY_RULE}
@@ -402,17 +404,17 @@ def test_a_device_without_kernels(device: str) -> None:
         refuse_flags(SimpleNamespace(device=device), {})
 
 
-def test_an_implementation_that_there_is_not(tiny: Path, refused: Any, fitting: Path) -> None:
+def test_an_implementation_that_there_is_not(tiny: Path, refused: Refused, fitting: Path) -> None:
     line = refused(tiny, "--kvtuner-profile", str(fitting), KVTUNER_ATTENTION="flash")
     assert line == "KVTUNER_ATTENTION=flash is no implementation of attention on cpu; unset it"
 
 
-def test_kernels_on_a_processor_without_the_interpreter(tiny: Path, refused: Any, fitting: Path) -> None:
+def test_kernels_on_a_processor_without_the_interpreter(tiny: Path, refused: Refused, fitting: Path) -> None:
     line = refused(tiny, "--kvtuner-profile", str(fitting), KVTUNER_ATTENTION="triton", TRITON_INTERPRET="0")
     assert "the Triton kernels do not run on cpu" in line
 
 
-def test_a_profile_of_another_architecture(model_folder: Any, refused: Any, fitting: Path) -> None:
+def test_a_profile_of_another_architecture(model_folder: ModelFolder, refused: Refused, fitting: Path) -> None:
     twin = model_folder("mistral-no-window", num_hidden_layers=3, num_key_value_heads=2)
     line = refused(twin, "--kvtuner-profile", str(fitting))
     assert "is for LlamaForCausalLM, but this model is MistralForCausalLM" in line

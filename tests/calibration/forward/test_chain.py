@@ -21,7 +21,8 @@ from kvtuner.geometry import ModelGeometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
+
+    from fixture_types import ModelFolder, RandomBatches
 
     from kvtuner.calibration.batches import Batch
 
@@ -77,7 +78,7 @@ def assert_logits_agree(chain: DecoderChain, eager: Any, batch: Batch) -> None:
 
 
 def test_logits_through_the_chain_are_those_of_eager_attention(
-    family: str, chain_of: Callable[..., DecoderChain], model_folder: Callable[..., Path], random_batches: Any
+    family: str, chain_of: Callable[..., DecoderChain], model_folder: ModelFolder, random_batches: RandomBatches
 ) -> None:
     eager = AutoModelForCausalLM.from_pretrained(model_folder(family), attn_implementation="eager", dtype=torch.float32)
     assert_logits_agree(chain_of(family), eager, *random_batches(3, 41, batch_size=3))
@@ -85,7 +86,7 @@ def test_logits_through_the_chain_are_those_of_eager_attention(
 
 @pytest.mark.parametrize("name", STRANGERS)
 def test_models_of_other_shapes_run_as_chains_unchanged(
-    name: str, chain_over: Callable[..., DecoderChain], random_batches: Any
+    name: str, chain_over: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**STRANGERS[name])
@@ -96,7 +97,7 @@ def test_models_of_other_shapes_run_as_chains_unchanged(
 
 
 def test_running_from_any_layer_gives_the_whole_models_final_states(
-    family: str, chain_of: Callable[..., DecoderChain], random_batches: Any
+    family: str, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain = chain_of(family)
     (batch,) = random_batches(2, 19, batch_size=2)
@@ -107,7 +108,7 @@ def test_running_from_any_layer_gives_the_whole_models_final_states(
 
 
 def test_the_first_residual_is_the_embedding_and_the_last_norm_gives_the_final_states(
-    chain_of: Callable[..., DecoderChain], random_batches: Any
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain = chain_of("llama-gqa")
     (batch,) = random_batches(1, 9)
@@ -120,7 +121,7 @@ def test_the_first_residual_is_the_embedding_and_the_last_norm_gives_the_final_s
 
 
 def test_a_hook_that_changes_one_layer_gives_the_same_from_there_on_as_in_the_whole_model(
-    chain_of: Callable[..., DecoderChain], random_batches: Any
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain = chain_of("llama-gqa")
     (batch,) = random_batches(2, 17, batch_size=2)
@@ -136,7 +137,9 @@ def test_a_hook_that_changes_one_layer_gives_the_same_from_there_on_as_in_the_wh
     assert torch.equal(rerun, spoiled.final)
 
 
-def test_every_layer_run_is_counted_in_tokens(chain_of: Callable[..., DecoderChain], random_batches: Any) -> None:
+def test_every_layer_run_is_counted_in_tokens(
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
+) -> None:
     chain = chain_of("llama-gqa")
     (batch,) = random_batches(2, 10, batch_size=2)
     before = chain.count.layer_tokens
@@ -146,7 +149,7 @@ def test_every_layer_run_is_counted_in_tokens(chain_of: Callable[..., DecoderCha
     assert chain.count.layer_tokens - before == 3 * 20 + 2 * 20
 
 
-def test_tracing_leaves_no_hooks_behind(chain_of: Callable[..., DecoderChain], random_batches: Any) -> None:
+def test_tracing_leaves_no_hooks_behind(chain_of: Callable[..., DecoderChain], random_batches: RandomBatches) -> None:
     chain = chain_of("llama-gqa")
     (batch,) = random_batches(1, 8)
 
@@ -308,7 +311,7 @@ def test_attention_sinks_are_refused_by_name(chain_over: Callable[..., DecoderCh
 
 
 def test_a_window_shorter_than_a_sequence_is_refused_when_it_is_met(
-    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: Any
+    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain = chain_over(make_model("mistral-no-window", sliding_window=16))
     for tokens in (16, 17):
@@ -320,7 +323,9 @@ def test_a_window_shorter_than_a_sequence_is_refused_when_it_is_met(
             chain.trace(batch.input_ids, batch.position_ids)
 
 
-def test_attention_outside_a_hooked_block_is_exact(chain_of: Callable[..., DecoderChain], random_batches: Any) -> None:
+def test_attention_outside_a_hooked_block_is_exact(
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
+) -> None:
     chain = chain_of("llama-gqa")
     (batch,) = random_batches(1, 12)
     trace = chain.trace(batch.input_ids, batch.position_ids)

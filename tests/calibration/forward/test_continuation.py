@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from fixture_types import RandomBatches
+
     from kvtuner.calibration.forward.chain import DecoderChain
 
 TOKENS, SPLIT = 23, 7
 
 
 def test_tokens_after_the_prompt_run_as_in_the_whole_sequence(
-    family: str, make_model: Callable[..., Any], chain_of: Callable[..., DecoderChain], random_batches: Any
+    family: str, make_model: Callable[..., Any], chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     (batch,) = random_batches(2, TOKENS, batch_size=2)
     eager = make_model(family)
@@ -59,7 +61,9 @@ def test_tokens_after_the_prompt_run_as_in_the_whole_sequence(
         assert torch.equal(found.k[:, :, :SPLIT], expected.k[:, :, :SPLIT])
 
 
-def test_its_bytes_are_those_of_its_keys_and_values(chain_of: Callable[..., DecoderChain], random_batches: Any) -> None:
+def test_its_bytes_are_those_of_its_keys_and_values(
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
+) -> None:
     (batch,) = random_batches(2, TOKENS, batch_size=2)
     prompt, _ = run_prompt(chain_of("llama-gqa"), batch, SPLIT)
     geometry = chain_of("llama-gqa").geometry
@@ -74,7 +78,7 @@ def test_sequences_whose_prompt_is_not_kept_are_measured_alike(
     num_kept: int,
     name: str,
     chain_of: Callable[..., DecoderChain],
-    random_batches: Any,
+    random_batches: RandomBatches,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chain, plan = chain_of("qwen2-bias"), ReadPlan(name, 0 if name == "cache" else SPLIT)
@@ -93,7 +97,7 @@ def test_sequences_whose_prompt_is_not_kept_are_measured_alike(
 
 
 def test_a_model_that_runs_otherwise_after_a_prompt_runs_whole(
-    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: Any
+    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain = chain_over(make_model("llama-gqa"))
     (batch,) = random_batches(1, TOKENS)
@@ -108,7 +112,7 @@ def test_a_model_that_runs_otherwise_after_a_prompt_runs_whole(
 
 
 def test_a_deep_model_in_bfloat16_is_measured_with_its_prompts_or_whole(
-    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: Any
+    make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     model = make_model("llama-gqa", num_hidden_layers=32, initializer_range=0.15).to(torch.bfloat16)
     simulator = Simulator(chain_over(model), random_batches(2, TOKENS), ReadPlan("decode", SPLIT))
@@ -122,7 +126,10 @@ def test_a_deep_model_in_bfloat16_is_measured_with_its_prompts_or_whole(
 
 
 def test_an_isolated_forward_needs_no_prompt(
-    chain_of: Callable[..., DecoderChain], random_batches: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chain_of: Callable[..., DecoderChain],
+    random_batches: RandomBatches,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chain, batches, plan = chain_of("llama-gqa"), random_batches(2, TOKENS), ReadPlan("decode", SPLIT)
     constants = measure_constants(chain, batches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from kvtuner.quant import QuantSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from fixture_types import RandomBatches
 
     from kvtuner.calibration.forward.chain import DecoderChain
 
@@ -106,7 +108,7 @@ def test_only_small_models_on_a_cpu_run_several_sequences_at_once(
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen2-bias"])
 def test_a_simulation_gives_the_same_bits_on_one_thread_and_on_two_workers(
-    name: str, chain_of: Callable[..., DecoderChain], random_batches: Any, threads: Callable[[int], None]
+    name: str, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches, threads: Callable[[int], None]
 ) -> None:
     chain = chain_of(name)
     specs = dict.fromkeys(range(2), LayerSpec(QuantSpec(2), QuantSpec(4)))

@@ -23,6 +23,8 @@ from kvtuner.quant import QuantSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from fixture_types import RandomBatches
+
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.chain import DecoderChain
 
@@ -98,7 +100,7 @@ def test_simulation_is_a_teacher_forced_run_on_a_quantized_cache(
     name: str,
     double: Callable[[str], Any],
     chain_over: Callable[..., DecoderChain],
-    random_batches: Any,
+    random_batches: RandomBatches,
 ) -> None:
     plan, (batch,) = plan_of(name), random_batches(2, TOKENS, batch_size=2)
     chain = chain_over(double(model))
@@ -127,7 +129,7 @@ def test_likelihood_of_the_exact_model_is_torchs_cross_entropy(
     family: str,
     make_model: Callable[..., Any],
     chain_of: Callable[..., DecoderChain],
-    random_batches: Any,
+    random_batches: RandomBatches,
 ) -> None:
     (batch,) = random_batches(2, TOKENS, batch_size=2)
     eager = make_model(family)
@@ -142,7 +144,7 @@ def test_likelihood_of_the_exact_model_is_torchs_cross_entropy(
 
 @pytest.mark.parametrize("name", READ_PLANS)
 def test_a_cache_of_16_bits_does_not_diverge_at_all(
-    name: str, family: str, chain_of: Callable[..., DecoderChain], random_batches: Any
+    name: str, family: str, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain = chain_of(family)
     simulator = Simulator(chain, random_batches(3, TOKENS, batch_size=2), plan_of(name))
@@ -158,7 +160,7 @@ def test_a_cache_of_16_bits_does_not_diverge_at_all(
 
 @pytest.mark.parametrize("name", READ_PLANS)
 def test_divergence_grows_as_bits_fall(
-    name: str, family: str, chain_of: Callable[..., DecoderChain], random_batches: Any
+    name: str, family: str, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain = chain_of(family)
     simulator = Simulator(chain, random_batches(3, TOKENS), plan_of(name))
@@ -172,7 +174,7 @@ def test_divergence_grows_as_bits_fall(
 
 
 def test_more_tokens_that_read_quantized_diverge_more(
-    chain_of: Callable[..., DecoderChain], random_batches: Any
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain, batches = chain_of("llama-gqa"), random_batches(4, TOKENS)
     late = {
@@ -184,7 +186,7 @@ def test_more_tokens_that_read_quantized_diverge_more(
 
 
 def test_sequences_run_together_are_scored_as_if_alone(
-    double: Callable[[str], Any], chain_over: Callable[..., DecoderChain], random_batches: Any
+    double: Callable[[str], Any], chain_over: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain = chain_over(double("qwen2-bias"))
     found = [
@@ -204,7 +206,7 @@ def different(layers: int, *bits: int) -> dict[int, LayerSpec]:
 
 @pytest.mark.parametrize("name", READ_PLANS)
 def test_layers_that_configurations_begin_with_alike_run_once_and_results_are_the_same_bits(
-    name: str, family: str, chain_of: Callable[..., DecoderChain], random_batches: Any
+    name: str, family: str, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain = chain_of(family, num_hidden_layers=4)
     batches, plan = random_batches(3, TOKENS, batch_size=2), plan_of(name)
@@ -226,7 +228,7 @@ def test_layers_that_configurations_begin_with_alike_run_once_and_results_are_th
 
 
 def test_configurations_of_other_objects_share_nothing(
-    chain_of: Callable[..., DecoderChain], random_batches: Any
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain = chain_of("llama-gqa")
     simulator = Simulator(chain, random_batches(1, TOKENS), plan_of("decode"), reuse=True)
@@ -237,7 +239,7 @@ def test_configurations_of_other_objects_share_nothing(
 
 
 def test_shared_layers_are_kept_within_their_bytes(
-    chain_of: Callable[..., DecoderChain], random_batches: Any, monkeypatch: pytest.MonkeyPatch
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chain, batches = chain_of("llama-gqa"), random_batches(2, TOKENS)
     state = (TOKENS - SPLIT) * chain.model.config.hidden_size * 4
@@ -250,14 +252,18 @@ def test_shared_layers_are_kept_within_their_bytes(
     assert all(item.shared.num_bytes == 0 for item in Simulator(chain, batches, plan_of("decode")).prepared)
 
 
-def test_measuring_again_gives_the_same_bits(chain_of: Callable[..., DecoderChain], random_batches: Any) -> None:
+def test_measuring_again_gives_the_same_bits(
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
+) -> None:
     simulator = Simulator(chain_of("llama-gqa"), random_batches(2, TOKENS), plan_of("decode"))
     first, _, again = (simulator.measure(uniform((bits, 4), 3)) for bits in (2, 8, 2))
     assert torch.equal(first.kl, again.kl)
     assert simulator.kl(uniform((2, 4), 3)) == float(first.kl.mean())
 
 
-def test_a_layer_alone_leaves_the_others_exact(chain_of: Callable[..., DecoderChain], random_batches: Any) -> None:
+def test_a_layer_alone_leaves_the_others_exact(
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
+) -> None:
     chain = chain_of("llama-gqa")
     simulator = Simulator(chain, random_batches(2, TOKENS), plan_of("decode"))
     everywhere = simulator.kl(uniform((2, 2), 3))
@@ -266,7 +272,7 @@ def test_a_layer_alone_leaves_the_others_exact(chain_of: Callable[..., DecoderCh
 
 
 def test_progress_is_told_in_tokens_and_work_in_forwards(
-    chain_of: Callable[..., DecoderChain], random_batches: Any
+    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain, told = chain_of("llama-gqa"), []
     simulator = Simulator(chain, random_batches(3, TOKENS, batch_size=2), plan_of("decode"))
@@ -290,7 +296,7 @@ def test_an_exact_run_that_is_not_finite_is_an_error_that_names_the_layer(
     words: str,
     make_model: Callable[..., Any],
     chain_over: Callable[..., DecoderChain],
-    random_batches: Any,
+    random_batches: RandomBatches,
 ) -> None:
     (batch,) = random_batches(1, TOKENS)
     chain = chain_over(make_model("llama-gqa"))
@@ -304,7 +310,7 @@ def test_an_exact_run_that_is_not_finite_is_an_error_that_names_the_layer(
 
 @pytest.mark.parametrize("broken", [0, 1, 2])
 def test_the_layer_that_a_configuration_breaks_is_told(
-    broken: int, make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: Any
+    broken: int, make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     chain = chain_over(make_model("llama-gqa"))
     simulator = Simulator(chain, random_batches(3, TOKENS), plan_of("decode"))
@@ -339,7 +345,7 @@ def test_reading_back_quantizes_each_token_and_head_alone() -> None:
 @pytest.mark.parametrize("kept", [0, 1 << 27])
 def test_two_states_per_token_are_kept_and_of_a_small_vocabulary_its_logarithms(
     chain_of: Callable[..., DecoderChain],
-    random_batches: Any,
+    random_batches: RandomBatches,
     peak_bytes: Callable[[Callable[[], object]], int],
     monkeypatch: pytest.MonkeyPatch,
     kept: int,
@@ -362,7 +368,7 @@ def test_two_states_per_token_are_kept_and_of_a_small_vocabulary_its_logarithms(
 def test_a_run_holds_no_more_states_than_can_be_kept(
     room: int,
     chain_of: Callable[..., DecoderChain],
-    random_batches: Any,
+    random_batches: RandomBatches,
     peak_bytes: Callable[[Callable[[], object]], int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from fixture_types import MixedLayers, ModelFolder, ProfileOf, Prompts, SaveProfile, Serve
+    from sglang_server import Server
+
     from kvtuner.exported_configs.profile.profile import Profile
 
 TOKENS = 8
@@ -27,7 +30,9 @@ SMALL = ("--max-total-tokens", "512", "--max-running-requests", "4", "--chunked-
 
 
 @pytest.fixture(scope="session")
-def served(model_folder: Any, profile_of: Any, mixed_layers: Any, save_profile: Any) -> tuple[Path, Profile, Path]:
+def served(
+    model_folder: ModelFolder, profile_of: ProfileOf, mixed_layers: MixedLayers, save_profile: SaveProfile
+) -> tuple[Path, Profile, Path]:
     """A model, its mixed profile, and the profile's file."""
     folder = model_folder("llama-gqa", num_hidden_layers=4)
     config = AutoConfig.from_pretrained(folder)
@@ -63,11 +68,11 @@ class Asking:
         """Every so many of them."""
         return Asking(self.requests[::step], self.truth[::step])
 
-    def answered(self, server: Any) -> Asking:
+    def answered(self, server: Server) -> Asking:
         """Return the same requests with this server's answers for the truth."""
         return Asking(self.requests, [server.generate([ids], TOKENS, top=2)[0] for ids in self.requests])
 
-    def each(self, server: Any) -> dict[str, int]:
+    def each(self, server: Server) -> dict[str, int]:
         """Ask each once, one after the other, and check the answers; tokens by where they came from."""
         found = []
         for ids, single in zip(self.requests, self.truth, strict=True):
@@ -76,7 +81,7 @@ class Asking:
             found.append(self.sources(answer))
         return total(found)
 
-    def soak(self, server: Any, count: int, seed: int = 0) -> dict[str, int]:
+    def soak(self, server: Server, count: int, seed: int = 0) -> dict[str, int]:
         """Ask at random, four at a time, hang up on every tenth, and check every answer."""
         order = random.Random(seed).choices(range(len(self.requests)), k=count)
 
@@ -91,7 +96,7 @@ class Asking:
         with ThreadPoolExecutor(4) as pool:
             return total(pool.map(ask, range(count)))
 
-    def overflowed(self, server: Any, page_size: int) -> bool:
+    def overflowed(self, server: Server, page_size: int) -> bool:
         """Whether more pages went down than fit there: some were given up."""
         down = self.metric(server, "kvtuner_hicache_pages_total", direction="backup")
         return down * page_size > self.metric(server, "kvtuner_hicache_capacity_tokens")
@@ -103,7 +108,7 @@ class Asking:
         return {place: details.get(place, 0) for place in ("device", "host", "storage")}
 
     @staticmethod
-    def metric(server: Any, name: str, **labels: str) -> float:
+    def metric(server: Server, name: str, **labels: str) -> float:
         """Sum of a metric over what labels leave open."""
         found = 0.0
         for line in server.get("/metrics").splitlines():
@@ -128,7 +133,7 @@ def assert_same(answer: Any, single: Any) -> None:
         assert abs(mine - its) < TIE, (position, mine, its)
 
 
-def hang_up(server: Any, ids: list[int]) -> None:
+def hang_up(server: Server, ids: list[int]) -> None:
     """Leave while an answer is being made: its pages may be on their way up or down."""
     sampling = {"temperature": 0, "max_new_tokens": 100, "ignore_eos": True}
     body = json.dumps({"input_ids": ids, "stream": True, "sampling_params": sampling}).encode()
@@ -150,7 +155,7 @@ def metric() -> Callable[..., float]:
 
 
 @pytest.fixture(scope="session")
-def asking(served: Any, prompts: Any, serve: Any) -> Asking:
+def asking(served: Any, prompts: Prompts, serve: Serve) -> Asking:
     """Prompts that share beginnings of many lengths: three stems, cut everywhere, with tails of their own."""
     stems = prompts(180, 200, 220)
     tails = prompts(*[1 + index % 23 for index in range(48)], seed=5)

@@ -21,6 +21,9 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fixture_types import MixedLayers, ModelFolder, ProfileOf, Prompts, SaveProfile, Serve
+    from sglang_server import Server
+
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(
@@ -112,12 +115,12 @@ def test_pages_outlive_their_server_in_mooncake_and_damaged_ones_are_computed_ag
     master: dict[str, Any],
     segment: subprocess.Popen[str],
     keys_url: list[str],
-    model_folder: Any,
-    profile_of: Any,
-    mixed_layers: Any,
-    save_profile: Any,
-    prompts: Any,
-    serve: Any,
+    model_folder: ModelFolder,
+    profile_of: ProfileOf,
+    mixed_layers: MixedLayers,
+    save_profile: SaveProfile,
+    prompts: Prompts,
+    serve: Serve,
 ) -> None:
     from transformers import AutoConfig
 
@@ -132,7 +135,7 @@ def test_pages_outlive_their_server_in_mooncake_and_damaged_ones_are_computed_ag
         "--hicache-storage-prefetch-policy", "wait_complete",
     )  # fmt: skip
 
-    def ask(server: Any) -> tuple[list[Any], int]:
+    def ask(server: Server) -> tuple[list[Any], int]:
         answers = [server.generate([ids], 8)[0] for ids in asked]
         found = [answer["meta_info"].get("cached_tokens_details") or {} for answer in answers]
         return [answer["output_ids"] for answer in answers], sum(each.get("storage", 0) for each in found)
@@ -163,7 +166,7 @@ def test_pages_outlive_their_server_in_mooncake_and_damaged_ones_are_computed_ag
             time.sleep(2)
 
 
-def faults(server: Any) -> dict[str, float]:
+def faults(server: Server) -> dict[str, float]:
     """Refused pages by what was wrong with them."""
     lines = re.findall(r'kvtuner_hicache_pages_refused_total{.*fault="(\w+)".*} (\S+)', server.get("/metrics"))
     return {fault: float(count) for fault, count in lines if float(count)}

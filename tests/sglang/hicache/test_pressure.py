@@ -12,6 +12,8 @@ import pytest
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from fixture_types import Serve
+
 
 @pytest.mark.full
 @pytest.mark.parametrize(
@@ -36,7 +38,7 @@ def test_a_thousand_requests_under_eviction(
     served: Any,
     asking: Any,
     tiers: Any,
-    serve: Any,
+    serve: Serve,
     tmp_path: Path,
 ) -> None:
     folder, _, _ = served
@@ -52,7 +54,7 @@ def test_a_thousand_requests_under_eviction(
 
 @pytest.mark.full
 def test_requests_aborted_while_their_pages_come_from_storage(
-    served: Any, asking: Any, tiers: Any, serve: Any, tmp_path: Path
+    served: Any, asking: Any, tiers: Any, serve: Serve, tmp_path: Path
 ) -> None:
     folder, _, _ = served
     flags = tiers(tmp_path / "pages")
@@ -74,7 +76,7 @@ def test_requests_aborted_while_their_pages_come_from_storage(
 
 
 @pytest.mark.full
-def test_two_nodes(served: Any, asking: Any, tiers: Any, serve: Any, apart: Any, tmp_path: Path) -> None:
+def test_two_nodes(served: Any, asking: Any, tiers: Any, serve: Serve, apart: Any, tmp_path: Path) -> None:
     folder, _, _ = served
     for pages in range(2):
         with serve(

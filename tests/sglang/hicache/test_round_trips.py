@@ -17,12 +17,15 @@ from kvtuner.runtime_loader.host_tier.stored_page import FAULTS, HEADER_BYTES
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from fixture_types import ModelFolder, ProfileOf, SaveProfile, Serve
+    from sglang_server import Server
+
 
 TOKENS = 8
 
 
 def test_what_comes_back_from_host_and_storage_answers_as_if_it_had_never_left(
-    served: Any, asking: Any, tiers: Any, serve: Any, tmp_path: Path
+    served: Any, asking: Any, tiers: Any, serve: Serve, tmp_path: Path
 ) -> None:
     folder, profile, _ = served
     storage = tmp_path / "pages"
@@ -95,7 +98,7 @@ def spoil(files: list[Path]) -> None:
 
 @pytest.mark.full
 def test_tensor_parallel_ranks_keep_their_own_pages_and_read_no_others(
-    served: Any, asking: Any, tiers: Any, serve: Any, profile_of: Any, save_profile: Any, tmp_path: Path
+    served: Any, asking: Any, tiers: Any, serve: Serve, profile_of: ProfileOf, save_profile: SaveProfile, tmp_path: Path
 ) -> None:
     folder, _, _ = served
     storage, two = tmp_path / "pages", ("--tp-size", "2")
@@ -112,7 +115,7 @@ def test_tensor_parallel_ranks_keep_their_own_pages_and_read_no_others(
         assert asking.metric(server, "kvtuner_hicache_pages_refused_total") == 0
 
 
-def admin(server: Any, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
+def admin(server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
     """Status and answer of an administrator's request."""
     headers = {"Content-Type": "application/json", "Authorization": "Bearer secret"}
     request = Request(f"{server.url}{path}", json.dumps(body or {}).encode(), headers, method=method)
@@ -124,7 +127,7 @@ def admin(server: Any, method: str, path: str, body: dict[str, Any] | None = Non
 
 
 def test_storages_that_come_and_go_and_weights_that_change_in_a_running_server(
-    served: Any, asking: Any, tiers: Any, serve: Any, model_folder: Any, tmp_path: Path
+    served: Any, asking: Any, tiers: Any, serve: Serve, model_folder: ModelFolder, tmp_path: Path
 ) -> None:
     folder, _, _ = served
     other = model_folder("llama-gqa", num_hidden_layers=4, seed=7)

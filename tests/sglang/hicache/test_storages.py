@@ -18,6 +18,8 @@ from kvtuner.exported_configs.profile.build import LayerQuantization
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fixture_types import ProfileOf, Prompts, SaveProfile, Serve
+
 pytestmark = pytest.mark.full
 
 
@@ -47,7 +49,7 @@ def with_storage(flags: tuple[str, ...], backend: str, **config: Any) -> tuple[s
 
 
 def test_a_mounted_filesystem_that_turns_read_only_and_goes_away(
-    served: Any, asking: Any, tiers: Any, serve: Any, mounted: Path, prompts: Any
+    served: Any, asking: Any, tiers: Any, serve: Serve, mounted: Path, prompts: Prompts
 ) -> None:
     folder, _, _ = served
     flags = with_storage(tiers(), "juicefs", mount_point=str(mounted))
@@ -86,7 +88,7 @@ def served_env() -> dict[str, str]:
 
 
 def test_two_servers_of_different_profiles_share_a_folder_at_once(
-    served: Any, asking: Any, tiers: Any, serve: Any, profile_of: Any, save_profile: Any, tmp_path: Path
+    served: Any, asking: Any, tiers: Any, serve: Serve, profile_of: ProfileOf, save_profile: SaveProfile, tmp_path: Path
 ) -> None:
     folder, _, _ = served
     config = AutoConfig.from_pretrained(folder)
@@ -145,7 +147,7 @@ class Objects(HiCacheStorage):
 
 
 def test_somebodys_own_storage_reads_and_writes_the_host_pool_itself(
-    served: Any, asking: Any, tiers: Any, serve: Any, tmp_path: Path
+    served: Any, asking: Any, tiers: Any, serve: Serve, tmp_path: Path
 ) -> None:
     folder, _, _ = served
     (tmp_path / "own_storage.py").write_text(OBJECTS)
@@ -170,7 +172,9 @@ def test_somebodys_own_storage_reads_and_writes_the_host_pool_itself(
 
 
 @pytest.mark.parametrize("below", [(), ("--kvtuner-hicache-only",)], ids=["packed", "quantized below"])
-def test_sizes_that_sglang_chooses_are_those_of_the_real_bytes(below: tuple[str, ...], served: Any, serve: Any) -> None:
+def test_sizes_that_sglang_chooses_are_those_of_the_real_bytes(
+    below: tuple[str, ...], served: Any, serve: Serve
+) -> None:
     folder, profile, path = served
     flags = ("--kvtuner-profile", str(path), *below, "--enable-hierarchical-cache", "--max-total-tokens", "512")
     with serve(folder, *flags) as server:
@@ -183,7 +187,7 @@ def test_sizes_that_sglang_chooses_are_those_of_the_real_bytes(below: tuple[str,
     assert f"  {tokens:,} tokens, in bytes that hold" in found
 
 
-def test_by_kernels_in_the_interpreter(served: Any, asking: Any, tiers: Any, serve: Any) -> None:
+def test_by_kernels_in_the_interpreter(served: Any, asking: Any, tiers: Any, serve: Serve) -> None:
     folder, _, _ = served
     few = asking.some(8)
     with serve(folder, *tiers(), KVTUNER_ATTENTION="triton") as server:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from sglang_server import Server
+
 CONSTANT_S = 0.02
 STEP_S = 0.002
 
@@ -20,7 +22,7 @@ class Stub(BaseHTTPRequestHandler):
     """Streams as SGLang does; `server.fault` says what is wrong with it."""
 
     protocol_version = "HTTP/1.1"
-    server: Any
+    server: Server
 
     def do_GET(self) -> None:
         if self.server.dead:

@@ -17,6 +17,9 @@ from kvtuner.exported_configs.profile.load import load_profile
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fixture_types import ProfileOf, RunProgram, SaveProfile
+    from sglang_server import Programs
+
 HERE = Path(__file__).parent
 STUB = runpy.run_path(str(HERE / "bench_stub.py"))
 stub, CONSTANT_S = STUB["stub"], STUB["CONSTANT_S"]
@@ -30,7 +33,7 @@ ON_A_PROCESSOR = (
 
 
 @pytest.fixture(scope="module")
-def mixed(profile_of: Any, save_profile: Any) -> Path:
+def mixed(profile_of: ProfileOf, save_profile: SaveProfile) -> Path:
     """A profile of the demo model."""
     config = AutoConfig.from_pretrained(DEMO_MODEL)
     choices = [
@@ -41,7 +44,9 @@ def mixed(profile_of: Any, save_profile: Any) -> Path:
 
 
 @pytest.fixture
-def bench(programs: Any, run_program: Any, mixed: Path, tmp_path: Path) -> Callable[..., tuple[int, Any, str]]:
+def bench(
+    programs: Programs, run_program: RunProgram, mixed: Path, tmp_path: Path
+) -> Callable[..., tuple[int, Any, str]]:
     """`bench(*flags)`: exit status, bench.json if there is one, stderr."""
 
     def call(*flags: str) -> tuple[int, Any, str]:
@@ -55,7 +60,7 @@ def bench(programs: Any, run_program: Any, mixed: Path, tmp_path: Path) -> Calla
 
 
 @pytest.fixture(scope="module")
-def program(run_program: Any) -> Any:
+def program(run_program: RunProgram) -> Any:
     done = run_program(str(HERE / "bench_program.py"), str(DEMO_MODEL))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

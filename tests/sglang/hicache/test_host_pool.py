@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
 
+if TYPE_CHECKING:
+    from fixture_types import MixedLayers, ModelFolder, ProfileOf, RunProgram, SaveProfile
+
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_host_pool_of_one_rank_keeps_pages_and_believes_no_others(
     page_size: int,
-    model_folder: Any,
-    profile_of: Any,
-    mixed_layers: Any,
-    save_profile: Any,
-    run_program: Any,
+    model_folder: ModelFolder,
+    profile_of: ProfileOf,
+    mixed_layers: MixedLayers,
+    save_profile: SaveProfile,
+    run_program: RunProgram,
     tmp_path: Path,
 ) -> None:
     config = AutoConfig.from_pretrained(model_folder("llama-gqa", num_hidden_layers=5))
