@@ -1,28 +1,30 @@
-"""The formats of other tools' files of per-layer precision, each with its reader and writer. Knows no files.
+"""Profiles from and to the files of other tools. Knows nothing of paths or flags.
 
 A new format is a module here with `write`, and perhaps `read`, and one row of `FORMATS`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from kvtuner.errors import PrecisionError, ProfileError
 from kvtuner.exported_configs.formats import dtype_ranges, kvtuner_yaml, modelopt, optiq, vllm_skip_layers
+from kvtuner.exported_configs.formats.conversion import KEEP_OWN_FILE, refusal
 from kvtuner.exported_configs.formats.kvtuner_yaml import SCHEMES as SCHEMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtuner.exported_configs.formats.export_requirements import Exported
-    from kvtuner.exported_configs.formats.import_result import Imported, ImportOptions
+    from kvtuner.exported_configs.formats.conversion import Exported, Imported, ImportOptions
+    from kvtuner.exported_configs.profile.evidence import ModelIdentity
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format of another tool.
+    """One format of another tool. Its functions raise `ProfileError` for what they cannot write or read.
 
     Attributes:
         write: The function that makes the format's file of a profile.
@@ -56,3 +58,66 @@ def readable() -> tuple[str, ...]:
 def writable() -> tuple[str, ...]:
     """The names of the formats that can be exported."""
     return tuple(FORMATS)
+
+
+def read(data: bytes, name: str, geometry: ModelGeometry, options: ImportOptions) -> Imported:
+    """Read the content of another tool's file for a model, by the name of its format.
+
+    Raises:
+        ProfileError: the file is wrong, or an option means nothing to the format.
+    """
+    reader = FORMATS[name]
+    assert reader.read is not None
+    for flag in options.flags_beyond(reader.options):
+        raise ProfileError(f"{name} files say that themselves, or do not have it; leave {flag} out")
+    imported = reader.read(data, geometry, options)
+    _check_groups(imported, geometry)
+    return imported
+
+
+def to_profile(imported: Imported, name: str, geometry: ModelGeometry, model: ModelIdentity) -> Profile:
+    """Build the profile of an imported file: without transforms and measurements."""
+    from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, unsearched
+
+    return build_profile(
+        geometry=geometry,
+        layers=[LayerQuantization(pair.k_bits, pair.v_bits) for pair in imported.layers],
+        **asdict(imported.storage),
+        model=model,
+        budget=AskedBudget(f"imported from {name}"),
+        quality=None,
+        provenance=unsearched(),
+    )
+
+
+def write(profile: Profile, name: str, *, lossy: bool = False) -> Exported:
+    """Write a profile as another tool's file, by the name of its format.
+
+    Args:
+        profile: The profile.
+        name: The name of the format.
+        lossy: Whether to drop what the format cannot say, where something useful is left; the notes say what.
+
+    Raises:
+        ProfileError: the format cannot say it; names the first layer and what would be lost.
+    """
+    writer = FORMATS[name]
+    if lossy and not writer.can_lose:
+        raise ProfileError(f"{name} is never written with a loss; leave --lossy out")
+    exported = writer.write(profile)
+    if exported.lost and not lossy:
+        raise refusal(name, exported.lost, "--lossy drops that" if writer.can_lose else KEEP_OWN_FILE)
+    dropped = (f"dropped, from layer {feature.layer} on: {feature.what}" for feature in exported.lost)
+    return replace(exported, notes=(*exported.notes, *dropped))
+
+
+def _check_groups(imported: Imported, geometry: ModelGeometry) -> None:
+    storage = imported.storage
+    shape = geometry.row_shape(k_group_size=storage.k_group_size, v_group_size=storage.v_group_size)
+    shape = replace(shape, k_granularity=storage.k_granularity)
+    for layer, pair in enumerate(imported.layers):
+        for noun, row_bytes, bits in (("keys", shape.k_bytes, pair.k_bits), ("values", shape.v_bytes, pair.v_bits)):
+            try:
+                row_bytes(bits)
+            except PrecisionError as error:
+                raise ProfileError(f"layer {layer}, {noun}: {error}; say so with --group-size") from error

@@ -9,9 +9,16 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.exported_configs.formats.export_requirements import Exported, Storage, differences, refusal, uneven_layers
-from kvtuner.exported_configs.formats.import_result import Imported, ImportOptions, Vocabulary, check_layer_id
-from kvtuner.exported_configs.formats.json_source import MAX_YAML_BYTES, decode
+from kvtuner.exported_configs.formats.conversion import (
+    Exported,
+    Imported,
+    ImportOptions,
+    Storage,
+    check_layer_id,
+    differences,
+    refusal,
+    uneven_layers,
+)
 from kvtuner.layer_ranges import read_layers, read_ranges, words_by_layer, write_ranges
 from kvtuner.precision import PrecisionPair
 
@@ -27,55 +34,44 @@ _FLOATS: Final = re.compile(r"(fp8|fp4|nvfp4|mxfp|float8|float4).*", re.IGNORECA
 
 
 def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Imported:
-    """Read the text, or the YAML file.
-
-    Raises:
-        ProfileError: an entry that cannot be read, a layer that is missing, twice or not of the model, a floating-point
-            format.
-    """
-    words = _words(data)
+    """Read the text, or the YAML file."""
+    words, default = _words(data), options.default_word
     for layer in words:
         check_layer_id(layer, geometry)
-    vocabulary = Vocabulary(options.words)
-    pairs = {layer: _pair(f"layer {layer}", word, vocabulary) for layer, word in words.items()}
+    pairs = {layer: _pair(f"layer {layer}", word, options) for layer, word in words.items()}
     missing = [layer for layer in range(geometry.num_layers) if layer not in pairs]
-    notes = []
-    if options.default_word is not None:
-        default = _pair("--default-dtype", options.default_word, vocabulary)
-        pairs.update(dict.fromkeys(missing, default))
-        notes += [] if missing else ["--default-dtype was not needed: every layer is named"]
-    elif missing:
+    if missing and default is None:
         raise ProfileError(
             f"layer {missing[0]} of 0-{geometry.num_layers - 1} is not named; give the dtype of such layers, SGLang's"
             " --kv-cache-dtype, as --default-dtype"
         )
-    k_group, v_group = options.group_sizes(geometry)
+    notes = []
+    if default is not None:
+        pairs.update(dict.fromkeys(missing, _pair("--default-dtype", default, options)))
+        notes += [] if missing else ["--default-dtype was not needed: every layer is named"]
+    notes += options.map_notes([*words.values(), *filter(None, [default])])
     layers = tuple(pairs[layer] for layer in range(geometry.num_layers))
-    return Imported(layers, k_group, v_group, symmetric=bool(options.symmetric), notes=(*notes, *vocabulary.notes()))
+    return Imported(layers, options.storage(geometry, symmetric=bool(options.symmetric)), tuple(notes))
 
 
 def write(profile: Profile) -> Exported:
-    """Write the text, neighbours that are alike as one range.
-
-    Raises:
-        ProfileError: other bits for keys than for values.
-    """
+    """Write the text, neighbours that are alike as one range."""
     if uneven := uneven_layers(profile):
         raise refusal("ranges", uneven)
     # An import without options has this storage.
-    lost = differences(profile, Storage(profile.geometry.head_dim, profile.geometry.v_head_dim, symmetric=False))
+    lost = differences(profile, Storage(profile.geometry.head_dim, profile.geometry.v_head_dim))
     return Exported(write_ranges([WORDS[pair.k_bits] for pair in profile.pairs]) + "\n", lost=tuple(lost))
 
 
 def _words(data: bytes) -> dict[int, str]:
     """The words of the layers that the file names."""
-    from kvtuner.exported_configs.formats.yaml_source import read_yaml  # PyYAML is for files of YAML alone
+    from kvtuner.exported_configs.formats.foreign_file import read_text, read_yaml  # loads PyYAML
 
-    text = decode(data, MAX_YAML_BYTES).strip()
+    text = read_text(data)
     try:
-        if text[:1].isdigit() and "\n" not in text:
-            return words_by_layer(read_ranges(text))
-        return _of_yaml(read_yaml(data))
+        if text.strip()[:1].isdigit() and "\n" not in text.strip():
+            return words_by_layer(read_ranges(text.strip()))
+        return _of_yaml(read_yaml(text))
     except PrecisionError as error:
         raise ProfileError(str(error)) from error
 
@@ -94,12 +90,11 @@ def _of_yaml(document: Any) -> dict[int, str]:
     return words_by_layer(read_layers(str(layer), str(word)) for layer, word in layers.items())
 
 
-def _pair(place: str, word: str, vocabulary: Vocabulary) -> PrecisionPair:
+def _pair(place: str, word: str, options: ImportOptions) -> PrecisionPair:
     if len(word) > _MAX_WORD:
         raise ProfileError(f"{place}: a dtype has at most {_MAX_WORD} letters, not {len(word)}; this is none")
-    pair = vocabulary.mapped(word)
-    if pair is not None:
-        return pair
+    if word.upper() in options.words:
+        return options.words[word.upper()]
     if _FLOATS.fullmatch(word):
         raise ProfileError(
             f"{place} is {word!a}, and a profile holds integers; to store integers in its place say so, such as"

@@ -6,8 +6,14 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.export_requirements import Exported, Storage, differences, refusal
-from kvtuner.exported_configs.formats.import_result import Imported, ImportOptions, check_layer_id
+from kvtuner.exported_configs.formats.conversion import (
+    Exported,
+    Imported,
+    ImportOptions,
+    Storage,
+    check_layer_id,
+    differences,
+)
 from kvtuner.precision import ALL_BITS, PrecisionPair
 
 if TYPE_CHECKING:
@@ -25,52 +31,35 @@ _FILE_NAME: Final = re.compile(r"(.{1,200})_(kivi|pertoken)_KVTuner[46]_[01]\.ya
 
 
 def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Imported:
-    """Read a preset.
+    """Read a preset."""
+    from kvtuner.exported_configs.formats.foreign_file import read_text, read_yaml  # loads PyYAML
 
-    Raises:
-        ProfileError: a file that is no preset of this model, or one whose scheme nobody says.
-    """
-    from kvtuner.exported_configs.formats.yaml_source import read_yaml  # PyYAML is for files of YAML alone
-
-    pairs = _layers(read_yaml(data), geometry)
+    pairs = _layers(read_yaml(read_text(data)), geometry)
     scheme, notes = _scheme(options)
-    k_group, v_group = options.group_sizes(geometry)
+    storage = options.storage(geometry)
     if scheme == "kivi":
-        k_group, v_group = KIVI_GROUP, options.group_size or KIVI_GROUP
+        storage = Storage(KIVI_GROUP, options.group_size or KIVI_GROUP, k_granularity="per_channel")
         notes.append(_KIVI_NOTE)
     if options.group_size is not None:
         notes.append(f"groups of {options.group_size} channels as --group-size says, not those of the preset")
-    return Imported(
-        layers=pairs,
-        k_group_size=k_group,
-        v_group_size=v_group,
-        symmetric=False,
-        k_granularity="per_channel" if scheme == "kivi" else "per_token",
-        notes=tuple(notes),
-    )
+    return Imported(pairs, storage, tuple(notes))
 
 
 def write(profile: Profile) -> Exported:
-    """Write a preset.
-
-    Raises:
-        ProfileError: storage that neither scheme has.
-    """
-    geometry = profile.geometry
+    """Write a preset; its storage is that of one of the two schemes."""
     schemes = {
-        "pertoken": Storage(geometry.head_dim, geometry.v_head_dim, symmetric=False),
-        "kivi": Storage(KIVI_GROUP, KIVI_GROUP, symmetric=False, k_granularity="per_channel"),
+        "pertoken": Storage(profile.geometry.head_dim, profile.geometry.v_head_dim),
+        "kivi": Storage(KIVI_GROUP, KIVI_GROUP, k_granularity="per_channel"),
     }
     lost = {scheme: differences(profile, storage) for scheme, storage in schemes.items()}
-    scheme = next((scheme for scheme in SCHEMES if not lost[scheme]), None)
-    if scheme is None:
-        raise refusal("kvtuner-yaml", lost["kivi" if profile.has_per_channel_keys else "pertoken"])
+    nearest = "kivi" if profile.has_per_channel_keys else "pertoken"
+    scheme = next((scheme for scheme in SCHEMES if not lost[scheme]), nearest)
     lines = [
         f"{layer}:\n  nbits_key: {pair.k_bits}\n  nbits_value: {pair.v_bits}\n"
         for layer, pair in enumerate(profile.pairs)
     ]
     note = f"the file does not say its scheme or model: name it NAME_{scheme}_KVTuner4_0.yaml, or read it with --scheme"
-    return Exported("".join(lines), (f"{note} {scheme}",))
+    return Exported("".join(lines), (f"{note} {scheme}",), tuple(lost[scheme]))
 
 
 def _layers(document: Any, geometry: ModelGeometry) -> tuple[PrecisionPair, ...]:

@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner import __version__
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.export_requirements import Exported, LostFeature, Storage, differences, refusal
-from kvtuner.exported_configs.formats.import_result import Imported, ImportOptions, Vocabulary, check_layer_id
-from kvtuner.exported_configs.formats.json_source import read_json
+from kvtuner.exported_configs.formats.conversion import (
+    Exported,
+    Imported,
+    ImportOptions,
+    LostFeature,
+    Storage,
+    check_layer_id,
+    differences,
+)
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
@@ -32,42 +38,35 @@ _INT8_NOTE: Final = (
 
 
 def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Imported:
-    """Read ModelOpt's map; layers that it does not name are not quantized.
+    """Read ModelOpt's map; layers that it does not name are not quantized."""
+    from kvtuner.exported_configs.formats.foreign_file import read_json  # loads PyYAML and pydantic
 
-    Raises:
-        ProfileError: no such map, another version, layers that the model has not, or formats that are no integers.
-    """
     algorithms = _algorithms(_section(read_json(data)), geometry)
-    vocabulary = Vocabulary(options.words)
-    pairs = {layer: vocabulary.mapped(name) for layer, name in algorithms.items()}
+    pairs = {layer: options.words.get(name.upper()) for layer, name in algorithms.items()}
     kept = sorted(layer for layer, pair in pairs.items() if pair is None)
     for layer in kept:
-        _check_integers(layer, algorithms[layer])
+        if algorithms[layer] != "INT8":
+            raise ProfileError(
+                f"layer {layer} is {algorithms[layer][:40]!a}, and a profile holds integers; to store integers in its"
+                " place say so, such as --map FP8=8,NVFP4=4"
+            )
     symmetric = _is_symmetric(kept, pairs, options)
-    k_group, v_group = options.group_sizes(geometry)
-    return Imported(
-        layers=tuple(pairs.get(layer, NATIVE) or INT8 for layer in range(geometry.num_layers)),
-        k_group_size=k_group,
-        v_group_size=v_group,
-        symmetric=symmetric,
-        notes=_int8_notes(kept, symmetric=symmetric) + vocabulary.notes(),
-    )
+    notes = (_INT8_NOTE,) * bool(kept)
+    if kept and not symmetric:
+        notes += ("ModelOpt's INT8 is symmetric; here it is asymmetric",)
+    layers = tuple(pairs.get(layer, NATIVE) or INT8 for layer in range(geometry.num_layers))
+    storage = options.storage(geometry, symmetric=symmetric)
+    return Imported(layers, storage, notes + options.map_notes(algorithms.values()))
 
 
 def write(profile: Profile) -> Exported:
-    """Write ``hf_quant_config.json``, which has 8-bit symmetric layers and unquantized ones.
-
-    Raises:
-        ProfileError: any other layer.
-    """
+    """Write ``hf_quant_config.json``, which has 8-bit symmetric layers and unquantized ones."""
     lost = [
         LostFeature(layer, f"{pair} is neither INT8 nor unquantized")
         for layer, pair in enumerate(profile.pairs)
         if pair not in (INT8, NATIVE)
     ]
     lost += differences(profile, Storage(profile.geometry.head_dim, profile.geometry.v_head_dim, symmetric=True))
-    if lost:
-        raise refusal("modelopt", sorted(lost))
     layers = [layer for layer, pair in enumerate(profile.pairs) if pair == INT8]
     is_whole = len(layers) == len(profile.pairs)
     document = {
@@ -79,7 +78,7 @@ def write(profile: Profile) -> Exported:
             _VERSION: SCHEMA_VERSION,
         },
     }
-    return Exported(json.dumps(document, indent=1) + "\n", (_INT8_NOTE,) * bool(layers))
+    return Exported(json.dumps(document, indent=1) + "\n", (_INT8_NOTE,) * bool(layers), tuple(sorted(lost)))
 
 
 def _is_symmetric(kept: list[int], pairs: dict[int, PrecisionPair | None], options: ImportOptions) -> bool:
@@ -95,12 +94,6 @@ def _is_symmetric(kept: list[int], pairs: dict[int, PrecisionPair | None], optio
             " kind of grid for both; say --symmetric or --asymmetric"
         )
     return options.symmetric
-
-
-def _int8_notes(kept: list[int], *, symmetric: bool) -> tuple[str, ...]:
-    if not kept:
-        return ()
-    return (_INT8_NOTE,) if symmetric else (_INT8_NOTE, "ModelOpt's INT8 is symmetric; here it is asymmetric")
 
 
 def _section(document: Any) -> dict[str, Any]:
@@ -149,17 +142,13 @@ def _named_layers(layers: Any, geometry: ModelGeometry) -> dict[int, str]:
         prefixes.add(match[1])
         if layer in algorithms or len(prefixes) > 1:
             raise ProfileError(f"{_LAYERS}: {name!a} is a second module of layer {layer}, or of another model")
-        algorithms[layer] = _algorithm_of(name, entry)
+        if not isinstance(entry, dict) or set(entry) != {"quant_algo"}:
+            raise ProfileError(f"{_LAYERS}: {name!a} must have quant_algo and nothing else")
+        algorithm = entry["quant_algo"]
+        if not isinstance(algorithm, str):
+            raise ProfileError(f"{_LAYERS}: quant_algo of {name!a} must be a name, not {type(algorithm).__name__}")
+        algorithms[layer] = algorithm
     return algorithms
-
-
-def _algorithm_of(name: str, entry: Any) -> str:
-    if not isinstance(entry, dict) or set(entry) != {"quant_algo"}:
-        raise ProfileError(f"{_LAYERS}: {name!a} must have quant_algo and nothing else")
-    algorithm = entry["quant_algo"]
-    if not isinstance(algorithm, str):
-        raise ProfileError(f"{_LAYERS}: quant_algo of {name!a} must be a name, not {type(algorithm).__name__}")
-    return algorithm
 
 
 def _check_agreement(algorithm: str | None, algorithms: dict[int, str]) -> None:
@@ -169,11 +158,3 @@ def _check_agreement(algorithm: str | None, algorithms: dict[int, str]) -> None:
     stated = "null" if algorithm is None else ascii(algorithm[:40])
     named = ", ".join(sorted(ascii(name[:40]) for name in names)[:3]) or "no layer"
     raise ProfileError(f"{_ALGO} is {stated}, but {_LAYERS} has {named}; export the checkpoint again")
-
-
-def _check_integers(layer: int, algorithm: str) -> None:
-    if algorithm != "INT8":
-        raise ProfileError(
-            f"layer {layer} is {algorithm[:40]!a}, and a profile holds integers; to store integers in its place say"
-            " so, such as --map FP8=8,NVFP4=4"
-        )

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.exported_configs.formats.export_requirements import (
+from kvtuner.exported_configs.formats.conversion import (
     Exported,
+    Imported,
+    ImportOptions,
     LostFeature,
     Storage,
+    check_layer_id,
     differences,
     refusal,
     uneven_layers,
 )
-from kvtuner.exported_configs.formats.import_result import Imported, ImportOptions, check_layer_id
-from kvtuner.exported_configs.formats.json_source import read_json
-from kvtuner.precision import NATIVE_BITS, PACKED_BITS, PrecisionPair, check_group_size
+from kvtuner.precision import NATIVE_BITS, PACKED_BITS, PrecisionPair, bytes_per_token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,11 +34,9 @@ _FIELDS: Final = ("layer_idx", "bits", "group_size")
 
 
 def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Imported:
-    """Read a file; layers that it does not name are not quantized.
+    """Read a file; layers that it does not name are not quantized."""
+    from kvtuner.exported_configs.formats.foreign_file import read_json  # loads PyYAML and pydantic
 
-    Raises:
-        ProfileError: a file of another kind or model, or groups that differ among layers.
-    """
     entries = _entries(read_json(data), geometry)
     groups = {group: layer for layer, (bits, group) in reversed(entries.items()) if bits != FULL_PRECISION}
     if options.group_size is None and len(groups) > 1:
@@ -46,43 +46,34 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
             " give --group-size"
         )
     notes: tuple[str, ...] = ()
-    k_group, v_group = options.group_sizes(geometry)
+    storage = options.storage(geometry)
     if options.group_size is None and groups:
-        k_group = v_group = next(iter(groups))
+        (group,) = groups
+        storage = Storage(group, group)
     elif groups and set(groups) != {options.group_size}:
         notes = (f"groups of {options.group_size} channels as --group-size says, not those of the file",)
     widths = [entries.get(layer, (FULL_PRECISION, 0))[0] or NATIVE_BITS for layer in range(geometry.num_layers)]
-    return Imported(tuple(PrecisionPair(bits, bits) for bits in widths), k_group, v_group, symmetric=False, notes=notes)
+    return Imported(tuple(PrecisionPair(bits, bits) for bits in widths), storage, notes)
 
 
 def write(profile: Profile) -> Exported:
-    """Write the quantized layers: its reader quantizes every layer that is named, and leaves the others alone.
-
-    Raises:
-        ProfileError: keys and values that are not alike, symmetric grids, transforms, keys per channel, groups that MLX
-            has not.
-    """
+    """Write the quantized layers: its reader quantizes every layer that is named, and leaves the others alone."""
     group = profile.defaults.k.group_size
-    lost = uneven_layers(profile) + differences(profile, Storage(group, group, symmetric=False))
-    if lost:
-        raise refusal("optiq", sorted(lost))
+    lost = sorted(uneven_layers(profile) + differences(profile, Storage(group, group)))
     entries = [
         {"layer_idx": layer, "bits": pair.k_bits, "group_size": group}
         for layer, pair in enumerate(profile.pairs)
         if pair.k_bits != NATIVE_BITS
     ]
-    if entries and group not in MLX_GROUPS:
-        difference = LostFeature(
-            entries[0]["layer_idx"], f"keys are in groups of {group}, but MLX has groups of {_words(MLX_GROUPS)} alone"
-        )
-        raise refusal("optiq", [difference], _way_out(profile))
-    return Exported(json.dumps(entries, indent=1) + "\n")
+    if entries and not lost and group not in MLX_GROUPS:
+        what = f"keys are in groups of {group}, but MLX has groups of {_words(MLX_GROUPS)} alone"
+        raise refusal("optiq", [LostFeature(entries[0]["layer_idx"], what)], _way_out(profile))
+    return Exported(json.dumps(entries, indent=1) + "\n", lost=tuple(lost))
 
 
 def _way_out(profile: Profile) -> str:
     """The groups of MLX that rows of the model can have."""
-    widths = {pair.k_bits for pair in profile.pairs} - {NATIVE_BITS}
-    fit = [group for group in MLX_GROUPS if all(_fits(profile, bits, group) for bits in widths)]
+    fit = [group for group in MLX_GROUPS if _fits(profile, group)]
     if not fit:
         return "rows of this model can have none of them: keep the profile's own file"
     return (
@@ -91,10 +82,9 @@ def _way_out(profile: Profile) -> str:
     )
 
 
-def _fits(profile: Profile, bits: int, group: int) -> bool:
+def _fits(profile: Profile, group: int) -> bool:
     try:
-        for head_dim in (profile.geometry.head_dim, profile.geometry.v_head_dim):
-            check_group_size(head_dim, bits, group)
+        bytes_per_token(profile.pairs, replace(profile.row_shape(), k_group_size=group, v_group_size=group))
     except PrecisionError:
         return False
     return True

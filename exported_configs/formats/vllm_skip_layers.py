@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.export_requirements import Exported, LostFeature
+from kvtuner.exported_configs.formats.conversion import Exported, LostFeature
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
@@ -16,11 +16,7 @@ DTYPES: Final = {PrecisionPair(8, 8): "int8_per_token_head", PrecisionPair(4, 4)
 
 
 def write(profile: Profile) -> Exported:
-    """Write the indices of unquantized layers.
-
-    Raises:
-        ProfileError: quantized layers that differ, or that vLLM has no dtype for.
-    """
+    """Write the indices of unquantized layers."""
     kept = [layer for layer, pair in enumerate(profile.pairs) if pair == NATIVE]
     packed = {pair: layer for layer, pair in reversed(list(enumerate(profile.pairs))) if pair != NATIVE}
     if not packed:

@@ -28,12 +28,8 @@ INDEX: Final = "model.safetensors.index.json"
 def checkpoint_sha256(folder: Path) -> str | None:
     """``sha256:`` and a hash of the names, shapes, dtypes and sampled bytes of all tensors in safetensors files.
 
-    Args:
-        folder: The folder of a checkpoint.
-
-    Returns:
-        None where some file of the model is missing, cannot be read or is no safetensors file. Files with other names
-        do not count, since nothing says which of them are the model.
+    It is None where some file of the model is missing, cannot be read or is no safetensors file. Files with other
+    names do not count, since nothing says which of them are the model.
     """
     try:
         files = _files(folder)

@@ -18,9 +18,18 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.evidence import ModelIdentity
 
 Severity = Literal["info", "warning", "error"]
+Difference = tuple[str, str, str]
+"""The kind of a mismatch, the profile's value and the other one."""
 NAMELESS: Final = ("demo", "model", "unnamed")
 """The names that identify no model: the shipped one's, and those of profiles for any model."""
 _COMMIT: Final = re.compile(r"[0-9a-f]{7,40}")
+_FIELDS: Final = {
+    "rope": "rope_sha256",
+    "weights": "weight_quantization",
+    "tokenizer": "tokenizer_sha256",
+    "dtype": "dtype",
+    "positions": "max_positions",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +51,23 @@ class IdentityRule:
     strict: bool = False
 
 
-ANOTHER: Final = "use a profile that was searched for this model"
+_ANOTHER: Final = "use a profile that was searched for this model"
+_ALLOW: Final = f"{_ANOTHER}, or allow a derived one by {{allow}}"
 TABLE: Final[dict[str, IdentityRule]] = {
-    "architecture": IdentityRule("error", "the profile of {id} is for {wanted}, but this model is {found}", ANOTHER),
+    "architecture": IdentityRule("error", "the profile of {id} is for {wanted}, but this model is {found}", _ANOTHER),
     "configuration": IdentityRule(
-        "error",
-        "the profile of {id} is for configuration {wanted}, but {served} has {found}",
-        f"{ANOTHER}, or allow a derived one by {{allow}}",
-        derived=True,
+        "error", "the profile of {id} is for configuration {wanted}, but {served} has {found}", _ALLOW, derived=True
     ),
     "fine-tune": IdentityRule(
         "error",
         "the profile is for {wanted}, but this model is {found}, of the same configuration",
-        f"{ANOTHER}, or allow a derived one by {{allow}}",
+        _ALLOW,
         derived=True,
     ),
     "checkpoint": IdentityRule(
         "error",
         "the profile is for {wanted}, but this model's weights are others, {found}, of the same configuration",
-        f"{ANOTHER}, or allow a derived one by {{allow}}",
+        _ALLOW,
         derived=True,
     ),
     "name": IdentityRule(
@@ -121,13 +128,11 @@ DERIVED: Final = tuple(kind for kind, rule in TABLE.items() if rule.derived)
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The strictness of the comparison.
+    """The strictness of the comparison, and the names of its flags in messages.
 
     Attributes:
         strict: Whether nothing may differ: every warning is an error.
         allow_derived: Whether a fine-tune, or a model of another configuration but the same geometry, may be served.
-        strict_flag: The flag that sets `strict`.
-        allow_flag: The flag that sets `allow_derived`.
         rescore: The command that measures the profile on the other model.
     """
 
@@ -146,13 +151,7 @@ class Policy:
 
 
 class Mismatch(NamedTuple):
-    """One difference between a profile's model and another.
-
-    Attributes:
-        kind: The kind, a key of the table.
-        severity: The severity by the table and the policy.
-        text: The difference, both values and the advice, in one line.
-    """
+    """A difference of a kind in the table; its text is one line with both values and the advice."""
 
     kind: str
     severity: Severity
@@ -171,7 +170,7 @@ def compare(
 
     Args:
         wanted: The identity of the profile's model.
-        found: The identity of the other; its tokenizer is compared where it is recorded.
+        found: The identity of the other model.
         policy: The strictness of the comparison.
         positions: The number of positions that the profile was calibrated over; None if it was not.
         context_length: The number of tokens that will be served; None where it is not known yet.
@@ -179,11 +178,10 @@ def compare(
     differences = list(_differences(wanted, found))
     if positions is not None and context_length is not None and context_length > positions:
         differences.append(("context", f"{positions:d}", f"{context_length:d}"))
-    order: Sequence[Severity] = ("error", "warning", "info")
     rescore = policy.rescore.format(served=found.id)
     names = {"id": wanted.id, "served": found.id, "rescore": rescore, "allow": policy.allow_flag}
     mismatches = [_judged(kind, {"wanted": a, "found": b, **names}, policy) for kind, a, b in differences]
-    return sorted(mismatches, key=lambda mismatch: order.index(mismatch.severity))
+    return sorted(mismatches, key=lambda mismatch: ("error", "warning", "info").index(mismatch.severity))
 
 
 def is_same_configuration(a: ModelIdentity, b: ModelIdentity) -> bool | None:
@@ -214,25 +212,16 @@ def _judged(kind: str, values: dict[str, str], policy: Policy) -> Mismatch:
     return Mismatch(kind, severity, (f"{text}; {advice}" if advice else text).format_map(values))
 
 
-def _differences(wanted: ModelIdentity, found: ModelIdentity) -> Iterator[tuple[str, str, str]]:
-    """The kind of each difference, the profile's value and the other one."""
+def _differences(wanted: ModelIdentity, found: ModelIdentity) -> Iterator[Difference]:
     is_comparable = wanted.rope_sha256 is not None and found.rope_sha256 is not None
-    is_same = not is_comparable or wanted.config_sha256 == found.config_sha256
     if wanted.architecture != found.architecture and not found.architecture.endswith("Config"):
         yield "architecture", wanted.architecture, found.architecture
-    if is_same:
-        yield from _names(wanted, found, is_comparable=is_comparable)
-    else:
+    if is_comparable and wanted.config_sha256 != found.config_sha256:
         yield "configuration", _short(wanted.config_sha256), _short(found.config_sha256)
-    fields = (
-        ("rope", "rope_sha256"),
-        ("weights", "weight_quantization"),
-        ("tokenizer", "tokenizer_sha256"),
-        ("dtype", "dtype"),
-        ("positions", "max_positions"),
-    )
+    elif difference := _name_difference(wanted, found, is_comparable=is_comparable):
+        yield difference
     missing = []
-    for kind, field in fields:
+    for kind, field in _FIELDS.items():
         a, b = getattr(wanted, field), getattr(found, field)
         if a is None and b is not None:
             missing.append(field)
@@ -244,40 +233,42 @@ def _differences(wanted: ModelIdentity, found: ModelIdentity) -> Iterator[tuple[
         yield "unread", _short(wanted.checkpoint_sha256), ""
 
 
-def _names(wanted: ModelIdentity, found: ModelIdentity, *, is_comparable: bool) -> Iterator[tuple[str, str, str]]:
-    """The differences in ids, revisions and weights between models of one configuration."""
+def _name_difference(wanted: ModelIdentity, found: ModelIdentity, *, is_comparable: bool) -> Difference | None:
+    """The difference in name, revision or weights between models of one configuration."""
     is_same_checkpoint = _is_same_checkpoint(wanted, found)
     if is_same_checkpoint:
-        return  # whatever it is called
+        return None  # whatever it is called
     a, b = wanted.id.casefold(), found.id.casefold()
     if is_hub_id(a) and is_hub_id(b):
-        yield from _repositories(wanted, found, is_same_checkpoint, is_comparable=is_comparable)
-    elif is_same_checkpoint is False:
-        yield "checkpoint", _with_weights(wanted.id, wanted), _with_weights(found.id, found)
-    elif a in NAMELESS or b in NAMELESS:
+        return _repository_difference(wanted, found, is_same_checkpoint, is_comparable=is_comparable)
+    if is_same_checkpoint is False:
+        return "checkpoint", _with_weights(wanted.id, wanted), _with_weights(found.id, found)
+    if a in NAMELESS or b in NAMELESS:
         # Without a recorded configuration, the line on older profiles covers the name too.
-        if is_comparable and not (a in NAMELESS and b in NAMELESS):
-            yield "name", wanted.id, found.id
-    elif a.rpartition("/")[2] != b.rpartition("/")[2]:
-        yield "name", wanted.id, found.id
-    elif _is_other_revision(wanted, found):
-        yield "name", f"{wanted.id}@{wanted.revision}", f"{found.id}@{found.revision}"
+        is_unknown = not is_comparable or (a in NAMELESS and b in NAMELESS)
+        return None if is_unknown else ("name", wanted.id, found.id)
+    if a.rpartition("/")[2] != b.rpartition("/")[2]:
+        return "name", wanted.id, found.id
+    if _is_other_revision(wanted, found):
+        return "name", f"{wanted.id}@{wanted.revision}", f"{found.id}@{found.revision}"
+    return None
 
 
-def _repositories(
+def _repository_difference(
     wanted: ModelIdentity, found: ModelIdentity, is_same_checkpoint: bool | None, *, is_comparable: bool
-) -> Iterator[tuple[str, str, str]]:
-    """The differences between models of the hub whose weights are not known to be the same."""
+) -> Difference | None:
+    """The difference between models of the hub whose weights are not known to be the same."""
     if wanted.id.casefold() != found.id.casefold():
         quantized = wanted.weight_quantization, found.weight_quantization
         # Quantized checkpoints of a model have names of their own, and weights that tell nothing.
         is_quantized_apart = is_comparable and None not in quantized and quantized[0] != quantized[1]
-        yield "name" if is_quantized_apart else "fine-tune", wanted.id, found.id
-    elif is_same_checkpoint is False:
+        return "name" if is_quantized_apart else "fine-tune", wanted.id, found.id
+    if is_same_checkpoint is False:
         a, b = (_with_weights(model.revision or "not recorded", model, "weights ") for model in (wanted, found))
-        yield "revision", a, b
-    elif _is_other_revision(wanted, found):
-        yield "revision", str(wanted.revision), str(found.revision)
+        return "revision", a, b
+    if _is_other_revision(wanted, found):
+        return "revision", str(wanted.revision), str(found.revision)
+    return None
 
 
 def _is_same_checkpoint(wanted: ModelIdentity, found: ModelIdentity) -> bool | None:

@@ -81,7 +81,7 @@ def parse_json(data: bytes, kind: DocumentKind) -> Any:
         return json.loads(
             data.decode(),
             object_pairs_hook=lambda pairs: _object(pairs, kind),
-            parse_int=lambda text: parse_integer(text, kind.again),
+            parse_int=lambda text: int(check_digits(text, kind.again)),
         )
     except UnicodeDecodeError as error:
         raise ProfileError(f"must be UTF-8, but byte {error.start} is not; fetch the file again") from error
@@ -89,15 +89,15 @@ def parse_json(data: bytes, kind: DocumentKind) -> Any:
         raise ProfileError(f"must be JSON ({error}); fetch the file again") from error
 
 
-def parse_integer(text: str, advice: str) -> int:
-    """Read an integer of a file.
+def check_digits(text: str, advice: str) -> str:
+    """The text of an integer in a file.
 
     Raises:
         ProfileError: it has more digits than anybody writes.
     """
     if len(text) > MAX_INTEGER_DIGITS:
         raise ProfileError(f"an integer must have at most {MAX_INTEGER_DIGITS} digits, not {len(text)}; {advice}")
-    return int(text)
+    return text
 
 
 def short(value: object) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def _import(args: Namespace) -> int:
     from kvtuner.cli.output_file import check_new
-    from kvtuner.exported_configs.formats.import_result import parse_map
+    from kvtuner.exported_configs.formats.conversion import parse_map
     from kvtuner.exported_configs.profile.build import dump_profile
     from kvtuner.pipeline.profile_files.foreign_profile import import_profile
     from kvtuner.report.profile_report import summary
@@ -48,7 +48,7 @@ def _import(args: Namespace) -> int:
 
 def _export(args: Namespace) -> int:
     from kvtuner.cli.output_file import check_new
-    from kvtuner.exported_configs.formats.translate import write
+    from kvtuner.exported_configs.formats import write
     from kvtuner.pipeline.inputs import profile_of
     from kvtuner.run_folder import write_atomically
 

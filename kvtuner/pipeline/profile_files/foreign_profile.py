@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.calibration.model_loading import ModelSource, read_shape
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.import_result import ImportOptions
-from kvtuner.exported_configs.formats.json_source import MAX_JSON_BYTES
-from kvtuner.exported_configs.formats.translate import read, to_profile
+from kvtuner.exported_configs.formats import read, to_profile
+from kvtuner.exported_configs.formats.conversion import ImportOptions
+from kvtuner.exported_configs.formats.foreign_file import MAX_JSON_BYTES
 from kvtuner.report.formatting import printable
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.import_result import ImportOptions
-from kvtuner.exported_configs.formats.translate import read, to_profile
+from kvtuner.exported_configs.formats import read, to_profile
+from kvtuner.exported_configs.formats.conversion import ImportOptions
 from kvtuner.exported_configs.profile.evidence import ModelIdentity
 from kvtuner.geometry import ModelGeometry
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.import_result import parse_map
-from kvtuner.exported_configs.formats.translate import write
+from kvtuner.exported_configs.formats import write
+from kvtuner.exported_configs.formats.conversion import parse_map
 from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.precision import PrecisionPair
 
@@ -176,8 +176,9 @@ INT8 = {"quant_algo": "INT8"}
         ({"quantization": section(L0="INT8"), **section(L1="INT8")}, "has more than one kv_cache_quant_algo"),
         ([document()], "must be a JSON object"),
         ("", "must be JSON"),
-        ("{" * 100000, "must be JSON"),
-        ("[" * 200000, "nests too deep"),
+        ("{", "must be JSON"),
+        ("{" * 100000, "must nest at most 16 deep"),
+        ("[" * 200000, "must nest at most 16 deep"),
         ('{"a": 1, "a": 2}', "'a' stands twice"),
         ('{"quantization": {"kv_cache_schema_version": ' + "1" * 5000 + "}}", "at most 20 digits"),
         (b"\xff{}", "must be UTF-8"),

@@ -9,9 +9,8 @@ import pytest
 
 from kvtuner.cli import main
 from kvtuner.exported_configs import formats
-from kvtuner.exported_configs.formats.export_requirements import Exported, LostFeature
-from kvtuner.exported_configs.formats.import_result import Imported, ImportOptions
-from kvtuner.exported_configs.formats.translate import write
+from kvtuner.exported_configs.formats import write
+from kvtuner.exported_configs.formats.conversion import Exported, Imported, ImportOptions, LostFeature
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.precision import PrecisionPair
 
@@ -30,8 +29,7 @@ def write_pairs(profile: Profile) -> Exported:
 
 def read_pairs(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Imported:
     """Read what `write_pairs` writes."""
-    k_group, v_group = options.group_sizes(geometry)
-    return Imported(tuple(map(PrecisionPair.parse, json.loads(data))), k_group, v_group, symmetric=False)
+    return Imported(tuple(map(PrecisionPair.parse, json.loads(data))), options.storage(geometry))
 
 
 @pytest.fixture

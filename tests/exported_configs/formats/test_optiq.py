@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.translate import write
+from kvtuner.exported_configs.formats import write
 from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
@@ -118,7 +118,7 @@ def test_a_group_of_layers_that_are_not_quantized_refuses_nothing(take: Callable
         ([{"layer_idx": 0}], "entry 0 must have layer_idx, bits"),
         ([[0, 4]], "entry 0 must have layer_idx, bits"),
         ({"0": 4}, "must be a JSON list"),
-        ("[" * 200000, "nests too deep"),
+        ("[" * 200000, "must nest at most 16 deep"),
         ("null", "must be a JSON list"),
         ('[{"layer_idx": 0, "bits": 4, "bits": 8}]', "'bits' stands twice"),
         ('[{"layer_idx": NaN, "bits": 4}]', "must be integers"),

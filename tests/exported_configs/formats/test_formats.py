@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.exported_configs.formats import FORMATS, SCHEMES, readable, writable
-from kvtuner.exported_configs.formats.import_result import ImportOptions, parse_map
-from kvtuner.exported_configs.formats.translate import read, to_profile, write
+from kvtuner.exported_configs.formats import FORMATS, SCHEMES, read, readable, to_profile, writable, write
+from kvtuner.exported_configs.formats.conversion import ImportOptions, parse_map
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.geometry import ModelGeometry

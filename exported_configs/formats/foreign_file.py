@@ -1,29 +1,58 @@
-"""Foreign YAML, bounded in size and depth, plain values alone. Knows nothing of what it holds."""
+"""Foreign JSON and YAML, bounded in size and depth, plain values alone. Knows nothing of what it holds."""
 
 from __future__ import annotations
 
+import codecs
+import re
 from typing import Any, Final
 
 import yaml
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.json_source import MAX_YAML_BYTES, TOO_DEEP, check_digits, decode
+from kvtuner.exported_configs.profile.document import DocumentKind, check_digits, parse_json
 
+MAX_JSON_BYTES: Final = 8 << 20  # the weights' own map of a model with many experts stands in the same file
+MAX_YAML_BYTES: Final = 1 << 16
 MAX_YAML_DEPTH: Final = 8
 
+_AGAIN: Final = "fetch the file again"
+_JSON: Final = DocumentKind("such file", _AGAIN, MAX_JSON_BYTES, re.compile(".*", re.DOTALL), MAX_JSON_BYTES)
 
-def read_yaml(data: bytes) -> Any:
-    """The value of a YAML file of plain mappings, lists and scalars: no anchors, tags or names that stand twice.
+
+def read_json(data: bytes) -> Any:
+    """The value of a JSON file; no name stands twice in an object.
 
     Raises:
-        ProfileError: too large, too deep, no YAML, or more than that.
+        ProfileError: too large, too deep, or no JSON.
     """
-    text = decode(data, MAX_YAML_BYTES)
+    return parse_json(data.removeprefix(codecs.BOM_UTF8), _JSON)
+
+
+def read_text(data: bytes) -> str:
+    """The text of a file of YAML or ranges.
+
+    Raises:
+        ProfileError: too large, or no UTF-8.
+    """
+    if len(data) > MAX_YAML_BYTES:
+        raise ProfileError(f"must be at most {MAX_YAML_BYTES} bytes, but is larger; this is no such file")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"must be UTF-8, but byte {error.start} is not; {_AGAIN}") from error
+
+
+def read_yaml(text: str) -> Any:
+    """The value of a text in YAML of plain mappings, lists and scalars: no anchors, tags or names that stand twice.
+
+    Raises:
+        ProfileError: too deep, no YAML, or more than that.
+    """
     try:
         _check_events(text)
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ProfileError(f"must be YAML ({' '.join(str(error).split())[:200]!a}); fetch the file again") from error
+        raise ProfileError(f"must be YAML ({' '.join(str(error).split())[:200]!a}); {_AGAIN}") from error
     except (ValueError, ArithmeticError) as error:  # dates and numbers that look right and are not
         raise ProfileError(f"holds a date or number that is none ({str(error)[:100]!a}); quote it") from error
 
@@ -41,7 +70,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _yaml_integer(loader: _Loader, node: yaml.ScalarNode) -> int:
-    check_digits(str(node.value))
+    check_digits(str(node.value), _AGAIN)
     return int(loader.construct_yaml_int(node))
 
 
@@ -59,4 +88,4 @@ def _check_events(text: str) -> None:
             raise ProfileError(f"has the YAML tag {str(tag)[:60]!a}; plain values need none")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_YAML_DEPTH:
-            raise ProfileError(TOO_DEEP)
+            raise ProfileError("nests too deep; this is no such file")
