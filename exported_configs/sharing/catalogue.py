@@ -18,7 +18,6 @@ from kvtuner.exported_configs.profile.evaluation_record import SUFFIX, evaluatio
 from kvtuner.exported_configs.profile.evidence import IntervalRecord, ModelIdentity
 from kvtuner.exported_configs.profile.fields import Figure, Name, Sha256, StrictModel, Text, TokenCount
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.run_folder import sha256_of, write_atomically
 
 FOLDER: Final = Path(__file__).parents[1] / "profiles"
@@ -35,7 +34,7 @@ class Entry(StrictModel):
     Attributes:
         name: The name of its file without ``.json``: ``catalogue:name`` is its reference.
         model: The identity of the measured model.
-        geometry_sha256: The hash of the geometry; see `geometry_hash`.
+        geometry_sha256: The hash of the geometry's canonical JSON.
         budget: The budget as the user wrote it.
         kl: The KL of the profile's own quality; None where nothing was measured.
         evaluations: The names of the evaluations beside it.
@@ -69,22 +68,14 @@ class Index(StrictModel):
 
 
 def load_index(folder: Path = FOLDER) -> Index:
-    """Read and check the index.
-
-    Raises:
-        ProfileError: the index is wrong.
-    """
+    """Read and check the index, or raise `ProfileError`."""
     path = folder / INDEX
     with naming(path, _KIND):
         return validated(Index, read_document(path, _KIND), way_out=_KIND.again)
 
 
 def catalogue_file(name: str, folder: Path = FOLDER) -> Path:
-    """The file of a profile of the catalogue.
-
-    Raises:
-        ProfileError: the catalogue has no profile of that name.
-    """
+    """The file of a profile of the catalogue; `ProfileError` where there is none of that name."""
     names = [entry.name for entry in load_index(folder).profiles]
     if name not in names:
         raise ProfileError(f"the catalogue has no profile {name[:60]!a}, but {', '.join(names)} (kvtuner list)")
@@ -92,12 +83,9 @@ def catalogue_file(name: str, folder: Path = FOLDER) -> Path:
 
 
 def choose(model: ModelIdentity, budget: str | None = None, folder: Path = FOLDER) -> Path:
-    """Choose the profile for a model by its configuration, and by its weights or its name.
+    """Choose the profile for a served model by its configuration, and by its weights or its name.
 
-    Args:
-        model: The identity of the served model.
-        budget: The budget as the user wrote it; the catalogue's usual one by default.
-        folder: The folder of the catalogue.
+    The budget is the catalogue's usual one by default.
 
     Raises:
         ProfileError: there is no profile, or none by that budget; names those that there are.
@@ -111,12 +99,12 @@ def choose(model: ModelIdentity, budget: str | None = None, folder: Path = FOLDE
             f"the catalogue has no profile for {model.id} ({model.architecture}, configuration"
             f" {model.config_sha256[:19]}); kvtuner list shows what it has, kvtuner search makes one"
         )
-    wanted = USUAL_BUDGET if budget is None else budget
-    fitting = [entry for entry in entries if entry.budget == wanted]
+    budget = USUAL_BUDGET if budget is None else budget
+    fitting = [entry for entry in entries if entry.budget == budget]
     if len(fitting) != 1:
-        known = ", ".join(entry.budget for entry in entries)
+        budgets = ", ".join(entry.budget for entry in entries)
         raise ProfileError(
-            f"the catalogue has {len(fitting)} profiles by budget {wanted!a} for {model.id}, but {known}; name one as"
+            f"the catalogue has {len(fitting)} profiles by budget {budget!a} for {model.id}, but {budgets}; name one as"
             " auto:BUDGET, or as catalogue:NAME"
         )
     return folder / f"{fitting[0].name}.json"
@@ -129,64 +117,47 @@ def _is_alike(measured: ModelIdentity, served: ModelIdentity) -> bool:
 
 def _is_called_alike(measured: ModelIdentity, served: ModelIdentity) -> bool:
     """Whether names are the same, where weights cannot be compared."""
-    are_known = measured.checkpoint_sha256 is not None and served.checkpoint_sha256 is not None
-    return not are_known and measured.id.casefold() == served.id.casefold()
-
-
-def geometry_hash(geometry: dict[str, int]) -> str:
-    """``sha256:`` and the hash of a geometry's canonical JSON."""
-    return sha256_of(geometry)
+    have_weights = measured.checkpoint_sha256 is not None and served.checkpoint_sha256 is not None
+    return not have_weights and measured.id.casefold() == served.id.casefold()
 
 
 def make_index(folder: Path = FOLDER) -> Index:
     """The index of a folder's profiles.
 
     Raises:
-        ProfileError: a profile, or an evaluation beside one, that is wrong or belongs to another.
+        ProfileError: a profile, or an evaluation beside one, that is wrong, belongs to another, or lacks its evidence.
     """
-    paths = [path for path in sorted(folder.glob("*.json")) if path.name not in (INDEX, INDEX_SCHEMA)]
-    profiles = [path for path in paths if SUFFIX not in path.name]
-    entries = tuple(_entry(path, load_profile(path)) for path in profiles)
-    for entry in entries:
-        _check_evidence(entry, folder)
-    asked = [(entry.model.id, entry.budget) for entry in entries]
-    if len(set(asked)) < len(asked):
+    names = {path.name for path in folder.glob("*.json")} - {INDEX, INDEX_SCHEMA}
+    entries = sorted((_entry(folder / name) for name in names if SUFFIX not in name), key=lambda entry: entry.name)
+    if len({(entry.model.id, entry.budget) for entry in entries}) < len(entries):
         raise ProfileError("the catalogue has two profiles of one model by one budget; keep the better one")
     listed = {name for entry in entries for name in entry.evaluations}
-    for path in paths:
-        if SUFFIX in path.name and path.name not in listed:
-            raise ProfileError(f"{path.name} evaluates no profile of the catalogue; remove it")
-    return Index(catalogue_version=1, profiles=tuple(sorted(entries, key=lambda entry: entry.name)))
+    for name in sorted(names - listed):
+        if SUFFIX in name:
+            raise ProfileError(f"{name} evaluates no profile of the catalogue; remove it")
+    return Index(catalogue_version=1, profiles=tuple(entries))
 
 
-def _check_evidence(entry: Entry, folder: Path) -> None:
-    """What every profile of the catalogue must bring; CONTRIBUTING says why."""
-    profile = load_profile(folder / f"{entry.name}.json")
-    lacking = [
-        what
-        for what, is_there in (
-            ("a name in lower case that ends with its budget", _NAME.fullmatch(entry.name) is not None),
-            ("the command that made it", profile.provenance.command is not None),
-            ("its measured quality", entry.kl is not None),
-            ("an evaluation", bool(entry.evaluations)),
-            ("what its weights are known by", entry.model.checkpoint_sha256 is not None),
-        )
-        if not is_there
-    ]
-    if lacking:
-        raise ProfileError(f"{entry.name} lacks {', '.join(lacking)}; a profile of the catalogue brings its evidence")
-
-
-def _entry(path: Path, profile: Profile) -> Entry:
-    evaluations = evaluation_files(path)
+def _entry(path: Path) -> Entry:
+    profile, evaluations = load_profile(path), evaluation_files(path)
+    geometry = profile.to_geometry()
     for file in evaluations:
         if load_evaluation(file).profile_digest != profile.digest:
             raise ProfileError(f"{file.name} evaluates another profile than {path.name}; evaluate that one")
-    geometry = profile.to_geometry()
+    evidence = {  # CONTRIBUTING says why
+        "a name in lower case that ends with its budget": _NAME.fullmatch(path.stem),
+        "the command that made it": profile.provenance.command,
+        "its measured quality": profile.quality,
+        "an evaluation": evaluations,
+        "what its weights are known by": profile.model.checkpoint_sha256,
+    }
+    lacking = [name for name, value in evidence.items() if not value]
+    if lacking:
+        raise ProfileError(f"{path.stem} lacks {', '.join(lacking)}; a profile of the catalogue brings its evidence")
     return Entry(
         name=path.stem,
         model=profile.model,
-        geometry_sha256=geometry_hash(geometry.as_dict()),
+        geometry_sha256=sha256_of(geometry.as_dict()),
         budget=profile.budget.asked,
         mean_bits=profile.budget.mean_bits,
         effective_bits=profile.budget.effective_bits,

@@ -20,13 +20,13 @@ from kvtuner.exported_configs.sharing.catalogue import (
     INDEX_SCHEMA,
     catalogue_file,
     choose,
-    geometry_hash,
     index_schema_text,
     index_text,
     load_index,
     make_index,
 )
 from kvtuner.exported_configs.sharing.find import find_profile
+from kvtuner.run_folder import sha256_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +58,7 @@ def test_every_entry_says_what_its_profile_and_evaluations_say() -> None:
         profile = load_profile(catalogue_file(entry.name))
         document = json.loads(catalogue_file(entry.name).read_text(encoding="utf-8"))
         assert entry.digest == document["digest"] and entry.model.model_dump() == document["model"]
-        assert entry.geometry_sha256 == geometry_hash(document["geometry"])
+        assert entry.geometry_sha256 == sha256_of(document["geometry"])
         assert entry.bytes_per_token == document["budget"]["bytes_per_token"] == profile.bytes_per_token()
         assert entry.kl is not None and entry.kl.model_dump() == document["quality"]["measured_kl"]
         assert profile.provenance.command is not None and entry.evaluations
