@@ -19,6 +19,7 @@ from kvtuner.exported_configs.sharing.reference import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from kvtuner.exported_configs.profile.profile import Profile
@@ -44,7 +45,7 @@ class ResolvedProfile:
 
 
 def find_profile(text: str) -> ResolvedProfile:
-    """Find the one profile of a reference, as `kvtuner.exported_configs.sharing.reference` describes it.
+    """Find the one profile of a reference, as `sharing.reference` describes it.
 
     Raises:
         ProfileError: there is none, several, a wrong one, or not the one that was pinned.
@@ -91,7 +92,12 @@ def profile_files(path: Path) -> list[Path]:
     """
     if not os.path.isdir(path):  # which says no where Path.is_dir raises: a name that is too long
         return [path]
-    files = [file for file in sorted(path.glob("profile*.json")) if SUFFIX not in file.name]
+    files = [path / name for name in profile_names(sorted(file.name for file in path.glob("profile*")))]
     if not files:
         raise ProfileError(f"{path} holds no profile.json yet; run `kvtuner search --out {path}` to its end first")
     return files
+
+
+def profile_names(names: Iterable[str]) -> list[str]:
+    """The names of profiles among those of files."""
+    return [name for name in names if name.endswith(".json") and SUFFIX not in name]

@@ -12,6 +12,7 @@ from kvtuner.errors import HubError, ProfileError, SignatureError
 from kvtuner.exported_configs.profile.evaluation_record import EVALUATION, SUFFIX, parse_evaluation
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.exported_configs.sharing.find import profile_names
 from kvtuner.exported_configs.sharing.hub_client import fetch_file, list_files
 from kvtuner.exported_configs.sharing.profile_store import (
     ORIGIN,
@@ -76,7 +77,7 @@ def _pull_offline(reference: HubReference) -> FetchedProfile:
 def _fetch(at: HubReference, sizes: Mapping[str, int | None]) -> FetchedProfile:
     """Fetch a commit's profile with its companions; a damaged companion is left out, with a note."""
     if at.path not in sizes:
-        profiles = [name for name in sorted(sizes) if name.endswith(".json") and SUFFIX not in name]
+        profiles = profile_names(sorted(sizes))
         others = f"; it has {', '.join(profiles[:8])}" if profiles else ""
         raise HubError(f"{at}: the repository has no file {at.path}{others}")
     data = _fetch_bounded(at, sizes, MAX_PROFILE_BYTES)

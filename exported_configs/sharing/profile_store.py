@@ -59,12 +59,7 @@ def cache_folder() -> Path:
 
 
 def store(reference: HubReference, files: Mapping[str, bytes], profile: Profile) -> FetchedProfile:
-    """Keep a profile and its companions; a whole profile that is already there stays.
-
-    Args:
-        reference: The place that the files come from, at a commit.
-        files: The content of the files by name; the profile has the last name of the reference's path.
-        profile: The profile among them.
+    """Keep a commit's profile and its companions, by their names; a whole profile that is already there stays.
 
     Raises:
         RunFolderError: the disk is full, or the folder cannot be written.
@@ -95,11 +90,7 @@ def all_stored() -> Iterator[FetchedProfile]:
 
 
 def remember(reference: HubReference, commit: str) -> str | None:
-    """Note the commit of a branch or a tag; give the one that was noted before.
-
-    Raises:
-        RunFolderError: it cannot be written.
-    """
+    """Note the commit of a branch or a tag; returns the one that was noted before."""
     before = remembered(reference)
     if before != commit:
         with _writing():

@@ -28,7 +28,7 @@ _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class FileReference:
-    """A file, or a folder that holds profiles."""
+    """A file, or a folder that holds profiles, and the digest that a profile must have; None for any."""
 
     path: Path
     digest: str | None = None
@@ -36,7 +36,7 @@ class FileReference:
 
 @dataclass(frozen=True, slots=True)
 class CatalogueReference:
-    """A profile of the catalogue by its name."""
+    """A profile of the catalogue by its name, and its digest."""
 
     name: str
     digest: str | None = None
@@ -44,13 +44,12 @@ class CatalogueReference:
 
 @dataclass(frozen=True, slots=True)
 class HubReference:
-    """A profile on the hub.
+    """A profile on the hub, and its digest.
 
     Attributes:
         repo: The repository, ``owner/name``.
         revision: The branch, tag or commit.
         path: The path of the file in the repository.
-        digest: The digest that the profile must have; None for any.
     """
 
     repo: str
@@ -73,11 +72,10 @@ class HubReference:
         return f"{self.repo}@{self.revision}:{self.path}"
 
     def __str__(self) -> str:
-        return f"{self.repo}@{self.revision}" + ("" if self.path == PROFILE_FILE else f":{self.path}")
+        return f"{self.repo}@{self.revision}" if self.path == PROFILE_FILE else self.full_name
 
 
 Reference = FileReference | CatalogueReference | HubReference
-MAIN: Final = "main"
 
 
 def is_commit(revision: str) -> bool:
@@ -93,22 +91,28 @@ def parse_reference(text: str) -> Reference:
     """
     if len(text) > MAX_LENGTH or "\0" in text:
         raise ProfileError(f"a profile is named in at most {MAX_LENGTH} characters, not {ascii(text)[:60]}")
-    name, digest = _split_pin(text)
+    name, digest = text, None
+    if pinned := _PIN.fullmatch(text):
+        name, digest = pinned.groups()
+        if _DIGEST.fullmatch(digest) is None:
+            raise ProfileError(
+                f"a digest is pinned as #sha256: and 64 hexadecimal digits, not #{ascii(digest)[1:80]};"
+                " kvtuner validate prints it"
+            )
     if name.startswith(CATALOGUE_PREFIX):
         return CatalogueReference(name.removeprefix(CATALOGUE_PREFIX), digest)
-    path = Path(os.path.expanduser(name))
     match = _HUB.fullmatch(name)
-    if match is None or (name.endswith(".json") and match["path"] is None) or os.path.exists(path):
-        return FileReference(path, digest)
-    return HubReference(match["repo"], match["revision"] or MAIN, _checked(match["path"] or PROFILE_FILE, text), digest)
+    file = Path(os.path.expanduser(name))
+    if match is None or (name.endswith(".json") and match["path"] is None) or os.path.exists(file):
+        return FileReference(file, digest)
+    path = match["path"] or PROFILE_FILE
+    if not path.isprintable() or "\\" in path or any(part in ("", ".", "..") for part in path.split("/")):
+        raise ProfileError(f"{ascii(text)[:200]} must name a file inside the repository")
+    return HubReference(match["repo"], match["revision"] or "main", path, digest)
 
 
 def parse_repo(text: str) -> str:
-    """Read ``owner/name``.
-
-    Raises:
-        ProfileError: the text has another form.
-    """
+    """Read ``owner/name``, or raise `ProfileError`."""
     match = _HUB.fullmatch(text)
     if match is None or match["revision"] or match["path"]:
         raise ProfileError(f"a repository of the hub is written owner/name, not {ascii(text)[:100]}")
@@ -116,32 +120,9 @@ def parse_repo(text: str) -> str:
 
 
 def check_digest(actual: str, pinned: str | None, name: str) -> None:
-    """Compare a profile's digest with the one that its reference pins.
-
-    Raises:
-        ProfileError: they differ.
-    """
+    """Compare a profile's digest with the one that its reference pins, or raise `ProfileError`."""
     if pinned is not None and actual != pinned:
         raise ProfileError(
             f"{name} has digest {actual}, but {pinned} was asked for; look at what changed (kvtuner show), and pin it"
             " anew only if you trust it"
         )
-
-
-def _split_pin(text: str) -> tuple[str, str | None]:
-    match = _PIN.fullmatch(text)
-    if match is None:
-        return text, None
-    if _DIGEST.fullmatch(match[2]) is None:
-        raise ProfileError(
-            f"a digest is pinned as #sha256: and 64 hexadecimal digits, not #{ascii(match[2])[1:80]};"
-            " kvtuner validate prints it"
-        )
-    return match[1], match[2]
-
-
-def _checked(path: str, text: str) -> str:
-    parts = path.split("/")
-    if not path.isprintable() or "\\" in path or any(part in ("", ".", "..") for part in parts):
-        raise ProfileError(f"{ascii(text)[:200]} must name a file inside the repository")
-    return path

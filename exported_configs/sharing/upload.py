@@ -1,4 +1,4 @@
-"""A push to the hub: its content, shown before it is made, and its one commit. Knows nothing of profiles and cards."""
+"""A push to the hub: its content, shown before it is made, and its one commit. Knows nothing of what profiles hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from kvtuner.errors import HubError
+from kvtuner.exported_configs.profile.evaluation_record import SUFFIX
+from kvtuner.exported_configs.sharing.find import profile_names
 from kvtuner.exported_configs.sharing.hub_client import hub_api, hub_errors, list_files
+from kvtuner.exported_configs.signing.signature_bundle import SUFFIX as SIGNATURE_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +25,6 @@ class Upload:
     """The content of a push.
 
     Attributes:
-        repo: The repository, ``owner/name``.
         branch: The branch; None for the repository's main one.
         head: The state of the branch before the push; None where there is no repository yet.
         files: The content of the files by their paths in the repository.
@@ -47,8 +49,10 @@ class Pushed(NamedTuple):
     url: str
 
 
-def look_at_branch(repo: str, branch: str | None) -> Listing | None:
-    """Read the state of a branch that a push would add to; None where there is no repository yet.
+def plan_upload(
+    repo: str, files: Mapping[str, bytes], *, branch: str | None = None, private: bool = False, create_pr: bool = False
+) -> Upload:
+    """Look at a branch, and plan the commit of files on top of it; see `Upload`.
 
     Raises:
         HubError: the hub cannot be reached, or has no such branch.
@@ -56,12 +60,24 @@ def look_at_branch(repo: str, branch: str | None) -> Listing | None:
     if constants.HF_HUB_OFFLINE:
         raise HubError(f"{repo}: HF_HUB_OFFLINE is set, and a push needs the hub; unset it")
     try:
-        return list_files(repo, branch)
+        head = list_files(repo, branch)
     except HubError as error:
         cause = error.__cause__
-        if isinstance(cause, RepositoryNotFoundError) and not isinstance(cause, GatedRepoError):
-            return None
-        raise
+        if not isinstance(cause, RepositoryNotFoundError) or isinstance(cause, GatedRepoError):
+            raise
+        if branch:
+            raise HubError(
+                f"{repo} is not there, so it has no branch {branch}; leave --revision out to make it"
+            ) from None
+        return Upload(repo, branch, None, files, private=private, create_pr=create_pr)
+    stems = [name.removesuffix(".json") for name in profile_names(files)]
+    removed = tuple(
+        name
+        for name in head.sizes
+        if name not in files
+        and any(name == f"{stem}.json{SIGNATURE_SUFFIX}" or name.startswith(stem + SUFFIX) for stem in stems)
+    )
+    return Upload(repo, branch, head, files, removed, private, create_pr)
 
 
 def push(upload: Upload, message: str) -> Pushed:

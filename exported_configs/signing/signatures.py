@@ -37,8 +37,8 @@ class SignerIdentity:
 
     Attributes:
         kind: The kind of the signature: ``key``, ``chain`` or ``sigstore``.
-        parts: The path of a public key, or those of trusted certificates. Sigstore's are the name that it knows, such
-            as a mail address, and the service that vouched for it, such as ``https://accounts.google.com``.
+        parts: The path of a public key, or those of trusted certificates; for Sigstore a name, such as a mail address,
+            and the service that vouched for it, such as ``https://accounts.google.com``.
     """
 
     kind: str
@@ -46,11 +46,7 @@ class SignerIdentity:
 
     @classmethod
     def parse(cls, text: str) -> SignerIdentity:
-        """Read ``key:PATH``, ``chain:PATH[,PATH]`` or ``sigstore:NAME,ISSUER``.
-
-        Raises:
-            SignatureError: other text.
-        """
+        """Read ``key:PATH``, ``chain:PATH[,PATH]`` or ``sigstore:NAME,ISSUER``, or raise `SignatureError`."""
         kind, _, rest = text.partition(":")
         parts = tuple(rest.split(","))
         if "\0" not in text and all(part.strip() for part in parts):
@@ -70,12 +66,7 @@ class SignerIdentity:
 
 
 class Verified(NamedTuple):
-    """The content of a file whose signature is by the required identity.
-
-    Attributes:
-        signed_by: The fingerprint of a key, or the name in the signer's certificate.
-        data: The bytes that the signature covers; what is on the disk may be others by now.
-    """
+    """The bytes that a signature covers, which on the disk may be others by now, and the name of its maker."""
 
     signed_by: str
     data: bytes
@@ -87,19 +78,15 @@ def signature_path(path: Path) -> Path:
 
 
 def sign_profile(path: Path, signer: Signer) -> Path:
-    """Sign a profile; a signature that is there is replaced.
-
-    Returns:
-        The signature's file, beside the profile.
+    """Sign a profile; returns the signature's file, beside the profile. One that is there is replaced.
 
     Raises:
         ProfileError: the file is no profile.
         SignatureError: it cannot be signed, or the signature cannot be written.
     """
     if path.is_symlink():
-        raise SignatureError(
-            f"{path} is a link, and its signature would not stand beside the file; sign {path.resolve()}"
-        )
+        place = f"its signature would not stand beside the file; sign {path.resolve()}"
+        raise SignatureError(f"{path} is a link, and {place}")
     data = _read(path, MAX_PROFILE_BYTES, "profile")
     load_profile(data, path)
     signers.require_library()
@@ -117,11 +104,7 @@ def sign_profile(path: Path, signer: Signer) -> Path:
 
 
 def verify_profile(path: Path, identity: SignerIdentity) -> Verified:
-    """Check that a profile's signature is by `identity` and covers what the file holds.
-
-    Raises:
-        SignatureError: it does not; says why.
-    """
+    """Check that a profile's signature is by `identity` and covers what the file holds, or raise `SignatureError`."""
     data = _read(path, MAX_PROFILE_BYTES, "profile")
     signature = _read(signature_path(path), SIGNATURE.max_bytes, "signature")
     try:
@@ -154,7 +137,7 @@ def load_verified(path: Path, identity: SignerIdentity) -> Profile:
 
 
 def signed_by(bundle: Bundle) -> str:
-    """The name of a signature's maker: true only of a signature that was verified."""
+    """The fingerprint of a key, or the name in a certificate: true only of a signature that was verified."""
     return f"key {bundle.key_hint}" if bundle.kind == "key" else signers.certificate_name(bundle.certificate)
 
 

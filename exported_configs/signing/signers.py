@@ -54,11 +54,7 @@ class Signer:
     identity_token: str | None = None
 
     def sign(self, file: Path, signature: Path) -> None:
-        """Write the signature of a file.
-
-        Raises:
-            SignatureError: it cannot be signed.
-        """
+        """Write the signature of a file, or raise `SignatureError`."""
         from cryptography import x509
         from model_signing import signing
 
@@ -138,11 +134,7 @@ def certificate_name(der: bytes) -> str:
 
 
 def require_library() -> None:
-    """Import what signatures need.
-
-    Raises:
-        SignatureError: it is not installed.
-    """
+    """Import what signatures need, or raise `SignatureError`."""
     try:
         import cryptography  # noqa: F401
         import OpenSSL  # noqa: F401  # model-signing 1.1 imports it and does not say so
@@ -152,11 +144,7 @@ def require_library() -> None:
 
 
 def bounded(call: Callable[[], object], seconds: float) -> None:
-    """Call Sigstore's servers.
-
-    Raises:
-        SignatureError: the call fails, or takes longer.
-    """
+    """Call Sigstore's servers; `SignatureError` where that fails or takes longer."""
     result: Future[object] = Future()
 
     def run() -> None:

@@ -39,10 +39,9 @@ def _import(args: Namespace) -> int:
         print(dump_profile(profile).decode(), end="")
         return 0
     write_atomically(Path(args.out), dump_profile(profile))
-    if args.json:
-        print(json.dumps({"file": args.out, "notes": list(notes), **summary(profile)}, indent=1))
-    else:
-        print(f"{args.out}: {profile.digest}, {float(profile.mean_bits):.4g} mean bits, not measured")
+    facts = {"file": args.out, "notes": list(notes), **summary(profile)}
+    text = f"{args.out}: {profile.digest}, {float(profile.mean_bits):.4g} mean bits, not measured"
+    print(json.dumps(facts, indent=1) if args.json else text)
     return 0
 
 

@@ -18,17 +18,17 @@ _COLUMNS: Final = ("profile", "model", "budget", "bits", "B/token", "of bf16", "
 
 def _run(args: Namespace) -> int:
     from kvtuner.pipeline.profile_files.listing import list_profiles
+    from kvtuner.report.table import Table
 
-    profiles = list_profiles(Path(args.folder) if args.folder else None, model=args.model)
+    profiles = [
+        _facts(listed) for listed in list_profiles(Path(args.folder) if args.folder else None, model=args.model)
+    ]
     if args.json:
-        print(json.dumps([_facts(listed) for listed in profiles], indent=1))
-    elif not profiles:
-        print("no profiles" + (f" that fit {args.model}" if args.model else ""))
+        print(json.dumps(profiles, indent=1))
+    elif profiles:
+        print("\n".join(Table(_COLUMNS, list(map(_row, profiles)), left=tuple(range(len(_COLUMNS)))).lines()))
     else:
-        from kvtuner.report.table import Table
-
-        rows = [_row(_facts(listed)) for listed in profiles]
-        print("\n".join(Table(_COLUMNS, rows, left=tuple(range(len(_COLUMNS)))).lines()))
+        print("no profiles" + (f" that fit {args.model}" if args.model else ""))
     return 0
 
 

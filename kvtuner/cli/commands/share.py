@@ -18,37 +18,27 @@ if TYPE_CHECKING:
 
 
 def _push(args: Namespace) -> int:
-    from kvtuner.exported_configs.sharing.reference import PROFILE_FILE, parse_repo
-    from kvtuner.exported_configs.sharing.upload import push
-    from kvtuner.pipeline.profile_files.publication import make_upload, preview_text, profile_names, upload_facts
+    from kvtuner.exported_configs.sharing.find import profile_names
+    from kvtuner.exported_configs.sharing.reference import HubReference, parse_repo
+    from kvtuner.exported_configs.sharing.upload import plan_upload, push
+    from kvtuner.pipeline.profile_files.publication import preview_text, published_files, upload_facts
     from kvtuner.pipeline.progress import say
 
     repo = parse_repo(args.repo)
-    upload = make_upload(
-        Path(args.path),
-        repo,
-        branch=args.revision,
-        license_id=args.license,
-        with_report=args.report,
-        private=args.private,
-        create_pr=args.create_pr,
-    )
+    files = published_files(Path(args.path), repo, license_id=args.license, with_report=args.report)
+    upload = plan_upload(repo, files, branch=args.revision, private=args.private, create_pr=args.create_pr)
     say(preview_text(upload))
+    facts = upload_facts(upload)
     if args.dry_run or not (args.yes or _is_agreed()):
         if args.json:
-            print(json.dumps(upload_facts(upload), indent=1))
+            print(json.dumps(facts, indent=1))
         else:
             say("nothing was pushed")
         return 0
-    names = profile_names(upload.files)
+    names = profile_names(files)
     pushed = push(upload, args.message or f"Upload {', '.join(names)} with kvtuner")
-    if args.json:
-        print(json.dumps({**upload_facts(upload), "commit": pushed.commit, "url": pushed.url}, indent=1))
-        return 0
-    print(pushed.url)
-    for name in names:
-        reference = f"{repo}@{pushed.commit}" + ("" if name == PROFILE_FILE else f":{name}")
-        print(shlex.join(["kvtuner", "pull", reference]))
+    pulls = [shlex.join(["kvtuner", "pull", str(HubReference(repo, pushed.commit, name))]) for name in names]
+    print(json.dumps({**facts, **pushed._asdict()}, indent=1) if args.json else "\n".join([pushed.url, *pulls]))
     return 0
 
 
@@ -60,6 +50,7 @@ def _is_agreed() -> bool:
 
 
 def _pull(args: Namespace) -> int:
+    from kvtuner.cli.output_file import check_new
     from kvtuner.exported_configs.sharing.hub import pull
     from kvtuner.exported_configs.sharing.reference import HubReference, parse_reference
     from kvtuner.exported_configs.signing.signature_bundle import SUFFIX
@@ -74,27 +65,24 @@ def _pull(args: Namespace) -> int:
         raise ProfileError(f"{args.reference} is no profile of the hub; write owner/name[@revision][:path]{there}")
     copies = [] if args.out is None else [Path(args.out), Path(args.out + SUFFIX)]
     for copy in copies:
-        if os.path.lexists(copy) and not args.force:
-            raise ProfileError(f"{copy} is there already; name another --out, or overwrite it with --force")
+        check_new(str(copy), force=args.force)
     fetched = pull(reference)
     for note in fetched.notes:
         say(note)
     if copies:
         copy_fetched(fetched, *copies)
-    path, profile, at = (copies or [fetched.path])[0], fetched.profile, fetched.reference
-    if args.json:
-        facts = {
-            "file": str(path),
-            "digest": profile.digest,
-            "model": profile.model.id,
-            "repo": at.repo,
-            "commit": at.revision,
-            "path": at.path,
-            "notes": list(fetched.notes),
-        }
-        print(json.dumps(facts, indent=1))
-    else:
-        print(f"{path}: valid, {profile.digest}, for {printable(profile.model.id)}, from {at.full_name}")
+    profile, at = fetched.profile, fetched.reference
+    facts = {
+        "file": str(copies[0] if copies else fetched.path),
+        "digest": profile.digest,
+        "model": profile.model.id,
+        "repo": at.repo,
+        "commit": at.revision,
+        "path": at.path,
+        "notes": list(fetched.notes),
+    }
+    text = f"{facts['file']}: valid, {profile.digest}, for {printable(profile.model.id)}, from {at.full_name}"
+    print(json.dumps(facts, indent=1) if args.json else text)
     return 0
 
 

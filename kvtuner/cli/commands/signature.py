@@ -30,22 +30,15 @@ def _sign(args: Namespace) -> int:
         raise SignatureError(f"a file of this machine can be signed, not {args.path}; kvtuner pull it with --out first")
     for resolved in find_profiles(args.path):
         signature = sign_profile(resolved.path, signer)
-        bundle = read_bundle(signature.read_bytes())
-        results.append({"file": str(resolved.path), "signature": str(signature), "signed_by": signed_by(bundle)})
-    if args.json:
-        print(json.dumps(results, indent=1))
-    else:
-        for result in results:
-            print(f"{result['signature']}: signed by {printable(result['signed_by'])}")
+        maker = signed_by(read_bundle(signature.read_bytes()))
+        results.append({"file": str(resolved.path), "signature": str(signature), "signed_by": maker})
+    lines = [f"{result['signature']}: signed by {printable(result['signed_by'])}" for result in results]
+    print(json.dumps(results, indent=1) if args.json else "\n".join(lines))
     return 0
 
 
 def _signer(args: Namespace) -> Signer:
-    """The signer that the flags name.
-
-    Raises:
-        SignatureError: They name none or two, or a variable that is not set.
-    """
+    """The signer that the flags name; `SignatureError` where they name none or two, or a variable that is not set."""
     from kvtuner.exported_configs.signing.signers import Signer
 
     if bool(args.sigstore) == bool(args.private_key):
@@ -99,19 +92,17 @@ def _verify(args: Namespace) -> int:
     profile = load_profile(verified.data, resolved.path)
     if profile.digest != resolved.profile.digest:
         raise SignatureError(f"{resolved.path} changed while it was read; run the same command again")
-    if args.json:
-        facts = {
-            "file": str(resolved.path),
-            "digest": profile.digest,
-            "model": profile.model.id,
-            "identity": str(identity),
-            "signed_by": verified.signed_by,
-            "verified": True,
-        }
-        print(json.dumps(facts, indent=1))
-    else:
-        signed = f"signed by {printable(verified.signed_by)}"
-        print(f"{resolved.path}: {signed}, {profile.digest}, for {printable(profile.model.id)}")
+    facts = {
+        "file": str(resolved.path),
+        "digest": profile.digest,
+        "model": profile.model.id,
+        "identity": str(identity),
+        "signed_by": verified.signed_by,
+        "verified": True,
+    }
+    signed = f"signed by {printable(verified.signed_by)}"
+    text = f"{resolved.path}: {signed}, {profile.digest}, for {printable(profile.model.id)}"
+    print(json.dumps(facts, indent=1) if args.json else text)
     return 0
 
 

@@ -53,7 +53,7 @@ def import_profile(
 def _content(text: str, file_format: str) -> bytes:
     """The file's bytes; the text itself where ranges are given in place of a file."""
     if file_format == "ranges" and not os.path.exists(text):
-        if ":" not in text or _is_path(text):
+        if ":" not in text or os.sep in text or text.lower().endswith(_SUFFIXES):
             raise ProfileError(
                 f"there is no file {printable(text[:200])}, and it is no text of ranges such as 0-1:bf16; give either"
             )
@@ -64,10 +64,6 @@ def _content(text: str, file_format: str) -> bytes:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ProfileError(f"{printable(text[:200])} cannot be read ({reason}); give the path of a file") from error
-
-
-def _is_path(text: str) -> bool:
-    return os.sep in text or text.lower().endswith(_SUFFIXES)
 
 
 def _dtype(shape: ModelShape) -> str:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.mismatch import Policy
-from kvtuner.exported_configs.profile.evaluation_record import SUFFIX
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import catalogue_file, load_index
+from kvtuner.exported_configs.sharing.find import profile_names
 from kvtuner.exported_configs.sharing.profile_store import all_stored
 from kvtuner.pipeline.inputs import model_mismatches
 from kvtuner.pipeline.progress import say
@@ -19,21 +16,15 @@ from kvtuner.report.formatting import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from kvtuner.exported_configs.profile.profile import Profile
 
 _SKIPPED: Final = {".git", "node_modules", "__pycache__"}
 
 
-@dataclass(frozen=True, slots=True)
-class ListedProfile:
-    """A profile at hand.
-
-    Attributes:
-        name: The name by which other commands find it.
-        where: The kind of place: ``catalogue``, ``cache`` or ``folder``.
-        profile: The profile.
-    """
+class ListedProfile(NamedTuple):
+    """A profile at hand, the name by which commands find it, and where: ``catalogue``, ``cache`` or ``folder``."""
 
     name: str
     where: str
@@ -50,34 +41,24 @@ def list_profiles(folder: Path | None, *, model: str | None = None) -> list[List
     Raises:
         ProfileError: There is no such folder.
     """
-    profiles = [*_catalogue(), *_cache(), *(_below(folder) if folder else ())]
+    names = [entry.name for entry in load_index().profiles]
+    profiles = [ListedProfile(f"catalogue:{name}", "catalogue", load_profile(catalogue_file(name))) for name in names]
+    profiles += [ListedProfile(stored.reference.full_name, "cache", stored.profile) for stored in all_stored()]
+    profiles += _below(folder) if folder else ()
     return profiles if model is None else [listed for listed in profiles if _fits(listed.profile, model)]
-
-
-def _catalogue() -> Iterator[ListedProfile]:
-    for entry in load_index().profiles:
-        yield ListedProfile(f"catalogue:{entry.name}", "catalogue", load_profile(catalogue_file(entry.name)))
-
-
-def _cache() -> Iterator[ListedProfile]:
-    for fetched in all_stored():
-        yield ListedProfile(fetched.reference.full_name, "cache", fetched.profile)
 
 
 def _below(top: Path) -> Iterator[ListedProfile]:
     """Profiles below a folder, by their names; other JSON files are none."""
     if not top.is_dir():
         raise ProfileError(f"{top} is no folder; name one, or leave it out")
-    for folder, names, files in os.walk(top):
-        names[:] = sorted(set(names) - _SKIPPED)
-        for name in sorted(files):
-            if not (name.startswith("profile") and name.endswith(".json")) or SUFFIX in name:
-                continue
-            path = Path(folder, name)
-            try:
-                yield ListedProfile(str(path), "folder", load_profile(path))
-            except ProfileError as error:
-                say(f"not shown: {printable(str(error))}")
+    for path in sorted(top.rglob("profile*.json"), key=lambda path: (path.parent.parts, path.name)):
+        if not profile_names([path.name]) or not _SKIPPED.isdisjoint(path.relative_to(top).parts):
+            continue
+        try:
+            yield ListedProfile(str(path), "folder", load_profile(path))
+        except ProfileError as error:
+            say(f"not shown: {printable(str(error))}")
 
 
 def _fits(profile: Profile, model: str) -> bool:

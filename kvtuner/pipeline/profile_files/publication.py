@@ -5,25 +5,24 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.errors import HubError, ProfileError, SignatureError
-from kvtuner.exported_configs.profile.evaluation_record import EVALUATION, SUFFIX, evaluation_files, parse_evaluation
+from kvtuner.errors import ProfileError, SignatureError
+from kvtuner.exported_configs.profile.document import naming
+from kvtuner.exported_configs.profile.evaluation_record import EVALUATION, evaluation_files, parse_evaluation
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.card import CardProfile, card
 from kvtuner.exported_configs.sharing.find import profile_files
 from kvtuner.exported_configs.sharing.reference import PROFILE_FILE
-from kvtuner.exported_configs.sharing.upload import Upload, look_at_branch
 from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE, read_bundle
 from kvtuner.exported_configs.signing.signature_bundle import SUFFIX as SIGNATURE_SUFFIX
 from kvtuner.report.formatting import printable
 from kvtuner.run_folder import write_atomically
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from kvtuner.exported_configs.profile.evaluation_record import Evaluation
     from kvtuner.exported_configs.sharing.profile_store import FetchedProfile
+    from kvtuner.exported_configs.sharing.upload import Upload
 
 README: Final = "README.md"
 REPORT: Final = "report.html"
@@ -33,50 +32,32 @@ _MAX_SHOWN_PICTURES: Final = 4
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 
 
-def make_upload(
-    path: Path,
-    repo: str,
-    *,
-    branch: str | None,
-    license_id: str,
-    with_report: bool,
-    private: bool,
-    create_pr: bool,
-) -> Upload:
-    """The commit that publishes a profile or the profiles of a run folder.
+def published_files(path: Path, repo: str, *, license_id: str, with_report: bool) -> dict[str, bytes]:
+    """The content of a commit that publishes a profile or the profiles of a run folder, by path in the repository.
+
+    What is sent is what was checked.
 
     Args:
         path: The profile or the run folder.
         repo: The repository, as ``owner/name``.
-        branch: The branch; the repository's main one where it is None.
         license_id: The license of the profiles, as the hub spells it.
         with_report: Whether the report goes with them, where the run has one.
-        private: Whether a new repository is private.
-        create_pr: Whether the commit is a pull request.
 
     Raises:
         ProfileError: A file cannot be read, or does not belong to its profile.
         SignatureError: A signature is of another content.
-        HubError: The hub cannot be asked, or has no such branch.
+        HubError: The profiles are of several models.
     """
-    files = _files(path, repo, license_id, with_report=with_report)
-    head = look_at_branch(repo, branch)
-    if head is None and branch:
-        raise HubError(f"{repo} is not there, so it has no branch {branch}; leave --revision out to make it")
-    return Upload(
-        repo=repo,
-        branch=branch,
-        head=head,
-        files=files,
-        removed=_stale(head.sizes, files) if head else (),
-        private=private,
-        create_pr=create_pr,
-    )
-
-
-def profile_names(files: Iterable[str]) -> list[str]:
-    """The names of profiles among those of files."""
-    return [name for name in files if name.endswith(".json") and SUFFIX not in name]
+    sources = profile_files(path)
+    # One profile is found without being named.
+    names = [PROFILE_FILE] if len(sources) == 1 else [source.name for source in sources]
+    files: dict[str, bytes] = {}
+    entries = [_add_profile(files, source, name) for source, name in zip(sources, names, strict=True)]
+    pictures = []
+    if with_report and path.is_dir():
+        pictures = [picture for source in sources for picture in _add_report(files, path, source.stem)]
+    text = card(repo, entries, license_id=license_id, pictures=pictures[:_MAX_SHOWN_PICTURES])
+    return {README: text.encode(), **files}
 
 
 def preview_text(upload: Upload) -> str:
@@ -119,59 +100,33 @@ def copy_fetched(fetched: FetchedProfile, profile: Path, signature: Path) -> Non
         signature.unlink(missing_ok=True)
 
 
-def _files(path: Path, repo: str, license_id: str, *, with_report: bool) -> dict[str, bytes]:
-    """Content by path in the repository. What is sent is what was checked."""
-    sources = profile_files(path)
-    # One profile is found without being named.
-    names = [PROFILE_FILE] if len(sources) == 1 else [source.name for source in sources]
-    files: dict[str, bytes] = {}
-    card_profiles = [_add_profile(files, source, name) for source, name in zip(sources, names, strict=True)]
-    pictures = []
-    if with_report and path.is_dir():
-        pictures = [picture for source in sources for picture in _report(path, source.stem, files)]
-    text = card(repo, card_profiles, license_id=license_id, pictures=pictures[:_MAX_SHOWN_PICTURES])
-    return {README: text.encode(), **files}
-
-
 def _add_profile(files: dict[str, bytes], source: Path, name: str) -> CardProfile:
     """Add a profile with its evaluations and its signature; returns its part of the card."""
     data = files[name] = _read(source, MAX_PROFILE_BYTES)
     profile = load_profile(data, source)
-    evaluations = _evaluations(source, profile.digest)
-    for file, (_, content) in evaluations.items():  # under the name that their profile gets
-        files[file.replace(source.stem, name.removesuffix(".json"), 1)] = content
-    signature = source.with_name(source.name + SIGNATURE_SUFFIX)
-    if signature.exists():
-        files[name + SIGNATURE_SUFFIX] = _signature(signature, data)
-    return CardProfile(name, profile, [evaluation for evaluation, _ in evaluations.values()])
-
-
-def _evaluations(source: Path, digest: str) -> dict[str, tuple[Evaluation, bytes]]:
-    """Evaluations of a profile beside its file, with their bytes."""
-    evaluations = {}
+    evaluations = []
     for file in evaluation_files(source):
-        data = _read(file, EVALUATION.max_bytes)
-        try:
-            evaluation = parse_evaluation(data)
-        except ProfileError as error:
-            raise ProfileError(f"{file}: {error}") from error
-        if evaluation.profile_digest != digest:
+        content = _read(file, EVALUATION.max_bytes)
+        with naming(file, EVALUATION):
+            evaluation = parse_evaluation(content)
+        if evaluation.profile_digest != profile.digest:
             raise ProfileError(
                 f"{file.name} evaluates another profile than {source.name}; remove it, or evaluate this one"
             )
-        evaluations[file.name] = evaluation, data
-    return evaluations
+        evaluations.append(evaluation)
+        # Under the name that the profile gets.
+        files[file.name.replace(source.stem, name.removesuffix(".json"), 1)] = content
+    signature = source.with_name(source.name + SIGNATURE_SUFFIX)
+    if signature.exists():  # whoever pulls checks whose it is
+        content = files[name + SIGNATURE_SUFFIX] = _read(signature, SIGNATURE.max_bytes)
+        if read_bundle(content).statement.sha256 != hashlib.sha256(data).hexdigest():
+            raise SignatureError(
+                f"{signature} signs another content than the profile has now; sign it again, or remove it"
+            )
+    return CardProfile(name, profile, evaluations)
 
 
-def _signature(path: Path, signed: bytes) -> bytes:
-    """A signature of these bytes; whoever pulls checks whose it is."""
-    data = _read(path, SIGNATURE.max_bytes)
-    if read_bundle(data).statement.sha256 != hashlib.sha256(signed).hexdigest():
-        raise SignatureError(f"{path} signs another content than the profile has now; sign it again, or remove it")
-    return data
-
-
-def _report(run: Path, profile: str, files: dict[str, bytes]) -> list[str]:
+def _add_report(files: dict[str, bytes], run: Path, profile: str) -> list[str]:
     """Add the report of a run's profile and its pictures; returns the paths of the pictures."""
     from kvtuner.report.plots.search_plots import PICTURES  # brings matplotlib, which not every push needs
 
@@ -203,14 +158,3 @@ def _read(path: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise ProfileError(f"{path} is larger than {limit} bytes; push without it")
     return data
-
-
-def _stale(there: Iterable[str], files: Mapping[str, bytes]) -> tuple[str, ...]:
-    """Files of the repository that belong to a profile that is replaced."""
-    stems = [name.removesuffix(".json") for name in profile_names(files)]
-    return tuple(
-        name
-        for name in there
-        if name not in files
-        and any(name == f"{stem}.json{SIGNATURE_SUFFIX}" or name.startswith(stem + SUFFIX) for stem in stems)
-    )

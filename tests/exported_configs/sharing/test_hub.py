@@ -17,7 +17,7 @@ from kvtuner.exported_configs.sharing.catalogue import FOLDER
 from kvtuner.exported_configs.sharing.hub import pull
 from kvtuner.exported_configs.sharing.profile_store import all_stored, cache_folder, remembered
 from kvtuner.exported_configs.sharing.reference import HubReference
-from kvtuner.exported_configs.sharing.upload import look_at_branch
+from kvtuner.exported_configs.sharing.upload import plan_upload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -341,7 +341,7 @@ def test_offline_gives_what_was_pulled_last_and_refuses_the_rest(
     with pytest.raises(HubError, match="never pulled"):
         pull(HubReference(REPO, "v2"))
     with pytest.raises(HubError, match="a push needs the hub"):
-        look_at_branch(REPO, None)
+        plan_upload(REPO, {})
     assert hub.requests == []
 
 

@@ -10,7 +10,7 @@ import pytest
 from kvtuner.errors import HubError
 from kvtuner.exported_configs.sharing.hub import pull
 from kvtuner.exported_configs.sharing.reference import HubReference
-from kvtuner.exported_configs.sharing.upload import Upload, look_at_branch, push
+from kvtuner.exported_configs.sharing.upload import plan_upload, push
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,9 +22,7 @@ MAIN = HubReference(REPO, "main")
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's own, of httpx
 def test_a_push_makes_one_commit_of_all_files(hub: Any, data: bytes) -> None:
     files = {"README.md": b"---\nlicense: mit\n---\n", "profile.json": data, "pictures/a.png": b"\x89PNG" * 9}
-    head = look_at_branch(REPO, None)
-    assert head is None
-    made = push(Upload(REPO, None, head, files, private=True), "first")
+    made = push(plan_upload(REPO, files, private=True), "first")
     repo = hub.repos[REPO]
     assert repo.private and len(repo.commits) == 2 and repo.refs["main"] == made.commit
     assert {name: repo.commits[made.commit][name] for name in files} == files
@@ -33,18 +31,17 @@ def test_a_push_makes_one_commit_of_all_files(hub: Any, data: bytes) -> None:
 
 def test_a_push_replaces_and_removes_on_top_of_what_was_seen(hub: Any, data: bytes, versions: list[bytes]) -> None:
     repo = hub.repo(REPO, {"profile.json": versions[0], "profile.json.sig": b"old", "notes.txt": b"mine"})
-    head = look_at_branch(REPO, None)
-    made = push(Upload(REPO, None, head, {"profile.json": data}, ("profile.json.sig",)), "second")
+    made = push(plan_upload(REPO, {"profile.json": data}), "second")
     assert set(repo.commits[made.commit]) == {".gitattributes", "profile.json", "notes.txt"}
     assert repo.commits[made.commit]["profile.json"] == data
 
 
 def test_a_branch_that_moved_since_it_was_seen_is_not_written_over(hub: Any, data: bytes) -> None:
     repo = hub.repo(REPO, {"notes.txt": b"mine"})
-    head = look_at_branch(REPO, None)
+    upload = plan_upload(REPO, {"profile.json": data})
     hub.before_commit = lambda: repo.commit({"notes.txt": b"theirs"})
     with pytest.raises(HubError, match="the branch moved while this was pushed"):
-        push(Upload(REPO, None, head, {"profile.json": data}), "late")
+        push(upload, "late")
     assert repo.commits[repo.refs["main"]] == {"notes.txt": b"theirs"}
 
 
@@ -53,7 +50,7 @@ def test_an_upload_that_breaks_commits_nothing(hub: Any, data: bytes, impatient:
     repo = hub.repo(REPO, {"notes.txt": b"mine"})
     hub.fail("PUT", "/large/", status=503)
     with pytest.raises(HubError, match="the hub answers 503; try again later"):
-        push(Upload(REPO, None, look_at_branch(REPO, None), {"profile.json": data, "a.png": b"\x89PNG"}), "x")
+        push(plan_upload(REPO, {"profile.json": data, "a.png": b"\x89PNG"}), "x")
     assert repo.commits[repo.refs["main"]].keys() == {".gitattributes", "notes.txt"}
 
 
@@ -61,13 +58,13 @@ def test_what_a_gitignore_leaves_out_is_named(hub: Any, data: bytes) -> None:
     hub.repo(REPO, {"notes.txt": b"mine"})
     hub.ignored = {"profile.json"}
     with pytest.raises(HubError, match=r"lacks profile\.json: does the repository's \.gitignore"):
-        push(Upload(REPO, None, look_at_branch(REPO, None), {"profile.json": data, "notes.txt": b"new"}), "x")
+        push(plan_upload(REPO, {"profile.json": data, "notes.txt": b"new"}), "x")
 
 
 def test_a_pull_request_leaves_the_branch_alone(hub: Any, data: bytes) -> None:
     repo = hub.repo(REPO, {"notes.txt": b"mine"})
     before = repo.refs["main"]
-    made = push(Upload(REPO, None, look_at_branch(REPO, None), {"profile.json": data}, create_pr=True), "please")
+    made = push(plan_upload(REPO, {"profile.json": data}, create_pr=True), "please")
     assert repo.refs["main"] == before and "/discussions/1" in made.url
     assert pull(MAIN.at(made.commit)).path.read_bytes() == data
 
@@ -86,19 +83,18 @@ def test_a_token_that_may_not_write_is_named(
         monkeypatch.setenv("HF_TOKEN", "hf_another" + "x" * 20)
     hub.repo("me/public", {"notes.txt": b""})
     with caplog.at_level(logging.DEBUG), pytest.raises(HubError, match="this token") as refused:
-        push(Upload("me/public", None, look_at_branch("me/public", None), {"profile.json": data}), "x")
+        push(plan_upload("me/public", {"profile.json": data}), "x")
     check_message(str(refused.value), hub, caplog)
 
 
 def test_a_card_that_the_hub_refuses_is_named(hub: Any, data: bytes) -> None:
-    head = look_at_branch(REPO, None)
     files = {"profile.json": data, "README.md": b"---\nlicense: my-own\n---\n"}
     with pytest.raises(HubError, match=r"Invalid metadata in README\.md"):
-        push(Upload(REPO, None, head, files), "x")
+        push(plan_upload(REPO, files), "x")
 
 
 def test_somebody_who_was_faster_to_make_the_repository_is_named(hub: Any, data: bytes) -> None:
-    head = look_at_branch(REPO, None)
+    upload = plan_upload(REPO, {"profile.json": data})
     hub.repo(REPO, {"notes.txt": b"theirs"})
     with pytest.raises(HubError, match="somebody made this repository meanwhile"):
-        push(Upload(REPO, None, head, {"profile.json": data}), "x")
+        push(upload, "x")
