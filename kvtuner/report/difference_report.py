@@ -128,12 +128,12 @@ def _quality_column(quality: QualityRecord | None) -> tuple[str, ...]:
 
 def _pictures(difference: ProfileDifference) -> list[Picture]:
     """One picture of what was measured alike, else one for each profile."""
-    from kvtuner.report.plots.quality_plot import quality_picture, quality_points
+    from kvtuner.report.plots.kl_by_bits import profile_picture, profile_points
 
-    first = quality_points(difference.first, "first")
-    second = quality_points(difference.second, "second", "second")
+    first = profile_points(difference.first, "first")
+    second = profile_points(difference.second, "second", "second")
     groups = [first, second]
     if difference.quality.is_comparable:
         groups = [[*first, *(point for point in second if point not in first)]]
     titles = {"first": "first profile", "second": "second profile"}
-    return [quality_picture(points, titles) for points in groups if points]
+    return [profile_picture(points, titles) for points in groups if points]

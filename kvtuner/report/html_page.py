@@ -14,7 +14,7 @@ from matplotlib.colors import to_rgba
 from kvtuner.precision import tokens_per_gib
 from kvtuner.report.formatting import count, fixed, interval, model_name, number, percent
 from kvtuner.report.layer_strip import BAND, KIND_CODES, bits_used, kinds_used
-from kvtuner.report.plots.plot_style import BITS_COLOURS, ink_on
+from kvtuner.report.plots.style import BITS_COLOURS, ink_on
 
 _CSS_PIXELS_PER_PIXEL: Final = 0.625  # pictures have 160 dots per inch; 100 CSS pixels are an inch here
 _FILTERS: Final = (count, fixed, interval, model_name, number, percent, tokens_per_gib)

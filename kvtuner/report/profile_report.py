@@ -111,9 +111,9 @@ def grid_text(defaults: KeyDefaults | ValueDefaults) -> str:
 
 def _article(shown: ShownProfile) -> dict[str, Any]:
     """What ``templates/profile.html`` shows of one profile besides the profile itself."""
-    from kvtuner.report.plots.quality_plot import quality_picture, quality_points
+    from kvtuner.report.plots.kl_by_bits import profile_picture, profile_points
 
-    profile, points = shown.profile, quality_points(shown.profile, "this profile")
+    profile, points = shown.profile, profile_points(shown.profile, "this profile")
     return {
         "name": shown.name,
         "profile": profile,
@@ -123,7 +123,7 @@ def _article(shown: ShownProfile) -> dict[str, Any]:
         "rank_sizes": _sizes(profile, profile.budget.tp_size),
         "layers": profile_layers(profile),
         "kl": None if profile.quality is None else profile.quality.measured_kl,
-        "picture": quality_picture(points, {"first": "this profile"}) if points else None,
+        "picture": profile_picture(points, {"first": "this profile"}) if points else None,
         "baselines": _baselines(profile),
         "evaluations": [evaluation_context(evaluation, profile) for evaluation in shown.evaluations],
         "command": _serve_command(shown),

@@ -14,16 +14,11 @@ from matplotlib.image import imread
 
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.report.layer_strip import LayerRow
-from kvtuner.report.plots import search_plots
-from kvtuner.report.plots.plot_style import BITS_COLOURS
-from kvtuner.report.plots.search_plots import (
-    PICTURES,
-    chosen_bits,
-    optimization_history,
-    pareto_front,
-    sensitivity_heatmap,
-    uniform_kl_table,
-)
+from kvtuner.report.plots import style
+from kvtuner.report.plots.grid_plots import chosen_bits, sensitivity_heatmap, uniform_kl_table
+from kvtuner.report.plots.kl_by_bits import search_picture
+from kvtuner.report.plots.search_plots import PICTURES, optimization_history
+from kvtuner.report.plots.style import BITS_COLOURS
 from kvtuner.report.search_data import (
     SAMPLED,
     MeasuredPoint,
@@ -71,7 +66,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[ReportData], b
 
     def draw(picture: Callable[[ReportData], bytes], data: ReportData) -> Axes:
         figure = Figure(figsize=(7.6, 5.4), layout="constrained")
-        monkeypatch.setattr(search_plots, "render", lambda on, **_: (on(figure), b"")[1])
+        monkeypatch.setattr(style, "render", lambda on, **_: (on(figure), b"")[1])
         picture(data)
         (axes,) = figure.axes
         return axes
@@ -102,7 +97,7 @@ def test_a_name_with_dollar_signs_is_not_read_as_a_formula(make_report: MakeRepo
     data = make_report(2)
     quality = data.quality[0]
     odd = replace(quality, baselines=(replace(quality.baselines[0], name="$\\frac{x$"),))
-    assert chunk_names(pareto_front(replace(data, quality=(odd,))))
+    assert chunk_names(search_picture(replace(data, quality=(odd,))))
 
 
 @pytest.mark.parametrize("picture", PICTURES.values(), ids=PICTURES)
@@ -139,7 +134,7 @@ def test_pictures_of_a_run_that_measured_nothing_are_still_pictures(
 
 def test_the_front_is_drawn_as_far_as_anything_was_measured(make_report: MakeReport, drawn: Any) -> None:
     data = make_report(6)
-    axes = drawn(pareto_front, data)
+    axes = drawn(search_picture, data)
     assert axes.get_yscale() == "log"
     lines = {line.get_label(): line for line in axes.lines}
     front = np.array(lines["predicted exact front"].get_data()).T
@@ -153,7 +148,7 @@ def test_the_front_is_drawn_as_far_as_anything_was_measured(make_report: MakeRep
 
 def test_every_baseline_and_the_winner_are_named_at_their_points(make_report: MakeReport, drawn: Any) -> None:
     data = make_report(6)
-    axes = drawn(pareto_front, data)
+    axes = drawn(search_picture, data)
     named = {text.get_text(): text.xy for text in axes.texts if text.get_text()}
     assert set(named) == {"winner", "K8V8", "K8V4", "K4V4", "K4V2", "K2V2", "fp8"}
     winner = data.quality[0].winner
@@ -170,7 +165,7 @@ def test_no_label_of_the_front_hides_another(make_report: MakeReport, drawn: Any
         replace(row, kl=Interval(0.01 + 0.0001 * i, 0.009, 0.011), effective_bits=4 + 0.02 * i)
         for i, row in enumerate(quality.baselines)
     )
-    axes = drawn(pareto_front, replace(data, quality=(replace(quality, baselines=close),)))
+    axes = drawn(search_picture, replace(data, quality=(replace(quality, baselines=close),)))
     boxes = [text.get_window_extent() for text in axes.texts if text.get_text()]
     assert len(boxes) > 6
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
@@ -179,12 +174,12 @@ def test_no_label_of_the_front_hides_another(make_report: MakeReport, drawn: Any
 def test_a_point_without_measurable_kl_stands_on_a_line_marked_zero(make_report: MakeReport, drawn: Any) -> None:
     data = make_report(6)
     zero = MeasuredPoint(8.0, 8.0, 0.0, SAMPLED)
-    axes = drawn(pareto_front, replace(data, measured=(*data.measured, zero)))
+    axes = drawn(search_picture, replace(data, measured=(*data.measured, zero)))
     (mark,) = [text for text in axes.texts if text.get_text() == "0"]
     dots = {line.get_label(): line for line in axes.lines}["measured, select split"]
     positive = [point.kl for point in data.measured if point.kl]
     assert dots.get_ydata()[-1] == mark.get_position()[1] < min(positive) / 2
-    assert "0" not in [text.get_text() for text in drawn(pareto_front, data).texts]
+    assert "0" not in [text.get_text() for text in drawn(search_picture, data).texts]
 
 
 def test_the_history_tells_warm_starts_sampled_and_infeasible_apart(make_report: MakeReport, drawn: Any) -> None:

@@ -15,7 +15,7 @@ from kvtuner.exported_configs.profile.build import AskedBudget, dump_profile
 from kvtuner.exported_configs.profile.evaluation_record import dump_evaluation, evaluation_path
 from kvtuner.exported_configs.profile.evidence import BaselineRecord, ModelIdentity, Provenance, QualityRecord
 from kvtuner.report.difference_report import difference_page
-from kvtuner.report.plots.quality_plot import quality_points
+from kvtuner.report.plots.kl_by_bits import profile_points
 from kvtuner.report.profile_difference import difference_of
 from kvtuner.report.profile_report import ShownProfile, profile_page
 
@@ -115,7 +115,7 @@ def test_figures_that_no_cache_has_are_listed_and_not_drawn(kit: SimpleNamespace
         )
     ]
     profile = kit.make(kit.layers_of(2), quality=QualityRecord.model_validate({**kit.QUALITY, "baselines": odd}))
-    drawn = [point.name for point in quality_points(profile, "this")]
+    drawn = [point.name for point in profile_points(profile, "this")]
     assert drawn == ["this", "?? $x$ _a", "zero", "below"]
     page = kit.check_harmless(profile_page([ShownProfile("p.json", profile)]))
     assert {"huge", "wide", "upside down"} <= set(page.cells)

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.patheffects import withStroke
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.text import Annotation
@@ -56,16 +56,20 @@ def place_labels(
     figure = axes.get_figure(root=True)
     assert figure is not None
     figure.draw_without_rendering()
-    pixels = figure.dpi / 72
+    pixels, inside = figure.dpi / 72, np.array([axes.get_window_extent().extents])
     taken = np.concatenate(
         [_squares(axes, markers, _MARKER_RADIUS * pixels), _squares(axes, background, _DOT_RADIUS * pixels)]
     )
     placed = []
     for label in labels:
         annotation = _annotate(axes, label)
-        offset, box = _best_place(axes, annotation, taken, pixels)
+        box = annotation.get_window_extent()
+        places = [(offset, box.translated(offset[0] * pixels, offset[1] * pixels)) for offset in _offsets(box, pixels)]
+        areas = [_hidden_area(place, taken, inside) for _, place in places]
+        offset, box = places[int(np.argmin(areas))]
         annotation.set_position(offset)
-        _draw_leader(axes, label, offset)
+        if math.hypot(*offset) >= 2 * _DISTANCES[1] + 8:
+            _draw_leader(axes, label, offset)
         taken = np.concatenate([taken, [box.padded(_LABEL_PADDING * pixels).extents]])
         placed.append(annotation)
     return placed
@@ -88,23 +92,19 @@ def _annotate(axes: Axes, label: Label) -> Annotation:
     return annotation
 
 
-def _best_place(axes: Axes, annotation: Annotation, taken: Boxes, pixels: float) -> tuple[tuple[float, float], Bbox]:
-    box = annotation.get_window_extent()
-    inside = axes.get_window_extent()
-    places = [(offset, box.translated(offset[0] * pixels, offset[1] * pixels)) for offset in _offsets(box, pixels)]
-    return min(places, key=lambda place: _hidden_area(place[1], taken, inside))
-
-
-def _offsets(box: Bbox, pixels: float) -> Iterator[tuple[float, float]]:
+def _offsets(box: Bbox, pixels: float) -> list[tuple[float, float]]:
+    """Places around a point, from near to far, in points."""
     half_width, half_height = box.width / 2 / pixels, box.height / 2 / pixels
-    for distance in _DISTANCES:
-        for right, up in _DIRECTIONS:
-            yield right * (distance + half_width), up * (distance + half_height)
+    return [
+        (right * (distance + half_width), up * (distance + half_height))
+        for distance in _DISTANCES
+        for right, up in _DIRECTIONS
+    ]
 
 
-def _hidden_area(box: Bbox, taken: Boxes, inside: Bbox) -> float:
-    outside = box.width * box.height - _overlap(box, np.array([inside.extents]))
-    return _overlap(box, taken) + 4 * outside
+def _hidden_area(box: Bbox, taken: Boxes, inside: Boxes) -> float:
+    """Pixels that a box would hide; those outside of the axes count four times."""
+    return _overlap(box, taken) + 4 * (box.width * box.height - _overlap(box, inside))
 
 
 def _overlap(box: Bbox, others: Boxes) -> float:
@@ -121,8 +121,6 @@ def _squares(axes: Axes, points: Sequence[tuple[float, float]], radius: float) -
 
 
 def _draw_leader(axes: Axes, label: Label, offset: tuple[float, float]) -> None:
-    if math.hypot(*offset) < 2 * _DISTANCES[1] + 8:
-        return
     axes.annotate(
         "",
         (label.x, label.y),

@@ -15,19 +15,19 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from kvtuner.report.formatting import number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from numpy.typing import NDArray
-
-    from kvtuner.evaluation.statistics import Interval
 
 # Okabe and Ito's palette: told apart with any kind of colour vision.
 BLUE: Final = "#0072B2"
 SKY: Final = "#56B4E9"
 ORANGE: Final = "#E69F00"
 VERMILION: Final = "#D55E00"
+GREEN: Final = "#009E73"
+PURPLE: Final = "#CC79A7"
 GREY: Final = "#8A8A8A"
 INK: Final = "#222222"
 NOT_MEASURED_FILL: Final = "#E4E4E4"
@@ -58,13 +58,7 @@ _STYLE: Final[dict[Any, object]] = {
 
 
 def render(draw: Callable[[Figure], None], *, width: float = WIDTH, height: float) -> bytes:
-    """PNG bytes of what `draw` puts on a new figure.
-
-    Args:
-        draw: The function that draws on the figure.
-        width: The width in inches.
-        height: The height in inches.
-    """
+    """PNG bytes of what `draw` puts on a new figure of a width and a height in inches."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
@@ -80,14 +74,9 @@ def is_positive(value: float | None) -> bool:
     return value is not None and math.isfinite(value) and value > 0
 
 
-def is_number(value: float | None) -> bool:
-    """Whether it was measured and is finite."""
-    return value is not None and math.isfinite(value)
-
-
-def log_floor(values: Iterable[float | None]) -> float:
+def log_floor(values: Iterable[float]) -> float:
     """The place of zero and less on a logarithmic scale: a decade under the least positive value."""
-    return min((value for value in values if value is not None and is_positive(value)), default=1e-5) / 10
+    return min((value for value in values if is_positive(value)), default=1e-5) / 10
 
 
 def log_norm(values: NDArray[np.float64]) -> LogNorm:
@@ -108,30 +97,11 @@ def log_kl_axis(axes: Axes) -> None:
     axes.grid(axis="y", which="major")
 
 
-def limit_axes(axes: Axes, points: Sequence[tuple[float, float]], margin_bits: float) -> None:
-    """Limits that leave some room around points of effective bits and KL."""
-    bits, kls = zip(*points, strict=True)
-    axes.set_xlim(min(bits) - margin_bits, max(bits) + margin_bits)
-    axes.set_ylim(min(kls) / 1.8, max(kls) * 1.8)
-    plain_log_ticks(axes.yaxis)
-
-
-def draw_intervals(axes: Axes, points: Sequence[tuple[float, Interval]], floor: float, **look: Any) -> None:
-    """A marker and a line from low to high at each KL, none of them below the floor."""
-    bits = [x for x, _ in points]
-    lows, means, highs = (
-        [max(value, floor) for value in column]
-        for column in zip(*((kl.low, kl.mean, kl.high) for _, kl in points), strict=True)
-    )
-    axes.vlines(bits, lows, highs, color=INK, lw=1.2, zorder=4)
-    axes.plot(bits, means, ls="", zorder=5, **look)
-
-
 def mark_zero(axes: Axes, floor: float) -> None:
     """Call the floor zero, which it stands for, and leave out the ticks that it would contradict."""
     axes.axhline(floor, color=GREY, lw=0.8, ls=(0, (2, 3)), zorder=0)
     axes.text(-0.01, floor, "0", ha="right", va="center", transform=axes.get_yaxis_transform())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value) if value > 2 * floor else ""))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick_text(value) if value > 2 * floor else ""))
 
 
 def plain_log_ticks(axis: Axis) -> None:
@@ -139,12 +109,11 @@ def plain_log_ticks(axis: Axis) -> None:
     low, high = sorted(axis.get_view_interval())
     subdivisions = (1.0, 2.0, 5.0) if low > 0 and high / low < 100 else (1.0,)
     axis.set_major_locator(LogLocator(subs=subdivisions, numticks=9))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: _tick_text(value)))
     axis.set_minor_formatter(NullFormatter())
 
 
-def tick_text(value: float) -> str:
-    """A tick of a logarithmic axis."""
+def _tick_text(value: float) -> str:
     return f"{value:g}" if value >= 1e-3 else number(value, 1)
 
 

@@ -1,0 +1,195 @@
+"""The picture of measured KL against bits: of profiles with their baselines, and of a search."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+
+from kvtuner.evaluation.statistics import Interval
+from kvtuner.report.formatting import interval
+from kvtuner.report.html_page import Picture
+from kvtuner.report.plots import style
+from kvtuner.report.plots.label_placement import Label, place_labels
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from matplotlib.figure import Figure
+
+    from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.report.search_data import ReportData
+
+    Kind = Literal["first", "second", "transforms", "plain"]
+    Place = tuple[float, float]  # effective bits, KL
+
+WITH_TRANSFORMS: Final = " + transforms"
+MAX_BITS: Final = 64.0
+MAX_KL: Final = 1e4
+LEAST_KL: Final = 1e-12
+MAX_NAME: Final = 24
+MAX_LABELS: Final = 40
+WIDTH: Final = 5.2  # inches: its letters can still be read where a narrow screen shrinks it
+_LOOKS: Final[dict[str, dict[str, Any]]] = {
+    "plain": {"marker": "s", "mfc": "white", "mec": style.VERMILION, "mew": 1.4, "ms": 10},
+    "transforms": {"marker": "s", "mfc": style.VERMILION, "mec": style.VERMILION, "mew": 1.4, "ms": 7},
+    "second": {"marker": "D", "mfc": style.BLUE, "mec": style.INK, "ms": 11},
+    "first": {"marker": "*", "mfc": style.ORANGE, "mec": style.INK, "mew": 1.4, "ms": 16},
+}
+_TRANSFORMED: Final = "uniform, best transforms"
+PROFILE_TITLES: Final = {"plain": "uniform or fp8, no transforms", "transforms": _TRANSFORMED}
+SEARCH_TITLES: Final = {
+    "plain": "uniform, no transforms",
+    "transforms": _TRANSFORMED,
+    "first": "searched (winner)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KlPoint:
+    """One configuration in the picture; its kind decides how it is drawn."""
+
+    name: str
+    effective_bits: float
+    kl: Interval
+    kind: Kind
+
+    @property
+    def is_profile(self) -> bool:
+        """Whether this is a profile, and no baseline."""
+        return self.kind in ("first", "second")
+
+    @property
+    def can_be_drawn(self) -> bool:
+        """Whether these are figures of a cache: a profile may come from anybody."""
+        kl = self.kl
+        return 0 < self.effective_bits <= MAX_BITS and -MAX_KL <= kl.low <= kl.mean <= kl.high <= MAX_KL
+
+    def text(self) -> str:
+        """A sentence for those who do not see the picture."""
+        return f"{self.name} at {self.effective_bits:.2f} bits has {interval(self.kl)}"
+
+
+def profile_points(profile: Profile, name: str, kind: Kind = "first") -> list[KlPoint]:
+    """A profile and its baselines as far as they can be drawn; nothing where nothing was measured."""
+    if (quality := profile.quality) is None:
+        return []
+    kl = quality.measured_kl
+    points = [KlPoint(_plain(name), float(profile.effective_bits), Interval(kl.mean, kl.low, kl.high), kind)]
+    for baseline in quality.baselines:
+        kl_of_baseline = Interval(baseline.kl_mean, baseline.kl_low, baseline.kl_high)
+        kind_of_baseline: Kind = "transforms" if baseline.name.endswith(WITH_TRANSFORMS) else "plain"
+        points.append(KlPoint(_plain(baseline.name), baseline.effective_bits, kl_of_baseline, kind_of_baseline))
+    return [point for point in points if point.can_be_drawn]
+
+
+def profile_picture(points: Sequence[KlPoint], titles: Mapping[str, str]) -> Picture:
+    """The picture of at least one point; titles name the kinds ``first`` and ``second`` in the legend."""
+    titles = PROFILE_TITLES | dict(titles)
+
+    def draw(figure: Figure) -> None:
+        _draw_points(figure, points, titles, xlabel="effective bits per element", margin_bits=0.5)
+
+    png = style.render(draw, width=WIDTH, height=4.4)
+    return Picture(png, "KL by effective bits: " + "; ".join(point.text() for point in points))
+
+
+def search_picture(data: ReportData) -> bytes:
+    """PNG of the predicted front, the measured configurations, the baselines and the winner."""
+    return style.render(lambda figure: _draw_search(figure, data), height=5.4)
+
+
+def _draw_search(figure: Figure, data: ReportData) -> None:
+    points = _search_points(data)
+    measured = [(p.effective_bits, p.kl) for p in data.measured if p.kl is not None and math.isfinite(p.kl)]
+    # The front ends at 16 bits, far beyond all that was measured.
+    end = max((bits for bits, _ in [*measured, *_ends(points)]), default=math.inf) + 0.3
+    front = [(p.effective_bits, p.predicted_kl) for p in data.front if p.predicted_kl > 0 and p.effective_bits <= end]
+    if not (points or measured or front):
+        return style.say_nothing_measured(figure.add_subplot())
+    xlabel = "effective bits per element (codes, scales and padding)"
+    _draw_points(figure, points, SEARCH_TITLES, xlabel=xlabel, margin_bits=0.3, measured=measured, front=sorted(front))
+
+
+def _search_points(data: ReportData) -> list[KlPoint]:
+    """The winner and its baselines at the first kind of offsets, as far as they were measured."""
+    points = []
+    for quality in data.quality[:1]:
+        if quality.winner.kl:
+            points.append(KlPoint("winner", quality.winner.effective_bits, quality.winner.kl, "first"))
+        for row in quality.baselines:
+            if row.kl:
+                points.append(
+                    KlPoint(row.name, row.effective_bits, row.kl, "transforms" if row.transforms else "plain")
+                )
+    return points
+
+
+def _draw_points(
+    figure: Figure,
+    points: Sequence[KlPoint],
+    titles: Mapping[str, str],
+    *,
+    xlabel: str,
+    margin_bits: float,
+    measured: Sequence[Place] = (),
+    front: Sequence[Place] = (),
+) -> None:
+    """Points with their intervals and names, over a front and dots; on a logarithmic axis, zero and less is a line."""
+    axes = figure.add_subplot()
+    axes.set_xlabel(xlabel)
+    places = [*front, *measured, *_ends(points)]
+    floor = style.log_floor(kl for _, kl in places)
+    style.log_kl_axis(axes)
+    measured = _raised(measured, floor)
+    if front:
+        line: dict[str, Any] = {"drawstyle": "steps-post", "color": style.BLUE, "lw": 1.6, "zorder": 1}
+        axes.plot(*np.array(front).T, label="predicted exact front", **line)
+    if measured:
+        axes.plot(*np.array(measured).T, "o", ms=4, color=style.SKY, alpha=0.7, mew=0, label="measured, select split")
+    for kind, look in _LOOKS.items():
+        if chosen := [point for point in points if point.kind == kind]:
+            lows, means, highs = zip(*(_raised(_ends([point]), floor) for point in chosen), strict=True)
+            bits, low_kls = zip(*lows, strict=True)
+            axes.vlines(bits, low_kls, [kl for _, kl in highs], color=style.INK, lw=1.2, zorder=4)
+            axes.plot(*zip(*means, strict=True), ls="", zorder=5, label=titles[kind], **look)
+    bits, kls = zip(*_raised(places, floor), strict=True)
+    axes.set_xlim(min(bits) - margin_bits, max(bits) + margin_bits)
+    axes.set_ylim(min(kls) / 1.8, max(kls) * 1.8)
+    style.plain_log_ticks(axes.yaxis)
+    if min(kl for _, kl in places) <= 0:
+        style.mark_zero(axes, floor)
+    figure.legend(loc="outside lower center", ncols=2)
+    marks = _raised([(point.effective_bits, _visible(point.kl.mean)) for point in points], floor)
+    place_labels(axes, _labels(points, marks), marks, [*measured, *front])
+
+
+def _ends(points: Sequence[KlPoint]) -> list[Place]:
+    """The low end, the mean and the high end of each point."""
+    return [(p.effective_bits, _visible(kl)) for p in points for kl in (p.kl.low, p.kl.mean, p.kl.high)]
+
+
+def _raised(places: Sequence[Place], floor: float) -> list[Place]:
+    return [(bits, max(kl, floor)) for bits, kl in places]
+
+
+def _labels(points: Sequence[KlPoint], marks: Sequence[Place]) -> list[Label]:
+    """Profiles' first; a baseline with and without transforms takes the same bytes and is named once."""
+    labels: dict[tuple[str, float], Label] = {}
+    for point, (x, y) in sorted(zip(points, marks, strict=True), key=lambda pair: not pair[0].is_profile):
+        name = point.name if point.is_profile else point.name.removesuffix(WITH_TRANSFORMS)
+        labels.setdefault((name, x), Label(name, x, y, bold=point.is_profile))
+    return list(labels.values())[:MAX_LABELS]
+
+
+def _visible(kl: float) -> float:
+    """A KL that a logarithmic scale need not bend for."""
+    return kl if abs(kl) > LEAST_KL else 0.0
+
+
+def _plain(name: str) -> str:
+    """A short name in letters that every font has."""
+    text = "".join(c if c.isascii() and c.isprintable() else "?" for c in name)
+    return text if len(text) <= MAX_NAME else text[: MAX_NAME - 3] + "..."
