@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.bench.ablation import GROUPS
 from kvtuner.evaluation.scheme import PER_CHANNEL
-from kvtuner.report.formatting import NOT_MEASURED, number, percent, plain_json
+from kvtuner.report.formatting import NOT_MEASURED, count, number, percent, plain_json
 from kvtuner.report.table import Table
 
 if TYPE_CHECKING:
@@ -26,13 +26,9 @@ RESULT_VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class SchemeResult:
-    """A scheme that was served, and its figures.
+    """A scheme, its figures and their gates; server and run are None where it was not served.
 
     Attributes:
-        scheme: The scheme.
-        server: The server's record of itself; None where it was not served.
-        run: The loads that it answered; None where it was not served.
-        gates: The gates of its figures.
         weight_bytes: The bytes of weights that a token of one request reads at least; None of other servers than
             SGLang.
         refused: The reason why it was not served; None where it was.
@@ -95,14 +91,10 @@ class SchemeResult:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """The whole benchmark.
+    """The whole benchmark: the schemes in the order in which they were served, and all that they share.
 
     Attributes:
-        profile: The profile that was benchmarked.
-        model: The model that was served.
-        schemes: The schemes, in the order in which they were served.
         evaluation: The evaluation of the same schemes, for the ablation.
-        provenance: The provenance of the figures.
         server_args: The flags that all servers had.
     """
 
@@ -115,12 +107,8 @@ class BenchResult:
 
     def problems(self) -> list[str]:
         """The gates that fail, and the schemes that should have been served."""
-        failed = [
-            f"{scheme.name}: {gate.name}: {gate.words}"
-            for scheme in self.schemes
-            for gate in scheme.gates
-            if gate.verdict == "failed"
-        ]
+        gates = [(scheme, gate) for scheme in self.schemes for gate in scheme.gates]
+        failed = [f"{scheme.name}: {gate.name}: {gate.words}" for scheme, gate in gates if gate.verdict == "failed"]
         refused = [scheme for scheme in self.schemes if scheme.refused is not None and not _is_expected(scheme)]
         return failed + [f"{scheme.name}: not served: {scheme.refused}" for scheme in refused]
 
@@ -162,9 +150,9 @@ def overview(result: BenchResult) -> Table:
     quality = ["KL nats/token", "top-1"] if result.evaluation is not None else []
     speed = ["in flight", "TTFT p50 ms", "TPOT p50 ms", "E2E p99 ms", "tokens/s", "success"]
     headers = ["", "bits", "bytes/token", "tokens that fit", *quality, *speed]
-    rows, lanes = [], common_concurrency(result)
+    rows, lanes = [], _common_concurrency(result)
     for scheme in result.schemes:
-        size, fit = count_text(scheme.bytes_per_token), count_text(scheme.tokens_that_fit)
+        size, fit = count(scheme.bytes_per_token), count(scheme.tokens_that_fit)
         row = [_labelled(result, scheme), number(scheme.bits), size, fit]
         if result.evaluation is not None:
             kl, top1 = (result.quality(scheme.name, name) for name in ("kl_nats_per_token", "top1_agreement"))
@@ -178,7 +166,7 @@ def _labelled(result: BenchResult, scheme: SchemeResult) -> str:
     return scheme.name if letter is None else f"{letter} {scheme.name}"
 
 
-def common_concurrency(result: BenchResult) -> int | None:
+def _common_concurrency(result: BenchResult) -> int | None:
     """The most requests in flight that every scheme that was served had."""
     served = [scheme for scheme in result.schemes if scheme.run is not None]
     concurrencies = [{row["concurrency"] for row in scheme.rows("concurrency")} for scheme in served]
@@ -197,11 +185,6 @@ def _speed(scheme: SchemeResult, lanes: int | None) -> list[str]:
         number(row["output_tokens_per_s"]),
         percent(row["success_rate"]),
     ]
-
-
-def count_text(value: int | None) -> str:
-    """A count with commas."""
-    return NOT_MEASURED if value is None else f"{value:,}"
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtuner.exported_configs.profile.evidence import QualityRecord
-    from kvtuner.report.html_page import Picture
     from kvtuner.report.profile_difference import LayerChange, ProfileDifference
     from kvtuner.report.terminal import Terminal
 
@@ -126,7 +125,7 @@ def _quality_column(quality: QualityRecord | None) -> tuple[str, ...]:
     return (interval(quality.measured_kl), percent(quality.top1_agreement), *perplexities, quality.read_plan)
 
 
-def _pictures(difference: ProfileDifference) -> list[Picture]:
+def _pictures(difference: ProfileDifference) -> list[tuple[bytes, str]]:
     """One picture of what was measured alike, else one for each profile."""
     from kvtuner.report.plots.kl_by_bits import profile_picture, profile_points
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import struct
-from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
@@ -15,50 +14,44 @@ from kvtuner.precision import tokens_per_gib
 from kvtuner.report.formatting import count, fixed, interval, model_name, number, percent
 from kvtuner.report.layer_strip import BAND, KIND_CODES, bits_used, kinds_used
 from kvtuner.report.plots.style import BITS_COLOURS, ink_on
+from kvtuner.report.table import markdown_text
 
 _CSS_PIXELS_PER_PIXEL: Final = 0.625  # pictures have 160 dots per inch; 100 CSS pixels are an inch here
-_FILTERS: Final = (count, fixed, interval, model_name, number, percent, tokens_per_gib)
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A picture inside of a page: a PNG file, and a description for those who cannot see it."""
+def data_url(png: bytes) -> str:
+    """The address that holds a PNG file itself."""
+    return "data:image/png;base64," + base64.b64encode(png).decode()
 
-    png: bytes
-    description: str
 
-    @property
-    def source(self) -> str:
-        """The address that holds the picture itself."""
-        return "data:image/png;base64," + base64.b64encode(self.png).decode()
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """The width and the height in CSS pixels."""
-        width, height = struct.unpack_from(">II", self.png, 16)  # the start of the file's first chunk
-        return round(width * _CSS_PIXELS_PER_PIXEL), round(height * _CSS_PIXELS_PER_PIXEL)
+def css_size(png: bytes) -> tuple[int, int]:
+    """The width and the height of a picture in CSS pixels."""
+    width, height = struct.unpack_from(">II", png, 16)  # the start of the file's first chunk
+    return round(width * _CSS_PIXELS_PER_PIXEL), round(height * _CSS_PIXELS_PER_PIXEL)
 
 
 def render(template: str, **context: object) -> str:
     """Fill a template of ``kvtuner/report/templates``; every value of the context is escaped."""
-    return _environment().get_template(template).render(context)
+    return environment().get_template(template).render(context)
 
 
 @cache
-def _environment() -> Environment:
-    environment = Environment(
+def environment() -> Environment:
+    """The environment of all templates."""
+    templates = Environment(
         loader=PackageLoader("kvtuner.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update({function.__name__: function for function in _FILTERS})
-    environment.globals.update(
+    filters = (count, css_size, data_url, fixed, interval, markdown_text, model_name, number, percent, tokens_per_gib)
+    templates.filters.update({function.__name__: function for function in filters})
+    templates.globals.update(
         bits_colours={bits: (colour, ink_on(to_rgba(colour))) for bits, colour in BITS_COLOURS.items()},
         bits_used=bits_used,
         kinds_used=kinds_used,
         kind_codes=KIND_CODES,
         band=BAND,
     )
-    return environment
+    return templates

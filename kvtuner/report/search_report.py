@@ -54,9 +54,8 @@ def search_page(data: ReportData, pictures: Mapping[str, bytes]) -> str:
         data: The data of the report.
         pictures: PNG bytes by the names of `kvtuner.report.plots.search_plots.PICTURES`.
     """
-    from kvtuner.report.html_page import Picture, render
+    from kvtuner.report.html_page import render
 
-    descriptions = _descriptions(data)
     return render(
         "search.html",
         title=f"KV cache of {data.model} at {data.budget.asked}",
@@ -65,7 +64,8 @@ def search_page(data: ReportData, pictures: Mapping[str, bytes]) -> str:
         level=f"{100 * data.interval_level:g}%",
         verdict=_verdict(data),
         remarks=_remarks(data),
-        pictures={name: Picture(png, descriptions[name]) for name, png in pictures.items()},
+        pictures=pictures,
+        descriptions=_descriptions(data),
         transform_gains=_transform_gains(data.sensitivity),
     )
 

@@ -30,7 +30,7 @@ from kvtuner.exported_configs.profile.evaluation_record import (
     ResultProvenance,
     SchemeRecord,
 )
-from kvtuner.report.bench_report import JSON, MARKDOWN, sections, write_report
+from kvtuner.report.bench_report import JSON, MARKDOWN, report_tables, write_report
 from kvtuner.report.bench_result import BenchResult, SchemeResult, summary_lines
 
 if TYPE_CHECKING:
@@ -198,8 +198,7 @@ def test_memory_is_of_one_kind_in_all_rounds(
         rounds = [one for one in each.run.answered if one.load.kind == "stability"]
         looked = tuple(replace(one, usage=usage) for one, usage in zip(rounds, seen, strict=True))
         ways.append(replace(each, run=replace(each.run, answered=looked)))
-    (found,) = (each for each in sections(replace(result, schemes=tuple(ways))) if each.title == "Stability")
-    (table,) = found.tables
+    (table,) = report_tables(replace(result, schemes=tuple(ways)))["stability"]
     assert table.headers[-1] == f"{kind} memory MiB first / last"
     assert [row[-1] for row in table.rows] == [expected, "5 / 5" if kind == "host" else "- / -"]
 

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
 
-from kvtuner.report.bench_report import ReportSection
-from kvtuner.report.html_page import Picture, render
-from kvtuner.report.table import Table
+from kvtuner.report.html_page import environment, render
 
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
 
@@ -42,8 +40,11 @@ class Recorder(HTMLParser):
 
 
 def page_of(text: str) -> str:
-    section = ReportSection(text, text, [Table((text, "x"), [(text, text)])], "chart", text)
-    return render("bench.html", title=text, sections=[section], pictures={"chart": Picture(PIXEL, text)})
+    page = environment().from_string(
+        '{% extends "base.html" %}{% from "parts.html" import figure, table %}'
+        "{% block body %}<p>{{ text }}</p>{{ figure(png, text) }}{{ table((text, 'x'), [(text, text)]) }}{% endblock %}"
+    )
+    return page.render(title=text, text=text, png=PIXEL)
 
 
 # The parser turns NUL into U+FFFD and line ends into one kind, as HTML asks; neither is about escaping.
@@ -59,10 +60,10 @@ def test_a_parser_reads_back_the_very_text_and_attribute_and_no_other_tag(text: 
 
 
 def test_a_table_without_rows_says_that_nothing_was_measured() -> None:
-    section = ReportSection("a", "b", [Table(("x",), [])])
-    assert "Not measured in this run." in render("bench.html", title="t", sections=[section], pictures={})
+    page = environment().from_string('{% from "parts.html" import table %}{{ table(("x",), []) }}')
+    assert "Not measured in this run." in page.render()
 
 
 def test_a_template_that_names_what_it_was_not_given_is_an_error() -> None:
-    with pytest.raises(UndefinedError, match="pictures"):
-        render("bench.html", title="t", sections=[ReportSection("a", "b", [])])
+    with pytest.raises(UndefinedError, match="articles"):
+        render("profile.html", title="t")

@@ -10,7 +10,6 @@ import numpy as np
 
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.report.formatting import interval
-from kvtuner.report.html_page import Picture
 from kvtuner.report.plots import style
 from kvtuner.report.plots.label_placement import Label, place_labels
 
@@ -85,15 +84,15 @@ def profile_points(profile: Profile, name: str, kind: Kind = "first") -> list[Kl
     return [point for point in points if point.can_be_drawn]
 
 
-def profile_picture(points: Sequence[KlPoint], titles: Mapping[str, str]) -> Picture:
-    """The picture of at least one point; titles name the kinds ``first`` and ``second`` in the legend."""
+def profile_picture(points: Sequence[KlPoint], titles: Mapping[str, str]) -> tuple[bytes, str]:
+    """PNG of at least one point and its description; titles name the kinds ``first`` and ``second`` in the legend."""
     titles = PROFILE_TITLES | dict(titles)
 
     def draw(figure: Figure) -> None:
         _draw_points(figure, points, titles, xlabel="effective bits per element", margin_bits=0.5)
 
     png = style.render(draw, width=WIDTH, height=4.4)
-    return Picture(png, "KL by effective bits: " + "; ".join(point.text() for point in points))
+    return png, "KL by effective bits: " + "; ".join(point.text() for point in points)
 
 
 def search_picture(data: ReportData) -> bytes:
