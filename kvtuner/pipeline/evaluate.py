@@ -36,11 +36,18 @@ from kvtuner.exported_configs.profile.evaluation_record import (
     evaluation_path,
 )
 from kvtuner.pipeline.evaluation_options import AGAINST
-from kvtuner.pipeline.inputs import profile_of, result_provenance, warn_of_mismatches, with_profile_defaults
+from kvtuner.pipeline.inputs import (
+    corpus_source,
+    model_source,
+    profile_of,
+    result_provenance,
+    run_folder,
+    warn_of_mismatches,
+    with_profile_defaults,
+)
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.record_table import record_table
 from kvtuner.pipeline.shareable_command import result_command
-from kvtuner.pipeline.sources import corpus_source, model_source, run_folder
 from kvtuner.report.evaluation_report import sample_lines
 from kvtuner.run_folder import sha256_of, write_atomically
 from kvtuner.runtime_loader.model_check import check_model

@@ -1,4 +1,4 @@
-"""Inputs that evaluations and benchmarks share: the profile, what its search used, and how a result was made."""
+"""What options name: the model, its text, the run folder, the profile; and how a result was made of them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import os
 import platform
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtuner import __version__
-from kvtuner.calibration.model_loading import ModelSource, read_config
-from kvtuner.errors import ProfileError
+from kvtuner.calibration.corpus import CorpusSource
+from kvtuner.calibration.model_loading import DEMO, ModelSource, read_config
+from kvtuner.errors import CorpusError, OptionError, ProfileError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare, refuse
 from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id
 from kvtuner.exported_configs.profile.evaluation_record import ResultProvenance
 from kvtuner.exported_configs.sharing.find import find_profile, find_profiles
 from kvtuner.pipeline.option_types import MAX_SEED
 from kvtuner.pipeline.progress import say
+from kvtuner.run_folder import RunFolder
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.exported_configs.identity.mismatch import Mismatch
     from kvtuner.exported_configs.profile.evidence import ModelIdentity
     from kvtuner.exported_configs.profile.profile import Profile
@@ -31,6 +34,43 @@ if TYPE_CHECKING:
     from kvtuner.pipeline.options import DataOptions, ModelOptions
 
 MAX_COMMAND: Final = 2000
+SEQUENCE_LENGTH: Final = 2048
+SEQUENCES: Final = (8, 8, 16)
+DEMO_SEQUENCE_LENGTH: Final = 512
+DEMO_SEQUENCES: Final = (4, 12, 12)
+
+
+def model_source(options: ModelOptions) -> ModelSource:
+    """The model that options name; refuses options that name none."""
+    if options.model is None:
+        raise OptionError("a model is needed: a hub id, a folder, or demo")
+    return ModelSource(**asdict(options))
+
+
+def corpus_source(data: DataOptions, model: ModelOptions, shape: ModelShape, *, seed: int) -> CorpusSource:
+    """The text that options name, cut for the model; refuses sequences that are longer than its context."""
+    if data.sequence_length is not None and data.sequence_length > shape.context_length:
+        raise CorpusError(
+            f"--sequence-length {data.sequence_length} must fit the context of {shape.context_length} tokens;"
+            " give a shorter one"
+        )
+    is_demo = model.model == DEMO
+    length = data.sequence_length or min(DEMO_SEQUENCE_LENGTH if is_demo else SEQUENCE_LENGTH, shape.context_length)
+    return CorpusSource(
+        data=data.data or DEMO,
+        data_config=data.data_config,
+        data_split=data.data_split,
+        text_field=data.text_field,
+        sequence_length=length,
+        num_sequences=data.sequences or (DEMO_SEQUENCES if is_demo else SEQUENCES),
+        seed=seed,
+        deduplicate=data.deduplicate,
+    )
+
+
+def run_folder(model: ModelOptions, out: str | None, name: str) -> RunFolder:
+    """The folder that `out` names, or ``runs/<model>-<name>``."""
+    return RunFolder(Path(out) if out else Path("runs") / f"{model_source(model).name.replace('/', '--')}-{name}")
 
 
 def profile_of(text: str) -> ResolvedProfile:
@@ -59,7 +99,7 @@ def with_profile_defaults(
     """
     if model.model is None:
         name, revision = profile.model.id, model.revision or profile.model.revision
-        if name != "demo" and not is_hub_id(name) and revision is None:
+        if name != DEMO and not is_hub_id(name) and revision is None:
             raise ProfileError(f"the profile is for a model of a folder called {name}; give --model FOLDER")
         model = replace(model, model=name, revision=revision)
         say(f"no --model given: taking {name}{f'@{revision}' if revision else ''}")
@@ -72,7 +112,7 @@ def with_profile_defaults(
     sequences = data.sequences
     if sequences is None and min(counts.calibrate, counts.select, counts.report - 1) > 0:
         sequences = (counts.calibrate, counts.select, counts.report)
-    if data.data is None and record.corpus != "demo":
+    if data.data is None and record.corpus != DEMO:
         say(f"the search read {record.corpus}; without --data the shipped demo corpus is taken")
     return (
         replace(model, context_length=model.context_length or record.position_range[1] + 1),

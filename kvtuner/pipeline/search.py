@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvtuner.evaluation.validation import Validator
 from kvtuner.exported_configs.profile.build import dump_profile
+from kvtuner.pipeline.inputs import run_folder
 from kvtuner.pipeline.record_table import quality_record, record_table
 from kvtuner.pipeline.shareable_command import search_command
-from kvtuner.pipeline.sources import run_folder
 from kvtuner.pipeline.stages.budget_search import BudgetSearch
 from kvtuner.pipeline.stages.comparison import compare_with_baselines
 from kvtuner.pipeline.stages.run_profile import make_profile
