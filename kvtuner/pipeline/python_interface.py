@@ -70,7 +70,7 @@ def search(
 
     budgets = () if budget is None else (budget,) if isinstance(budget, str) else tuple(budget)
     results = search_with(_options(SearchOptions, {**options, "model": model, "budget": budgets}))
-    return results if len(budgets) > 1 or (budget is not None and not isinstance(budget, str)) else results[0]
+    return results[0] if budget is None or isinstance(budget, str) else results
 
 
 @_takes(CalibrateOptions)
