@@ -74,12 +74,12 @@ def load_index(folder: Path = FOLDER) -> Index:
         return validated(Index, read_document(path, _KIND), way_out=_KIND.again)
 
 
-def catalogue_file(name: str, folder: Path = FOLDER) -> Path:
+def catalogue_file(name: str) -> Path:
     """The file of a profile of the catalogue; `ProfileError` where there is none of that name."""
-    names = [entry.name for entry in load_index(folder).profiles]
+    names = [entry.name for entry in load_index().profiles]
     if name not in names:
         raise ProfileError(f"the catalogue has no profile {name[:60]!a}, but {', '.join(names)} (kvtuner list)")
-    return folder / f"{name}.json"
+    return FOLDER / f"{name}.json"
 
 
 def choose(model: ModelIdentity, budget: str | None = None, folder: Path = FOLDER) -> Path:

@@ -59,12 +59,7 @@ def find_profile(text: str) -> ResolvedProfile:
 
 
 def find_profiles(text: str) -> list[ResolvedProfile]:
-    """Find all profiles of a reference: a run folder may hold several.
-
-    Raises:
-        ProfileError: there is none, a wrong one, or not the one that was pinned.
-        HubError: the hub does not give it.
-    """
+    """Find all profiles of a reference, with the errors of `find_profile`: a run folder may hold several."""
     reference = parse_reference(text)
     if isinstance(reference, HubReference):
         from kvtuner.exported_configs.sharing.hub import pull  # with what a hub needs
@@ -85,11 +80,7 @@ def find_profiles(text: str) -> list[ResolvedProfile]:
 
 
 def profile_files(path: Path) -> list[Path]:
-    """The file itself, or the profiles of a run folder.
-
-    Raises:
-        ProfileError: a folder without a profile.
-    """
+    """The file itself, or the profiles of a run folder; `ProfileError` where that has none."""
     if not os.path.isdir(path):  # which says no where Path.is_dir raises: a name that is too long
         return [path]
     files = [path / name for name in profile_names(sorted(file.name for file in path.glob("profile*")))]

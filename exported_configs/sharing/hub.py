@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
@@ -27,7 +28,7 @@ from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE, read_bu
 from kvtuner.exported_configs.signing.signature_bundle import SUFFIX as SIGNATURE_SUFFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 MAX_COMPANIONS: Final = 32
 
@@ -80,52 +81,35 @@ def _fetch(at: HubReference, sizes: Mapping[str, int | None]) -> FetchedProfile:
         profiles = profile_names(sorted(sizes))
         others = f"; it has {', '.join(profiles[:8])}" if profiles else ""
         raise HubError(f"{at}: the repository has no file {at.path}{others}")
-    data = _fetch_bounded(at, sizes, MAX_PROFILE_BYTES)
+    data = fetch_file(at, sizes[at.path], MAX_PROFILE_BYTES)
     try:
         profile = load_profile(data)
     except ProfileError as error:
         raise ProfileError(f"{at} holds no valid profile: {error}") from error
     check_digest(profile.digest, at.digest, str(at))
     files, notes = {PurePosixPath(at.path).name: data}, []
-    for name, limit in _companions(at.path, sizes):
+    for name in _companions(at.path, sizes):
         beside = HubReference(at.repo, at.revision, name)
-        content = _fetch_bounded(beside, sizes, limit)
+        is_signature = name.endswith(SIGNATURE_SUFFIX)
+        content = fetch_file(beside, sizes[name], (SIGNATURE if is_signature else EVALUATION).max_bytes)
         try:
-            _check_companion(name, content, profile.digest)
+            if is_signature:
+                read_bundle(content)
+            elif parse_evaluation(content).profile_digest != profile.digest:
+                raise ProfileError("it evaluates another profile")
         except (ProfileError, SignatureError) as error:
             notes.append(f"left out {beside}: {error}")
-            continue
-        files[PurePosixPath(name).name] = content
+        else:
+            files[PurePosixPath(name).name] = content
     return replace(store(at, files, profile), notes=tuple(notes))
 
 
-def _fetch_bounded(at: HubReference, sizes: Mapping[str, int | None], limit: int) -> bytes:
-    size = sizes[at.path]
-    if size is None or size > limit:
-        raise HubError(f"{at} has {size} bytes, above {limit}; this is none of ours")
-    return fetch_file(at, limit)
-
-
-def _check_companion(name: str, content: bytes, digest: str) -> None:
-    if name.endswith(SIGNATURE_SUFFIX):
-        read_bundle(content)
-    elif parse_evaluation(content).profile_digest != digest:
-        raise ProfileError("it evaluates another profile")
-
-
-def _companions(path: str, names: Mapping[str, int | None]) -> list[tuple[str, int]]:
-    """The paths of a profile's evaluations and signature, each with its largest size."""
-    stem = path.removesuffix(".json")
-    evaluations = [
-        (name, EVALUATION.max_bytes)
-        for name in sorted(names)
-        if name.startswith(stem + SUFFIX)
-        and name.endswith(".json")
-        and "/" not in name.removeprefix(stem)
-        and name.isprintable()
-    ]
+def _companions(path: str, names: Iterable[str]) -> list[str]:
+    """The paths of a profile's evaluations and signature."""
+    evaluation = re.compile(re.escape(path.removesuffix(".json") + SUFFIX) + r"[^/]*\.json")
+    evaluations = [name for name in sorted(names) if evaluation.fullmatch(name) and name.isprintable()]
     if len(evaluations) > MAX_COMPANIONS:
         raise HubError(
             f"{path} has {len(evaluations)} evaluations beside it, above {MAX_COMPANIONS}; ask its owner for less"
         )
-    return evaluations + [(name, SIGNATURE.max_bytes) for name in names if name == path + SIGNATURE_SUFFIX]
+    return evaluations + [name for name in names if name == path + SIGNATURE_SUFFIX]

@@ -12,7 +12,6 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from urllib.parse import urlsplit
 
 import httpx
 from huggingface_hub import HfApi, constants, get_session, get_token
@@ -56,11 +55,10 @@ _REASONS: Final[tuple[tuple[type[Exception], str], ...]] = (
 )
 """What is said of an error of the library; the first class that fits counts, since some are kinds of others."""
 # An answer that is not JSON, or JSON but not the hub's: the library takes it apart and trips.
-_OF_ANSWERS: Final = (
-    *(FileMetadataError, json.JSONDecodeError),
-    *(KeyError, TypeError, AttributeError, IndexError, RecursionError),
-)
-_ADDRESS: Final = re.compile(r"https?://[^\s'\"]+")
+_TRIPS: Final = (KeyError, TypeError, AttributeError, IndexError, RecursionError)
+_OF_ANSWERS: Final = (FileMetadataError, json.JSONDecodeError, *_TRIPS)
+# The scheme, a password, the host and its path, and a query with what follows.
+_ADDRESS: Final = re.compile(r"(https?://)(?:[^\s'\"/?#]*@)?([^\s'\"?#]*)[^\s'\"]*")
 
 
 class Listing(NamedTuple):
@@ -76,11 +74,7 @@ def hub_api() -> HfApi:
 
 
 def list_files(repo: str, revision: str | None) -> Listing:
-    """List a repository at a branch, a tag or a commit; at the main branch by default.
-
-    Raises:
-        HubError: it is not there, or the hub's answer is none.
-    """
+    """List a repository at a branch, a tag or a commit, at the main branch by default; or raise `HubError`."""
     what = f"{repo}@{revision or 'main'}"
     with hub_errors(what):
         info = hub_api().model_info(repo, revision=revision, files_metadata=True, timeout=ANSWER_S)
@@ -92,12 +86,10 @@ def list_files(repo: str, revision: str | None) -> Listing:
     return Listing(info.sha, sizes)
 
 
-def fetch_file(reference: HubReference, limit: int) -> bytes:
-    """Fetch the content of a file at a commit, of at most `limit` bytes.
-
-    Raises:
-        HubError: it cannot be had, or is larger.
-    """
+def fetch_file(reference: HubReference, size: int | None, limit: int) -> bytes:
+    """Fetch the content of a file at a commit, of `size` bytes and at most `limit`, or raise `HubError`."""
+    if size is None or size > limit:
+        raise HubError(f"{reference} has {size} bytes, above {limit}; this is none of ours")
 
     class BoundedProgress(tqdm):  # type: ignore[misc]  # tqdm has no types here
         """Shows nothing, and ends what grows too large: a server may send more than it announced."""
@@ -114,32 +106,25 @@ def fetch_file(reference: HubReference, limit: int) -> bytes:
     # The library's own cache believes a commit's file whatever became of it, so each fetch has one of its own.
     with tempfile.TemporaryDirectory(prefix="kvtuner-") as folder, hub_errors(str(reference)):
         path = hub_api().hf_hub_download(
-            reference.repo,
-            reference.path,
-            revision=reference.revision,
-            cache_dir=folder,
-            tqdm_class=BoundedProgress,
+            reference.repo, reference.path, revision=reference.revision, cache_dir=folder, tqdm_class=BoundedProgress
         )
         return Path(path).read_bytes()
 
 
 @contextmanager
 def hub_errors(what: str, *, conflict: str = "") -> Iterator[None]:
-    """Bound the time of answers, and turn the failures of huggingface_hub into one error.
+    """Bound the time of answers, and turn the failures of huggingface_hub into `HubError`.
 
     Args:
         what: The beginning of every message, such as ``me/model@main``.
         conflict: The message where something else was there first.
-
-    Raises:
-        HubError: anything failed.
     """
     session = get_session()
     before = session.timeout
     session.timeout = ANSWER_S
     try:
         yield
-    except (httpx.HTTPError, EntryNotFoundError, OSError, ValueError, RuntimeError, *_OF_ANSWERS) as error:
+    except (httpx.HTTPError, EntryNotFoundError, OSError, ValueError, RuntimeError, *_TRIPS) as error:
         raise HubError(f"{what}: {_reason(error, conflict)}") from error
     finally:
         session.timeout = before
@@ -184,17 +169,11 @@ def _status(error: HfHubHTTPError, conflict: str) -> str:
     return f"the hub answers {status}: {_short(error)}"
 
 
-def _public(address: str) -> str:
-    """An address without passwords and signed queries."""
-    try:
-        parts = urlsplit(address)
-        port = f":{parts.port}" if parts.port else ""
-    except ValueError:
-        return "an address that is none"
-    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
+def _public(text: str) -> str:
+    """A text whose addresses are without passwords and signed queries."""
+    return _ADDRESS.sub(r"\1\2", text)
 
 
 def _short(error: BaseException) -> str:
     """An error in one line, as a terminal shows it, with public addresses alone."""
-    text = _ADDRESS.sub(lambda match: _public(match[0]), str(error))
-    return one_line(HubError(text or type(error).__name__))
+    return one_line(HubError(_public(str(error)) or type(error).__name__))

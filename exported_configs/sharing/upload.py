@@ -52,11 +52,7 @@ class Pushed(NamedTuple):
 def plan_upload(
     repo: str, files: Mapping[str, bytes], *, branch: str | None = None, private: bool = False, create_pr: bool = False
 ) -> Upload:
-    """Look at a branch, and plan the commit of files on top of it; see `Upload`.
-
-    Raises:
-        HubError: the hub cannot be reached, or has no such branch.
-    """
+    """Look at a branch, and plan the commit of files on top of it; see `Upload`. `HubError` where that cannot be."""
     if constants.HF_HUB_OFFLINE:
         raise HubError(f"{repo}: HF_HUB_OFFLINE is set, and a push needs the hub; unset it")
     try:
