@@ -15,7 +15,7 @@ from kvtuner.errors import PrecisionError
 from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import dump_profile, uniform_profile
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE
-from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, bytes_per_token, mean_bits
+from kvtuner.precision import NATIVE_BITS, SIDES, PrecisionPair, RowShape, bytes_per_token, mean_bits
 from kvtuner.quant import QuantSpec
 from kvtuner.run_folder import write_atomically
 from kvtuner.runtime_loader.model_check import check_model
@@ -51,6 +51,7 @@ class CacheScheme:
         key: The text that says everything that decides its results besides the model and what is asked.
         specs: How each layer is simulated; layers without a specification are exact.
         has_transforms: Whether keys or values are transformed before they are quantized.
+        profile: The profile that says how rows are stored; None where none does.
     """
 
     is_local: ClassVar[bool] = True
@@ -62,11 +63,7 @@ class CacheScheme:
     key: str
     specs: Mapping[int, LayerSpec] = field(default_factory=dict)
     has_transforms: bool = False
-
-    @property
-    def profile(self) -> Profile | None:
-        """The profile that says how rows are stored; None where none does."""
-        return None
+    profile: Profile | None = None
 
     @property
     def mean_bits(self) -> float:
@@ -125,9 +122,7 @@ class CacheScheme:
     def contradiction(self, kv_cache_dtype: str | None, digest: str | None) -> str | None:
         """What a server that was named like this scheme stores instead, as far as it says; None where all is well.
 
-        Args:
-            kv_cache_dtype: The cache's dtype as SGLang names it.
-            digest: The digest of the profile that the server serves; None without one.
+        It says its cache's dtype, as SGLang names it, and the digest of the profile that it serves.
         """
         return None
 
@@ -189,11 +184,10 @@ class ProfileScheme(CacheScheme):
     """Rows packed as a profile says.
 
     Attributes:
-        stored: The profile.
         file: The profile's file; None where it has none yet.
     """
 
-    stored: Profile
+    profile: Profile
     file: Path | None = None
 
     @classmethod
@@ -204,46 +198,33 @@ class ProfileScheme(CacheScheme):
             ProfileError: keys per channel.
         """
         layers = range(len(profile.pairs))
+        specs = {layer: LayerSpec(profile.quant_spec(layer, "k"), profile.quant_spec(layer, "v")) for layer in layers}
         return cls(
             name=name,
             pairs=profile.pairs,
             rows=profile.row_shape(),
             key=profile.digest,
-            specs={
-                layer: LayerSpec(profile.quant_spec(layer, "k"), profile.quant_spec(layer, "v")) for layer in layers
-            },
-            has_transforms=any(
-                profile.transform_name(layer, side) != "none" for layer in layers for side in ("k", "v")
-            ),
-            stored=profile,
+            specs=specs,
+            has_transforms=any(profile.transform_name(layer, side) != "none" for layer in layers for side in SIDES),
+            profile=profile,
             file=file,
         )
 
     @property
-    def profile(self) -> Profile:
-        """The profile that says how rows are stored."""
-        return self.stored
-
-    @property
     def effective_bits(self) -> float:
-        """The bits that the profile states."""
-        return float(self.stored.budget.effective_bits)
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether the profile was made here from a pair, not searched."""
-        return self.name != PROFILE
+        """The bits that the profile states, which are rounded."""
+        return float(self.profile.budget.effective_bits)
 
     def cache(self, config: Any, read_plan: ReadPlan, context_length: int) -> Any:
         """A cache that packs rows as the profile says."""
-        check_model(self.stored, config, context_length=context_length)
-        return KVTunerCache.stored_by(self.stored, read_plan)
+        check_model(self.profile, config, context_length=context_length)
+        return KVTunerCache.stored_by(self.profile, read_plan)
 
     def server_flags(self, folder: Path) -> tuple[str, ...]:
         """The flag that names the profile's file, which is written to the folder where there is none yet."""
         file = self.file or folder / f"{self.name}.json"
         if self.file is None:
-            write_atomically(file, dump_profile(self.stored))
+            write_atomically(file, dump_profile(self.profile))
         return ("--kvtuner-profile", str(file.absolute()))
 
 
@@ -268,12 +249,7 @@ _SCHEMES: Final[dict[str, Callable[[ModelGeometry], CacheScheme]]] = {}
 
 
 def register_scheme(name: str, make: Callable[[ModelGeometry], CacheScheme]) -> None:
-    """Have `named_scheme` know a scheme by its name.
-
-    Args:
-        name: The name, which no other scheme has.
-        make: What makes the scheme for a model of a geometry.
-    """
+    """Have `named_scheme` know a scheme by a name of its own, made for a model of a geometry."""
     assert name not in _SCHEMES, name
     _SCHEMES[name] = make
 
@@ -322,7 +298,7 @@ def named_schemes(
     schemes = [
         ProfileScheme.of(name, profile, file) if name == PROFILE else named_scheme(name, shape) for name in names
     ]
-    found = [scheme.name for scheme in schemes]
-    if twice := [name for name in found if found.count(name) > 1]:
+    full_names = [scheme.name for scheme in schemes]
+    if twice := [name for name in full_names if full_names.count(name) > 1]:
         raise PrecisionError(f"{twice[0]} is asked twice; name every scheme once, {REFERENCE} is there anyway")
     return schemes

@@ -21,7 +21,7 @@ from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model_loading import load_tokenizer, read_shape
 from kvtuner.errors import EndpointError
 from kvtuner.evaluation.backends.endpoint import Endpoint
-from kvtuner.evaluation.scheme import FP8, REFERENCE, ProfileScheme, named_schemes
+from kvtuner.evaluation.scheme import FP8, REFERENCE, named_schemes
 from kvtuner.exported_configs.identity.mismatch import DERIVED
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE
 from kvtuner.pipeline.evaluate import check_writable, evaluate
@@ -267,7 +267,7 @@ class _BenchSession:
     def _load_target(self, scheme: CacheScheme, url: str, server: ServerProcess | None = None) -> LoadTarget:
         endpoint = Endpoint(url, self._options.api or "sglang", self._options.timeout)
         if endpoint.api == "sglang":
-            is_uniform = isinstance(scheme, ProfileScheme) and scheme.is_uniform
+            is_uniform = scheme.profile is not None and scheme.name != PROFILE
             if server is None and is_uniform and endpoint.served.digest is None:
                 raise EndpointError(f"{url} was named {scheme.name}, but serves no profile")
             # A uniform of a server that was not started here may have groups of its own.

@@ -15,10 +15,9 @@ from kvtuner.calibration.model_loading import load_model, load_tokenizer, read_s
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench
 from kvtuner.errors import CorpusError, EndpointError, PrecisionError, RunFolderError
 from kvtuner.evaluation.backends.local_backend import LocalBackend
-from kvtuner.evaluation.backends.local_likelihood import local_likelihood_cells
 from kvtuner.evaluation.backends.server_backend import server_backends
-from kvtuner.evaluation.backends.server_likelihood import Scoring, ServerScorer
 from kvtuner.evaluation.scheme import REFERENCE, named_schemes
+from kvtuner.evaluation.tasks.likelihood import Scoring, local_likelihood_cells, server_likelihood_cells
 from kvtuner.evaluation.tasks.question_sets import (
     QUESTION_LEVELS,
     DrawOptions,
@@ -250,7 +249,7 @@ class _Work:
             return backends, identity, []
         sequences = self.corpus.splits["report"][: options.number("scored_sequences")].tolist()
         scoring = Scoring(sequences, options.number("positions"), options.number("top_logprobs"), self.seed)
-        return backends, identity, ServerScorer(backends, scoring, folder, sha256_of(identity)).cells()
+        return backends, identity, server_likelihood_cells(backends, scoring, folder, sha256_of(identity))
 
     def task_cells(self, backends: Sequence[Backend], folder: RunFolder, identity: str) -> list[Cell]:
         """The cells of lm-evaluation-harness's tasks."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvtuner.evaluation.tasks.questions import Problem
-    from kvtuner.exported_configs.profile.evaluation_record import BackendRecord
+    from kvtuner.exported_configs.profile.evaluation_record import BackendRecord, Flag
     from kvtuner.run_folder import RunFolder
 
 
@@ -96,14 +96,10 @@ class Backend(ABC):
         return False
 
 
-def is_unread(backends: Sequence[Backend], hits: Mapping[str, HitCount]) -> bool:
-    """Whether any backend of a quantized cache may have read prompts as they were before they were stored.
-
-    Args:
-        backends: The backends.
-        hits: How much of the prompts was found in caches, by the name of the scheme.
-    """
-    return any(backend.is_unread(hits[backend.name]) for backend in backends if backend.name != REFERENCE)
+def unread_flag(backends: Sequence[Backend], hits: Mapping[str, HitCount]) -> Flag | None:
+    """The flag of a cell whose quantized caches may not have been read, by the hits of each scheme's prompts."""
+    quantized = [backend for backend in backends if backend.name != REFERENCE]
+    return "unread" if any(backend.is_unread(hits[backend.name]) for backend in quantized) else None
 
 
 class AnswerJournal:
@@ -125,11 +121,7 @@ class AnswerJournal:
     ) -> tuple[Any, HitCount]:
         """The answer, kept or asked for, and how much of its prompts was found in a cache.
 
-        Args:
-            backend: The backend.
-            question: What decides the answer besides the backend, as plain JSON values.
-            ask: What asks the backend; its answer is plain JSON, with None for what never came.
-            **facts: The fields that the record holds for a reader.
+        Question and answer are plain JSON, with None for what never came; facts are fields for a reader of the file.
         """
         key = None if backend.key is None else sha256_of([self._version, backend.key, *question])
         record = None if key is None else self._journal.get(key)

@@ -98,13 +98,7 @@ class Endpoint:
     def generate(
         self, ids: Sequence[int], num_tokens: int, *, sampling: dict[str, Any] | None = None, **more: Any
     ) -> Any:
-        """The JSON that the server answers to a prompt.
-
-        Args:
-            ids: The prompt.
-            num_tokens: The tokens to generate at most.
-            sampling: The sampling parameters besides, of SGLang.
-            **more: The fields of the request besides.
+        """The JSON that the server answers to a prompt, with SGLang's sampling parameters and more fields besides.
 
         Raises:
             OSError: no answer; URLError and timeouts are.
@@ -120,11 +114,7 @@ class Endpoint:
         return json.loads(self._read(path, json.dumps({**body, **more}).encode()))
 
     def check_serves(self, scheme: CacheScheme, profile: Profile | None) -> None:
-        """Check that a server of SGLang serves the scheme that it was named for.
-
-        Args:
-            scheme: The scheme.
-            profile: The profile that it must serve; None where the scheme says enough.
+        """Check that a server of SGLang serves the scheme that it was named for, and a profile if one is given.
 
         Raises:
             EndpointError: it does not, or its answers cannot show it.

@@ -67,9 +67,7 @@ def from_sglang(answer: Any, asked: Sequence[int]) -> NextToken:
 def from_openai(answer: Any, names_one_token: Callable[[str], bool]) -> NextToken:
     """Read an answer of one token to ``/v1/completions`` with ``logprobs``.
 
-    Args:
-        answer: The answer.
-        names_one_token: Whether a text is that of a single token; others would be taken for each other.
+    A text that is not that of a single token is left out: others would be taken for it.
 
     Raises:
         KeyError, IndexError, TypeError, ValueError, AttributeError: the answer has another form.

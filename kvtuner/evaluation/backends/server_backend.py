@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvtuner.errors import EndpointError
@@ -40,9 +41,6 @@ class ServerBackend(Endpoint, Backend):
         api: How to speak to it.
         text: The model's tokens; the server is sent ids, so that all servers are asked alike.
         timeout_s: The seconds that one answer may take.
-
-    Raises:
-        EndpointError: it cannot be reached, redirects, or serves no model.
     """
 
     dtype = None
@@ -112,34 +110,20 @@ class ServerBackend(Endpoint, Backend):
         return total, is_greedy
 
     def whole_log_likelihood(self, ids: Sequence[int]) -> float:
-        """No server is asked for it.
-
-        Raises:
-            EndpointError: always.
-        """
+        """Refuse: no server is asked for it."""
         raise EndpointError(
             "a server would be asked for every token of a text by itself; evaluate tasks that score whole texts without"
             " --endpoint"
         )
 
     def next_token(self, ids: Sequence[int], *, top: int, asked: Sequence[int] = ()) -> NextToken | None:
-        """The distribution of the token after a prompt; None for an answer that did not come.
-
-        Args:
-            ids: The prompt.
-            top: How many of the most likely tokens to name.
-            asked: The tokens to name besides; of SGLang only.
-
-        Raises:
-            EndpointError: the server is gone.
-        """
+        """The distribution of the token after a prompt: the likely tokens, and those asked for, of SGLang only."""
         if self.api == "openai":
             assert not asked
-            return self._ask(
-                ids, 1, lambda answer: from_openai(answer, self._text.names_one_token), is_counted=True, logprobs=top
-            )
+            parse = partial(from_openai, names_one_token=self._text.names_one_token)
+            return self._ask(ids, 1, parse, is_counted=True, logprobs=top)
         more = {"return_logprob": True, "top_logprobs_num": top, "token_ids_logprob": list(asked)}
-        return self._ask(ids, 1, lambda answer: from_sglang(answer, asked), is_counted=True, **more)
+        return self._ask(ids, 1, partial(from_sglang, asked=asked), is_counted=True, **more)
 
     def _ask(
         self,
@@ -181,14 +165,7 @@ class ServerBackend(Endpoint, Backend):
 def server_backends(
     schemes: Sequence[CacheScheme], urls: Mapping[str, str], api: Api, text: Text, timeout_s: float
 ) -> list[ServerBackend]:
-    """A backend for each scheme.
-
-    Args:
-        schemes: The schemes, the searched profile among them.
-        urls: The URLs of the servers, by the name that was given for the scheme.
-        api: How to speak to them.
-        text: The model's tokens.
-        timeout_s: The seconds that one answer may take.
+    """A backend for each scheme, at the URL that has its name.
 
     Raises:
         EndpointError: a server that serves another model, profile or dtype than its name says, or one whose answers

@@ -12,7 +12,7 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from kvtuner.errors import CorpusError, EndpointError, KVTunerError
-from kvtuner.evaluation.backends.base import is_unread
+from kvtuner.evaluation.backends.base import unread_flag
 from kvtuner.evaluation.cells import Place, make_cell
 from kvtuner.evaluation.paired import Marks, Means
 from kvtuner.evaluation.tasks.corpus_score import METRICS, CorpusScore, sentences_of
@@ -87,7 +87,7 @@ def task_cells(
     for label, of_profile in answers[PROFILE].items():
         task = of_profile.task
         suffix = GREEDY if task in greedy else ""
-        unread = is_unread(backends, {name: model.hits[task] for name, model in models.items()})
+        flag = unread_flag(backends, {name: model.hits[task] for name, model in models.items()})
         failures = {name: len(model.failed(task)) for name, model in models.items()}
         for metric in of_profile.rows[0]["metrics"]:
             measure, scores = _scores(label, metric, {name: each[label] for name, each in answers.items()}, models)
@@ -95,7 +95,7 @@ def task_cells(
                 logger.warning("kvtuner: %s of %s cannot be paired, and is left out", metric, label)
                 continue
             name = f"{label} {metric}"[: 200 - len(suffix)] + suffix
-            place = Place("task", task=name, flag="unread" if unread else None, failures=failures)
+            place = Place("task", task=name, flag=flag, failures=failures)
             cells.append(make_cell(measure, place, scores, seed))
     if not cells:
         raise CorpusError(f"{', '.join(tasks)} score no single answer, so that nothing can be paired")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from tqdm import tqdm
 
 from kvtuner.errors import CorpusError
-from kvtuner.evaluation.backends.base import AnswerJournal, HitCount, is_unread
+from kvtuner.evaluation.backends.base import AnswerJournal, HitCount, unread_flag
 from kvtuner.evaluation.cells import Place, make_cell
 from kvtuner.evaluation.paired import Marks
 from kvtuner.evaluation.tasks.questions import Problem, arithmetic, needles, recall
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvtuner.evaluation.backends.base import Backend
     from kvtuner.evaluation.token_text import Text
-    from kvtuner.exported_configs.profile.evaluation_record import Cell, Flag, Level
+    from kvtuner.exported_configs.profile.evaluation_record import Cell, Level
     from kvtuner.run_folder import RunFolder
 
 JOURNAL: Final = "answers.jsonl"
@@ -36,15 +36,11 @@ class QuestionSet:
     """Problems of one kind, of one length, at one place.
 
     Attributes:
-        level: The kind.
-        num_tokens: The tokens of their contexts, about; None where contexts have a length of their own.
-        position: The position of a context's first token.
+        place: The place that they are asked at; about as many tokens as it says.
         problems: The problems, the same for every scheme.
     """
 
-    level: Level
-    num_tokens: int | None
-    position: int
+    place: Place
     problems: tuple[Problem, ...]
 
 
@@ -89,7 +85,7 @@ def draw_question_sets(levels: Sequence[Level], text: Text, options: DrawOptions
             problems, room = _draw_problems(level, length, text, options)
             at_positions = level == "arithmetic" and options.counts_positions
             positions = {0, room // 2, room} if at_positions else {0}
-            sets += [QuestionSet(level, length or None, position, problems) for position in sorted(positions)]
+            sets += [QuestionSet(Place(level, length or None, position), problems) for position in sorted(positions)]
     return sets
 
 
@@ -146,8 +142,7 @@ def question_cells(
                 answers, hits[backend.name] = _ask(questions, backend, journal, bar.update)
                 marks[backend.name] = _mark(questions, answers)
                 failures[backend.name] = sum(texts.count(None) for texts in answers)
-            flag: Flag | None = "unread" if is_unread(backends, hits) else None
-            place = Place(questions.level, questions.num_tokens, questions.position, flag=flag, failures=failures)
+            place = replace(questions.place, flag=unread_flag(backends, hits), failures=failures)
             cells.append(make_cell("accuracy", place, marks, seed))
     return cells
 
@@ -156,16 +151,16 @@ def _ask(
     questions: QuestionSet, backend: Backend, journal: AnswerJournal, on_problem: Callable[[], object]
 ) -> tuple[list[list[str | None]], HitCount]:
     """The answers to every problem, asked for where the journal does not hold them, and the hits of their prompts."""
-    answers, hits = [], HitCount()
+    answers, hits, place = [], HitCount(), questions.place
     for problem in questions.problems:
         wanted = [[question.text, question.answer] for question in problem.questions]
         texts, more_hits = journal.ask(
             backend,
-            [questions.position, [problem.context, wanted]],
-            partial(backend.answers, problem, offset=questions.position),
-            level=questions.level,
-            tokens=questions.num_tokens,
-            position=questions.position,
+            [place.position, [problem.context, wanted]],
+            partial(backend.answers, problem, offset=place.position),
+            level=place.level,
+            tokens=place.num_tokens,
+            position=place.position,
             way=backend.name,
         )
         answers.append(texts)

@@ -11,7 +11,7 @@ import pytest
 from kvtuner.errors import EndpointError
 from kvtuner.evaluation.backends.endpoint import KEY_VARIABLE, is_loopback, proxy_of
 from kvtuner.evaluation.backends.server_backend import ServerBackend
-from kvtuner.evaluation.backends.server_likelihood import Scoring, ServerScorer
+from kvtuner.evaluation.tasks.likelihood import Scoring, server_likelihood_cells
 from kvtuner.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def test_answers_of_a_server_are_not_those_of_one_with_other_weights(
         """Requests for what the journal does not know."""
         before = len(server.asked)
         found = endpoint(server.url)
-        ServerScorer([found], Scoring([[5, 6, 7, 8], [6, 7, 8, 9]], 1, 2, 0), folder, "x").cells()
+        server_likelihood_cells([found], Scoring([[5, 6, 7, 8], [6, 7, 8, 9]], 1, 2, 0), folder, "x")
         return sum(command == "POST" for command, *_ in server.asked[before:])
 
     assert posts() == 4

@@ -12,7 +12,7 @@ from kvtuner.evaluation.backends.base import HitCount
 from kvtuner.evaluation.backends.endpoint import Served
 from kvtuner.evaluation.backends.next_token import NextToken, truncated_kl
 from kvtuner.evaluation.backends.server_backend import ServerBackend
-from kvtuner.evaluation.backends.server_likelihood import Scoring, ServerScorer
+from kvtuner.evaluation.tasks.likelihood import Scoring, server_likelihood_cells
 from kvtuner.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ class Stub(ServerBackend):
 def cells(folder: Path, *endpoints: Stub, positions: int = 4, top: int = 5) -> dict[str, Any]:
     run = RunFolder(folder)
     run.create()
-    scorer = ServerScorer(endpoints, Scoring(SEQUENCES, positions, top, 0), run, "x")
-    return {cell.measure: cell for cell in scorer.cells()}
+    scoring = Scoring(SEQUENCES, positions, top, 0)
+    return {cell.measure: cell for cell in server_likelihood_cells(endpoints, scoring, run, "x")}
 
 
 def means(cell: Any) -> dict[str, float]:

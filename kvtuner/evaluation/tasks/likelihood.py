@@ -1,0 +1,220 @@
+"""Likelihoods of the report split: simulated on a model loaded here, or of servers by generation.
+
+A server that scores a whole prompt would never read its cache. So a sequence's beginning is sent first, by itself, then
+one token more with each request: all but its last token is read as it is stored.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from tqdm import tqdm
+
+from kvtuner.errors import CorpusError, EndpointError
+from kvtuner.evaluation.backends.base import AnswerJournal, HitCount, unread_flag
+from kvtuner.evaluation.backends.next_token import from_record, truncated_kl
+from kvtuner.evaluation.cells import Place, make_cell
+from kvtuner.evaluation.paired import Means
+from kvtuner.evaluation.scheme import REFERENCE
+from kvtuner.evaluation.validation import OFFSETS, Validator
+from kvtuner.run_folder import sha256_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from kvtuner.calibration.workbench import Workbench
+    from kvtuner.evaluation.backends.next_token import NextToken
+    from kvtuner.evaluation.backends.server_backend import ServerBackend
+    from kvtuner.evaluation.scheme import CacheScheme
+    from kvtuner.exported_configs.profile.evaluation_record import Cell, Measure
+    from kvtuner.run_folder import RunFolder
+
+    Answers = list[NextToken | None]
+
+JOURNAL: Final = "next-tokens.jsonl"
+SCORING: Final = 1
+"""Raised whenever the same tokens would be asked about otherwise."""
+MOST_FAILED: Final = 0.05
+"""Share of a scheme's tokens that may stay unscored."""
+MEASURES: Final[tuple[Measure, ...]] = ("kl_nats_per_token", "top1_agreement", "nll_nats_per_token")
+
+logger: Final = logging.getLogger("kvtuner")
+
+
+def local_likelihood_cells(bench: Workbench, schemes: Sequence[CacheScheme], folder: RunFolder) -> list[Cell]:
+    """KL, top-1 agreement and negative log-likelihood at the first and the last positions of the context.
+
+    Args:
+        bench: The workbench; its report split is scored, by its read plan.
+        schemes: The schemes, the unquantized one and the searched profile among them.
+        folder: The run folder, whose journal keeps what was measured.
+
+    Raises:
+        NonFiniteActivationError: a token's KL is NaN or infinite.
+    """
+    validator = Validator(bench, folder, sha256_of(bench.identity()))
+    tokens = bench.corpus.splits["report"].shape[1]
+    last = max(0, bench.loaded.shape.context_length - tokens)
+    places = list(zip(OFFSETS, (0, last), strict=True))[: 2 if last else 1]
+    cells: list[Cell] = []
+    with tqdm(desc="likelihood", total=len(places) * len(schemes), disable=None) as bar:
+        for offsets, position in places:
+            sums = {}
+            for scheme in schemes:
+                sums[scheme.name] = validator.measure(scheme, offsets)
+                bar.update()
+            for measure in MEASURES:
+                means = {name: sums[name].means(measure) for name in _measured(sums, measure)}
+                cells.append(make_cell(measure, Place("likelihood", tokens, position), means, bench.options.seed))
+    return cells
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """The tokens that servers score.
+
+    Attributes:
+        sequences: The token ids, all of one length.
+        positions: The number of last tokens of each sequence that are scored.
+        top: How many of the unquantized server's most likely tokens the truncated KL tells apart.
+        seed: The seed of the intervals.
+    """
+
+    sequences: Sequence[Sequence[int]]
+    positions: int
+    top: int
+    seed: int
+
+
+def server_likelihood_cells(
+    backends: Sequence[ServerBackend], scoring: Scoring, folder: RunFolder, identity: str
+) -> list[Cell]:
+    """Truncated KL, top-1 agreement and negative log-likelihood, as far as the servers together give them.
+
+    A sequence that was answered is journalled and not asked again.
+
+    Args:
+        backends: The servers.
+        scoring: The tokens.
+        folder: The run folder, which holds the journal.
+        identity: The hash of whatever decides answers besides tokens and servers.
+
+    Raises:
+        EndpointError: servers whose answers together cannot be compared, or one that is gone, or hardly answers.
+        CorpusError: more positions than a sequence has.
+    """
+    num_tokens = len(scoring.sequences[0])
+    if scoring.positions >= num_tokens:
+        raise CorpusError(
+            f"{scoring.positions} tokens of each sequence are to be scored, but it has {num_tokens}, of which the first"
+            " has nothing before it; give fewer --positions"
+        )
+    measures = _measures_of(backends)
+    journal = AnswerJournal(folder, JOURNAL, identity, version=SCORING, field="said")
+    failures = {backend.name: 0 for backend in backends}
+    hits = {backend.name: HitCount() for backend in backends}
+    sequences: list[dict[str, Answers]] = []
+    with tqdm(desc="likelihood", total=len(scoring.sequences) * len(backends), unit="sequence", disable=None) as bar:
+        for ids in scoring.sequences:
+            answers: dict[str, Answers] = {}
+            for backend in sorted(backends, key=lambda backend: backend.name != REFERENCE):
+                name = backend.name
+                answers[name], more_hits = _ask(backend, ids, answers.get(REFERENCE), scoring, journal)
+                hits[name] += more_hits
+                failures[name] += answers[name].count(None)
+                _check_failures(backend, failures[name], scoring)
+                bar.update()
+            sequences.append(answers)
+    place = Place("likelihood", num_tokens, flag=unread_flag(backends, hits), failures=failures)
+    return [
+        make_cell(measure, place, _means(measure, _measured(failures, measure), scoring, sequences), scoring.seed)
+        for measure in measures
+    ]
+
+
+def _measured(names: Iterable[str], measure: Measure) -> list[str]:
+    """The schemes that have a metric: KL and agreement are from the unquantized model, which has neither of its own."""
+    return [name for name in names if name != REFERENCE or measure == "nll_nats_per_token"]
+
+
+def _measures_of(backends: Sequence[ServerBackend]) -> list[Measure]:
+    has_reference = any(backend.name == REFERENCE for backend in backends)
+    names_any_token = all(backend.api == "sglang" for backend in backends)
+    if not has_reference and not names_any_token:
+        raise EndpointError(
+            f"OpenAI's API names likely tokens only, which say something beside --endpoint {REFERENCE}=URL; give that"
+            " server too, or leave out the level likelihood"
+        )
+    if not names_any_token:
+        logger.warning("kvtuner: OpenAI's API names likely tokens only; perplexity is left out")
+    if not has_reference:
+        logger.warning("kvtuner: without --endpoint %s=URL KL and top-1 agreement are left out", REFERENCE)
+    measures: list[Measure] = ["truncated_kl_nats_per_token", "top1_agreement"] if has_reference else []
+    return [*measures, "nll_nats_per_token"] if names_any_token else measures
+
+
+def _ask(
+    backend: ServerBackend, ids: Sequence[int], reference: Answers | None, scoring: Scoring, journal: AnswerJournal
+) -> tuple[Answers, HitCount]:
+    """The answers of one server at every scored position, and how much of the prompts was in its cache."""
+    start = len(ids) - scoring.positions
+    beside = [None] * scoring.positions if reference is None else reference
+    asked = [_tokens_to_name(target, token) for target, token in zip(ids[start:], beside, strict=True)]
+    top = scoring.top if backend.name == REFERENCE or backend.api == "openai" else 1
+
+    def ask() -> list[Any]:
+        backend.prime(ids[:start])
+        answers = [
+            backend.next_token(ids[: start + index], top=top, asked=named if backend.api == "sglang" else ())
+            for index, named in enumerate(asked)
+        ]
+        return [None if answer is None else answer.record() for answer in answers]
+
+    records, hits = journal.ask(backend, [list(ids), top, asked], ask, way=backend.name)
+    return [None if record is None else from_record(record) for record in records], hits
+
+
+def _tokens_to_name(target: int, reference: NextToken | None) -> list[int]:
+    likely = [] if reference is None else [token for token in reference.top if isinstance(token, int)]
+    return list(dict.fromkeys([target, *likely]))
+
+
+def _check_failures(backend: ServerBackend, failed: int, scoring: Scoring) -> None:
+    most = MOST_FAILED * len(scoring.sequences) * scoring.positions
+    if failed > most:
+        raise EndpointError(
+            f"{backend.url} ({backend.name}) gave no log-probabilities of {failed} tokens, above the {int(most)} that"
+            " may be left out; run the same command again to ask for these again, give a smaller --top-logprobs, or"
+            " leave out the level likelihood"
+        )
+
+
+def _means(
+    measure: Measure, names: Sequence[str], scoring: Scoring, sequences: Sequence[Mapping[str, Answers]]
+) -> dict[str, Means]:
+    """The means of some schemes, over the tokens that all schemes scored."""
+    sums: dict[str, list[float]] = {name: [] for name in names}
+    counts = []
+    for ids, answers in zip(scoring.sequences, sequences, strict=True):
+        rows = []
+        for target, row in zip(ids[-scoring.positions :], zip(*answers.values(), strict=True), strict=True):
+            tokens = {name: token for name, token in zip(answers, row, strict=True) if token is not None}
+            if len(tokens) == len(answers):
+                rows.append((target, tokens))
+        if rows:
+            counts.append(len(rows))
+            for name in names:
+                sums[name].append(sum(_value(measure, name, target, tokens) for target, tokens in rows))
+    numbers = np.array(counts, dtype=np.int64)
+    return {name: Means(np.array(values, dtype=np.float64), numbers) for name, values in sums.items()}
+
+
+def _value(measure: Measure, name: str, target: int, tokens: Mapping[str, NextToken]) -> float:
+    token = tokens[name]
+    if measure == "nll_nats_per_token":
+        return -token.asked[target]
+    reference = tokens[REFERENCE]
+    return float(token.best == reference.best) if measure == "top1_agreement" else truncated_kl(reference, token)
