@@ -20,9 +20,7 @@ class Place:
     """The place where a metric is measured.
 
     Attributes:
-        level: The kind of task.
         num_tokens: The tokens of a context, or of a sequence; None where they have a length of their own.
-        position: The position of the first token.
         task: The task's name and metric, for level ``task``.
         flag: Why schemes cannot be told apart there, if it is known before anything is scored.
         failures: The answers, or tokens, that never came, by the name of the scheme.
@@ -37,14 +35,7 @@ class Place:
 
 
 def make_cell(measure: Measure, place: Place, scores: Mapping[str, PairedScores], seed: int) -> Cell:
-    """The cell of one metric: every scheme's result, and the profile's difference from each other scheme.
-
-    Args:
-        measure: The metric.
-        place: The place.
-        scores: The scores by the name of the scheme, the profile's among them.
-        seed: The seed of intervals and p-values.
-    """
+    """The cell of one metric: every scheme's result by name, and the profile's difference from each other scheme."""
     profile = scores[PROFILE]
     others = {name: other for name, other in scores.items() if name != PROFILE}
     return Cell(

@@ -19,6 +19,8 @@ from kvtuner.errors import CorpusError
 from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval, bootstrap_mean
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
 FLOOR: Final = 0.05
@@ -64,12 +66,7 @@ class PairedScores(ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Means(PairedScores):
-    """Means over tokens, or over questions, whole sequences resampled.
-
-    Attributes:
-        sums: The sum of each sequence, [num_sequences].
-        counts: The numbers of tokens, the same for all schemes, [num_sequences].
-    """
+    """Means over tokens, or over questions, whole sequences resampled; sums and counts are [num_sequences]."""
 
     sums: NDArray[np.float64]
     counts: NDArray[np.int64]
@@ -95,11 +92,7 @@ class Means(PairedScores):
 
 @dataclass(frozen=True, slots=True)
 class Marks(PairedScores):
-    """The marks of questions, right or wrong; their mean is the accuracy.
-
-    Attributes:
-        problems: The marks of each problem's questions; an answer that never came is wrong.
-    """
+    """The marks of each problem's questions, right or wrong; their mean is the accuracy."""
 
     problems: tuple[tuple[bool, ...], ...]
 
@@ -182,21 +175,25 @@ class Marks(PairedScores):
 
 
 def sign_flip(differences: NDArray[np.float64], seed: int) -> float:
-    """The two-sided p-value that differences have either sign equally often, whole units' signs flipped.
-
-    Args:
-        differences: The difference of each independent unit, [num_units].
-        seed: The seed of the signs, where there are too many to try all.
-    """
+    """The two-sided p-value that differences, [num_units], have either sign equally often, units' signs flipped."""
     differences = differences[differences != 0]
-    if not differences.size:
+    return randomization_p_value(lambda flips: (2 * flips - 1) @ differences, differences.size, seed, NUM_FLIPS)
+
+
+def randomization_p_value(
+    statistic: Callable[[NDArray[np.float64]], NDArray[np.float64]], num_units: int, seed: int, num_draws: int
+) -> float:
+    """The share of flips of units after which a statistic is as large as it is without any, or its opposite.
+
+    Flips are zeros and ones, [num_draws, num_units]; all are tried where there are few units, else so many are drawn.
+    """
+    if not num_units:
         return 1.0
-    observed = abs(differences.sum()) * (1 - 1e-12)
-    if differences.size <= MAX_EXACT:
-        signs = np.array(list(product((-1.0, 1.0), repeat=differences.size)))
-        return float((abs(signs @ differences) >= observed).mean())
-    signs = np.random.default_rng(seed).choice((-1.0, 1.0), (NUM_FLIPS, differences.size))
-    return float(((abs(signs @ differences) >= observed).sum() + 1) / (NUM_FLIPS + 1))
+    observed = abs(statistic(np.zeros((1, num_units)))[0]) * (1 - 1e-12)
+    if num_units <= MAX_EXACT:
+        return float((abs(statistic(np.array(list(product((0.0, 1.0), repeat=num_units))))) >= observed).mean())
+    flips = np.random.default_rng(seed).integers(0, 2, (num_draws, num_units)).astype(np.float64)
+    return float(((abs(statistic(flips)) >= observed).sum() + 1) / (num_draws + 1))
 
 
 def _design_effect(shares: NDArray[np.float64], counts: NDArray[np.int64], variance: float) -> float:

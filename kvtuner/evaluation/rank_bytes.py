@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServingRanks:
-    """The rows and layers of the ranks; bytes are those of the fullest one, which limits how many tokens fit.
+    """The rows of a tensor-parallel rank and the layers of each pipeline stage.
 
-    Attributes:
-        shape: The shape of the rows of one tensor-parallel rank.
-        stages: The layers of each pipeline stage.
+    Bytes are those of the fullest rank, which limits how many tokens fit.
     """
 
     shape: RowShape

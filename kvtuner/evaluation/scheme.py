@@ -46,7 +46,6 @@ class CacheScheme:
 
     Attributes:
         name: The name, such as ``profile``, ``K8V8``, ``fp8``; the unquantized scheme is `REFERENCE`.
-        pairs: The widths of each layer.
         rows: The rows of the whole model, which decide bits and bytes.
         key: The text that says everything that decides its results besides the model and what is asked.
         specs: How each layer is simulated; layers without a specification are exact.
@@ -93,12 +92,7 @@ class CacheScheme:
         return all(self._layer_bytes(layers, constraint.shape) <= constraint.cap(stage) for stage, layers in stages)
 
     def cache(self, config: Any, read_plan: ReadPlan, context_length: int) -> Any:
-        """An empty transformers cache that stores by this scheme.
-
-        Args:
-            config: The model's configuration.
-            read_plan: What a chunk reads.
-            context_length: The tokens that the cache must be able to hold.
+        """An empty transformers cache that stores by this scheme, and can hold so many tokens.
 
         Raises:
             UnsupportedModelError: layers whose cache is not one key and value per token and head.
@@ -108,10 +102,7 @@ class CacheScheme:
         raise NotImplementedError(self.name)
 
     def server_flags(self, folder: Path) -> tuple[str, ...]:
-        """SGLang's flags for this scheme.
-
-        Args:
-            folder: The folder for a file that the server reads, if the scheme needs one.
+        """SGLang's flags for this scheme; a file that the server reads, if there must be one, goes to the folder.
 
         Raises:
             RunFolderError: the file cannot be written.
@@ -181,11 +172,7 @@ class Fp8Scheme(CacheScheme):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProfileScheme(CacheScheme):
-    """Rows packed as a profile says.
-
-    Attributes:
-        file: The profile's file; None where it has none yet.
-    """
+    """Rows packed as a profile says, which may have a file already."""
 
     profile: Profile
     file: Path | None = None
@@ -284,13 +271,7 @@ def named_scheme(text: str, shape: ModelShape) -> CacheScheme:
 def named_schemes(
     names: Sequence[str], shape: ModelShape, profile: Profile, file: Path | None = None
 ) -> list[CacheScheme]:
-    """The schemes that words name, the searched profile among them.
-
-    Args:
-        names: The names: `PROFILE`, or what `named_scheme` knows.
-        shape: The model.
-        profile: The searched profile.
-        file: The profile's file, for servers.
+    """The schemes that words name: `PROFILE` the searched profile, others what `named_scheme` knows.
 
     Raises:
         PrecisionError: a word names no scheme, or two name the same one.

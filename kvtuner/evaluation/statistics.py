@@ -1,4 +1,4 @@
-"""Means with bootstrap intervals over sequences, rank correlation, quantiles. Knows nothing of models."""
+"""Means with bootstrap intervals over sequences, and rank correlation. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -41,14 +41,8 @@ def bootstrap_mean(
     """The mean over tokens with a percentile interval, whole sequences resampled.
 
     Tokens of one sequence are dependent, so sequences are what is drawn again; the mean of a resample is the
-    ratio of its sums. The same seed and number of sequences draw the same resamples, whatever was measured.
-
-    Args:
-        sums: The sum of a quantity over each sequence's tokens, [num_sequences].
-        counts: The tokens of each sequence, [num_sequences].
-        num_resamples: The number of draws.
-        level: The confidence of the interval, inside (0, 1).
-        seed: The seed of the draws.
+    ratio of its sums. The same seed and number of sequences draw the same resamples, whatever was measured. Sums and
+    counts of tokens are [num_sequences]; the confidence of the interval lies inside (0, 1).
 
     Raises:
         CorpusError: fewer than two sequences, which have no spread between sequences.
@@ -87,17 +81,3 @@ def spearman(x: NDArray[np.float64], y: NDArray[np.float64]) -> float | None:
     if len(np.unique(x)) < 2 or len(np.unique(y)) < 2:
         return None
     return float(spearmanr(x, y).statistic)
-
-
-def quantile(values: NDArray[np.floating], level: float) -> float:
-    """The smallest value that at least the share `level` of all values does not exceed.
-
-    An observed value, never one between two: the p99 of a report is the KL of a token.
-
-    Raises:
-        ValueError: no values, NaN among them, or a level outside [0, 1].
-    """
-    values = np.asarray(values)
-    if not values.size or np.isnan(values).any() or not 0 <= level <= 1:
-        raise ValueError(f"no {level} quantile of {values.size} values: they must be numbers, the level in [0, 1]")
-    return float(np.quantile(values, level, method="inverted_cdf"))

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class Text:
-    """Texts as token ids and back.
-
-    Args:
-        tokenizer: The model's tokenizer.
-    """
+    """Texts as token ids of a model's tokenizer, and back."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._start = tokenizer, start_tokens(tokenizer)

@@ -12,7 +12,6 @@ import torch
 
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.paired import Means
-from kvtuner.evaluation.statistics import quantile
 from kvtuner.journal import Journal
 from kvtuner.precision import PrecisionPair
 
@@ -35,14 +34,12 @@ UNIFORM_PAIRS = tuple(PrecisionPair.parse(text) for text in ("K8V8", "K8V4", "K4
 
 @dataclass(frozen=True, slots=True)
 class SequenceSums:
-    """The results of one scheme at one kind of offsets: a sum per sequence.
+    """The results of one scheme at one kind of offsets: a sum over scored tokens for each sequence.
 
     Attributes:
-        kl: The sums of KL over scored tokens, nats.
-        agree: The sums of top-1 agreement.
-        nll: The sums of -log p(next token).
-        count: The numbers of scored tokens.
-        nll_count: The numbers of scored tokens that have a next token.
+        kl: The KL, nats.
+        agree: The top-1 agreement.
+        nll: -log p(next token), over the `nll_count` tokens that have one.
         kl_p99: The 99th percentile of KL over all scored tokens.
     """
 
@@ -62,7 +59,7 @@ class SequenceSums:
             nll=tuple(scores.nll.nan_to_num().sum(dim=1).tolist()),
             count=(scores.kl.shape[1],) * scores.kl.shape[0],
             nll_count=tuple((~scores.nll.isnan()).sum(dim=1).tolist()),
-            kl_p99=quantile(scores.kl.flatten().numpy(), 0.99),
+            kl_p99=float(np.quantile(scores.kl.numpy(), 0.99, method="inverted_cdf")),  # the KL of a token
         )
 
     def means(self, measure: Measure) -> Means:
@@ -106,10 +103,7 @@ def pooled(parts: Sequence[SequenceSums]) -> SequenceSums:
 class Validator:
     """Measures schemes on the report split; a result is journalled and never measured twice.
 
-    Args:
-        bench: The workbench to measure on.
-        folder: The run folder, which holds the journal.
-        identity: The hash of everything that decides a result besides scheme and offsets.
+    The identity is the hash of everything that decides a result besides scheme and offsets.
     """
 
     def __init__(self, bench: Workbench, folder: RunFolder, identity: str) -> None:

@@ -4,12 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from scipy import stats
 
 from kvtuner.errors import CorpusError
-from kvtuner.evaluation.statistics import Interval, bootstrap_mean, quantile, spearman
+from kvtuner.evaluation.statistics import Interval, bootstrap_mean, spearman
 
 
 def sequences(num_sequences: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -129,18 +127,3 @@ def test_spearman_of_what_does_not_vary_is_undefined(x: list[float], y: list[flo
 def test_spearman_refuses_unequal_lengths_and_nan(x: list[float], y: list[float]) -> None:
     with pytest.raises(ValueError, match=r"rank correlation needs"):
         spearman(np.array(x), np.array(y))
-
-
-@given(
-    st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30),
-    st.sampled_from([0.0, 0.01, 0.5, 0.9, 0.99, 1.0]),
-)
-def test_a_quantile_is_the_smallest_value_with_that_share_at_or_below_it(values: list[float], level: float) -> None:
-    expected = min(v for v in values if sum(w <= v for w in values) >= level * len(values) - 1e-9)
-    assert quantile(np.array(values), level) == expected
-
-
-@pytest.mark.parametrize(("values", "level"), [([], 0.5), ([1.0, math.nan], 0.5), ([1.0], 1.5)])
-def test_a_quantile_that_does_not_exist_is_refused(values: list[float], level: float) -> None:
-    with pytest.raises(ValueError, match=r"quantile"):
-        quantile(np.array(values), level)

@@ -45,13 +45,11 @@ class Backend(ABC):
     Attributes:
         name: The name of the scheme.
         dtype: The dtype that the model runs in; None where a server does not say.
-        counts_positions: Whether a context can begin at any position.
         hits: How much of all prompts was found in a cache, those of a journal included; None of a model loaded here.
     """
 
     name: str
     dtype: str | None
-    counts_positions: bool
     hits: HitCount | None
 
     @property
@@ -105,12 +103,8 @@ def unread_flag(backends: Sequence[Backend], hits: Mapping[str, HitCount]) -> Fl
 class AnswerJournal:
     """The answers that a run folder keeps; an answer that never came is not kept, and asked for again.
 
-    Args:
-        folder: The run folder.
-        name: The name of the journal's file.
-        identity: The hash of everything that decides answers besides the backend and what is asked.
-        version: The version of how answers are made; another one finds none of the others'.
-        field: The field of a record that holds the answer.
+    The identity is the hash of everything that decides answers besides the backend and what is asked. Another version
+    of how answers are made finds none of the others'. A record holds the answer in the field.
     """
 
     def __init__(self, folder: RunFolder, name: str, identity: str, *, version: int, field: str) -> None:

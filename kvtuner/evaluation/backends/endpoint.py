@@ -11,7 +11,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast, get_args
 from urllib.parse import urlsplit
 
@@ -70,12 +70,7 @@ class Served:
 
 
 class Endpoint:
-    """A server that one can speak to.
-
-    Args:
-        url: The URL of the server, without a path.
-        api: How to speak to it.
-        timeout_s: The seconds that one answer may take.
+    """A server at a URL without a path, whose answers may take so many seconds.
 
     Raises:
         EndpointError: it cannot be reached, redirects, or serves no model.
@@ -89,11 +84,8 @@ class Endpoint:
     @property
     def key(self) -> str | None:
         """What decides its answers besides the questions; None where the server does not say what it serves."""
-        if self.api == "openai":
-            return None
-        served = self.served
-        facts = [served.model, served.version, served.digest, served.reads, served.kv_cache_dtype]
-        return sha256_of([self.api, KEPT, *facts, *served.weights])
+        *facts, weights = astuple(self.served)
+        return None if self.api == "openai" else sha256_of([self.api, KEPT, *facts, *weights])
 
     def generate(
         self, ids: Sequence[int], num_tokens: int, *, sampling: dict[str, Any] | None = None, **more: Any
@@ -201,10 +193,8 @@ class Endpoint:
 def opener_of(url: str) -> urllib.request.OpenerDirector:
     """The opener of a server's paths, which takes the environment's proxy except for servers on this machine.
 
-    Opening raises EndpointError where the server redirects.
-
     Raises:
-        EndpointError: the URL is no address.
+        EndpointError: the URL is no address; opening raises it where the server redirects.
     """
     proxies = urllib.request.ProxyHandler({} if is_loopback(url) else None)
     return urllib.request.build_opener(proxies, _NoRedirects())

@@ -26,14 +26,8 @@ class LocalBackend(Backend):
 
     A context is one chunk and what follows it another, so that by the plan ``decode`` the context is read exactly while
     it is prefilled, and quantized by all that follows.
-
-    Args:
-        loaded: The model.
-        scheme: The scheme that stores its cache.
-        read_plan: What a chunk reads.
     """
 
-    counts_positions = True
     hits: HitCount | None = None
 
     def __init__(self, loaded: LoadedModel, scheme: CacheScheme, read_plan: ReadPlanName) -> None:

@@ -34,17 +34,10 @@ class ServerBackend(Endpoint, Backend):
 
     A context is sent first, by itself, so that the questions find it in the server's prefix cache and read it as it is
     stored: scoring a whole prompt at once would read fresh keys and values, and show no damage of a quantized cache.
-
-    Args:
-        name: The name of the scheme.
-        url: The URL of the server, without a path.
-        api: How to speak to it.
-        text: The model's tokens; the server is sent ids, so that all servers are asked alike.
-        timeout_s: The seconds that one answer may take.
+    The server is sent token ids, so that all servers are asked alike.
     """
 
     dtype = None
-    counts_positions = False
 
     def __init__(self, name: str, url: str, api: Api, text: Text, timeout_s: float) -> None:
         super().__init__(url, api, timeout_s)

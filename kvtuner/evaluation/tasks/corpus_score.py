@@ -7,7 +7,7 @@ sentences are what is drawn again, and what two schemes swap at random.
 from __future__ import annotations
 
 from functools import partial
-from itertools import product, zip_longest
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -17,7 +17,7 @@ from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.metrics.ter import TER
 
 from kvtuner.errors import CorpusError
-from kvtuner.evaluation.paired import MAX_EXACT, PairedScores
+from kvtuner.evaluation.paired import PairedScores, randomization_p_value
 from kvtuner.evaluation.statistics import DEFAULT_LEVEL, DEFAULT_NUM_RESAMPLES, Interval
 
 if TYPE_CHECKING:
@@ -64,14 +64,7 @@ def sentences_of(values: Sequence[Any]) -> list[Sentence] | None:
 
 
 class CorpusScore(PairedScores):
-    """The score of one scheme in one metric.
-
-    Args:
-        metric: The metric, one of `METRICS`.
-        sentences: The sentences; other schemes' have the same references.
-
-    Attributes:
-        measure: The measure of a cell.
+    """The score of one scheme in one of `METRICS`; other schemes' sentences have the same references.
 
     Raises:
         CorpusError: a single sentence, which says nothing of the spread between sentences.
@@ -107,18 +100,12 @@ class CorpusScore(PairedScores):
         """
         first, second = self._statistics, other._statistics
         changes = (first - second)[(first != second).any(axis=1)]
-        if not len(changes):
-            return 1.0
-        observed = abs(self._score() - other._score()) * (1 - 1e-12)
-        is_exact = len(changes) <= MAX_EXACT
-        if is_exact:
-            swaps = np.array(list(product((0.0, 1.0), repeat=len(changes))))
-        else:
-            swaps = np.random.default_rng(seed).integers(0, 2, (NUM_SWAPS, len(changes))).astype(np.float64)
-        moved = swaps @ changes
-        differences = self._scores(first.sum(axis=0) - moved) - self._scores(second.sum(axis=0) + moved)
-        is_as_large = abs(differences) >= observed
-        return float(is_as_large.mean()) if is_exact else float((is_as_large.sum() + 1) / (NUM_SWAPS + 1))
+
+        def differences(swaps: NDArray[np.float64]) -> NDArray[np.float64]:
+            moved = swaps @ changes
+            return self._scores(first.sum(axis=0) - moved) - self._scores(second.sum(axis=0) + moved)
+
+        return randomization_p_value(differences, len(changes), seed, NUM_SWAPS)
 
     def _score(self) -> float:
         return float(self._scores(self._statistics.sum(axis=0)[None])[0])

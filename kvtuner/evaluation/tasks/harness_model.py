@@ -42,15 +42,8 @@ def asks_for_sampling(options: Mapping[str, Any]) -> bool:
 class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
     """The harness's view of a backend: all of a context but its last token is one chunk, the rest another.
 
-    So an answer reads its context as it is stored, its first token too: like after a prefix hit.
-
-    Args:
-        backend: The backend.
-        text: The model's tokens.
-        tokenizer: The tokenizer, for chat templates.
-        context_length: The model's context; a longer prompt loses its beginning, with one warning.
-        folder: The run folder, which holds the journal.
-        identity: The hash of whatever decides answers besides the questions and the backend.
+    So an answer reads its context as it is stored, its first token too: like after a prefix hit. A prompt that is
+    longer than the model's context loses its beginning, with one warning. Answers are journalled.
 
     Attributes:
         hits: How much of each task's prompts was found in a server's cache.

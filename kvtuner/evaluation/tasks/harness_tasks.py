@@ -35,21 +35,11 @@ logger: Final = logging.getLogger("kvtuner")
 
 @dataclass(frozen=True, slots=True)
 class TaskAnswers:
-    """The answers of one scheme in one task, through one of its filters.
-
-    Attributes:
-        task: The task as the harness names it.
-        rows: The harness's records, in the order of the questions.
-        lower_is_better: The metrics whose lower values are better.
-    """
+    """The harness's records of one scheme in one task, through one of its filters, in the order of the questions."""
 
     task: str
     rows: tuple[Mapping[str, Any], ...]
     lower_is_better: frozenset[str]
-
-    def values(self, metric: str) -> list[Any]:
-        """What the harness keeps of each question for a metric."""
-        return [row.get(metric) for row in self.rows]
 
 
 def task_cells(
@@ -63,13 +53,8 @@ def task_cells(
 ) -> list[Cell]:
     """Every task's scores that are known answer by answer, or of the corpus, the profile's beside all others'.
 
-    Args:
-        models: The harness's views of the backends, by the name of the scheme.
-        backends: The backends.
-        tasks: The names, groups or tags that the harness knows.
-        include_path: The folder of further task files, which may run code of theirs; None for none.
-        seed: The seed of the intervals.
-        **more: The arguments of the harness besides, such as ``limit``.
+    Tasks are names, groups or tags that the harness knows; `include_path` is a folder of further task files, which may
+    run code of theirs; `more` are arguments of the harness besides, such as ``limit``.
 
     Raises:
         CorpusError: tasks that the harness does not know, cannot load, or that score nothing that can be paired.
@@ -145,7 +130,7 @@ def _scores(
     label: str, metric: str, answers: Mapping[str, TaskAnswers], models: Mapping[str, HarnessModel]
 ) -> tuple[Measure, Mapping[str, PairedScores]]:
     """The scores of all schemes: of a corpus, right or wrong, or any numbers; none where they cannot be paired."""
-    values = {name: each.values(metric) for name, each in answers.items()}
+    values = {name: [row.get(metric) for row in each.rows] for name, each in answers.items()}
     if metric in METRICS:
         corpora = {name: sentences_of(each) for name, each in values.items()}
         scores = {name: CorpusScore(metric, corpus) for name, corpus in corpora.items() if corpus is not None}

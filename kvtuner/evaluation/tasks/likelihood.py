@@ -47,10 +47,7 @@ logger: Final = logging.getLogger("kvtuner")
 def local_likelihood_cells(bench: Workbench, schemes: Sequence[CacheScheme], folder: RunFolder) -> list[Cell]:
     """KL, top-1 agreement and negative log-likelihood at the first and the last positions of the context.
 
-    Args:
-        bench: The workbench; its report split is scored, by its read plan.
-        schemes: The schemes, the unquantized one and the searched profile among them.
-        folder: The run folder, whose journal keeps what was measured.
+    The report split is scored; the unquantized scheme and the searched profile are among the schemes.
 
     Raises:
         NonFiniteActivationError: a token's KL is NaN or infinite.
@@ -74,13 +71,9 @@ def local_likelihood_cells(bench: Workbench, schemes: Sequence[CacheScheme], fol
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """The tokens that servers score.
+    """The tokens that servers score: the last ones of each sequence; sequences have one length.
 
-    Attributes:
-        sequences: The token ids, all of one length.
-        positions: The number of last tokens of each sequence that are scored.
-        top: How many of the unquantized server's most likely tokens the truncated KL tells apart.
-        seed: The seed of the intervals.
+    A truncated KL tells so many (`top`) of the unquantized server's most likely tokens apart.
     """
 
     sequences: Sequence[Sequence[int]]
@@ -94,13 +87,8 @@ def server_likelihood_cells(
 ) -> list[Cell]:
     """Truncated KL, top-1 agreement and negative log-likelihood, as far as the servers together give them.
 
-    A sequence that was answered is journalled and not asked again.
-
-    Args:
-        backends: The servers.
-        scoring: The tokens.
-        folder: The run folder, which holds the journal.
-        identity: The hash of whatever decides answers besides tokens and servers.
+    A sequence that was answered is journalled and not asked again. The identity is the hash of whatever decides answers
+    besides tokens and servers.
 
     Raises:
         EndpointError: servers whose answers together cannot be compared, or one that is gone, or hardly answers.

@@ -35,9 +35,7 @@ MOST_OVER: Final = 2.0
 class QuestionSet:
     """Problems of one kind, of one length, at one place.
 
-    Attributes:
-        place: The place that they are asked at; about as many tokens as it says.
-        problems: The problems, the same for every scheme.
+    The problems are the same for every scheme; their contexts have about as many tokens as the place says.
     """
 
     place: Place
@@ -51,11 +49,8 @@ class DrawOptions:
     Attributes:
         lengths: The lengths of contexts, tokens.
         filler: The text that needles are hidden in, and that stands before additions.
-        context_length: The context that all of it must fit.
         counts_positions: Whether a backend begins a context at any position; else text stands before it.
         num_problems: The contexts of each length or position.
-        num_questions: The questions after each context.
-        seed: The seed of everything drawn.
     """
 
     lengths: Sequence[int]
@@ -92,7 +87,12 @@ def draw_question_sets(levels: Sequence[Level], text: Text, options: DrawOptions
 def _draw_problems(level: Level, length: int, text: Text, options: DrawOptions) -> tuple[tuple[Problem, ...], int]:
     """The problems of a level and a length, and how many tokens of the context they leave."""
     rng = random.Random(f"{options.seed} {level} {length}")
-    problems = tuple(_draw_problem(level, rng, text, length, options) for _ in range(options.num_problems))
+    if level == "recall":
+        draw = partial(recall, rng, text.count, length, options.num_questions)
+    else:
+        make = needles if level == "needle" else arithmetic
+        draw = partial(make, rng, text.count, length, options.num_questions, options.filler)
+    problems = tuple(draw() for _ in range(options.num_problems))
     least = min(text.count(problem.context) for problem in problems)
     if level != "arithmetic" and least > MOST_OVER * length:
         raise CorpusError(
@@ -108,24 +108,12 @@ def _draw_problems(level: Level, length: int, text: Text, options: DrawOptions) 
     return problems, room
 
 
-def _draw_problem(level: Level, rng: random.Random, text: Text, length: int, options: DrawOptions) -> Problem:
-    if level == "recall":
-        return recall(rng, text.count, length, options.num_questions)
-    draw = needles if level == "needle" else arithmetic
-    return draw(rng, text.count, length, options.num_questions, options.filler)
-
-
 def question_cells(
     sets: Sequence[QuestionSet], backends: Sequence[Backend], folder: RunFolder, identity: str, seed: int
 ) -> list[Cell]:
-    """The accuracy of every backend in every question set.
+    """The accuracy of every backend, the profile's among them, in every question set; answers are journalled.
 
-    Args:
-        sets: The question sets.
-        backends: The backends, the profile's among them.
-        folder: The run folder, which holds the journal.
-        identity: The hash of whatever decides answers besides the questions and the backend.
-        seed: The seed of the p-values.
+    The identity is the hash of whatever decides answers besides the questions and the backend.
 
     Raises:
         EndpointError: a server is gone.
