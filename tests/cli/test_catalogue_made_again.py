@@ -21,15 +21,20 @@ if TYPE_CHECKING:
     from fixture_types import RunCommand
 
 
+def recorded_command(name: str, model: str) -> list[str]:
+    """The command that made a profile of the catalogue, of a model in the folder that it has here."""
+    committed = json.loads(catalogue_file(name).read_text(encoding="utf-8"))
+    command = shlex.split(committed["provenance"]["command"])
+    assert command[:4] == ["kvtuner", "search", "--budget", committed["budget"]["asked"]]
+    place = command.index("--model") + 1
+    assert command[place] == committed["model"]["id"]
+    command[place] = model
+    return command[1:]
+
+
 def make_again(run: RunCommand, name: str, model: str, out: Path) -> dict[str, Any]:
     """The profile that the recorded command of the catalogue's makes."""
-    committed = json.loads(catalogue_file(name).read_text(encoding="utf-8"))
-    words = shlex.split(committed["provenance"]["command"])
-    assert words[:4] == ["kvtuner", "search", "--budget", committed["budget"]["asked"]]
-    place = words.index("--model") + 1
-    assert words[place] == committed["model"]["id"]
-    words[place] = model  # where the twin's folder lies here
-    status, _, err = run(*words[1:], "--no-report", "--out", out)
+    status, _, err = run(*recorded_command(name, model), "--no-report", "--out", out)
     assert status == 0, err
     made: dict[str, Any] = json.loads((out / "profile.json").read_text())
     return made
@@ -61,8 +66,10 @@ def only(node: Any, fields: set[str]) -> Any:
 
 
 @pytest.mark.slow
-def test_the_demo_models_profile_is_made_again_by_its_own_command(run: RunCommand, tmp_path: Path) -> None:
-    compare("demo-4bit", make_again(run, "demo-4bit", "demo", tmp_path / "run"))
+@pytest.mark.parametrize("budget", ["3bit", "4bit", "6bit"])
+def test_the_recorded_command_is_still_taken(run: RunCommand, tmp_path: Path, budget: str) -> None:
+    status, _, err = run(*recorded_command(f"demo-{budget}", "demo"), "--dry-run", "--out", tmp_path / "run")
+    assert status == 0, err
 
 
 @pytest.mark.full

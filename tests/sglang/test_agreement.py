@@ -177,8 +177,9 @@ def test_the_demo_model_answers_from_a_searched_profile(serve: Serve, tmp_path: 
     from kvtuner.cli import main
 
     run = tmp_path / "run"
-    asked = ["search", "--model", "demo", "--budget", "4bit", "--sequences", "2,2,3", "--sampler", "none"]
-    assert main([*asked, "--out", str(run), "--no-report", "--json"]) == 0
+    little = ["--sequences", "1,1,2", "--sequence-length", "128", "--fisher-draws", "1", "--sampler", "none"]
+    command = ["search", "--model", "demo", "--budget", "4bit", *little, "--out", str(run), "--no-report", "--json"]
+    assert main(command) == 0
     profile = json.loads((run / "profile.json").read_text())
     problems = [recall_problem(random.Random(seed), 30, 1) for seed in range(5)]
     for dtype in ("float32", "bfloat16"):
