@@ -38,7 +38,7 @@ from gpu_parts.pools import ALL_TRANSFORMS, LLAMA, empty_rows, row_format
 
 from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, effective_bits
 from kvtuner.quant import QuantSpec
-from kvtuner.runtime_loader.kernels import decode, read_rows, store_rows
+from kvtuner.runtime_loader.kernels import decode
 from kvtuner.runtime_loader.kernels.launch import (
     EXACT,
     READ_TOKENS,
@@ -47,6 +47,7 @@ from kvtuner.runtime_loader.kernels.launch import (
     read_facts,
     store_facts,
 )
+from kvtuner.runtime_loader.kernels.rows import read_side, store_rows
 from kvtuner.runtime_loader.kernels.settings import DecodeLaunch, Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.row_format import RowFormat
@@ -219,8 +220,8 @@ def rows_kernels(arch: int) -> list[dict[str, Any]]:
         num_bytes, elements = row.row_bytes(torch.bfloat16), shape.num_kv_heads * shape.head_dim
         # A program of the store kernel writes keys or values: the instructions of the other are subtracted.
         for function, facts, off, tokens in (
-            (store_rows.store_rows, store_facts(side, native), store_facts(native, native), STORED_TOKENS),
-            (read_rows.read_side, read_facts(side), None, READ_TOKENS),
+            (store_rows, store_facts(side, native), store_facts(native, native), STORED_TOKENS),
+            (read_side, read_facts(side), None, READ_TOKENS),
         ):
             kernel = compiled(function, facts, nvidia(arch), **EXACT)
             code, _ = disassembled(kernel.asm["cubin"])

@@ -17,7 +17,7 @@ from gpu_parts.machine import Machine
 from gpu_parts.pools import ALL_TRANSFORMS, HeadShape, empty_layer, keys_and_values, states
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.kernels import launch
-from kvtuner.runtime_loader.kernels.scratch import Scratch
+from kvtuner.runtime_loader.kernels.launch import Scratch
 from kvtuner.runtime_loader.kernels.settings import Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention

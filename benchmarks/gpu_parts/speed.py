@@ -27,7 +27,7 @@ from gpu_parts.pools import (
 )
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.kernels import launch
-from kvtuner.runtime_loader.kernels.scratch import Scratch
+from kvtuner.runtime_loader.kernels.launch import Scratch
 from kvtuner.runtime_loader.kernels.settings import Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention

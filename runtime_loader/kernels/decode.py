@@ -15,8 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.queries import queries_of, softcap
-from kvtuner.runtime_loader.kernels.unpack import (
+from kvtuner.runtime_loader.kernels.arithmetic import (
     ONE,
     codes_of,
     factor_of,
@@ -24,11 +23,13 @@ from kvtuner.runtime_loader.kernels.unpack import (
     log2_and_inverse,
     scale_and_minimum,
 )
+from kvtuner.runtime_loader.kernels.queries import queries_of, softcap
 
 
 @triton.jit
 def _zeros(COUNT: tl.constexpr, SHAPE: tl.constexpr):
-    """COUNT float32 tensors of zeros: one for each slot or group, since Triton takes no slice of a tensor."""
+    """COUNT float32 tensors of zeros."""
+    # One for each slot or group, since Triton takes no slice of a tensor.
     tensors = ()
     for _ in tl.static_range(COUNT):
         tensors = tensors + (tl.zeros(SHAPE, tl.float32),)
@@ -67,10 +68,7 @@ def _sliced_queries(
     q_base, mine, k_real, TILE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, IN_GROUP: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Queries cut as codes lie, [TILE, K_UNITS] for each slot, and their sums over each group, [TILE].
-
-    They are divided by the factor of the slot's codes here, once, where it costs nothing in the loop.
-    """
+    """Queries cut as codes lie, [TILE, K_UNITS] for each slot, and their sums over each group, [TILE]."""
     q = ()
     q_sums = ()
     for group in tl.static_range(GROUPS):
@@ -79,6 +77,7 @@ def _sliced_queries(
             channels = q_base + (group * IN_GROUP + slot) * WIDE  # [TILE, K_UNITS]
             part = tl.load(channels, mask=mine[:, None] & k_real[None, :], other=0.0)
             if BITS != 16:
+                # Divided by the factor of the slot's codes here, once, where it costs nothing in the loop.
                 part = part.to(tl.float32) * (1 / factor_of(group * IN_GROUP + slot, BITS))
                 part = fp16_saturated(part)
                 # Summed after the rounding, so that the minimum is weighted by the queries that the codes meet.
@@ -110,6 +109,7 @@ def _scores_of(
         steps, minima = _scales_of(words_ptr, slots, live, ROW, HEADS * WIDE // 2 + kv_head * GROUPS, GROUPS)
         scores = tl.zeros([TILE, TOKENS], tl.float32)
         for group in tl.static_range(GROUPS):
+            # Slots of a group share a scale, so that their codes add up before it is applied.
             products = tl.zeros([TILE, TOKENS], tl.float32)
             for slot in tl.static_range(IN_GROUP):
                 products = tl.dot(q[group * IN_GROUP + slot], codes[group * IN_GROUP + slot], products)
@@ -127,7 +127,7 @@ def _weighted(
 ):  # fmt: skip
     """The sums over tokens, shrunk to the new maximum, with a block of values by its weights [TILE, TOKENS].
 
-    That is a tuple of sums over codes, [TILE, V_UNITS] for each slot, and one over minima, [TILE] for each group.
+    Returns sums over codes, [TILE, V_UNITS] for each slot, and over minima, [TILE] for each group.
     """
     IN_GROUP: tl.constexpr = 16 // BITS // GROUPS
     new_acc = ()
@@ -193,7 +193,8 @@ def decode_split(
     v_unit = tl.arange(0, V_UNITS)
     k_real = k_unit < K_WIDE
     v_real = v_unit < V_WIDE
-    q_base = q_ptr + queries[:, None] * q_stride_t + heads[:, None] * q_stride_h + k_unit[None, :]  # [TILE, K_UNITS]
+    # [TILE, K_UNITS]
+    q_base = q_ptr + queries[:, None] * q_stride_t + heads[:, None] * q_stride_h + k_unit[None, :]
     q, q_sums = _sliced_queries(q_base, mine, k_real, TILE, K_BITS, K_GROUPS, K_IN_GROUP, K_WIDE)
     bias = tl.zeros([TILE], tl.float32)
     if BIASED:
@@ -230,7 +231,8 @@ def decode_split(
             scores = softcap(scores + bias[:, None], cap)
         if CAPPED or K_BITS == 16:
             scores += louder[None, :]
-        new_top = tl.maximum(top, tl.max(scores, 1))
+        # The online softmax: what was summed shrinks to the new maximum.
+        new_top = tl.maximum(top, tl.max(scores, 1))  # [TILE]
         shrink = tl.exp2(top - new_top)
         top = new_top
         u = tl.exp2(scores - top[:, None])  # [TILE, TOKENS]: weights times the value's scale, at most 1
@@ -239,7 +241,8 @@ def decode_split(
             u, acc, lows, shrink, steps, minima, inverse, v_rows_ptr, slots, live, kv_head, v_unit, v_real,
             V_ROW, V_WIDE, V_BITS, V_GROUPS, ASM,
         )  # fmt: skip
-    out = partial_ptr + place[:, None] * V_DIM + v_unit[None, :]
+    # Slot j of unit u is channel j * V_WIDE + u.
+    out = partial_ptr + place[:, None] * V_DIM + v_unit[None, :]  # [TILE, V_UNITS]
     for slot in tl.static_range(V_SLOTS):
         outcome = acc[slot]
         if V_BITS != 16:

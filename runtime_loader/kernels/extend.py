@@ -17,7 +17,7 @@ def attend_fresh(
 ):  # fmt: skip
     """Causal attention of one request's new tokens over one another, as the last part beside `decode_split`'s.
 
-    Queries, keys and values are those of model space. Partial outputs are in model space too.
+    Queries, keys, values and partial outputs are those of model space.
     """
     request, kv_head, queries, heads, mine, any_mine = queries_of(q_indptr_ptr, num_requests, HEADS, GQA, TILE, True)
     if not any_mine:
@@ -34,6 +34,7 @@ def attend_fresh(
         mask=mine[:, None] & k_real[None, :], other=0.0,
     )  # fmt: skip  # [TILE, K_PADDED]
     acc = tl.zeros([TILE, V_PADDED], tl.float32)
+    # Not -inf: where no score is finite yet, exp2(-inf - -inf) would be NaN.
     top = tl.full([TILE], -1e30, tl.float32)
     total = tl.zeros([TILE], tl.float32)
     # No further than the tile's last query, which sees no later token.
@@ -55,9 +56,10 @@ def attend_fresh(
         new_top = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp2(top - new_top)
         top = new_top
-        p = tl.exp2(scores - top[:, None])
+        p = tl.exp2(scores - top[:, None])  # [TILE, TOKENS]
         total = total * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
+    # Behind the splits of the rows, [TILE].
     place = (queries * (HEADS * GQA) + heads) * (num_splits + 1) + num_splits
     out = partial_ptr + place[:, None] * V_DIM + v_channel[None, :]
     tl.store(out, acc / total[:, None], mask=mine[:, None] & v_real[None, :])

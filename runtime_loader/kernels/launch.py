@@ -1,4 +1,4 @@
-"""Launches of the kernels: what they need to know of two sides, a batch and a device."""
+"""Launches of the kernels on two sides and a batch, and the memory between the launches of one layer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from kvtuner.runtime_loader.kernels.decode import decode_split
 from kvtuner.runtime_loader.kernels.extend import attend_fresh
 from kvtuner.runtime_loader.kernels.merge_splits import merge_splits
 from kvtuner.runtime_loader.kernels.queries import prepare_queries
-from kvtuner.runtime_loader.kernels.read_rows import read_side
-from kvtuner.runtime_loader.kernels.store_rows import store_rows
+from kvtuner.runtime_loader.kernels.rows import read_side, store_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvtuner.runtime_loader.kernels.scratch import Scratch
     from kvtuner.runtime_loader.kernels.settings import DecodeLaunch
     from kvtuner.runtime_loader.kernels.side import Facts, KernelSide
     from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
@@ -35,6 +33,31 @@ EXACT: Final[dict[str, Any]] = {"enable_fp_fusion": False, "num_warps": 1}
 With one warp a group's minimum and maximum stay inside it: a quarter of the instructions of four (docs/kernels.md).
 """
 LOG2_E: Final = math.log2(math.e)
+SCRATCH_ALIGNMENT: Final = 256
+
+
+class Scratch:
+    """A buffer that is handed out piece by piece, from the start again for every call.
+
+    What does not fit is allocated for the call: inside a CUDA graph that memory is the graph's own.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._used = 0
+
+    def restart(self) -> Scratch:
+        """Give the same memory out again; whatever was taken before is lost."""
+        self._used = 0
+        return self
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialized tensor."""
+        start, size = self._used, math.prod(shape) * dtype.itemsize
+        if start + size > len(self._buffer):
+            return torch.empty(shape, dtype=dtype, device=self._buffer.device)
+        self._used += -(-size // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+        return self._buffer[start : start + size].view(dtype).view(shape)
 
 
 def store(keys: KernelSide, values: KernelSide, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -77,19 +100,9 @@ def decode(
     q: Tensor, keys: KernelSide, values: KernelSide, indptr: Tensor, slots: Tensor, scores: ScoreScaling,
     launch: DecodeLaunch, num_splits: int, scratch: Scratch, out: Tensor,
 ) -> None:  # fmt: skip
-    """Attention of one query per request over packed rows; as `PackedAttention.decode`.
+    """Attention of one query per request over packed rows, in at most `num_splits` parts of a request.
 
-    Args:
-        q: [requests, num_heads, head_dim], channels contiguous.
-        keys: The stored keys of the layer.
-        values: The stored values of the layer.
-        indptr: [requests + 1] or longer; request r reads ``slots[indptr[r]:indptr[r + 1]]``.
-        slots: The token slots of all requests, one after the other.
-        scores: The scale and cap of the scores.
-        launch: The settings of the kernel.
-        num_splits: The most parts of a request.
-        scratch: The memory between the launches.
-        out: [requests, num_heads, v_head_dim], channels contiguous; written.
+    As `PackedAttention.decode`; `indptr` may be longer than [requests + 1]; channels of `q` and `out` are contiguous.
     """
     biased = keys.centered and scores.logit_cap > 0  # softmax cancels it otherwise
     queries, bias = _prepare(q, keys, scratch, biased=biased)
@@ -106,22 +119,11 @@ def extend(
 ) -> None:  # fmt: skip
     """Attention of new tokens over their request's packed rows and, causally, over one another.
 
-    As `PackedAttention.extend`. The two are merged by the sums of their exponents, so that `q . mu`, which cached keys
-    alone have lost, is added to what rows say; the values' Hadamard is undone on their part alone.
-
-    Args:
-        q: [tokens, num_heads, head_dim], channels contiguous, as `k` and `v` are.
-        k: [tokens, num_kv_heads, head_dim], in the dtype of `q`.
-        v: [tokens, num_kv_heads, v_head_dim], likewise.
-        keys: The stored keys of the layer.
-        values: The stored values of the layer.
-        bounds: The new tokens and the slots of each request.
-        scores: The scale and cap of the scores.
-        launch: The settings of the kernel that reads rows.
-        num_splits: The most parts of a prefix.
-        scratch: The memory between the launches.
-        out: [tokens, num_heads, v_head_dim], channels contiguous; written, with zeros for tokens of no request.
+    As `PackedAttention.extend`; channels of all tensors are contiguous, `k` and `v` have the dtype of `q`, and `out`
+    gets zeros for tokens of no request.
     """
+    # The two are merged by the sums of their exponents, so that q . mu, which cached keys alone have lost, is added to
+    # what rows say; the values' Hadamard is undone on their part alone.
     queries, bias = _prepare(q, keys, scratch, biased=keys.centered)
     num_requests = len(bounds.tokens) - 1
     partial, lse = _attend_rows(
@@ -145,7 +147,8 @@ def tiles_of(num_queries: int, num_requests: int, gqa: int, tile: int) -> int:
 
 
 def fresh_options(keys: KernelSide, values: KernelSide) -> dict[str, int]:
-    """The compiler's, for the kernel of new tokens: a wide head's accumulator needs more registers."""
+    """The compiler options of the kernel of new tokens."""
+    # The accumulator of a wide head needs the registers of more warps.
     return {"num_warps": 8 if max(keys.padded, values.padded) > 128 else 4, "num_stages": 2}
 
 
@@ -187,9 +190,10 @@ def _attend_rows(
     slots: Tensor, scores: ScoreScaling, launch: DecodeLaunch, num_splits: int, scratch: Scratch, *, num_requests: int,
     biased: bool, bounds: ExtendBounds | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Partial outputs and their weights, with room for a part of fresh tokens where there are `bounds`."""
+    """Partial outputs [queries, num_heads, parts, v_head_dim] and their weights [queries, num_heads, parts]."""
     num_queries, num_heads = q.shape[:2]
     gqa, extending = num_heads // keys.num_heads, bounds is not None
+    # With room for a part of fresh tokens.
     parts = num_splits + extending
     partial = scratch.take((num_queries, num_heads, parts, values.head_dim), torch.float32)
     lse = scratch.take((num_queries, num_heads, parts), torch.float32)

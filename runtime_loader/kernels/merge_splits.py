@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.transform import hadamard
-from kvtuner.runtime_loader.kernels.unpack import fp16_saturated
+from kvtuner.runtime_loader.kernels.arithmetic import fp16_saturated, hadamard
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_requests"])
@@ -18,6 +17,7 @@ def merge_splits(
     query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     parts = num_splits + 1 if EXTEND else num_splits
+    # Splits of a query and head lie side by side, [queries, num_heads, parts].
     place = (query * tl.num_programs(1) + head) * parts
     channels = tl.arange(0, PADDED)
     real = channels < DIM
@@ -32,6 +32,7 @@ def merge_splits(
         mask = (split < num_splits) & (query < num_queries)
         lse = tl.load(lse_ptr + place + split, mask=mask, other=float("-inf"))
         some = mask & (lse != float("-inf"))  # NaN is some: it must be seen
+        # A split without tokens has a weight of -inf, and nothing was written for it.
         new_top = tl.maximum(top, tl.max(tl.where(lse > float("-inf"), lse, -1e30), 0))
         share = tl.where(some, tl.exp2(lse - new_top), 0.0)
         of_split = tl.load(

@@ -15,7 +15,7 @@ from kvtuner.runtime_loader.host_tier.pages import ALIGNMENT
 from kvtuner.runtime_loader.host_tier.stopwatch import untimed
 from kvtuner.runtime_loader.host_tier.transfer import block_tokens, in_blocks, pages_of
 from kvtuner.runtime_loader.kernels import NAME, launch
-from kvtuner.runtime_loader.kernels.move_pages import copy_pages
+from kvtuner.runtime_loader.kernels.rows import copy_pages
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.packed_attention import PackedRows
 
@@ -31,12 +31,9 @@ SPAN_FIELDS: Final = 5
 
 
 class TritonMover:
-    """`PageMover` by kernels, on the device of the layers.
+    """`PageMover` by kernels, on the device of the layers, of which all are packed or none.
 
-    Args:
-        layers: The keys and values of the rank's layers, all packed or none.
-        pages: The pages on the host, in memory that the device can address.
-        timed: The context around quantizing and dequantizing.
+    The pages lie in memory that the device can address; `timed` is the context around quantizing and dequantizing.
     """
 
     name = NAME
@@ -66,13 +63,7 @@ class TritonMover:
 
 
 class _Rows:
-    """Device rows that move as they are: the host holds the same bytes.
-
-    Args:
-        rows: The rows of keys and values by layer, uint8 [slots, row_bytes].
-        pages: The pages on the host.
-        device: The device of the rows.
-    """
+    """Device rows of keys and values by layer, uint8 [slots, row_bytes]: the host holds the same bytes."""
 
     def __init__(self, rows: list[list[Tensor]], pages: HostPages, device: torch.device) -> None:
         self._layout, self._num_layers = pages.layout, len(rows)
@@ -112,10 +103,7 @@ class _Rows:
 
 
 class _Staging:
-    """Buffers on the device in which one layer's block of tokens becomes rows, or is read back from them.
-
-    Layers of one format share a buffer; bytes of a row that no kernel writes stay zeros.
-    """
+    """Buffers on the device in which one layer's block of tokens becomes rows, or is read back from them."""
 
     def __init__(self, layers: Layers, pages: HostPages, device: torch.device, timed: Timed) -> None:
         self._layers, self._timed, layout = layers, timed, pages.layout
@@ -126,6 +114,7 @@ class _Staging:
             spec = side.format.spec
             kind = (name, side.row_bytes, spec and spec.bits, spec and spec.group_size)
             if kind not in shared:
+                # Zeros, which bytes of a row stay that no kernel writes: layers of one format may share a buffer.
                 shared[kind] = torch.zeros(self._block, side.row_bytes, dtype=torch.uint8, device=device)
             return shared[kind]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.transform import hadamard
-from kvtuner.runtime_loader.kernels.unpack import fp16_saturated
+from kvtuner.runtime_loader.kernels.arithmetic import fp16_saturated, hadamard
 
 
 @triton.jit
 def _first_tile(request, q_indptr_ptr, GQA: tl.constexpr, TILE: tl.constexpr):
-    """The first tile of a request, from its first query alone: at most one tile of each request stays empty."""
+    """The first tile of a request."""
+    # From its first query alone: at most one tile of each request stays empty.
     return (tl.load(q_indptr_ptr + request) * GQA // TILE).to(tl.int32) + request
 
 
@@ -19,11 +19,9 @@ def _first_tile(request, q_indptr_ptr, GQA: tl.constexpr, TILE: tl.constexpr):
 def queries_of(
     q_indptr_ptr, num_requests, HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, EXTEND: tl.constexpr
 ):
-    """What a program attends with: its request, KV head, queries, heads, which of these are real, and whether any is.
-
-    The first axis of the grid is KV heads, and tiles of each; where requests have one query, the third axis is
-    requests. Heads of a query lie side by side, so that a tile is full where many queries share a KV head.
-    """
+    """Return a program's request, KV head, queries and heads [TILE], which of these are real, and whether any is."""
+    # The first axis of the grid is KV heads, and tiles of each; where requests have one query, the third is requests.
+    # Heads of a query lie side by side, so that a tile is full where many queries share a KV head.
     tiles = tl.num_programs(0) // HEADS
     kv_head = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles

@@ -31,9 +31,7 @@ class DecodeLaunch:
     """How the kernel that reads rows is launched.
 
     Attributes:
-        tokens: The tokens of a block.
-        warps: The warps of a program.
-        stages: The stages of the loop's pipeline.
+        tokens: The tokens of a block of the loop, whose pipeline has `stages`.
         asm: Whether codes are unpacked by NVIDIA's inline assembly.
         min_split: The tokens below which a request is not split.
         resident: The programs that a multiprocessor holds at once.

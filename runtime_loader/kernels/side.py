@@ -27,17 +27,12 @@ class KernelSide:
     Attributes:
         rows: The int16 units [slots, row units]; native rows as they are.
         words: The rows viewed as int32.
-        mu: The mean keys, float32 [num_heads, head_dim]; any tensor where the transform has none.
-        lam: The factors lambda, likewise.
+        mu: The mean keys, float32 [num_heads, head_dim]; any tensor where the transform is not `centered`.
+        lam: The factors lambda, likewise where it is not `balanced`.
         inverse: The inverse 1 / lambda, by IEEE division.
         row: The stride of a row, in elements of `rows`.
-        num_heads: The KV heads.
-        head_dim: The channels per head.
-        bits: The bits of a code; 16 for native rows.
         groups: The scales of a head.
         stages: The stages of the Hadamard's butterfly; 0 for none.
-        centered: Whether there is a mu.
-        balanced: Whether there is a lambda.
         symmetric: Whether the grid that is written is symmetric.
     """
 

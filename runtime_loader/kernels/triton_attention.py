@@ -9,7 +9,7 @@ import torch
 import triton
 
 from kvtuner.runtime_loader.kernels import NAME, launch
-from kvtuner.runtime_loader.kernels.scratch import Scratch
+from kvtuner.runtime_loader.kernels.launch import Scratch
 from kvtuner.runtime_loader.kernels.settings import Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
 
@@ -34,16 +34,12 @@ SPARE_BYTES: Final = 4096
 class TritonAttention:
     """`PackedAttention` by kernels, for one rank's layers on one device.
 
-    Nothing is measured, compiled differently or allocated for the length of a request, so that decoding can be captured
-    in a CUDA graph.
-
-    Args:
-        device: The device of the rows.
-
     Raises:
         ServingError: No kernel runs on the device.
     """
 
+    # Nothing is measured, compiled differently or allocated for the length of a request, so that decoding can be
+    # captured in a CUDA graph.
     name = NAME
     rounding = 2.0**-11
 
@@ -82,14 +78,10 @@ class TritonAttention:
         """See `PackedAttention.decode`."""
         k_side, v_side = self._side(keys), self._side(values)
         settings, tiles = self._settings(k_side, v_side, q.shape[1])
-        if out is None:
-            out = q.new_empty(len(q), q.shape[1], values.format.head_dim)
+        out = _output(q, values) if out is None else out
         if len(q):
-            num_splits = self._device.splits(settings, len(q), tiles)
-            launch.decode(
-                _dense(q), k_side, v_side, indptr, slots, scores, settings, num_splits,
-                self._scratch.restart(), out,
-            )  # fmt: skip
+            num_splits, scratch = self._device.splits(settings, len(q), tiles), self._scratch.restart()
+            launch.decode(_dense(q), k_side, v_side, indptr, slots, scores, settings, num_splits, scratch, out)
         return out
 
     def extend(
@@ -107,8 +99,7 @@ class TritonAttention:
         k_side, v_side = self._side(keys), self._side(values)
         num_requests, gqa = len(bounds.tokens) - 1, q.shape[1] // k_side.num_heads
         settings = self._device.launch(k_side, v_side, gqa, extend=True)
-        if out is None:
-            out = q.new_empty(len(q), q.shape[1], values.format.head_dim)
+        out = _output(q, values) if out is None else out
         if num_requests == 0:
             return out.zero_()
         if len(q):
@@ -123,16 +114,14 @@ class TritonAttention:
     def read_prefix(
         self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds
     ) -> tuple[Tensor, Tensor] | None:
-        """See `PackedAttention.read_prefix`: long extends, of prefixes that fit in the workspace.
-
-        SGLang's own kernel is taken to have a program for every query head and `HOST_TOKENS` new tokens:
-        too few of them leave a device idle.
-        """
+        """See `PackedAttention.read_prefix`: long extends, of prefixes that fit in the workspace."""
         num_kv_heads, num_slots = keys.format.num_heads, len(bounds.slots)
         per_token = num_kv_heads * (keys.format.head_dim + values.format.head_dim) * q.dtype.itemsize
         if num_slots * per_token > WORKSPACE_BYTES:
             return None
         num_requests, pairs = len(bounds.tokens) - 1, bounds.longest * (q.shape[1] // num_kv_heads)
+        # SGLang's own kernel is taken to have a program for every query head and HOST_TOKENS new tokens: too few leave
+        # a device idle.
         programs = num_requests * q.shape[1] * triton.cdiv(bounds.longest, HOST_TOKENS)
         if num_slots and (pairs < WORTH_READING or 2 * programs < self._device.processors):
             return None
@@ -151,6 +140,10 @@ class TritonAttention:
         if side is None:
             side = self._sides[stored] = KernelSide.of(stored)
         return side
+
+
+def _output(q: Tensor, values: PackedRows) -> Tensor:
+    return q.new_empty(len(q), q.shape[1], values.format.head_dim)
 
 
 def _dense(states: Tensor) -> Tensor:

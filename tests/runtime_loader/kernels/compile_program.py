@@ -19,7 +19,7 @@ import sass
 
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import QuantSpec, Transform
-from kvtuner.runtime_loader.kernels import decode, extend, merge_splits, move_pages, queries, read_rows, store_rows
+from kvtuner.runtime_loader.kernels import decode, extend, merge_splits, queries, rows
 from kvtuner.runtime_loader.kernels.launch import (
     EXACT,
     FRESH,
@@ -62,12 +62,12 @@ def instructions(kernel: Any) -> dict[str, int]:
 def stored(k_bits: int, v_bits: int, head_dim: int = 128) -> Any:
     """The store kernel, with every transform and both kinds of grid."""
     sides = transformed(k_bits, head_dim), transformed(v_bits, head_dim, symmetric=True)
-    return sass.compiled(store_rows.store_rows, store_facts(*sides), HOPPER, **EXACT)
+    return sass.compiled(rows.store_rows, store_facts(*sides), HOPPER, **EXACT)
 
 
 def read_back(bits: int, head_dim: int) -> Any:
     """The read kernel, with every transform."""
-    return sass.compiled(read_rows.read_side, read_facts(transformed(bits, head_dim)), HOPPER, **EXACT)
+    return sass.compiled(rows.read_side, read_facts(transformed(bits, head_dim)), HOPPER, **EXACT)
 
 
 def attending(pair: PrecisionPair, head_dim: int, target: GPUTarget, arch: str, **kind: bool) -> Any:
@@ -113,7 +113,7 @@ def copies(bits: int, head_dim: int) -> tuple[int, float]:
 def moving(*, to_host: bool) -> list[str]:
     """What the kernel that moves pages does to memory."""
     facts = {"TO_HOST": to_host, "FIELDS": SPAN_FIELDS, "BLOCK": BLOCK_WORDS}
-    return re.findall(r"[ls][dt][.]global\S*", sass.compiled(move_pages.copy_pages, facts, HOPPER).asm["ptx"])
+    return re.findall(r"[ls][dt][.]global\S*", sass.compiled(rows.copy_pages, facts, HOPPER).asm["ptx"])
 
 
 pairs = [PrecisionPair(k, v) for k, v in itertools.product((16, 4), (16, 4))]

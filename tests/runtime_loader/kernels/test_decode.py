@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtuner.runtime_loader.kernels import launch
-from kvtuner.runtime_loader.kernels.scratch import Scratch
+from kvtuner.runtime_loader.kernels.launch import Scratch
 from kvtuner.runtime_loader.kernels.settings import INTERPRETED
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling, TorchAttention

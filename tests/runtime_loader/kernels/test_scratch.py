@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvtuner.runtime_loader.kernels.scratch import Scratch
+from kvtuner.runtime_loader.kernels.launch import Scratch
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 from kvtuner.runtime_loader.packed_attention import ScoreScaling, TorchAttention
 

@@ -1,4 +1,4 @@
-"""Codes of halfword-sliced units as numbers a tensor core takes, without any conversion.
+"""Arithmetic inside kernels: codes of units as numbers that a tensor core takes, scales, fp16 and the Hadamard.
 
 The bits of a code, alone in a halfword, are a subnormal fp16: 2 ** -24 for every one of the integer that they are.
 Where the code lies higher than in the lowest bits it is larger by a power of two, which saves the shift. Tensor cores
@@ -13,8 +13,8 @@ from typing import Final
 import triton
 import triton.language as tl
 
+# The fp16 number that a code of 1 in the lowest bits is.
 ONE: Final = tl.constexpr(2.0**-24)
-"""The fp16 number that a code of 1 in the lowest bits is."""
 
 
 @triton.constexpr_function
@@ -41,18 +41,16 @@ def _high_bytes(units):
 
 @triton.jit
 def codes_of(units, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Unpack int16 units to 16 / BITS float16 tensors of ONE * factor_of(slot, BITS) * code, one for each slot.
-
-    With ASM two units of a register are unpacked at once; without, the same numbers in plain Triton, for interpreters
-    and other vendors.
-    """
+    """Unpack int16 units to 16 / BITS float16 tensors of ONE * factor_of(slot, BITS) * code, one for each slot."""
     if not ASM:
+        # The same numbers in plain Triton, for interpreters and other vendors.
         codes = ()
         for slot in tl.static_range(16 // BITS):
             byte = units >> (slot * BITS // 8 * 8)
             code = byte & (((1 << BITS) - 1) << (slot * BITS % 8))
             codes = codes + (code.to(tl.int16).to(tl.float16, bitcast=True),)
     elif BITS == 8:
+        # A register holds two units; a byte of each moves to the low half of its halfword.
         codes = (_codes(units, "prmt.b32 $0, $1, 0, 0x4240;"), _codes(units, "prmt.b32 $0, $1, 0, 0x4341;"))
     else:
         high = _high_bytes(units)
@@ -102,5 +100,17 @@ def log2_and_inverse(x, ASM: tl.constexpr):
 
 @triton.jit
 def fp16_saturated(x):
-    """Return the nearest fp16, at most 65504; NaN stays NaN, which minimum and maximum of a GPU would lose."""
+    """Return the nearest fp16, at most 65504."""
+    # NaN stays NaN, which minimum and maximum of a GPU would lose.
     return tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x)).to(tl.float16)
+
+
+@triton.jit
+def hadamard(x, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr):
+    """Orthonormal Hadamard of [TOKENS, CHANNELS] in blocks of 2 ** STAGES, in the order of `quant.hadamard`."""
+    BLOCK: tl.constexpr = 1 << STAGES
+    # A stage adds neighbours and moves their sums before their differences, so that the next one finds its pairs there.
+    for _ in tl.static_range(STAGES):
+        a, b = tl.split(tl.reshape(x, (TOKENS, CHANNELS // BLOCK, BLOCK // 2, 2)))
+        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (TOKENS, CHANNELS))
+    return x * (BLOCK**-0.5)

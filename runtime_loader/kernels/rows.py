@@ -1,7 +1,7 @@
-"""One launch that transforms, quantizes, packs and scatters the keys and values of a batch of tokens.
+"""Rows in kernels: written from keys and values, read back to model space, and moved as pages of bytes.
 
-Codes and scale words equal those of `quant.py` for the same input. So nothing here may be contracted
-(`enable_fp_fusion` is off at launch), division is IEEE's, and the Hadamard adds in the same order.
+Codes and scale words that are written equal those of `quant.py` for the same input. So nothing that computes may be
+contracted (`enable_fp_fusion` is off at launch), division is IEEE's, and the Hadamard adds in the same order.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.transform import hadamard
+from kvtuner.runtime_loader.kernels.arithmetic import fp16_saturated, hadamard, scale_and_minimum
 
 
 @triton.jit
 def _fp16_down(x):
     """Largest fp16 at or below float32 x, as its bits."""
     nearest = x.to(tl.float16)
+    # The next fp16 below is one bit pattern lower, or higher where the sign bit is set.
     word = nearest.to(tl.int16, bitcast=True)
     step = tl.where(word < 0, 1, -1).to(tl.int16)
     return tl.where(nearest.to(tl.float32) > x, word + step, word)
@@ -55,7 +56,7 @@ def _store_side(
         tl.store(rows_ptr + slots[:, None] * ROW + head * DIM + channels, x, mask=mask)
     else:
         # Slot j of unit u is channel j * UNITS + u; units are padded to a power of two. Slots come first, so that a
-        # thread holds all of a unit's, and lanes are spread over tokens.
+        # thread holds all of a unit's, and lanes are spread over tokens: tiles are [SLOTS, TOKENS, SPREAD].
         SLOTS: tl.constexpr = 16 // BITS
         UNITS: tl.constexpr = DIM // SLOTS
         SPREAD: tl.constexpr = PADDED // SLOTS
@@ -70,8 +71,9 @@ def _store_side(
             mask = channels < DIM
             x = tl.load(x_ptr + tokens[:, None] * x_stride_t + channels, mask=live[:, None] & mask, other=0.0)
             y = _stored(x, mu_ptr, inverse_ptr, head * DIM + channels, mask, CENTERED, BALANCED)
-            y = hadamard(tl.where(mask, y, 0.0), TOKENS, PADDED, STAGES)
+            y = hadamard(tl.where(mask, y, 0.0), TOKENS, PADDED, STAGES)  # [TOKENS, PADDED]
             if PADDED != DIM:
+                # Padding lies behind all channels, and is wanted behind those of each slot.
                 index = tl.reshape(tl.permute(channel, (1, 0, 2)), (1, PADDED))
                 y = tl.gather(y, tl.broadcast_to(index, (TOKENS, PADDED)), 1)
             y = tl.permute(tl.reshape(y, (TOKENS, SLOTS, SPREAD)), (1, 0, 2))
@@ -82,6 +84,7 @@ def _store_side(
             x = tl.load(x_ptr + tokens[None, :, None] * x_stride_t + channel, mask=mask, other=0.0)
             y = _stored(x, mu_ptr, inverse_ptr, head * DIM + channel, real, CENTERED, BALANCED)
         y = tl.reshape(y, (GROUPS, SLOTS // GROUPS, TOKENS, SPREAD))  # a group is whole slots
+        # Padding must neither be the least nor the largest; y - y is 0, but for NaN and infinity.
         if PADDED == DIM:
             lowest, highest, spoilt = y, y, y - y
         else:
@@ -96,6 +99,7 @@ def _store_side(
         low = tl.where(wrong, 0.0, _saturated(tl.min(tl.min(lowest, 1), 2))) + 0.0
         high = tl.where(wrong, 0.0, _saturated(tl.max(tl.max(highest, 1), 2))) + 0.0
         if SYMMETRIC:
+            # The scale is rounded up, so that the largest value stays inside the grid; its half must be an fp16 too.
             HALF: tl.constexpr = 1 << (BITS - 1)
             largest = tl.maximum(tl.abs(low), tl.abs(high))
             wanted = tl.minimum(tl.div_rn(largest, tl.full(largest.shape, HALF - 1, tl.float32)), 65504.0 / HALF)
@@ -152,3 +156,73 @@ def store_rows(
             v_ptr, v_stride_t, v_stride_h, v_rows_ptr, v_ptr, v_ptr, tokens, slots, live, head,
             V_ROW, HEADS, V_DIM, V_BITS, V_GROUPS, False, False, V_STAGES, V_SYMMETRIC, V_PADDED, TOKENS,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["count_ptr"])
+def read_side(
+    rows_ptr, words_ptr, mu_ptr, lam_ptr, slots_ptr, out_ptr, out_stride_t, out_stride_h, count_ptr,
+    HEADS: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
+    CENTERED: tl.constexpr, BALANCED: tl.constexpr, STAGES: tl.constexpr, PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Read one head of the first `count` tokens back to [tokens, heads, DIM], with the roundings of `QuantSpec`."""
+    SLOTS: tl.constexpr = 16 // BITS
+    UNITS: tl.constexpr = DIM // SLOTS
+    head = tl.program_id(1)
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
+    live = tokens < tl.load(count_ptr)
+    slots = tl.load(slots_ptr + tokens, mask=live, other=0).to(tl.int64)
+    channels = tl.arange(0, PADDED)  # [PADDED], a power of two
+    real = channels < DIM
+    mask = live[:, None] & real[None, :]
+    if BITS == 16:
+        y = tl.load(rows_ptr + slots[:, None] * ROW + head * DIM + channels[None, :], mask=mask, other=0.0)
+    else:
+        # A unit is loaded once for every slot: rows lie in the nearest cache by then.
+        unit = channels % UNITS
+        units = tl.load(rows_ptr + slots[:, None] * ROW + head * UNITS + unit[None, :], mask=mask, other=0)
+        # Slot j of unit u is channel j * UNITS + u.
+        codes = (units.to(tl.int32) >> (channels // UNITS * BITS)[None, :]) & ((1 << BITS) - 1)
+        group = channels // (DIM // GROUPS)
+        words = tl.load(
+            words_ptr + slots[:, None] * (ROW // 2) + HEADS * UNITS // 2 + head * GROUPS + group[None, :],
+            mask=mask, other=0,
+        )  # fmt: skip
+        step, minimum = scale_and_minimum(words)
+        # Padding channels hold zeros, so that the Hadamard of those beside them adds nothing.
+        y = tl.where(mask, codes.to(tl.float32) * step + minimum, 0.0)
+        if STAGES > 0:
+            y = hadamard(y, TOKENS, PADDED, STAGES)
+        if BALANCED:
+            y = y * tl.load(lam_ptr + head * DIM + channels, mask=real, other=0.0)[None, :]
+        if CENTERED:
+            y = y + tl.load(mu_ptr + head * DIM + channels, mask=real, other=0.0)[None, :]
+    out = out_ptr + tokens[:, None] * out_stride_t + head * out_stride_h + channels[None, :]
+    if BITS != 16 and out_ptr.dtype.element_ty == tl.float16:
+        y = fp16_saturated(y)  # half a step above the largest key, or a Hadamard of such
+    tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def copy_pages(
+    spans_ptr, host_pages_ptr, device_pages_ptr, device_ptr, host_ptr, first_span,
+    TO_HOST: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One span (a layer's keys or values) of one page: 8-byte words, two to a lane.
+
+    A span is how far its first page lies from a pointer of the device, how far the next one, the same on the host, and
+    its length, all in units of two words, so that the compiler knows what they are multiples of.
+    """
+    page = tl.program_id(0)
+    span = spans_ptr + (first_span + tl.program_id(1)) * FIELDS
+    device = tl.load(span) + tl.load(device_pages_ptr + page).to(tl.int64) * tl.load(span + 1)
+    host = tl.load(span + 2) + tl.load(host_pages_ptr + page).to(tl.int64) * tl.load(span + 3)
+    device_page, host_page = device_ptr + 2 * device, host_ptr + 2 * host
+    words = 2 * tl.load(span + 4)
+    for start in range(0, words, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        live = offsets < words
+        if TO_HOST:
+            tl.store(host_page + offsets, tl.load(device_page + offsets, mask=live), mask=live)
+        else:
+            tl.store(device_page + offsets, tl.load(host_page + offsets, mask=live), mask=live)
