@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvtuner.runtime_loader.host_tier.pages import HostPages
-    from kvtuner.runtime_loader.host_tier.stopwatch import Timed
-    from kvtuner.runtime_loader.host_tier.transfer import Layers, MakeMover, PageMover
+    from kvtuner.runtime_loader.host_tier.transfer import Layers, MakeMover, PageMover, Timed
     from kvtuner.runtime_loader.packed_attention import PackedAttention
 
 BACKEND_VARIABLE: Final = "KVTUNER_ATTENTION"

@@ -17,13 +17,13 @@ def check_model(profile: Profile, config: ConfigLike, *, context_length: int | N
     """Check that a profile fits a model whose layers read all of their cache, as far as the profile was made for.
 
     Args:
-        profile: how every layer is stored.
-        config: the model's transformers configuration.
-        context_length: tokens that will be served; what the profile was made for, by default.
+        profile: The profile.
+        config: The model's transformers configuration.
+        context_length: The tokens that will be served; what the profile was made for, by default.
 
     Raises:
-        UnsupportedModelError: layers whose cache is not one key and value per token and head.
-        ProfileError: the profile belongs to another model, or quantizes keys per channel, which no host can.
+        UnsupportedModelError: A layer's cache is not one key and value per token and head.
+        ProfileError: The profile belongs to another model, or quantizes keys per channel, which no cache can.
     """
     refuse_other_caches(config, context_length=context_length or calibrated_positions(profile))
     profile.check_model(config)

@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 class PackedRows:
     """Keys or values of one layer in a pool of token slots.
 
-    Not a tensor on purpose: code that would read rows as keys fails at once. Compared by identity.
-
     Attributes:
         rows: [slots, row_bytes] uint8, or [slots, num_heads, head_dim] in the served dtype at 16 bits.
-        format: what a row holds.
+        format: The format of a row.
     """
+
+    # Not a tensor on purpose: code that would read rows as keys fails at once.
 
     rows: Tensor
     format: RowFormat
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(slots, num_heads, head_dim), as of the keys or values themselves."""
+        """The shape (slots, num_heads, head_dim) of the keys or values themselves."""
         return (self.rows.shape[0], self.format.num_heads, self.format.head_dim)
 
     def write(self, slots: Tensor, states: Tensor) -> None:
@@ -55,12 +55,7 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True)
 class ScoreScaling:
-    """How scores are made of queries and keys.
-
-    Attributes:
-        scale: The factor of every product.
-        logit_cap: The cap: scores are ``cap * tanh(score / cap)``; 0 for none.
-    """
+    """How scores are made of products: with a `logit_cap` they are ``cap * tanh(scale * product / cap)``."""
 
     scale: float
     logit_cap: float = 0.0
@@ -83,12 +78,7 @@ class PackedAttention(Protocol):
     rounding: float
 
     def prepare(self, layers: list[tuple[PackedRows, PackedRows]], num_heads: int, max_requests: int) -> None:
-        """Get ready, once, before anything is captured in a graph.
-
-        Args:
-            layers: The stored keys and values of every layer.
-            num_heads: The query heads.
-            max_requests: The most requests that decode at once.
+        """Get ready, once, before anything is captured in a graph, for at most `max_requests` that decode at once.
 
         Raises:
             ServingError: This implementation cannot read a layer, which is named.
@@ -116,7 +106,7 @@ class PackedAttention(Protocol):
             keys: The stored keys of the layer.
             values: The stored values of the layer.
             indptr: [requests + 1]; request r reads ``slots[indptr[r]:indptr[r + 1]]``.
-            slots: token slots of all requests, one after the other.
+            slots: The token slots of all requests, one after the other.
             scores: The scale and cap of the scores.
             out: The tensor to write to; a new one by default.
 
@@ -140,10 +130,10 @@ class PackedAttention(Protocol):
 
         Args:
             q: [tokens, num_heads, head_dim].
-            k: Fresh keys [tokens, num_kv_heads, head_dim], read as they are.
-            v: Fresh values [tokens, num_kv_heads, v_head_dim].
-            keys: The stored keys of the layer, which hold the prefix.
-            values: The stored values of the layer, likewise.
+            k: The fresh keys [tokens, num_kv_heads, head_dim], read as they are.
+            v: The fresh values [tokens, num_kv_heads, v_head_dim].
+            keys: The stored keys of the layer, which hold the prefixes.
+            values: The stored values of the layer.
             bounds: The new tokens and the slots of each request.
             scores: The scale and cap of the scores.
             out: The tensor to write to; a new one by default.
@@ -157,12 +147,6 @@ class PackedAttention(Protocol):
         self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds
     ) -> tuple[Tensor, Tensor] | None:
         """The stored prefixes in model space, where the server's own attention reads them faster than `extend` would.
-
-        Args:
-            q: The queries, like all arguments as `extend` takes them.
-            keys: The stored keys of the layer.
-            values: The stored values of the layer.
-            bounds: The new tokens and the slots of each request.
 
         Returns:
             Keys and values [slots, num_kv_heads, head_dim] in the dtype of `q`, one after the other as in
@@ -178,7 +162,7 @@ class ExtendBounds:
     Attributes:
         tokens: [requests + 1]; request r has the new tokens ``tokens[r]`` to ``tokens[r + 1]``.
         prefix: [requests + 1]; and the stored prefix ``slots[prefix[r]:prefix[r + 1]]``.
-        slots: token slots of all prefixes, one after the other; there may be more, of which none is read.
+        slots: The token slots of all prefixes, one after the other; any after the last prefix are not read.
         longest: The most new tokens of a request, known without asking the device.
     """
 
@@ -195,7 +179,7 @@ class TorchAttention:
     rounding = 0.0
 
     def prepare(self, layers: list[tuple[PackedRows, PackedRows]], num_heads: int, max_requests: int) -> None:
-        """See `PackedAttention.prepare`: there is nothing to do."""
+        """See `PackedAttention.prepare`."""
 
     def store(self, keys: PackedRows, values: PackedRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """See `PackedAttention.store`."""
@@ -212,7 +196,8 @@ class TorchAttention:
         scores: ScoreScaling,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `PackedAttention.decode`: in stored space, so that the history is never transformed back."""
+        """See `PackedAttention.decode`."""
+        # In stored space: one query is transformed, and the history never transformed back.
         k_transform, v_transform = _transform(keys), _transform(values)
         num_kv_heads = keys.format.num_heads
         queries = k_transform.apply_to_query(q, num_kv_heads)
@@ -241,7 +226,8 @@ class TorchAttention:
         scores: ScoreScaling,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See `PackedAttention.extend`: the prefix is read back to model space, beside keys that hold their mean."""
+        """See `PackedAttention.extend`."""
+        # In model space: the prefix is read back, beside fresh keys that hold their mean.
         output = q.new_empty(len(q), q.shape[1], values.format.head_dim) if out is None else out
         num_requests = len(bounds.tokens) - 1
         prefixes = _spans(bounds.prefix, num_requests)

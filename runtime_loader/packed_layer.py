@@ -16,10 +16,7 @@ MIN_GROWTH_TOKENS: Final = 16
 
 
 class TokenBuffer:
-    """A tensor [batch, tokens, ...] that is appended to in place.
-
-    Capacity grows by a quarter (at least 16 tokens), so appending n tokens one by one copies O(n) in all.
-    """
+    """A tensor [batch, tokens, ...] that is appended to in place."""
 
     def __init__(self) -> None:
         self._data: Tensor | None = None
@@ -51,6 +48,7 @@ class TokenBuffer:
         assert (self._data.shape[0], self._data.dtype) == (rows.shape[0], rows.dtype)
         capacity = self._data.shape[1]
         if length > capacity:
+            # By a quarter, so that appending n tokens one by one copies O(n) in all.
             grown = capacity + max(capacity // 4, MIN_GROWTH_TOKENS)
             self._move(self._data[:, : self._length], max(length, grown))
         self._data[:, self._length : length] = rows.detach()
@@ -91,8 +89,8 @@ class PackedSide:
         """Check that keys or values [batch, num_heads, tokens, head_dim] can be stored.
 
         Raises:
-            ProfileError: other heads or channels than the format's.
-            CacheError: another batch, or for native rows another dtype, than what is stored.
+            ProfileError: Heads or channels are not the format's.
+            CacheError: The batch, or the dtype of native rows, is not that of what is stored.
         """
         heads, channels = states.shape[1], states.shape[-1]
         if (heads, channels) != (self.format.num_heads, self.format.head_dim):
@@ -112,14 +110,9 @@ class PackedSide:
             raise CacheError(f"the cache holds {rows.dtype}, but was given {states.dtype}; reset() it or use another")
 
     def extend(self, states: Tensor, *, fresh_is_exact: bool) -> Tensor:
-        """Store a chunk and return all that its queries read.
+        """Store a chunk [batch, num_heads, tokens, head_dim] and return all tokens that its queries read, likewise.
 
-        Args:
-            states: [batch, num_heads, tokens, head_dim], model space.
-            fresh_is_exact: read the chunk as it came; earlier tokens are always read from their rows.
-
-        Returns:
-            [batch, num_heads, all tokens, head_dim], model space, in the dtype of `states`.
+        With `fresh_is_exact` the chunk is read as it came; earlier tokens are always read from their rows.
         """
         past = len(self.buffer)
         self.buffer.append(self.format.pack(states.transpose(1, 2)))

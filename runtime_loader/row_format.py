@@ -23,11 +23,9 @@ BLOCK_TOKENS: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """How keys or values become rows.
+    """How keys or values of one rank's KV heads become rows.
 
     Attributes:
-        num_heads: KV heads in a row: those of one rank.
-        head_dim: channels per head.
         spec: The quantization. None keeps [tokens, num_heads, head_dim] in the dtype it comes in; fp8, which no profile
             asks for, stores a byte for each channel and no scales.
     """
@@ -38,7 +36,7 @@ class RowFormat:
 
     @property
     def bits(self) -> int:
-        """16 for native rows, whatever their dtype."""
+        """The bits of a code; 16 for native rows, whatever their dtype."""
         return NATIVE_BITS if self.spec is None else self.spec.bits
 
     def row_bytes(self, dtype: torch.dtype) -> int:
@@ -50,11 +48,7 @@ class RowFormat:
         return row_bytes(self.num_heads, self.head_dim, self.spec.bits, self.spec.group_size)
 
     def pack(self, states: Tensor) -> Tensor:
-        """Rows of keys or values [..., tokens, num_heads, head_dim].
-
-        Returns:
-            uint8 [..., tokens, row_bytes]; native ones as they are.
-        """
+        """Rows uint8 [..., tokens, row_bytes] of [..., tokens, num_heads, head_dim]; native ones as they are."""
         if self.spec is None:
             return states
         return torch.cat([_pack(self.spec, block) for block in states.split(BLOCK_TOKENS, dim=-3)], dim=-2)
@@ -100,17 +94,11 @@ class LayerFormat:
 
 
 def rank_formats(profile: Profile, layers: range, *, tp_rank: int = 0, tp_size: int = 1) -> tuple[LayerFormat, ...]:
-    """How one rank stores its layers.
-
-    Args:
-        profile: The profile of the whole model.
-        layers: The global ids of the pipeline stage's layers.
-        tp_rank: The rank among those that share these layers' heads.
-        tp_size: The number of ranks that share them.
+    """How one of `tp_size` ranks stores the layers of its pipeline stage, given by their global ids.
 
     Raises:
-        GeometryError: heads that cannot be split among that many ranks.
-        ProfileError: layers that the profile does not have.
+        GeometryError: The heads cannot be split among that many ranks.
+        ProfileError: The profile does not have these layers.
     """
     if not 0 <= layers.start < layers.stop <= profile.geometry.num_layers:
         raise ProfileError(

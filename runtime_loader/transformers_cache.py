@@ -2,7 +2,7 @@
 
 ``model.generate(past_key_values=KVTunerCache.from_profile(profile, model.config))`` runs a profile wherever
 transformers runs. Rows are packed for real, and each step reads the whole history back in plain torch: this
-host shows quality and bytes, not speed.
+shows quality and bytes, not speed.
 """
 
 from __future__ import annotations
@@ -39,15 +39,9 @@ READ_PLANS: Final[tuple[ReadPlan, ...]] = get_args(ReadPlan)
 
 
 class KVTunerLayer(CacheLayerMixin):
-    """One layer of a `KVTunerCache`.
+    """One layer of a `KVTunerCache`: its stored keys `k` and values `v`."""
 
-    `keys` and `values`, which some code reads off other caches, stay None: nothing may take rows for keys.
-
-    Attributes:
-        k: stored keys.
-        v: stored values.
-    """
-
+    # `keys` and `values`, which some code reads off other caches, stay None: nothing may take rows for keys.
     is_sliding = False
     is_compileable = False
     is_croppable = True
@@ -73,12 +67,7 @@ class KVTunerLayer(CacheLayerMixin):
         return self.k.buffer.allocated_bytes + self.v.buffer.allocated_bytes
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Check that the states can be stored; memory is taken when tokens come.
-
-        Raises:
-            ProfileError: heads or channels other than the profile's.
-            CacheError: a batch or dtype other than the cache holds.
-        """
+        """Check that the states can be stored, as `PackedSide.check` does; memory is taken when tokens come."""
         self.k.check(key_states)
         self.v.check(value_states)
         self.is_initialized = True
@@ -93,16 +82,11 @@ class KVTunerLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Store a chunk and return what its queries read, both [batch, num_kv_heads, tokens, channels].
 
-        Args:
-            key_states: The keys, with positions encoded.
-            value_states: The values, of the same tokens.
-            *args: what releases of transformers pass besides; not used.
-            read_plan: see `KVTunerCache`.
-            **kwargs: Ignored, like `args`.
+        Releases of transformers pass more arguments, which are not used.
 
         Raises:
-            ProfileError: heads or channels other than the profile's.
-            CacheError: a batch or dtype other than the cache holds.
+            ProfileError: Heads or channels are not the profile's.
+            CacheError: The batch or dtype is not that of what the cache holds.
         """
         self.lazy_initialization(key_states, value_states)
         is_first = self.get_seq_length() == 0
@@ -111,20 +95,17 @@ class KVTunerLayer(CacheLayerMixin):
         return keys, self.v.extend(value_states, fresh_is_exact=exact)
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Length and offset of what the next `update` returns.
-
-        Args:
-            query_length: The number of queries, or their positions, as early releases of transformers 5 call it.
-        """
+        """Length and offset of what the next `update` returns."""
+        # Early releases of transformers 5 give the positions of the queries.
         fresh = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
         return self.get_seq_length() + fresh, 0
 
     def get_seq_length(self) -> int:
-        """Tokens stored."""
+        """The number of stored tokens."""
         return len(self.k.buffer)
 
     def get_max_length(self) -> int:
-        """-1: there is no limit."""
+        """Return -1: there is no limit."""
         return -1
 
     def get_max_cache_shape(self) -> int:
@@ -138,12 +119,8 @@ class KVTunerLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens.
-
-        Args:
-            tokens_to_remove: a negative count; a positive one, as early releases of transformers 5 call it,
-                is the number of tokens to keep.
-        """
+        """Forget the last tokens, of which there is a negative count."""
+        # In early releases of transformers 5 a positive one is the number of tokens to keep.
         rest = max(0, self.get_seq_length() + tokens_to_remove)
         kept = tokens_to_remove if tokens_to_remove > 0 else rest
         self.k.buffer.truncate(kept)
@@ -180,7 +157,7 @@ class KVTunerCache(Cache):
     and 16-bit sides twice it. Gradients do not flow through stored tokens.
 
     Attributes:
-        num_calibrated_positions: positions that the means of centred keys were taken over; a longer sequence
+        num_calibrated_positions: The positions that the means of centred keys were taken over; a longer sequence
             warns once. None if no layer centres or the profile does not say.
     """
 
@@ -202,34 +179,30 @@ class KVTunerCache(Cache):
         """An empty cache for a model, which is compared with the profile's; warns of what differs without harm.
 
         Args:
-            profile: how every layer is stored.
-            config: the model's transformers configuration.
-            read_plan: what a chunk reads; see the class.
-            context_length: tokens that it will hold; what the profile was made for, by default. A window that is at
+            profile: The profile.
+            config: The model's transformers configuration.
+            read_plan: The read plan; see the class.
+            context_length: The tokens that it will hold; what the profile was made for, by default. A window that is at
                 least as long is none.
-            allow_derived: take a fine-tune, or a model of another configuration with the same geometry, and warn.
+            allow_derived: Whether to warn of a fine-tune or another configuration of the same geometry, not refuse it.
 
         Raises:
-            UnsupportedModelError: layers whose cache is not one key and value per token and head.
-            ProfileError: the profile belongs to another model.
-            CacheError: an unknown read plan.
+            UnsupportedModelError: A layer's cache is not one key and value per token and head.
+            ProfileError: The profile belongs to another model.
+            CacheError: The read plan is unknown.
         """
         check_model(profile, config, context_length=context_length)
         policy = Policy(allow_derived=allow_derived, allow_flag="allow_derived=True")
         mismatches = compare(profile.model, _identity(config, profile), policy)
         refuse(mismatches)
-        for each in mismatches:
-            if each.severity == "warning":
-                warnings.warn(each.text, stacklevel=2)
+        for mismatch in mismatches:
+            if mismatch.severity == "warning":
+                warnings.warn(mismatch.text, stacklevel=2)
         return cls.stored_by(profile, read_plan)
 
     @classmethod
     def stored_by(cls, profile: Profile, read_plan: ReadPlan = "decode") -> Self:
-        """An empty cache for the model of a profile, which nobody checks.
-
-        Raises:
-            CacheError: an unknown read plan.
-        """
+        """An empty cache for the model of a profile, which nobody checks."""
         cache = cls([KVTunerLayer(layer) for layer in rank_formats(profile, range(len(profile.pairs)))], read_plan)
         cache.num_calibrated_positions = calibrated_positions(profile) if _is_centered(profile) else None
         return cache
@@ -238,15 +211,11 @@ class KVTunerCache(Cache):
     def fp8(cls, config: ConfigLike, read_plan: ReadPlan = "decode", *, context_length: int | None = None) -> Self:
         """An empty cache that stores every layer in e4m3fn with scale 1, as SGLang's fp8 does: what to compare with.
 
-        Args:
-            config: the model's transformers configuration.
-            read_plan: what a chunk reads; see the class.
-            context_length: tokens that it will hold; all positions of the model by default.
+        It will hold `context_length` tokens; all positions of the model by default.
 
         Raises:
-            UnsupportedModelError: layers whose cache is not one key and value per token and head.
-            GeometryError: a configuration that does not tell its heads.
-            CacheError: an unknown read plan.
+            UnsupportedModelError: A layer's cache is not one key and value per token and head.
+            GeometryError: The configuration does not tell its heads.
         """
         refuse_other_caches(config, context_length=context_length)
         geometry = ModelGeometry.from_config(config)
@@ -261,16 +230,12 @@ class KVTunerCache(Cache):
 
     @property
     def read_plan(self) -> ReadPlan:
-        """What the next chunk reads."""
+        """The plan of what the next chunk reads."""
         return self._read_plan
 
     @contextmanager
     def reading(self, read_plan: ReadPlan) -> Iterator[Self]:
-        """Read by another plan inside the block.
-
-        Raises:
-            CacheError: an unknown read plan.
-        """
+        """Read by another plan inside the block."""
         before, self._read_plan = self._read_plan, _checked(read_plan)
         try:
             yield self

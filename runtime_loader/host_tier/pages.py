@@ -29,7 +29,6 @@ class PageLayout:
     Attributes:
         page_size: The tokens of a page.
         row_bytes: The bytes of one token's keys and of its values, by layer of the rank.
-        num_pages: The pages of the buffer.
         order: The order of rows: a layer's rows of all pages side by side, or a page's rows of all layers.
         header_bytes: The bytes kept before each page; with `page_first` alone.
 
@@ -56,7 +55,7 @@ class PageLayout:
 
     @cached_property
     def token_bytes(self) -> int:
-        """Bytes of one token in all layers: what the device holds of it."""
+        """Bytes of one token in all layers."""
         return sum(map(sum, self.row_bytes))
 
     @property
@@ -98,12 +97,7 @@ class PageLayout:
 
 
 class HostPages:
-    """Pages in a host buffer.
-
-    Args:
-        layout: The layout of the buffer.
-        buffer: The memory, uint8 [buffer_bytes].
-    """
+    """Pages in a host buffer, uint8 [buffer_bytes]."""
 
     def __init__(self, layout: PageLayout, buffer: Tensor) -> None:
         assert buffer.numel() == layout.buffer_bytes

@@ -1,4 +1,4 @@
-"""A page as it is stored outside of this process: a header that says what it is, then its bytes.
+"""A page as it is stored outside of this process: a header that says what it is, by which weights, then its bytes.
 
 Whoever reads one back believes nothing: another file's bytes, another model's page, a page under another key, half a
 page and a flipped bit are told apart from the page that was asked for. The checksum is against accidents; who may
@@ -12,10 +12,11 @@ import json
 import struct
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
+import torch
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
@@ -29,6 +30,11 @@ _CHECKSUM_BYTES: Final = 16
 HEADER_BYTES: Final = 96
 """A multiple of the rows' alignment; what the fields do not fill is zero and checked with them."""
 _CHECKSUM_AT: Final = HEADER_BYTES - _CHECKSUM_BYTES
+_WORDS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+_BLOCK_BYTES: Final = 1 << 25
+"""Bounds the copies that are made on the device."""
+_MIX: Final = -0x61C8864680B583EB
+"""2**64 / golden ratio, odd, as int64: multiples of it are spread over all bits."""
 
 
 def identity_digest(fields: Mapping[str, Any]) -> bytes:
@@ -37,12 +43,12 @@ def identity_digest(fields: Mapping[str, Any]) -> bytes:
 
 
 def seal(stored: Tensor, identity: bytes, key: str) -> None:
-    """Fill in the header of a stored page.
+    """Fill in the header of a page that will be stored under a key.
 
     Args:
         stored: The page behind room for its header, uint8 [HEADER_BYTES + page_bytes] on the host.
         identity: The page's identity, by `identity_digest`.
-        key: The key under which the page will be stored.
+        key: The key.
     """
     page = stored.numpy()
     header = _FIELDS.pack(MAGIC, VERSION, HEADER_BYTES, len(page) - HEADER_BYTES, identity, _key_digest(key))
@@ -51,13 +57,7 @@ def seal(stored: Tensor, identity: bytes, key: str) -> None:
 
 
 def fault_of(stored: Tensor, identity: bytes, key: str) -> Fault | None:
-    """What is wrong with bytes that were read for a page; None if nothing is.
-
-    Args:
-        stored: The bytes that were read, uint8, of any length.
-        identity: The identity that the page must have.
-        key: The key that it was read under.
-    """
+    """What is wrong with uint8 bytes of any length, read under a key for a page of an identity; None if nothing is."""
     page = stored.numpy()
     if len(page) < HEADER_BYTES:
         return "truncated"
@@ -86,3 +86,32 @@ def _checksum(header: bytes, page: Any) -> bytes:
     digest = xxhash.xxh3_128(header)
     digest.update(memoryview(page))
     return digest.digest()
+
+
+def weights_fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """A digest of a model's weights: names, shapes, dtypes and a sum over all words, each times its own factor.
+
+    It is no cryptographic hash: it tells apart models, not forgers.
+    """
+    # Only the sum of a tensor leaves the device. It is of integers, so that the order of additions does not matter.
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_weighted_sum(tensor.detach())}\n".encode())
+    return digest.hexdigest()
+
+
+def _weighted_sum(tensor: Tensor) -> int:
+    if tensor.numel() == 0:
+        return 0
+    tensor = tensor.view(-1) if tensor.is_contiguous() else tensor
+    rows = max(1, _BLOCK_BYTES * len(tensor) // tensor.nbytes)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    begun = 0
+    for block in tensor.split(rows):
+        flat = block.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        word = next(dtype for size, dtype in _WORDS if flat.numel() % size == 0)
+        words = flat.view(word).to(torch.int64)
+        factors = torch.arange(begun, begun + len(words), device=tensor.device) * _MIX
+        total += (words * (factors ^ (factors >> 29) | 1)).sum()
+        begun += len(words)
+    return int(total)

@@ -1,4 +1,4 @@
-"""Pages between a device and the host: what moves them, and one that does in plain torch, on a processor.
+"""Pages between a device and the host: what moves them, one that does in plain torch, and the seconds that it takes.
 
 Two kinds of device pools: one that holds rows, which move as they are, and one in the model's dtype, whose keys and
 values become rows on their way down and are read back on their way up.
@@ -6,13 +6,15 @@ values become rows on their way down and are read back on their way up.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
-from kvtuner.runtime_loader.host_tier.stopwatch import untimed
 from kvtuner.runtime_loader.row_format import BLOCK_TOKENS
 
 if TYPE_CHECKING:
@@ -21,8 +23,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.host_tier.pages import HostPages
-    from kvtuner.runtime_loader.host_tier.stopwatch import Timed
     from kvtuner.runtime_loader.row_format import RowFormat
+
+
+Work = Literal["backup", "load", "quantize", "dequantize"]
+"""A transfer down or up, and what of it is more than copying."""
+Timed = Callable[[Work], AbstractContextManager[None]]
+
+
+def untimed(_: Work) -> AbstractContextManager[None]:
+    """Time nothing: a `Stopwatch` that nobody reads."""
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,8 +42,8 @@ class DeviceSide:
 
     Attributes:
         buffer: [slots, row_bytes] uint8, or [slots, num_heads, head_dim] in the model's dtype.
-        format: how they lie below the device.
-        packed: whether the buffer holds rows of that format already.
+        format: The format of rows below the device.
+        packed: Whether the buffer holds rows of that format already.
     """
 
     buffer: Tensor
@@ -81,13 +92,7 @@ MakeMover = Callable[[Layers, "HostPages", "Timed"], PageMover]
 
 
 class TorchMover:
-    """`PageMover` in plain torch, for layers in host memory.
-
-    Args:
-        layers: The keys and values of the rank's layers.
-        pages: The pages on the host.
-        timed: The context around quantizing and dequantizing.
-    """
+    """`PageMover` in plain torch, for layers in host memory; `timed` is the context around (de)quantizing."""
 
     name = "torch"
 
@@ -154,3 +159,32 @@ def pages_of(slots: Tensor, page_size: int) -> Tensor:
 def token_bytes(layers: Sequence[tuple[DeviceSide, DeviceSide]]) -> tuple[tuple[int, int], ...]:
     """Bytes of one token's rows below the device, keys and values, by layer."""
     return tuple((keys.row_bytes, values.row_bytes) for keys, values in layers)
+
+
+class Stopwatch:
+    """`with stopwatch("backup"): ...`, on a device, calls `took` with the work and its seconds.
+
+    The time is that of the clock on a processor, and of the current stream on a GPU.
+    """
+
+    def __init__(self, device: torch.device, took: Callable[[Work, float], None]) -> None:
+        self._on_stream, self._took = device.type == "cuda", took
+        self._running: deque[tuple[Work, Any, Any]] = deque()
+
+    @contextmanager
+    def __call__(self, work: Work) -> Iterator[None]:
+        """Time what is done, or put on the stream, inside."""
+        if not self._on_stream:
+            begun = time.perf_counter()
+            yield
+            self._took(work, time.perf_counter() - begun)
+            return
+        # On a GPU work is counted once later work begins and it is done: nothing waits for it.
+        while self._running and self._running[0][2].query():
+            done, first, last = self._running.popleft()
+            self._took(done, first.elapsed_time(last) / 1000)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        yield
+        last.record()
+        self._running.append((work, first, last))

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from kvtuner.runtime_loader.host_tier.pages import ALIGNMENT
-from kvtuner.runtime_loader.host_tier.stopwatch import untimed
-from kvtuner.runtime_loader.host_tier.transfer import block_tokens, in_blocks, pages_of
+from kvtuner.runtime_loader.host_tier.transfer import block_tokens, in_blocks, pages_of, untimed
 from kvtuner.runtime_loader.kernels import NAME, launch
 from kvtuner.runtime_loader.kernels.rows import copy_pages
 from kvtuner.runtime_loader.kernels.side import KernelSide
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.host_tier.pages import HostPages
-    from kvtuner.runtime_loader.host_tier.stopwatch import Timed
-    from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, Layers
+    from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, Layers, Timed
 
 BLOCK_WORDS: Final = 512
 SPAN_FIELDS: Final = 5

@@ -41,8 +41,8 @@ def engine(
     from kvtuner.errors import ServingError
     from kvtuner.runtime_loader.sglang.activation import activate
     from kvtuner.runtime_loader.sglang.process_state import process_state
-    from kvtuner.runtime_loader.sglang.profile_location import locate
     from kvtuner.runtime_loader.sglang.request import REQUEST_VARIABLE, ServingRequest
+    from kvtuner.runtime_loader.sglang.serving import locate
 
     if "server_args" in arguments:
         raise ServingError("engine() takes SGLang's arguments one by one, not server_args: those are checked already")

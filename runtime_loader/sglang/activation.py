@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtuner.errors import ServingError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare, refuse
 from kvtuner.runtime_loader.model_check import calibrated_positions
-from kvtuner.runtime_loader.sglang.compat.args import decide, on_resolution, resolved
 from kvtuner.runtime_loader.sglang.compat.hooks import check_alone
 from kvtuner.runtime_loader.sglang.compat.model import model_config_of
-from kvtuner.runtime_loader.sglang.compat.processes import on_ready, on_scheduler
-from kvtuner.runtime_loader.sglang.compat.versions import check_version
+from kvtuner.runtime_loader.sglang.compat.processes import (
+    check_version,
+    decide,
+    on_ready,
+    on_resolution,
+    on_scheduler,
+    resolved,
+)
 from kvtuner.runtime_loader.sglang.option_rules import BACKENDS, METADATA_BACKEND, refuse_flags
 from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, process_state, refusing
 from kvtuner.runtime_loader.sglang.request import ALLOW_FLAG, STRICT_FLAG

@@ -42,45 +42,38 @@ class OptionRule:
 
 OFF: Final = (None, False, "", "none", "null")
 
+_OFF_BY_REASON: Final = {
+    "it scales an fp8 cache": ("quantization_param_path",),
+    "drafts share the target's pool and move its rows": ("speculative_algorithm",),
+    "the other side would have to hold the same profile, and SGLang does not compare": ("disaggregation_mode",),
+    "it copies rows of one width": ("disaggregation_decode_enable_offload_kvcache", "enable_flexkv"),
+    "it copies keys and values of one width, and leaves their scales behind": ("enable_lmcache",),
+    "ranks would share tokens of one pool": ("enable_prefill_cp",),
+    "it has a pool of its own": (
+        "enable_kv_cache_sharding", "enable_unified_memory", "enable_page_major_kv_layout", "enable_hisparse",
+    ),
+    "it writes into the pool's buffers": ("kv_canary",),
+    "there would be no cache": ("prefill_only_disable_kv_cache", "is_embedding", "encoder_only"),
+    "diffusion models read their cache in another order": ("dllm_algorithm",),
+    "its kernel reads fresh keys from the pool": ("enable_deterministic_inference",),
+    "its kernels read a bf16 pool": ("enable_nvidia_megakernel", "enable_amd_monokernel"),
+    "it shares pages with servers of other profiles": ("enable_unified_cache_external_linker",),
+    "its actors do not load plugins": ("use_ray",),
+    "it was never tried": (
+        "enable_pdmux", "enable_two_batch_overlap", "enable_single_batch_overlap", "enable_torch_compile",
+        "enable_memory_saver", "enable_streaming_session", "enable_session_radix_cache", "enable_dynamic_chunking",
+        "enable_lora", "lora_paths", "uno_lora_path", "radix_cache_backend", "elastic_ep_backend",
+    ),
+}  # fmt: skip
+
 RULES: Final = (
     OptionRule("kv_cache_dtype", ("auto", "bf16", "bfloat16"), "the profile decides how the cache is stored"),
-    OptionRule("quantization_param_path", OFF, "it scales an fp8 cache"),
-    OptionRule("speculative_algorithm", OFF, "drafts share the target's pool and move its rows"),
-    OptionRule(
-        "disaggregation_mode", OFF, "the other side would have to hold the same profile, and SGLang does not compare"
-    ),
-    OptionRule("disaggregation_decode_enable_offload_kvcache", OFF, "it copies rows of one width"),
     OptionRule("enable_hierarchical_cache", (*OFF, True), "it is on or off"),
     OptionRule("dcp_size", (None, 1), "ranks would share tokens of one pool"),
     OptionRule("attn_cp_size", (None, 1), "ranks would share tokens of one pool"),
-    OptionRule("enable_prefill_cp", OFF, "ranks would share tokens of one pool"),
-    OptionRule("enable_kv_cache_sharding", OFF, "it has a pool of its own"),
-    OptionRule("enable_unified_memory", OFF, "it has a pool of its own"),
-    OptionRule("enable_page_major_kv_layout", OFF, "it has a pool of its own"),
-    OptionRule("enable_hisparse", OFF, "it has a pool of its own"),
-    OptionRule("enable_lmcache", OFF, "it copies keys and values of one width, and leaves their scales behind"),
-    OptionRule("enable_flexkv", OFF, "it copies rows of one width"),
-    OptionRule("kv_canary", OFF, "it writes into the pool's buffers"),
-    OptionRule("prefill_only_disable_kv_cache", OFF, "there would be no cache"),
-    OptionRule("is_embedding", OFF, "there would be no cache"),
-    OptionRule("dllm_algorithm", OFF, "diffusion models read their cache in another order"),
-    OptionRule("enable_deterministic_inference", OFF, "its kernel reads fresh keys from the pool"),
-    OptionRule("enable_pdmux", OFF, "it was never tried"),
-    OptionRule("enable_two_batch_overlap", OFF, "it was never tried"),
-    OptionRule("enable_single_batch_overlap", OFF, "it was never tried"),
-    OptionRule("enable_torch_compile", OFF, "it was never tried"),
-    OptionRule("enable_memory_saver", OFF, "it was never tried"),
-    OptionRule("enable_streaming_session", OFF, "it was never tried"),
-    OptionRule("enable_session_radix_cache", OFF, "it was never tried"),
-    OptionRule("enable_dynamic_chunking", OFF, "it was never tried"),
-    OptionRule("enable_nvidia_megakernel", OFF, "its kernels read a bf16 pool"),
-    OptionRule("enable_amd_monokernel", OFF, "its kernels read a bf16 pool"),
     OptionRule("dwdp_size", (None, 1), "it was never tried"),
     OptionRule("attn_dp_size", (None, 1), "it was never tried", set_by="--enable-dp-attention: its --dp-size"),
     OptionRule("dp_size", (None, 1), "replicas do not tell the launcher what they serve; start a server for each"),
-    OptionRule("enable_lora", OFF, "it was never tried"),
-    OptionRule("lora_paths", OFF, "it was never tried"),
-    OptionRule("uno_lora_path", OFF, "it was never tried"),
     OptionRule(
         "cuda_graph_config.prefill.backend",
         ("breakable", "disabled"),
@@ -88,11 +81,7 @@ RULES: Final = (
         set_by="--cuda-graph-backend-prefill",
         of_attention=True,
     ),
-    OptionRule("radix_cache_backend", OFF, "it was never tried"),
-    OptionRule("elastic_ep_backend", OFF, "it was never tried"),
-    OptionRule("encoder_only", OFF, "there would be no cache"),
-    OptionRule("enable_unified_cache_external_linker", OFF, "it shares pages with servers of other profiles"),
-    OptionRule("use_ray", OFF, "its actors do not load plugins"),
+    *(OptionRule(name, OFF, reason) for reason, names in _OFF_BY_REASON.items() for name in names),
 )
 
 HICACHE_RULES: Final = (

@@ -27,7 +27,7 @@ def register() -> None:
     """
     try:
         request = ServingRequest.from_environment(os.environ)
-        from kvtuner.runtime_loader.sglang.compat.args import on_flags
+        from kvtuner.runtime_loader.sglang.compat.processes import on_flags
 
         on_flags(add_flags, _parsed)
         if request is not None:
@@ -61,7 +61,7 @@ def _located(request: ServingRequest) -> ServingRequest:
     """Return the same request with the path of the profile that it names."""
     if request.profile is None:
         return request
-    from kvtuner.runtime_loader.sglang.profile_location import locate
+    from kvtuner.runtime_loader.sglang.serving import locate
 
     return replace(request, profile=locate(request.profile))
 

@@ -22,14 +22,17 @@ ATTENDS: Final = get_args(Attend)
 PROFILE_VARIABLE: Final = "KVTUNER_PROFILE"
 ATTEND_VARIABLE: Final = "KVTUNER_ATTEND"
 SIGNATURE_VARIABLE: Final = "KVTUNER_REQUIRE_SIGNATURE"
-HICACHE_VARIABLE: Final = "KVTUNER_HICACHE_ONLY"
-STRICT_VARIABLE: Final = "KVTUNER_STRICT"
-ALLOW_VARIABLE: Final = "KVTUNER_ALLOW_DERIVED"
+REQUEST_VARIABLE: Final = "KVTUNER_SERVING"
 STRICT_FLAG: Final = "--kvtuner-strict"
 ALLOW_FLAG: Final = "--kvtuner-allow-derived"
-REQUEST_VARIABLE: Final = "KVTUNER_SERVING"
 OWN_STORAGES: Final = ("juicefs", "lmcache")
 """Names that SGLang's parser does not know: one works, one is refused with the reason."""
+_SWITCHES: Final = {
+    "hicache_only": "leave the device pool as it is, and store by the profile what moves to host and storage",
+    "strict": "refuse a model that differs in anything from the one that was searched, in what is otherwise warned of",
+    "allow_derived": "serve a fine-tune, or another configuration of the same geometry, with a warning",
+}
+"""The help of the switches of profiles, by their fields: strict is --kvtuner-strict and KVTUNER_STRICT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +100,8 @@ class ServingRequest:
         path = environ.get(PROFILE_VARIABLE)
         if not path:
             return None
-        return cls(
-            path,
-            attend=_attend(environ),
-            hicache_only=_is_set(environ, HICACHE_VARIABLE),
-            strict=_is_set(environ, STRICT_VARIABLE),
-            allow_derived=_is_set(environ, ALLOW_VARIABLE),
-            signed_by=environ.get(SIGNATURE_VARIABLE) or None,
-        )
+        switches: dict[str, Any] = {name: _is_set(environ, name) for name in _SWITCHES}
+        return cls(path, attend=_attend(environ), signed_by=environ.get(SIGNATURE_VARIABLE) or None, **switches)
 
 
 def _attend(environ: Mapping[str, str]) -> Attend:
@@ -114,15 +111,23 @@ def _attend(environ: Mapping[str, str]) -> Attend:
     return cast("Attend", attend)
 
 
-def _is_set(environ: Mapping[str, str], variable: str) -> bool:
-    text = environ.get(variable) or "0"
+def _variable(switch: str) -> str:
+    return f"KVTUNER_{switch.upper()}"
+
+
+def _is_set(environ: Mapping[str, str], switch: str) -> bool:
+    text = environ.get(_variable(switch)) or "0"
     if text not in ("0", "1"):
-        raise ServingError(f"{variable} must be 0 or 1, not {text!r}")
+        raise ServingError(f"{_variable(switch)} must be 0 or 1, not {text!r}")
     return text == "1"
 
 
+def _flag(switch: str) -> str:
+    return f"--kvtuner-{switch.replace('_', '-')}"
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the plugin's flags to SGLang's parser."""
+    """Add the plugin's flags to SGLang's parser, and to its own flags our storages and one more name."""
     group = parser.add_argument_group("kvtuner", "per-layer quantized KV cache")
     group.add_argument(
         "--kvtuner-profile",
@@ -147,29 +152,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(family.switch, action="store_true", help=family.what)
         for name, how in _WIDTHS.items():
             group.add_argument(family.flag(name), **how)
-    group.add_argument(
-        "--kvtuner-hicache-only",
-        action="store_true",
-        help="with --kvtuner-profile: leave the device pool as it is, and store by the profile what moves to host and"
-        f" storage (also: {HICACHE_VARIABLE}=1)",
-    )
-    group.add_argument(
-        STRICT_FLAG,
-        action="store_true",
-        help="with --kvtuner-profile: refuse a model that differs in anything from the one that was searched, in what"
-        f" is otherwise warned of (also: {STRICT_VARIABLE}=1)",
-    )
-    group.add_argument(
-        ALLOW_FLAG,
-        action="store_true",
-        help="with --kvtuner-profile: serve a fine-tune, or another configuration of the same geometry, with a warning"
-        f" (also: {ALLOW_VARIABLE}=1)",
-    )
-    _add_storage_flags(parser)
-
-
-def _add_storage_flags(parser: argparse.ArgumentParser) -> None:
-    """Extend SGLang's own flags: one more name for the storage's options, and our storages."""
+    for name, what in _SWITCHES.items():
+        text = f"with --kvtuner-profile: {what} (also: {_variable(name)}=1)"
+        group.add_argument(_flag(name), action="store_true", help=text)
     parser.add_argument(
         "--hicache-storage-backend-config",
         dest="hicache_storage_backend_extra_config",
@@ -183,14 +168,7 @@ def _add_storage_flags(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Flags that ask for the same widths in every layer.
-
-    Attributes:
-        switch: The flag that all others need.
-        prefix: The prefix of their names.
-        what: The help of the switch.
-        hicache_only: Whether they quantize below the device alone.
-    """
+    """Flags that ask for the same widths in every layer, named by a prefix; all others need `switch`."""
 
     switch: str
     prefix: str
@@ -242,6 +220,27 @@ def request_of_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> Se
     Raises:
         ServingError: Flags contradict each other or ask for what no pool can hold.
     """
+    family = _family(args)
+    path = None if family else args.kvtuner_profile or environ.get(PROFILE_VARIABLE) or None
+    switches = {name: _set_by(args, environ, name) for name in _SWITCHES}
+    signed_by = args.kvtuner_require_signature or environ.get(SIGNATURE_VARIABLE) or None
+    signature = "--kvtuner-require-signature" if args.kvtuner_require_signature else SIGNATURE_VARIABLE
+    of_profiles = next(filter(None, switches.values()), signature if signed_by else "")
+    if family is None and path is None:
+        _refuse_without_a_profile(args, of_profiles)
+        return None
+    if family is not None and of_profiles:
+        raise ServingError(f"{of_profiles} needs --kvtuner-profile, not {family.switch}; drop one of them")
+    fields: dict[str, Any] = {name: bool(source) for name, source in switches.items()}
+    if family is not None:
+        fields["hicache_only"] = family.hicache_only
+    attend = args.kvtuner_attend or _attend(environ)
+    uniform = _uniform(family, family.options(args)) if family else None
+    return ServingRequest(path, uniform, attend, from_launcher=True, signed_by=signed_by, **fields)
+
+
+def _family(args: argparse.Namespace) -> Family | None:
+    """Return the family of uniform flags that is switched on."""
     switches: list[str] = ["--kvtuner-profile"] if args.kvtuner_profile else []
     family = None
     for candidate in FAMILIES:
@@ -253,45 +252,27 @@ def request_of_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> Se
             raise ServingError(f"{candidate.flag(min(options))} needs {candidate.switch}; add it, or drop the flag")
     if len(switches) > 1:
         raise ServingError(f"{switches[0]} and {switches[1]} exclude each other; drop one of them")
-    path = None if family else args.kvtuner_profile or environ.get(PROFILE_VARIABLE)
-    below = _switch(args.kvtuner_hicache_only, "--kvtuner-hicache-only", environ, HICACHE_VARIABLE)
-    strict = _switch(args.kvtuner_strict, STRICT_FLAG, environ, STRICT_VARIABLE)
-    derived = _switch(args.kvtuner_allow_derived, ALLOW_FLAG, environ, ALLOW_VARIABLE)
-    signed_by = args.kvtuner_require_signature or environ.get(SIGNATURE_VARIABLE) or None
-    signature = "--kvtuner-require-signature" if args.kvtuner_require_signature else SIGNATURE_VARIABLE
-    of_profiles = below or strict or derived or (signature if signed_by else "")
-    if family is None and not path:
-        if args.kvtuner_attend:
-            raise ServingError("--kvtuner-attend needs --kvtuner-profile or --enable-kvtuner-quant; add one")
-        if of_profiles:
-            raise ServingError(f"{of_profiles} needs --kvtuner-profile; add it, or leave this out")
-        storage = getattr(args, "hicache_storage_backend", None)
-        if storage in OWN_STORAGES:
-            raise ServingError(
-                f"--hicache-storage-backend {storage} is for quantized pages: add --kvtuner-profile or"
-                " --enable-kvtuner-hicache, or use --hicache-storage-backend file"
-            )
-        return None
-    if family is not None and of_profiles:
-        raise ServingError(f"{of_profiles} needs --kvtuner-profile, not {family.switch}; drop one of them")
-    hicache_only = family.hicache_only if family else bool(below)
-    attend = args.kvtuner_attend or _attend(environ)
-    uniform = _uniform(family, family.options(args)) if family else None
-    return ServingRequest(
-        path or None,
-        uniform,
-        attend,
-        from_launcher=True,
-        hicache_only=hicache_only,
-        strict=bool(strict),
-        allow_derived=bool(derived),
-        signed_by=signed_by,
-    )
+    return family
 
 
-def _switch(is_set: bool, flag: str, environ: Mapping[str, str], variable: str) -> str:
+def _set_by(args: argparse.Namespace, environ: Mapping[str, str], switch: str) -> str:
     """Return the flag or variable that sets a switch; empty if neither does."""
-    return flag if is_set else f"{variable}=1" if _is_set(environ, variable) else ""
+    if getattr(args, f"kvtuner_{switch}"):
+        return _flag(switch)
+    return f"{_variable(switch)}=1" if _is_set(environ, switch) else ""
+
+
+def _refuse_without_a_profile(args: argparse.Namespace, of_profiles: str) -> None:
+    if args.kvtuner_attend:
+        raise ServingError("--kvtuner-attend needs --kvtuner-profile or --enable-kvtuner-quant; add one")
+    if of_profiles:
+        raise ServingError(f"{of_profiles} needs --kvtuner-profile; add it, or leave this out")
+    storage = getattr(args, "hicache_storage_backend", None)
+    if storage in OWN_STORAGES:
+        raise ServingError(
+            f"--hicache-storage-backend {storage} is for quantized pages: add --kvtuner-profile or"
+            " --enable-kvtuner-hicache, or use --hicache-storage-backend file"
+        )
 
 
 def _uniform(family: Family, options: dict[str, Any]) -> Uniform:

@@ -37,7 +37,9 @@ def install(*, packed: bool, tiers: bool) -> None:
         ServingError: Another plugin has hooked a function that is needed, or this SGLang lacks it.
     """
     state = process_state()
-    on_introduction(lambda: {PROFILE_KEY: _profile().digest, READS_KEY: state.active().attend if packed else "below"})
+    on_introduction(
+        lambda: {PROFILE_KEY: _profile().digest, READS_KEY: state.active().request.attend if packed else "below"}
+    )
     if packed:
         # Imported here because SGLang's own device pool is read by whichever backend the user likes.
         from kvtuner.runtime_loader.sglang.attention_backend import make_backend
@@ -69,7 +71,7 @@ def _begin_tier(tier: HostTier, kvc: Any, pool: Any) -> None:
         _agree(f"{profile.digest} below the device")
     rank = TieredRank(
         profile=_profile(),
-        attend=serving.attend,
+        attend=serving.request.attend,
         packed=packed,
         model=kvc.model,
         config=kvc.model_config,
@@ -106,7 +108,7 @@ def _profile(model_config: Any = None) -> Profile:
 def _bytes_per_token(kvc: Any, layers: range) -> int:
     """Return the real bytes of one token on this rank, by which SGLang divides its memory."""
     state, here = process_state(), ranks()
-    attend = state.active().attend
+    attend = state.active().request.attend
     _check_dtype(kvc)
     profile = _profile(kvc.model_config)
     if state.rank is None:

@@ -1,10 +1,12 @@
-"""A request with its profile at hand. Knows nothing of hooks, processes or pools."""
+"""A request with its profile at hand: found by its name, or chosen for the model. Knows nothing of hooks or pools."""
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.cache_kind import refuse_other_caches
 from kvtuner.errors import ServingError
@@ -12,28 +14,45 @@ from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import choose
+from kvtuner.exported_configs.sharing.find import find_profile
 from kvtuner.exported_configs.sharing.reference import FileReference, check_digest, parse_reference
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.model_check import check_model
 from kvtuner.runtime_loader.sglang.compat.model import refuse_other_pools
-from kvtuner.runtime_loader.sglang.profile_location import budget_of, is_auto, pin_of, pinned
 from kvtuner.runtime_loader.sglang.request import PROFILE_VARIABLE, REQUEST_VARIABLE
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.evidence import ModelIdentity
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.runtime_loader.sglang.request import Attend, ServingRequest
+    from kvtuner.runtime_loader.sglang.request import ServingRequest
+
+_AUTO: Final = re.compile(r"auto(?::(?P<budget>[^#]*))?(?:#.*)?", re.DOTALL)
+"""The name by which the catalogue is asked for the model's profile: ``auto``, or ``auto:BUDGET``, and a pin."""
+
+logger: Final = logging.getLogger("kvtuner")
+
+
+def locate(name: str) -> str:
+    """The absolute path of the profile that is named, fetched from the hub if need be, and its digest as a pin.
+
+    Every process that this one starts reads the file at that path, and refuses another profile in it. ``auto`` stays
+    as it is until the model is known.
+
+    Raises:
+        KVTunerError: There is none, it is wrong, or it is not the one that was pinned.
+    """
+    if _AUTO.fullmatch(name):
+        return name
+    location = find_profile(name)
+    for note in location.notes:
+        logger.warning("kvtuner: %s", note)
+    return f"{os.path.abspath(location.path)}#{location.profile.digest}"
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A request with its profile at hand.
-
-    Attributes:
-        request: What the user asks for.
-        loaded: The profile of a request that names one.
-    """
+    """A request with its profile, if it names one."""
 
     request: ServingRequest
     loaded: Profile | None
@@ -47,7 +66,7 @@ class Serving:
         """
         if request.profile is None:
             return cls(request, None)
-        if is_auto(request.profile):
+        if _AUTO.fullmatch(request.profile):
             if request.signed_by is not None:
                 raise ServingError(
                     f"--kvtuner-profile {request.profile} and a required signature exclude each other: the catalogue"
@@ -65,11 +84,6 @@ class Serving:
         check_digest(profile.digest, reference.digest, str(reference.path))
         return cls(request, profile)
 
-    @property
-    def attend(self) -> Attend:
-        """What a chunk reads of itself."""
-        return self.request.attend
-
     def chosen_for(self, model_config: Any) -> Serving:
         """Return the same with the catalogue's profile for a model in place of ``auto``.
 
@@ -79,12 +93,13 @@ class Serving:
             ProfileError: The catalogue has none, or not the one that was pinned.
         """
         name = self.request.profile
-        if name is None or not is_auto(name):
+        auto = name and _AUTO.fullmatch(name)
+        if not name or not auto:
             return self
-        path = choose(identity_of_model(model_config), budget_of(name))
+        path = choose(identity_of_model(model_config), auto["budget"] or None)
         profile = load_profile(path)
-        check_digest(profile.digest, pin_of(name), name)
-        location = pinned(str(path), profile.digest)
+        check_digest(profile.digest, parse_reference(name).digest, name)
+        location = f"{path}#{profile.digest}"
         request = replace(self.request, profile=location)
         if os.environ.get(REQUEST_VARIABLE):
             request.to_environment(os.environ)
@@ -93,10 +108,7 @@ class Serving:
         return Serving(request, profile)
 
     def profile(self, model_config: Any) -> Profile:
-        """Return the profile to serve a model with, of the same geometry.
-
-        Args:
-            model_config: SGLang's ModelConfig.
+        """Return the profile to serve a model of SGLang's ModelConfig with, of the same geometry.
 
         Raises:
             UnsupportedModelError: The model has no plain KV cache.

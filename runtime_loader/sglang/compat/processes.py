@@ -1,13 +1,81 @@
-"""SGLang's processes: a scheduler begins, says what it is, and its launcher hears it."""
+"""SGLang's processes: a release that fits, flags, resolved arguments, and a scheduler that says what it is."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.runtime_loader.sglang.compat.hooks import AFTER, install
+from sglang.srt.plugins.hook_registry import HookType
+
+from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.sglang.compat.hooks import AFTER, install, is_applied, share
 
 if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
     from collections.abc import Callable
+
+TESTED: Final = "0.5.23"
+
+_SERVER_ARGS: Final = "sglang.srt.server_args.ServerArgs"
+
+
+def check_version() -> None:
+    """Refuse a release of SGLang that was never tested.
+
+    Raises:
+        ServingError: Another version is installed; it and the one that works are named.
+    """
+    installed = version("sglang")
+    if installed.partition("+")[0].partition(".post")[0] != TESTED:
+        raise ServingError(
+            f"this kvtuner serves with sglang {TESTED}, but {installed} is installed; install that one, or a"
+            " newer kvtuner"
+        )
+
+
+def on_flags(add: Callable[[ArgumentParser], None], parsed: Callable[[Namespace], None]) -> None:
+    """Call `add` with the launcher's parser, and `parsed` with what it read, before anything is resolved."""
+
+    def add_cli_args(_: object, parser: ArgumentParser) -> None:
+        # Where the other hook was lost, the parser must refuse the flags: nothing would come of them.
+        if is_applied(f"{_SERVER_ARGS}.from_cli_args", from_cli_args):
+            add(parser)
+
+    def from_cli_args(original: Callable[..., Any], cls: type, args: Namespace) -> Any:
+        parsed(args)
+        return original(cls, args)
+
+    share(f"{_SERVER_ARGS}.add_cli_args", add_cli_args, HookType.AFTER)
+    share(f"{_SERVER_ARGS}.from_cli_args", from_cli_args, HookType.AROUND)
+
+
+def on_resolution(before_backend: Callable[[Any], None], at_end: Callable[[Any], None]) -> None:
+    """Call functions of the arguments record before the attention backend is chosen, and when all is resolved."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    @register_resolution_hook("handle_attention_backend_compatibility")  # type: ignore[untyped-decorator]
+    def backend(server_args: Any, previous: Callable[[Any], None]) -> None:
+        before_backend(server_args)
+        previous(server_args)
+
+    @register_resolution_hook("handle_other_validations")  # type: ignore[untyped-decorator]
+    def validate(server_args: Any, previous: Callable[[Any], None]) -> None:
+        previous(server_args)
+        at_end(server_args)
+
+
+def resolved(server_args: Any) -> Any:
+    """A view of the arguments as decided so far; raises AttributeError for one that this SGLang does not have."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return resolving_view(server_args)
+
+
+def decide(server_args: Any, **fields: Any) -> None:
+    """Decide arguments during resolution."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    declare_resolution(server_args, "kvtuner", **fields)
 
 
 def on_ready(check: Callable[[list[dict[str, Any]]], None]) -> None:

@@ -1,26 +1,26 @@
-"""The host pool of one rank: pages of packed rows, whatever its device pool holds."""
+"""The host pool of one rank, pages of packed rows whatever its device pool holds, and its self-test."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.host_tier.pages import HostPages, PageLayout
-from kvtuner.runtime_loader.host_tier.stopwatch import Stopwatch
 from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES
-from kvtuner.runtime_loader.host_tier.transfer import TorchMover, token_bytes
+from kvtuner.runtime_loader.host_tier.transfer import Stopwatch, TorchMover, token_bytes
 from kvtuner.runtime_loader.sglang.compat.hierarchical_cache import HostKVCache, allocate, allocator_type
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvtuner.runtime_loader.host_tier.pages import Order
-    from kvtuner.runtime_loader.host_tier.transfer import Layers, MakeMover
+    from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, Layers, MakeMover
     from kvtuner.runtime_loader.sglang.compat.hierarchical_cache import HostOptions
     from kvtuner.runtime_loader.sglang.hicache.page_identity import PageIdentity
-    from kvtuner.runtime_loader.sglang.hicache.tier_metrics import TierMetrics
+    from kvtuner.runtime_loader.sglang.hicache.tier import TierMetrics
 
 ORDERS: Final[dict[str, Order]] = {
     "layer_first": "layer_first",
@@ -40,7 +40,7 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
         metrics: The counters of what is moved.
         options: The server's options below the device.
         page_size: The tokens of a page.
-        label: SGLang's name for the pool.
+        label: The name that SGLang gives the pool.
         zero_copy: Whether a storage reads the buffer itself; headers then lie in it.
         make_mover: The factory of what moves the pages; plain torch by default.
     """
@@ -71,6 +71,7 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
                 " --hicache-mem-layout page_first"
             )
         self._timed = Stopwatch(self.transfer_device, metrics.took)
+        # SGLang's constructor allocates, by `init_kv_buffer`, and so comes last.
         super().__init__(
             dtype=torch.uint8,
             device_capacity_tokens=device_pool.size,
@@ -89,15 +90,14 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
         self.is_ready = True
 
     def _size_per_token(self, page_size: int) -> int:
-        rows = sum(map(sum, self._row_bytes))
-        return rows + -(-self._header_bytes // page_size)
+        return sum(map(sum, self._row_bytes)) + -(-self._header_bytes // page_size)
 
     def get_size_per_token(self) -> int:
         """Bytes of one token in host memory: its rows in all layers, and a share of a header where there is one."""
         return self._size_per_token(self.page_size)
 
     def get_ksize_per_token(self) -> int:
-        """Bytes of one token's keys, as `get_page_buffer_meta` hands them out, headers apart."""
+        """Bytes of one token's keys, headers apart."""
         return sum(keys for keys, _ in self._row_bytes)
 
     def init_kv_buffer(self) -> Tensor:
@@ -111,7 +111,7 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
     def prepare_transfer_indices(
         self, host_indices: Tensor, device_indices: Tensor, io_backend: str
     ) -> tuple[Tensor, Tensor]:
-        """Indices where the mover wants them, whatever the backend, once for a transfer."""
+        """Indices where the mover wants them."""
         return self.mover.place(host_indices), self.mover.place(device_indices)
 
     def backup_from_device_all_layer(
@@ -145,7 +145,7 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
         return stored
 
     def get_dummy_flat_data_page(self) -> Tensor:
-        """Room for a page as it is stored."""
+        """Return room for a page as it is stored."""
         return torch.zeros(HEADER_BYTES + self.pages.layout.page_bytes, dtype=torch.uint8)
 
     def set_from_flat_data_page(self, index: Any, data_page: Tensor) -> None:
@@ -170,7 +170,83 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
         return addresses, sizes
 
     def clear(self) -> None:
-        """Forget all pages. What storages must hold is looked at again: weights may have changed since."""
+        """Forget all pages."""
         super().clear()
+        # Weights may have changed since; but not where SGLang's constructor clears.
         if getattr(self, "is_ready", False):
             self.identity.refresh()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TestedPage:
+    """One page of a layer's keys (side 0) or values (1), and what each end must hold of it."""
+
+    layer: int
+    side: int
+    device: DeviceSide
+    before: Tensor  # what the device held, [page_size, ...]
+    rows: Tensor  # what the host must hold, uint8 [page_size, row_bytes]
+    after: Tensor  # what the device must read back, [page_size, ...]
+
+    @classmethod
+    def write(cls, layer: int, side: int, device: DeviceSide, page_size: int, random: torch.Generator) -> _TestedPage:
+        """Write a random page into the device's first."""
+        shape = (page_size, *device.buffer.shape[1:])
+        if device.packed and device.buffer.dtype == torch.uint8:
+            page = torch.randint(256, shape, dtype=torch.uint8, generator=random)
+        else:
+            page = torch.randn(shape, generator=random).to(device.buffer.dtype)
+        page = page.to(device.buffer.device)
+        if device.moves_as_it_is:
+            rows, after = page.view(torch.uint8).view(page_size, -1), page
+        else:
+            rows = device.format.pack(page)
+            after = device.format.unpack(rows, page.dtype)
+        before = device.buffer[:page_size].clone()
+        device.buffer[:page_size] = page
+        return cls(layer, side, device, before, rows.cpu(), after)
+
+
+def self_test(pool: PackedHostPool) -> None:
+    """Move one page down and up again, compare both with what `quant.py` makes of it, and clear it.
+
+    Raises:
+        ServingError: The page of a layer differs; the first such layer is named.
+    """
+    # The page is the device's padding, which no request owns, and the host's last.
+    random, page_size, num_layers = torch.Generator().manual_seed(0), pool.page_size, len(pool.device_layers)
+    slots = torch.arange(page_size)
+    host_slots, device_slots = pool.prepare_transfer_indices(
+        slots + (pool.page_num - 1) * page_size, slots.to(pool.transfer_device), "kernel"
+    )
+    pages = [
+        _TestedPage.write(layer, side, device, page_size, random)
+        for layer, sides in enumerate(pool.device_layers)
+        for side, device in enumerate(sides)
+    ]
+    pool.mover.backup(host_slots, device_slots)
+    _wait(pool.transfer_device)
+    for page in pages:
+        if not torch.equal(pool.pages.rows(page.layer, page.side)[-1], page.rows):
+            raise _failed(pool, page, "does not hold what quant.py makes of it")
+        page.device.buffer[:page_size] = 0
+    for layer in range(num_layers):
+        pool.mover.load(layer, host_slots, device_slots)
+    _wait(pool.transfer_device)
+    for page in pages:
+        if not torch.equal(page.device.buffer[:page_size], page.after):
+            raise _failed(pool, page, "does not come back as it was stored")
+        page.device.buffer[:page_size] = page.before
+        pool.pages.rows(page.layer, page.side)[-1] = 0
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _failed(pool: PackedHostPool, page: _TestedPage, what: str) -> ServingError:
+    return ServingError(
+        f"the self-test of the host tier failed: a page of {('keys', 'values')[page.side]} of layer"
+        f" {pool.start_layer + page.layer} {what}; report this, and serve without --enable-hierarchical-cache"
+    )

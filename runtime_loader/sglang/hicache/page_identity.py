@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ServingError
-from kvtuner.runtime_loader.host_tier.fingerprint import weights_fingerprint
-from kvtuner.runtime_loader.host_tier.stored_page import identity_digest
+from kvtuner.runtime_loader.host_tier.stored_page import identity_digest, weights_fingerprint
 from kvtuner.runtime_loader.sglang.compat.parallel import post, posted, tell_all
 
 if TYPE_CHECKING:

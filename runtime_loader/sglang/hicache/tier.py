@@ -1,4 +1,7 @@
-"""What a rank keeps below its device: it builds SGLang's host pool, opens its storages, and hears of new weights."""
+"""What a rank keeps below its device: it builds SGLang's host pool, opens its storages, and hears of new weights.
+
+What moves is counted on the server's /metrics.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ServingError
 from kvtuner.precision import NATIVE_BITS
+from kvtuner.runtime_loader.host_tier.stored_page import FAULTS
 from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, token_bytes
 from kvtuner.runtime_loader.row_format import rank_formats
 from kvtuner.runtime_loader.sglang.compat.hierarchical_cache import (
@@ -18,7 +22,7 @@ from kvtuner.runtime_loader.sglang.compat.hierarchical_cache import (
     on_new_weights,
     on_storage,
 )
-from kvtuner.runtime_loader.sglang.compat.metrics import set_gauge
+from kvtuner.runtime_loader.sglang.compat.metrics import add_to_counter, set_gauge
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
 from kvtuner.runtime_loader.sglang.hicache.checked_storage import (
     KEY_DIGITS,
@@ -27,21 +31,64 @@ from kvtuner.runtime_loader.sglang.hicache.checked_storage import (
     is_zero_copy,
     prepare_storage,
 )
-from kvtuner.runtime_loader.sglang.hicache.host_pool import PackedHostPool
-from kvtuner.runtime_loader.sglang.hicache.host_self_test import self_test
+from kvtuner.runtime_loader.sglang.hicache.host_pool import PackedHostPool, self_test
 from kvtuner.runtime_loader.sglang.hicache.page_identity import PageIdentity
-from kvtuner.runtime_loader.sglang.hicache.tier_metrics import TierMetrics
 from kvtuner.runtime_loader.sglang.process_state import refusing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from kvtuner.runtime_loader.host_tier.transfer import Layers
+    from kvtuner.runtime_loader.host_tier.stored_page import Fault
+    from kvtuner.runtime_loader.host_tier.transfer import Layers, Work
     from kvtuner.runtime_loader.sglang.compat.hierarchical_cache import HostOptions
     from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
     from kvtuner.runtime_loader.sglang.hicache.page_identity import TieredRank
 
 logger: Final = logging.getLogger("kvtuner")
+
+_TRANSFERS: Final = "kvtuner_hicache_seconds", "Seconds of transfers between device and host, quantizing included."
+WORK_SECONDS: Final[dict[Work, tuple[str, str, dict[str, str]]]] = {
+    "backup": (*_TRANSFERS, {"direction": "backup"}),
+    "load": (*_TRANSFERS, {"direction": "load"}),
+    "quantize": ("kvtuner_hicache_quantize_seconds", "Seconds of quantizing within backups.", {}),
+    "dequantize": ("kvtuner_hicache_dequantize_seconds", "Seconds of dequantizing within loads.", {}),
+}
+"""The name, help and labels of the counter of each kind of work."""
+
+
+class TierMetrics:
+    """Counters of one rank's host tier, given the bytes of one token below the device and in the served dtype."""
+
+    def __init__(self, labels: Mapping[str, str], page_size: int, token_bytes: int, unquantized_bytes: int) -> None:
+        self.labels, self._page_size = dict(labels), page_size
+        self._token_bytes, self._unquantized_bytes = token_bytes, unquantized_bytes
+        for direction in ("backup", "load"):
+            self.moved(direction, 0)
+        for work in WORK_SECONDS:
+            self.took(work, 0.0)
+        for fault in FAULTS:
+            self.refused(fault, 0)
+
+    def moved(self, direction: str, num_tokens: int) -> None:
+        """Count pages that were moved down (backup) or up (load)."""
+        labels = {**self.labels, "direction": direction}
+        pages, num_bytes = num_tokens // self._page_size, num_tokens * self._token_bytes
+        saved = max(num_tokens * self._unquantized_bytes - num_bytes, 0)
+        add_to_counter("kvtuner_hicache_pages", "Pages moved between device and host.", labels, pages)
+        add_to_counter("kvtuner_hicache_bytes", "Bytes moved between device and host.", labels, num_bytes)
+        add_to_counter(
+            "kvtuner_hicache_bytes_saved", "Bytes that the served dtype would have moved more.", labels, saved
+        )
+
+    def took(self, work: Work, seconds: float) -> None:
+        """Count the seconds of a transfer, or of quantizing within it."""
+        name, what, own = WORK_SECONDS[work]
+        add_to_counter(name, what, {**self.labels, **own}, seconds)
+
+    def refused(self, fault: Fault, count: int) -> None:
+        """Count stored pages that were not what they should be."""
+        labels = {**self.labels, "fault": fault}
+        add_to_counter("kvtuner_hicache_pages_refused", "Stored pages that were read and not believed.", labels, count)
 
 
 class HostTier:

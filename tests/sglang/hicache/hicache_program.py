@@ -33,7 +33,7 @@ from kvtuner.runtime_loader.sglang.hicache import checked_storage as storage
 from kvtuner.runtime_loader.sglang.hicache import host_pool as host_pool_module
 from kvtuner.runtime_loader.sglang.hicache import page_identity as identity_module
 from kvtuner.runtime_loader.sglang.hicache import tier as tier_module
-from kvtuner.runtime_loader.sglang.hicache.host_self_test import self_test
+from kvtuner.runtime_loader.sglang.hicache.host_pool import self_test
 from kvtuner.runtime_loader.sglang.process_state import RankServing, process_state
 
 if TYPE_CHECKING:

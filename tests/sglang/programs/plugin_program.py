@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from kvtuner.errors import KVTunerError
 from kvtuner.runtime_loader.sglang import activation
-from kvtuner.runtime_loader.sglang.compat import attention, pool, versions
+from kvtuner.runtime_loader.sglang.compat import attention, pool, processes
 from kvtuner.runtime_loader.sglang.process_state import process_state
 
 CHECK, PROFILE, MODEL = sys.argv[1:]
@@ -57,7 +57,7 @@ def a_plain_launch_after_one_with_a_profile_is_plain() -> None:
 
 
 def another_release_is_refused() -> None:
-    versions.version = lambda _: "0.5.24"  # type: ignore[assignment]
+    processes.version = lambda _: "0.5.24"  # type: ignore[assignment]
     line = refusal(parse, "--kvtuner-profile", PROFILE)
     assert line == (
         "kvtuner: this kvtuner serves with sglang 0.5.23, but 0.5.24 is installed; install that one, or a newer kvtuner"

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from kvtuner.runtime_loader.host_tier.stopwatch import Stopwatch
+from kvtuner.runtime_loader.host_tier.transfer import Stopwatch
 
 
 def test_work_and_what_is_inside_it_are_told_apart() -> None:
