@@ -14,12 +14,9 @@ if TYPE_CHECKING:
 
 
 def check_model(profile: Profile, config: ConfigLike, *, context_length: int | None = None) -> None:
-    """Check that a profile fits a model whose layers read all of their cache, as far as the profile was made for.
+    """Check that a profile fits a model whose layers read all of the cache of `context_length` tokens.
 
-    Args:
-        profile: The profile.
-        config: The model's transformers configuration.
-        context_length: The tokens that will be served; what the profile was made for, by default.
+    That is the context that the profile was made for, by default.
 
     Raises:
         UnsupportedModelError: A layer's cache is not one key and value per token and head.

@@ -83,65 +83,36 @@ class PackedAttention(Protocol):
         Raises:
             ServingError: This implementation cannot read a layer, which is named.
         """
-        ...
 
     def store(self, keys: PackedRows, values: PackedRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Transform, quantize, pack and write keys and values [tokens, num_kv_heads, head_dim] to slots [tokens]."""
-        ...
 
     def decode(
-        self,
-        q: Tensor,
-        keys: PackedRows,
-        values: PackedRows,
-        indptr: Tensor,
-        slots: Tensor,
-        scores: ScoreScaling,
+        self, q: Tensor, keys: PackedRows, values: PackedRows, indptr: Tensor, slots: Tensor, scores: ScoreScaling,
         out: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of one query per request over what the pool holds of it.
+    ) -> Tensor:  # fmt: skip
+        """Attention of one query per request, `q` [requests, num_heads, head_dim], over what the pool holds of it.
 
-        Args:
-            q: [requests, num_heads, head_dim].
-            keys: The stored keys of the layer.
-            values: The stored values of the layer.
-            indptr: [requests + 1]; request r reads ``slots[indptr[r]:indptr[r + 1]]``.
-            slots: The token slots of all requests, one after the other.
-            scores: The scale and cap of the scores.
-            out: The tensor to write to; a new one by default.
+        Request r reads the token slots ``slots[indptr[r]:indptr[r + 1]]``.
 
         Returns:
-            [requests, num_heads, v_head_dim] in the dtype of `q`; zeros for a request without tokens.
+            `out`, or a new tensor, [requests, num_heads, v_head_dim] in the dtype of `q`; zeros for a request without
+            tokens.
         """
-        ...
 
     def extend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keys: PackedRows,
-        values: PackedRows,
-        bounds: ExtendBounds,
-        scores: ScoreScaling,
-        out: Tensor | None = None,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds,
+        scores: ScoreScaling, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Attention of new tokens over their request's stored prefix and, causally, over one another.
 
-        Args:
-            q: [tokens, num_heads, head_dim].
-            k: The fresh keys [tokens, num_kv_heads, head_dim], read as they are.
-            v: The fresh values [tokens, num_kv_heads, v_head_dim].
-            keys: The stored keys of the layer, which hold the prefixes.
-            values: The stored values of the layer.
-            bounds: The new tokens and the slots of each request.
-            scores: The scale and cap of the scores.
-            out: The tensor to write to; a new one by default.
+        The new tokens have queries `q` [tokens, num_heads, head_dim], and fresh keys `k` [tokens, num_kv_heads,
+        head_dim] and values `v` [tokens, num_kv_heads, v_head_dim], which are read as they are.
 
         Returns:
-            [tokens, num_heads, v_head_dim] in the dtype of `q`; anything for tokens of no request, which pad a batch.
+            `out`, or a new tensor, [tokens, num_heads, v_head_dim] in the dtype of `q`; anything for tokens of no
+            request, which pad a batch.
         """
-        ...
 
     def read_prefix(
         self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds
@@ -152,7 +123,6 @@ class PackedAttention(Protocol):
             Keys and values [slots, num_kv_heads, head_dim] in the dtype of `q`, one after the other as in
             `bounds.slots`, or None where `extend` is to be called.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,15 +157,9 @@ class TorchAttention:
         values.write(slots, v)
 
     def decode(
-        self,
-        q: Tensor,
-        keys: PackedRows,
-        values: PackedRows,
-        indptr: Tensor,
-        slots: Tensor,
-        scores: ScoreScaling,
+        self, q: Tensor, keys: PackedRows, values: PackedRows, indptr: Tensor, slots: Tensor, scores: ScoreScaling,
         out: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """See `PackedAttention.decode`."""
         # In stored space: one query is transformed, and the history never transformed back.
         k_transform, v_transform = _transform(keys), _transform(values)
@@ -216,16 +180,9 @@ class TorchAttention:
         return output if out is None else out.copy_(output)
 
     def extend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keys: PackedRows,
-        values: PackedRows,
-        bounds: ExtendBounds,
-        scores: ScoreScaling,
-        out: Tensor | None = None,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds,
+        scores: ScoreScaling, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """See `PackedAttention.extend`."""
         # In model space: the prefix is read back, beside fresh keys that hold their mean.
         output = q.new_empty(len(q), q.shape[1], values.format.head_dim) if out is None else out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -109,13 +109,9 @@ def rank_formats(profile: Profile, layers: range, *, tp_rank: int = 0, tp_size: 
     dims = {"k": profile.geometry.head_dim, "v": profile.geometry.v_head_dim}
 
     def side(layer_id: int, name: Side) -> RowFormat:
-        return RowFormat(len(heads), dims[name], _of_heads(profile.quant_spec(layer_id, name), heads))
+        spec = profile.quant_spec(layer_id, name)
+        if spec is not None:
+            spec = replace(spec, transform=spec.transform.heads(heads.start, heads.stop))
+        return RowFormat(len(heads), dims[name], spec)
 
     return tuple(LayerFormat(side(layer_id, "k"), side(layer_id, "v")) for layer_id in layers)
-
-
-def _of_heads(spec: QuantSpec | None, heads: range) -> QuantSpec | None:
-    if spec is None:
-        return None
-    transform = spec.transform.heads(heads.start, heads.stop)
-    return QuantSpec(spec.bits, transform, spec.group_size, spec.symmetric)

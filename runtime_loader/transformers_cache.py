@@ -56,16 +56,6 @@ class KVTunerLayer(CacheLayerMixin):
         stored = "fp8" if spec is not None and spec.fp8 else PrecisionPair(self.k.format.bits, self.v.format.bits)
         return f"{type(self).__name__}({stored})"
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of the rows in use."""
-        return self.k.buffer.stored_bytes + self.v.buffer.stored_bytes
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of the buffers."""
-        return self.k.buffer.allocated_bytes + self.v.buffer.allocated_bytes
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Check that the states can be stored, as `PackedSide.check` does; memory is taken when tokens come."""
         self.k.check(key_states)
@@ -73,12 +63,7 @@ class KVTunerLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        *args: Any,
-        read_plan: ReadPlan = "decode",
-        **kwargs: Any,
+        self, key_states: Tensor, value_states: Tensor, *args: Any, read_plan: ReadPlan = "decode", **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store a chunk and return what its queries read, both [batch, num_kv_heads, tokens, channels].
 
@@ -108,9 +93,7 @@ class KVTunerLayer(CacheLayerMixin):
         """Return -1: there is no limit."""
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """`get_max_length` under the name that early releases of transformers 5 call."""
-        return -1
+    get_max_cache_shape = get_max_length  # as early releases of transformers 5 call it
 
     def reset(self) -> None:
         """Forget everything and free the memory."""
@@ -119,7 +102,7 @@ class KVTunerLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, of which there is a negative count."""
+        """Forget the last tokens, given as a negative count."""
         # In early releases of transformers 5 a positive one is the number of tokens to keep.
         rest = max(0, self.get_seq_length() + tokens_to_remove)
         kept = tokens_to_remove if tokens_to_remove > 0 else rest
@@ -245,12 +228,12 @@ class KVTunerCache(Cache):
     @property
     def stored_bytes(self) -> int:
         """Bytes of the rows in use, all layers."""
-        return sum(layer.stored_bytes for layer in self._packed_layers)
+        return sum(side.buffer.stored_bytes for layer in self._packed_layers for side in (layer.k, layer.v))
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of the buffers, all layers: up to a quarter (or 16 tokens) over the most ever stored."""
-        return sum(layer.allocated_bytes for layer in self._packed_layers)
+        return sum(side.buffer.allocated_bytes for layer in self._packed_layers for side in (layer.k, layer.v))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.kernels import launch
-from kvtuner.runtime_loader.kernels.merge_splits import merge_splits
+from kvtuner.runtime_loader.kernels.parts import merge_splits
 from kvtuner.runtime_loader.kernels.settings import DecodeLaunch, Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
 

@@ -43,13 +43,7 @@ def identity_digest(fields: Mapping[str, Any]) -> bytes:
 
 
 def seal(stored: Tensor, identity: bytes, key: str) -> None:
-    """Fill in the header of a page that will be stored under a key.
-
-    Args:
-        stored: The page behind room for its header, uint8 [HEADER_BYTES + page_bytes] on the host.
-        identity: The page's identity, by `identity_digest`.
-        key: The key.
-    """
+    """Fill in the header of a page, uint8 [HEADER_BYTES + page_bytes], that will be stored under a key."""
     page = stored.numpy()
     header = _FIELDS.pack(MAGIC, VERSION, HEADER_BYTES, len(page) - HEADER_BYTES, identity, _key_digest(key))
     header = header.ljust(_CHECKSUM_AT, b"\0")
@@ -63,19 +57,15 @@ def fault_of(stored: Tensor, identity: bytes, key: str) -> Fault | None:
         return "truncated"
     header = page[:_CHECKSUM_AT].tobytes()
     magic, version, header_bytes, page_bytes, found_identity, found_key = _FIELDS.unpack_from(header)
-    faults: tuple[tuple[Fault, bool], ...] = (
-        ("magic", magic != MAGIC),
-        ("version", (version, header_bytes) != (VERSION, HEADER_BYTES)),
-        ("length", page_bytes != len(page) - HEADER_BYTES),
-        ("identity", found_identity != identity),
-        ("key", found_key != _key_digest(key)),
-    )
-    for fault, is_there in faults:
-        if is_there:
-            return fault
-    if page[_CHECKSUM_AT:HEADER_BYTES].tobytes() != _checksum(header, page[HEADER_BYTES:]):
-        return "checksum"
-    return None
+    faults: dict[Fault, bool] = {
+        "magic": magic != MAGIC,
+        "version": (version, header_bytes) != (VERSION, HEADER_BYTES),
+        "length": page_bytes != len(page) - HEADER_BYTES,
+        "identity": found_identity != identity,
+        "key": found_key != _key_digest(key),
+        "checksum": page[_CHECKSUM_AT:HEADER_BYTES].tobytes() != _checksum(header, page[HEADER_BYTES:]),
+    }
+    return next((fault for fault, is_there in faults.items() if is_there), None)
 
 
 def _key_digest(key: str) -> bytes:

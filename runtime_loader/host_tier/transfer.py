@@ -76,15 +76,12 @@ class PageMover(Protocol):
 
     def place(self, slots: Tensor) -> Tensor:
         """Slots where `backup` and `load` want them; once for a transfer."""
-        ...
 
     def backup(self, host_slots: Tensor, device_slots: Tensor) -> None:
         """Copy tokens of all layers from device slots [tokens] to host slots [tokens]."""
-        ...
 
     def load(self, layer: int, host_slots: Tensor, device_slots: Tensor) -> None:
         """Copy tokens of one layer of this rank from host slots [tokens] to device slots [tokens]."""
-        ...
 
 
 MakeMover = Callable[[Layers, "HostPages", "Timed"], PageMover]

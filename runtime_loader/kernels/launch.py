@@ -9,8 +9,7 @@ import torch
 import triton
 
 from kvtuner.runtime_loader.kernels.decode import decode_split
-from kvtuner.runtime_loader.kernels.extend import attend_fresh
-from kvtuner.runtime_loader.kernels.merge_splits import merge_splits
+from kvtuner.runtime_loader.kernels.parts import attend_fresh, merge_splits
 from kvtuner.runtime_loader.kernels.queries import prepare_queries
 from kvtuner.runtime_loader.kernels.rows import read_side, store_rows
 
@@ -62,12 +61,11 @@ class Scratch:
 
 def store(keys: KernelSide, values: KernelSide, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Write keys and values [tokens, num_heads, head_dim], channels contiguous, to token slots [tokens]."""
-    num_tokens = len(k)
-    if not num_tokens:
+    if not len(k):
         return
-    store_rows[(triton.cdiv(num_tokens, STORED_TOKENS), keys.num_heads, 2)](
+    store_rows[(triton.cdiv(len(k), STORED_TOKENS), keys.num_heads, 2)](
         k, k.stride(0), k.stride(1), keys.rows, keys.mu, keys.inverse,
-        v, v.stride(0), v.stride(1), values.rows, slots, num_tokens,
+        v, v.stride(0), v.stride(1), values.rows, slots, len(k),
         **store_facts(keys, values), **EXACT,
     )  # fmt: skip
 

@@ -52,23 +52,14 @@ INTERPRETED_SPLITS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device that kernels run on.
-
-    Attributes:
-        arch: The architecture, such as sm_90; "interpreter" for Triton's interpreter.
-        processors: The number of multiprocessors.
-    """
+    """The device that kernels run on: its architecture, such as sm_90 or "interpreter", and multiprocessors."""
 
     arch: str
     processors: int
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
-        """Return what kernels must know of a device.
-
-        Raises:
-            ServingError: The device is a processor without Triton's interpreter.
-        """
+        """Return what kernels must know of a device."""
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             name = getattr(properties, "gcnArchName", "") if torch.version.hip else ""
@@ -103,11 +94,8 @@ class Device:
     def splits(self, launch: DecodeLaunch, num_requests: int, tiles: int, least: int = LEAST_SPLITS) -> int:
         """Return the parts of a request: as many as fill the device `ROUNDS` times, and not a part of a round more.
 
-        Args:
-            launch: The settings of the kernel.
-            num_requests: The requests of the batch.
-            tiles: The programs of a part of one request.
-            least: The least parts of a request, since requests differ in length; fewer where there are many.
+        A part of a request takes `tiles` programs. There are at least `least` parts, since requests differ in length,
+        and fewer where there are many requests.
         """
         if self.arch == "interpreter":
             return INTERPRETED_SPLITS

@@ -32,11 +32,7 @@ SPARE_BYTES: Final = 4096
 
 
 class TritonAttention:
-    """`PackedAttention` by kernels, for one rank's layers on one device.
-
-    Raises:
-        ServingError: No kernel runs on the device.
-    """
+    """`PackedAttention` by kernels, for one rank's layers on one device."""
 
     # Nothing is measured, compiled differently or allocated for the length of a request, so that decoding can be
     # captured in a CUDA graph.
@@ -66,15 +62,9 @@ class TritonAttention:
         launch.store(self._side(keys), self._side(values), slots, _dense(k), _dense(v))
 
     def decode(
-        self,
-        q: Tensor,
-        keys: PackedRows,
-        values: PackedRows,
-        indptr: Tensor,
-        slots: Tensor,
-        scores: ScoreScaling,
+        self, q: Tensor, keys: PackedRows, values: PackedRows, indptr: Tensor, slots: Tensor, scores: ScoreScaling,
         out: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """See `PackedAttention.decode`."""
         k_side, v_side = self._side(keys), self._side(values)
         settings, tiles = self._settings(k_side, v_side, q.shape[1])
@@ -85,16 +75,9 @@ class TritonAttention:
         return out
 
     def extend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keys: PackedRows,
-        values: PackedRows,
-        bounds: ExtendBounds,
-        scores: ScoreScaling,
-        out: Tensor | None = None,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds,
+        scores: ScoreScaling, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """See `PackedAttention.extend`: attention over rows is merged with that of new tokens over one another."""
         k_side, v_side = self._side(keys), self._side(values)
         num_requests, gqa = len(bounds.tokens) - 1, q.shape[1] // k_side.num_heads

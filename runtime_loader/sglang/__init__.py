@@ -24,7 +24,7 @@ def engine(
     """Start an `sglang.Engine` that serves a profile.
 
     Args:
-        profile: The profile's name: a file, a run folder, a profile of the hub or the catalogue, or ``auto``.
+        profile: The name of a file, a run folder, a profile of the hub or the catalogue, or ``auto``.
         attend: Whether a chunk of new tokens reads itself exactly or as it was stored.
         hicache_only: Whether the device pool stays in the model's dtype, and what leaves it is quantized.
         strict: Whether to refuse what is otherwise warned of where the profile's model is not quite the served one.
@@ -42,14 +42,13 @@ def engine(
     from kvtuner.runtime_loader.sglang.activation import activate
     from kvtuner.runtime_loader.sglang.process_state import process_state
     from kvtuner.runtime_loader.sglang.request import REQUEST_VARIABLE, ServingRequest
-    from kvtuner.runtime_loader.sglang.serving import locate
+    from kvtuner.runtime_loader.sglang.serving import located
 
     if "server_args" in arguments:
         raise ServingError("engine() takes SGLang's arguments one by one, not server_args: those are checked already")
     request = ServingRequest(
-        locate(str(profile)),
-        None,
-        attend,
+        str(profile),
+        attend=attend,
         hicache_only=hicache_only,
         strict=strict,
         allow_derived=allow_derived,
@@ -58,6 +57,7 @@ def engine(
     state, variable = process_state(), os.environ.get(REQUEST_VARIABLE)
     served, state.serving = state.serving, None
     try:
+        request = located(request)
         activate(request)
         request.to_environment(os.environ)  # of the schedulers that it starts
         return sglang.Engine(**arguments)

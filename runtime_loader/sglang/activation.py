@@ -32,11 +32,7 @@ logger: Final = logging.getLogger("kvtuner")
 
 
 def activate(request: ServingRequest) -> None:
-    """Prepare this process, a launcher or a scheduler, to serve a request.
-
-    Raises:
-        KVTunerError: This SGLang does not fit, or the profile cannot be read.
-    """
+    """Prepare this process, a launcher or a scheduler, to serve a request."""
     check_version()
     serving, state = Serving.of(request), process_state()
     state.hook_once("resolution", lambda: on_resolution(_choose_backend, _check))
@@ -62,16 +58,14 @@ def _choose_backend(server_args: Any) -> None:
 
 
 def _compare_digests(schedulers: list[dict[str, Any]]) -> None:
-    """Compare what each scheduler serves with what was checked.
-
-    A scheduler that did not load the plugin would serve unquantized without knowing it.
-    """
+    """Compare what each scheduler serves with what was checked."""
     state = process_state()
     if state.serving is None:
         return
     with refusing():
         for number, introduction in enumerate(schedulers):
             digest = introduction.get(PROFILE_KEY)
+            # A scheduler that did not load the plugin would serve unquantized without knowing it.
             if digest is None:
                 raise ServingError(
                     f"scheduler {number} does not serve the profile: its process did not load SGLang's plugin kvtuner;"
@@ -115,11 +109,7 @@ def _refuse_options(arguments: Any, request: ServingRequest) -> None:
 
 
 def _compare_models(request: ServingRequest, profile: Profile, model_config: Any) -> None:
-    """Log once, in the launcher, what differs between the profile's model and the served one.
-
-    Raises:
-        ProfileError: The models differ too much.
-    """
+    """Log once, in the launcher, what differs between the profile's model and the served one, or refuse it."""
     mismatches = compare(
         profile.model,
         identity_of_model(model_config),
@@ -144,9 +134,8 @@ def _start_scheduler(server_args: Any) -> None:
 
         arguments = resolved(server_args)
         _refuse_options(arguments, serving.request)  # again: some are decided after all resolution hooks
-        below = serving.request.hicache_only
-        if below:
+        if serving.request.hicache_only:
             # Otherwise SGLang, by write_back, gives up host pages whose device copy, read back from them, would be
             # quantized again.
             os.environ["SGLANG_HICACHE_SKIP_HOST_DUPLICATE_RECLAIM"] = "1"
-        install(packed=not below, tiers=arguments.enable_hierarchical_cache)
+        install(packed=not serving.request.hicache_only, tiers=arguments.enable_hierarchical_cache)

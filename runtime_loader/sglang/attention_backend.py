@@ -39,53 +39,21 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         self.sliding_window_size = None  # `check_layers` left none
 
     def _decode(
-        self,
-        q: Tensor,
-        keys: PackedRows,
-        values: PackedRows,
-        o: Tensor,
-        kv_indptr: Tensor,
-        kv_indices: Tensor,
-        attn_logits: Tensor,
-        attn_lse: Tensor,
-        num_kv_splits: Tensor,
-        max_kv_splits: int,
-        sm_scale: float,
-        *_: Any,
-        logit_cap: float = 0.0,
-        **arguments: Any,
-    ) -> None:
+        self, q: Tensor, keys: PackedRows, values: PackedRows, o: Tensor, kv_indptr: Tensor, kv_indices: Tensor,
+        attn_logits: Tensor, attn_lse: Tensor, num_kv_splits: Tensor, max_kv_splits: int, sm_scale: float, *_: Any,
+        logit_cap: float = 0.0, **arguments: Any,
+    ) -> None:  # fmt: skip
         """Called as SGLang's decode kernel, with rows for buffers; writes `o` [requests, heads, channels]."""
         refuse_unserved(arguments)
         self.attention.decode(q, keys, values, kv_indptr, kv_indices, ScoreScaling(sm_scale, logit_cap), out=o)
 
     def _forward_extend_kernel(
-        self,
-        layer: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        keys: PackedRows,
-        values: PackedRows,
-        qo_indptr: Tensor,
-        kv_indptr: Tensor,
-        kv_indices: Tensor,
-        custom_mask: Tensor | None,
-        is_causal: bool,
-        mask_indptr: Tensor | None,
-        max_len_extend: int,
-        k_descale: float,
-        v_descale: float,
-        sm_scale: float,
-        *,
-        logit_cap: float = 0.0,
-        **arguments: Any,
-    ) -> None:
-        """Called as SGLang's extend kernel, with rows for buffers; writes `o` [tokens, heads, channels].
-
-        SGLang's own kernel attends where the implementation in use reads the prefix back for it.
-        """
+        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, keys: PackedRows, values: PackedRows,
+        qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, custom_mask: Tensor | None, is_causal: bool,
+        mask_indptr: Tensor | None, max_len_extend: int, k_descale: float, v_descale: float, sm_scale: float, *,
+        logit_cap: float = 0.0, **arguments: Any,
+    ) -> None:  # fmt: skip
+        """Called as SGLang's extend kernel, with rows for buffers; writes `o` [tokens, heads, channels]."""
         refuse_unserved({**arguments, "custom_mask": custom_mask, "is_causal": is_causal})
         if self.pool.serving.attend == "cache":
             k, v = self.pool.as_stored(layer.layer_id, k, v)
@@ -96,6 +64,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
         if prefix is None:
             self.attention.extend(q, k, v, keys, values, bounds, ScoreScaling(sm_scale, logit_cap), out=o)
             return
+        # SGLang's own kernel attends over the prefix that was read back for it, in order, from slot 0 on.
         super()._forward_extend_kernel(
             layer, q, k.to(q.dtype), v.to(q.dtype), o, *prefix, qo_indptr, kv_indptr, kv_indices, custom_mask,
             is_causal, mask_indptr, max_len_extend, 1.0, 1.0, sm_scale, logit_cap=logit_cap,

@@ -1,7 +1,4 @@
-"""Options of SGLang that a packed pool does not work with or was never tried with: refused by name.
-
-The table in docs/serving.md is this one in words.
-"""
+"""Options of SGLang that a packed pool does not work with or was never tried with, as the table in docs/serving.md."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class OptionRule:
     Attributes:
         name: The attribute of SGLang's resolved arguments; a dot leads into what an argument holds.
         works: The values that a packed pool works with.
-        reason: Why others do not.
+        reason: The reason why others do not.
         set_by: The flag, where it is not the name with dashes.
         of_attention: Whether the rule holds only where the device pool has packed rows, which attention reads.
     """
@@ -111,16 +108,7 @@ VARIABLES: Final = {
 
 
 def refuse_flags(arguments: Any, environ: Mapping[str, str] = os.environ, *, hicache_only: bool = False) -> None:
-    """Check SGLang's resolved arguments and environment.
-
-    Args:
-        arguments: SGLang's resolved arguments.
-        environ: The variables of the process.
-        hicache_only: Whether the device pool stays in the model's dtype.
-
-    Raises:
-        ServingError: An option does not work with a packed pool or host tier, or this SGLang does not know it.
-    """
+    """Refuse an option or variable that packed rows, on the device or below it alone, do not work with."""
     what = "a quantized host tier" if hicache_only else "a packed KV pool"
     if str(arguments.device).partition(":")[0] not in ("cuda", "cpu"):
         raise ServingError(

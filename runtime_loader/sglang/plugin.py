@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import KVTunerError
@@ -31,10 +30,13 @@ def register() -> None:
 
         on_flags(add_flags, _parsed)
         if request is not None:
+            from kvtuner.runtime_loader.sglang.activation import activate
+            from kvtuner.runtime_loader.sglang.serving import located
+
             if not os.environ.get(REQUEST_VARIABLE):
-                request = _located(request)
+                request = located(request)
                 os.environ[PROFILE_VARIABLE] = request.profile or ""  # for the processes that this one starts
-            _activate(request)
+            activate(request)
     except Exception as error:
         if os.environ.get(PROFILE_VARIABLE) or os.environ.get(REQUEST_VARIABLE):
             raise SystemExit(f"kvtuner: {error}") from error
@@ -50,23 +52,11 @@ def _parsed(args: Namespace) -> None:
             if os.environ.pop(REQUEST_VARIABLE, None):  # left by an earlier launch in this process, or by its parent
                 process_state().serving = None
             return
-        request = _located(request)
+        from kvtuner.runtime_loader.sglang.activation import activate
+        from kvtuner.runtime_loader.sglang.serving import located
+
+        request = located(request)
         request.to_environment(os.environ)
-        _activate(request)
+        activate(request)
     except (KVTunerError, ImportError, ValueError) as error:
         raise SystemExit(f"kvtuner: {error}") from None
-
-
-def _located(request: ServingRequest) -> ServingRequest:
-    """Return the same request with the path of the profile that it names."""
-    if request.profile is None:
-        return request
-    from kvtuner.runtime_loader.sglang.serving import locate
-
-    return replace(request, profile=locate(request.profile))
-
-
-def _activate(request: ServingRequest) -> None:
-    from kvtuner.runtime_loader.sglang.activation import activate
-
-    activate(request)

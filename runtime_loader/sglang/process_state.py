@@ -27,15 +27,7 @@ READS_KEY: Final = "kvtuner_reads"
 
 @dataclass(frozen=True, slots=True)
 class RankServing:
-    """What this rank serves with.
-
-    Attributes:
-        profile: The profile of the whole model.
-        attend: What a chunk reads of itself.
-        attention: The attention backend in use.
-        gqa: The query heads of a KV head.
-        logit_cap: The cap of the model's scores; 0 for none.
-    """
+    """What this rank serves with: the whole model's profile, the query heads of a KV head, the cap of scores or 0."""
 
     profile: Profile
     attend: Attend
@@ -50,7 +42,7 @@ class ProcessState:
 
     Attributes:
         serving: The request with its profile; None where nothing is asked for.
-        checked_digest: The digest of the profile that the launcher checked; None before the check.
+        checked_digest: The digest of the profile that the launcher checked.
         rank_profile: The profile of this scheduler's rank, once its model is known.
         rank: What this rank serves with, once SGLang asked how many tokens fit.
         hooked: The names of what is hooked once in a process, whatever it serves later.
@@ -65,21 +57,13 @@ class ProcessState:
     targets: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def active(self) -> Serving:
-        """Return what this process serves.
-
-        Raises:
-            ServingError: Nothing was asked for.
-        """
+        """Return what this process serves; an error where nothing was asked for."""
         if self.serving is None:
             raise ServingError("no profile is active in this process")
         return self.serving
 
     def serving_of_rank(self) -> RankServing:
-        """Return what this rank serves with.
-
-        Raises:
-            ServingError: SGLang did not ask how many tokens fit.
-        """
+        """Return what this rank serves with; an error where SGLang did not ask how many tokens fit."""
         if self.rank is None:
             raise ServingError("SGLang built its KV pool before it asked how many tokens fit")
         return self.rank
@@ -101,10 +85,8 @@ def process_state() -> ProcessState:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """End a launched server with one line where its profile cannot be served; an engine's process gets the error.
-
-    Goes around our own code only: an error of SGLang's own is SGLang's to report.
-    """
+    """End a launched server with one line where its profile cannot be served; an engine's process gets the error."""
+    # Goes around our own code only: an error of SGLang's own is SGLang's to report.
     try:
         yield
     except (KVTunerError, ImportError) as error:

@@ -47,17 +47,12 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class ServingRequest:
-    """What to serve.
+    """What to serve, in the words of `engine`.
 
     Attributes:
         profile: The name of a profile, its path once it is located; None with `uniform`.
         uniform: The widths of a profile that is built for the model.
-        attend: Whether a chunk reads itself exactly (``fresh``) or as it was stored (``cache``).
         from_launcher: Whether flags asked for it: a refusal then ends the process in one line.
-        hicache_only: Whether the device pool stays in the model's dtype, and what leaves it is quantized.
-        strict: Whether to refuse what is otherwise warned of where the profile's model is not quite the served one.
-        allow_derived: Whether to warn of a fine-tune or another configuration of the same geometry, not refuse it.
-        signed_by: The identity that must have signed the profile; None for anybody, and nobody.
     """
 
     profile: str | None
@@ -84,11 +79,7 @@ class ServingRequest:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> ServingRequest | None:
-        """Return the launcher's request, or the one that the user's own variables make; None without either.
-
-        Raises:
-            ServingError: A variable cannot be read.
-        """
+        """Return the launcher's request, or the one that the user's own variables make; None without either."""
         stored = environ.get(REQUEST_VARIABLE)
         if stored:
             try:

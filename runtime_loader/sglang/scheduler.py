@@ -1,4 +1,4 @@
-"""A scheduler process: its pool and attention are made here, checked and announced."""
+"""A scheduler process: its pool and attention are made here, and ranks agree on what they serve."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from kvtuner.runtime_loader.row_format import rank_formats
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
 from kvtuner.runtime_loader.sglang.compat.pool import MHATokenToKVPool, on_built, on_pool
 from kvtuner.runtime_loader.sglang.compat.processes import on_introduction
-from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
+from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool, announce_capacity
 from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, READS_KEY, RankServing, process_state
-from kvtuner.runtime_loader.sglang.self_test import announce_capacity
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
@@ -27,15 +26,7 @@ AGREEMENT_VARIABLE: Final = "KVTUNER_AGREEMENT_S"
 
 
 def install(*, packed: bool, tiers: bool) -> None:
-    """Hook this process's pool, capacity and attention, or its host tiers alone.
-
-    Args:
-        packed: Whether the device pool holds packed rows.
-        tiers: Whether there is a host pool.
-
-    Raises:
-        ServingError: Another plugin has hooked a function that is needed, or this SGLang lacks it.
-    """
+    """Hook this process's pool, capacity and attention if the device pool is `packed`, and its host `tiers` if any."""
     state = process_state()
     on_introduction(
         lambda: {PROFILE_KEY: _profile().digest, READS_KEY: state.active().request.attend if packed else "below"}
@@ -92,11 +83,7 @@ def _check_dtype(kvc: Any) -> None:
 
 
 def _profile(model_config: Any = None) -> Profile:
-    """Return the profile of this rank, which is built or checked for the first caller that knows the model.
-
-    Raises:
-        ServingError: No caller knew the model yet.
-    """
+    """Return the profile of this rank, which is built or checked for the first caller that knows the model."""
     state = process_state()
     if state.rank_profile is None:
         if model_config is None:
@@ -111,6 +98,7 @@ def _bytes_per_token(kvc: Any, layers: range) -> int:
     attend = state.active().request.attend
     _check_dtype(kvc)
     profile = _profile(kvc.model_config)
+    # SGLang asks again where it sizes pools anew; ranks agree once.
     if state.rank is None:
         _agree(f"{profile.digest} attend={attend}")
     formats = rank_formats(profile, layers, tp_rank=here.tp_rank, tp_size=here.tp_size)
@@ -134,11 +122,7 @@ def _agreement_seconds() -> float:
 
 
 def _agree(word: str) -> None:
-    """Check that all ranks say the same word.
-
-    Raises:
-        ServingError: A rank says another, or nothing.
-    """
+    """Refuse to serve where a rank says another word, or nothing."""
     words = tell_all("kvtuner/profile", word, _agreement_seconds())
     for rank, other in words.items():
         if other != word:

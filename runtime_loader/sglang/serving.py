@@ -33,21 +33,18 @@ _AUTO: Final = re.compile(r"auto(?::(?P<budget>[^#]*))?(?:#.*)?", re.DOTALL)
 logger: Final = logging.getLogger("kvtuner")
 
 
-def locate(name: str) -> str:
-    """The absolute path of the profile that is named, fetched from the hub if need be, and its digest as a pin.
+def located(request: ServingRequest) -> ServingRequest:
+    """Return the request with its profile's path, fetched from the hub if need be, and the digest as a pin.
 
     Every process that this one starts reads the file at that path, and refuses another profile in it. ``auto`` stays
     as it is until the model is known.
-
-    Raises:
-        KVTunerError: There is none, it is wrong, or it is not the one that was pinned.
     """
-    if _AUTO.fullmatch(name):
-        return name
-    location = find_profile(name)
+    if request.profile is None or _AUTO.fullmatch(request.profile):
+        return request
+    location = find_profile(request.profile)
     for note in location.notes:
         logger.warning("kvtuner: %s", note)
-    return f"{os.path.abspath(location.path)}#{location.profile.digest}"
+    return replace(request, profile=f"{os.path.abspath(location.path)}#{location.profile.digest}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +56,7 @@ class Serving:
 
     @classmethod
     def of(cls, request: ServingRequest) -> Serving:
-        """Read the profile that a request names; one that is built or chosen for the model is left for later.
-
-        Raises:
-            KVTunerError: The profile cannot be read, is another than its pin says, or is not signed as required.
-        """
+        """Read the profile that a request names; one that is built or chosen for the model is left for later."""
         if request.profile is None:
             return cls(request, None)
         if _AUTO.fullmatch(request.profile):
@@ -74,7 +67,7 @@ class Serving:
                 )
             return cls(request, None)
         reference = parse_reference(request.profile)
-        assert isinstance(reference, FileReference)  # by `locate`
+        assert isinstance(reference, FileReference)  # by `located`
         if request.signed_by is None:
             profile = load_profile(reference.path)
         else:
@@ -85,13 +78,7 @@ class Serving:
         return cls(request, profile)
 
     def chosen_for(self, model_config: Any) -> Serving:
-        """Return the same with the catalogue's profile for a model in place of ``auto``.
-
-        The processes that this one starts find that profile in their environment.
-
-        Raises:
-            ProfileError: The catalogue has none, or not the one that was pinned.
-        """
+        """Return the same with the catalogue's profile for a model in place of ``auto``."""
         name = self.request.profile
         auto = name and _AUTO.fullmatch(name)
         if not name or not auto:
@@ -100,6 +87,7 @@ class Serving:
         profile = load_profile(path)
         check_digest(profile.digest, parse_reference(name).digest, name)
         location = f"{path}#{profile.digest}"
+        # The processes that this one starts find that profile in their environment.
         request = replace(self.request, profile=location)
         if os.environ.get(REQUEST_VARIABLE):
             request.to_environment(os.environ)
@@ -108,13 +96,7 @@ class Serving:
         return Serving(request, profile)
 
     def profile(self, model_config: Any) -> Profile:
-        """Return the profile to serve a model of SGLang's ModelConfig with, of the same geometry.
-
-        Raises:
-            UnsupportedModelError: The model has no plain KV cache.
-            ProfileError: The profile belongs to another model.
-            PrecisionError: The uniform flags ask for what this model's heads cannot have.
-        """
+        """Return the profile to serve a model of SGLang's ModelConfig with, or refuse the model."""
         config = model_config.hf_config
         refuse_other_caches(config, context_length=model_config.context_len)
         refuse_other_pools(model_config)

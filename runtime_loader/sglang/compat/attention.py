@@ -35,22 +35,15 @@ _EXTEND = (
     "custom_mask", "is_causal", "mask_indptr", "max_len_extend", "k_scale", "v_scale", "sm_scale",
 )  # fmt: skip
 
+# The arguments of SGLang's kernels that packed rows serve at one value alone.
 _SERVED = {
     "is_causal": True,
-    "custom_mask": None,
-    "sinks": None,
-    "score_mod": None,
-    "aux_tensors": None,
-    "window_kv_offsets": None,
+    **dict.fromkeys(("custom_mask", "sinks", "score_mod", "aux_tensors", "window_kv_offsets")),
 }
 
 
 def on_triton_backend(make: Callable[[Any], Any | None]) -> None:
-    """Let `make` build the backend named triton of a model runner; where it gives None, SGLang's own is built.
-
-    Raises:
-        ServingError: The backend is gone, or calls its kernels otherwise.
-    """
+    """Let `make` build the backend named triton of a model runner; where it gives None, SGLang's own is built."""
     name = METADATA_BACKEND
     check_leading(f"{_BACKEND}._forward_extend_kernel", "self", "layer")
     check_leading(f"{_KERNELS}.decode_attention.decode_attention_fwd", *_DECODE)
@@ -70,13 +63,7 @@ def on_triton_backend(make: Callable[[Any], Any | None]) -> None:
 
 
 def check_layers(model: Module, context_length: int) -> None:
-    """Check that every attention layer of a loaded model reads its whole past, and nothing else.
-
-    A window that is at least as long as the context is none, and is taken off the layer.
-
-    Raises:
-        ServingError: A layer reads something else; it is named with what it has.
-    """
+    """Refuse a loaded model unless every attention layer reads its whole past, and nothing else."""
     scaled: set[float | None] = set()
     for name, module in model.named_modules():
         if any(getattr(module, sinks, None) is not None for sinks in ("sinks", "attention_sink_bias")):
@@ -88,6 +75,7 @@ def check_layers(model: Module, context_length: int) -> None:
         if module.xai_temperature_len > 0:
             raise ServingError(f"{name} of this model scales its scores by position; serve it without a profile")
         if module.sliding_window_size > -1:
+            # SGLang counts the tokens before the query. A window that is at least as long as the context is none.
             if module.sliding_window_size + 1 < context_length:
                 raise ServingError(
                     f"{name} of this model has a window of {module.sliding_window_size + 1} tokens, shorter than the"
@@ -100,11 +88,7 @@ def check_layers(model: Module, context_length: int) -> None:
 
 
 def refuse_unserved(arguments: dict[str, Any]) -> None:
-    """Refuse what SGLang's kernels take and a packed pool does not know.
-
-    Raises:
-        ServingError: An argument is not known; it is named.
-    """
+    """Refuse by name what SGLang's kernels take and a packed pool does not know."""
     for name, served in _SERVED.items():
         if arguments.get(name, served) is not served:
             raise ServingError(f"this model's attention needs {name}, which a packed KV pool does not have")

@@ -30,6 +30,7 @@ __all__ = [
 _ASSEMBLER: Final = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
 _FACTORY: Final = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory"
 _HOST_POOL: Final = "sglang.srt.mem_cache.pool_host.base.HostKVCache"
+# The methods that `PackedHostPool` overrides, with the parameters that SGLang gives by position.
 _OVERRIDDEN: Final = {
     "get_size_per_token": (),
     "init_kv_buffer": (),
@@ -53,6 +54,7 @@ _UPDATES: Final = (
 )
 _RESETS: Final = "reset_tensors"
 _FILE: Final = "sglang.srt.mem_cache.hicache_storage.HiCacheFile"
+# What `PageFiles` overrides or calls.
 _FILE_USED: Final = {
     "get": ("key", "target_location", "target_sizes"),
     "set": ("key", "value"),
@@ -65,21 +67,17 @@ allocator_type = get_allocator_type
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """The server's options below the device.
+    """The server's options below the device, as SGLang names them.
 
     Attributes:
         ratio: The host tokens per device token.
         size_gb: The size of the host pool in 10**9 bytes; 0 where the ratio decides it.
-        layout: The memory layout, as SGLang names it.
-        io_backend: The transfer backend, as SGLang names it.
-        storage: The storage backend; None without one.
         extra: The storage's own options, as the user wrote them.
     """
 
     ratio: float
     size_gb: float
     layout: str
-    io_backend: str
     storage: str | None
     extra: str | None
 
@@ -91,18 +89,13 @@ def host_options() -> HostOptions:
         ratio=memory.hicache_ratio,
         size_gb=memory.hicache_size,
         layout=memory.hicache_mem_layout,
-        io_backend=memory.hicache_io_backend,
         storage=memory.hicache_storage_backend,
         extra=memory.hicache_storage_backend_extra_config,
     )
 
 
 def extra_config(text: str | None) -> dict[str, Any]:
-    """Read the storage's own options as SGLang does: JSON, or a file after an @.
-
-    Raises:
-        ServingError: The text is neither.
-    """
+    """Read the storage's own options as SGLang does: JSON, or a file after an @."""
     flag = "--hicache-storage-backend-extra-config"
     try:
         parsed, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
@@ -122,23 +115,13 @@ def allocate(pool: Any, num_bytes: int, device: torch.device) -> Tensor:
 
 
 def on_host_pool(make: Callable[..., Any]) -> None:
-    """Let `make` build the host pool of a device pool: `make(device_pool, page_size=, label=, size_gb=)`.
-
-    Raises:
-        ServingError: Another plugin has hooked a function that is needed, or this SGLang lacks it.
-    """
+    """Let `make` build the host pool of a device pool: `make(device_pool, page_size=, label=, size_gb=)`."""
 
     def build(
-        original: Callable[..., Any],
-        *,
-        kv_pool: Any,
-        page_size: int,
-        use_mla: bool | None = None,
-        override_kv_cache_dim: int | None = None,
-        host_size: float | None = None,
-        mtp_draft_device_pools: tuple[Any, ...] = (),
-        pool_label: str = "kv",
-    ) -> Any:
+        original: Callable[..., Any], *, kv_pool: Any, page_size: int, use_mla: bool | None = None,
+        override_kv_cache_dim: int | None = None, host_size: float | None = None,
+        mtp_draft_device_pools: tuple[Any, ...] = (), pool_label: str = "kv",
+    ) -> Any:  # fmt: skip
         with refusing():
             if mtp_draft_device_pools:
                 raise ServingError(
@@ -155,9 +138,6 @@ def on_storage(file_class: type, opened: Callable[[Callable[[str, Any], Any], st
     """Let `opened(create, backend, config, host_pool)` open storages, and files be of `file_class`.
 
     `create(backend, config)` opens one as SGLang does.
-
-    Raises:
-        ServingError: Another plugin has hooked a function that is needed, or this SGLang lacks it.
     """
 
     def create_backend(
@@ -178,6 +158,7 @@ def on_storage(file_class: type, opened: Callable[[Callable[[str, Any], Any], st
     install(f"{_FACTORY}.create_backend", create_backend, AROUND, "backend_name", "storage_config", "mem_pool_host")
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
+    # SGLang imports a backend by the loader that is registered, so that the class cannot be replaced in its module.
     registered = StorageBackendFactory._registry.get("file")
     if registered is None:
         raise ServingError("this SGLang has no storage backend file; install a version that kvtuner is tested with")
@@ -187,10 +168,7 @@ def on_storage(file_class: type, opened: Callable[[Callable[[str, Any], Any], st
 def on_new_weights(before: Callable[[bool | None], None]) -> None:
     """Call `before` before any weight of a model that is served changes.
 
-    It is told whether that opens a session of changes (True) or closes one (False).
-
-    Raises:
-        ServingError: Another plugin has hooked a function that is needed, or this SGLang lacks it.
+    Its argument is whether that opens a session of changes (True) or closes one (False).
     """
 
     def hook(session: bool | None) -> Callable[..., Any]:
@@ -212,7 +190,7 @@ def is_mooncake(backend: Any) -> bool:
 
 
 def remove_objects(backend: Any, key: str) -> bool:
-    """Remove both objects of a page from Mooncake's store, whoever reads them; whether they are gone."""
+    """Remove both objects of a page from Mooncake's store, whoever reads them, and return whether they are gone."""
     store, suffix = backend.store, backend.mha_suffix
     (tagged,) = backend._tag_keys([key])
     return [store.remove(f"{tagged}_{suffix}_{part}", force=True) for part in "kv"] == [0, 0]

@@ -19,16 +19,10 @@ AFTER = HookType.AFTER
 
 
 def install(target: str, hook: Callable[..., Any], kind: Any, *parameters: str) -> None:
-    """Hook one function now, and leave other plugins' targets alone.
-
-    Args:
-        target: The dotted path of the function.
-        hook: The hook, which is called as `kind` says.
-        kind: `AROUND` or `AFTER`.
-        *parameters: The names of parameters that the target must take.
+    """Hook the function of a dotted path now, as `AROUND` or `AFTER` says, and leave other plugins' targets alone.
 
     Raises:
-        ServingError: Another plugin has the target, it is gone, or it takes other arguments.
+        ServingError: Another plugin has the target, it is gone, or it does not take these parameters.
     """
     if HookRegistry._hooks.get(target) or target in HookRegistry._patched:
         raise _not_alone(target)
@@ -38,6 +32,7 @@ def install(target: str, hook: Callable[..., Any], kind: Any, *parameters: str) 
         raise ServingError(
             f"{target} of this SGLang does not take {missing[0]}; install a version that kvtuner is tested with"
         )
+    # Applied at once: SGLang applies hooks when all plugins are loaded, logs one that fails, and serves without it.
     HookRegistry.register(target, hook, kind)
     HookRegistry._apply_target(target, HookRegistry._hooks[target])
     HookRegistry._patched.add(target)
@@ -47,11 +42,7 @@ def install(target: str, hook: Callable[..., Any], kind: Any, *parameters: str) 
 
 
 def check_alone() -> None:
-    """Check that no plugin that was loaded later wants a target that is ours: SGLang would leave its hook out.
-
-    Raises:
-        ServingError: names the target.
-    """
+    """Refuse a plugin that was loaded later and wants a target that is ours: SGLang would leave its hook out."""
     for target, hook in process_state().targets.items():
         if len(HookRegistry._hooks[target]) > 1 or not is_applied(target, hook):
             raise _not_alone(target)
@@ -65,11 +56,7 @@ def _not_alone(target: str) -> ServingError:
 
 
 def check_leading(target: str, *parameters: str) -> None:
-    """Check that a function, which is called or replaced by position, begins with these parameters.
-
-    Raises:
-        ServingError: it is gone, or begins otherwise.
-    """
+    """Refuse a function, called or replaced by position, that is gone or does not begin with these parameters."""
     taken = _parameters(target)
     if taken[: len(parameters)] != parameters:
         raise ServingError(
@@ -87,17 +74,13 @@ def _parameters(target: str) -> tuple[str, ...]:
         ) from error
 
 
-def share(target: str, hook: Callable[..., Any], kind: Any) -> None:
-    """Register a hook that SGLang applies with those of other plugins, on a target that plugins may share."""
-    HookRegistry.register(target, hook, kind)
-
-
 def is_applied(target: str, hook: Callable[..., Any]) -> bool:
     """Whether there is a target, and a call of it reaches the hook."""
     try:
         function = pkgutil.resolve_name(target)
     except (ImportError, AttributeError):
         return False
+    # SGLang's wrapper holds the hook in a closure; other wrappers may lie around it.
     while function is not None:
         if any(cell.cell_contents is hook for cell in getattr(function, "__closure__", None) or ()):
             return True

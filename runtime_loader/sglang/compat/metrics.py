@@ -23,6 +23,7 @@ def add_to_counter(name: str, what: str, labels: Mapping[str, str], amount: floa
         _counter(name, what, tuple(labels)).labels(**labels).inc(amount)
 
 
+# A metric of a name can be made once in a process.
 @cache
 def _gauge(name: str, what: str, labels: tuple[str, ...]) -> Any:
     # Imported late: SGLang must have set prometheus' folder for several processes before.

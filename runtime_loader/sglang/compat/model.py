@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.arg_groups.model_override_base import model_config_of as _model_config_of
+from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch
 
 from kvtuner.errors import UnsupportedModelError
 
-
-def model_config_of(server_args: Any) -> Any:
-    """SGLang's ModelConfig, during resolution."""
-    return _model_config_of(server_args)
+__all__ = ["model_config_of", "refuse_other_pools"]
 
 
 def refuse_other_pools(model_config: Any) -> None:
-    """Check that SGLang gives a model one dense KV pool, whatever its configuration says of its layers.
-
-    Raises:
-        UnsupportedModelError: names the pool that it has instead.
-    """
+    """Refuse a model to which SGLang does not give one dense KV pool, whatever its configuration says of its layers."""
     architecture = model_config.hf_config.architectures[0]
     if model_config.attention_arch != AttentionArch.MHA:
         raise UnsupportedModelError(

@@ -19,14 +19,7 @@ FAREWELL_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ParallelRanks:
-    """The ranks of this process.
-
-    Attributes:
-        tp_rank: The rank among those that share a layer's heads.
-        tp_size: The number of ranks that share them.
-        pp_rank: The pipeline stage.
-        world_rank: The rank among all schedulers of the model.
-    """
+    """The ranks of this process: among those that share a layer's heads, in the pipeline, and among all schedulers."""
 
     tp_rank: int
     tp_size: int
@@ -35,7 +28,7 @@ class ParallelRanks:
 
 
 def ranks() -> ParallelRanks:
-    """This process's ranks, once its groups are made."""
+    """Return this process's ranks, once its groups are made."""
     parallel = get_parallel()
     return ParallelRanks(
         tp_rank=parallel.attn_tp_rank,
@@ -46,17 +39,13 @@ def ranks() -> ParallelRanks:
 
 
 def tell_all(key: str, word: str, timeout_s: float) -> Mapping[int, str | None]:
-    """Tell every rank a word and hear theirs; None of a rank that says none within the time.
-
-    Through the rendezvous store and not by a collective: a rank that knows nothing of this must not hang the others.
-    """
+    """Tell every rank a word and hear theirs; None of a rank that says none within the time."""
+    # Through the rendezvous store and not by a collective: a rank that knows nothing of this must not hang the others.
     store = distributed_c10d._get_default_store()
     rank, size = dist.get_rank(), dist.get_world_size()
     deadline = time.monotonic() + timeout_s
     store.set(f"{key}/{rank}", word)
-    words: dict[int, str | None] = {}
-    for other in range(size):
-        words[other] = _word_of(store, f"{key}/{other}", deadline - time.monotonic())
+    words = {other: _word_of(store, f"{key}/{other}", deadline - time.monotonic()) for other in range(size)}
     store.set(f"{key}/{rank}/heard", "")
     if set(words.values()) != {word}:
         # Whoever leaves now may take the store along, which others still ask.

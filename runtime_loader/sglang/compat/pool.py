@@ -20,6 +20,7 @@ __all__ = ["KvBufferDesc", "MHATokenToKVPool", "allocation", "on_built", "on_poo
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
+# The methods that `PackedKVPool` overrides or calls, with the parameters that SGLang gives by position.
 _OVERRIDDEN: Final = {
     "_create_buffers": (),
     "_build_kv_buffer_descs": (),
@@ -35,22 +36,15 @@ _CAPACITY = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator
 
 
 def on_pool(
-    pool_class: type,
-    bytes_per_token: Callable[[Any, range], int],
-    announce_capacity: Callable[[int, int], None],
+    pool_class: type, bytes_per_token: Callable[[Any, range], int], announce_capacity: Callable[[int, int], None]
 ) -> None:
-    """Build dense pools as `pool_class`, and size them by `bytes_per_token`.
+    """Build dense pools as `pool_class`, and size them by `bytes_per_token(configurator, global layer ids)`.
 
-    Args:
-        pool_class: The subclass of `MHATokenToKVPool` with its constructor.
-        bytes_per_token: The real size of a token, given SGLang's pool configurator and the rank's global layer ids.
-        announce_capacity: The callback for the bytes available for the pool and the tokens that SGLang makes of them.
-
-    Raises:
-        ServingError: Another plugin has hooked a function that is needed, or this SGLang lacks it.
+    `announce_capacity` is called with the bytes available for the pool and the tokens that SGLang makes of them.
     """
 
     def build(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+        # A draft keeps its own pool, which no profile describes.
         if not self.is_draft_worker:
             kwargs["mha_pool_class"] = pool_class
         with refusing():  # of the pool's own constructor
@@ -73,11 +67,7 @@ def on_pool(
 
 
 def on_built(pool_class: type, built: Callable[[Any, Any], None]) -> None:
-    """Call `built(configurator, pool)` with what configured a KV pool, and the pool; of another class it is refused.
-
-    Raises:
-        ServingError: Another plugin has hooked a function that is needed, or this SGLang lacks it.
-    """
+    """Call `built(configurator, pool)` with what configured a KV pool, and the pool; of another class it is refused."""
 
     def configured(result: Any, self: Any, **_: Any) -> None:
         if self.is_draft_worker:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
-from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 from kvtuner.errors import ServingError
-from kvtuner.runtime_loader.sglang.compat.hooks import AFTER, install, is_applied, share
+from kvtuner.runtime_loader.sglang.compat.hooks import AFTER, AROUND, install, is_applied
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -20,11 +20,7 @@ _SERVER_ARGS: Final = "sglang.srt.server_args.ServerArgs"
 
 
 def check_version() -> None:
-    """Refuse a release of SGLang that was never tested.
-
-    Raises:
-        ServingError: Another version is installed; it and the one that works are named.
-    """
+    """Refuse a release of SGLang that was never tested."""
     installed = version("sglang")
     if installed.partition("+")[0].partition(".post")[0] != TESTED:
         raise ServingError(
@@ -45,8 +41,9 @@ def on_flags(add: Callable[[ArgumentParser], None], parsed: Callable[[Namespace]
         parsed(args)
         return original(cls, args)
 
-    share(f"{_SERVER_ARGS}.add_cli_args", add_cli_args, HookType.AFTER)
-    share(f"{_SERVER_ARGS}.from_cli_args", from_cli_args, HookType.AROUND)
+    # Registered only: SGLang applies them with those of other plugins, which may share these functions.
+    HookRegistry.register(f"{_SERVER_ARGS}.add_cli_args", add_cli_args, AFTER)
+    HookRegistry.register(f"{_SERVER_ARGS}.from_cli_args", from_cli_args, AROUND)
 
 
 def on_resolution(before_backend: Callable[[Any], None], at_end: Callable[[Any], None]) -> None:
@@ -65,7 +62,7 @@ def on_resolution(before_backend: Callable[[Any], None], at_end: Callable[[Any],
 
 
 def resolved(server_args: Any) -> Any:
-    """A view of the arguments as decided so far; raises AttributeError for one that this SGLang does not have."""
+    """Return the arguments as decided so far; one that this SGLang does not have is an AttributeError."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     return resolving_view(server_args)

@@ -37,7 +37,7 @@ JUICEFS_FOLDER: Final = "kvtuner-hicache"
 KEY_DIGITS: Final = 24
 LONGEST_NAME: Final = 255
 ABANDONED_S: Final = 3600
-"""Age of a temporary file that nobody writes any more."""
+"""The age of a temporary file that nobody writes any more."""
 _OF_THE_PROCESS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors that say nothing about the file."""
 
@@ -49,14 +49,8 @@ def is_zero_copy(backend: str | None, config: Mapping[str, Any]) -> bool:
     return backend == "mooncake" or (backend == "dynamic" and bool(config.get("interface_v1", 0)))
 
 
-def check_storage(backend: str | None, config: Mapping[str, Any]) -> None:
-    """Check a storage's options, on the machine that will use it.
-
-    Raises:
-        ServingError: a storage that was never tried, or a mount that is not one.
-    """
-    if backend is None:
-        return
+def check_storage(backend: str, config: Mapping[str, Any]) -> None:
+    """Refuse a storage that was never tried, or is not there, on the machine that will use it."""
     if backend == "lmcache":
         raise ServingError(
             "--hicache-storage-backend lmcache: LMCache copies keys and values of one width, and leaves their scales"
@@ -89,11 +83,7 @@ def _juicefs_folder(config: Mapping[str, Any]) -> str:
 
 
 def prepare_storage(backend: str, config: Any, host_pool: PackedHostPool) -> tuple[str, Any]:
-    """SGLang's name and configuration of a storage, which is checked and made ready on this machine.
-
-    Raises:
-        ServingError: see `check_storage`; or a storage that reads host memory which was not laid out for it.
-    """
+    """Return SGLang's name and configuration of a storage, which is checked and made ready on this machine."""
     own = dict(config.extra_config or {})
     check_storage(backend, own)
     if is_zero_copy(backend, own) != host_pool.zero_copy:
@@ -111,21 +101,18 @@ def prepare_storage(backend: str, config: Any, host_pool: PackedHostPool) -> tup
 
 
 def checked(backend: Any, host_pool: PackedHostPool) -> CheckedStorage:
-    """A storage that believes nothing; under the name of SGLang's class, which its answers show."""
+    """Return a storage that believes nothing."""
+    # Under the name of SGLang's class, which its answers show.
     named = type(type(backend).__name__, (CheckedStorage,), {})
     storage: CheckedStorage = named(backend, host_pool)
     return storage
 
 
 class CheckedStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is not typed
-    """A storage whose pages are sealed when written and believed only when they are what was asked for.
+    """A storage of a host pool's pages, sealed when written and believed only when they are what was asked for.
 
-    Keys end in what pages must be made by, so that those of others are not looked at. A page that is not what its key
-    says is a miss: it is counted, said once for each batch, and removed where the storage can.
-
-    Args:
-        backend: The storage as SGLang opened it.
-        host_pool: The host pool whose pages are stored.
+    A page that is not what its key says is a miss: it is counted, logged once for each batch, and removed where the
+    storage can.
     """
 
     def __init__(self, backend: Any, host_pool: PackedHostPool) -> None:
@@ -156,18 +143,17 @@ class CheckedStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is not typ
         return int(self._backend.batch_exists(_keys_of(digest, keys), extra_info)) if digest else 0
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Tensor | None:
-        """A stored page, checked."""
+        """Return a stored page, checked."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Tensor | None]:
-        """Stored pages, checked; None for one that is not there or not right."""
+        """Return stored pages, checked; None for one that is not there or not right."""
         digest = self._pool.identity.digest
-        if digest is None:
+        stored = self._backend.batch_get(_keys_of(digest, keys), target_locations) if digest else None
+        if digest is None or stored is None:
             return [None] * len(keys)
-        stored = self._backend.batch_get(_keys_of(digest, keys), target_locations)
-        pages = list(stored) if stored is not None else [None] * len(keys)
-        rightful = self._checked(digest, keys, pages)
-        return [page if right else None for page, right in zip(pages, rightful, strict=True)]
+        is_right = self._checked(digest, keys, stored)
+        return [page if right else None for page, right in zip(stored, is_right, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Seal a page and store it."""
@@ -190,9 +176,8 @@ class CheckedStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is not typ
         if digest is None:
             return [False] * len(keys)
         is_read = self._backend.batch_get_v1(_keys_of(digest, keys), host_indices, extra_info)
-        records = self._records(host_indices)
-        read = [record if is_there else None for record, is_there in zip(records, is_read, strict=True)]
-        return self._checked(digest, keys, read)
+        records = zip(self._records(host_indices), is_read, strict=True)
+        return self._checked(digest, keys, [record if is_there else None for record, is_there in records])
 
     def batch_set_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
         """Seal pages in the host pool, and let the storage read them there."""
@@ -223,18 +208,17 @@ class CheckedStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is not typ
         return [self._pool.record_at(index) for index in host_indices[:: self._pool.page_size].tolist()]
 
     def _checked(self, digest: bytes, keys: Sequence[str], pages: Sequence[Tensor | None]) -> list[bool]:
-        faults: list[tuple[str, Fault]] = []
-        rightful = []
-        for key, page in zip(keys, pages, strict=True):
-            fault = None if page is None else fault_of(page, digest, key)
-            if fault is not None:
-                faults.append((key, fault))
-            rightful.append(page is not None and fault is None)
+        """Return whether each page is there and right, and refuse those that are wrong."""
+        faults = {
+            key: fault
+            for key, page in zip(keys, pages, strict=True)
+            if page is not None and (fault := fault_of(page, digest, key))
+        }
         if faults:
             refuse_pages(self._pool, faults)
-            for stored_key in _keys_of(digest, [key for key, _ in faults]):
+            for stored_key in _keys_of(digest, list(faults)):
                 self._discard(stored_key)
-        return rightful
+        return [page is not None and key not in faults for key, page in zip(keys, pages, strict=True)]
 
     def _discard(self, stored_key: str) -> None:
         if isinstance(self._inner, PageFiles):
@@ -244,15 +228,15 @@ class CheckedStorage(HiCacheStorage):  # type: ignore[misc]  # sglang is not typ
 
 
 def _keys_of(digest: bytes, keys: Sequence[str]) -> list[str]:
-    """Keys that only who would believe the pages makes."""
+    # They end in what pages must be made by, so that those of others are not looked at.
     return [f"{key}-{digest.hex()[:KEY_DIGITS]}" for key in keys]
 
 
-def refuse_pages(pool: PackedHostPool, faults: Sequence[tuple[str, Fault]]) -> None:
-    """Count pages that were read and not believed, and say so."""
-    for fault, count in Counter(fault for _, fault in faults).items():
+def refuse_pages(pool: PackedHostPool, faults: Mapping[str, Fault]) -> None:
+    """Count pages that were read and not believed, by their keys, and warn of them."""
+    for fault, count in Counter(faults.values()).items():
         pool.metrics.refused(fault, count)
-    key, fault = faults[0]
+    key, fault = next(iter(faults.items()))
     logger.warning(
         "kvtuner: %d stored pages are not what they should be and are computed again (first: %s, %s)",
         len(faults), key, fault,
@@ -260,11 +244,7 @@ def refuse_pages(pool: PackedHostPool, faults: Sequence[tuple[str, Fault]]) -> N
 
 
 class PageFiles(HiCacheFile):  # type: ignore[misc]  # sglang is not typed
-    """SGLang's folder of files, shared by servers of other profiles, on a disk that may break.
-
-    A file of the wrong length is handed on as it is, to be found wrong; one that cannot be read is a counted miss.
-    `clear` removes this rank's own pages alone.
-    """
+    """SGLang's folder of files, shared by servers of other profiles, on a disk that may break."""
 
     def __init__(self, storage_config: Any, *arguments: Any) -> None:
         super().__init__(storage_config, *arguments)
@@ -280,7 +260,7 @@ class PageFiles(HiCacheFile):  # type: ignore[misc]  # sglang is not typed
             )
 
     def get(self, key: str, target_location: Tensor, target_sizes: Any = None) -> Tensor | None:
-        """A file's bytes, in `target_location` where they fit it."""
+        """Return a file's bytes, in `target_location` where they fit it."""
         path = self._path(key)
         try:
             with open(path, "rb", buffering=0) as file:
@@ -292,16 +272,18 @@ class PageFiles(HiCacheFile):  # type: ignore[misc]  # sglang is not typed
         except OSError as error:
             logger.warning("kvtuner: a stored page cannot be read: %s", error)
             if error.errno not in _OF_THE_PROCESS:
-                refuse_pages(self.mem_pool_host, [(key, "unreadable")])
+                refuse_pages(self.mem_pool_host, {key: "unreadable"})
                 self.discard(key)
             return None
         self._evictor.touch(self._get_suffixed_key(key), path)
+        # One of the wrong length is handed on as it is, to be found wrong.
         page = target_location[:size]
         return torch.cat((page, page.new_zeros(1))) if rest else page
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Store a page; SGLang's own way of writing does not notice that the last piece did not fit on the disk."""
+        """Store a page."""
         path = self._path(key)
+        # SGLang's own writing does not notice that the last piece did not fit on the disk.
         for _ in range(2):  # what was there, and not whole, is written again
             if not super().set(key, value):
                 return False
@@ -356,7 +338,7 @@ class PageFiles(HiCacheFile):  # type: ignore[misc]  # sglang is not typed
 
 
 def _read_fully(file: Any, room: memoryview) -> int:
-    """Read as much as there is and fits: one read may give less than both, as on a network's filesystem."""
+    # One read may give less than there is and fits, as on a network's filesystem.
     size = 0
     while size < len(room):
         count = file.readinto(room[size:])

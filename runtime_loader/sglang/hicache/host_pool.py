@@ -34,12 +34,8 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
     """SGLang's host pool with pages of packed rows in one buffer of bytes.
 
     Args:
-        device_pool: The device pool of this rank.
         layers: The rank's layers, as a mover takes them.
         identity: The identity that pages must have to be read.
-        metrics: The counters of what is moved.
-        options: The server's options below the device.
-        page_size: The tokens of a page.
         label: The name that SGLang gives the pool.
         zero_copy: Whether a storage reads the buffer itself; headers then lie in it.
         make_mover: The factory of what moves the pages; plain torch by default.
@@ -123,15 +119,9 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
             self.mover.backup(host_indices, device_indices)
 
     def load_to_device_per_layer(
-        self,
-        device_pool: Any,
-        host_indices: Tensor,
-        device_indices: Tensor,
-        layer_id: int,
-        io_backend: str,
-        *,
+        self, device_pool: Any, host_indices: Tensor, device_indices: Tensor, layer_id: int, io_backend: str, *,
         is_draft: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Copy whole pages of one layer, by its number on this rank, up, on the current stream."""
         if layer_id == 0:
             self.metrics.moved("load", len(host_indices))
@@ -208,11 +198,7 @@ class _TestedPage:
 
 
 def self_test(pool: PackedHostPool) -> None:
-    """Move one page down and up again, compare both with what `quant.py` makes of it, and clear it.
-
-    Raises:
-        ServingError: The page of a layer differs; the first such layer is named.
-    """
+    """Move a page of each layer down and up again, and refuse what differs from `quant.py`."""
     # The page is the device's padding, which no request owns, and the host's last.
     random, page_size, num_layers = torch.Generator().manual_seed(0), pool.page_size, len(pool.device_layers)
     slots = torch.arange(page_size)

@@ -30,11 +30,9 @@ class TieredRank:
 
     Attributes:
         profile: The profile of the whole model.
-        attend: What a chunk reads of itself.
         packed: Whether the device pool holds packed rows; otherwise they are made on their way down.
         model: The loaded part of the model on this rank.
-        config: SGLang's ModelConfig.
-        make_mover: The factory of what moves pages.
+        config: The ModelConfig of SGLang.
         agreement_s: The seconds that ranks wait for one another.
     """
 
@@ -48,11 +46,7 @@ class TieredRank:
 
 
 class PageIdentity:
-    """What a stored page must have been made by, to be read by this rank.
-
-    A rank's keys and values depend on the weights of all ranks: those before it in the pipeline, and those that share
-    its layers.
-    """
+    """What a stored page must have been made by, to be read by this rank."""
 
     def __init__(self, rank: TieredRank, here: ParallelRanks, layers: range, page_size: int) -> None:
         settings = json.loads(rank.config.hf_config.to_json_string(use_diff=False))
@@ -69,6 +63,8 @@ class PageIdentity:
             "stage": here.pp_rank,
         }
         self._generation, self._in_session = 0, False
+        # A rank's keys and values depend on the weights of all ranks: those before it in the pipeline, and those that
+        # share its layers.
         words = tell_all(self._key, self._weights(), rank.agreement_s)
         weights = [word for _, word in sorted(words.items()) if word is not None]
         if len(weights) < len(words):
@@ -78,7 +74,7 @@ class PageIdentity:
 
     @property
     def digest(self) -> bytes | None:
-        """Part of every key and in every header; None while nobody knows which weights made what the cache holds."""
+        """The digest in every key and header; None while nobody knows which weights made what the cache holds."""
         if self._digest is None and self._is_posted:
             weights = posted(self._key)
             self._digest = None if weights is None or "" in weights else self._of(weights)
@@ -87,8 +83,7 @@ class PageIdentity:
     def suspend(self, *, session: bool | None = None) -> None:
         """Weights are about to change: storages are left alone until the cache is flushed.
 
-        Args:
-            session: whether more changes follow (True), or these were the last (False); None for a change by itself.
+        In a session more changes follow (True), or these were the last (False); None is for a change by itself.
         """
         if self._digest is not None or self._is_posted:
             logger.warning("kvtuner: weights change; storage is not used until the cache is flushed (/flush_cache)")

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from kvtuner.runtime_loader.host_tier.stored_page import Fault
     from kvtuner.runtime_loader.host_tier.transfer import Layers, Work
-    from kvtuner.runtime_loader.sglang.compat.hierarchical_cache import HostOptions
     from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
     from kvtuner.runtime_loader.sglang.hicache.page_identity import TieredRank
 
@@ -61,7 +60,7 @@ class TierMetrics:
 
     def __init__(self, labels: Mapping[str, str], page_size: int, token_bytes: int, unquantized_bytes: int) -> None:
         self.labels, self._page_size = dict(labels), page_size
-        self._token_bytes, self._unquantized_bytes = token_bytes, unquantized_bytes
+        self.token_bytes, self.unquantized_bytes = token_bytes, unquantized_bytes
         for direction in ("backup", "load"):
             self.moved(direction, 0)
         for work in WORK_SECONDS:
@@ -72,8 +71,8 @@ class TierMetrics:
     def moved(self, direction: str, num_tokens: int) -> None:
         """Count pages that were moved down (backup) or up (load)."""
         labels = {**self.labels, "direction": direction}
-        pages, num_bytes = num_tokens // self._page_size, num_tokens * self._token_bytes
-        saved = max(num_tokens * self._unquantized_bytes - num_bytes, 0)
+        pages, num_bytes = num_tokens // self._page_size, num_tokens * self.token_bytes
+        saved = max(num_tokens * self.unquantized_bytes - num_bytes, 0)
         add_to_counter("kvtuner_hicache_pages", "Pages moved between device and host.", labels, pages)
         add_to_counter("kvtuner_hicache_bytes", "Bytes moved between device and host.", labels, num_bytes)
         add_to_counter(
@@ -102,11 +101,7 @@ class HostTier:
         self._is_starting = False
 
     def install(self) -> None:
-        """Hook this process's host pools, storages and changes of weights.
-
-        Raises:
-            ServingError: Another plugin has hooked a function that is needed, or this SGLang lacks it.
-        """
+        """Hook this process's host pools, storages and changes of weights."""
         on_host_pool(self.build)
         on_storage(PageFiles, self.open)
         on_new_weights(self.suspend)
@@ -120,11 +115,7 @@ class HostTier:
             device_pool.host_capacity_bytes = per_token * device_pool.size
 
     def build(self, device_pool: Any, *, page_size: int, label: str, size_gb: float | None) -> PackedHostPool:
-        """Build, test and announce the host pool of a device pool.
-
-        Raises:
-            ServingError: The device pool was not built first, or a page does not survive the way down and up.
-        """
+        """Build, test and announce the host pool of a device pool."""
         rank, here, options = self._rank, ranks(), host_options()
         if rank is None:
             raise ServingError(
@@ -154,15 +145,11 @@ class HostTier:
         self_test(pool)
         self._pools.append(pool)
         self._is_starting = options.storage is not None
-        _announce(pool, rank, here, options, per_token, unquantized)
+        _announce(pool, rank, here, options.storage)
         return pool
 
     def open(self, create: Callable[[str, Any], Any], backend: str, config: Any, host_pool: Any) -> Any:
-        """Open a storage at start, or when it is attached to a running server; on all ranks or on none.
-
-        Raises:
-            ServingError: The storage cannot be used on this or another rank.
-        """
+        """Open a storage at start, or when it is attached to a running server; on all ranks or on none."""
         if not isinstance(host_pool, PackedHostPool):
             return create(backend, config)
         guard, self._is_starting = refusing if self._is_starting else nullcontext, False
@@ -193,11 +180,7 @@ class HostTier:
 
 
 def layers_of(rank: TieredRank, device_pool: Any) -> Layers:
-    """Return the keys and values of a device pool's layers, as they move to the host.
-
-    Raises:
-        ServingError: The pool does not hold what the profile's layers are made of.
-    """
+    """Return the keys and values of a device pool's layers, as they move to the host, or refuse another pool."""
     here = ranks()
     global_ids = range(device_pool.start_layer, device_pool.start_layer + device_pool.layer_num)
     formats = rank_formats(rank.profile, global_ids, tp_rank=here.tp_rank, tp_size=here.tp_size)
@@ -217,29 +200,23 @@ def layers_of(rank: TieredRank, device_pool: Any) -> Layers:
     return layers
 
 
-def _announce(
-    pool: PackedHostPool,
-    rank: TieredRank,
-    here: ParallelRanks,
-    options: HostOptions,
-    token_bytes: int,
-    unquantized: int,
-) -> None:
+def _announce(pool: PackedHostPool, rank: TieredRank, here: ParallelRanks, storage: str | None) -> None:
     """Log what this rank keeps below its device, and set its metrics."""
-    native = NATIVE_BITS // 8 * unquantized // rank.config.dtype.itemsize
+    per_token = pool.metrics.token_bytes
+    native = NATIVE_BITS // 8 * pool.metrics.unquantized_bytes // rank.config.dtype.itemsize
     in_native = pool.page_num * pool.pages.layout.record_bytes // native
     device = "packed rows as on the device" if rank.packed else f"quantized below a device pool of {rank.config.dtype}"
     lines = [
         f"host tier of rank {here.world_rank} (TP {here.tp_rank}/{here.tp_size}, stage {here.pp_rank})"
         f" by profile {rank.profile.digest} of {rank.profile.model.id}",
         f"  {device}; pages of {pool.page_size} tokens, {pool.layout}, moved by {pool.mover.name}, self-test passed",
-        f"  {token_bytes:,} bytes per token, {native:,} in bf16 ({native / token_bytes:.2f}x)",
+        f"  {per_token:,} bytes per token, {native:,} in bf16 ({native / per_token:.2f}x)",
         f"  {pool.size:,} tokens, in bytes that hold {in_native:,} in bf16",
-        f"  storage {options.storage or 'none'}, keys with {(pool.identity.digest or b'').hex()[:KEY_DIGITS]}",
+        f"  storage {storage or 'none'}, keys with {(pool.identity.digest or b'').hex()[:KEY_DIGITS]}",
     ]
     logger.info("\n".join(lines))
     gauges = {
-        "kvtuner_hicache_bytes_per_token": ("Bytes of one token below the device of this rank.", token_bytes),
+        "kvtuner_hicache_bytes_per_token": ("Bytes of one token below the device of this rank.", per_token),
         "kvtuner_hicache_bytes_per_token_bf16": ("The same in bf16.", native),
         "kvtuner_hicache_capacity_tokens": ("Tokens that the host pool holds.", pool.size),
         "kvtuner_hicache_capacity_tokens_bf16": ("Tokens that its bytes would hold in bf16.", in_native),

@@ -19,7 +19,7 @@ import sass
 
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import QuantSpec, Transform
-from kvtuner.runtime_loader.kernels import decode, extend, merge_splits, queries, rows
+from kvtuner.runtime_loader.kernels import decode, parts, queries, rows
 from kvtuner.runtime_loader.kernels.launch import (
     EXACT,
     FRESH,
@@ -88,11 +88,11 @@ def around(head_dim: int) -> list[Any]:
     fresh |= {"V_PADDED": side.padded, "CAPPED": True, **FRESH}
     kernels = [
         sass.compiled(queries.prepare_queries, prepare, HOPPER),
-        sass.compiled(extend.attend_fresh, fresh, HOPPER, **fresh_options(side, side)),
+        sass.compiled(parts.attend_fresh, fresh, HOPPER, **fresh_options(side, side)),
     ]
     for extending in (True, False):
         merge = {"SPLITS": MERGED_SPLITS, "STAGES": side.stages, "EXTEND": extending, **size}
-        kernels.append(sass.compiled(merge_splits.merge_splits, merge, HOPPER))
+        kernels.append(sass.compiled(parts.merge_splits, merge, HOPPER))
     return kernels
 
 

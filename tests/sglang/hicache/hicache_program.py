@@ -78,7 +78,7 @@ DENSE = {
 
 
 def options(**changes: object) -> HostOptions:
-    given = {"ratio": 2.0, "size_gb": 0, "layout": "page_first", "io_backend": "kernel"}
+    given = {"ratio": 2.0, "size_gb": 0, "layout": "page_first"}
     return HostOptions(**{**given, "storage": "file", "extra": None, **changes})
 
 
