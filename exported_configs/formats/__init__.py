@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import PrecisionError, ProfileError
 from kvtuner.exported_configs.formats import dtype_ranges, kvtuner_yaml, modelopt, optiq, vllm_skip_layers
-from kvtuner.exported_configs.formats.conversion import KEEP_OWN_FILE, refusal
+from kvtuner.exported_configs.formats.conversion import refusal
 from kvtuner.exported_configs.formats.kvtuner_yaml import SCHEMES as SCHEMES
 
 if TYPE_CHECKING:
@@ -91,12 +91,7 @@ def to_profile(imported: Imported, name: str, geometry: ModelGeometry, model: Mo
 
 
 def write(profile: Profile, name: str, *, lossy: bool = False) -> Exported:
-    """Write a profile as another tool's file, by the name of its format.
-
-    Args:
-        profile: The profile.
-        name: The name of the format.
-        lossy: Whether to drop what the format cannot say, where something useful is left; the notes say what.
+    """Write a profile as another tool's file; `lossy` drops what the format cannot say, and the notes say what.
 
     Raises:
         ProfileError: the format cannot say it; names the first layer and what would be lost.
@@ -106,7 +101,8 @@ def write(profile: Profile, name: str, *, lossy: bool = False) -> Exported:
         raise ProfileError(f"{name} is never written with a loss; leave --lossy out")
     exported = writer.write(profile)
     if exported.lost and not lossy:
-        raise refusal(name, exported.lost, "--lossy drops that" if writer.can_lose else KEEP_OWN_FILE)
+        lost = [feature._replace(way_out="--lossy drops that") for feature in exported.lost]
+        raise refusal(name, lost if writer.can_lose else exported.lost)
     dropped = (f"dropped, from layer {feature.layer} on: {feature.what}" for feature in exported.lost)
     return replace(exported, notes=(*exported.notes, *dropped))
 

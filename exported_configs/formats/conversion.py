@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtuner.errors import PrecisionError, ProfileError
 from kvtuner.precision import NATIVE_BITS, PrecisionPair
@@ -11,30 +11,53 @@ from kvtuner.precision import NATIVE_BITS, PrecisionPair
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from kvtuner.exported_configs.profile.layer_storage import KeyDefaults, ValueDefaults
+    from kvtuner.exported_configs.profile.layer_storage import SideDefaults
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
     from kvtuner.precision import Granularity, Side
 
 
-KEEP_OWN_FILE: Final = "keep the profile's own file"
+class LostFeature(NamedTuple):
+    """A feature of the profile that a file does not have, the first layer that has it, and a way out."""
+
+    layer: int
+    what: str
+    way_out: str = "keep the profile's own file"
+
+    def __str__(self) -> str:
+        return f"layer {self.layer}: {self.what}"
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The one way in which the readers of a format store every quantized layer, without transforms.
-
-    Attributes:
-        k_group_size: The channels per scale of keys, or the tokens where keys are per channel.
-        v_group_size: The channels per scale of values.
-        symmetric: Whether grids lie around zero.
-        k_granularity: The granularity of the keys.
-    """
+    """The one way in which every quantized layer is stored, without transforms; the fields are a profile's defaults."""
 
     k_group_size: int
     v_group_size: int
     symmetric: bool = False
     k_granularity: Granularity = "per_token"
+
+    def lost_features(self, profile: Profile) -> list[LostFeature]:
+        """The features of a profile that the storage lacks, by the first layer of each; 16 bits lose nothing."""
+        lost = []
+        sides: tuple[tuple[Side, str, SideDefaults, int, Granularity], ...] = (
+            ("k", "keys", profile.defaults.k, self.k_group_size, self.k_granularity),
+            ("v", "values", profile.defaults.v, self.v_group_size, "per_token"),
+        )
+        for side, noun, defaults, group_size, granularity in sides:
+            bits = [pair.k_bits if side == "k" else pair.v_bits for pair in profile.pairs]
+            packed = [layer for layer, width in enumerate(bits) if width != NATIVE_BITS]
+            if not packed:
+                continue
+            if defaults.granularity != granularity:
+                lost.append(LostFeature(packed[0], f"{noun} are {defaults.granularity.replace('_', ' ')}"))
+            elif defaults.group_size != group_size:
+                lost.append(LostFeature(packed[0], f"{noun} are in groups of {defaults.group_size}, not {group_size}"))
+            if defaults.symmetric != self.symmetric:
+                lost.append(LostFeature(packed[0], f"{noun} are {'symmetric' if defaults.symmetric else 'asymmetric'}"))
+            names = ((layer, profile.transform_name(layer, side)) for layer in packed)
+            lost += [LostFeature(layer, f"{noun} are {name}") for layer, name in names if name != "none"][:1]
+        return sorted(lost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +70,7 @@ class ImportOptions:
         scheme: The scheme of a preset, pertoken or kivi.
         words: The widths that stand for words, in capitals, which the format has and a profile has not.
         group_size: The channels per scale, in place of the format's.
-        default_word: The precision of layers that the file does not name.
+        default_word: The word of layers that the file does not name.
         symmetric: Whether grids lie around zero, where the format does not say.
     """
 
@@ -93,16 +116,6 @@ class Imported:
     notes: tuple[str, ...] = ()
 
 
-class LostFeature(NamedTuple):
-    """A feature of the profile that a file does not have, and the first layer that has it."""
-
-    layer: int
-    what: str
-
-    def __str__(self) -> str:
-        return f"layer {self.layer}: {self.what}"
-
-
 @dataclass(frozen=True, slots=True)
 class Exported:
     """The text of another tool's file, notes to the user, and the features of the profile that the file lacks."""
@@ -133,11 +146,7 @@ def parse_map(text: str) -> dict[str, PrecisionPair]:
 
 
 def check_layer_id(layer: int, geometry: ModelGeometry) -> None:
-    """Check that the model has a layer with a cache of its own.
-
-    Raises:
-        ProfileError: the model has no such layer.
-    """
+    """Refuse a layer that the model has not, or that has no cache of its own."""
     if not 0 <= layer < geometry.num_layers:
         raise ProfileError(
             f"the model has layers 0-{geometry.num_layers - 1}, but the file names layer {str(layer)[:20]};"
@@ -145,31 +154,8 @@ def check_layer_id(layer: int, geometry: ModelGeometry) -> None:
         )
 
 
-def differences(profile: Profile, storage: Storage) -> list[LostFeature]:
-    """The features that the readers' storage lacks, by the first layer of each; layers of 16 bits lose nothing."""
-    lost = []
-    sides: tuple[tuple[Side, str, KeyDefaults | ValueDefaults, int, Granularity], ...] = (
-        ("k", "keys", profile.defaults.k, storage.k_group_size, storage.k_granularity),
-        ("v", "values", profile.defaults.v, storage.v_group_size, "per_token"),
-    )
-    for side, noun, defaults, group_size, granularity in sides:
-        bits = [pair.k_bits if side == "k" else pair.v_bits for pair in profile.pairs]
-        packed = [layer for layer, width in enumerate(bits) if width != NATIVE_BITS]
-        if not packed:
-            continue
-        if defaults.granularity != granularity:
-            lost.append(LostFeature(packed[0], f"{noun} are {defaults.granularity.replace('_', ' ')}"))
-        elif defaults.group_size != group_size:
-            lost.append(LostFeature(packed[0], f"{noun} are in groups of {defaults.group_size}, not {group_size}"))
-        if defaults.symmetric != storage.symmetric:
-            lost.append(LostFeature(packed[0], f"{noun} are {'symmetric' if defaults.symmetric else 'asymmetric'}"))
-        names = ((layer, profile.transform_name(layer, side)) for layer in packed)
-        lost += [LostFeature(layer, f"{noun} are {name}") for layer, name in names if name != "none"][:1]
-    return sorted(lost)
-
-
 def uneven_layers(profile: Profile) -> list[LostFeature]:
-    """Layers that a format with one width for keys and values cannot say."""
+    """The layers that a format with one width for keys and values cannot say."""
     return [
         LostFeature(layer, f"{pair} has other bits for keys than for values")
         for layer, pair in enumerate(profile.pairs)
@@ -177,7 +163,7 @@ def uneven_layers(profile: Profile) -> list[LostFeature]:
     ]
 
 
-def refusal(name: str, lost: Sequence[LostFeature], way_out: str = KEEP_OWN_FILE) -> ProfileError:
+def refusal(name: str, lost: Sequence[LostFeature]) -> ProfileError:
     """The error for a format that cannot say all: names the first layer and what would be lost."""
     more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-    return ProfileError(f"{name} cannot say all of the profile: {lost[0]}{more}; {way_out}")
+    return ProfileError(f"{name} cannot say all of the profile: {lost[0]}{more}; {lost[0].way_out}")

@@ -12,10 +12,8 @@ from kvtuner.errors import PrecisionError, ProfileError
 from kvtuner.exported_configs.formats.conversion import (
     Exported,
     Imported,
-    ImportOptions,
     Storage,
     check_layer_id,
-    differences,
     refusal,
     uneven_layers,
 )
@@ -23,6 +21,7 @@ from kvtuner.layer_ranges import read_layers, read_ranges, words_by_layer, write
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
+    from kvtuner.exported_configs.formats.conversion import ImportOptions
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
 
@@ -59,7 +58,7 @@ def write(profile: Profile) -> Exported:
     if uneven := uneven_layers(profile):
         raise refusal("ranges", uneven)
     # An import without options has this storage.
-    lost = differences(profile, Storage(profile.geometry.head_dim, profile.geometry.v_head_dim))
+    lost = Storage(profile.geometry.head_dim, profile.geometry.v_head_dim).lost_features(profile)
     return Exported(write_ranges([WORDS[pair.k_bits] for pair in profile.pairs]) + "\n", lost=tuple(lost))
 
 

@@ -29,11 +29,7 @@ def read_json(data: bytes) -> Any:
 
 
 def read_text(data: bytes) -> str:
-    """The text of a file of YAML or ranges.
-
-    Raises:
-        ProfileError: too large, or no UTF-8.
-    """
+    """The text of a file of YAML or ranges; a large file, or one that is no UTF-8, is refused."""
     if len(data) > MAX_YAML_BYTES:
         raise ProfileError(f"must be at most {MAX_YAML_BYTES} bytes, but is larger; this is no such file")
     try:

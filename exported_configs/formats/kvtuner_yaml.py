@@ -6,14 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.conversion import (
-    Exported,
-    Imported,
-    ImportOptions,
-    Storage,
-    check_layer_id,
-    differences,
-)
+from kvtuner.exported_configs.formats.conversion import Exported, Imported, ImportOptions, Storage, check_layer_id
 from kvtuner.precision import ALL_BITS, PrecisionPair
 
 if TYPE_CHECKING:
@@ -24,7 +17,7 @@ SCHEMES: Final = ("pertoken", "kivi")
 KIVI_GROUP: Final = 32
 _SIDES: Final = ("nbits_key", "nbits_value")
 _KIVI_NOTE: Final = (
-    "keys are per channel in groups of 32 tokens: the profile loads and shows, but no host serves it yet, and it does"
+    "keys are per channel in groups of 32 tokens: the profile loads and shows, but no server reads it yet, and it does"
     " not hold that KIVI leaves the newest 32 tokens unquantized"
 )
 _FILE_NAME: Final = re.compile(r"(.{1,200})_(kivi|pertoken)_KVTuner[46]_[01]\.ya?ml", re.ASCII)
@@ -51,7 +44,7 @@ def write(profile: Profile) -> Exported:
         "pertoken": Storage(profile.geometry.head_dim, profile.geometry.v_head_dim),
         "kivi": Storage(KIVI_GROUP, KIVI_GROUP, k_granularity="per_channel"),
     }
-    lost = {scheme: differences(profile, storage) for scheme, storage in schemes.items()}
+    lost = {scheme: storage.lost_features(profile) for scheme, storage in schemes.items()}
     nearest = "kivi" if profile.has_per_channel_keys else "pertoken"
     scheme = next((scheme for scheme in SCHEMES if not lost[scheme]), nearest)
     lines = [

@@ -8,18 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner import __version__
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.conversion import (
-    Exported,
-    Imported,
-    ImportOptions,
-    LostFeature,
-    Storage,
-    check_layer_id,
-    differences,
-)
+from kvtuner.exported_configs.formats.conversion import Exported, Imported, LostFeature, Storage, check_layer_id
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
+    from kvtuner.exported_configs.formats.conversion import ImportOptions
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
 
@@ -66,7 +59,7 @@ def write(profile: Profile) -> Exported:
         for layer, pair in enumerate(profile.pairs)
         if pair not in (INT8, NATIVE)
     ]
-    lost += differences(profile, Storage(profile.geometry.head_dim, profile.geometry.v_head_dim, symmetric=True))
+    lost += Storage(profile.geometry.head_dim, profile.geometry.v_head_dim, symmetric=True).lost_features(profile)
     layers = [layer for layer, pair in enumerate(profile.pairs) if pair == INT8]
     is_whole = len(layers) == len(profile.pairs)
     document = {

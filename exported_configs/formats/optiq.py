@@ -14,8 +14,6 @@ from kvtuner.exported_configs.formats.conversion import (
     LostFeature,
     Storage,
     check_layer_id,
-    differences,
-    refusal,
     uneven_layers,
 )
 from kvtuner.precision import NATIVE_BITS, PACKED_BITS, PrecisionPair, bytes_per_token
@@ -59,7 +57,7 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
 def write(profile: Profile) -> Exported:
     """Write the quantized layers: its reader quantizes every layer that is named, and leaves the others alone."""
     group = profile.defaults.k.group_size
-    lost = sorted(uneven_layers(profile) + differences(profile, Storage(group, group)))
+    lost = sorted(uneven_layers(profile) + Storage(group, group).lost_features(profile))
     entries = [
         {"layer_idx": layer, "bits": pair.k_bits, "group_size": group}
         for layer, pair in enumerate(profile.pairs)
@@ -67,7 +65,7 @@ def write(profile: Profile) -> Exported:
     ]
     if entries and not lost and group not in MLX_GROUPS:
         what = f"keys are in groups of {group}, but MLX has groups of {_words(MLX_GROUPS)} alone"
-        raise refusal("optiq", [LostFeature(entries[0]["layer_idx"], what)], _way_out(profile))
+        lost = [LostFeature(entries[0]["layer_idx"], what, _way_out(profile))]
     return Exported(json.dumps(entries, indent=1) + "\n", lost=tuple(lost))
 
 

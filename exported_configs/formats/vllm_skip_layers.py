@@ -28,8 +28,8 @@ def write(profile: Profile) -> Exported:
             " serve the profile with SGLang"
         )
     if pair not in DTYPES:
-        known = ", ".join(map(str, DTYPES))
-        raise ProfileError(f"vLLM has no dtype for layer {first}, {pair}; those it has are {known}")
+        pairs = ", ".join(map(str, DTYPES))
+        raise ProfileError(f"vLLM has no dtype for layer {first}, {pair}; those it has are {pairs}")
     notes = [f"serve with --kv-cache-dtype {DTYPES[pair]}, which quantizes in its own way"]
     if not kept:
         notes.append("no layer has 16 bits: leave --kv-cache-dtype-skip-layers out")

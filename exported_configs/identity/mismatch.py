@@ -32,84 +32,70 @@ _FIELDS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class IdentityRule:
-    """The consequence of one kind of mismatch.
-
-    Attributes:
-        severity: The severity; an error refuses the profile.
-        text: The difference, with both values.
-        advice: The advice to the user.
-        derived: Whether the mismatch is a warning where a derived model is allowed.
-        strict: Whether the mismatch is an error where nothing may differ; warnings are.
-    """
+class IdentityRule(NamedTuple):
+    """The consequence of one kind of mismatch; an error refuses the profile. The text has both values."""
 
     severity: Severity
     text: str
     advice: str = ""
-    derived: bool = False
-    strict: bool = False
 
 
 _ANOTHER: Final = "use a profile that was searched for this model"
 _ALLOW: Final = f"{_ANOTHER}, or allow a derived one by {{allow}}"
 TABLE: Final[dict[str, IdentityRule]] = {
-    "architecture": IdentityRule("error", "the profile of {id} is for {wanted}, but this model is {found}", _ANOTHER),
+    "architecture": IdentityRule("error", "the profile of {id} is for {wanted}, but this model is {actual}", _ANOTHER),
     "configuration": IdentityRule(
-        "error", "the profile of {id} is for configuration {wanted}, but {served} has {found}", _ALLOW, derived=True
+        "error", "the profile of {id} is for configuration {wanted}, but {served} has {actual}", _ALLOW
     ),
     "fine-tune": IdentityRule(
         "error",
-        "the profile is for {wanted}, but this model is {found}, of the same configuration",
+        "the profile is for {wanted}, but this model is {actual}, of the same configuration",
         _ALLOW,
-        derived=True,
     ),
     "checkpoint": IdentityRule(
         "error",
-        "the profile is for {wanted}, but this model's weights are others, {found}, of the same configuration",
+        "the profile is for {wanted}, but this model's weights are others, {actual}, of the same configuration",
         _ALLOW,
-        derived=True,
     ),
     "name": IdentityRule(
         "warning",
-        "the profile is for {wanted}, but this model is called {found}, and nothing here tells whether it is the same",
+        "the profile is for {wanted}, but this model is called {actual}, and nothing here tells whether it is the same",
         "make sure that it is, or measure it by {rescore}",
     ),
     "revision": IdentityRule(
         "warning",
-        "the profile was searched on revision {wanted} of {id}, but this is {found}",
+        "the profile was searched on revision {wanted} of {id}, but this is {actual}",
         "take that revision, or measure this one by {rescore}",
     ),
     "rope": IdentityRule(
         "warning",
         "the profile's keys were measured under other rotations: by rotary parameters {wanted}, and this model has"
-        " {found}",
+        " {actual}",
         "serve with those of the search, or search for the model as it is served",
     ),
     "context": IdentityRule(
         "warning",
-        "the profile was calibrated over {wanted} positions, but the context here is {found}: longer requests may"
+        "the profile was calibrated over {wanted} positions, but the context here is {actual}: longer requests may"
         " lose accuracy",
-        "search with --context-length {found}, or serve with --context-length {wanted}",
+        "search with --context-length {actual}, or serve with --context-length {wanted}",
     ),
     "weights": IdentityRule(
         "warning",
-        "the profile was measured on weights with quantization {wanted}, but this model's have {found}",
+        "the profile was measured on weights with quantization {wanted}, but this model's have {actual}",
         "measure it on these by {rescore}, or search on them",
     ),
     "tokenizer": IdentityRule(
         "warning",
-        "the profile was measured with tokenizer and chat template {wanted}, but this model has {found}",
+        "the profile was measured with tokenizer and chat template {wanted}, but this model has {actual}",
         "take the tokenizer of the search if scores are to be compared with the profile's",
     ),
-    "dtype": IdentityRule("info", "the profile was measured in {wanted}, this model runs in {found}"),
-    "positions": IdentityRule("info", "the model had {wanted} positions when it was measured, and has {found}"),
+    "dtype": IdentityRule("info", "the profile was measured in {wanted}, this model runs in {actual}"),
+    "positions": IdentityRule("info", "the model had {wanted} positions when it was measured, and has {actual}"),
     "older": IdentityRule(
         "info",
         "the profile does not say in today's words which configuration it is for ({wanted} not recorded): made by hand"
         " or by an older kvtuner, it is compared by geometry and name alone",
         "search again for a profile that can be compared",
-        strict=True,
     ),
     "unrecorded": IdentityRule("info", "not recorded in the profile, and so not compared: {wanted}"),
     "unread": IdentityRule(
@@ -117,23 +103,23 @@ TABLE: Final[dict[str, IdentityRule]] = {
         "this model's weights were not compared with those of the profile (checkpoint_sha256 {wanted}): no whole"
         " set of its safetensors files was found, or nobody has looked",
         "download the model first to have them compared",
-        strict=True,
     ),
 }
 
 
-DERIVED: Final = tuple(kind for kind, rule in TABLE.items() if rule.derived)
-"""The kinds of mismatch that a flag allows."""
+DERIVED: Final = ("configuration", "fine-tune", "checkpoint")
+"""The kinds of mismatch that are warnings where a derived model is allowed."""
+_STRICT: Final = ("older", "unread")
+"""The kinds that are errors where nothing may differ, as warnings are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The strictness of the comparison, and the names of its flags in messages.
+    """The strictness of the comparison, and the names of its flags and of the command that measures, for messages.
 
     Attributes:
         strict: Whether nothing may differ: every warning is an error.
         allow_derived: Whether a fine-tune, or a model of another configuration but the same geometry, may be served.
-        rescore: The command that measures the profile on the other model.
     """
 
     strict: bool = False
@@ -160,27 +146,22 @@ class Mismatch(NamedTuple):
 
 def compare(
     wanted: ModelIdentity,
-    found: ModelIdentity,
+    actual: ModelIdentity,
     policy: Policy,
     *,
     positions: int | None = None,
     context_length: int | None = None,
 ) -> list[Mismatch]:
-    """Compare the model of a profile with another of its geometry; give the differences, the worst first.
+    """Compare the `wanted` model of a profile with one of its geometry; give the differences, the worst first.
 
-    Args:
-        wanted: The identity of the profile's model.
-        found: The identity of the other model.
-        policy: The strictness of the comparison.
-        positions: The number of positions that the profile was calibrated over; None if it was not.
-        context_length: The number of tokens that will be served; None where it is not known yet.
+    The context is compared where the profile was calibrated over some positions and the served length is known.
     """
-    differences = list(_differences(wanted, found))
+    differences = list(_differences(wanted, actual))
     if positions is not None and context_length is not None and context_length > positions:
         differences.append(("context", f"{positions:d}", f"{context_length:d}"))
-    rescore = policy.rescore.format(served=found.id)
-    names = {"id": wanted.id, "served": found.id, "rescore": rescore, "allow": policy.allow_flag}
-    mismatches = [_judged(kind, {"wanted": a, "found": b, **names}, policy) for kind, a, b in differences]
+    rescore = policy.rescore.format(served=actual.id)
+    names = {"id": wanted.id, "served": actual.id, "rescore": rescore, "allow": policy.allow_flag}
+    mismatches = [_judged(kind, {"wanted": a, "actual": b, **names}, policy) for kind, a, b in differences]
     return sorted(mismatches, key=lambda mismatch: ("error", "warning", "info").index(mismatch.severity))
 
 
@@ -192,89 +173,76 @@ def is_same_configuration(a: ModelIdentity, b: ModelIdentity) -> bool | None:
 
 
 def refuse(mismatches: Sequence[Mismatch]) -> None:
-    """Raise the first error.
-
-    Raises:
-        ProfileError: there is one.
-    """
+    """Raise the first error among mismatches as a `ProfileError`."""
     for mismatch in mismatches:
         if mismatch.severity == "error":
             raise ProfileError(mismatch.text)
 
 
 def _judged(kind: str, values: dict[str, str], policy: Policy) -> Mismatch:
-    rule = TABLE[kind]
-    severity, text, advice = rule.severity, rule.text, rule.advice
-    if rule.derived and policy.allow_derived:
+    severity, text, advice = TABLE[kind]
+    if kind in DERIVED and policy.allow_derived:
         severity, advice = "warning", "allowed: {rescore} tells what that costs"
-    elif policy.strict and (rule.strict or severity == "warning"):
+    elif policy.strict and (kind in _STRICT or severity == "warning"):
         severity, advice = "error", f"{advice}, or drop {policy.strict_flag}"
     return Mismatch(kind, severity, (f"{text}; {advice}" if advice else text).format_map(values))
 
 
-def _differences(wanted: ModelIdentity, found: ModelIdentity) -> Iterator[Difference]:
-    is_comparable = wanted.rope_sha256 is not None and found.rope_sha256 is not None
-    if wanted.architecture != found.architecture and not found.architecture.endswith("Config"):
-        yield "architecture", wanted.architecture, found.architecture
-    if is_comparable and wanted.config_sha256 != found.config_sha256:
-        yield "configuration", _short(wanted.config_sha256), _short(found.config_sha256)
-    elif difference := _name_difference(wanted, found, is_comparable=is_comparable):
+def _differences(wanted: ModelIdentity, actual: ModelIdentity) -> Iterator[Difference]:
+    is_comparable = wanted.rope_sha256 is not None and actual.rope_sha256 is not None
+    if wanted.architecture != actual.architecture and not actual.architecture.endswith("Config"):
+        yield "architecture", wanted.architecture, actual.architecture
+    if is_comparable and wanted.config_sha256 != actual.config_sha256:
+        yield "configuration", _short(wanted.config_sha256), _short(actual.config_sha256)
+    elif difference := _name_difference(wanted, actual, is_comparable=is_comparable):
         yield difference
     missing = []
     for kind, field in _FIELDS.items():
-        a, b = getattr(wanted, field), getattr(found, field)
+        a, b = getattr(wanted, field), getattr(actual, field)
         if a is None and b is not None:
             missing.append(field)
         elif a is not None and b is not None and a != b:
             yield kind, _short(a), _short(b)
     if missing:
         yield "unrecorded" if is_comparable else "older", ", ".join(missing), ""
-    if wanted.checkpoint_sha256 is not None and found.checkpoint_sha256 is None:
+    if wanted.checkpoint_sha256 is not None and actual.checkpoint_sha256 is None:
         yield "unread", _short(wanted.checkpoint_sha256), ""
 
 
-def _name_difference(wanted: ModelIdentity, found: ModelIdentity, *, is_comparable: bool) -> Difference | None:
+def _name_difference(wanted: ModelIdentity, actual: ModelIdentity, *, is_comparable: bool) -> Difference | None:
     """The difference in name, revision or weights between models of one configuration."""
-    is_same_checkpoint = _is_same_checkpoint(wanted, found)
+    is_same_checkpoint = _is_same_checkpoint(wanted, actual)
     if is_same_checkpoint:
         return None  # whatever it is called
-    a, b = wanted.id.casefold(), found.id.casefold()
-    if is_hub_id(a) and is_hub_id(b):
-        return _repository_difference(wanted, found, is_same_checkpoint, is_comparable=is_comparable)
+    a, b = wanted.id.casefold(), actual.id.casefold()
+    is_on_hub = is_hub_id(a) and is_hub_id(b)
+    if is_on_hub and a != b:
+        quantized = wanted.weight_quantization, actual.weight_quantization
+        # Quantized checkpoints of a model have names of their own, and weights that tell nothing.
+        is_quantized_apart = is_comparable and None not in quantized and quantized[0] != quantized[1]
+        return "name" if is_quantized_apart else "fine-tune", wanted.id, actual.id
+    if is_same_checkpoint is False and is_on_hub:
+        a, b = (_with_weights(model.revision or "not recorded", model, "weights ") for model in (wanted, actual))
+        return "revision", a, b
     if is_same_checkpoint is False:
-        return "checkpoint", _with_weights(wanted.id, wanted), _with_weights(found.id, found)
+        return "checkpoint", _with_weights(wanted.id, wanted), _with_weights(actual.id, actual)
     if a in NAMELESS or b in NAMELESS:
         # Without a recorded configuration, the line on older profiles covers the name too.
         is_unknown = not is_comparable or (a in NAMELESS and b in NAMELESS)
-        return None if is_unknown else ("name", wanted.id, found.id)
+        return None if is_unknown else ("name", wanted.id, actual.id)
     if a.rpartition("/")[2] != b.rpartition("/")[2]:
-        return "name", wanted.id, found.id
-    if _is_other_revision(wanted, found):
-        return "name", f"{wanted.id}@{wanted.revision}", f"{found.id}@{found.revision}"
-    return None
+        return "name", wanted.id, actual.id
+    if not _is_other_revision(wanted, actual):
+        return None
+    if is_on_hub:
+        return "revision", str(wanted.revision), str(actual.revision)
+    return "name", f"{wanted.id}@{wanted.revision}", f"{actual.id}@{actual.revision}"
 
 
-def _repository_difference(
-    wanted: ModelIdentity, found: ModelIdentity, is_same_checkpoint: bool | None, *, is_comparable: bool
-) -> Difference | None:
-    """The difference between models of the hub whose weights are not known to be the same."""
-    if wanted.id.casefold() != found.id.casefold():
-        quantized = wanted.weight_quantization, found.weight_quantization
-        # Quantized checkpoints of a model have names of their own, and weights that tell nothing.
-        is_quantized_apart = is_comparable and None not in quantized and quantized[0] != quantized[1]
-        return "name" if is_quantized_apart else "fine-tune", wanted.id, found.id
-    if is_same_checkpoint is False:
-        a, b = (_with_weights(model.revision or "not recorded", model, "weights ") for model in (wanted, found))
-        return "revision", a, b
-    if _is_other_revision(wanted, found):
-        return "revision", str(wanted.revision), str(found.revision)
-    return None
-
-
-def _is_same_checkpoint(wanted: ModelIdentity, found: ModelIdentity) -> bool | None:
+def _is_same_checkpoint(wanted: ModelIdentity, actual: ModelIdentity) -> bool | None:
     """Whether the weights are the same; None where nobody can tell: not recorded, or quantized on one side."""
-    recorded = wanted.checkpoint_sha256, found.checkpoint_sha256
-    if None in recorded or wanted.weight_quantization != found.weight_quantization:
+    recorded = wanted.checkpoint_sha256, actual.checkpoint_sha256
+    if None in recorded or wanted.weight_quantization != actual.weight_quantization:
         return None
     return recorded[0] == recorded[1]
 
@@ -283,9 +251,9 @@ def _with_weights(name: str, model: ModelIdentity, noun: str = "") -> str:
     return f"{name} ({noun}{_short(model.checkpoint_sha256 or '')})"
 
 
-def _is_other_revision(wanted: ModelIdentity, found: ModelIdentity) -> bool:
+def _is_other_revision(wanted: ModelIdentity, actual: ModelIdentity) -> bool:
     """Whether revisions are recorded and differ; a branch beside a commit may be the same one."""
-    a, b = wanted.revision, found.revision
+    a, b = wanted.revision, actual.revision
     if not a or not b:
         return False
     are_commits = [_COMMIT.fullmatch(revision) is not None for revision in (a, b)]

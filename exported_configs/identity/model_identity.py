@@ -51,7 +51,7 @@ _NOT_OF_THE_NETWORK: Final = frozenset(
         *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "chunk_size_feed_forward"),
     )
 )
-_TOKEN_SETTING: Final = re.compile(r".*_token_(id|ids|index)")
+_PRIVATE_OR_TOKEN: Final = re.compile(r"_.*|.*_token_(id|ids|index)", re.DOTALL)
 
 
 def identity_of(
@@ -64,16 +64,11 @@ def identity_of(
     quantized_by: str | None = None,
     files: str | None = None,
 ) -> ModelIdentity:
-    """Build the identity of the model that a configuration describes.
+    """Build the identity of the model that a transformers configuration describes, as loaded or as SGLang holds it.
 
-    Args:
-        config: The transformers configuration, as loaded or as SGLang holds it.
-        id: The hub id, the folder or the name of the model.
-        revision: The typed revision; the commit takes its place where the hub's cache or the path tells it.
-        dtype: The dtype of the activations.
-        tokenizer: The tokenizer of transformers; not recorded without one.
-        files: The folder or the hub id of the weights; not recorded without.
-        quantized_by: The quantization of weights while they are loaded, where the configuration names none.
+    The commit takes the place of a typed revision where the hub's cache or the path tells it. The id may be a path, and
+    `files` is the folder or the hub id of the weights; neither they nor the tokenizer are recorded where they are None.
+    `quantized_by` quantizes weights while they are loaded, where the configuration names no quantization.
 
     Raises:
         ProfileError: a dtype or a text is none that a profile can hold.
@@ -157,7 +152,6 @@ def tokenizer_sha256(tokenizer: Any) -> str:
 
 
 def _commit(model: str, revision: str | None) -> str | None:
-    """The commit that a path in the hub's cache names, or that this cache holds of a hub id."""
     snapshot = _snapshot(model) or _SNAPSHOT.search(str(_cached(model, revision)))
     return snapshot[2] if snapshot else None
 
@@ -175,7 +169,6 @@ def _existing(model: str) -> str | None:
 
 
 def _checkpoint(model: str, revision: str | None) -> str | None:
-    """The hash of the weights in a folder, or in the hub's cache; None for others."""
     path = _existing(model)
     folder = Path(path) if path and os.path.isdir(path) else _cached(model, revision)
     return None if folder is None else checkpoint_sha256(folder)
@@ -206,7 +199,9 @@ def _network(config: Any) -> dict[str, Any]:
     idle = _idle_windows(config, has_kinds=defaults is None or "layer_types" in defaults)
     for name, value in config.to_dict().items():
         part = vars(config).get(name)
-        if name in idle or _is_not_of_the_network(name) or (defaults is not None and name not in defaults):
+        if name in idle or name in _NOT_OF_THE_NETWORK or _PRIVATE_OR_TOKEN.fullmatch(name):
+            continue
+        if defaults is not None and name not in defaults:
             continue
         if hasattr(part, "to_dict"):
             kept[name] = _network(part)
@@ -234,10 +229,6 @@ def _idle_windows(config: Any, *, has_kinds: bool) -> tuple[str, ...]:
 
 def _is_full(layer_types: Any) -> bool:
     return set(layer_types or ()) <= {"full_attention"}
-
-
-def _is_not_of_the_network(name: str) -> bool:
-    return name.startswith("_") or name in _NOT_OF_THE_NETWORK or _TOKEN_SETTING.fullmatch(name) is not None
 
 
 def _rotation(text: Any) -> dict[str, Any]:

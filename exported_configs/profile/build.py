@@ -73,17 +73,8 @@ def build_profile(
 ) -> Profile:
     """Build a profile with its digest and its reached budget.
 
-    Args:
-        geometry: The geometry of the model.
-        layers: The storage of every layer, in order.
-        k_group_size: The channels per scale of keys; the tokens per scale of a channel where keys are per channel.
-        v_group_size: The channels per scale of values.
-        symmetric: Whether the grids of keys and values lie around zero.
-        model: The identity of the measured model.
-        budget: The budget of the search.
-        quality: The measurements; None where there are none.
-        provenance: The origin of the choices.
-        k_granularity: The granularity of the keys; no server reads per_channel keys yet.
+    A group size is the number of channels per scale; of per_channel keys, which no server reads yet, it is the number
+    of tokens per scale of a channel. Symmetric grids lie around zero. The quality is None where nothing was measured.
 
     Raises:
         ProfileError: choices that a profile cannot hold; names the layer.

@@ -90,11 +90,7 @@ def parse_json(data: bytes, kind: DocumentKind) -> Any:
 
 
 def check_digits(text: str, advice: str) -> str:
-    """The text of an integer in a file.
-
-    Raises:
-        ProfileError: it has more digits than anybody writes.
-    """
+    """The text of an integer in a file; one with more digits than anybody writes is refused."""
     if len(text) > MAX_INTEGER_DIGITS:
         raise ProfileError(f"an integer must have at most {MAX_INTEGER_DIGITS} digits, not {len(text)}; {advice}")
     return text

@@ -92,7 +92,6 @@ class Cell(StrictModel):
     """One measure of one task at one length and position, for all schemes.
 
     Attributes:
-        task: The name of a task, for level ``task``.
         num_tokens: The length of sequences, or about that of contexts; None where each context has its own.
         units: The number of contexts or sequences, which are independent.
         count: The number of questions asked after them, or of tokens scored.
@@ -211,14 +210,14 @@ def evaluation_path(profile: Path, evaluation: Evaluation) -> Path:
     """The file of an evaluation beside a profile's: another one for other models, data, schemes, cells or seeds."""
     host = evaluation.host
     kind = host.kind if host.read_plan is None else f"{host.kind}-{host.read_plan}"
-    asked = [
+    content = [
         evaluation.model.model_dump(mode="json"),
         evaluation.data.model_dump(mode="json"),
         [subject.name for subject in evaluation.subjects],
         [[cell.level, cell.task, cell.num_tokens, cell.position, cell.units, cell.count] for cell in evaluation.cells],
         evaluation.making.seed,
     ]
-    digits = sha256_of(asked).removeprefix("sha256:")[:8]
+    digits = sha256_of(content).removeprefix("sha256:")[:8]
     return profile.with_name(f"{profile.stem}{SUFFIX}{kind}-{digits}.json")
 
 
@@ -228,11 +227,7 @@ def evaluation_files(profile: Path) -> list[Path]:
 
 
 def load_evaluation(path: Path) -> Evaluation:
-    """Read and check the file of an evaluation, which may be hostile.
-
-    Raises:
-        ProfileError: the evaluation is wrong.
-    """
+    """Read and check the file of an evaluation, which may be hostile; a `ProfileError` begins with its name."""
     with naming(path, EVALUATION):
         return parse_evaluation(path)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 import numpy as np
 import torch
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from kvtuner.errors import GeometryError
 from kvtuner.exported_configs.profile.fields import MAX_COUNT, Bits, Count, StrictModel
@@ -67,12 +67,6 @@ def encode_fp16(matrix: torch.Tensor) -> dict[str, Any]:
     return {"dtype": "float16", "shape": list(matrix.shape), "data": base64.b64encode(data).decode()}
 
 
-def _check_granularity(value: object) -> object:
-    if value == "per_channel":
-        raise ValueError("values are stored per token, and only keys may be per_channel; re-export with per_token")
-    return value
-
-
 class GeometryRecord(StrictModel):
     """The fields of `ModelGeometry` in the file."""
 
@@ -97,13 +91,12 @@ class GeometryRecord(StrictModel):
 
 
 class KeyDefaults(StrictModel):
-    """The settings that keys share over all layers, and the transform of layers that name none.
+    """The settings that keys share over all layers, and the transform of layers that name none; none if per_channel.
 
     Attributes:
         granularity: The granularity of scales: per_token, or one scale for some tokens of every channel.
         group_size: The channels per scale of a token; the tokens per scale of a channel if per_channel.
         symmetric: Whether grids lie around zero.
-        transform: The transform's name; none if per_channel.
     """
 
     granularity: Granularity
@@ -127,7 +120,7 @@ class KeyDefaults(StrictModel):
 class ValueDefaults(StrictModel):
     """The settings that values share over all layers, and the transform of layers that name none."""
 
-    granularity: Annotated[Literal["per_token"], BeforeValidator(_check_granularity)]
+    granularity: Literal["per_token"]
     group_size: Count
     symmetric: bool
     transform: ValueTransform
@@ -149,11 +142,7 @@ class Defaults(StrictModel):
         return replace(shape, k_granularity=self.k.granularity)
 
 
-class _SideRecord(StrictModel):
-    bits: Bits
-
-
-class KeyRecord(_SideRecord):
+class KeyRecord(StrictModel):
     """The storage of one layer's keys.
 
     Attributes:
@@ -162,14 +151,16 @@ class KeyRecord(_SideRecord):
         lam: The channels' divisors, ``lambda`` in the file; present exactly if the transform balances.
     """
 
+    bits: Bits
     transform: KeyTransform | None = None
     mu: Fp16Array | None = None
     lam: Fp16Array | None = Field(default=None, alias="lambda")
 
 
-class ValueRecord(_SideRecord):
+class ValueRecord(StrictModel):
     """The storage of one layer's values; the transform is the default's if None."""
 
+    bits: Bits
     transform: ValueTransform | None = None
 
 
@@ -181,7 +172,11 @@ class LayerRecord(StrictModel):
     v: ValueRecord
 
 
-def resolve_transform(record: KeyRecord | ValueRecord, defaults: KeyDefaults | ValueDefaults) -> KeyTransform:
+SideRecord = KeyRecord | ValueRecord
+SideDefaults = KeyDefaults | ValueDefaults
+
+
+def resolve_transform(record: SideRecord, defaults: SideDefaults) -> KeyTransform:
     """The transform of keys or values of a layer: none at 16 bits, else its own or the default."""
     if record.bits == NATIVE_BITS:
         return "none"
@@ -202,7 +197,7 @@ def hashed_content(
     return {"layout": layout, "geometry": geometry.model_dump(), "layers": expanded}
 
 
-def _expand_side(record: KeyRecord | ValueRecord, defaults: KeyDefaults | ValueDefaults) -> dict[str, Any]:
+def _expand_side(record: SideRecord, defaults: SideDefaults) -> dict[str, Any]:
     if record.bits == NATIVE_BITS:
         return {"bits": NATIVE_BITS}
     transform = resolve_transform(record, defaults)

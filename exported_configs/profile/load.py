@@ -13,11 +13,7 @@ PROFILE: Final = DocumentKind("profile", "export the profile again", MAX_PROFILE
 
 
 def load_profile(source: str | Path | bytes, name: Path | None = None) -> Profile:
-    """Read and check a profile.
-
-    Args:
-        source: The path of the file, or its content.
-        name: The name of the content in errors; its path by default.
+    """Read and check a profile: its file, or its content, which errors call by `name`.
 
     Raises:
         ProfileError: the file is wrong; one line with its name, the rule and the value.

@@ -5,21 +5,18 @@ from fractions import Fraction
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, WithJsonSchema, model_validator
-from torch import Tensor
 
 from kvtuner.errors import GeometryError, PrecisionError, ProfileError
 from kvtuner.exported_configs.profile.evidence import BudgetRecord, ModelIdentity, Provenance, QualityRecord
 from kvtuner.exported_configs.profile.fields import MAX_COUNT, Sha256, StrictModel, round_figure
 from kvtuner.exported_configs.profile.layer_storage import (
     Defaults,
-    Fp16Array,
     GeometryRecord,
-    KeyDefaults,
     KeyRecord,
     KeyTransform,
     LayerRecord,
-    ValueDefaults,
-    ValueRecord,
+    SideDefaults,
+    SideRecord,
     hashed_content,
     resolve_transform,
 )
@@ -33,7 +30,7 @@ SCHEMA_VERSION: Final = 1
 MIN_LAMBDA: Final = 1 / 64
 MAX_LAMBDA: Final = 64.0
 
-NO_TAIL_PAGES: Final = "per-channel keys need tail pages, which no host has yet; search or import with per_token keys"
+NO_TAIL_PAGES: Final = "per-channel keys need tail pages, which no server has yet; search or import with per_token keys"
 """The reason why a profile that loads, validates and shows is not served."""
 
 
@@ -45,9 +42,7 @@ class Profile(StrictModel):
 
     Attributes:
         digest: The digest of layout, geometry and expanded layers; new evaluations never change it.
-        layout: The id of the layout of rows.
         layers: The storage of every layer once, by ascending global id; independent of tensor and pipeline parallelism.
-        quality: The measurements; None where there are none.
     """
 
     schema_version: Annotated[int, Field(ge=1, le=SCHEMA_VERSION), WithJsonSchema({"const": SCHEMA_VERSION})]
@@ -128,19 +123,16 @@ class Profile(StrictModel):
         if defaults.granularity == "per_channel":
             raise ProfileError(f"layers[{layer_id}].k: {NO_TAIL_PAGES}")
         kind = TransformKind.parse(self.transform_name(layer_id, side))
-        mu, lam = (record.mu, record.lam) if isinstance(record, KeyRecord) else (None, None)
-        transform = Transform(kind, _decoded(mu), _decoded(lam))
-        return QuantSpec(record.bits, transform, defaults.group_size, defaults.symmetric)
+        arrays = (record.mu, record.lam) if isinstance(record, KeyRecord) else (None, None)
+        mu, lam = (None if array is None else array.decode() for array in arrays)
+        return QuantSpec(record.bits, Transform(kind, mu, lam), defaults.group_size, defaults.symmetric)
 
     def to_geometry(self) -> ModelGeometry:
         """The geometry of the profile's model."""
         return self.geometry.to_geometry()
 
     def check_model(self, config: ConfigLike) -> None:
-        """Check that the profile fits a model.
-
-        Args:
-            config: The model's transformers configuration.
+        """Check that the profile fits the model of a transformers configuration.
 
         Raises:
             ProfileError: a count differs; names the first, with both values.
@@ -154,7 +146,7 @@ class Profile(StrictModel):
                     " use a profile that was searched for this model"
                 )
 
-    def _side(self, layer_id: int, side: Side) -> tuple[KeyRecord | ValueRecord, KeyDefaults | ValueDefaults]:
+    def _side(self, layer_id: int, side: Side) -> tuple[SideRecord, SideDefaults]:
         assert 0 <= layer_id < len(self.layers), f"layer {layer_id} of {len(self.layers)}"
         entry = self.layers[layer_id]
         return (entry.k, self.defaults.k) if side == "k" else (entry.v, self.defaults.v)
@@ -167,10 +159,6 @@ def reached_figures(pairs: Sequence[PrecisionPair], shape: RowShape) -> dict[str
         "effective_bits": round_figure(float(effective_bits(pairs, shape))),
         "bytes_per_token": bytes_per_token(pairs, shape),
     }
-
-
-def _decoded(array: Fp16Array | None) -> Tensor | None:
-    return None if array is None else array.decode()
 
 
 def _check_layer_ids(profile: Profile) -> None:

@@ -1,4 +1,4 @@
-"""Profiles with keys per channel are shown and compared; checking one against a model says that no host serves it."""
+"""Profiles with keys per channel are shown and compared; checking one against a model says that no server reads it."""
 
 from __future__ import annotations
 

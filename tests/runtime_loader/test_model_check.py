@@ -69,7 +69,7 @@ def test_keys_per_channel_are_refused_by_every_host_until_there_are_tail_pages(
         check(served, config)
         check(per_channel(16), config)
         with pytest.raises(
-            ProfileError, match="need tail pages, which no host has yet; search or import with per_token"
+            ProfileError, match="need tail pages, which no server has yet; search or import with per_token"
         ):
             check(per_channel(4), config)
 

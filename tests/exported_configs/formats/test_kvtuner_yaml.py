@@ -55,7 +55,7 @@ def test_a_preset_of_kivi_has_keys_per_channel_and_says_that_nobody_serves_it(ta
     assert profile.defaults.k.granularity == "per_channel" and profile.has_per_channel_keys
     assert (profile.defaults.k.group_size, profile.defaults.v.group_size) == (32, 32)
     (note,) = notes
-    assert "per channel" in note and "no host serves it" in note and "newest 32 tokens" in note
+    assert "per channel" in note and "no server reads it" in note and "newest 32 tokens" in note
 
 
 def test_groups_of_kivi_that_values_of_8_bits_cannot_have_need_another_size(

@@ -163,7 +163,7 @@ def profiles() -> dict[str, Profile]:
 
 
 def shuffled(profile: Profile) -> bytes:
-    """The same profile as somebody else might write it: fields in another order, spaces, escapes, absent options."""
+    """A profile as somebody else might write it: fields in another order, spaces, escapes, absent options."""
     document = json.loads(dump_profile(profile))
 
     def turned(node: Any) -> Any:
@@ -179,7 +179,7 @@ def shuffled(profile: Profile) -> bytes:
 
 
 def with_nulls(profile: Profile) -> bytes:
-    """The same profile with a null in every place of a field that may be absent."""
+    """A copy of a profile with a null in every place of a field that may be absent."""
     document = json.loads(dump_profile(profile))
     optional = ("rope_sha256", "tokenizer_sha256", "checkpoint_sha256", "weight_quantization", "max_positions")
     document["model"] = {**dict.fromkeys(optional), **document["model"]}

@@ -35,7 +35,7 @@ BY_HAND = (
 
 
 def nudge(tensor: torch.Tensor) -> torch.Tensor:
-    """The same matrix with one element in the middle one fp16 step larger in magnitude."""
+    """A copy of a matrix with one element in the middle one fp16 step larger in magnitude."""
     bits = tensor.clone().view(torch.int16)
     bits[1, 5] += 1
     return bits.view(torch.float16)

@@ -158,7 +158,11 @@ def test_escaped_spelling_of_a_key_counts_as_the_same_key(refusal: Refusal, pris
             "defaults.k: per_channel keys need a group_size of (16, 32, 64, 128) tokens, not 24",
         ),
         (("defaults", "v", "granularity"), "per_head", "must be 'per_token', not 'per_head'"),
-        (("defaults", "v", "granularity"), "per_channel", "v.granularity: values are stored per token, and only keys"),
+        (
+            ("defaults", "v", "granularity"),
+            "per_channel",
+            "defaults.v.granularity: must be 'per_token', not 'per_channel'",
+        ),
         (("defaults", "k", "granularity"), "per_head", "must be 'per_token' or 'per_channel', not 'per_head'"),
         (
             ("defaults", "k", "transform"),
