@@ -84,11 +84,7 @@ def weight_bytes(config: Any, served: Mapping[str, Any], *, trust_remote_code: b
     """The bytes of weights that a generated token reads at least, of all ranks together; None where it is not known.
 
     Embeddings that are only looked up are left out, those of positions too, and experts that a token does not reach.
-
-    Args:
-        config: The model's configuration, as transformers has it.
-        served: The server's own dtype and quantization of weights.
-        trust_remote_code: Whether code that comes with the checkpoint runs.
+    `served` has the server's own dtype and quantization of weights.
     """
     import torch
     from transformers import AutoModelForCausalLM

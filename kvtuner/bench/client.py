@@ -37,8 +37,6 @@ class RequestResult:
     """A request and its result.
 
     Attributes:
-        prompt_tokens: The tokens of the prompt.
-        asked_tokens: The tokens that should be generated.
         reported_tokens: The tokens that the server says it generated; None where it does not say.
         retokenized_tokens: The tokens in the text that came.
         cached_tokens: The prompt tokens that the server says it found in its cache; None where it does not say.
@@ -46,7 +44,6 @@ class RequestResult:
         ttft_s: The time to the first token; None where none came.
         latency_s: The time to the last token that came, or to the failure.
         gaps_s: The times between tokens, in the order in which they came.
-        error: The reason why it failed; None where it did not.
     """
 
     prompt_tokens: int
@@ -68,7 +65,7 @@ class Client:
 
     Args:
         url: The URL of the server, without a path.
-        api: How to speak to it.
+        api: The interface that it is spoken to by.
         model: The model as the server calls it.
         tokenizer: The model's tokenizer, to count the tokens of answers.
         timeout_s: The seconds that one request may take.

@@ -11,6 +11,7 @@ from kvtuner.bench.loads import Capacity
 from kvtuner.bench.usage import Observer
 from kvtuner.errors import EndpointError
 from kvtuner.exported_configs.identity.model_identity import public_name
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kvtuner.bench.server import ServerProcess
     from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.evaluation.backends.endpoint import Endpoint
+    from kvtuner.evaluation.scheme import CacheScheme
 
 RESERVED: Final = 8
 """The tokens of a context that SGLang keeps for itself, rounded up."""
@@ -97,17 +99,10 @@ def _running_requests(info: Mapping[str, Any]) -> int | None:
 
 
 class LoadTarget:
-    """A server that loads are sent to, by either interface.
-
-    Args:
-        endpoint: The connection to the server.
-        tokenizer: The model's tokenizer.
-        name: The name of the scheme.
-        shape: The model that it must serve.
-        server: The process, if the server was started here.
+    """A server of a scheme and a model that loads are sent to, by either interface; its process if it is started here.
 
     Raises:
-        EndpointError: it serves another model.
+        EndpointError: it serves another model, or stores its cache otherwise.
     """
 
     def __init__(
@@ -115,13 +110,18 @@ class LoadTarget:
         endpoint: Endpoint,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        name: str,
+        scheme: CacheScheme,
         shape: ModelShape,
-        server: ServerProcess | None = None,
+        server: ServerProcess | None,
     ) -> None:
-        self._endpoint, self._server, self._name = endpoint, server, name
+        self._endpoint, self._server, self._name = endpoint, server, scheme.name
         info = {}
         if endpoint.api == "sglang":
+            is_uniform = scheme.profile is not None and scheme.name != PROFILE
+            if server is None and is_uniform and endpoint.served.digest is None:
+                raise EndpointError(f"{endpoint.url} was named {scheme.name}, but serves no profile")
+            # A uniform of a server that was not started here may have groups of its own.
+            endpoint.check_serves(scheme, None if server is None and is_uniform else scheme.profile)
             info = endpoint.get("/server_info")
             served = endpoint.get("/model_info").get("architectures") or [shape.architecture]
             if shape.architecture not in served:

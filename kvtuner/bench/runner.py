@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from tqdm import tqdm
@@ -30,17 +30,36 @@ LARGEST: Final = Capacity(sys.maxsize, None, None)
 """A capacity that all loads fit."""
 
 
-class LoadJournal:
-    """The results of loads, so that none is sent twice.
+class BenchWork:
+    """The loads that every scheme is sent with the same prompts, and the journal of what was sent before.
 
     A server's key is the hash of what decides answers and times besides the load.
 
     Args:
-        folder: The run folder.
+        folder: The run folder, which keeps the journal.
+        options: The loads.
+        stream: The tokens that prompts are cut from.
+        seed: The seed of the places.
     """
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._journal = Journal(folder, JOURNAL, None)
+    def __init__(self, folder: RunFolder, options: LoadOptions, stream: Sequence[int], seed: str) -> None:
+        self.options, self.seed = options, seed
+        self._stream, self._journal = stream, Journal(folder, JOURNAL, None)
+
+    def check(self) -> None:
+        """Check that the text has prompts for every load that a server could be sent, however much it holds.
+
+        Raises:
+            CorpusError: it has too few that begin differently.
+        """
+        tokens, (loads, _) = set(self._stream), plan_loads(self.options, LARGEST)
+        for load in loads:
+            check_prompts(tokens, load.prompt_tokens, load.requests)
+
+    def prompts(self, load: Load) -> list[list[int]]:
+        """The prompts of a load: the same whatever else is sent."""
+        seed = f"{self.seed} {canonical_json(asdict(load))}"
+        return cut_prompts(self._stream, seed, load.prompt_tokens, load.requests)
 
     def server(self, server_key: str) -> dict[str, Any] | None:
         """The record of a server; None before it was there."""
@@ -52,62 +71,29 @@ class LoadJournal:
         if self.server(server_key) != server:
             self._journal.append({"key": _key(server_key), "way": name, "server": server})
 
-    def get(self, server_key: str, load: Load, seed: str) -> LoadResult | None:
-        """The result of a load whose prompts were drawn by a seed; None before it was sent."""
-        record = self._journal.get(_key(server_key, asdict(load), seed))
+    def result(self, server_key: str, load: Load) -> LoadResult | None:
+        """The result of a load; None before it was sent."""
+        record = self._journal.get(_key(server_key, asdict(load), self.seed))
         if record is None:
             return None
         sent = tuple(RequestResult(**request) for request in record["sent"])
         return LoadResult(load, sent, record["usage"], MeasurementCost(**record["harness"]))
 
-    def put(self, server_key: str, name: str, seed: str, result: LoadResult) -> None:
+    def put_result(self, server_key: str, name: str, result: LoadResult) -> None:
         """Keep the result of a load."""
-        load = asdict(result.load)
-        self._journal.append(
-            {
-                "key": _key(server_key, load, seed),
-                "way": name,
-                "load": load,
-                "sent": [asdict(request) for request in result.sent],
-                "usage": result.usage,
-                "harness": result.cost._asdict(),
-            }
-        )
+        record = asdict(result)
+        key, cost = _key(server_key, record["load"], self.seed), record.pop("cost")
+        self._journal.append({"key": key, "way": name, **record, "harness": cost._asdict()})
 
 
 def _key(server_key: str, *load: Any) -> str:
     return sha256_of([BENCHING, server_key, *load])
 
 
-@dataclass(frozen=True, slots=True)
-class BenchWork:
-    """The loads that every scheme is sent, with the same prompts, cut by one seed from one stream of tokens."""
-
-    options: LoadOptions
-    stream: Sequence[int]
-    seed: str
-    journal: LoadJournal
-
-    def check(self) -> None:
-        """Check that the text has prompts for every load that a server could be sent, however much it holds.
-
-        Raises:
-            CorpusError: it has too few that begin differently.
-        """
-        different, (loads, _) = set(self.stream), plan_loads(self.options, LARGEST)
-        for load in loads:
-            check_prompts(different, load.prompt_tokens, load.requests)
-
-    def prompts(self, load: Load) -> list[list[int]]:
-        """The prompts of a load: the same whatever else is sent."""
-        seed = f"{self.seed} {canonical_json(asdict(load))}"
-        return cut_prompts(self.stream, seed, load.prompt_tokens, load.requests)
-
-
 def replay(capacity: Capacity, work: BenchWork, *, server_key: str) -> SchemeRun | None:
     """The run that the journal holds of a server that was the same; None where a load is missing."""
     loads, left_out = plan_loads(work.options, capacity)
-    results = [result for load in loads if (result := work.journal.get(server_key, load, work.seed)) is not None]
+    results = [result for load in loads if (result := work.result(server_key, load)) is not None]
     return None if len(results) < len(loads) else SchemeRun(tuple(results), tuple(left_out))
 
 
@@ -115,19 +101,13 @@ def run_loads(target: LoadTarget, work: BenchWork, *, server_key: str, name: str
     """Send the loads that fit and were not sent before, and keep their results.
 
     Before the first load of a shape the same is sent once, unmeasured: kernels are compiled, memory is touched.
-
-    Args:
-        target: The server.
-        work: The loads.
-        server_key: The key of the server in the journal.
-        name: The name of the scheme.
     """
     loads, left_out = plan_loads(work.options, target.record.capacity)
     results: list[LoadResult] = []
     warm: set[tuple[int, int]] = set()
     gone = None
     for load in tqdm(loads, desc=name, unit="load", disable=None):
-        result = work.journal.get(server_key, load, work.seed)
+        result = work.result(server_key, load)
         if result is None and gone is not None:
             never = RequestResult(load.prompt_tokens, load.output_tokens, error=f"the server was gone: {gone}")
             result = LoadResult(load, (never,) * load.requests, {})
@@ -137,7 +117,7 @@ def run_loads(target: LoadTarget, work: BenchWork, *, server_key: str, name: str
                 _warm_up(target, work, load)
                 warm.add(shape)
             result = _measure(target, load, work.prompts(load))
-            work.journal.put(server_key, name, work.seed, result)
+            work.put_result(server_key, name, result)
             gone = target.is_gone() if len(result.good) < load.requests else None
         results.append(result)
     return SchemeRun(tuple(results), tuple(left_out))

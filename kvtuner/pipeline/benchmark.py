@@ -15,7 +15,7 @@ from kvtuner.bench.bandwidth import measured_elsewhere, weight_bytes
 from kvtuner.bench.client import serving_client
 from kvtuner.bench.gates import all_gates, kv_pool_gate
 from kvtuner.bench.load_target import LoadTarget, ServerRecord
-from kvtuner.bench.runner import BenchWork, LoadJournal, replay, run_loads
+from kvtuner.bench.runner import BenchWork, replay, run_loads
 from kvtuner.bench.server import ServerFlags, running
 from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model_loading import load_tokenizer, read_shape
@@ -129,16 +129,7 @@ def _quality(options: BenchOptions, profile: str, schemes: Sequence[CacheScheme]
 
 
 class _BenchSession:
-    """All that the schemes of a benchmark share.
-
-    Args:
-        options: The options, with what the profile's search fills in.
-        flags: The flags of all servers.
-        profile: The profile.
-        shape: The model.
-        folder: The run folder.
-        urls: The URLs of servers that are there already, by the name of the scheme; empty where servers are started.
-    """
+    """All that the schemes of a benchmark share; `urls` are those of servers that are there already, by scheme."""
 
     def __init__(
         self,
@@ -157,9 +148,9 @@ class _BenchSession:
         self._is_derived = any(mismatch.kind in DERIVED for mismatch in mismatches)
         seed = options.seed or 0
         corpus = load_corpus(corpus_source(options.data, options.model, shape, seed=seed), self._tokenizer)
-        stream = [token for split in corpus.splits.values() for token in split.flatten().tolist()]
+        self._stream = [token for split in corpus.splits.values() for token in split.flatten().tolist()]
         prompt_seed = f"{seed} {sha256_of(corpus.hashes())}"
-        self._work = BenchWork(options.loads, stream, prompt_seed, LoadJournal(folder))
+        self._work = BenchWork(folder, options.loads, self._stream, prompt_seed)
         self._work.check()  # refused before a server is started
         self._bandwidth, self._no_bandwidth = self._find_bandwidth()
         self._served_model: str | None = None
@@ -168,7 +159,7 @@ class _BenchSession:
         """Serve a scheme, unless it is served already, and put it under load; or state why it could not be."""
         flags = scheme.server_flags(self._folder.file(PROFILES))
         key = self._key(scheme, flags, {})
-        if not self._urls and (record := self._work.journal.server(key)):
+        if not self._urls and (record := self._work.server(key)):
             server = ServerRecord(**record)
             if run := replay(server.capacity, self._work, server_key=key):
                 say(f"{scheme.name} was measured before")
@@ -183,12 +174,7 @@ class _BenchSession:
             return SchemeResult(scheme, None, None, (), None, str(error))
 
     def provenance(self, command: Sequence[str] = (), device: str | None = None) -> ResultProvenance:
-        """The machine and software that figures come from.
-
-        Args:
-            command: The words of the command as it may be shared.
-            device: The device of the servers; what their flags say where it is None.
-        """
+        """The command, machine and software that figures come from; the servers' device is in their flags, or given."""
         return result_provenance(
             command,
             seed=self._options.seed or 0,
@@ -203,9 +189,9 @@ class _BenchSession:
             facts = {"url": self._urls[scheme.name], **asdict(target.record)}
         if self._options.api == "openai":  # which has nothing to be known again by, and keeps its cache
             facts["once"] = uuid.uuid4().hex
-            work = replace(work, seed=f"{work.seed} {facts['once']}")
+            work = BenchWork(self._folder, work.options, self._stream, f"{work.seed} {facts['once']}")
         key = self._key(scheme, flags, facts)
-        work.journal.put_server(key, scheme.name, asdict(target.record))
+        work.put_server(key, scheme.name, asdict(target.record))
         return run_loads(target, work, server_key=key, name=scheme.name)
 
     def _result(self, scheme: CacheScheme, record: ServerRecord, run: SchemeRun) -> SchemeResult:
@@ -266,13 +252,7 @@ class _BenchSession:
 
     def _load_target(self, scheme: CacheScheme, url: str, server: ServerProcess | None = None) -> LoadTarget:
         endpoint = Endpoint(url, self._options.api or "sglang", self._options.timeout)
-        if endpoint.api == "sglang":
-            is_uniform = scheme.profile is not None and scheme.name != PROFILE
-            if server is None and is_uniform and endpoint.served.digest is None:
-                raise EndpointError(f"{url} was named {scheme.name}, but serves no profile")
-            # A uniform of a server that was not started here may have groups of its own.
-            endpoint.check_serves(scheme, scheme.profile if server is not None or scheme.name == PROFILE else None)
-        return LoadTarget(endpoint, self._tokenizer, name=scheme.name, shape=self._shape, server=server)
+        return LoadTarget(endpoint, self._tokenizer, scheme=scheme, shape=self._shape, server=server)
 
     def _flags(self, scheme: CacheScheme, scheme_flags: Sequence[str]) -> list[str]:
         options, model = self._options, self._options.model
@@ -304,11 +284,11 @@ class _BenchSession:
         if num_bytes is None:
             return None, unknown
         key = sha256_of([self.provenance(device=device).machine, device, num_bytes])
-        if record := self._work.journal.server(key):
+        if record := self._work.server(key):
             return float(record[name]), ""
         measured = measured_elsewhere(num_bytes, device)
         if measured is not None:
-            self._work.journal.put_server(key, name, {name: measured})
+            self._work.put_server(key, name, {name: measured})
         return measured, unknown
 
     def _device(self) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from kvtuner.bench.loads import DRAWN, Capacity, Load, LoadOptions, check_prompts, cut_prompts, plan_loads
-from kvtuner.bench.runner import BenchWork, LoadJournal
+from kvtuner.bench.runner import BenchWork
 from kvtuner.calibration.model_loading import DEMO_MODEL
 from kvtuner.cli import main
 from kvtuner.errors import CorpusError
@@ -105,7 +105,7 @@ def test_all_beginnings_that_there_are_come_once_and_then_no_more(stream: list[i
 def work(stream: Sequence[int], options: LoadOptions, folder: Path) -> BenchWork:
     run = RunFolder(folder)
     run.create()
-    return BenchWork(options, stream, "0", LoadJournal(run))
+    return BenchWork(run, options, stream, "0")
 
 
 @pytest.mark.parametrize(
