@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvtuner.bench.load_metrics import LoadResult
 
 Verdict = Literal["passed", "failed", "not asked"]
+Outcome = tuple[Verdict, str]
 
 LEAST_ANSWERED: Final = 0.99
 LEAST_COUNTED: Final = 0.5
@@ -55,54 +56,56 @@ def all_gates(answered: Sequence[LoadResult], bound: float | None, no_bound: str
     sent = [request for result in answered for request in result.sent]
     good = [request for result in answered for request in result.good]
     return [
-        _answered(sent),
-        _counted(good),
-        _new_prompts(answered),
-        _first_token_grows(answered),
-        _latency_grows(answered),
-        _below_bound(good, bound, no_bound),
+        Gate("requests are answered", *_answered(sent)),
+        Gate("reported tokens are in the text", *_counted(good)),
+        Gate("prompts were new to the server", *_new_prompts(answered)),
+        Gate("time to the first token grows with the prompt", *_first_token_grows(answered)),
+        Gate("latency grows with the output", *_latency_grows(answered)),
+        Gate("tokens per second are below what memory allows", *_below_bound(good, bound, no_bound)),
     ]
 
 
 def kv_pool_gate(asked: int, tokens_that_fit: int | None) -> Gate:
     """Check that a server's KV pool is as large as asked: SGLang takes less where memory is short."""
-    name = "the KV pool is as large as asked"
-    if tokens_that_fit is None:
-        return Gate(name, "not asked", "the server does not say how large it is")
-    return _gate(name, tokens_that_fit >= LEAST_OF_POOL * asked, f"{tokens_that_fit:,} tokens of {asked:,} asked")
+    outcome = _not_asked("the server does not say how large it is")
+    if tokens_that_fit is not None:
+        outcome = _verdict(tokens_that_fit >= LEAST_OF_POOL * asked, f"{tokens_that_fit:,} tokens of {asked:,} asked")
+    return Gate("the KV pool is as large as asked", *outcome)
 
 
-def _gate(name: str, passed: bool, words: str) -> Gate:
-    return Gate(name, "passed" if passed else "failed", words)
+def _verdict(passed: bool, words: str) -> Outcome:
+    return "passed" if passed else "failed", words
 
 
-def _answered(sent: Sequence[RequestResult]) -> Gate:
+def _not_asked(reason: str) -> Outcome:
+    return "not asked", reason
+
+
+def _answered(sent: Sequence[RequestResult]) -> Outcome:
     good = sum(request.error is None for request in sent)
     reason = min((request.error for request in sent if request.error), default=None)
     why = f"; such as: {reason}" if reason else ""
-    return _gate("requests are answered", good >= LEAST_ANSWERED * len(sent), f"{good} of {len(sent)}{why}")
+    return _verdict(good >= LEAST_ANSWERED * len(sent), f"{good} of {len(sent)}{why}")
 
 
-def _counted(good: Sequence[RequestResult]) -> Gate:
+def _counted(good: Sequence[RequestResult]) -> Outcome:
     """Check the tokens that a server reports; where it reports none, those in the text count."""
-    name = "reported tokens are in the text"
     reporting = [request for request in good if request.reported_tokens is not None]
     if not reporting:
-        return Gate(name, "not asked", "the server reports none; those in the text are counted")
+        return _not_asked("the server reports none; those in the text are counted")
     reported = sum(request.reported_tokens or 0 for request in reporting)
     counted = sum(request.retokenized_tokens for request in reporting)
-    return _gate(name, counted >= LEAST_COUNTED * reported, f"{counted:,} in the text, {reported:,} reported")
+    return _verdict(counted >= LEAST_COUNTED * reported, f"{counted:,} in the text, {reported:,} reported")
 
 
-def _new_prompts(answered: Sequence[LoadResult]) -> Gate:
-    name = "prompts were new to the server"
+def _new_prompts(answered: Sequence[LoadResult]) -> Outcome:
     telling = [result.good for result in answered if any(request.cached_tokens is not None for request in result.good)]
     if not telling:
-        return Gate(name, "not asked", "the server does not say what it found in its cache")
+        return _not_asked("the server does not say what it found in its cache")
     share = _cached_share([request for good in telling for request in good if request.cached_tokens is not None])
     most = max(map(_cached_share, telling))
     words = f"{100 * share:.1f}% of their tokens were in its cache, {100 * most:.1f}% of one load's"
-    return _gate(name, share <= MOST_CACHED and most <= MOST_CACHED_OF_LOAD, words)
+    return _verdict(share <= MOST_CACHED and most <= MOST_CACHED_OF_LOAD, words)
 
 
 def _cached_share(requests: Sequence[RequestResult]) -> float:
@@ -110,29 +113,27 @@ def _cached_share(requests: Sequence[RequestResult]) -> float:
     return cached / sum(request.prompt_tokens for request in requests)
 
 
-def _first_token_grows(answered: Sequence[LoadResult]) -> Gate:
+def _first_token_grows(answered: Sequence[LoadResult]) -> Outcome:
     """Check that prefilling takes time by the length of a prompt: the quickest longest one exceeds the usual one."""
-    name = "time to the first token grows with the prompt"
     times = _times(answered, "prompt", "prompt_tokens", "ttft_s")
     short = min((length for length in times if length >= ABOUT_SHORT), default=None)
     longest = max(times, default=0)
     if short is None or longest < LENGTH_RATIO * short:
-        return Gate(name, "not asked", f"needs prompts of {ABOUT_SHORT} tokens and more, and {LENGTH_RATIO} times that")
+        return _not_asked(f"needs prompts of {ABOUT_SHORT} tokens and more, and {LENGTH_RATIO} times that")
     usual, quickest = median(times[short]), min(times[longest])
     words = f"{1e3 * usual:.1f} ms at {short:,} tokens, {1e3 * quickest:.1f} ms or more at {longest:,}"
-    return _gate(name, quickest > FIRST_TOKEN_GROWTH * usual, words)
+    return _verdict(quickest > FIRST_TOKEN_GROWTH * usual, words)
 
 
-def _latency_grows(answered: Sequence[LoadResult]) -> Gate:
+def _latency_grows(answered: Sequence[LoadResult]) -> Outcome:
     """Check that tokens are generated one after another."""
-    name = "latency grows with the output"
     times = _times(answered, "output", "output_tokens", "latency_s")
     least, most = min(times, default=0), max(times, default=0)
     if not least or most < OUTPUT_RATIO * least:
-        return Gate(name, "not asked", f"needs outputs of which one is {OUTPUT_RATIO} times another")
+        return _not_asked(f"needs outputs of which one is {OUTPUT_RATIO} times another")
     usual, quickest = median(times[least]), min(times[most])
     words = f"{1e3 * usual:.1f} ms for {least} tokens, {1e3 * quickest:.1f} ms or more for {most}"
-    return _gate(name, quickest > LATENCY_GROWTH * usual, words)
+    return _verdict(quickest > LATENCY_GROWTH * usual, words)
 
 
 def _times(answered: Sequence[LoadResult], kind: str, size: str, seconds: str) -> dict[int, list[float]]:
@@ -145,10 +146,9 @@ def _times(answered: Sequence[LoadResult], kind: str, size: str, seconds: str) -
     return times
 
 
-def _below_bound(good: Sequence[RequestResult], bound: float | None, no_bound: str) -> Gate:
+def _below_bound(good: Sequence[RequestResult], bound: float | None, no_bound: str) -> Outcome:
     """Check that every token of a request can have read all weights once."""
-    name = "tokens per second are below what memory allows"
     rates = [num_tokens(request) / request.latency_s for request in good if request.latency_s > 0]
     if bound is None or not rates:
-        return Gate(name, "not asked", no_bound if bound is None else "nothing was answered")
-    return _gate(name, max(rates) <= bound, f"{max(rates):,.1f} of one request at most, {bound:,.0f} possible")
+        return _not_asked(no_bound if bound is None else "nothing was answered")
+    return _verdict(max(rates) <= bound, f"{max(rates):,.1f} of one request at most, {bound:,.0f} possible")

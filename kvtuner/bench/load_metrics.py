@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from kvtuner.bench.usage import summary_of
+from kvtuner.bench.hardware import summary_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

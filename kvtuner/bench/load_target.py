@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.bench.client import Client
+from kvtuner.bench.hardware import Observer
 from kvtuner.bench.loads import Capacity
-from kvtuner.bench.usage import Observer
 from kvtuner.errors import EndpointError
 from kvtuner.exported_configs.identity.model_identity import public_name
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.bench.ablation import ABLATION
-from kvtuner.bench.bandwidth import measured_elsewhere, weight_bytes
 from kvtuner.bench.client import serving_client
 from kvtuner.bench.gates import all_gates, kv_pool_gate
+from kvtuner.bench.hardware import measured_elsewhere, weight_bytes
 from kvtuner.bench.load_target import LoadTarget, ServerRecord
 from kvtuner.bench.runner import BenchWork, replay, run_loads
 from kvtuner.bench.server import ServerFlags, running

@@ -6,7 +6,7 @@ import json
 import shlex
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.bench.usage import GPU_BUSY, GPU_MEMORY, GPU_MEMORY_BUSY, MEMORY
+from kvtuner.bench.hardware import GPU_BUSY, GPU_MEMORY, GPU_MEMORY_BUSY, MEMORY
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE
 from kvtuner.precision import tokens_per_gib
 from kvtuner.report.bench_result import gates_that_passed, milliseconds, overview

@@ -14,10 +14,10 @@ from transformers import AutoConfig
 from kvtuner.bench.ablation import ABLATION, GROUPS
 from kvtuner.bench.client import RequestResult
 from kvtuner.bench.gates import all_gates
+from kvtuner.bench.hardware import GPU_MEMORY, MEMORY
 from kvtuner.bench.load_metrics import LoadResult, MeasurementCost, SchemeRun
 from kvtuner.bench.load_target import ServerRecord
 from kvtuner.bench.loads import Capacity, LoadOptions, plan_loads
-from kvtuner.bench.usage import GPU_MEMORY, MEMORY
 from kvtuner.calibration.model_loading import DEMO_MODEL, ModelSource, read_shape
 from kvtuner.evaluation.scheme import PER_CHANNEL, named_schemes
 from kvtuner.exported_configs.profile.build import LayerQuantization

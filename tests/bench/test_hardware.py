@@ -12,9 +12,16 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
 
-from kvtuner.bench import bandwidth
-from kvtuner.bench.bandwidth import measured_elsewhere, weight_bytes
-from kvtuner.bench.usage import GPU_BUSY, GPU_MEMORY, GPU_MEMORY_BUSY, MEMORY, Observer
+from kvtuner.bench import hardware
+from kvtuner.bench.hardware import (
+    GPU_BUSY,
+    GPU_MEMORY,
+    GPU_MEMORY_BUSY,
+    MEMORY,
+    Observer,
+    measured_elsewhere,
+    weight_bytes,
+)
 from kvtuner.calibration.model_loading import DEMO_MODEL
 
 SMALL = {
@@ -72,7 +79,7 @@ def test_quantized_weights_are_counted_at_the_least_that_they_can_take() -> None
 
 
 def test_what_cannot_be_counted_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bandwidth, "EXPERT_COUNTS", (("experts_by_another_name", "of_which"),))
+    monkeypatch.setattr(hardware, "EXPERT_COUNTS", (("experts_by_another_name", "of_which"),))
     assert weight_bytes(MixtralConfig(**SMALL, num_local_experts=8), {}) is None
     assert weight_bytes(SimpleNamespace(), {}) is None
 
