@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def seconds(work: Callable[[], None]) -> float:
-    """Processor seconds of one call."""
+def seconds(work: Callable[..., object], *args: object) -> float:
+    """The processor seconds of one call."""
     start = time.process_time()
-    work()
+    work(*args)
     return time.process_time() - start
 
 
@@ -61,17 +61,15 @@ def main() -> None:
         CandidateMeasurement(chain, constants, plan, QuantizationOptions(), draws, 0).run(batch)
 
     for draws in args.draws:
-        ratios, firsts = [], []
-        for repeat in range(args.repeats + 1):
+        units, firsts = [], []
+        for _ in range(args.repeats + 1):
             unit = seconds(plain)
-            ratio = seconds(lambda draws=draws: candidates(draws)) / unit
-            first = seconds(lambda: measure_constants(chain, batch)) / unit
-            if repeat:
-                ratios.append(ratio)
-                firsts.append(first)
-        row = {"draws": draws, "units": round(statistics.median(ratios), 2), "goal": draws + 2.5}
-        row.update(min=round(min(ratios), 2), max=round(max(ratios), 2), statistics=round(statistics.median(firsts), 2))
-        print(json.dumps(row))
+            units.append(seconds(candidates, draws) / unit)
+            firsts.append(seconds(measure_constants, chain, batch) / unit)
+        del units[0], firsts[0]  # of a run that warms up
+        figures = {"units": statistics.median(units), "goal": draws + 2.5, "min": min(units), "max": max(units)}
+        figures["statistics"] = statistics.median(firsts)
+        print(json.dumps({"draws": draws, **{name: round(figure, 2) for name, figure in figures.items()}}))
 
 
 if __name__ == "__main__":

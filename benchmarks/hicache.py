@@ -26,6 +26,7 @@ import torch
 from gpu_parts.pools import ALL_TRANSFORMS, QWEN, empty_rows, row_format, value_kind
 
 from kvtuner.precision import PrecisionPair
+from kvtuner.report.table import Table
 from kvtuner.runtime_loader.host_tier.pages import HostPages, PageLayout
 from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES, fault_of, identity_digest, seal
 from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, TorchMover, token_bytes
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
     Move = Callable[[Tensor, Tensor], object]
     """A transfer between slots of the host and slots of the device."""
+    HostTier = tuple[int, Move, Move]
+    """The bytes of a token in a host tier, its backup and its load."""
 
 LAYERS: Final = 28
 PAIRS: Final = tuple(PrecisionPair.parse(name) for name in ("K8V8", "K8V4", "K4V4", "K4V2"))
@@ -54,9 +57,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
     results: dict[str, Any] = {
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
-        "machine": machine(device),
+        "machine": f"{name}, {os.cpu_count()} processors, {torch.get_num_threads()} threads, torch {torch.__version__}",
         "tokens": args.tokens,
         "page_size": args.page_size,
         "transfers": transfers(device, args.tokens, args.page_size, args.repeats),
@@ -72,12 +76,6 @@ def main() -> None:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def machine(device: torch.device) -> str:
-    """The machine in words."""
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} processors, {torch.get_num_threads()} threads, torch {torch.__version__}"
-
-
 def transfers(device: torch.device, tokens: int, page_size: int, repeats: int) -> list[dict[str, Any]]:
     """A row for each host tier, SGLang's first: bytes and times of both directions, and their ratios to SGLang's."""
     pages = tokens // page_size
@@ -87,19 +85,23 @@ def transfers(device: torch.device, tokens: int, page_size: int, repeats: int) -
     rows: list[dict[str, Any]] = []
     for name, (token_size, *moves) in host_tiers(device, tokens, page_size).items():
         row: dict[str, Any] = {"way": name, "bytes_per_token": token_size}
+        base = rows[0] if rows else row
         for direction, move in zip(DIRECTIONS, moves, strict=True):
             seconds = timed(lambda move=move: move(host_slots, device_slots), device, repeats)
-            row[f"{direction}_ms"] = round(1000 * seconds, 2)
-            row[f"{direction}_gb_per_s"] = round(token_size * tokens / seconds / 1e9, 2)
-            base = rows[0] if rows else row
+            row |= {f"{direction}_{unit}": value for unit, value in speed(seconds, token_size * tokens).items()}
             row[f"{direction}_time_ratio"] = round(row[f"{direction}_ms"] / base[f"{direction}_ms"], 2)
-        row["bytes_ratio"] = round(token_size / (rows or [row])[0]["bytes_per_token"], 3)
+        row["bytes_ratio"] = round(token_size / base["bytes_per_token"], 3)
         rows.append(row)
     return [*rows, copy_bandwidth(repeats)] if device.type == "cuda" else rows
 
 
-def host_tiers(device: torch.device, tokens: int, page_size: int) -> dict[str, tuple[int, Move, Move]]:
-    """Bytes per token, backup and load of every host tier by its name."""
+def speed(seconds: float, num_bytes: int) -> dict[str, float]:
+    """The milliseconds of a transfer, and its gigabytes per second."""
+    return {"ms": round(1000 * seconds, 2), "gb_per_s": round(num_bytes / seconds / 1e9, 2)}
+
+
+def host_tiers(device: torch.device, tokens: int, page_size: int) -> dict[str, HostTier]:
+    """Every host tier by its name."""
     stock_name = "SGLang, bf16" if device.type == "cuda" else "SGLang, bf16, its copy in torch"
     tiers = {stock_name: stock(device, tokens, page_size)}
     for name, kind in KINDS.items():
@@ -110,8 +112,8 @@ def host_tiers(device: torch.device, tokens: int, page_size: int) -> dict[str, t
     return tiers
 
 
-def stock(device: torch.device, tokens: int, page_size: int) -> tuple[int, Move, Move]:
-    """Bytes per token, backup and load of SGLang's own host pool over its own device pool."""
+def stock(device: torch.device, tokens: int, page_size: int) -> HostTier:
+    """SGLang's own host pool over its own device pool."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.pool_host import mha
 
@@ -147,17 +149,15 @@ def stock(device: torch.device, tokens: int, page_size: int) -> tuple[int, Move,
 def copy_in_torch(src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
     """Copy pages as SGLang's CUDA operator does, on a processor."""
     sources, targets = src_indices[::page_size] // page_size, dst_indices[::page_size] // page_size
-    for source, target in zip(src_layers, dst_layers, strict=True):
-        source_pages, target_pages = (
-            layer.view(len(layer) // page_size, -1).view(torch.int64) for layer in (source, target)
-        )
+    for layers in zip(src_layers, dst_layers, strict=True):
+        source_pages, target_pages = (layer.view(len(layer) // page_size, -1).view(torch.int64) for layer in layers)
         target_pages[targets] = source_pages[sources]
 
 
 def ours(
     device: torch.device, tokens: int, page_size: int, pair: PrecisionPair, kind: str, *, packed: bool
-) -> tuple[int, Move, Move]:
-    """Bytes per token, backup and load of our host tier."""
+) -> HostTier:
+    """Our host tier, over packed rows or states in bf16 on the device."""
     generator = torch.Generator().manual_seed(0)
     num_slots = tokens + page_size
 
@@ -171,8 +171,7 @@ def ours(
 
     layers = [(side(pair.k_bits, kind), side(pair.v_bits, value_kind(kind))) for _ in range(LAYERS)]
     layout = PageLayout(page_size, token_bytes(layers), tokens // page_size + 1, "page_first")
-    buffer = torch.zeros(layout.buffer_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    pages = HostPages(layout, buffer)
+    pages = HostPages(layout, torch.zeros(layout.buffer_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda"))
     mover: Any = TorchMover(layers, pages)
     if device.type == "cuda":
         from kvtuner.runtime_loader.kernels.page_mover import TritonMover
@@ -195,45 +194,42 @@ def check(mover: TorchMover, pages: HostPages, layers: list[tuple[DeviceSide, De
     mover.backup(slots, slots)
     for layer, sides in enumerate(layers):
         is_right, loaded = True, []
-        for name, side in enumerate(sides):
+        for index, side in enumerate(sides):
             before = side.buffer[:page_size].cpu()
             rows = before.view(page_size, -1) if side.packed else side.format.pack(before)
             loaded.append(before.clone() if side.packed else side.format.unpack(rows, before.dtype))
             if side.buffer.is_cuda:
                 torch.cuda.synchronize()
-            is_right &= torch.equal(pages.rows(layer, name)[0], rows)
+            is_right &= torch.equal(pages.rows(layer, index)[0], rows)
         mover.load(layer, slots, slots)  # both sides: what is read back is quantized, and packs otherwise
         is_right &= all(torch.equal(side.buffer[:page_size].cpu(), x) for side, x in zip(sides, loaded, strict=True))
         if not is_right:
             raise SystemExit(f"layer {layer} is not what quant.py makes of it: nothing is timed")
 
 
-def timed(move: Callable[[], None], device: torch.device, repeats: int) -> float:
+def timed(move: Callable[[], object], device: torch.device, repeats: int) -> float:
     """The median seconds of a transfer, after two that are not counted."""
     seconds = []
-    for run in range(repeats + 2):
+    for _ in range(repeats + 2):
         if device.type == "cuda":
             torch.cuda.synchronize()
         begin = time.perf_counter()
         move()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        if run > 1:
-            seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[2:])
 
 
 def copy_bandwidth(repeats: int) -> dict[str, Any]:
     """The row of one large copy in each direction, which shows what the bus gives."""
-    size = 1 << 28
-    host, there = (
-        torch.empty(size, dtype=torch.uint8, pin_memory=True),
-        torch.empty(size, dtype=torch.uint8, device="cuda"),
-    )
+    size, device = 1 << 28, torch.device("cuda")
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(size, dtype=torch.uint8, device=device)
     row: dict[str, Any] = {"way": "one copy of 256 MiB"}
     for direction, move in zip(DIRECTIONS, (lambda: host.copy_(there), lambda: there.copy_(host)), strict=True):
-        seconds = timed(move, torch.device("cuda"), repeats)
-        row |= {f"{direction}_ms": round(1000 * seconds, 2), f"{direction}_gb_per_s": round(size / seconds / 1e9, 2)}
+        seconds = timed(move, device, repeats)
+        row |= {f"{direction}_{unit}": value for unit, value in speed(seconds, size).items()}
     return row
 
 
@@ -255,15 +251,13 @@ def storage(page_size: int, repeats: int) -> dict[str, float]:
 def show(results: dict[str, Any]) -> None:
     """Print the tables."""
     print(f"{results['command']}\n{results['machine']}; {results['tokens']} tokens, pages of {results['page_size']}\n")
-    columns = ("backup ms", 10), ("GB/s", 7), ("time", 6), ("load ms", 9), ("GB/s", 7), ("time", 6)
-    head = " ".join(f"{name:>{width}}" for name, width in (("bytes/token", 11), ("ratio", 6), *columns))
-    print(f"{'':42} {head}")
-    for row in results["transfers"]:
-        cells = [f"{row.get('bytes_per_token', ''):>11}", f"{row.get('bytes_ratio', ''):>6}"]
-        for name, width in zip(DIRECTIONS, (10, 9), strict=True):
-            milliseconds, rate, ratio = row[f"{name}_ms"], row[f"{name}_gb_per_s"], row.get(f"{name}_time_ratio", "")
-            cells.append(f"{milliseconds:>{width}} {rate:>7} {ratio:>6}")
-        print(f"{row['way']:42} {' '.join(cells)}")
+    figures = [f"{direction}_{figure}" for direction in DIRECTIONS for figure in ("ms", "gb_per_s", "time_ratio")]
+    rows = [
+        [str(row.get(name, "")) for name in ("way", "bytes_per_token", "bytes_ratio", *figures)]
+        for row in results["transfers"]
+    ]
+    headers = ("", "bytes/token", "ratio", "backup ms", "GB/s", "time", "load ms", "GB/s", "time")
+    print("\n".join(Table(headers, rows).lines()))
     print("\nstorage: " + ", ".join(f"{name} {value}" for name, value in results["storage"].items()))
 
 

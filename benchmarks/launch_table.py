@@ -28,7 +28,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parent))
 
 import sass
-from launch_candidates import CANDIDATES
+from gpu_parts.pools import LLAMA, HeadShape
+from gpu_parts.speed import CANDIDATES
 
 from kvtuner.precision import NATIVE_BITS, PrecisionPair
 from kvtuner.runtime_loader.kernels.settings import DecodeLaunch
@@ -61,19 +62,23 @@ class CompiledLaunch:
     """Launch settings, and the counts of the kernel that is compiled with them."""
 
     launch: DecodeLaunch
-    count: sass.DecodeCount
+    count: sass.Count
 
     def resident(self, arch: int) -> int:
         """Programs that a processor of an architecture holds; 0 where it cannot run or leaves too few warps."""
         of_processor, of_program, most_warps, most_programs = LIMITS[arch]
-        warps = 4 * (REGISTERS // (-(-self.count.registers // 8) * 8 * 32))
-        in_memory = (of_processor << 10) // (self.count.shared_bytes + RESERVED_BYTES)
+        warps = 4 * (REGISTERS // (-(-self.count["registers"] // 8) * 8 * 32))
+        in_memory = (of_processor << 10) // (self.count["shared_bytes"] + RESERVED_BYTES)
         resident = min(min(warps, most_warps) // self.launch.warps, in_memory, most_programs)
-        fits = not self.count.spills and self.count.shared_bytes <= of_program << 10
+        fits = not self.count["spills"] and self.count["shared_bytes"] <= of_program << 10
         return resident if fits and resident * self.launch.warps >= LEAST_WARPS else 0
 
+    def row(self, arch: int) -> dict[str, Any]:
+        """The settings as the table has them for an architecture."""
+        return asdict(replace(self.launch, resident=self.resident(arch)))
 
-def candidates(pair: PrecisionPair, shape: sass.RankShape, **kind: bool) -> list[CompiledLaunch]:
+
+def candidates(pair: PrecisionPair, shape: HeadShape, **kind: bool) -> list[CompiledLaunch]:
     """The candidates, the best first; the first of all alone where it spills nothing on any architecture."""
 
     def compiled(launch: DecodeLaunch) -> CompiledLaunch | None:
@@ -86,50 +91,34 @@ def candidates(pair: PrecisionPair, shape: sass.RankShape, **kind: bool) -> list
     if first is not None and all(first.resident(arch) for arch in LIMITS):
         return [first]
     listed = [first, *map(compiled, CANDIDATES[1:])]
-    return sorted(filter(None, listed), key=lambda candidate: candidate.count.lane_instructions_per_element)
+    return sorted(filter(None, listed), key=lambda candidate: candidate.count["lane_instructions_per_element"])
 
 
-def best(ordered: list[CompiledLaunch], arch: int) -> CompiledLaunch:
-    """The first candidate that an architecture can run."""
-    return next(candidate for candidate in ordered if candidate.resident(arch))
-
-
-def key_of(pair: PrecisionPair, shape: sass.RankShape) -> dict[str, int]:
-    """The fields that a row is looked up by, beside its architectures."""
-    groups = shape.head_dim // shape.group_size
-    return {"k_bits": pair.k_bits, "v_bits": pair.v_bits, "head_dim": shape.head_dim, "groups": groups, "gqa": 1}
-
-
-def rows_of(pair: PrecisionPair, shape: sass.RankShape) -> list[dict[str, Any]]:
+def rows_of(pair: PrecisionPair, shape: HeadShape) -> list[dict[str, Any]]:
     """The rows of one pair and shape, one for each set of architectures that are launched alike."""
+    groups = shape.head_dim // (shape.group_size or shape.head_dim)
+    key = {"k_bits": pair.k_bits, "v_bits": pair.v_bits, "head_dim": shape.head_dim, "groups": groups, "gqa": 1}
     decoding, extending = candidates(pair, shape), candidates(pair, shape, EXTEND=True)
     rows: list[dict[str, Any]] = []
     for arch, names in ALIKE.items():
-        chosen, for_extend = best(decoding, arch), best(extending, arch)
-        row = {
-            "archs": list(names), **key_of(pair, shape),
-            "launch": asdict(replace(chosen.launch, resident=chosen.resident(arch))),
-            "extend": asdict(replace(for_extend.launch, resident=for_extend.resident(arch))),
-            "lane_instructions_per_element": chosen.count.lane_instructions_per_element,
-            "registers": chosen.count.registers, "shared_bytes": chosen.count.shared_bytes,
-        }  # fmt: skip
-        alike = [other for other in rows if (other["launch"], other["extend"]) == (row["launch"], row["extend"])]
-        if alike:
-            alike[0]["archs"] += names
+        chosen, for_extend = (next(c for c in listed if c.resident(arch)) for listed in (decoding, extending))
+        counts = {name: chosen.count[name] for name in ("lane_instructions_per_element", "registers", "shared_bytes")}
+        launches = {"launch": chosen.row(arch), "extend": for_extend.row(arch)}
+        alike = next((row for row in rows if launches.items() <= row.items()), None)
+        if alike is not None:
+            alike["archs"] += names
         else:
-            rows.append(row)
-    return [*rows, {"archs": ["gfx942"], **key_of(pair, shape), "launch": asdict(AMD), "extend": asdict(AMD)}]
+            rows.append({"archs": list(names), **key, **launches, **counts})
+    return [*rows, {"archs": ["gfx942"], **key, "launch": asdict(AMD), "extend": asdict(AMD)}]
 
 
-def pairs_and_shapes(
-    pairs: list[PrecisionPair], head_dims: list[int]
-) -> Iterator[tuple[PrecisionPair, sass.RankShape]]:
+def pairs_and_shapes(pairs: list[PrecisionPair], head_dims: list[int]) -> Iterator[tuple[PrecisionPair, HeadShape]]:
     """All pairs and head dimensions with one, two or four groups of whole slots, as far as these exist."""
     for pair, head_dim, groups in itertools.product(pairs, head_dims, (1, 2, 4)):
         packed = [bits for bits in (pair.k_bits, pair.v_bits) if bits != NATIVE_BITS]
         power_of_two = head_dim & (head_dim - 1) == 0
         if groups == 1 or (packed and power_of_two and all(16 // bits >= groups for bits in packed)):
-            yield pair, sass.RankShape(head_dim=head_dim, group_size=head_dim // groups)
+            yield pair, replace(LLAMA, head_dim=head_dim, group_size=head_dim // groups)
 
 
 def main() -> None:

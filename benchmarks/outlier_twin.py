@@ -12,27 +12,22 @@ import argparse
 import json
 
 import optuna
-from search_quality import CalibratedModel, add_arguments, prepare, searched, starts
+from search_quality import CalibratedModel, add_arguments, prepare
 
 from kvtuner.calibration.demo.outliers import make_twin
 from kvtuner.precision import PrecisionPair
-from kvtuner.search_spaces.budget import Budget
-from kvtuner.search_spaces.space import build_space, uniform
 
 
 def row(model: CalibratedModel, args: argparse.Namespace) -> dict[str, float]:
     """The KL of uniform K4V4 without and with the best transforms, and of the search at its 4 bits."""
-    constraint = Budget.parse("4bit").constraint(model.bench.loaded.shape.geometry)
-    space = build_space(model.table, "kl", constraint.shape)
+    space, constraint = model.problem("4bit")
     kl = {}
     for name, transforms in (("K4V4 plain", False), ("K4V4", True)):
-        pair = PrecisionPair(4, 4)
-        configuration = uniform(model.table, pair, "kl", constraint.shape, transforms=transforms)
+        configuration = model.uniform(PrecisionPair(4, 4), constraint, transforms=transforms)
         kl[name] = model.report_kl(configuration, name, transforms=transforms)
-    warm = starts(model, space, constraint, args.trials)
-    kl["searched"], _ = searched(
-        model, space, constraint, warm, sampler="nsga2", guidance="surrogate", trials=args.trials, seed=args.seed
-    )
+    settings = {"sampler": "nsga2", "guidance": "surrogate", "num_trials": args.trials, "seed": args.seed}
+    warm = model.starts(space, constraint, args.trials)
+    kl["searched"], _ = model.searched(space, constraint, warm, **settings)
     return kl
 
 

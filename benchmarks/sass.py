@@ -22,7 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,76 +34,31 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).parent))
 
 import dequantize_then_dot
-from gpu_parts.pools import ALL_TRANSFORMS, LLAMA, empty_rows, row_format
+from gpu_parts.baselines import SGLANG_LAUNCH
+from gpu_parts.pools import ALL_TRANSFORMS, LLAMA, HeadShape, empty_rows, row_format
 
 from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, effective_bits
-from kvtuner.quant import QuantSpec
-from kvtuner.runtime_loader.kernels import decode
-from kvtuner.runtime_loader.kernels.launch import (
-    EXACT,
-    READ_TOKENS,
-    STORED_TOKENS,
-    decode_facts,
-    read_facts,
-    store_facts,
-)
-from kvtuner.runtime_loader.kernels.rows import read_side, store_rows
+from kvtuner.report.table import Table
+from kvtuner.runtime_loader.kernels import decode, launch
+from kvtuner.runtime_loader.kernels import rows as row_kernels
 from kvtuner.runtime_loader.kernels.settings import DecodeLaunch, Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
-from kvtuner.runtime_loader.row_format import RowFormat
 
 H200_LANES_PER_S: Final = 132 * 4 * 32 * 1.755e9
 H200_BYTES_PER_S: Final = 4.3e12
 PAIRS: Final = ("K4V4", "K8V8", "K8V4", "K4V2", "K2V2")
-SGLANG: Final = DecodeLaunch(tokens=32, warps=4, stages=2, asm=False)
-"""The settings of SGLang's own decode kernel for grouped queries."""
 INSTRUCTION: Final = re.compile(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", re.MULTILINE)
-NUMBERS: Final = {"scale": "fp32", "cap": "fp32"}
 UNALIGNED: Final = ("num_splits", "num_requests", "num_tokens")
 """The arguments that need not be multiples of 16; pointers and strides are, as Triton finds when it launches."""
 PLAIN: Final = {"EXTEND": False, "CAPPED": False, "BIASED": False}
 """The facts of one query per request and of plain scores."""
+Count = dict[str, Any]
+"""The counts of one compiled kernel; the fields are those of the JSON."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankShape:
-    """The heads of one rank, their channels and groups."""
-
-    num_kv_heads: int = 8
-    gqa: int = 4
-    head_dim: int = 128
-    group_size: int = 128
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeCount:
-    """The counts of one compiled decode kernel; the fields are those of the JSON."""
-
-    kernel: str
-    arch: int
-    k_bits: int
-    v_bits: int
-    head_dim: int
-    group_size: int
-    num_kv_heads: int
-    gqa: int
-    launch_row: dict[str, Any]
-    baseline: bool
-    lane_instructions_per_element: float
-    int_to_float: int
-    shared_stores: int
-    spills: int
-    registers: int
-    shared_bytes: int
-    async_copies_16B: int
-    limit: float
-
-
-def side_of(shape: RankShape, bits: int) -> KernelSide:
+def side_of(shape: HeadShape, bits: int, kind: str = "none") -> KernelSide:
     """Rows on the meta device, which take no memory."""
-    spec = None if bits == NATIVE_BITS else QuantSpec(bits, group_size=shape.group_size)
-    row = RowFormat(shape.num_kv_heads, shape.head_dim, spec)
-    return KernelSide.of(empty_rows("meta", torch.bfloat16, row, 1024))
+    return KernelSide.of(empty_rows("meta", torch.bfloat16, row_format(shape, bits, kind), 1024))
 
 
 def type_of(name: str, facts: dict[str, Any]) -> str:
@@ -111,7 +66,7 @@ def type_of(name: str, facts: dict[str, Any]) -> str:
     if name in facts:
         return "constexpr"
     if not name.endswith("_ptr"):
-        return NUMBERS.get(name, "i32")
+        return "fp32" if name in ("scale", "cap") else "i32"
     if "rows" in name or "words" in name:
         native = facts.get(f"{name[0].upper()}_BITS", facts.get("BITS")) == NATIVE_BITS
         return "*bf16" if native else "*i16" if "rows" in name else "*i32"
@@ -119,38 +74,28 @@ def type_of(name: str, facts: dict[str, Any]) -> str:
         return "*i64"
     if "indptr" in name or "count" in name:
         return "*i32"
-    if name.endswith(("pages_ptr", "spans_ptr", "device_ptr", "host_ptr")):
-        return "*i64"
     kinds = {"slots_ptr": "*i64", "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*bf16"}
     return kinds.get(name, "*fp32")
 
 
-def compiled(function: Any, facts: dict[str, Any], target: GPUTarget, **options: Any) -> Any:
-    """A kernel, compiled for a device that need not be here; facts that it does not take are left out."""
+def compiled(function: Any, facts: dict[str, Any], arch: int, **options: Any) -> Any:
+    """A kernel, compiled for a compute capability without the dot; facts that it does not take are left out."""
     names = function.arg_names
     kinds = {name: type_of(name, facts) for name in names}
     constants = {(names.index(name),): value for name, value in facts.items() if name in names}
     divisible = [name for name in names if kinds[name] not in ("constexpr", "fp32") and name not in UNALIGNED]
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
-    return triton.compile(ASTSource(function, kinds, constants, aligned), target=target, options=options)
+    source = ASTSource(function, kinds, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def nvidia(arch: int) -> GPUTarget:
-    """The target of a compute capability, written without the dot."""
-    return GPUTarget("cuda", arch, 32)
-
-
-def disassembled(binary: bytes) -> tuple[str, str]:
-    """The machine code of a binary, and the resources that it takes."""
+def disassembled(kernel: Any, flag: str = "-sass") -> str:
+    """The machine code of a kernel, or what cuobjdump prints by another flag."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
+        file.write(kernel.asm["cubin"])
         file.flush()
-        code, usage = (
-            subprocess.run([str(tool), flag, file.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("-sass", "-res-usage")
-        )
-    return code, usage
+        return subprocess.run([str(tool), flag, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def spills_of(code: str) -> int:
@@ -170,73 +115,101 @@ def loop_of(code: str) -> list[str]:
 
 
 def measure(
-    pair: PrecisionPair, shape: RankShape, arch: int, launch: DecodeLaunch, *, baseline: bool = False, **kind: bool
-) -> DecodeCount:
+    pair: PrecisionPair, shape: HeadShape, arch: int, settings: DecodeLaunch, *, baseline: bool = False, **kind: bool
+) -> Count:
     """The counts of a decode kernel; `kind` replaces facts of `PLAIN`."""
-    keys, values = side_of(shape, pair.k_bits), side_of(shape, pair.v_bits)
-    facts = {**decode_facts(keys, values, shape.gqa, launch), **PLAIN, **kind}
+    sides = side_of(shape, pair.k_bits), side_of(shape, pair.v_bits)
+    facts = {**launch.decode_facts(*sides, shape.gqa, settings), **PLAIN, **kind}
     function = dequantize_then_dot.decode_split if baseline else decode.decode_split
-    kernel = compiled(function, facts, nvidia(arch), num_warps=launch.warps, num_stages=launch.stages)
-    code, usage = disassembled(kernel.asm["cubin"])
-    loop = loop_of(code)
-    names = collections.Counter(text.split()[0] for text in loop)
-    kinds = collections.Counter({name.partition(".")[0]: 0 for name in names})
-    for name, count in names.items():
-        kinds[name.partition(".")[0]] += count
-    elements = 2 * launch.tokens * shape.head_dim
-    group = shape.group_size
+    kernel = compiled(function, facts, arch, num_warps=settings.warps, num_stages=settings.stages)
+    code = disassembled(kernel)
+    names = [text.split()[0] for text in loop_of(code)]
+    opcodes = collections.Counter(name.partition(".")[0] for name in names)
+    group = shape.group_size or shape.head_dim
     stored = effective_bits([pair], RowShape(shape.num_kv_heads, shape.head_dim, shape.head_dim, group, group))
-    registers = re.search(r"REG:(\d+)", usage)
-    return DecodeCount(
-        kernel=function.__name__,
-        arch=arch,
-        k_bits=pair.k_bits,
-        v_bits=pair.v_bits,
-        head_dim=shape.head_dim,
-        group_size=group,
-        num_kv_heads=shape.num_kv_heads,
-        gqa=shape.gqa,
-        launch_row=asdict(launch),
-        baseline=baseline,
-        lane_instructions_per_element=round(len(loop) * 32 * launch.warps / elements, 3),
-        int_to_float=sum(kinds[name] for name in ("I2F", "I2FP")),
-        shared_stores=kinds["STS"],
-        spills=spills_of(code),
-        registers=int(registers[1]) if registers else -1,
-        shared_bytes=kernel.metadata.shared,
-        async_copies_16B=sum(n for name, n in names.items() if name.startswith("LDGSTS") and ".128" in name),
-        limit=round(H200_LANES_PER_S * float(stored) / 8 / H200_BYTES_PER_S, 2),
-    )
+    registers = re.search(r"REG:(\d+)", disassembled(kernel, "-res-usage"))
+    return {
+        "kernel": function.__name__, "arch": arch, "k_bits": pair.k_bits, "v_bits": pair.v_bits,
+        "head_dim": shape.head_dim, "group_size": group, "num_kv_heads": shape.num_kv_heads, "gqa": shape.gqa,
+        "launch_row": asdict(settings), "baseline": baseline,
+        "lane_instructions_per_element": lanes_per_element(
+            len(names), settings.warps, 2 * settings.tokens * shape.head_dim, 3
+        ),
+        "int_to_float": opcodes["I2F"] + opcodes["I2FP"], "shared_stores": opcodes["STS"],
+        "spills": spills_of(code), "registers": int(registers[1]) if registers else -1,
+        "shared_bytes": kernel.metadata.shared,
+        "async_copies_16B": sum(name.startswith("LDGSTS") and ".128" in name for name in names),
+        "limit": round(H200_LANES_PER_S * float(stored) / 8 / H200_BYTES_PER_S, 2),
+    }  # fmt: skip
 
 
-def rows_kernels(arch: int) -> list[dict[str, Any]]:
+def lanes_per_element(instructions: int, warps: int, elements: int, digits: int) -> float:
+    """The lane instructions of a program for each element that it handles."""
+    return round(instructions * 32 * warps / elements, digits)
+
+
+def rows_kernels(arch: int) -> list[Count]:
     """The counts of the kernels that write and read rows, whole, as they are launched."""
-    shape = LLAMA
-    rows: list[dict[str, Any]] = []
-    native = side_of(RankShape(), NATIVE_BITS)
+    rows: list[Count] = []
+    native = side_of(LLAMA, NATIVE_BITS)
+
+    def code_of(function: Any, facts: dict[str, Any]) -> str:
+        return disassembled(compiled(function, facts, arch, **launch.EXACT))
+
     for bits, kind in itertools.product((8, 4, 2), ("none", "centered", "hadamard", ALL_TRANSFORMS)):
-        row = row_format(shape, bits, kind)
-        side = KernelSide.of(empty_rows("meta", torch.bfloat16, row, 9))
-        num_bytes, elements = row.row_bytes(torch.bfloat16), shape.num_kv_heads * shape.head_dim
+        side, row_bytes = side_of(LLAMA, bits, kind), row_format(LLAMA, bits, kind).row_bytes(torch.bfloat16)
+        limit = H200_LANES_PER_S * (row_bytes / (LLAMA.num_kv_heads * LLAMA.head_dim) + 2) / H200_BYTES_PER_S
         # A program of the store kernel writes keys or values: the instructions of the other are subtracted.
-        for function, facts, off, tokens in (
-            (store_rows, store_facts(side, native), store_facts(native, native), STORED_TOKENS),
-            (read_side, read_facts(side), None, READ_TOKENS),
+        other = code_of(row_kernels.store_rows, launch.store_facts(native, native))
+        for function, facts, subtracted, tokens in (
+            (row_kernels.store_rows, launch.store_facts(side, native), other, launch.STORED_TOKENS),
+            (row_kernels.read_side, launch.read_facts(side), "", launch.READ_TOKENS),
         ):
-            kernel = compiled(function, facts, nvidia(arch), **EXACT)
-            code, _ = disassembled(kernel.asm["cubin"])
-            count = len(INSTRUCTION.findall(code))
-            if off is not None:
-                other, _ = disassembled(compiled(function, off, nvidia(arch), **EXACT).asm["cubin"])
-                count -= len(INSTRUCTION.findall(other))
-            per_element = count * 32 * EXACT["num_warps"] / (tokens * shape.head_dim)
+            code = code_of(function, facts)
+            count = len(INSTRUCTION.findall(code)) - len(INSTRUCTION.findall(subtracted))
+            lanes = lanes_per_element(count, launch.EXACT["num_warps"], tokens * LLAMA.head_dim, 1)
             rows.append({
                 "kernel": function.__name__, "arch": arch, "bits": bits, "kind": kind,
-                "lane_instructions_per_element": round(per_element, 1),
-                "spills": spills_of(code),
-                "limit": round(H200_LANES_PER_S * (num_bytes / elements + 2) / H200_BYTES_PER_S, 1),
+                "lane_instructions_per_element": lanes, "spills": spills_of(code), "limit": round(limit, 1),
             })  # fmt: skip
     return rows
+
+
+def decode_kernels(args: argparse.Namespace) -> list[Count]:
+    """The counts of our decode kernel and, unless that is left out, of the baseline at both launch settings."""
+    rows = []
+    for arch, heads, name in itertools.product(args.arch, args.kv_heads, args.pairs):
+        pair, shape = PrecisionPair.parse(name), HeadShape("", heads, args.gqa, 128, args.group_size)
+        committed = Device(f"sm_{arch}", 0).launch(side_of(shape, pair.k_bits), side_of(shape, pair.v_bits), args.gqa)
+        kernels = [(committed, False)]
+        if not args.without_baseline:
+            kernels += [(SGLANG_LAUNCH, True), (committed, True)]
+        rows += [measure(pair, shape, arch, settings, baseline=baseline) for settings, baseline in kernels]
+    return rows
+
+
+def rows_table(rows: list[Count]) -> Table:
+    """The counts of the kernels that write and read rows."""
+    cells = [
+        [*(str(row[name]) for name in ("kernel", "arch", "bits", "kind")),
+         f"{row['lane_instructions_per_element']:.1f}", f"{row['limit']:.1f}", str(row["spills"])]
+        for row in rows
+    ]  # fmt: skip
+    return Table(("kernel", "arch", "bits", "kind", "per element", "H200 limit", "spills"), cells, left=(0, 1, 2, 3))
+
+
+def decode_table(rows: list[Count]) -> Table:
+    """The counts of the decode kernels."""
+    cells = [
+        [str(row["arch"]), f"K{row['k_bits']}V{row['v_bits']}", str(row["num_kv_heads"]),
+         "baseline" if row["baseline"] else "ours",
+         "/".join(str(row["launch_row"][name]) for name in ("tokens", "warps", "stages")),
+         f"{row['lane_instructions_per_element']:.2f}", f"{row['limit']:.2f}",
+         *(str(row[name]) for name in ("registers", "spills", "int_to_float"))]
+        for row in rows
+    ]  # fmt: skip
+    headers = ("arch", "pair", "heads", "kernel", "tokens/warps/stages", "per element", "H200 limit", "registers")
+    return Table((*headers, "spills", "converted"), cells, left=(0, 1, 3, 4))
 
 
 def main() -> None:
@@ -254,45 +227,12 @@ def main() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: what is interpreted cannot be compiled; unset it")
     if args.rows:
-        show_rows_kernels([row for arch in args.arch for row in rows_kernels(arch)], as_json=args.json)
-        return
-    rows = []
-    for arch, heads, name in itertools.product(args.arch, args.kv_heads, args.pairs):
-        pair, shape = PrecisionPair.parse(name), RankShape(heads, args.gqa, 128, args.group_size)
-        committed = Device(f"sm_{arch}", 0).launch(side_of(shape, pair.k_bits), side_of(shape, pair.v_bits), args.gqa)
-        kernels = [(committed, False)]
-        if not args.without_baseline:
-            kernels += [(SGLANG, True), (committed, True)]
-        rows += [measure(pair, shape, arch, launch, baseline=baseline) for launch, baseline in kernels]
-    show_decode_kernels(rows, as_json=args.json)
-
-
-def show_rows_kernels(rows: list[dict[str, Any]], *, as_json: bool) -> None:
-    """Print the counts of the kernels that write and read rows."""
-    if as_json:
-        print(json.dumps(rows, indent=1))
-        return
-    print("kernel      arch  bits  kind                         per element  H200 limit  spills")
-    for row in rows:
-        print(
-            f"{row['kernel']:<12}{row['arch']:<6}{row['bits']:<6}{row['kind']:<29}"
-            f"{row['lane_instructions_per_element']:>11.1f}{row['limit']:12.1f}{row['spills']:8}"
-        )
-
-
-def show_decode_kernels(rows: list[DecodeCount], *, as_json: bool) -> None:
-    """Print the counts of the decode kernels."""
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows], indent=1))
-        return
-    print("arch  pair  heads  kernel    tokens/warps/stages  per element  H200 limit  registers  spills  converted")
-    for row in rows:
-        launch = "/".join(str(row.launch_row[name]) for name in ("tokens", "warps", "stages"))
-        print(
-            f"{row.arch:<6}K{row.k_bits}V{row.v_bits}{row.num_kv_heads:7}  {'baseline' if row.baseline else 'ours':<10}"
-            f"{launch:<19}{row.lane_instructions_per_element:>13.2f}{row.limit:12.2f}{row.registers:11}{row.spills:8}"
-            f"{row.int_to_float:11}"
-        )
+        rows = [row for arch in args.arch for row in rows_kernels(arch)]
+        table = rows_table(rows)
+    else:
+        rows = decode_kernels(args)
+        table = decode_table(rows)
+    print(json.dumps(rows, indent=1) if args.json else "\n".join(table.lines()))
 
 
 if __name__ == "__main__":

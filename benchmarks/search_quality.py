@@ -21,7 +21,7 @@ import statistics
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import optuna
 from greedy import greedy
@@ -44,11 +44,21 @@ from kvtuner.tuner.study import refine
 from kvtuner.tuner.warm_starts import warm_starts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kvtuner.calibration.sensitivity import SensitivityTable
     from kvtuner.search_spaces.budget import Constraint
-    from kvtuner.search_spaces.space import Configuration, LayerChoice, SearchSpace
+    from kvtuner.search_spaces.space import Configuration, SearchSpace
+
+
+SEARCHES: Final = {
+    "exact+refined": ("nsga2", "surrogate"),
+    "nsga2 cold": ("nsga2", "none"),
+    "nsga2 cold, asked again": ("nsga2", "budget"),
+    "tpe cold": ("tpe", "none"),
+    "random": ("random", "none"),
+}
+"""The sampler and the guidance of each method that measures configurations; with a surrogate it starts warm."""
+METHODS: Final = ("exact", "greedy", *SEARCHES)
+ALL_PAIRS: Final = [PrecisionPair(*bits) for bits in product(ALL_BITS, ALL_BITS)]
 
 
 @dataclass
@@ -60,7 +70,7 @@ class CalibratedModel:
     objective: MeasuredKL
     validator: Validator
 
-    def report_kl(self, configuration: Sequence[LayerChoice], name: str, *, transforms: bool = True) -> float:
+    def report_kl(self, configuration: Configuration, name: str, *, transforms: bool = True) -> float:
         """The mean KL on the report split over small and large position offsets."""
         scheme = CacheScheme(
             name=name,
@@ -72,6 +82,39 @@ class CalibratedModel:
         )
         sums: SequenceSums = pooled([self.validator.measure(scheme, offsets) for offsets in ("small", "large")])
         return sum(sums.kl) / sum(sums.count)
+
+    def problem(self, budget: str) -> tuple[SearchSpace, Constraint]:
+        """The search space and the constraint of a budget."""
+        constraint = Budget.parse(budget).constraint(self.bench.loaded.shape.geometry)
+        return build_space(self.table, "kl", constraint.shape), constraint
+
+    def uniform(self, pair: PrecisionPair, constraint: Constraint, *, transforms: bool) -> Configuration:
+        """The configuration of one pair in every layer, with the best transforms or without any."""
+        return uniform(self.table, pair, "kl", constraint.shape, transforms=transforms)
+
+    def starts(self, space: SearchSpace, constraint: Constraint, trials: int) -> list[Configuration]:
+        """The warm starts of `kvtuner search`: the exact front, and the uniforms inside the budget."""
+        uniforms = [self.uniform(pair, constraint, transforms=True) for pair in ALL_PAIRS]
+        return warm_starts(space, constraint, uniforms, min(trials, POPULATION_SIZE))
+
+    def searched(
+        self, space: SearchSpace, constraint: Constraint, warm: list[Configuration], **settings: Any
+    ) -> tuple[float, int]:
+        """The KL of a study's best on the report split, infinite if nothing kept the budget; and the sequences it ran.
+
+        Args:
+            space: The search space.
+            constraint: The budget.
+            warm: The configurations that are tried first.
+            **settings: The sampler, the guidance, the number of trials and the seed; see `refine`.
+        """
+        before = self.objective.num_sequences
+        race = self.objective.against if settings["guidance"] == "surrogate" else None
+        try:
+            study = refine(space, constraint, self.objective, warm=warm, race=race, **settings)
+        except SearchSpaceError:
+            return math.inf, 0
+        return self.report_kl(study.best, settings["sampler"]), self.objective.num_sequences - before
 
 
 def prepare(source: str, out: Path, args: argparse.Namespace) -> CalibratedModel:
@@ -92,97 +135,40 @@ def prepare(source: str, out: Path, args: argparse.Namespace) -> CalibratedModel
 def best_uniform(model: CalibratedModel, constraint: Constraint, *, transforms: bool) -> tuple[str, float]:
     """The uniform inside the budget that is best on the report split itself: the strongest baseline."""
     measured = []
-    for bits in product(ALL_BITS, ALL_BITS):
-        pair = PrecisionPair(*bits)
-        configuration = uniform(model.table, pair, "kl", constraint.shape, transforms=transforms)
+    for pair in ALL_PAIRS:
+        configuration = model.uniform(pair, constraint, transforms=transforms)
         if constraint.is_met(pairs_of(configuration)):
             measured.append((model.report_kl(configuration, str(pair), transforms=transforms), str(pair)))
     kl, name = min(measured)
     return name, kl
 
 
-def searched(
-    model: CalibratedModel,
-    space: SearchSpace,
-    constraint: Constraint,
-    warm: list[Configuration],
-    *,
-    sampler: Any,
-    guidance: Any,
-    trials: int,
-    seed: int,
-) -> tuple[float, int]:
-    """The KL of a study's best on the report split, infinite if nothing kept the budget; and the sequences it ran."""
-    before = model.objective.num_sequences
-    try:
-        study = refine(
-            space,
-            constraint,
-            model.objective,
-            warm=warm,
-            sampler=sampler,
-            num_trials=trials,
-            seed=seed,
-            guidance=guidance,
-            race=model.objective.against if guidance == "surrogate" else None,
-        )
-    except SearchSpaceError:
-        return math.inf, 0
-    return model.report_kl(study.best, sampler), model.objective.num_sequences - before
-
-
-def starts(model: CalibratedModel, space: SearchSpace, constraint: Constraint, trials: int) -> list[Configuration]:
-    """The warm starts of `kvtuner search`: the exact front, and the uniforms inside the budget."""
-    pairs = [PrecisionPair(*bits) for bits in product(ALL_BITS, ALL_BITS)]
-    uniforms = [uniform(model.table, pair, "kl", constraint.shape, transforms=True) for pair in pairs]
-    return warm_starts(space, constraint, uniforms, min(trials, POPULATION_SIZE))
-
-
-def compare(model: CalibratedModel, text: str, args: argparse.Namespace) -> dict[str, Any]:
+def compare(model: CalibratedModel, budget: str, args: argparse.Namespace) -> dict[str, Any]:
     """One row of the table."""
-    geometry = model.bench.loaded.shape.geometry
-    constraint = Budget.parse(text).constraint(geometry)
-    space = build_space(model.table, "kl", constraint.shape)
-    warm = starts(model, space, constraint, args.trials)
-    plain_name, plain = best_uniform(model, constraint, transforms=False)
-    best_name, best = best_uniform(model, constraint, transforms=True)
-    row: dict[str, Any] = {
-        "budget": text,
-        "uniform": plain,
-        "uniform_name": plain_name,
-        "uniform+t": best,
-        "uniform+t_name": best_name,
-        "exact": model.report_kl(solve(space, constraint), "exact"),
-        "greedy": model.report_kl(greedy(space, constraint), "greedy"),
-    }
+    space, constraint = model.problem(budget)
+    warm = model.starts(space, constraint, args.trials)
+    row: dict[str, Any] = {"budget": budget}
+    for name, transforms in (("uniform", False), ("uniform+t", True)):
+        pair, row[name] = best_uniform(model, constraint, transforms=transforms)
+        row[f"{name}_name"] = pair
+    row["exact"] = model.report_kl(solve(space, constraint), "exact")
+    row["greedy"] = model.report_kl(greedy(space, constraint), "greedy")
     isolated = len(isolated_candidates(model.table.scores)) * args.sequences[0] // 2
     more = args.trials + -(-isolated // args.sequences[1])
-    for name, start, sampler, guidance, trials in (
-        ("exact+refined", warm, "nsga2", "surrogate", args.trials),
-        ("nsga2 cold", [], "nsga2", "none", args.trials),
-        ("nsga2 cold, asked again", [], "nsga2", "budget", more),
-        ("tpe cold", [], "tpe", "none", args.trials),
-        ("random", [], "random", "none", args.trials),
-    ):
-        results = [
-            searched(model, space, constraint, start, sampler=sampler, guidance=guidance, trials=trials, seed=seed)
-            for seed in args.seeds
-        ]
+    for name, (sampler, guidance) in SEARCHES.items():
+        start, trials = warm if guidance == "surrogate" else [], more if guidance == "budget" else args.trials
+        settings = {"sampler": sampler, "guidance": guidance, "num_trials": trials}
+        results = [model.searched(space, constraint, start, seed=seed, **settings) for seed in args.seeds]
         row[name] = {"kl": [kl for kl, _ in results], "sequences": [sequences for _, sequences in results]}
     return row
-
-
-METHODS = ("exact", "greedy", "exact+refined", "nsga2 cold", "nsga2 cold, asked again", "tpe cold", "random")
 
 
 def cell(value: float | dict[str, list[float]]) -> str:
     """The text of a figure; for a method with seeds the median, the worst, and the number of sequences."""
     if isinstance(value, float):
-        return f"{value:.3g}"
-    middle, worst = statistics.median(value["kl"]), max(value["kl"])
-    sequences = statistics.median(value["sequences"])
-    text = "none" if math.isinf(middle) else f"{middle:.3g}"
-    return f"{text} (worst {'none' if math.isinf(worst) else f'{worst:.3g}'}; {sequences:.0f} sequences)"
+        return "none" if math.isinf(value) else f"{value:.3g}"
+    middle, worst = cell(statistics.median(value["kl"])), cell(max(value["kl"]))
+    return f"{middle} (worst {worst}; {statistics.median(value['sequences']):.0f} sequences)"
 
 
 def markdown(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
@@ -191,16 +177,15 @@ def markdown(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for row in rows:
         ratio = statistics.median(row["exact+refined"]["kl"]) / row["uniform"]
-        cells = [f"{row['uniform']:.3g} ({row['uniform_name']})", f"{row['uniform+t']:.3g} ({row['uniform+t_name']})"]
-        cells = [row["budget"], *cells, *(cell(row[method]) for method in METHODS), f"{ratio:.2f}"]
+        uniforms = [f"{row[name]:.3g} ({row[f'{name}_name']})" for name in ("uniform", "uniform+t")]
+        cells = [row["budget"], *uniforms, *(cell(row[method]) for method in METHODS), f"{ratio:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += [
-        "",
+    note = (
         f"KL, nats per token, on the report split, small and large offsets pooled. Model {args.model};"
         f" sequences {args.sequences} of {args.sequence_length} tokens; {args.trials} trials;"
-        f" seeds {args.seeds}; NSGA-II population {POPULATION_SIZE}.",
-    ]
-    return "\n".join(lines) + "\n"
+        f" seeds {args.seeds}; NSGA-II population {POPULATION_SIZE}."
+    )
+    return "\n".join([*lines, "", note, ""])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

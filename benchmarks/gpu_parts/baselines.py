@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Final
 
 import dequantize_then_dot
@@ -45,21 +46,22 @@ def sglang_kernels() -> tuple[Any, str]:
     return decode_attention_fwd, ""
 
 
-def by_sglang(
-    kernel: Any,
-    machine: Machine,
-    shape: HeadShape,
-    keys: PackedRows,
-    values: PackedRows,
-    num_requests: int,
-    splits: int,
-) -> Callable[..., Tensor]:
-    """A function that runs SGLang's own Triton kernel over these bf16 rows, or over others."""
+def _outputs(machine: Machine, shape: HeadShape, num_requests: int, splits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the outputs of splits in float32, for their logarithms of sums, and for the output."""
     size = (num_requests, shape.num_heads, splits)
-    logits = torch.empty(*size, shape.head_dim, dtype=torch.float32, device=machine.device)
+    partial = torch.empty(*size, shape.head_dim, dtype=torch.float32, device=machine.device)
     lse = torch.empty(size, dtype=torch.float32, device=machine.device)
-    num_splits = torch.full((num_requests,), splits, dtype=torch.int32, device=machine.device)
     out = torch.empty(num_requests, shape.num_heads, shape.head_dim, dtype=machine.dtype, device=machine.device)
+    return partial, lse, out
+
+
+def by_sglang(
+    kernel: Any, machine: Machine, shape: HeadShape, keys: PackedRows, values: PackedRows, num_requests: int,
+    splits: int,
+) -> Callable[..., Tensor]:  # fmt: skip
+    """A function that runs SGLang's own Triton kernel over these bf16 rows, or over others."""
+    logits, lse, out = _outputs(machine, shape, num_requests, splits)
+    num_splits = torch.full((num_requests,), splits, dtype=torch.int32, device=machine.device)
 
     def run(q: Tensor, indptr: Tensor, slots: Tensor, keys: PackedRows = keys, values: PackedRows = values) -> Tensor:
         kernel(
@@ -76,6 +78,12 @@ def of_torch(machine: Machine) -> list[str]:
     return ["torch math"] if machine.smoke else list(SDPA)
 
 
+def attended_by_torch(name: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of grouped queries [requests, KV heads, queries, head_dim] by one of torch's kernels."""
+    with sdpa_kernel(SDPA.get(name, SDPBackend.MATH)):
+        return scaled_dot_product_attention(q, k, v)
+
+
 def by_torch(
     machine: Machine, name: str, shape: HeadShape, q: Tensor, length: int, copies: int
 ) -> list[Callable[[], object]]:
@@ -86,15 +94,7 @@ def by_torch(
     size = (copies, len(q), shape.num_kv_heads, length, shape.head_dim)
     k, v = (torch.empty(size, dtype=machine.dtype, device=machine.device).normal_() for _ in range(2))
     grouped = q.unflatten(1, (shape.num_kv_heads, shape.gqa))
-
-    def with_kernel(copy: int) -> Callable[[], object]:
-        def run() -> Tensor:
-            with sdpa_kernel(SDPA.get(name, SDPBackend.MATH)):
-                return scaled_dot_product_attention(grouped, k[copy], v[copy])
-
-        return run
-
-    return [with_kernel(copy) for copy in range(copies)]
+    return [functools.partial(attended_by_torch, name, grouped, k[copy], v[copy]) for copy in range(copies)]
 
 
 def by_dequantizing(
@@ -103,10 +103,7 @@ def by_dequantizing(
     """A function that runs the straightforward kernel, launched as SGLang launches its own."""
     sides = KernelSide.of(keys), KernelSide.of(values)
     splits = Device.of(machine.device).splits(SGLANG_LAUNCH, num_requests, shape.num_kv_heads)
-    size = (num_requests, shape.num_heads, splits)
-    partial = torch.empty(*size, shape.head_dim, dtype=torch.float32, device=machine.device)
-    lse = torch.empty(size, dtype=torch.float32, device=machine.device)
-    out = torch.empty(num_requests, shape.num_heads, shape.head_dim, dtype=machine.dtype, device=machine.device)
+    partial, lse, out = _outputs(machine, shape, num_requests, splits)
     names = dequantize_then_dot.decode_split.arg_names
     facts = launch.decode_facts(*sides, shape.gqa, SGLANG_LAUNCH)
     facts = {name: value for name, value in facts.items() if name in names}

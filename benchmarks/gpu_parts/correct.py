@@ -7,14 +7,14 @@ import itertools
 import math
 import multiprocessing
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from gpu_parts import baselines
 from gpu_parts.machine import Machine
-from gpu_parts.pools import ALL_TRANSFORMS, HeadShape, empty_layer, keys_and_values, states
+from gpu_parts.pools import ALL_TRANSFORMS, TINY, HeadShape, empty_layer, keys_and_values, states
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.launch import Scratch
@@ -27,9 +27,8 @@ from kvtuner.transforms import candidate_transforms
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gpu_parts.pools import Layer
     from kvtuner.runtime_loader.packed_attention import PackedRows
-
-    Layer = tuple[PackedRows, PackedRows]
 
 TOLERANCE: Final = 1e-2
 """The largest error, as a share of the norm: queries and weights are rounded to fp16 once, outputs to their dtype."""
@@ -42,27 +41,25 @@ SPARE_SLOTS: Final = 7
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One operation on one layer.
+    """One operation on one layer; values are rotated where keys are.
 
     Attributes:
-        what: store, read, decode, extend, graph (decode, captured and replayed), or the baseline kernel.
+        what: The operation: store, read, decode, extend, graph (decode, captured and replayed), or the baseline kernel.
         pair: The widths.
         shape: The heads.
-        kind: The transform of keys; values are rotated where keys are.
-        group_size: channels of a scale; None for a head's.
+        kind: The transform of keys.
         symmetric: Whether grids are symmetric.
         logit_cap: The cap of the scores; 0 for none.
-        lengths: tokens in the pool, by request.
-        fresh: new tokens, by request.
+        lengths: The tokens in the pool, by request.
+        fresh: The new tokens, by request.
         num_splits: The number of splits; None for what fills the device.
-        dtype: The dtype; the machine's by default.
+        dtype: The dtype; None for the machine's.
     """
 
     what: str
     pair: PrecisionPair
     shape: HeadShape
     kind: str = ALL_TRANSFORMS
-    group_size: int | None = None
     symmetric: bool = False
     logit_cap: float = 0.0
     lengths: tuple[int, ...] = (700, 0, 1, 64, 2300)
@@ -73,14 +70,17 @@ class Case:
     @property
     def name(self) -> str:
         """The case's name in the report."""
-        parts = [self.what, str(self.pair), f"{self.shape.num_kv_heads}x{self.shape.gqa}x{self.shape.head_dim}"]
-        parts += [self.kind] if self.kind != "none" else []
-        parts += [f"groups of {self.group_size}"] if self.group_size else []
-        parts += ["symmetric"] if self.symmetric else []
-        parts += [f"cap {self.logit_cap:g}"] if self.logit_cap else []
-        parts += [f"{sum(self.lengths)} tokens"] if len(self.lengths) == 1 else []
-        parts += [str(self.dtype).removeprefix("torch.")] if self.dtype else []
-        return " ".join(parts)
+        shape = self.shape
+        parts = {
+            f"{self.what} {self.pair} {shape.num_kv_heads}x{shape.gqa}x{shape.head_dim}": True,
+            self.kind: self.kind != "none",
+            f"groups of {shape.group_size}": shape.group_size,
+            "symmetric": self.symmetric,
+            f"cap {self.logit_cap:g}": self.logit_cap,
+            f"{sum(self.lengths)} tokens": len(self.lengths) == 1,
+            str(self.dtype).removeprefix("torch."): self.dtype,
+        }
+        return " ".join(part for part, is_shown in parts.items() if is_shown)
 
     @property
     def limit(self) -> float:
@@ -93,41 +93,37 @@ class Case:
 def cases(*, smoke: bool) -> list[Case]:
     """All cases: every pair, transform and shape, though not all of their products."""
     if smoke:
-        pair, shape = PrecisionPair(4, 8), HeadShape("", 1, 2, 64)
         # Not the baseline: it multiplies bf16, which Triton's interpreter does wrongly.
         operations = ("store", "read", "decode", "extend", "graph")
-        return [Case(what, pair, shape, lengths=(20, 1), fresh=(3, 9)) for what in operations]
+        return [Case(what, PrecisionPair(4, 8), TINY, lengths=(20, 1), fresh=(3, 9)) for what in operations]
     shape = HeadShape("", 4, 4, 128)
+    grouped = replace(shape, group_size=64)
     pairs = [PrecisionPair(*bits) for bits in itertools.product((2, 4, 8, 16), repeat=2)]
-    four = PrecisionPair(4, 4)
+    same = [PrecisionPair(bits, bits) for bits in (2, 4, 8)]
+    four, kinds = PrecisionPair(4, 4), candidate_transforms("k")
     listed = [Case("decode", pair, shape) for pair in pairs]
-    listed += [Case("decode", four, shape, kind) for kind in candidate_transforms("k")]
+    listed += [Case("decode", four, shape, kind) for kind in kinds]
     listed += [
-        Case(what, PrecisionPair(*bits), HeadShape("", heads, gqa, head_dim), logit_cap=cap)
+        Case(what, PrecisionPair(*bits), HeadShape("", *heads), logit_cap=cap)
         for what in ("decode", "extend")
-        for heads, gqa, head_dim, cap in ((2, 7, 64, 0.0), (3, 1, 80, 5.0), (2, 2, 96, 0.0), (1, 20, 256, 5.0))
+        for *heads, cap in ((2, 7, 64, 0.0), (3, 1, 80, 5.0), (2, 2, 96, 0.0), (1, 20, 256, 5.0))
         for bits in ((4, 2), (8, 4))
     ]
+    one_head = HeadShape("", 1, 4, 128)
+    listed += [Case("decode", pair, one_head, "none", lengths=(131072,), num_splits=16) for pair in same]
     listed += [
-        Case("decode", PrecisionPair(bits, bits), HeadShape("", 1, 4, 128), "none", lengths=(131072,), num_splits=16)
-        for bits in (2, 4, 8)
-    ]
-    listed += [
-        Case(what, PrecisionPair(bits, bits), shape, "none", 64, symmetric)
-        for what in ("decode", "store", "read")
-        for bits in (2, 4, 8)
-        for symmetric in (False, True)
+        Case(what, pair, grouped, "none", symmetric)
+        for what, pair, symmetric in itertools.product(("decode", "store", "read"), same, (False, True))
     ]
     listed += [Case("decode", four, shape, lengths=(300,) * 1100)]
     listed += [Case("decode", four, shape, dtype=torch.float16), Case("baseline", four, shape, "none")]
     listed += [Case("extend", PrecisionPair(*bits), shape) for bits in ((4, 4), (8, 4), (16, 16), (2, 16))]
     listed += [Case("graph", PrecisionPair(*bits), shape) for bits in ((4, 4), (8, 2))]
     sides = [(pair, shape, ALL_TRANSFORMS) for pair in pairs if pair.k_bits != pair.v_bits]
-    sides += [(four, shape, kind) for kind in candidate_transforms("k")]
+    sides += [(four, shape, kind) for kind in kinds]
     sides += [
         (PrecisionPair(4, 8), HeadShape("", 3, 1, head_dim), kind)
-        for head_dim in (64, 80, 96, 256)
-        for kind in ("none", ALL_TRANSFORMS)
+        for head_dim, kind in itertools.product((64, 80, 96, 256), ("none", ALL_TRANSFORMS))
     ]
     return listed + [Case(what, *side) for what in ("store", "read") for side in sides]
 
@@ -136,9 +132,8 @@ def check(case: Case, device: str) -> float:
     """The error of a case: of a head's output or, where bits must be equal, the share of tokens that differ."""
     machine = Machine(torch.device(device), case.dtype or (torch.float16 if device == "cpu" else torch.bfloat16))
     num_tokens = sum(case.lengths)
-    layer = empty_layer(
-        machine, case.shape, case.pair, num_tokens + SPARE_SLOTS, case.kind, case.group_size, symmetric=case.symmetric
-    )
+    num_slots = num_tokens + SPARE_SLOTS
+    layer = empty_layer(machine, case.shape, case.pair, num_slots, case.kind, symmetric=case.symmetric)
     # Bytes of 255 read as NaN, so that a kernel that reads a slot too many shows it. The baseline masks no NaN.
     unwritten = 0 if case.what == "baseline" else 255
     for side in layer:
@@ -146,9 +141,8 @@ def check(case: Case, device: str) -> float:
     k, v = keys_and_values(machine, case.shape, num_tokens)
     k, v = k + 1.0, v * 3.0
     if case.what in ("store", "read"):
-        _put_special_groups(k)
-        _put_special_groups(v)
-    slots = torch.randperm(num_tokens + SPARE_SLOTS, device=machine.device)[:num_tokens]
+        _put_special_groups(k, v)
+    slots = torch.randperm(num_slots, device=machine.device)[:num_tokens]
     attention = TritonAttention(machine.device)
     attention.store(*layer, slots, k, v)
     if case.what == "store":
@@ -166,9 +160,9 @@ def _starts(counts: tuple[int, ...], machine: Machine) -> Tensor:
 
 def _extend_error(case: Case, machine: Machine, attention: TritonAttention, layer: Layer, slots: Tensor) -> float:
     shape = case.shape
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     q, k_new, v_new = (
-        states(machine, sum(case.fresh), heads, shape.head_dim, seed)
-        for heads, seed in ((shape.num_heads, 3), (shape.num_kv_heads, 4), (shape.num_kv_heads, 5))
+        states(machine, sum(case.fresh), count, shape.head_dim, seed) for seed, count in enumerate(heads, 3)
     )
     scores = ScoreScaling(shape.head_dim**-0.5, case.logit_cap)
     bounds = ExtendBounds(_starts(case.fresh, machine), _starts(case.lengths, machine), slots, max(case.fresh))
@@ -218,11 +212,12 @@ def run(machine: Machine) -> list[dict[str, Any]]:
     return rows
 
 
-def _put_special_groups(x: Tensor) -> None:
+def _put_special_groups(*tensors: Tensor) -> None:
     """Put in groups that the quantizer has a rule for: NaN, infinity, zeros of both signs, tiny and equal values."""
-    x[1, 0, 3], x[2, 0, 5], x[3], x[4] = torch.nan, -torch.inf, 0.0, -0.0
-    x[5] *= 1e-6
-    x[6] = x[6, 0, 0]
+    for x in tensors:
+        x[1, 0, 3], x[2, 0, 5], x[3], x[4] = torch.nan, -torch.inf, 0.0, -0.0
+        x[5] *= 1e-6
+        x[6] = x[6, 0, 0]
 
 
 def _share_that_differs(actual: Tensor, expected: Tensor) -> float:
@@ -232,16 +227,13 @@ def _share_that_differs(actual: Tensor, expected: Tensor) -> float:
 
 
 def _miswritten(side: PackedRows, slots: Tensor, x: Tensor) -> float:
-    written, expected = side.rows[slots], side.format.pack(x.cpu())
-    return _share_that_differs(_without_padding(side, written), _without_padding(side, expected))
-
-
-def _without_padding(side: PackedRows, rows: Tensor) -> Tensor:
     row = side.format
-    if row.spec is None:
-        return rows.flatten(1)
-    groups = row.num_heads * row.head_dim // (row.spec.group_size or row.head_dim)
-    return rows[:, : row.num_heads * row.head_dim * row.bits // 8 + 4 * groups]
+    written, expected = side.rows[slots].flatten(1), row.pack(x.cpu()).flatten(1)
+    if row.spec is not None:  # the padding behind codes and scales is nobody's
+        elements = row.num_heads * row.head_dim
+        used = elements * row.bits // 8 + 4 * (elements // (row.spec.group_size or row.head_dim))
+        written, expected = written[:, :used], expected[:, :used]
+    return _share_that_differs(written, expected)
 
 
 def _misread(machine: Machine, side: PackedRows, slots: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import itertools
 import platform
@@ -22,12 +23,7 @@ COPIED_BYTES: Final = 2 << 30
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that the benchmark runs on.
-
-    Attributes:
-        device: a GPU, or a processor with Triton's interpreter for a smoke test.
-        dtype: The dtype of queries, and of rows at 16 bits.
-    """
+    """A GPU, or a processor with Triton's interpreter for a smoke test; the dtype of queries and of rows at 16 bits."""
 
     device: torch.device
     dtype: torch.dtype
@@ -58,13 +54,12 @@ class Machine:
 
     def facts(self) -> dict[str, Any]:
         """Versions and sizes, for the record."""
-        versions = {}
+        facts: dict[str, Any] = {"device": self.name, "python": platform.python_version()}
         for package in ("torch", "triton", "sglang"):
-            try:
-                versions[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                versions[package] = None
-        facts = {"device": self.name, "python": platform.python_version(), **versions, "cuda": torch.version.cuda}
+            facts[package] = None
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                facts[package] = importlib.metadata.version(package)
+        facts["cuda"] = torch.version.cuda
         if not self.smoke:
             properties = torch.cuda.get_device_properties(self.device)
             facts |= {

@@ -20,18 +20,22 @@ if TYPE_CHECKING:
     from kvtuner.precision import PrecisionPair
     from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 
+    Layer = tuple[PackedRows, PackedRows]
+    """Keys and values of one layer."""
+
 FILLED_TOKENS: Final = 4096
 ALL_TRANSFORMS: Final = "centered+balanced+hadamard"
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """The heads of a model's attention."""
+    """The heads of a model's attention, and the channels of one scale; None for all of a head's."""
 
     name: str
     num_kv_heads: int
     gqa: int
     head_dim: int
+    group_size: int | None = None
 
     @property
     def num_heads(self) -> int:
@@ -53,9 +57,7 @@ def value_kind(kind: str) -> str:
     return "hadamard" if "hadamard" in kind else "none"
 
 
-def row_format(
-    shape: HeadShape, bits: int, kind: str = "none", group_size: int | None = None, *, symmetric: bool = False
-) -> RowFormat:
+def row_format(shape: HeadShape, bits: int, kind: str = "none", *, symmetric: bool = False) -> RowFormat:
     """The format of rows; the constants of their transform are random, from a fixed seed."""
     if bits == NATIVE_BITS:
         return RowFormat(shape.num_kv_heads, shape.head_dim, None)
@@ -63,7 +65,7 @@ def row_format(
     generator = torch.Generator().manual_seed(bits)
     mu = torch.randn(size, generator=generator).half() if parts.centered else None
     lam = (0.4 * torch.randn(size, generator=generator)).exp().half() if parts.balanced else None
-    return RowFormat(*size, QuantSpec(bits, Transform(parts, mu, lam), group_size, symmetric))
+    return RowFormat(*size, QuantSpec(bits, Transform(parts, mu, lam), shape.group_size, symmetric))
 
 
 def empty_rows(device: torch.device | str, dtype: torch.dtype, row: RowFormat, num_slots: int) -> PackedRows:
@@ -74,23 +76,12 @@ def empty_rows(device: torch.device | str, dtype: torch.dtype, row: RowFormat, n
 
 
 def empty_layer(
-    machine: Machine,
-    shape: HeadShape,
-    pair: PrecisionPair,
-    num_slots: int,
-    kind: str = "none",
-    group_size: int | None = None,
-    *,
-    symmetric: bool = False,
-) -> tuple[PackedRows, PackedRows]:
+    machine: Machine, shape: HeadShape, pair: PrecisionPair, num_slots: int, kind: str = "none",
+    *, symmetric: bool = False,
+) -> Layer:  # fmt: skip
     """Keys and values of one layer that nobody has written."""
     keys, values = (
-        empty_rows(
-            machine.device,
-            machine.dtype,
-            row_format(shape, bits, side_kind, group_size, symmetric=symmetric),
-            num_slots,
-        )
+        empty_rows(machine.device, machine.dtype, row_format(shape, bits, side_kind, symmetric=symmetric), num_slots)
         for bits, side_kind in ((pair.k_bits, kind), (pair.v_bits, value_kind(kind)))
     )
     return keys, values
@@ -109,13 +100,9 @@ def keys_and_values(machine: Machine, shape: HeadShape, num_tokens: int) -> tupl
 
 
 def filled(
-    machine: Machine,
-    attention: TritonAttention,
-    shape: HeadShape,
-    pair: PrecisionPair,
-    num_slots: int,
+    machine: Machine, attention: TritonAttention, shape: HeadShape, pair: PrecisionPair, num_slots: int,
     kind: str = "none",
-) -> tuple[PackedRows, PackedRows]:
+) -> Layer:  # fmt: skip
     """Keys and values of one layer in every slot; after the first `FILLED_TOKENS` they repeat."""
     layer = empty_layer(machine, shape, pair, num_slots, kind)
     num_tokens = min(FILLED_TOKENS, num_slots)

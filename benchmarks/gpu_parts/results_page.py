@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
 Row = dict[str, Any]
@@ -35,12 +35,10 @@ def save(folder: Path, results: dict[str, Any]) -> None:
 
 def lines(results: dict[str, Any]) -> Iterator[str]:
     """The lines of the Markdown page."""
-    machine = results["machine"]
-    yield f"# Kernels on {machine['device']}"
-    yield ""
+    machine, copied = results["machine"], results["copy_bytes_per_s"]
+    yield f"# Kernels on {machine['device']}\n"
     if machine["device"] == "smoke":
-        yield "**A smoke test on a processor, in Triton's interpreter: no time here means anything.**"
-        yield ""
+        yield "**A smoke test on a processor, in Triton's interpreter: no time here means anything.**\n"
     yield f"`{results['command']}` at {results['time']}, {results['seconds']:.0f} s in all."
     yield ", ".join(f"{name} {value}" for name, value in machine.items() if value is not None) + "."
     if results["sglang_missing"]:
@@ -48,23 +46,7 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     if results["left_out"]:
         yield f"**Left out: {'; '.join(results['left_out'])}.**"
     yield ""
-    failed = [row for row in results["correct"] if row["passed"] is False]
-    passed = sum(bool(row["passed"]) for row in results["correct"])
-    if not results["correct"]:
-        yield "## Correct: **not checked**"
-    else:
-        yield f"## Correct: {passed} of {len(results['correct'])} cases"
-    yield ""
-    if failed:
-        yield "**A kernel is wrong: no time below means anything.**"
-        yield ""
-    for row in failed:
-        yield f"- **{row['case']}: {row.get('why', '')} error {row['error']:.3g}, limit {row['limit']:g}**"
-    for what in dict.fromkeys(row["case"].split()[0] for row in results["correct"]):
-        listed = [row for row in results["correct"] if row["case"].split()[0] == what]
-        yield f"- {what}: {len(listed)} cases, largest error {max(row['error'] for row in listed):.3g}"
-    yield ""
-    copied = results["copy_bytes_per_s"]
+    yield from _correct(results["correct"])
     yield f"A large copy moves {copied / 1e12:.2f} TB/s, read and written."
     yield from _decode(results["decode"], copied)
     yield from _model(results["model"])
@@ -87,90 +69,100 @@ def goal(value: float, limit: float | None, *, at_most: bool = False) -> str:
     return f"{value:.2f}x, {'met' if met else '**missed**'}: {limit}x"
 
 
-def _decode(rows: list[Row], copied: float) -> Iterator[str]:
-    if not rows:
-        return
-    yield from _title("Decode: one layer, random slots, page size 1, rows from memory")
-    yield "Times as fast as the fastest bf16 of the same batch, in brackets TB/s and the share of the copy's."
+def _correct(rows: list[Row]) -> Iterator[str]:
+    passed = sum(bool(row["passed"]) for row in rows)
+    yield f"## Correct: {f'{passed} of {len(rows)} cases' if rows else '**not checked**'}\n"
+    failed = [row for row in rows if row["passed"] is False]
+    if failed:
+        yield "**A kernel is wrong: no time below means anything.**\n"
+    for row in failed:
+        yield f"- **{row['case']}: {row.get('why', '')} error {row['error']:.3g}, limit {row['limit']:g}**"
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        errors.setdefault(row["case"].split()[0], []).append(row["error"])
+    for operation, listed in errors.items():
+        yield f"- {operation}: {len(listed)} cases, largest error {max(listed):.3g}"
     yield ""
+
+
+def _section(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """A title and a table; nothing without rows."""
+    table = [headers, ["---"] * len(headers), *rows]
+    cells = ["| " + " | ".join(map(str, row)) + " |" for row in table]
+    return [f"\n## {title}\n", cells[0], cells[1].replace(" ", ""), *cells[2:]] if rows else []
+
+
+def _decode(rows: list[Row], copied: float) -> list[str]:
     columns = list(dict.fromkeys((row["pair"], row["kernel"], row["kind"]) for row in rows if row["pair"] != "K16V16"))
     heads = [pair + ("" if kernel == "ours" else f", {kernel}") + ("" if kind == "none" else f", {kind}")
              for pair, kernel, kind in columns]  # fmt: skip
-    yield from _head(["shape", "batch", "length", "fastest bf16", *heads, "did not run"])
-    for key in dict.fromkeys((row["shape"], row["batch"], row["length"]) for row in rows):
-        of_load = [row for row in rows if (row["shape"], row["batch"], row["length"]) == key]
-        best = fastest(row for row in of_load if row["pair"] == "K16V16")
-        if best is None:
-            continue
-        cells = [f"{best['seconds'] * 1e6:.1f} us, {best['kernel']} ({_rate(best, copied)})"]
-        for column in columns:
-            row = fastest(row for row in of_load if (row["pair"], row["kernel"], row["kind"]) == column)
-            floor = FLOOR if key[2] <= SHORT else None
-            wanted = GOALS.get(key, {}).get(column[0], floor) if column[1] == "ours" else None
-            ratio = "-" if row is None else goal(best["seconds"] / row["seconds"], wanted)
-            cells.append(ratio if row is None else f"{ratio} ({_rate(row, copied)})")
-        missing = ", ".join(f"{row['kernel']} ({row['why']})" for row in of_load if not row["seconds"])
-        yield f"| {key[0]} | {key[1]} | {key[2]} | " + " | ".join(cells) + f" | {missing} |"
+    by_load: dict[tuple[str, int, int], list[Row]] = {}
+    for row in rows:
+        by_load.setdefault((row["shape"], row["batch"], row["length"]), []).append(row)
+    cells = [[*load, *row] for load, listed in by_load.items() if (row := _decode_row(load, listed, columns, copied))]
+    title = (
+        "Decode: one layer, random slots, page size 1, rows from memory\n\n"
+        "Times as fast as the fastest bf16 of the same batch, in brackets TB/s and the share of the copy's."
+    )
+    return _section(title, ["shape", "batch", "length", "fastest bf16", *heads, "did not run"], cells)
 
 
-def _model(rows: list[Row]) -> Iterator[str]:
-    if not rows:
-        return
-    yield from _title("A decoding step of all layers")
+def _decode_row(
+    load: tuple[str, int, int], rows: list[Row], columns: list[tuple[str, str, str]], copied: float
+) -> list[str]:
+    """The cells of one load; none where no bf16 kernel ran."""
+    best = fastest(row for row in rows if row["pair"] == "K16V16")
+    if best is None:
+        return []
+    cells = [f"{best['seconds'] * 1e6:.1f} us, {best['kernel']} ({_rate(best, copied)})"]
+    for column in columns:
+        row = fastest(row for row in rows if (row["pair"], row["kernel"], row["kind"]) == column)
+        floor = FLOOR if load[2] <= SHORT else None
+        wanted = GOALS.get(load, {}).get(column[0], floor) if column[1] == "ours" else None
+        cells.append(f"{goal(best['seconds'] / row['seconds'], wanted)} ({_rate(row, copied)})" if row else "-")
+    return [*cells, ", ".join(f"{row['kernel']} ({row['why']})" for row in rows if not row["seconds"])]
+
+
+def _model(rows: list[Row]) -> list[str]:
     columns = ("what", "kind", "kernel", "batch", "length", "bytes_per_token")
-    yield from _head([*columns, "tokens per second", "of the fastest bf16"])
+    cells = []
     for row in rows:
-        best = fastest(each for each in rows if (each["what"], each["kind"]) == (row["what"], "bf16"))
-        shown = [str(row[column]) for column in columns]
-        if not row["seconds"] or best is None:
-            yield "| " + " | ".join([*shown, row.get("why", "-"), "-"]) + " |"
-            continue
-        wanted = MODEL_GOALS[row["what"]] if row["kind"] == "K4V4" else None
-        ratio = goal(row["tokens_per_s"] / best["tokens_per_s"], wanted)
-        yield "| " + " | ".join([*shown, f"{row['tokens_per_s']:,.0f}", ratio]) + " |"
+        best = fastest(other for other in rows if (other["what"], other["kind"]) == (row["what"], "bf16"))
+        speed, ratio = row.get("why", "-"), "-"
+        if row["seconds"] and best is not None:
+            wanted = MODEL_GOALS[row["what"]] if row["kind"] == "K4V4" else None
+            speed, ratio = f"{row['tokens_per_s']:,.0f}", goal(row["tokens_per_s"] / best["tokens_per_s"], wanted)
+        cells.append([*(row[column] for column in columns), speed, ratio])
+    return _section("A decoding step of all layers", [*columns, "tokens per second", "of the fastest bf16"], cells)
 
 
-def _stores(rows: list[Row]) -> Iterator[str]:
-    if not rows:
-        return
-    yield from _title("Store, keys and values in one launch")
-    yield from _head(["tokens", "pair", "kind", "kernel", "us", "of the fastest bf16 store"])
+def _stores(rows: list[Row]) -> list[str]:
+    cells = []
     for row in rows:
-        best = fastest(each for each in rows if (each["tokens"], each["pair"]) == (row["tokens"], "K16V16"))
-        ratio = "-" if best is None or not row["seconds"] else goal(
-            row["seconds"] / best["seconds"], None if row["pair"] == "K16V16" else STORE_GOAL, at_most=True
-        )  # fmt: skip
-        yield f"| {row['tokens']} | {row['pair']} | {row['kind']} | {row['kernel']} | {_us(row)} | {ratio} |"
+        best = fastest(other for other in rows if (other["tokens"], other["pair"]) == (row["tokens"], "K16V16"))
+        limit = None if row["pair"] == "K16V16" else STORE_GOAL
+        ratio = goal(row["seconds"] / best["seconds"], limit, at_most=True) if best and row["seconds"] else "-"
+        cells.append([row["tokens"], row["pair"], row["kind"], row["kernel"], _us(row), ratio])
+    headers = ["tokens", "pair", "kind", "kernel", "us", "of the fastest bf16 store"]
+    return _section("Store, keys and values in one launch", headers, cells)
 
 
-def _pages(rows: list[Row]) -> Iterator[str]:
-    if not rows:
-        return
-    yield from _title("Pages anywhere in the pool")
-    yield from _head(["pair", "batch", "length", "page size", "us", "speed of page size 16"])
+def _pages(rows: list[Row]) -> list[str]:
+    cells = []
     for row in rows:
-        wide = next((each for each in rows if each["pair"] == row["pair"] and each["page_size"] == 16), row)
+        wide = next((other for other in rows if other["pair"] == row["pair"] and other["page_size"] == 16), row)
         share = f"{wide['seconds'] / row['seconds']:.2f}x"
-        yield f"| {row['pair']} | {row['batch']} | {row['length']} | {row['page_size']} | {_us(row)} | {share} |"
+        cells.append([row["pair"], row["batch"], row["length"], row["page_size"], _us(row), share])
+    headers = ["pair", "batch", "length", "page size", "us", "speed of page size 16"]
+    return _section("Pages anywhere in the pool", headers, cells)
 
 
-def _plain(title: str, rows: list[Row], columns: tuple[str, ...], copied: float) -> Iterator[str]:
-    if not rows:
-        return
-    yield from _title(title)
-    yield from _head([*columns, "us"])
+def _plain(title: str, rows: list[Row], columns: tuple[str, ...], copied: float) -> list[str]:
+    cells = []
     for row in rows:
         rate = f" ({_rate(row, copied)})" if "bytes" in row and row["seconds"] else ""
-        yield "| " + " | ".join(_cell(row[column]) for column in columns) + f" | {_us(row)}{rate} |"
-
-
-def _title(title: str) -> Iterator[str]:
-    yield from ("", f"## {title}", "")
-
-
-def _head(columns: list[str]) -> Iterator[str]:
-    yield "| " + " | ".join(columns) + " |"
-    yield "|---" * len(columns) + "|"
+        cells.append([*(_cell(row[column]) for column in columns), f"{_us(row)}{rate}"])
+    return _section(title, [*columns, "us"], cells)
 
 
 def _rate(row: Row, copied: float) -> str:

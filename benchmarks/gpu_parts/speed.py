@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import triton
-from launch_candidates import CANDIDATES
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_parts import baselines
@@ -24,11 +24,11 @@ from gpu_parts.pools import (
     keys_and_values,
     row_format,
     states,
-)
+)  # fmt: skip
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.launch import Scratch
-from kvtuner.runtime_loader.kernels.settings import Device
+from kvtuner.runtime_loader.kernels.settings import DecodeLaunch, Device
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gpu_parts.machine import Machine
-    from kvtuner.runtime_loader.kernels.settings import DecodeLaunch
-    from kvtuner.runtime_loader.packed_attention import PackedRows
+    from gpu_parts.pools import Layer
 
 PAIRS: Final = tuple(PrecisionPair.parse(pair) for pair in ("K16V16", "K8V8", "K8V4", "K4V4", "K4V2", "K2V2"))
 BATCHES: Final = (1, 8, 32, 128)
@@ -49,6 +48,11 @@ MOST_TIMES: Final = 1024
 COLD: Final = 8
 """The runs of a graph read so many times the bytes of the last cache."""
 SPARE_BYTES: Final = 4 << 30
+CANDIDATES: Final = tuple(
+    DecodeLaunch(tokens, warps, stages, asm=True)
+    for tokens, warps, stages in ((64, 1, 3), (32, 1, 3), (128, 4, 3), (64, 4, 2), (32, 4, 2), (16, 1, 2))
+)
+"""The launch settings that `sweep` times and launch_table.py counts."""
 Row = dict[str, Any]
 
 
@@ -105,33 +109,24 @@ def decode(machine: Machine, shape: HeadShape, num_requests: int, length: int) -
 
 
 def kernels_over(
-    machine: Machine, shape: HeadShape, pair: PrecisionPair, kind: str, attention: TritonAttention,
-    rows: tuple[PackedRows, PackedRows], num_requests: int,
+    machine: Machine, shape: HeadShape, pair: PrecisionPair, kind: str, attention: TritonAttention, rows: Layer,
+    num_requests: int,
 ) -> dict[str, Callable[[Tensor, Tensor, Tensor], object]]:  # fmt: skip
     """Our kernel, and all others that read the same rows."""
-    kernels: dict[str, Any] = {"ours": functools.partial(_decoded, attention, rows, ScoreScaling(shape.head_dim**-0.5))}
-    kernel, _ = baselines.sglang_kernels()
-    if pair == baselines.NATIVE and kernel is not None:
+    scores = ScoreScaling(shape.head_dim**-0.5)
+
+    def ours(q: Tensor, indptr: Tensor, slots: Tensor) -> Tensor:
+        return attention.decode(q, *rows, indptr, slots, scores)
+
+    kernels: dict[str, Callable[..., object]] = {"ours": ours}
+    sglang_kernel, _ = baselines.sglang_kernels()
+    if pair == baselines.NATIVE and sglang_kernel is not None:
         for splits in baselines.SGLANG_SPLITS:
-            kernels[f"sglang triton, {splits} splits"] = baselines.by_sglang(
-                kernel, machine, shape, *rows, num_requests, splits
-            )
+            run = baselines.by_sglang(sglang_kernel, machine, shape, *rows, num_requests, splits)
+            kernels[f"sglang triton, {splits} splits"] = run
     if pair == PrecisionPair(4, 4) and kind == "none":
         kernels["dequantize then dot"] = baselines.by_dequantizing(machine, shape, *rows, num_requests)
     return kernels
-
-
-def _decoded(
-    attention: TritonAttention, rows: Any, scores: ScoreScaling, q: Tensor, indptr: Tensor, slots: Tensor
-) -> Tensor:
-    return attention.decode(q, *rows, indptr, slots, scores)
-
-
-def _launched(
-    q: Tensor, sides: Any, indptr: Tensor, scores: ScoreScaling, settings: DecodeLaunch, splits: int, scratch: Scratch,
-    out: Tensor, slots: Tensor,
-) -> None:  # fmt: skip
-    launch.decode(q, *sides, indptr, slots, scores, settings, splits, scratch.restart(), out)
 
 
 def pages(machine: Machine) -> Iterator[Row]:
@@ -158,8 +153,8 @@ def stores(machine: Machine) -> Iterator[Row]:
         k, v = keys_and_values(machine, shape, num_tokens)
         batches = batch_of(machine, 1, num_tokens, num_slots, 8).slots
         base = {"shape": shape.name, "tokens": num_tokens}
-        native = [side.rows for side in empty_layer(machine, shape, baselines.NATIVE, num_slots)]
-        runs = [functools.partial(_indexed, native, slots, k, v) for slots in batches]
+        keys, values = (side.rows for side in empty_layer(machine, shape, baselines.NATIVE, num_slots))
+        runs = [functools.partial(_indexed, keys, values, slots, k, v) for slots in batches]
         yield {**base, "pair": "K16V16", "kind": "none", "kernel": "torch index", "seconds": machine.seconds(runs)}
         for pair in PAIRS:
             for kind in ("none",) if pair == baselines.NATIVE else ("none", "hadamard", ALL_TRANSFORMS):
@@ -169,9 +164,9 @@ def stores(machine: Machine) -> Iterator[Row]:
                 yield {**base, "pair": str(pair), "kind": kind, "kernel": "ours", "seconds": machine.seconds(runs)}
 
 
-def _indexed(native: Any, slots: Any, k: Any, v: Any) -> None:
-    native[0][slots] = k
-    native[1][slots] = v
+def _indexed(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    keys[slots] = k
+    values[slots] = v
 
 
 def extends(machine: Machine) -> Iterator[Row]:
@@ -189,15 +184,15 @@ def extends(machine: Machine) -> Iterator[Row]:
     for pair in (baselines.NATIVE, PrecisionPair(8, 8), PrecisionPair(4, 4)):
         attention = TritonAttention(machine.device)
         rows = filled(machine, attention, shape, pair, length * times)
-        slots = batch_of(machine, 1, length, length * times, times).slots
+        batches = batch_of(machine, 1, length, length * times, times).slots
         if pair == baselines.NATIVE:
-            gathers = [functools.partial(_gathered, rows, each, backs) for each in slots]
+            gathers = [functools.partial(_gathered, rows, slots, backs) for slots in batches]
             row = {**base, "pair": str(pair), "way": "gather of bf16", "bytes": moved}
             yield timed(machine, row, list, gathers)
-        sides = KernelSide.of(rows[0]), KernelSide.of(rows[1])
+        sides = [KernelSide.of(side) for side in rows]
         row_bytes = sum(side.format.row_bytes(machine.dtype) for side in rows)
         row = {**base, "pair": str(pair), "way": "read back alone", "bytes": moved // 2 + length * row_bytes}
-        reads = [functools.partial(_read_back, sides, each, prefix, backs) for each in slots]
+        reads = [functools.partial(_read_back, sides, slots, prefix, backs) for slots in batches]
         yield timed(machine, row, list, reads)
         for count in counts:
             q, k, v = (
@@ -205,29 +200,28 @@ def extends(machine: Machine) -> Iterator[Row]:
                 for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
             )
             row = {**base, "tokens": count, "pair": str(pair)}
-            bounds = [ExtendBounds(prefix.new_tensor([0, count]).long(), prefix, each, count) for each in slots]
+            bounds = [ExtendBounds(prefix.new_tensor([0, count]).long(), prefix, slots, count) for slots in batches]
             scores = ScoreScaling(shape.head_dim**-0.5)
-            fused = [functools.partial(attention.extend, q, k, v, *rows, each, scores) for each in bounds]
+            fused = [functools.partial(attention.extend, q, k, v, *rows, bound, scores) for bound in bounds]
             yield timed(machine, {**row, "way": "kernel"}, list, fused)
-            other = [functools.partial(_read_then_torch, sides, each, prefix, backs, q, k, v) for each in slots]
+            other = [functools.partial(_read_then_torch, sides, slots, prefix, backs, q, k, v) for slots in batches]
             yield timed(machine, {**row, "way": "read back, then torch"}, list, other)
         del rows, attention, sides
 
 
-def _gathered(rows: tuple[PackedRows, PackedRows], slots: Tensor, backs: list[Tensor]) -> None:
+def _gathered(rows: Layer, slots: Tensor, backs: list[Tensor]) -> None:
     for side, back in zip(rows, backs, strict=True):
         torch.index_select(side.rows, 0, slots, out=back)
 
 
-def _read_back(sides: tuple[KernelSide, KernelSide], slots: Tensor, prefix: Tensor, backs: list[Tensor]) -> None:
+def _read_back(sides: list[KernelSide], slots: Tensor, prefix: Tensor, backs: list[Tensor]) -> None:
     for side, back in zip(sides, backs, strict=True):
         launch.read(side, slots, prefix[-1:], back)
 
 
 def _read_then_torch(
-    sides: tuple[KernelSide, KernelSide], slots: Tensor, prefix: Tensor, backs: list[Tensor], q: Tensor, k: Tensor,
-    v: Tensor,
-) -> Tensor:  # fmt: skip
+    sides: list[KernelSide], slots: Tensor, prefix: Tensor, backs: list[Tensor], q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
     _read_back(sides, slots, prefix, backs)
     all_k, all_v = (torch.cat(pair).transpose(0, 1).unsqueeze(0) for pair in ((backs[0], k), (backs[1], v)))
     return scaled_dot_product_attention(q.transpose(0, 1).unsqueeze(0), all_k, all_v, enable_gqa=True)
@@ -235,27 +229,26 @@ def _read_then_torch(
 
 def sweep(machine: Machine, pair: PrecisionPair) -> Iterator[Row]:
     """Rows of one pair under every launch setting at three loads, for the committed table."""
-    loads = ((TINY, 2, 24),) if machine.smoke else ((LLAMA, 32, 16384), (LLAMA, 1, 131072), (LLAMA, 8, 1024))
-    device = Device.of(machine.device)
-    for shape, num_requests, length in loads:
-        num_tokens = num_requests * length
-        attention = TritonAttention(machine.device)
-        times = times_of(machine, num_tokens * shape.elements(1) * (pair.k_bits + pair.v_bits) / 16)
-        keys, values = filled(machine, attention, shape, pair, num_tokens * times)
-        batch = batch_of(machine, num_requests, length, num_tokens * times, times)
-        q = states(machine, num_requests, shape.num_heads, shape.head_dim, 3)
-        sides = KernelSide.of(keys), KernelSide.of(values)
-        scratch, out, scores = (
-            Scratch(64 << 20, machine.device),
-            torch.empty_like(q),
-            ScoreScaling(shape.head_dim**-0.5),
-        )
-        for candidate in CANDIDATES:
-            settings = dataclasses.replace(candidate, asm=candidate.asm and not machine.smoke)
-            per_processor = [1, 4, 8, 16, 32]
-            pairs_of_heads = num_requests * shape.num_kv_heads
-            for splits in sorted({count * device.processors // pairs_of_heads or 1 for count in per_processor}):
-                run = functools.partial(_launched, q, sides, batch.indptr, scores, settings, splits, scratch, out)
-                row = {"shape": shape.name, "batch": num_requests, "length": length, "pair": str(pair)}
-                row |= {"launch": dataclasses.asdict(settings), "splits": splits}
-                yield timed(machine, row, list, [functools.partial(run, slots) for slots in batch.slots])
+    for load in ((TINY, 2, 24),) if machine.smoke else ((LLAMA, 32, 16384), (LLAMA, 1, 131072), (LLAMA, 8, 1024)):
+        yield from _sweep(machine, pair, *load)
+
+
+def _sweep(machine: Machine, pair: PrecisionPair, shape: HeadShape, num_requests: int, length: int) -> Iterator[Row]:
+    num_tokens, attention = num_requests * length, TritonAttention(machine.device)
+    times = times_of(machine, num_tokens * shape.elements(1) * (pair.k_bits + pair.v_bits) / 16)
+    keys, values = filled(machine, attention, shape, pair, num_tokens * times)
+    batch = batch_of(machine, num_requests, length, num_tokens * times, times)
+    q = states(machine, num_requests, shape.num_heads, shape.head_dim, 3)
+    scratch, out, scores = Scratch(64 << 20, machine.device), torch.empty_like(q), ScoreScaling(shape.head_dim**-0.5)
+    sides = KernelSide.of(keys), KernelSide.of(values)
+
+    def run(settings: DecodeLaunch, splits: int, slots: Tensor) -> None:
+        launch.decode(q, *sides, batch.indptr, slots, scores, settings, splits, scratch.restart(), out)
+
+    programs = [count * Device.of(machine.device).processors for count in (1, 4, 8, 16, 32)]
+    splits_of_processors = {count // (num_requests * shape.num_kv_heads) or 1 for count in programs}
+    for candidate, splits in itertools.product(CANDIDATES, sorted(splits_of_processors)):
+        settings = dataclasses.replace(candidate, asm=candidate.asm and not machine.smoke)
+        row = {"shape": shape.name, "batch": num_requests, "length": length, "pair": str(pair)}
+        row |= {"launch": dataclasses.asdict(settings), "splits": splits}
+        yield timed(machine, row, list, [functools.partial(run, settings, splits, slots) for slots in batch.slots])

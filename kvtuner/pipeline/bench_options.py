@@ -65,14 +65,14 @@ class BenchOptions:
             raise EndpointError("--api is how servers are spoken to; give --endpoint too")
 
     def _refuse_flags_of_starts(self) -> None:
-        given = {
+        values = {
             "server-args": self.server_args,
             "kv-memory": self.kv_memory,
             "start-timeout": self.start_timeout,
             "device": self.model.device,
             "dtype": self.model.dtype,
         }
-        for flag, value in given.items():
+        for flag, value in values.items():
             if value not in (None, "", "auto"):
                 raise EndpointError(f"--{flag} is for servers that are started here; leave out --endpoint")
         if self.against or self.ablation:

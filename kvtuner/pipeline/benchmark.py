@@ -224,11 +224,11 @@ class _BenchSession:
         options, model = self._options, self._options.model
         digest = None if scheme.profile is None else scheme.profile.digest
         served = {"name": scheme.name, "digest": digest, "flags": [] if digest else list(flags)}
-        asked = [options.server_args, options.kv_memory, model.context_length, model.device, model.dtype]
+        requested = [options.server_args, options.kv_memory, model.context_length, model.device, model.dtype]
         machine = self.provenance().model_dump(mode="json")
         software = [version("sglang"), os.environ.get("CUDA_VISIBLE_DEVICES"), machine]
         files = [self.identity.model_dump(mode="json"), _stamps(self._source.path)]
-        return sha256_of([served, files, asked, software, dict(facts)])
+        return sha256_of([served, files, requested, software, dict(facts)])
 
     def _log(self, scheme: CacheScheme) -> Path:
         return self._folder.file(LOGS) / f"{scheme.name}.log"
