@@ -35,13 +35,22 @@ def run(capsys: pytest.CaptureFixture[str]) -> RunCommand:
 
 
 @pytest.fixture
-def search(run: RunCommand, model_folder: ModelFolder, corpus_file: Path) -> Search:
+def run_search(run: RunCommand, model_folder: ModelFolder, corpus_file: Path) -> RunCommand:
+    """Run a small search of a tiny model in this process; a flag that is given takes the place of the small one."""
+
+    def call(*flags: object) -> tuple[int, str, str]:
+        return run("search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, *flags)
+
+    return call
+
+
+@pytest.fixture
+def search(run_search: RunCommand, model_folder: ModelFolder) -> Search:
     """A small search of a tiny model, without the report unless asked for; returns the JSON result."""
 
     def call(out: Path, *args: str, model: str = "llama-gqa", trials: int | None = 6, report: bool = False) -> Any:
-        status, stdout, stderr = run(
-            "search", "--model", model_folder(model), "--data", corpus_file, *SMALL,
-            *(() if trials is None else ("--trials", trials)), "--out", out, "--json",
+        status, stdout, stderr = run_search(
+            "--model", model_folder(model), *(() if trials is None else ("--trials", trials)), "--out", out, "--json",
             *(() if report else ("--no-report",)), *args,
         )  # fmt: skip
         assert status == 0, stderr

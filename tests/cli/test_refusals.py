@@ -16,12 +16,24 @@ if TYPE_CHECKING:
 
     from fixture_types import MakeTokenizer, ModelFolder, RunCommand, Search
 
-SMALL = ("--sequence-length", "64", "--sequences", "2,2,2", "--fisher-draws", "1", "--trials", "2")
+    Refused = Callable[..., str]
 
 
 @pytest.fixture
-def refused(run: RunCommand) -> Callable[..., str]:
-    def call(*args: Any) -> str:
+def refused(run: RunCommand) -> Refused:
+    """Run a command that must be refused; returns the line that says why."""
+    return refusal_of(run)
+
+
+@pytest.fixture
+def refused_search(run_search: RunCommand, tmp_path: Path) -> Refused:
+    """Run a small search that must be refused; returns the line that says why."""
+    refused = refusal_of(run_search)
+    return lambda *flags: refused("--trials", "2", "--out", tmp_path / "run", *flags)
+
+
+def refusal_of(run: RunCommand) -> Refused:
+    def call(*args: object) -> str:
         status, out, err = run(*args)
         assert status == 2, (status, err)
         assert out == ""
@@ -60,19 +72,18 @@ def test_flags_that_are_wrong_are_refused_in_one_line(run: RunCommand, args: tup
 
 
 def test_code_of_a_checkpoint_is_not_run_unless_asked_for(
-    refused: Any, copied: Any, corpus_file: Path, tmp_path: Path
+    refused_search: Refused, copied: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder, marker = copied(model_type="foreign", auto_map={"AutoConfig": "foreign.Foreign"}), tmp_path / "marker"
     (folder / "foreign.py").write_text(
         f"from pathlib import Path\nfrom transformers import LlamaConfig\nPath({str(marker)!r}).touch()\n"
         "class Foreign(LlamaConfig):\n    model_type = 'foreign'\n"
     )
-    arguments = ("search", "--model", folder, "--data", corpus_file, "--budget", "4bit", "--dry-run")
-    assert "--trust-remote-code" in refused(*arguments)
+    assert "--trust-remote-code" in refused_search("--model", folder, "--budget", "4bit", "--dry-run")
     assert not marker.exists()
 
 
-def test_an_unknown_model_is_named(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_model_is_named(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "'nobody/nothing'" in refused("search", "--model", "nobody/nothing", "--budget", "4bit")
 
@@ -80,7 +91,7 @@ def test_an_unknown_model_is_named(refused: Any, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("command", [("search", "--budget", "4bit"), ("search", "--budget", "4bit", "--dry-run"),
                                      ("calibrate",)])  # fmt: skip
 def test_a_revision_of_what_is_not_on_the_hub_is_refused(
-    refused: Any, model_folder: ModelFolder, tmp_path: Path, command: tuple[str, ...]
+    refused: Refused, model_folder: ModelFolder, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     for model in (model_folder("llama-gqa"), "demo"):
         message = refused(*command, "--model", model, "--revision", "v2", "--out", tmp_path / "run")
@@ -88,11 +99,10 @@ def test_a_revision_of_what_is_not_on_the_hub_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_that_are_missing_are_named(refused: Any, copied: Any, corpus_file: Path, tmp_path: Path) -> None:
+def test_weights_that_are_missing_are_named(refused_search: Refused, copied: Callable[..., Path]) -> None:
     folder = copied()
     (folder / "model.safetensors").unlink()
-    message = refused("search", "--model", folder, "--data", corpus_file, "--budget", "4bit", "--out", tmp_path / "r")
-    assert "cannot load model" in message
+    assert "cannot load model" in refused_search("--model", folder, "--budget", "4bit")
 
 
 @pytest.mark.parametrize(("changes", "complaint"), [
@@ -103,7 +113,7 @@ def test_weights_that_are_missing_are_named(refused: Any, copied: Any, corpus_fi
     ({"num_key_value_heads": 3}, "no multiple of"),
 ])  # fmt: skip
 def test_a_model_without_a_cache_of_the_kind_is_refused_before_weights_are_loaded(
-    refused: Any, copied: Any, changes: dict[str, Any], complaint: str
+    refused: Refused, copied: Callable[..., Path], changes: dict[str, Any], complaint: str
 ) -> None:
     folder = copied(**changes)
     (folder / "model.safetensors").unlink()
@@ -111,27 +121,26 @@ def test_a_model_without_a_cache_of_the_kind_is_refused_before_weights_are_loade
     assert complaint in message
 
 
-def test_encoder_decoders_are_refused(refused: Any, tmp_path: Path) -> None:
+def test_encoder_decoders_are_refused(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     assert "encoder-decoder" in refused("search", "--model", tmp_path, "--budget", "4bit")
 
 
-def test_a_model_without_the_attention_seam_is_refused(
-    refused: Any, make_tokenizer: MakeTokenizer, corpus_file: Path, tmp_path: Path
+def test_a_model_without_the_attention_hook_is_refused(
+    refused_search: Refused, make_tokenizer: MakeTokenizer, tmp_path: Path
 ) -> None:
     from transformers import MptConfig, MptForCausalLM
 
     config = MptConfig(d_model=64, n_heads=2, n_layers=2, vocab_size=320, max_seq_len=256)
     MptForCausalLM(config).save_pretrained(tmp_path / "mpt")
     make_tokenizer().save_pretrained(tmp_path / "mpt")
-    message = refused(
-        "search", "--model", tmp_path / "mpt", "--data", corpus_file, "--budget", "4bit", "--context-length", "128",
-        *SMALL, "--out", tmp_path / "run",
-    )  # fmt: skip
+    message = refused_search("--model", tmp_path / "mpt", "--budget", "4bit", "--context-length", "128")
     assert "AttentionInterface" in message
 
 
-def test_a_budget_below_the_smallest_configuration_says_the_smallest(refused: Any, model_folder: ModelFolder) -> None:
+def test_a_budget_below_the_smallest_configuration_says_the_smallest(
+    refused: Refused, model_folder: ModelFolder
+) -> None:
     for budget, smallest in (("1.5bit", "2.00bit"), ("2bpe", "bpe"), ("5%", "%"), ("3B/token", "B/token")):
         message = refused("search", "--model", model_folder("llama-gqa"), "--budget", budget)
         assert "smallest possible is" in message
@@ -148,12 +157,9 @@ def test_a_budget_below_the_smallest_configuration_says_the_smallest(refused: An
     ("--budget", "2bit", "--keep", "0:K8V8"), ("--layers", "0-2:8", "--tp-size", "3"),
 ])  # fmt: skip
 def test_flags_that_contradict_the_model_or_themselves_are_refused(
-    refused: Any, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path, flags: tuple[str, ...]
+    run_search: RunCommand, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
-    message = refused(
-        "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL[:-2], "--out", tmp_path / "run",
-        *flags,
-    )  # fmt: skip
+    message = refusal_of(run_search)(*flags, "--out", tmp_path / "run")
     assert "unrecognized" not in message  # refused for what it says, not for how the test spells it
     assert not (tmp_path / "run").exists()
 
@@ -171,7 +177,7 @@ def test_flags_that_contradict_the_model_or_themselves_are_refused(
     (("--budget", "4bit", "--sequence-length", "65", "--context-length", "64"), "context of 64 tokens"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_before_weights_are_loaded(
-    refused: Any, copied: Any, flags: tuple[str, ...], complaint: str
+    refused: Refused, copied: Callable[..., Path], flags: tuple[str, ...], complaint: str
 ) -> None:
     folder = copied()
     (folder / "model.safetensors").unlink()
@@ -179,17 +185,19 @@ def test_what_cannot_work_is_refused_before_weights_are_loaded(
     assert complaint in refused("search", "--model", folder, *flags, "--dry-run")
 
 
-def test_flags_of_a_search_in_a_file_are_refused_beside_layers(refused: Any, copied: Any, tmp_path: Path) -> None:
+def test_flags_of_a_search_in_a_file_are_refused_beside_layers(
+    refused: Refused, copied: Callable[..., Path], tmp_path: Path
+) -> None:
     file = tmp_path / "search.yaml"
     file.write_text("trials: 50\n")
-    said = refused("search", "--config", file, "--model", copied(), "--layers", "0-2:K4V2", "--dry-run")
-    assert "--trials is of a search" in said
-    assert "in --config" in said
+    message = refused("search", "--config", file, "--model", copied(), "--layers", "0-2:K4V2", "--dry-run")
+    assert "--trials is of a search" in message
+    assert "in --config" in message
 
 
 @pytest.mark.slow
 def test_a_run_folder_of_another_profile_is_refused_and_kept(
-    refused: Any, search: Search, model_folder: ModelFolder, tmp_path: Path
+    refused: Refused, search: Search, model_folder: ModelFolder, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     search(out, "--budget", "3bit", trials=2)
@@ -223,60 +231,37 @@ def test_a_run_folder_of_another_profile_is_refused_and_kept(
     ('{"text": "' + "round and round it goes " * 900 + '"}\n', "also stand in the"),
 ])  # fmt: skip
 def test_data_that_cannot_be_split_honestly_is_refused(
-    refused: Any, model_folder: ModelFolder, tmp_path: Path, content: str, complaint: str
+    refused_search: Refused, tmp_path: Path, content: str, complaint: str
 ) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(content)
-    message = refused(
-        "search",
-        "--model",
-        model_folder("llama-gqa"),
-        "--data",
-        file,
-        "--budget",
-        "4bit",
-        *SMALL,
-        "--out",
-        tmp_path / "run",
-    )
-    assert complaint in message
+    assert complaint in refused_search("--data", file, "--budget", "4bit")
 
 
-def test_a_missing_data_file_is_named(refused: Any, model_folder: ModelFolder, tmp_path: Path) -> None:
-    message = refused(
-        "search", "--model", model_folder("llama-gqa"), "--data", tmp_path / "no.jsonl", "--budget", "4bit"
-    )
-    assert "does not exist" in message
+def test_a_missing_data_file_is_named(refused_search: Refused, tmp_path: Path) -> None:
+    assert "does not exist" in refused_search("--data", tmp_path / "no.jsonl", "--budget", "4bit")
 
 
 @pytest.mark.slow
 def test_a_run_folder_of_another_model_or_data_is_refused_by_field(
-    refused: Any, search: Search, model_folder: ModelFolder, corpus_file: Path, sentences: Any, tmp_path: Path
+    refused_search: Refused,
+    search: Search,
+    model_folder: ModelFolder,
+    sentences: Any,
+    tmp_path: Path,
 ) -> None:
     out = tmp_path / "run"
     search(out, "--budget", "3bit")
     before = {file.name: file.read_bytes() for file in out.iterdir() if file.suffix == ".json"}
     other_data = tmp_path / "other.jsonl"
     other_data.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(400, seed=9)))
-    shared = (
-        "--sequence-length",
-        "64",
-        "--sequences",
-        "2,2,3",
-        "--fisher-draws",
-        "1",
-        "--budget",
-        "3bit",
-        "--out",
-        out,
-    )
     for flags, field in (
-        (("--model", model_folder("llama-gqa", seed=1), "--data", corpus_file), "model_weights"),
-        (("--model", model_folder("qwen2-bias"), "--data", corpus_file), "model_config"),
-        (("--model", model_folder("llama-gqa"), "--data", other_data), "calibrate_tokens"),
-        (("--model", model_folder("llama-gqa"), "--data", corpus_file, "--read-plan", "hit"), "read_plan"),
+        (("--model", model_folder("llama-gqa", seed=1)), "model_weights"),
+        (("--model", model_folder("qwen2-bias")), "model_config"),
+        (("--data", other_data), "calibrate_tokens"),
+        (("--read-plan", "hit"), "read_plan"),
     ):
-        message = refused("search", *flags, *shared)
+        message = refused_search("--budget", "3bit", *flags)
         assert field in message
         assert "--out" in message
     assert {file.name: file.read_bytes() for file in out.iterdir() if file.suffix == ".json"} == before
@@ -285,7 +270,7 @@ def test_a_run_folder_of_another_model_or_data_is_refused_by_field(
 @pytest.mark.parametrize("name", ["sensitivity.json", "run.json", "study.db"])
 @pytest.mark.parametrize("damage", ["half", "flipped", "garbage"])
 def test_a_damaged_file_is_named(
-    refused: Any, finished: Path, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path, name: str, damage: str
+    refused_search: Refused, finished: Path, tmp_path: Path, name: str, damage: str
 ) -> None:
     out = shutil.copytree(finished, tmp_path / "run")
     data = bytearray((out / name).read_bytes())
@@ -297,36 +282,24 @@ def test_a_damaged_file_is_named(
     else:
         data = bytearray(b"garbage" * 100)
     (out / name).write_bytes(bytes(data))
-    message = refused(
-        "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, "--sequence-length", "64",
-        "--sequences", "2,2,3", "--fisher-draws", "1", "--trials", "3", "--budget", "3bit", "--out", out,
-    )  # fmt: skip
-    assert name in message
+    assert name in refused_search("--trials", "3", "--budget", "3bit")
 
 
-def test_nan_in_the_activations_names_the_layer(refused: Any, copied: Any, corpus_file: Path, tmp_path: Path) -> None:
+def test_nan_in_the_activations_names_the_layer(refused_search: Refused, copied: Callable[..., Path]) -> None:
     folder = copied()
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.self_attn.v_proj.weight"][0, 0] = torch.nan
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    message = refused(
-        "search", "--model", folder, "--data", corpus_file, "--budget", "4bit", *SMALL, "--out", tmp_path / "r"
-    )
+    message = refused_search("--model", folder, "--budget", "4bit")
     assert "layer 1" in message
     assert "NaN" in message
 
 
-def test_a_device_or_dtype_that_is_not_there_is_refused(
-    refused: Any, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
-) -> None:
+def test_a_device_or_dtype_that_is_not_there_is_refused(refused_search: Refused) -> None:
     for flags in (("--device", "warp"), ("--dtype", "int3"), ("--device", "cuda")):
         if flags == ("--device", "cuda") and torch.cuda.is_available():
             continue
-        message = refused(
-            "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, "--budget", "4bit", *SMALL, *flags,
-            "--out", tmp_path / "run",
-        )  # fmt: skip
-        assert flags[1] in message
+        assert flags[1] in refused_search("--budget", "4bit", *flags)
 
 
 def test_debug_shows_the_traceback(run: RunCommand) -> None:
@@ -336,12 +309,6 @@ def test_debug_shows_the_traceback(run: RunCommand) -> None:
         run("validate", "/nonexistent/profile.json", "--debug")
 
 
-def test_an_output_folder_that_cannot_be_made_is_named(
-    refused: Any, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
-) -> None:
+def test_an_output_folder_that_cannot_be_made_is_named(refused_search: Refused, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    message = refused(
-        "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, "--budget", "4bit", *SMALL,
-        "--out", tmp_path / "file" / "run",
-    )  # fmt: skip
-    assert "--out" in message
+    assert "--out" in refused_search("--budget", "4bit", "--out", tmp_path / "file" / "run")

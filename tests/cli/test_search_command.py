@@ -282,16 +282,15 @@ def test_the_gain_over_the_exact_solution_is_reported(search: Search, tmp_path: 
 
 
 def test_a_hand_written_configuration_of_any_length_becomes_a_profile(
-    run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
+    run_search: RunCommand, model_folder: ModelFolder, tmp_path: Path
 ) -> None:
     folder = model_folder("llama-gqa", num_hidden_layers=40)
     pairs = ["K8V4" if layer % 2 else "K4V2" for layer in range(40)]
     text = ",".join(f"{layer}:{pair}" for layer, pair in enumerate(pairs))
     assert len(text) > 256  # of a field of the profile
-    status, out, err = run(
-        "search", "--model", folder, "--data", corpus_file, "--sequence-length", "32", "--sequences", "2,2,2",
-        "--fisher-draws", "1", "--score", "fisher", "--layers", text, "--out", tmp_path / "run",
-        "--json", "--no-report",
+    status, out, err = run_search(
+        "--model", folder, "--sequence-length", "32", "--sequences", "2,2,2", "--score", "fisher", "--layers", text,
+        "--out", tmp_path / "run", "--json", "--no-report",
     )  # fmt: skip
     assert status == 0, err
     profile = load_profile(json.loads(out)["profile"])
@@ -300,16 +299,13 @@ def test_a_hand_written_configuration_of_any_length_becomes_a_profile(
 
 
 def test_the_report_may_be_left_to_a_command_of_its_own(
-    search: Search, run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path
+    search: Search, run: RunCommand, run_search: RunCommand, tmp_path: Path
 ) -> None:
     result = search(tmp_path / "run", "--budget", "3bit", trials=2)
     assert result["report"] is None
     assert not list((tmp_path / "run").glob("*.png"))
     assert not (tmp_path / "run/report.html").exists()
-    status, out, _ = run(
-        "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--budget", "3bit",
-        "--trials", "2", "--out", tmp_path / "run", "--no-report",
-    )  # fmt: skip
+    status, out, _ = run_search("--budget", "3bit", "--trials", "2", "--out", tmp_path / "run", "--no-report")
     assert status == 0
     assert f"kvtuner report {tmp_path / 'run'}" in out
     assert run("report", tmp_path / "run")[0] == 0
@@ -342,7 +338,7 @@ def test_a_uniform_that_may_not_be_better_takes_no_place(
 
 
 def test_what_makes_the_model_overflow_is_left_out_and_said_and_the_search_goes_on(
-    run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_search: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvtuner.calibration.forward import simulator
 
@@ -354,11 +350,8 @@ def test_what_makes_the_model_overflow_is_left_out_and_said_and_the_search_goes_
         return (lambda layer, call: listen(layer, call) * float("inf")) if two_bits > 1 else listen
 
     monkeypatch.setattr(simulator, "quantized_attention", overflowing)
-    arguments = (
-        "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--trials", "12",
-        "--out", tmp_path / "run", "--budget", "3.5bit", "--json",
-    )  # fmt: skip
-    status, out, err = run(*arguments)
+    arguments = ("--trials", "12", "--out", tmp_path / "run", "--budget", "3.5bit", "--json")
+    status, out, err = run_search(*arguments)
     assert status == 0, err
     left_out = [line for line in err.splitlines() if " is left out: " in line]
     assert any("uniform K2V8 is left out: a measured KL must be finite, but is" in line for line in left_out)
@@ -368,22 +361,19 @@ def test_what_makes_the_model_overflow_is_left_out_and_said_and_the_search_goes_
     assert not any("K2V2" in baseline.name for baseline in profile.quality.baselines)
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     assert sum(event["event"] == "left out" for event in events) == len(left_out)
-    status, again, err = run(*arguments)
+    status, again, err = run_search(*arguments)
     assert status == 0, err
     assert json.loads(again)["digest"] == json.loads(out)["digest"]
     assert "trial" not in "".join(line for line in err.splitlines() if " is left out: " in line), "told once"
 
 
 def test_every_long_step_has_a_bar_and_says_what_it_cost(
-    run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_search: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    arguments = (
-        "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--trials", "3",
-        "--out", tmp_path / "run", "--no-report", "--json",
-    )  # fmt: skip
+    arguments = ("--trials", "3", "--out", tmp_path / "run", "--no-report", "--json")
     monkeypatch.setattr(transformers.utils.logging, "_tqdm_active", True)
-    status, _, err = run(*arguments, "--budget", "3bit")
+    status, _, err = run_search(*arguments, "--budget", "3bit")
     assert status == 0, err
     for bar in (
         "Loading weights", "hashing weights", "statistics", "candidates", "isolated KL", "uniform K x V", "refine 3bit",
@@ -392,20 +382,17 @@ def test_every_long_step_has_a_bar_and_says_what_it_cost(
         assert f"{bar}: 100%" in err, bar
     assert "forward passes" in err
     assert "a gain of" in err
-    status, _, err = run(*arguments, "--budget", "3bit", "4bit", "--nested", "--sampler", "none")
+    status, _, err = run_search(*arguments, "--budget", "3bit", "4bit", "--nested", "--sampler", "none")
     assert status == 0, err
     assert "nested 3bit: predicted score" in err
     assert "nested 4bit: predicted score" in err
 
 
 def test_without_out_the_folder_is_named_by_model_and_budget(
-    run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_search: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    status, out, err = run(
-        "search", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--trials", "2",
-        "--budget", "3bit", "--score", "fisher", "--no-report", "--json",
-    )  # fmt: skip
+    status, out, err = run_search("--trials", "2", "--budget", "3bit", "--score", "fisher", "--no-report", "--json")
     assert status == 0, err
     assert (tmp_path / "runs/llama-gqa-3bit/profile.json").exists()
     assert json.loads(out)["profile"] == "runs/llama-gqa-3bit/profile.json"
