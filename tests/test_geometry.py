@@ -160,17 +160,17 @@ TINY_GLU = {**TINY, "intermediate_size": 16, "num_key_value_heads": 2}
 )
 def test_geometry_is_the_shape_of_the_cache_that_the_model_fills(prefix: str, fields: dict[str, Any]) -> None:
     tiny = config(prefix, **fields)
-    found = ModelGeometry.from_config(tiny)
+    shape = ModelGeometry.from_config(tiny)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(tiny).eval()
     cache = transformers.DynamicCache()
     with torch.no_grad():
         model(torch.tensor([[1, 2, 3]]), past_key_values=cache, use_cache=True)
     filled = [layer for layer in cache.layers if layer.get_seq_length() == 3]
-    assert len(filled) == found.num_layers
+    assert len(filled) == shape.num_layers
     for layer in filled:
-        assert layer.keys.shape == (1, found.num_kv_heads, 3, found.head_dim)
-        assert layer.values.shape == (1, found.num_kv_heads, 3, found.v_head_dim)
+        assert layer.keys.shape == (1, shape.num_kv_heads, 3, shape.head_dim)
+        assert layer.values.shape == (1, shape.num_kv_heads, 3, shape.v_head_dim)
 
 
 def raw_config(**fields: Any) -> Any:
@@ -183,13 +183,13 @@ REMOTE = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
 
 
 def test_value_heads_may_be_narrower_than_key_heads() -> None:
-    found = ModelGeometry.from_config(raw_config(**REMOTE, head_dim=24, v_head_dim=16))
-    assert (found.head_dim, found.v_head_dim) == (24, 16)
+    shape = ModelGeometry.from_config(raw_config(**REMOTE, head_dim=24, v_head_dim=16))
+    assert (shape.head_dim, shape.v_head_dim) == (24, 16)
 
 
 def test_counts_given_per_layer_are_read_where_they_are_all_equal() -> None:
-    found = ModelGeometry.from_config(raw_config(**REMOTE, num_key_value_heads=[2, 2], head_dim=(16, 16)))
-    assert (found.num_kv_heads, found.head_dim) == (2, 16)
+    shape = ModelGeometry.from_config(raw_config(**REMOTE, num_key_value_heads=[2, 2], head_dim=(16, 16)))
+    assert (shape.num_kv_heads, shape.head_dim) == (2, 16)
 
 
 @pytest.mark.parametrize(

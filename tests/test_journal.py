@@ -43,9 +43,9 @@ def test_a_key_may_be_made_of_several_fields_and_the_last_record_counts(tmp_path
     )
     journal.append({"layer": 1, "bits": [4, 2], "kl": 0.5})
     journal.append({"layer": 1, "bits": [4, 2], "kl": 0.25})
-    found = journal.get((1, (4, 2)))
-    assert found is not None
-    assert found["kl"] == 0.25
+    record = journal.get((1, (4, 2)))
+    assert record is not None
+    assert record["kl"] == 0.25
 
 
 def test_a_reader_of_a_log_goes_on_where_it_stopped_wherever_the_last_line_is_cut(tmp_path: Path) -> None:
@@ -63,11 +63,11 @@ def test_a_reader_of_a_log_goes_on_where_it_stopped_wherever_the_last_line_is_cu
         reader = Journal(folder, "log.jsonl", None)
         assert len(list(reader.unread())) == 1
         path.write_bytes(whole[:size])
-        found = list(reader.unread())
+        records = list(reader.unread())
         path.write_bytes(whole)
         folder.append("log.jsonl", {"index": 9})
-        found += reader.unread()
-        assert [record["index"] for record in found] == [1, 2, 9]
+        records += reader.unread()
+        assert [record["index"] for record in records] == [1, 2, 9]
 
 
 def test_a_line_that_is_finished_while_a_log_is_read_is_not_lost(tmp_path: Path) -> None:

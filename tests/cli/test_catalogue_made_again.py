@@ -52,8 +52,8 @@ def compare(name: str, again: dict[str, Any]) -> None:
     measured, before = again["quality"]["measured_kl"], committed["quality"]["measured_kl"]
     for field in ("mean", "low", "high"):
         assert measured[field] == pytest.approx(before[field], rel=0.01)
-    again_baselines = {each["name"]: each["kl_mean"] for each in again["quality"]["baselines"]}
-    baselines = {each["name"]: each["kl_mean"] for each in committed["quality"]["baselines"]}
+    again_baselines = {row["name"]: row["kl_mean"] for row in again["quality"]["baselines"]}
+    baselines = {row["name"]: row["kl_mean"] for row in committed["quality"]["baselines"]}
     assert again_baselines == pytest.approx(baselines, rel=0.01)
     assert again["provenance"]["calibration"] == committed["provenance"]["calibration"]
 

@@ -49,16 +49,16 @@ def evaluate(run: RunCommand, finished: Path, model_folder: ModelFolder, corpus_
     return call
 
 
-def results(found: Any, level: str, measure: str) -> dict[tuple[int | None, int], dict[str, Any]]:
+def results(evaluation: Any, level: str, measure: str) -> dict[tuple[int | None, int], dict[str, Any]]:
     return {
         (cell["num_tokens"], cell["position"]): {result["subject"]: result for result in cell["results"]}
-        for cell in found["cells"]
+        for cell in evaluation["cells"]
         if (cell["level"], cell["measure"]) == (level, measure)
     }
 
 
-def differences(found: Any, measure: str, position: int = 0) -> dict[str, Any]:
-    (cell,) = (each for each in found["cells"] if (each["measure"], each["position"]) == (measure, position))
+def differences(evaluation: Any, measure: str, position: int = 0) -> dict[str, Any]:
+    (cell,) = (item for item in evaluation["cells"] if (item["measure"], item["position"]) == (measure, position))
     return {difference["other"]: difference for difference in cell["differences"]}
 
 
@@ -66,7 +66,7 @@ def test_figures_are_those_of_the_cache_itself(
     evaluate: Any, model_folder: ModelFolder, corpus_file: Path, load_tiny: LoadTiny
 ) -> None:
     """KL, agreement and likelihood from logits of transformers' own attention over a packed cache."""
-    status, found, _, path = evaluate("--levels", "likelihood", "--read-plan", "cache")
+    status, evaluation, _, path = evaluate("--levels", "likelihood", "--read-plan", "cache")
     assert status == 0
     profile, loaded = load_profile(path), load_tiny("llama-gqa")
     source = CorpusSource(str(corpus_file), sequence_length=64, num_sequences=(2, 2, 3))
@@ -79,28 +79,28 @@ def test_figures_are_those_of_the_cache_itself(
     agree = (exact.argmax(-1) == quantized.argmax(-1)).double().mean()
     nll = -quantized[:, :-1].gather(-1, ids[:, 1:, None]).mean()
     for measure, expected in (("kl_nats_per_token", kl), ("top1_agreement", agree), ("nll_nats_per_token", nll)):
-        mine = results(found, "likelihood", measure)[64, 0]["profile"]
+        mine = results(evaluation, "likelihood", measure)[64, 0]["profile"]
         assert mine["mean"] == pytest.approx(float(expected), rel=1e-3, abs=1e-6)
         assert mine["low"] <= mine["mean"] <= mine["high"]
-    assert set(results(found, "likelihood", "kl_nats_per_token")[64, 0]) == {"profile", "fp8", "K8V8"}
+    assert set(results(evaluation, "likelihood", "kl_nats_per_token")[64, 0]) == {"profile", "fp8", "K8V8"}
     base = float(-exact[:, :-1].gather(-1, ids[:, 1:, None]).mean())
-    assert differences(found, "nll_nats_per_token")["bf16"]["mean"] == pytest.approx(float(nll) - base, abs=1e-5)
+    assert differences(evaluation, "nll_nats_per_token")["bf16"]["mean"] == pytest.approx(float(nll) - base, abs=1e-5)
 
 
 def test_the_file_stands_beside_the_profile_and_is_shown(evaluate: Any, run: RunCommand) -> None:
-    status, found, _, path = evaluate(*FEW)
+    status, evaluation, _, path = evaluate(*FEW)
     assert status == 0
-    file = Path(found.pop("evaluation"))
+    file = Path(evaluation.pop("evaluation"))
     assert file.parent == path.parent
-    assert json.loads(file.read_text()) == found
-    assert found["profile_digest"] == load_profile(path).digest
-    assert found["data"]["is_unseen"] is True
+    assert json.loads(file.read_text()) == evaluation
+    assert evaluation["profile_digest"] == load_profile(path).digest
+    assert evaluation["data"]["is_unseen"] is True
     levels = ["likelihood"] * 6 + ["recall"] * 2 + ["needle"] * 2 + ["arithmetic"] * 3
-    assert [cell["level"] for cell in found["cells"]] == levels
+    assert [cell["level"] for cell in evaluation["cells"]] == levels
     shown = run("show", path)[1]
     assert "which calibration and selection did not see" in shown
     assert "the unquantized model fails: this cannot show a loss" in shown
-    assert json.loads(run("show", path, "--json")[1])["evaluations"] == [found]
+    assert json.loads(run("show", path, "--json")[1])["evaluations"] == [evaluation]
     second = evaluate(*TABLES, "--levels", "recall")[1]
     assert second["evaluation"] != str(file)
     assert len(json.loads(run("show", path, "--json")[1])["evaluations"]) == 2, "nothing measured is lost"
@@ -111,11 +111,11 @@ def test_the_file_stands_beside_the_profile_and_is_shown(evaluate: Any, run: Run
 def test_nothing_of_this_machine_or_of_anybodys_text_is_in_the_file(
     evaluate: Any, tmp_path: Path, corpus_file: Path, model_folder: ModelFolder, load_tiny: LoadTiny
 ) -> None:
-    _, found, _, path = evaluate(*FEW, f"--model={model_folder('llama-gqa')}")
-    text = Path(found["evaluation"]).read_text()
+    _, evaluation, _, path = evaluate(*FEW, f"--model={model_folder('llama-gqa')}")
+    text = Path(evaluation["evaluation"]).read_text()
     for part in (*path.parts[1:-1], *corpus_file.parts[1:-1], *model_folder("llama-gqa").parts[1:-1]):
         assert part not in text
-    assert found["making"]["command"] == (
+    assert evaluation["making"]["command"] == (
         "kvtuner eval profile.json --data sentences.jsonl --lengths 40,70 --model llama-gqa --problems 3 --questions 2"
         " --samples 2"
     )
@@ -187,8 +187,8 @@ def test_an_interrupted_evaluation_goes_on(evaluate: Any, monkeypatch: pytest.Mo
 
 
 def test_a_damaged_or_foreign_evaluation_hides_nothing(evaluate: Any, run: RunCommand) -> None:
-    _, found, _, path = evaluate("--levels", "arithmetic", *QUESTIONS)
-    file = Path(found["evaluation"])
+    _, evaluation, _, path = evaluate("--levels", "arithmetic", *QUESTIONS)
+    file = Path(evaluation["evaluation"])
     document = json.loads(file.read_text())
     cell = document["cells"][0]
     file.write_text(json.dumps({**document, "profile_digest": "sha256:" + "0" * 64}))
@@ -205,25 +205,25 @@ def test_a_damaged_or_foreign_evaluation_hides_nothing(evaluate: Any, run: RunCo
         ({"cells": [{**cell, "results": [{**cell["results"][0], "mean": 1e30, "high": 1e30}]}]}, "must ascend within"),
         ({"cells": [{**cell, "differences": [{**cell["differences"][0], "other": "y"}]}]}, "none of the subjects"),
     )
-    for change, said in changes:
+    for change, complaint in changes:
         file.write_text(json.dumps({**document, **change}))
         status, out, err = run("show", path)
         assert status == 0
         assert "bytes per token" in out, "the profile itself is shown"
-        assert said in err, change
+        assert complaint in err, change
 
 
 def test_a_profile_with_any_name_finds_its_evaluations(evaluate: Any, run: RunCommand, tmp_path: Path) -> None:
-    _, found, _, path = evaluate("--levels", "arithmetic", *QUESTIONS)
+    _, evaluation, _, path = evaluate("--levels", "arithmetic", *QUESTIONS)
     odd = path.with_name("profile[1].json")
     path.rename(odd)
-    file = Path(found["evaluation"])
+    file = Path(evaluation["evaluation"])
     file.rename(file.with_name(file.name.replace("profile", "profile[1]", 1)))
     assert len(json.loads(run("show", odd, "--json")[1])["evaluations"]) == 1
 
 
 def test_refusals(evaluate: Any, run: RunCommand, model_folder: ModelFolder, tmp_path: Path) -> None:
-    for flags, said in (
+    for flags, complaint in (
         (("--against", "K3V3"), "K3V3"),
         (("--against", "K16V16"), "compared with anyway"),
         (("--levels", "vibes"), "'vibes' is none of likelihood"),
@@ -245,7 +245,7 @@ def test_refusals(evaluate: Any, run: RunCommand, model_folder: ModelFolder, tmp
     ):
         status, _, err, _ = evaluate(*flags, as_json=False)
         assert status == 2, flags
-        assert said in err
+        assert complaint in err
     status, _, err = run("eval", tmp_path / "nothing.json")
     assert status == 2
     assert "cannot be read" in err
@@ -254,7 +254,7 @@ def test_refusals(evaluate: Any, run: RunCommand, model_folder: ModelFolder, tmp
 SERVER = ("--endpoint", "http://127.0.0.1:9")
 
 
-@pytest.mark.parametrize(("flags", "said"), [
+@pytest.mark.parametrize(("flags", "complaint"), [
     (("--limit", "4"), "--limit is for tasks of lm-evaluation-harness; give --tasks too"),
     (("--num-fewshot", "0"), "--num-fewshot is for tasks"),
     (("--apply-chat-template",), "--apply-chat-template is for tasks"),
@@ -274,11 +274,11 @@ SERVER = ("--endpoint", "http://127.0.0.1:9")
     ((*SERVER, "--dtype", "float32"), "--dtype is for a model loaded here, not for servers"),
 ])  # fmt: skip
 def test_a_flag_that_nothing_would_read_is_refused_in_one_line(
-    evaluate: Any, tmp_path: Path, flags: tuple[str, ...], said: str
+    evaluate: Any, tmp_path: Path, flags: tuple[str, ...], complaint: str
 ) -> None:
     status, out, err, _ = evaluate(*flags, as_json=False)
     assert (status, out) == (2, "")
-    assert said in err.splitlines()[-1]
+    assert complaint in err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 
@@ -309,13 +309,13 @@ def test_the_weights_are_hashed_once(evaluate: Any, monkeypatch: pytest.MonkeyPa
 
 def test_intervals_are_those_of_numpy(evaluate: Any) -> None:
     """Resamples of the same seed, over per-sequence sums that the journal keeps."""
-    _, found, _, path = evaluate("--levels", "likelihood")
+    _, evaluation, _, path = evaluate("--levels", "likelihood")
     records = [json.loads(line) for line in (path.parent / "out" / "validation.jsonl").read_text().splitlines()]
     sums = {(record["key"], record["offsets"]): record["sums"] for record in records}
-    mine, fp8 = sums[found["profile_digest"], "small"], sums["fp8", "small"]
+    mine, fp8 = sums[evaluation["profile_digest"], "small"], sums["fp8", "small"]
     drawn = np.random.default_rng(0).integers(0, 3, (2000, 3))
     paired = (np.array(mine["kl"]) - np.array(fp8["kl"]))[drawn].sum(1) / np.array(mine["count"])[drawn].sum(1)
-    stated = differences(found, "kl_nats_per_token")["fp8"]
+    stated = differences(evaluation, "kl_nats_per_token")["fp8"]
     assert (stated["low"], stated["high"]) == pytest.approx(tuple(np.quantile(paired, [0.025, 0.975])), rel=1e-4)
     assert stated["p_value"] >= 2 / 2**3, "of three sequences all signs may go one way"
 
@@ -342,8 +342,8 @@ def test_the_demo_model_is_right_and_two_bits_are_not(run: RunCommand, tmp_path:
     )
     status, out, _ = run("eval", path, *words, "--out", tmp_path / "out")
     assert status == 0
-    found = json.loads(run("show", path, "--json")[1])["evaluations"][0]
-    right = results(found, "recall", "accuracy")[120, 0]
+    evaluation = json.loads(run("show", path, "--json")[1])["evaluations"][0]
+    right = results(evaluation, "recall", "accuracy")[120, 0]
     assert right["bf16"]["mean"] > 0.9
     assert right["K8V8"]["mean"] > 0.9
     assert right["profile"]["mean"] < 0.2

@@ -63,8 +63,8 @@ def test_a_search_gives_the_profile_that_it_gave_before(name: str, run: RunComma
     status, _, stderr = run("search", *COMMON, *SEARCHES[name], "--out", tmp_path)
     assert status == 0, stderr
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
-    found = {file.name: facts_of(file) for file in sorted(tmp_path.glob("profile*.json"))}
+    profiles = {file.name: facts_of(file) for file in sorted(tmp_path.glob("profile*.json"))}
     if machine() != golden["machine"]:  # another order of sums may move a constant's last bit, and so the bytes
-        for each in (*found.values(), *golden["files"][name].values()):
-            each.pop("sha256")
-    assert found == golden["files"][name]
+        for facts in (*profiles.values(), *golden["files"][name].values()):
+            facts.pop("sha256")
+    assert profiles == golden["files"][name]

@@ -151,9 +151,9 @@ def test_a_file_of_several_that_is_no_profile_hides_no_other(run: RunCommand, fi
     cut.write_text((finished / "profile.json").read_text()[:200])
     status, out, _ = run("validate", finished, cut, finished, "--json")
     assert status == 2
-    found = json.loads(out)
-    assert [each["valid"] for each in found] == [True, False, True]
-    assert "JSON" in found[1]["error"]
+    results = json.loads(out)
+    assert [result["valid"] for result in results] == [True, False, True]
+    assert "JSON" in results[1]["error"]
     status, out, _ = run("validate", cut, finished)
     assert (status, out.splitlines()[0].startswith(f"{cut}: refused: ")) == (2, True)
     assert "valid, sha256:" in out.splitlines()[1]

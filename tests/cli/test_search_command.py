@@ -242,8 +242,8 @@ def test_a_dry_run_of_a_hand_written_configuration_states_its_bytes_and_work(
 
 
 def test_trials_of_the_same_target_go_on_and_are_counted(search: Search, tmp_path: Path) -> None:
-    for asked, counted in ((2, 2), (4, 4), (3, 4)):  # of the study, not of the last command
-        search(tmp_path / "run", "--budget", "3bit", trials=asked)
+    for num_trials, counted in ((2, 2), (4, 4), (3, 4)):  # of the study, not of the last command
+        search(tmp_path / "run", "--budget", "3bit", trials=num_trials)
         record = load_profile(tmp_path / "run/profile.json").provenance.search
         assert record is not None
         assert record.trials == counted
@@ -316,9 +316,9 @@ def test_pairs_are_compared_with_the_sum_of_their_sides_where_asked_for(
     search: Search, run: RunCommand, tmp_path: Path
 ) -> None:
     assert search(tmp_path / "plain", "--budget", "3bit", trials=2)["pair_additivity"] is None
-    found = search(tmp_path / "pairs", "--budget", "3bit", "--pairs", trials=2)["pair_additivity"]
-    assert found["num_pairs"] == 3 * 9
-    assert 0 < found["median"] <= found["maximum"]
+    additivity = search(tmp_path / "pairs", "--budget", "3bit", "--pairs", trials=2)["pair_additivity"]
+    assert additivity["num_pairs"] == 3 * 9
+    assert 0 < additivity["median"] <= additivity["maximum"]
     assert "e_o differs from the sum of its sides by" in run("report", tmp_path / "pairs")[1]
     assert "K/V pairs" in (tmp_path / "pairs/report.html").read_text()
 

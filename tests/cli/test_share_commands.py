@@ -55,14 +55,14 @@ def test_without_somebody_to_ask_nothing_is_pushed(run: RunCommand, hub: Loopbac
 
 def test_push_pull_and_use_by_commit(run: RunCommand, hub: LoopbackHub, reported: Path, tmp_path: Path) -> None:
     status, out, _ = run("push", reported, "--repo", REPO, "--yes", "--json")
-    made = json.loads(out)
+    summary = json.loads(out)
     assert status == 0 and len(hub.repos[REPO].commits) == 2, "the repository's first commit, and ours"
-    files = hub.repos[REPO].commits[made["commit"]]
+    files = hub.repos[REPO].commits[summary["commit"]]
     assert files["profile.json"] == (reported / "profile.json").read_bytes()
     assert files["report.html"] == (reported / "report.html").read_bytes()
     assert any(name.startswith("pictures/") for name in files)
 
-    named = f"{REPO}@{made['commit']}"
+    named = f"{REPO}@{summary['commit']}"
     status, out, _ = run("pull", named, "--out", tmp_path / "p.json", "--json")
     pulled = json.loads(out)
     assert status == 0 and (tmp_path / "p.json").read_bytes() == files["profile.json"]
@@ -112,7 +112,7 @@ def test_the_card_says_what_a_hub_and_a_person_look_for(run: RunCommand, hub: Lo
     assert "base_model" not in card, "a folder's name is no model of the hub"
     assert profile["digest"] in body and f"{profile['budget']['bytes_per_token']:,} bytes per token" in body
     rows = re.findall(r"^\| (.+?) \|", body, re.MULTILINE)
-    assert {"this profile", *(each["name"] for each in profile["quality"]["baselines"])} <= set(rows)
+    assert {"this profile", *(row["name"] for row in profile["quality"]["baselines"])} <= set(rows)
     assert f"    {profile['provenance']['command']}\n" in body
 
 

@@ -32,9 +32,11 @@ def test_a_windowed_model_is_checked_against_the_context_of_the_profile(
 ) -> None:
     model = model_folder("mistral-no-window", sliding_window=64)
     config = read_config(ModelSource(str(model)))
-    made = profile_of(config, [LayerQuantization(4, 4)] * config.num_hidden_layers, last_position=context_length - 1)
+    exported = profile_of(
+        config, [LayerQuantization(4, 4)] * config.num_hidden_layers, last_position=context_length - 1
+    )
     profile = tmp_path / "profile.json"
-    profile.write_bytes(dump_profile(made))
+    profile.write_bytes(dump_profile(exported))
     status, out, err = run("validate", profile, "--model", model)
     if is_valid:
         assert status == 0, err
@@ -49,11 +51,11 @@ def recorded(profile_of: ProfileOf, model_folder: ModelFolder, tmp_path: Path) -
     """A profile of a hub's model that is also here as a folder, with all that is recorded of it."""
     source = ModelSource(str(model_folder("llama-gqa")))
     config = read_config(source)
-    made = profile_of(config, [LayerQuantization(4, 4)] * config.num_hidden_layers, last_position=511)
+    exported = profile_of(config, [LayerQuantization(4, 4)] * config.num_hidden_layers, last_position=511)
     tokenizer = load_tokenizer(source)
     model = identity_of(config, id="Owner/llama-gqa", revision="v1", dtype="float32", tokenizer=tokenizer)
     path = tmp_path / "profile.json"
-    path.write_bytes(dump_profile(made.model_copy(update={"model": model})))
+    path.write_bytes(dump_profile(exported.model_copy(update={"model": model})))
     return path
 
 
@@ -119,7 +121,7 @@ def test_a_copy_in_the_hub_s_cache_is_known_by_its_name_and_commit(
         status, out, _ = run("validate", recorded, "--model", folder, "--json")
         (result,) = json.loads(out)
         assert status == len(kinds)
-        assert [each["kind"] for each in result["mismatches"]] == kinds  # v1 may be that commit
+        assert [mismatch["kind"] for mismatch in result["mismatches"]] == kinds  # v1 may be that commit
 
 
 @pytest.mark.parametrize(
@@ -145,8 +147,8 @@ def test_eval_and_bench_say_what_differs_and_measure_it(
     folder = model_folder("llama-gqa", chat=True)
     other = read_config(ModelSource(str(derived(folder, tmp_path / "tuned", intermediate_size=112))))
     tokenizer = load_tokenizer(ModelSource(str(folder)))
-    found = identity_of(other, id="Owner/tuned", revision=None, dtype="float32", tokenizer=tokenizer)
-    kinds = [each.kind for each in warn_of_mismatches(profile, found, 512)]
+    model_identity = identity_of(other, id="Owner/tuned", revision=None, dtype="float32", tokenizer=tokenizer)
+    kinds = [mismatch.kind for mismatch in warn_of_mismatches(profile, model_identity, 512)]
     assert kinds == ["configuration", "tokenizer"]
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["warning", "warning"]
@@ -154,18 +156,23 @@ def test_eval_and_bench_say_what_differs_and_measure_it(
     assert warn_of_mismatches(profile, profile.model, 512) == []
     assert capsys.readouterr().err == ""
     with pytest.raises(ProfileError, match="is for LlamaForCausalLM"):
-        warn_of_mismatches(profile, found.model_copy(update={"architecture": "XForCausalLM"}), 512)
+        warn_of_mismatches(profile, model_identity.model_copy(update={"architecture": "XForCausalLM"}), 512)
 
 
 @pytest.mark.slow
 def test_a_search_records_what_its_profile_is_for(finished: Path, model_folder: ModelFolder, run: RunCommand) -> None:
     """A profile records the model by the same function that everything else asks."""
     source = ModelSource(str(model_folder("llama-gqa")))
-    found = load_profile(finished / "profile.json").model
+    model_identity = load_profile(finished / "profile.json").model
     config = read_config(source)
     wanted = identity_of(
         config, id="llama-gqa", revision=None, dtype="float32", tokenizer=load_tokenizer(source), files=source.path
     )
-    assert found == wanted
-    assert None not in (found.rope_sha256, found.tokenizer_sha256, found.max_positions, found.checkpoint_sha256)
+    assert model_identity == wanted
+    assert None not in (
+        model_identity.rope_sha256,
+        model_identity.tokenizer_sha256,
+        model_identity.max_positions,
+        model_identity.checkpoint_sha256,
+    )
     assert run("validate", finished / "profile.json", "--model", source.model, "--strict")[0] == 0
