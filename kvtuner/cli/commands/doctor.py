@@ -58,7 +58,11 @@ def _run(args: Namespace) -> int:
 
 def needed() -> dict[str, str]:
     """The distributions that kvtuner cannot do without, with the least version; the list of pyproject.toml."""
-    matches = (re.fullmatch(r"([\w.-]+)(?:>=([\d.]+))?", text) for text in importlib.metadata.requires("kvtuner") or ())
+    try:
+        requirements = importlib.metadata.requires("kvtuner") or ()
+    except importlib.metadata.PackageNotFoundError:  # a clone that nobody installed
+        return {"kvtuner": ""}
+    matches = (re.fullmatch(r"([\w.-]+)(?:>=([\d.]+))?", text) for text in requirements)
     return {match[1]: match[2] or "" for match in matches if match is not None}
 
 
