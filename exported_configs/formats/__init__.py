@@ -14,12 +14,13 @@ from kvtuner.exported_configs.formats.conversion import refusal
 from kvtuner.exported_configs.formats.kvtuner_yaml import SCHEMES as SCHEMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from kvtuner.exported_configs.formats.conversion import Exported, Imported, ImportOptions
+    from kvtuner.exported_configs.formats.conversion import Exported, Imported, ImportOptions, Storage
     from kvtuner.exported_configs.profile.evidence import ModelIdentity
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
+    from kvtuner.precision import PrecisionPair
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,34 +61,36 @@ def writable() -> tuple[str, ...]:
     return tuple(FORMATS)
 
 
-def read(data: bytes, name: str, geometry: ModelGeometry, options: ImportOptions) -> Imported:
+def read(
+    data: bytes, name: str, geometry: ModelGeometry, model: ModelIdentity, options: ImportOptions
+) -> tuple[Profile, tuple[str, ...]]:
     """Read the content of another tool's file for a model, by the name of its format.
+
+    Returns:
+        The profile, without transforms and measurements, and notes on what the file left open.
 
     Raises:
         ProfileError: the file is wrong, or an option means nothing to the format.
     """
+    from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, unsearched
+
     reader = FORMATS[name]
     assert reader.read is not None
     for flag in options.flags_beyond(reader.options):
         raise ProfileError(f"{name} files say that themselves, or do not have it; leave {flag} out")
     imported = reader.read(data, geometry, options)
-    _check_groups(imported, geometry)
-    return imported
-
-
-def to_profile(imported: Imported, name: str, geometry: ModelGeometry, model: ModelIdentity) -> Profile:
-    """Build the profile of an imported file: without transforms and measurements."""
-    from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, unsearched
-
-    return build_profile(
+    pairs = imported.all_pairs(geometry.num_layers)
+    _check_groups(pairs, imported.storage, geometry)
+    profile = build_profile(
         geometry=geometry,
-        layers=[LayerQuantization(pair.k_bits, pair.v_bits) for pair in imported.layers],
+        layers=[LayerQuantization(pair.k_bits, pair.v_bits) for pair in pairs],
         **asdict(imported.storage),
         model=model,
         budget=AskedBudget(f"imported from {name}"),
         quality=None,
         provenance=unsearched(),
     )
+    return profile, imported.notes
 
 
 def write(profile: Profile, name: str, *, lossy: bool = False) -> Exported:
@@ -107,11 +110,10 @@ def write(profile: Profile, name: str, *, lossy: bool = False) -> Exported:
     return replace(exported, notes=(*exported.notes, *dropped))
 
 
-def _check_groups(imported: Imported, geometry: ModelGeometry) -> None:
-    storage = imported.storage
+def _check_groups(pairs: Sequence[PrecisionPair], storage: Storage, geometry: ModelGeometry) -> None:
     shape = geometry.row_shape(k_group_size=storage.k_group_size, v_group_size=storage.v_group_size)
     shape = replace(shape, k_granularity=storage.k_granularity)
-    for layer, pair in enumerate(imported.layers):
+    for layer, pair in enumerate(pairs):
         for noun, row_bytes, bits in (("keys", shape.k_bytes, pair.k_bits), ("values", shape.v_bytes, pair.v_bits)):
             try:
                 row_bytes(bits)

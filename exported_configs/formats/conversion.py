@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtuner.errors import PrecisionError, ProfileError
 from kvtuner.precision import NATIVE_BITS, PrecisionPair
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
     from kvtuner.precision import Granularity, Side
+
+NATIVE: Final = PrecisionPair(NATIVE_BITS, NATIVE_BITS)
 
 
 class LostFeature(NamedTuple):
@@ -109,11 +111,38 @@ class ImportOptions:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """The widths of every layer of a model, in order, their storage, and notes to the user, one line each."""
+    """The widths of the layers that a file names, their storage, and notes to the user, one line each.
 
-    layers: tuple[PrecisionPair, ...]
+    Attributes:
+        pairs: The widths by the id of a layer, which need not be one of the model.
+        rest: The widths of all other layers; None where every layer must be named.
+    """
+
+    pairs: Mapping[int, PrecisionPair]
     storage: Storage
     notes: tuple[str, ...] = ()
+    rest: PrecisionPair | None = NATIVE
+
+    def all_pairs(self, num_layers: int) -> list[PrecisionPair]:
+        """The widths of every layer of a model, in order.
+
+        Raises:
+            ProfileError: the file names a layer that the model has not, or not every layer where it must.
+        """
+        last = num_layers - 1
+        for layer in self.pairs:
+            if not 0 <= layer < num_layers:
+                raise ProfileError(
+                    f"the model has layers 0-{last}, but the file names layer {str(layer)[:20]};"
+                    " give the file's own model"
+                )
+        missing = [layer for layer in range(num_layers) if layer not in self.pairs]
+        if missing and self.rest is None:
+            raise ProfileError(
+                f"layer {missing[0]} of 0-{last} is not named; give the file's own model, or for ranges the dtype of"
+                " such layers, SGLang's --kv-cache-dtype, as --default-dtype"
+            )
+        return [self.pairs.get(layer) or self.rest or NATIVE for layer in range(num_layers)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +172,6 @@ def parse_map(text: str) -> dict[str, PrecisionPair]:
         except PrecisionError as error:
             raise ProfileError(f"--map {entry.strip()[:60]!a}: {error}") from error
     return words
-
-
-def check_layer_id(layer: int, geometry: ModelGeometry) -> None:
-    """Refuse a layer that the model has not, or that has no cache of its own."""
-    if not 0 <= layer < geometry.num_layers:
-        raise ProfileError(
-            f"the model has layers 0-{geometry.num_layers - 1}, but the file names layer {str(layer)[:20]};"
-            " give the file's own model"
-        )
 
 
 def uneven_layers(profile: Profile) -> list[LostFeature]:

@@ -9,14 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.exported_configs.formats.conversion import (
-    Exported,
-    Imported,
-    Storage,
-    check_layer_id,
-    refusal,
-    uneven_layers,
-)
+from kvtuner.exported_configs.formats.conversion import Exported, Imported, Storage, refusal, uneven_layers
 from kvtuner.layer_ranges import read_layers, read_ranges, words_by_layer, write_ranges
 from kvtuner.precision import PrecisionPair
 
@@ -35,22 +28,12 @@ _FLOATS: Final = re.compile(r"(fp8|fp4|nvfp4|mxfp|float8|float4).*", re.IGNORECA
 def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Imported:
     """Read the text, or the YAML file."""
     words, default = _words(data), options.default_word
-    for layer in words:
-        check_layer_id(layer, geometry)
     pairs = {layer: _pair(f"layer {layer}", word, options) for layer, word in words.items()}
-    missing = [layer for layer in range(geometry.num_layers) if layer not in pairs]
-    if missing and default is None:
-        raise ProfileError(
-            f"layer {missing[0]} of 0-{geometry.num_layers - 1} is not named; give the dtype of such layers, SGLang's"
-            " --kv-cache-dtype, as --default-dtype"
-        )
-    notes = []
-    if default is not None:
-        pairs.update(dict.fromkeys(missing, _pair("--default-dtype", default, options)))
-        notes += [] if missing else ["--default-dtype was not needed: every layer is named"]
-    notes += options.map_notes([*words.values(), *filter(None, [default])])
-    layers = tuple(pairs[layer] for layer in range(geometry.num_layers))
-    return Imported(layers, options.storage(geometry, symmetric=bool(options.symmetric)), tuple(notes))
+    rest = None if default is None else _pair("--default-dtype", default, options)
+    notes = options.map_notes([*words.values(), *filter(None, [default])])
+    if default is not None and len(pairs) == geometry.num_layers:
+        notes = ("--default-dtype was not needed: every layer is named", *notes)
+    return Imported(pairs, options.storage(geometry, symmetric=bool(options.symmetric)), notes, rest)
 
 
 def write(profile: Profile) -> Exported:

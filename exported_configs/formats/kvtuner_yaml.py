@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.conversion import Exported, Imported, ImportOptions, Storage, check_layer_id
+from kvtuner.exported_configs.formats.conversion import Exported, Imported, ImportOptions, Storage
 from kvtuner.precision import ALL_BITS, PrecisionPair
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
     """Read a preset."""
     from kvtuner.exported_configs.formats.foreign_file import read_text, read_yaml  # loads PyYAML
 
-    pairs = _layers(read_yaml(read_text(data)), geometry)
+    pairs = _pairs(read_yaml(read_text(data)))
     scheme, notes = _scheme(options)
     storage = options.storage(geometry)
     if scheme == "kivi":
@@ -35,7 +35,7 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
         notes.append(_KIVI_NOTE)
     if options.group_size is not None:
         notes.append(f"groups of {options.group_size} channels as --group-size says, not those of the preset")
-    return Imported(pairs, storage, tuple(notes))
+    return Imported(pairs, storage, tuple(notes), rest=None)
 
 
 def write(profile: Profile) -> Exported:
@@ -55,25 +55,18 @@ def write(profile: Profile) -> Exported:
     return Exported("".join(lines), (f"{note} {scheme}",), tuple(lost[scheme]))
 
 
-def _layers(document: Any, geometry: ModelGeometry) -> tuple[PrecisionPair, ...]:
+def _pairs(document: Any) -> dict[int, PrecisionPair]:
     if not isinstance(document, dict):
         raise ProfileError("must map every layer to nbits_key and nbits_value; this is no preset of KVTuner")
     for layer, sides in document.items():
         if type(layer) is not int:
             raise ProfileError(f"layers are integers, not {str(layer)[:60]!a}; this is no preset of KVTuner")
-        check_layer_id(layer, geometry)
         if not isinstance(sides, dict) or set(sides) != set(_SIDES):
             raise ProfileError(f"layer {layer} must have nbits_key and nbits_value, and nothing else")
         for name in _SIDES:
             if type(sides[name]) is not int or sides[name] not in ALL_BITS:
                 raise ProfileError(f"layer {layer}: {name} must be 2, 4, 8 or 16, not {str(sides[name])[:20]!a}")
-    missing = [layer for layer in range(geometry.num_layers) if layer not in document]
-    if missing:
-        raise ProfileError(
-            f"every layer needs its bits, but layer {missing[0]} of 0-{geometry.num_layers - 1} has none;"
-            " give the file's own model"
-        )
-    return tuple(PrecisionPair(*(document[layer][name] for name in _SIDES)) for layer in range(geometry.num_layers))
+    return {layer: PrecisionPair(sides["nbits_key"], sides["nbits_value"]) for layer, sides in document.items()}
 
 
 def _scheme(options: ImportOptions) -> tuple[str, list[str]]:

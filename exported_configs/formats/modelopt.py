@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner import __version__
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.conversion import Exported, Imported, LostFeature, Storage, check_layer_id
+from kvtuner.exported_configs.formats.conversion import NATIVE, Exported, Imported, LostFeature, Storage
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvtuner.geometry import ModelGeometry
 
 SCHEMA_VERSION: Final = 1
-NATIVE: Final = PrecisionPair(16, 16)
 INT8: Final = PrecisionPair(8, 8)
 MIXED: Final = "MIXED_PRECISION"
 
@@ -47,9 +46,9 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
     notes = (_INT8_NOTE,) * bool(kept)
     if kept and not symmetric:
         notes += ("ModelOpt's INT8 is symmetric; here it is asymmetric",)
-    layers = tuple(pairs.get(layer, NATIVE) or INT8 for layer in range(geometry.num_layers))
-    storage = options.storage(geometry, symmetric=symmetric)
-    return Imported(layers, storage, notes + options.map_notes(algorithms.values()))
+    notes += options.map_notes(algorithms.values())
+    stored = {layer: pair or INT8 for layer, pair in pairs.items()}
+    return Imported(stored, options.storage(geometry, symmetric=symmetric), notes)
 
 
 def write(profile: Profile) -> Exported:
@@ -111,7 +110,7 @@ def _algorithms(section: dict[str, Any], geometry: ModelGeometry) -> dict[int, s
     if not is_known and (layers is not None or version is not None):
         raise ProfileError(f"{_VERSION} must be {SCHEMA_VERSION}, not {str(version)[:20]!a}; upgrade kvtuner")
     if layers is not None:
-        named = _named_layers(layers, geometry)
+        named = _named_layers(layers)
         _check_agreement(algorithm, named)
         return named
     if algorithm is None:
@@ -121,7 +120,7 @@ def _algorithms(section: dict[str, Any], geometry: ModelGeometry) -> dict[int, s
     return dict.fromkeys(range(geometry.num_layers), algorithm)
 
 
-def _named_layers(layers: Any, geometry: ModelGeometry) -> dict[int, str]:
+def _named_layers(layers: Any) -> dict[int, str]:
     if not isinstance(layers, dict):
         raise ProfileError(f"{_LAYERS} must be an object, not {type(layers).__name__}")
     algorithms: dict[int, str] = {}
@@ -131,7 +130,6 @@ def _named_layers(layers: Any, geometry: ModelGeometry) -> dict[int, str]:
         if match is None:
             raise ProfileError(f"{_LAYERS}: {name[:80]!a} is no attention module like model.layers.0.self_attn")
         layer = int(match[2])
-        check_layer_id(layer, geometry)
         prefixes.add(match[1])
         if layer in algorithms or len(prefixes) > 1:
             raise ProfileError(f"{_LAYERS}: {name!a} is a second module of layer {layer}, or of another model")

@@ -13,7 +13,6 @@ from kvtuner.exported_configs.formats.conversion import (
     ImportOptions,
     LostFeature,
     Storage,
-    check_layer_id,
     uneven_layers,
 )
 from kvtuner.precision import NATIVE_BITS, PACKED_BITS, PrecisionPair, bytes_per_token
@@ -35,7 +34,7 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
     """Read a file; layers that it does not name are not quantized."""
     from kvtuner.exported_configs.formats.foreign_file import read_json  # loads PyYAML and pydantic
 
-    entries = _entries(read_json(data), geometry)
+    entries = _entries(read_json(data))
     groups = {group: layer for layer, (bits, group) in reversed(entries.items()) if bits != FULL_PRECISION}
     if options.group_size is None and len(groups) > 1:
         (one, first), (other, second), *_ = groups.items()
@@ -50,8 +49,8 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
         storage = Storage(group, group)
     elif groups and set(groups) != {options.group_size}:
         notes = (f"groups of {options.group_size} channels as --group-size says, not those of the file",)
-    widths = [entries.get(layer, (FULL_PRECISION, 0))[0] or NATIVE_BITS for layer in range(geometry.num_layers)]
-    return Imported(tuple(PrecisionPair(bits, bits) for bits in widths), storage, notes)
+    widths = {layer: bits or NATIVE_BITS for layer, (bits, _) in entries.items()}
+    return Imported({layer: PrecisionPair(bits, bits) for layer, bits in widths.items()}, storage, notes)
 
 
 def write(profile: Profile) -> Exported:
@@ -93,7 +92,7 @@ def _words(groups: Sequence[int]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _entries(document: Any, geometry: ModelGeometry) -> dict[int, tuple[int, int]]:
+def _entries(document: Any) -> dict[int, tuple[int, int]]:
     """The bits and the group of the layers that the file names."""
     if not isinstance(document, list):
         raise ProfileError("must be a JSON list of layer_idx, bits and group_size; this is no kv_config.json of optiq")
@@ -104,7 +103,6 @@ def _entries(document: Any, geometry: ModelGeometry) -> dict[int, tuple[int, int
         if not all(type(value) is int for value in entry.values()):
             raise ProfileError(f"entry {place}: layer_idx, bits and group_size must be integers")
         layer, bits, group = entry["layer_idx"], entry["bits"], entry.get("group_size", DEFAULT_GROUP)
-        check_layer_id(layer, geometry)
         if layer in by_layer:
             raise ProfileError(f"entry {place}: layer {layer} stands twice; remove one")
         if bits not in (FULL_PRECISION, *PACKED_BITS):

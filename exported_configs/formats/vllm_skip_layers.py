@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.conversion import Exported, LostFeature
+from kvtuner.exported_configs.formats.conversion import NATIVE, Exported, LostFeature
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
 
-NATIVE: Final = PrecisionPair(16, 16)
 DTYPES: Final = {PrecisionPair(8, 8): "int8_per_token_head", PrecisionPair(4, 4): "int4_per_token_head"}
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.calibration.model_loading import ModelSource, read_shape
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats import read, to_profile
+from kvtuner.exported_configs.formats import read
 from kvtuner.exported_configs.formats.conversion import ImportOptions
 from kvtuner.exported_configs.formats.foreign_file import MAX_JSON_BYTES
 from kvtuner.report.formatting import printable
@@ -41,13 +41,12 @@ def import_profile(
     data = _content(text, file_format)
     source = ModelSource(model, revision)
     shape = read_shape(source)
+    identity = shape.identity(source, _dtype(shape))
     import_options = ImportOptions(file_name=os.path.basename(text), model=source.name, **options)
     try:
-        imported = read(data, file_format, shape.geometry, import_options)
+        return read(data, file_format, shape.geometry, identity, import_options)
     except ProfileError as error:
         raise ProfileError(f"{printable(text[:200])}: {error}") from error
-    profile = to_profile(imported, file_format, shape.geometry, shape.identity(source, _dtype(shape)))
-    return profile, tuple(imported.notes)
 
 
 def _content(text: str, file_format: str) -> bytes:

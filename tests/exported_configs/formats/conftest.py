@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats import read, to_profile
+from kvtuner.exported_configs.formats import read
 from kvtuner.exported_configs.formats.conversion import ImportOptions
 from kvtuner.exported_configs.profile.evidence import ModelIdentity
 from kvtuner.geometry import ModelGeometry
@@ -35,8 +35,7 @@ def take(geometry: ModelGeometry) -> Callable[..., tuple[Profile, tuple[str, ...
     def call(source: Any, name: str, shape: ModelGeometry = geometry, **options: Any) -> Any:
         text = source if isinstance(source, str | bytes) else json.dumps(source)
         data = text.encode() if isinstance(text, str) else text
-        imported = read(data, name, shape, ImportOptions(**{"model": "owner/Tiny-3.1B", **options}))
-        return to_profile(imported, name, shape, MODEL), imported.notes
+        return read(data, name, shape, MODEL, ImportOptions(**{"model": "owner/Tiny-3.1B", **options}))
 
     return call
 

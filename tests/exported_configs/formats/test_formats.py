@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.exported_configs.formats import FORMATS, SCHEMES, read, readable, to_profile, writable, write
+from kvtuner.exported_configs.formats import FORMATS, SCHEMES, read, readable, writable, write
 from kvtuner.exported_configs.formats.conversion import ImportOptions, parse_map
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
@@ -129,9 +129,8 @@ def check(profile: Profile, name: str, is_said: bool) -> None:
             write(profile, name)
         return
     exported = write(profile, name)
-    scheme = next((each for each in SCHEMES if f"--scheme {each}" in " ".join(exported.notes)), None)
-    imported = read(exported.text.encode(), name, profile.to_geometry(), ImportOptions(scheme=scheme))
-    returned = to_profile(imported, name, profile.to_geometry(), profile.model)
+    options = ImportOptions(scheme=next((name for name in SCHEMES if f"--scheme {name}" in str(exported.notes)), None))
+    returned, _ = read(exported.text.encode(), name, profile.to_geometry(), profile.model, options)
     assert returned.digest == profile.digest
     assert write(returned, name) == exported
 
@@ -174,26 +173,27 @@ def test_mutated_files_are_refused_or_give_a_profile(
         start = int(place * len(data))
         data = data[:start] + inserted + data[start + removed :]
     geometry = ModelGeometry(2, 4, 2, 64, 64)
-    given_words = {"words": parse_map("FP8=8")} if "words" in FORMATS[name].options else {}
-    options = ImportOptions(scheme="pertoken" if name == "kvtuner-yaml" else None, **given_words)
+    words = {"words": parse_map("FP8=8")} if "words" in FORMATS[name].options else {}
+    options = ImportOptions(scheme="pertoken" if name == "kvtuner-yaml" else None, **words)
     try:
-        imported = read(data, name, geometry, options)
+        profile, notes = read(data, name, geometry, make_profile().model, options)
     except ProfileError as error:
         assert str(error).isprintable() and len(str(error)) < 500
         return
-    profile = to_profile(imported, name, geometry, make_profile().model)
     assert load_profile(dump_profile(profile)) == profile
-    assert all(note.isprintable() for note in imported.notes)
+    assert all(note.isprintable() for note in notes)
 
 
 @pytest.mark.slow
 @BOUNDED
 @pytest.mark.parametrize("name", readable())
 @given(data=st.binary(max_size=48) | st.text(alphabet='[]{}",:\\&*!<>?|-\n 0123abfnt', max_size=48).map(str.encode))
-def test_arbitrary_bytes_are_refused_or_give_a_profile(name: str, data: bytes) -> None:
+def test_arbitrary_bytes_are_refused_or_give_a_profile(
+    make_profile: Callable[..., Profile], name: str, data: bytes
+) -> None:
     geometry = ModelGeometry(2, 4, 2, 64, 64)
     options = ImportOptions(scheme="kivi" if name == "kvtuner-yaml" else None)
     try:
-        read(data, name, geometry, options)
+        read(data, name, geometry, make_profile().model, options)
     except ProfileError as error:
         assert str(error).isprintable() and len(str(error)) < 500

@@ -29,7 +29,7 @@ def write_pairs(profile: Profile) -> Exported:
 
 def read_pairs(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Imported:
     """Read what `write_pairs` writes."""
-    return Imported(tuple(map(PrecisionPair.parse, json.loads(data))), options.storage(geometry))
+    return Imported(dict(enumerate(map(PrecisionPair.parse, json.loads(data)))), options.storage(geometry))
 
 
 @pytest.fixture
