@@ -5,26 +5,23 @@ from __future__ import annotations
 import base64
 import json
 import random
-import runpy
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from signature_checks import dsse, edit, why
 
 from kvtuner.errors import SignatureError
 from kvtuner.exported_configs.signing.signatures import SignerIdentity, load_verified, signature_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from kvtuner.exported_configs.profile.profile import Profile
 
     Keys = Callable[..., "tuple[Path, Path]"]
-
-_shared = runpy.run_path(str(Path(__file__).with_name("signing_helpers.py")))
-why, edit, dsse, PAYLOAD_TYPE = (_shared[name] for name in ("why", "edit", "dsse", "PAYLOAD_TYPE"))
 
 
 def forge(path: Path, private_key: Path, change: Callable[[dict[str, Any]], object]) -> None:

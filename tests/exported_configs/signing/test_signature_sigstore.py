@@ -19,7 +19,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from kvtuner.errors import SignatureError
-from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.signing import signers
 from kvtuner.exported_configs.signing.signature_bundle import read_bundle
 from kvtuner.exported_configs.signing.signatures import (
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kvtuner.exported_configs.profile.profile import Profile
 
 ME = SignerIdentity.parse("sigstore:me@example.org,https://accounts.google.com")
 
@@ -58,13 +56,6 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for name in ("https_proxy", "HTTPS_PROXY"):
             monkeypatch.setenv(name, f"http://127.0.0.1:{server.getsockname()[1]}")
         yield
-
-
-@pytest.fixture
-def file(tmp_path: Path, profile: Profile) -> Path:
-    path = tmp_path / "profile.json"
-    path.write_bytes(dump_profile(profile))
-    return path
 
 
 def certificate() -> bytes:

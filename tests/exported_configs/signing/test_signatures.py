@@ -5,14 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import runpy
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import dsa, ec, ed25519, rsa
+from signature_checks import dsse, edit, why
 
 from kvtuner.errors import ProfileError, SignatureError
 from kvtuner.exported_configs.profile.build import dump_profile
@@ -29,13 +28,12 @@ from kvtuner.exported_configs.signing.signers import Signer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from kvtuner.exported_configs.profile.profile import Profile
 
     Keys = Callable[..., "tuple[Path, Path]"]
 
-_shared = runpy.run_path(str(Path(__file__).with_name("signing_helpers.py")))
-why, edit, dsse, PAYLOAD_TYPE = (_shared[name] for name in ("why", "edit", "dsse", "PAYLOAD_TYPE"))
 HASHES = {"secp256r1": hashes.SHA256, "secp384r1": hashes.SHA384, "secp521r1": hashes.SHA512}
 CURVES = [ec.SECP256R1(), ec.SECP384R1(), ec.SECP521R1()]
 
