@@ -37,17 +37,7 @@ class CardProfile:
 
 
 def card(repo: str, entries: Sequence[CardProfile], *, license_id: str, pictures: Sequence[str] = ()) -> str:
-    """The README.md of a repository.
-
-    Args:
-        repo: The repository, ``owner/name``.
-        entries: The profiles of the repository, all of one model.
-        license_id: The license of the profiles, as the hub spells it.
-        pictures: The paths of pictures in the repository.
-
-    Raises:
-        HubError: the profiles are of several models.
-    """
+    """The README.md of a repository, with pictures by their paths there; `HubError` for profiles of several models."""
     models = {entry.profile.model.id for entry in entries}
     if len(models) != 1:
         raise HubError(f"one repository is for one model, not for {', '.join(sorted(models))}; push them one by one")

@@ -30,8 +30,6 @@ class ResolvedProfile:
     """A profile with the place where it was found.
 
     Attributes:
-        path: The path of its file on this machine.
-        profile: The checked profile.
         name: The name that finds the same profile again: a file's name, or a reference with its commit.
         is_own: Whether it is the user's file, beside which results may stand; not a cache's or the catalogue's.
         notes: Advice to the user on how it was found.

@@ -37,8 +37,6 @@ class FetchedProfile:
     """A profile of the hub, on this machine.
 
     Attributes:
-        path: The path of the profile's file.
-        profile: The checked profile.
         reference: The place that it comes from; its revision is a commit.
         notes: Advice to the user: a revision that may move or that moved, and files that were left out.
     """
@@ -51,11 +49,8 @@ class FetchedProfile:
 
 def cache_folder() -> Path:
     """The folder of the store: ``KVTUNER_CACHE``, or ``kvtuner`` in the user's cache folder."""
-    named = os.environ.get(CACHE_VARIABLE)
-    if named:
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvtuner"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(CACHE_VARIABLE) or Path(base, "kvtuner")).expanduser()
 
 
 def store(reference: HubReference, files: Mapping[str, bytes], profile: Profile) -> FetchedProfile:

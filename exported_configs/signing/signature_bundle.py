@@ -87,11 +87,7 @@ class Bundle(BaseModel, strict=True, extra="forbid", frozen=True):
 
 
 def read_bundle(data: bytes) -> Bundle:
-    """Read the content of a signature's file.
-
-    Raises:
-        SignatureError: it is larger than 1 MiB, damaged, or not about one file by its SHA-256.
-    """
+    """Read a signature's file; `SignatureError` above 1 MiB, damaged, or not about one file by its SHA-256."""
     try:
         return Bundle.model_validate(read_document(data, SIGNATURE))
     except ValidationError as error:

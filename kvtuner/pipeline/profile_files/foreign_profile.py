@@ -23,7 +23,7 @@ _SUFFIXES: Final = (".yaml", ".yml", ".json", ".txt")
 def import_profile(
     text: str, file_format: str, *, model: str, revision: str | None = None, **options: Any
 ) -> tuple[Profile, tuple[str, ...]]:
-    """Read another tool's file for a model.
+    """Read another tool's file for a model; returns the profile, and notes on what the file left open.
 
     Args:
         text: The path of the file, or the ranges themselves.
@@ -31,9 +31,6 @@ def import_profile(
         model: The hub id or folder of the model, or ``demo``.
         revision: The branch, tag or commit on the hub.
         **options: Fields of `ImportOptions` that the file does not say.
-
-    Returns:
-        The profile, and notes on what the file left open.
 
     Raises:
         ProfileError: The file cannot be read, or says what no profile can.

@@ -32,11 +32,7 @@ class ListedProfile(NamedTuple):
 
 
 def list_profiles(folder: Path | None, *, model: str | None = None) -> list[ListedProfile]:
-    """Profiles at hand; a file that is no valid profile is named on stderr.
-
-    Args:
-        folder: The folder to look through as well.
-        model: The model that they must fit; any where it is None.
+    """Profiles at hand, and of a folder, that fit a model; a file that is no valid profile is named on stderr.
 
     Raises:
         ProfileError: There is no such folder.

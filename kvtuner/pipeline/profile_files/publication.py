@@ -35,13 +35,7 @@ _PNG: Final = b"\x89PNG\r\n\x1a\n"
 def published_files(path: Path, repo: str, *, license_id: str, with_report: bool) -> dict[str, bytes]:
     """The content of a commit that publishes a profile or the profiles of a run folder, by path in the repository.
 
-    What is sent is what was checked.
-
-    Args:
-        path: The profile or the run folder.
-        repo: The repository, as ``owner/name``.
-        license_id: The license of the profiles, as the hub spells it.
-        with_report: Whether the report goes with them, where the run has one.
+    What is sent is what was checked. A report goes with them where the run has one and `with_report` says so.
 
     Raises:
         ProfileError: A file cannot be read, or does not belong to its profile.
