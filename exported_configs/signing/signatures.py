@@ -66,10 +66,10 @@ class SignerIdentity:
 
 
 class Verified(NamedTuple):
-    """The bytes that a signature covers, which on the disk may be others by now, and the name of its maker."""
+    """The profile that a signature covers, which on the disk may be another by now, and the name of its maker."""
 
     signed_by: str
-    data: bytes
+    profile: Profile
 
 
 def signature_path(path: Path) -> Path:
@@ -104,7 +104,12 @@ def sign_profile(path: Path, signer: Signer) -> Path:
 
 
 def verify_profile(path: Path, identity: SignerIdentity) -> Verified:
-    """Check that a profile's signature is by `identity` and covers what the file holds, or raise `SignatureError`."""
+    """Check that a profile's signature is by `identity` and covers what the file holds.
+
+    Raises:
+        SignatureError: it is not signed by `identity`; says why.
+        ProfileError: it is signed, and no profile.
+    """
     data = _read(path, MAX_PROFILE_BYTES, "profile")
     signature = _read(signature_path(path), SIGNATURE.max_bytes, "signature")
     try:
@@ -119,21 +124,11 @@ def verify_profile(path: Path, identity: SignerIdentity) -> Verified:
         with _private_copy(data, path.name) as (copy, copied_signature):
             copied_signature.write_bytes(signature)
             signers.check_signature(copy, copied_signature, identity, bundle.certificate)
-        return Verified(signed_by(bundle), data)
+        return Verified(signed_by(bundle), load_profile(data, path))
     except SignatureError as error:
         raise SignatureError(f"{signature_path(path)}: {error}") from error
     except OSError as error:
         raise SignatureError(f"no private copy can be made ({error.strerror}); free the temporary folder") from error
-
-
-def load_verified(path: Path, identity: SignerIdentity) -> Profile:
-    """Read and check a profile from the very bytes that `verify_profile` found signed.
-
-    Raises:
-        SignatureError: it is not signed by `identity`.
-        ProfileError: it is signed, and no profile.
-    """
-    return load_profile(verify_profile(path, identity).data, path)
 
 
 def signed_by(bundle: Bundle) -> str:

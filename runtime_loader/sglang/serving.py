@@ -71,9 +71,9 @@ class Serving:
         if request.signed_by is None:
             profile = load_profile(reference.path)
         else:
-            from kvtuner.exported_configs.signing.signatures import SignerIdentity, load_verified
+            from kvtuner.exported_configs.signing.signatures import SignerIdentity, verify_profile
 
-            profile = load_verified(reference.path, SignerIdentity.parse(request.signed_by))
+            profile = verify_profile(reference.path, SignerIdentity.parse(request.signed_by)).profile
         check_digest(profile.digest, reference.digest, str(reference.path))
         return cls(request, profile)
 

@@ -78,7 +78,6 @@ def _variable(name: str | None, flag: str) -> str | None:
 
 
 def _verify(args: Namespace) -> int:
-    from kvtuner.exported_configs.profile.load import load_profile
     from kvtuner.exported_configs.sharing.find import find_profile
     from kvtuner.exported_configs.signing.signatures import SignerIdentity, verify_profile
     from kvtuner.pipeline.progress import say
@@ -89,7 +88,7 @@ def _verify(args: Namespace) -> int:
     for note in resolved.notes:
         say(printable(note))
     verified = verify_profile(resolved.path, identity)
-    profile = load_profile(verified.data, resolved.path)
+    profile = verified.profile
     if profile.digest != resolved.profile.digest:
         raise SignatureError(f"{resolved.path} changed while it was read; run the same command again")
     facts = {

@@ -19,7 +19,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from kvtuner.errors import SignatureError
 from kvtuner.exported_configs.signing.signatures import (
     SignerIdentity,
-    load_verified,
     sign_profile,
     signature_path,
     verify_profile,
@@ -28,6 +27,8 @@ from kvtuner.exported_configs.signing.signers import Signer
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvtuner.exported_configs.profile.profile import Profile
 
 
 NOW = datetime.datetime.now(datetime.UTC)
@@ -126,12 +127,14 @@ def put_certificate(file: Path, holder: Holder) -> None:
     )
 
 
-def test_signer_below_a_trusted_root_is_good(file: Path, folder: Path, root: Holder, middle: Holder) -> None:
+def test_signer_below_a_trusted_root_is_good(
+    file: Path, folder: Path, root: Holder, middle: Holder, profile: Profile
+) -> None:
     signer = certify(folder, "signer", middle)
     sign(file, signer, middle, root)
     for identity in (trust(root), trust(root, middle), trust(middle, root)):
         verified = verify_profile(file, identity)
-        assert (verified.data, verified.signed_by) == (file.read_bytes(), "CN=signer")
+        assert (verified.profile, verified.signed_by) == (profile, "CN=signer")
 
 
 def test_signer_below_another_root_of_the_same_name_is_refused(
@@ -143,7 +146,7 @@ def test_signer_below_another_root_of_the_same_name_is_refused(
     signer = certify(elsewhere, "signer", impostor)
     sign(file, signer, impostor)
     assert "it is not by chain:" in why(file, root)
-    assert load_verified(file, trust(impostor))
+    assert verify_profile(file, trust(impostor))
 
 
 def test_signer_whose_authority_is_no_authority_is_refused(file: Path, folder: Path, root: Holder) -> None:
@@ -158,7 +161,7 @@ def test_missing_middle_is_refused_and_so_is_a_trusted_middle_alone(
     signer = certify(folder, "signer", middle)
     sign(file, signer, root)
     assert "it is not by chain:" in why(file, root)
-    assert load_verified(file, trust(root, middle))
+    assert verify_profile(file, trust(root, middle))
     sign(file, signer, middle)
     assert "it is not by chain:" in why(file, middle)
 
@@ -188,7 +191,7 @@ def test_changed_file_and_changed_certificates_are_refused(
         signature_path(file).write_text(json.dumps({**bundle, "verificationMaterial": material}))
         assert words in why(file, root)
     signature_path(file).write_bytes(pristine)
-    assert load_verified(file, trust(root))
+    assert verify_profile(file, trust(root))
     file.write_bytes(file.read_bytes() + b" ")
     assert "was changed after it was signed" in why(file, root)
 
@@ -208,7 +211,7 @@ def test_certificate_that_is_not_for_signing_is_refused(file: Path, folder: Path
     assert "the certificate is not for signing" in why(file, root)
     uses = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING])
     sign(file, certify(folder, "coder", root, digital_signature=False, extensions=(uses,)), root)
-    assert load_verified(file, trust(root))
+    assert verify_profile(file, trust(root))
 
 
 def test_certificate_with_another_kind_of_key_is_refused(file: Path, folder: Path, root: Holder) -> None:
@@ -253,9 +256,9 @@ def test_who_signed_is_named_by_mail_address_where_the_certificate_has_one(
 def test_kinds_of_signature_are_told_apart(file: Path, folder: Path, root: Holder, keys: Any) -> None:
     sign(file, certify(folder, "signer", root), root)
     with pytest.raises(SignatureError, match="signed with a certificate, but one with a key was asked for: key:"):
-        load_verified(file, SignerIdentity.parse(f"key:{keys()[1]}"))
+        verify_profile(file, SignerIdentity.parse(f"key:{keys()[1]}"))
     with pytest.raises(SignatureError, match="signed with a certificate, but one with Sigstore was asked for"):
-        load_verified(file, SignerIdentity.parse("sigstore:me@example.org,https://issuer.example.org"))
+        verify_profile(file, SignerIdentity.parse("sigstore:me@example.org,https://issuer.example.org"))
 
 
 def test_files_that_do_not_fit_are_refused(file: Path, folder: Path, root: Holder, keys: Any) -> None:
@@ -280,4 +283,4 @@ def test_files_that_do_not_fit_are_refused(file: Path, folder: Path, root: Holde
     sign(file, signer, root)
     for path, words in ((folder / "absent.pem", "No such file"), (key_file, "it is not by chain:")):
         with pytest.raises(SignatureError, match=words):
-            load_verified(file, SignerIdentity.parse(f"chain:{path}"))
+            verify_profile(file, SignerIdentity.parse(f"chain:{path}"))

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from signature_checks import dsse, edit, why
 
 from kvtuner.errors import SignatureError
-from kvtuner.exported_configs.signing.signatures import SignerIdentity, load_verified, signature_path
+from kvtuner.exported_configs.signing.signatures import SignerIdentity, signature_path, verify_profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,7 +128,7 @@ def test_statement_of_the_keys_owner_about_something_else_is_refused(
 def test_forging_by_hand_would_be_let_through_were_the_statement_right(signed: Path, keys: Keys) -> None:
     """So that the refusals above are of what is said and not of how it was signed."""
     forge(signed, keys()[0], lambda statement: statement["subject"][0].update(name="other name.json"))
-    assert load_verified(signed, SignerIdentity.parse(f"key:{keys()[1]}"))
+    assert verify_profile(signed, SignerIdentity.parse(f"key:{keys()[1]}"))
 
 
 def test_signature_of_a_folder_is_no_profiles(signed: Path, keys: Keys, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_mutated_signatures_are_refused_in_one_line_or_say_the_same(signed: Path
             data[start : start + generator.choice([0, 1, 1, 1, 9])] = generator.randbytes(generator.choice([0, 1, 1]))
         target.write_bytes(data)
         try:
-            accepted += load_verified(signed, identity).digest == profile.digest
+            accepted += verify_profile(signed, identity).profile.digest == profile.digest
         except SignatureError as error:
             assert str(error).isprintable() and len(str(error)) < 600
     assert accepted < 20

@@ -23,10 +23,10 @@ from kvtuner.exported_configs.signing import signers
 from kvtuner.exported_configs.signing.signature_bundle import read_bundle
 from kvtuner.exported_configs.signing.signatures import (
     SignerIdentity,
-    load_verified,
     sign_profile,
     signature_path,
     signed_by,
+    verify_profile,
 )
 from kvtuner.exported_configs.signing.signers import Signer, bounded
 
@@ -105,7 +105,7 @@ def test_verification_without_a_network_is_refused_soon(file: Path) -> None:
     signature_path(file).write_bytes(self_made(file))
     start = time.monotonic()
     with pytest.raises(SignatureError, match=r"Sigstore refuses, or cannot be reached: .*; check the network"):
-        load_verified(file, ME)
+        verify_profile(file, ME)
     assert time.monotonic() - start < 20
 
 
@@ -123,7 +123,7 @@ def test_servers_that_never_answer_are_given_up(file: Path, deaf: None, monkeypa
     monkeypatch.setattr(signers, "NETWORK_SECONDS", 0.5)
     start = time.monotonic()
     with pytest.raises(SignatureError, match=r"Sigstore did not answer within 0.5 s"):
-        load_verified(file, ME)
+        verify_profile(file, ME)
     assert time.monotonic() - start < 10
 
 
@@ -131,7 +131,7 @@ def test_changed_file_is_refused_before_anybody_is_asked(file: Path, deaf: None)
     signature_path(file).write_bytes(self_made(file))
     file.write_bytes(file.read_bytes() + b" ")
     with pytest.raises(SignatureError, match="was changed after it was signed"):
-        load_verified(file, ME)
+        verify_profile(file, ME)
 
 
 def test_who_signed_is_read_from_the_certificate(file: Path) -> None:

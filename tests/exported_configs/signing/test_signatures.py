@@ -19,7 +19,6 @@ from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.signing import signers
 from kvtuner.exported_configs.signing.signatures import (
     SignerIdentity,
-    load_verified,
     sign_profile,
     signature_path,
     verify_profile,
@@ -48,9 +47,9 @@ def test_signature_by_a_key_is_good_for_us_the_library_and_by_hand(
     target = sign_profile(file, Signer(private))
     assert target == file.with_name("profile.json.sig")
     verified = verify_profile(file, SignerIdentity.parse(f"key:{public}"))
-    assert verified.data == file.read_bytes()
+    assert verified.profile == profile
     assert verified.signed_by == f"key {hashlib.sha256(public.read_bytes()).hexdigest()}"
-    assert load_verified(file, SignerIdentity.parse(f"key:{public}")).digest == profile.digest
+    assert verify_profile(file, SignerIdentity.parse(f"key:{public}")).profile.digest == profile.digest
     verifying.Config().use_elliptic_key_verifier(public_key=public).verify(file, target)
 
     key = serialization.load_pem_public_key(public.read_bytes())
@@ -70,7 +69,7 @@ def test_signature_that_the_library_made_alone_is_good(file: Path, keys: Keys) -
 
     private, public = keys()
     signing.Config().use_elliptic_key_signer(private_key=private).sign(file, signature_path(file))
-    assert load_verified(file, SignerIdentity.parse(f"key:{public}"))
+    assert verify_profile(file, SignerIdentity.parse(f"key:{public}"))
 
 
 def test_changed_file_is_refused_wherever_it_is_changed(signed: Path, keys: Keys) -> None:
@@ -106,7 +105,7 @@ def test_renamed_profile_is_good_with_its_renamed_signature_only(signed: Path, k
     renamed = signed.rename(signed.with_name("\u00fcnver\u00e4ndert.json"))
     assert "there is no such signature" in why(renamed, f"key:{keys()[1]}")
     signature_path(signed).rename(signature_path(renamed))
-    assert load_verified(renamed, SignerIdentity.parse(f"key:{keys()[1]}"))
+    assert verify_profile(renamed, SignerIdentity.parse(f"key:{keys()[1]}"))
 
 
 def test_link_is_verified_but_not_signed(signed: Path, keys: Keys, tmp_path: Path) -> None:
@@ -117,7 +116,7 @@ def test_link_is_verified_but_not_signed(signed: Path, keys: Keys, tmp_path: Pat
     for number, path in enumerate((signed, signature_path(signed))):
         (snapshot / path.name).symlink_to(path.rename(blobs / f"{number}"))
     link = snapshot / "profile.json"
-    assert load_verified(link, SignerIdentity.parse(f"key:{keys()[1]}"))
+    assert verify_profile(link, SignerIdentity.parse(f"key:{keys()[1]}"))
     with pytest.raises(SignatureError, match="is a link, and its signature would not stand beside the file; sign /"):
         sign_profile(link, Signer(keys()[0]))
     (blobs / "0").write_bytes(b"{}")
@@ -156,7 +155,7 @@ def test_every_way_to_give_a_wrong_password_has_its_words(file: Path, keys: Keys
             sign_profile(file, signer)
         assert not signature_path(file).exists()
     sign_profile(file, Signer(locked, b"open sesame"))
-    assert load_verified(file, SignerIdentity.parse(f"key:{public}"))
+    assert verify_profile(file, SignerIdentity.parse(f"key:{public}"))
 
 
 def test_files_that_hold_no_key_are_refused(signed: Path, keys: Keys, tmp_path: Path) -> None:
@@ -200,7 +199,7 @@ def test_signed_bytes_that_are_no_profile_are_refused_as_such(file: Path, keys: 
     file.write_bytes(b'{"schema_version": 2}')
     signing.Config().use_elliptic_key_signer(private_key=private).sign(file, signature_path(file))
     with pytest.raises(ProfileError, match=r"profile.json: schema_version is 2, but this kvtuner reads 1"):
-        load_verified(file, SignerIdentity.parse(f"key:{public}"))
+        verify_profile(file, SignerIdentity.parse(f"key:{public}"))
 
 
 def test_what_is_loaded_is_what_was_verified(
@@ -214,7 +213,7 @@ def test_what_is_loaded_is_what_was_verified(
         signature_path(signed).write_bytes(b"gone")
 
     monkeypatch.setattr(signers, "check_signature", swap_then_check)
-    assert load_verified(signed, SignerIdentity.parse(f"key:{keys()[1]}")).digest == profile.digest
+    assert verify_profile(signed, SignerIdentity.parse(f"key:{keys()[1]}")).profile.digest == profile.digest
     assert load_profile(signed).digest != profile.digest
 
 
@@ -229,7 +228,7 @@ def test_failed_signing_keeps_the_old_signature(signed: Path, keys: Keys) -> Non
         sign_profile(signed, Half())
     assert signature_path(signed).read_bytes() == before
     assert sorted(path.name for path in signed.parent.glob("*profile*")) == ["profile.json", "profile.json.sig"]
-    assert load_verified(signed, SignerIdentity.parse(f"key:{keys()[1]}"))
+    assert verify_profile(signed, SignerIdentity.parse(f"key:{keys()[1]}"))
 
 
 def test_folder_that_cannot_be_written_is_refused(file: Path, keys: Keys) -> None:
