@@ -6,7 +6,7 @@ Public functions, by module:
   `search_rows` makes of measurements.
 - `evaluation_report`: `evaluation_lines`, `sample_lines`.
 - `bench_report`: `write_report`; `bench_result`: `BenchResult`, `summary_lines`.
-- `profile_report`: `describe`, `summary`, `profile_page`, `strip_html`; `layer_strip`: `profile_strip`.
+- `profile_report`: `describe`, `summary`, `profile_page`, `strip_html`; `layer_strip`: `profile_strip`, `Terminal`.
 - `difference_report`: `difference_lines`, `difference_page`; `profile_difference`: `difference_of`.
-- `table.Table`, `formatting` and `terminal.Terminal` for all of them; `html_page.render` fills ``templates/``.
+- `formatting` for all of them, its `Table` included; `html_page.render` fills ``templates/``.
 """

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.bench.ablation import GROUPS
 from kvtuner.evaluation.scheme import PER_CHANNEL
-from kvtuner.report.formatting import NOT_MEASURED, count, number, percent, plain_json
-from kvtuner.report.table import Table
+from kvtuner.report.formatting import NOT_MEASURED, Table, count, number, percent, plain_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.report.formatting import NOT_MEASURED, fixed, interval, percent, printable
+from kvtuner.report.formatting import Table, interval, printable
 from kvtuner.report.layer_strip import Track, indented, legend, profile_layers, strip_lines, tracks
 from kvtuner.report.profile_difference import CONSTANTS
-from kvtuner.report.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtuner.exported_configs.profile.evidence import QualityRecord
+    from kvtuner.report.layer_strip import Terminal
     from kvtuner.report.profile_difference import LayerChange, ProfileDifference
-    from kvtuner.report.terminal import Terminal
 
 FACTS: Final = ("mean_bits", "effective_bits", "bytes_per_token", "tokens_per_gib", "ratio_to_bf16")
 MARKS: Final = "^=other bits, transform or granularity  ~=other constants only"
@@ -47,7 +45,6 @@ def difference_page(difference: ProfileDifference, names: tuple[str, str]) -> st
         second=second,
         columns=list(zip(first, second, strict=False)),
         changed={change.layer: " and ".join(change.changed) for change in difference.layers or ()},
-        quality=_quality(difference),
         pictures=_pictures(difference),
     )
 
@@ -110,19 +107,6 @@ def _verdict(difference: ProfileDifference) -> str:
         parts.append(f"all quantized layers have another {', '.join(difference.defaults)}")
     text = "; ".join(parts)
     return f"{text[:1].upper()}{text[1:]}."
-
-
-def _quality(difference: ProfileDifference) -> list[tuple[str, ...]]:
-    names = ("KL [95%]", "top-1 as the unquantized model", "perplexity", "unquantized", "read plan")
-    columns = [_quality_column(record) for record in (difference.quality.first, difference.quality.second)]
-    return list(zip(names, *columns, strict=True))
-
-
-def _quality_column(quality: QualityRecord | None) -> tuple[str, ...]:
-    if quality is None:
-        return (NOT_MEASURED,) * 5
-    perplexities = fixed(quality.perplexity, 3), fixed(quality.reference_perplexity, 3)
-    return (interval(quality.measured_kl), percent(quality.top1_agreement), *perplexities, quality.read_plan)
 
 
 def _pictures(difference: ProfileDifference) -> list[tuple[bytes, str]]:

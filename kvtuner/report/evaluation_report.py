@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.exported_configs.identity.mismatch import is_same_configuration
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE
-from kvtuner.report.formatting import fixed, interval, model_name, number, percent
-from kvtuner.report.table import Table
+from kvtuner.report.formatting import Table, fixed, interval, model_name, number, percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,10 +11,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.colors import to_rgba
 
 from kvtuner.precision import tokens_per_gib
-from kvtuner.report.formatting import count, fixed, interval, model_name, number, percent
+from kvtuner.report.formatting import count, fixed, interval, markdown_text, model_name, number, percent
 from kvtuner.report.layer_strip import BAND, KIND_CODES, bits_used, kinds_used
 from kvtuner.report.plots.style import BITS_COLOURS, ink_on
-from kvtuner.report.table import markdown_text
 
 _CSS_PIXELS_PER_PIXEL: Final = 0.625  # pictures have 160 dots per inch; 100 CSS pixels are an inch here
 

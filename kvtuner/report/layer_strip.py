@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import textwrap
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 from kvtuner.precision import NATIVE_BITS
 from kvtuner.transforms import TRANSFORMS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.report.terminal import Terminal
 
 BIT_CODES: Final = {2: "2", 4: "4", 8: "8", 16: "F"}
 PER_CHANNEL: Final = "per channel"
@@ -22,6 +24,29 @@ KIND_CODES: Final = {**{name: kind.letter for name, kind in TRANSFORMS.items()},
 # Of the 256 colours: ink on paper. Darker is wider, far enough apart that lightness alone tells them.
 COLOURS: Final = {"2": (16, 222), "4": (16, 73), "8": (231, 24), "F": (231, 17)}
 BAND: Final = 10  # layers that stay side by side on the narrowest screen
+MIN_WIDTH: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """The columns of the terminal that text goes to, and whether colours may be written."""
+
+    width: int = 80
+    has_colour: bool = False
+
+    @classmethod
+    def of_stdout(cls) -> Terminal:
+        """The terminal that stdout goes to; 80 columns, or those of the variable COLUMNS, where it goes elsewhere."""
+        return cls(max(MIN_WIDTH, shutil.get_terminal_size().columns), wants_colour(sys.stdout, os.environ))
+
+
+def wants_colour(stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """NO_COLOR forbids it, else FORCE_COLOR demands it, else colour is for terminals that are not ``TERM=dumb``."""
+    if environment.get("NO_COLOR"):
+        return False
+    if environment.get("FORCE_COLOR"):
+        return True
+    return environment.get("TERM") != "dumb" and stream.isatty()
 
 
 @dataclass(frozen=True, slots=True)

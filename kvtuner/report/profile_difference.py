@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.precision import NATIVE_BITS, tokens_per_gib
+from kvtuner.precision import NATIVE_BITS, SIDES, tokens_per_gib
 from kvtuner.report.formatting import plain_json
 from kvtuner.report.layer_strip import PER_CHANNEL
 from kvtuner.report.profile_report import ratio_to_bf16
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.evidence import QualityRecord
-    from kvtuner.exported_configs.profile.layer_storage import Fp16Array
     from kvtuner.exported_configs.profile.profile import Profile
 
 CONSTANTS: Final = ("constants",)
@@ -21,15 +21,7 @@ DEFAULTS: Final = ("granularity", "group_size", "symmetric")
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """How one layer is stored.
-
-    Attributes:
-        pair: The bits of keys and values, such as ``K8V4``.
-        k_transform: The transform of keys.
-        v_transform: The transform of values.
-        k_granularity: The granularity of keys; None at 16 bits.
-        constants: The base64 of mu and lambda; None where the transform has none.
-    """
+    """How one layer is stored: keys of 16 bits have no granularity; constants are the base64 of mu and lambda."""
 
     pair: str
     k_transform: str
@@ -44,12 +36,9 @@ class LayerState:
 
 @dataclass(frozen=True, slots=True)
 class LayerChange:
-    """A layer that is stored otherwise.
+    """A layer that the two profiles store differently.
 
     Attributes:
-        layer: The global id of the layer.
-        first: The layer in the first profile.
-        second: The layer in the second profile.
         changed: Some of ``bits``, ``granularity`` of keys that are quantized in both, ``transform``, and
             ``constants`` of one and the same transform.
     """
@@ -62,11 +51,9 @@ class LayerChange:
 
 @dataclass(frozen=True, slots=True)
 class QualityDifference:
-    """Two measured KLs.
+    """The measured qualities of two profiles; None where nothing was measured.
 
     Attributes:
-        first: The quality of the first profile; None where nothing was measured.
-        second: The quality of the second profile; None where nothing was measured.
         apart: What the measurements do not share or what is not known of it; empty where they are of the same tokens.
         intervals_overlap: Whether the intervals overlap; None where one was not measured.
     """
@@ -100,12 +87,9 @@ class ProfileDifference:
     """Two profiles and everything in which they differ.
 
     Attributes:
-        first: The first profile.
-        second: The second profile.
         geometry: The counts of the models that differ, with both values.
         defaults: What all layers share that differs, such as ``k.group_size``, with both values.
         layers: The layers that changed; None where the models have not the same number of layers.
-        quality: The measured KL of both.
     """
 
     first: Profile
@@ -161,12 +145,8 @@ def difference_of(first: Profile, second: Profile) -> ProfileDifference:
 
 def _defaults(first: Profile, second: Profile) -> dict[str, tuple[Any, Any]]:
     """The defaults of keys and values that differ, without the transform, which is compared layer by layer."""
-    sides = (("k", first.defaults.k, second.defaults.k), ("v", first.defaults.v, second.defaults.v))
-    pairs = {
-        f"{side}.{name}": (getattr(before, name), getattr(after, name))
-        for side, before, after in sides
-        for name in DEFAULTS
-    }
+    names = [f"{side}.{name}" for side in SIDES for name in DEFAULTS]
+    pairs = {name: (attrgetter(name)(first.defaults), attrgetter(name)(second.defaults)) for name in names}
     return {name: (before, after) for name, (before, after) in pairs.items() if before != after}
 
 
@@ -196,12 +176,8 @@ def _state(profile: Profile, layer: int) -> LayerState:
         str(profile.transform_name(layer, "k")),
         str(profile.transform_name(layer, "v")),
         None if keys.bits == NATIVE_BITS else profile.defaults.k.granularity,
-        (_data(keys.mu), _data(keys.lam)),
+        (keys.mu.data if keys.mu else None, keys.lam.data if keys.lam else None),
     )
-
-
-def _data(array: Fp16Array | None) -> str | None:
-    return None if array is None else array.data
 
 
 def _quality(first: Profile, second: Profile) -> QualityDifference:

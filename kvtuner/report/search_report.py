@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.report.formatting import fixed, interval, number, percent
+from kvtuner.report.formatting import Table, fixed, interval, number, percent
 from kvtuner.report.search_data import SCORE_TITLES
-from kvtuner.report.table import Table
 from kvtuner.run_folder import write_atomically
 
 if TYPE_CHECKING:

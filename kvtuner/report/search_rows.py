@@ -3,50 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvtuner.evaluation.scheme import CacheScheme
 from kvtuner.evaluation.statistics import spearman
-from kvtuner.evaluation.validation import SequenceSums, kl_difference
-from kvtuner.precision import PACKED_BITS, SIDES, RowShape, effective_bits, mean_bits
+from kvtuner.evaluation.validation import kl_difference
+from kvtuner.precision import PACKED_BITS, SIDES, effective_bits, mean_bits
 from kvtuner.report.layer_strip import LayerRow
 from kvtuner.report.search_data import (
     FrontPoint,
-    OffsetQuality,
     PairAdditivity,
     QualityRow,
     RankCorrelation,
     ScoreSet,
     SensitivityRow,
 )
-from kvtuner.search_spaces.space import LayerChoice, predicted_score
+from kvtuner.search_spaces.space import pairs_of, predicted_score
 
 if TYPE_CHECKING:
-    from kvtuner.calibration.sensitivity import Candidate, CandidateScores, SensitivityTable
+    from collections.abc import Callable, Sequence
+
+    from kvtuner.calibration.sensitivity import CandidateScores, SensitivityTable
     from kvtuner.evaluation.rank_bytes import ServingRanks
+    from kvtuner.evaluation.scheme import CacheScheme
+    from kvtuner.evaluation.validation import SequenceSums
+    from kvtuner.precision import RowShape
+    from kvtuner.search_spaces.space import LayerChoice
     from kvtuner.tuner.exact import Front
 
-MAX_FRONT_POINTS = 400
-Fits = Callable[[CacheScheme], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """The terms that all configurations of a table are judged by.
-
-    Attributes:
-        ranks: The ranks that will serve, whose bytes are counted.
-        fits: Whether a configuration keeps the budget.
-        seed: The seed of the bootstrap.
-    """
-
-    ranks: ServingRanks
-    fits: Fits
-    seed: int
+MAX_FRONT_POINTS: Final = 400
+_CHEAP_SCORES: Final[dict[str, Callable[[CandidateScores], float]]] = {
+    "fisher": lambda scores: scores.fisher,
+    "e_o": lambda scores: scores.e_o,
+    "e_k / e_v": lambda scores: scores.e_self,
+    "e_a": lambda scores: scores.e_a,
+}
 
 
 def layer_rows(configuration: Sequence[LayerChoice]) -> tuple[LayerRow, ...]:
@@ -64,38 +56,20 @@ def sensitivity_rows(table: SensitivityTable) -> tuple[SensitivityRow, ...]:
         for side in SIDES:
             for bits in PACKED_BITS:
                 scores = table.of(layer, side, bits)
-                name = min(scores, key=lambda n: _order(scores[n]))
-                rows.append(SensitivityRow(layer, side, bits, name, _set(scores[name]), _set(scores["none"])))
+                best, plain = min(scores, key=lambda name: _order(scores[name])), scores["none"]
+                rows.append(SensitivityRow(layer, side, bits, best, _score_set(scores[best]), _score_set(plain)))
     return tuple(rows)
-
-
-def _order(scores: CandidateScores) -> tuple[float, float]:
-    return (math.inf if scores.kl is None else scores.kl, scores.fisher)
-
-
-def _set(scores: CandidateScores) -> ScoreSet:
-    return ScoreSet(scores.kl, scores.fisher, scores.e_o)
 
 
 def rank_correlations(table: SensitivityTable) -> tuple[RankCorrelation, ...]:
     """Spearman's rho of each cheap score with isolated KL, over all candidates that have both."""
-    cheap: Mapping[str, Callable[[CandidateScores], float]] = {
-        "fisher": lambda s: s.fisher,
-        "e_o": lambda s: s.e_o,
-        "e_k / e_v": lambda s: s.e_self,
-        "e_a": lambda s: s.e_a,
-    }
     rows = []
-    for name, get in cheap.items():
-        for side in SIDES:
-            if name == "e_a" and side == "v":
-                continue
-            known: list[tuple[Candidate, CandidateScores]] = [
-                (c, s) for c, s in table.scores.items() if c.side == side and s.kl is not None
-            ]
-            x = np.asarray([get(scores) for _, scores in known], dtype=np.float64)
-            y = np.asarray([scores.kl for _, scores in known], dtype=np.float64)
-            rows.append(RankCorrelation(name, side, spearman(x, y) if len(known) > 1 else None))
+    for name, score in _CHEAP_SCORES.items():
+        for side in SIDES[: 1 if name == "e_a" else 2]:
+            scores = [s for candidate, s in table.scores.items() if candidate.side == side and s.kl is not None]
+            x = np.asarray([score(s) for s in scores], dtype=np.float64)
+            y = np.asarray([s.kl for s in scores], dtype=np.float64)
+            rows.append(RankCorrelation(name, side, spearman(x, y) if len(scores) > 1 else None))
     return tuple(rows)
 
 
@@ -121,33 +95,31 @@ def front_points(fronts: Sequence[Front], shape: RowShape) -> tuple[FrontPoint, 
     points = []
     for index in (*range(0, last, step), last):
         configuration = front.configuration(index)
-        pairs = [choice.pair for choice in configuration]
+        pairs = pairs_of(configuration)
         bits = float(effective_bits(pairs, shape)), float(mean_bits(pairs, shape))
         points.append(FrontPoint(*bits, predicted_score(configuration)))
     return tuple(points)
 
 
-def quality_of(
-    offsets: str,
-    positions: str,
-    winner: tuple[CacheScheme, SequenceSums],
-    baselines: Sequence[tuple[CacheScheme, SequenceSums]],
-    reference: SequenceSums,
+def quality_row(
+    scheme: CacheScheme,
+    sums: SequenceSums,
+    winner: SequenceSums | None,
     *,
-    terms: Terms,
-) -> OffsetQuality:
-    """The winner beside its baselines at one kind of offsets."""
-    winner_sums = winner[1]
-    return OffsetQuality(
-        offsets=offsets,
-        positions=positions,
-        reference_perplexity=reference.perplexity,
-        winner=_quality_row(*winner, None, terms),
-        baselines=tuple(_quality_row(scheme, sums, winner_sums, terms) for scheme, sums in baselines),
-    )
+    ranks: ServingRanks,
+    fits_budget: bool,
+    seed: int,
+) -> QualityRow:
+    """A scheme on the report split.
 
-
-def _quality_row(scheme: CacheScheme, sums: SequenceSums, winner: SequenceSums | None, terms: Terms) -> QualityRow:
+    Args:
+        scheme: The scheme.
+        sums: Its results.
+        winner: The winner's results at the same offsets; None for the winner itself.
+        ranks: The ranks that will serve, whose bytes are counted.
+        fits_budget: Whether the budget allows it.
+        seed: The seed of the bootstrap.
+    """
     effective = scheme.effective_bits
     assert effective is not None
     return QualityRow(
@@ -155,11 +127,19 @@ def _quality_row(scheme: CacheScheme, sums: SequenceSums, winner: SequenceSums |
         transforms=scheme.has_transforms,
         mean_bits=scheme.mean_bits,
         effective_bits=effective,
-        bytes_per_token=scheme.bytes_on(terms.ranks),
-        kl=sums.kl_interval(terms.seed),
+        bytes_per_token=scheme.bytes_on(ranks),
+        kl=sums.kl_interval(seed),
         kl_p99=sums.kl_p99,
         top1=sums.top1_agreement,
         perplexity=sums.perplexity,
-        fits_budget=terms.fits(scheme),
-        difference=None if winner is None else kl_difference(sums, winner, terms.seed),
+        fits_budget=fits_budget,
+        difference=None if winner is None else kl_difference(sums, winner, seed),
     )
+
+
+def _order(scores: CandidateScores) -> tuple[float, float]:
+    return math.inf if scores.kl is None else scores.kl, scores.fisher
+
+
+def _score_set(scores: CandidateScores) -> ScoreSet:
+    return ScoreSet(scores.kl, scores.fisher, scores.e_o)

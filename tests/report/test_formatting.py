@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kvtuner.evaluation.statistics import Interval
-from kvtuner.report.formatting import fixed, interval, number, percent, plain_json
+from kvtuner.report.formatting import Table, fixed, interval, markdown_text, number, percent, plain_json
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,25 @@ def test_intervals_shares_and_decimals_read_as_in_the_tables() -> None:
 def test_plain_json_has_null_where_a_number_is_not_finite() -> None:
     nested = {"a": (1, math.nan), "b": {"c": [math.inf, -math.inf, 0.5, True, "x", None]}}
     assert plain_json(nested) == {"a": [1, None], "b": {"c": [None, None, 0.5, True, "x", None]}}
+
+
+def test_numbers_stand_to_the_right_and_names_to_the_left() -> None:
+    table = Table(("", "bits", "note"), [("bf16", "16", "a"), ("K4V4", "4.5", "longer")], left=(0, 2))
+    assert table.lines() == ["      bits  note", "bf16    16  a", "K4V4   4.5  longer"]
+
+
+def test_a_table_without_headers_has_rows_alone() -> None:
+    assert Table(("", ""), [("seed", "7"), ("k", "12")]).lines() == ["seed   7", "k     12"]
+    assert Table(("", ""), []).lines() == []
+
+
+def test_markdown_has_a_rule_under_its_headers_and_a_cell_for_each_header() -> None:
+    assert Table(("", "KL"), [("fp8", "0.1 [0, 1]")]).markdown() == [
+        "|  | KL |",
+        "| --- | --- |",
+        "| fp8 | 0.1 \\[0, 1\\] |",
+    ]
+
+
+def test_text_in_markdown_is_one_line_of_plain_text() -> None:
+    assert markdown_text("a|b\n*c* <script>  `d`") == "a\\|b \\*c\\* \\<script\\> \\`d\\`"

@@ -18,7 +18,7 @@ _COLUMNS: Final = ("profile", "model", "budget", "bits", "B/token", "of bf16", "
 
 def _run(args: Namespace) -> int:
     from kvtuner.pipeline.profile_files.listing import list_profiles
-    from kvtuner.report.table import Table
+    from kvtuner.report.formatting import Table
 
     profiles = [
         _facts(listed) for listed in list_profiles(Path(args.folder) if args.folder else None, model=args.model)

@@ -75,9 +75,8 @@ def _show(args: Namespace) -> int:
 def _lines(profile: Profile, evaluations: Sequence[Evaluation]) -> str:
     from kvtuner.report.evaluation_report import evaluation_lines
     from kvtuner.report.formatting import printable
-    from kvtuner.report.layer_strip import profile_strip
+    from kvtuner.report.layer_strip import Terminal, profile_strip
     from kvtuner.report.profile_report import describe
-    from kvtuner.report.terminal import Terminal
 
     parts = [describe(profile), "\n".join(profile_strip(profile, Terminal.of_stdout()))]
     parts += ["\n".join(map(printable, evaluation_lines(evaluation, profile))) for evaluation in evaluations]

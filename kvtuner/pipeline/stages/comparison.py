@@ -11,7 +11,8 @@ from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.scheme import CacheScheme, Fp8Scheme, UnquantizedScheme
 from kvtuner.evaluation.validation import OFFSETS, UNIFORM_PAIRS, SequenceSums, Validator, kl_difference, pooled
 from kvtuner.pipeline.progress import say
-from kvtuner.report.search_rows import Terms, quality_of
+from kvtuner.report.search_data import OffsetQuality
+from kvtuner.report.search_rows import quality_row
 from kvtuner.tuner.objective import describe, layer_specs
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from kvtuner.calibration.batches import Offsets
     from kvtuner.pipeline.stages.budget_search import SearchOutcome
     from kvtuner.pipeline.stages.search_run import SearchRun
-    from kvtuner.report.search_data import OffsetQuality
+    from kvtuner.report.search_data import QualityRow
     from kvtuner.search_spaces.space import Configuration
 
 HAND_WRITTEN: Final = "hand-written"
@@ -50,21 +51,29 @@ class BaselineComparison:
         """The winner beside its baselines at each kind of offsets, as a report shows them."""
         run = self.run
         tokens, context = run.bench.corpus.splits["report"].shape[1], run.shape.context_length
-        terms = Terms(run.ranks, self.outcome.fits, run.seed)
         positions: dict[Offsets, str] = {
             "small": f"0 to {tokens - 1}",
             "large": f"{max(0, context - tokens)} to {max(context, tokens) - 1}",
         }
         return tuple(
-            quality_of(
-                offsets,
-                positions[offsets],
-                (self.winner, self.measured[self.winner.key][offsets]),
-                [(baseline, self.measured[baseline.key][offsets]) for baseline in self.baselines],
-                self.measured[self.reference.key][offsets],
-                terms=terms,
+            OffsetQuality(
+                offsets=offsets,
+                positions=positions[offsets],
+                reference_perplexity=self.measured[self.reference.key][offsets].perplexity,
+                winner=self._row(self.winner, offsets),
+                baselines=tuple(self._row(baseline, offsets) for baseline in self.baselines),
             )
             for offsets in OFFSETS
+        )
+
+    def _row(self, scheme: CacheScheme, offsets: Offsets) -> QualityRow:
+        return quality_row(
+            scheme,
+            self.measured[scheme.key][offsets],
+            None if scheme is self.winner else self.measured[self.winner.key][offsets],
+            ranks=self.run.ranks,
+            fits_budget=self.outcome.fits(scheme),
+            seed=self.run.seed,
         )
 
 
