@@ -7,6 +7,6 @@ Public functions, by module:
 - `evaluation_report`: `evaluation_lines`, `sample_lines`.
 - `bench_report`: `write_report`; `bench_result`: `BenchResult`, `summary_lines`.
 - `profile_report`: `describe`, `summary`, `profile_page`, `strip_html`; `layer_strip`: `profile_strip`, `Terminal`.
-- `difference_report`: `difference_lines`, `difference_page`; `profile_difference`: `difference_of`.
+- `profile_difference`: `difference_of`, `difference_lines`, `difference_page`.
 - `formatting` for all of them, its `Table` included; `html_page.render` fills ``templates/``.
 """

@@ -112,12 +112,12 @@ def _quality(result: BenchResult) -> list[Table]:
 
 
 def _memory(result: BenchResult) -> Table:
-    sizes = [(scheme, size) for scheme in result.schemes if (size := scheme.bytes_per_token) is not None]
+    sizes = [(scheme, size) for scheme in result.schemes if (size := scheme.scheme.bytes_per_token) is not None]
     largest = max((size for _, size in sizes), default=0)
     rows = [
         (
             scheme.name,
-            number(scheme.bits),
+            number(scheme.scheme.effective_bits),
             count(size),
             count(tokens_per_gib(size)),
             f"{largest / size:.2f}x",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvtuner.bench.load_metrics import SchemeRun
     from kvtuner.bench.load_target import ServerRecord
     from kvtuner.evaluation.scheme import CacheScheme
-    from kvtuner.exported_configs.profile.evaluation_record import Cell, Evaluation, Result, ResultProvenance
+    from kvtuner.exported_configs.profile.evaluation_record import Evaluation, ResultProvenance
     from kvtuner.exported_configs.profile.evidence import ModelIdentity
     from kvtuner.exported_configs.profile.profile import Profile
 
@@ -46,19 +46,9 @@ class SchemeResult:
         return self.scheme.name
 
     @property
-    def bytes_per_token(self) -> int | None:
-        """The stored bytes of a token; None where nothing stores it yet."""
-        return self.scheme.bytes_per_token
-
-    @property
     def tokens_that_fit(self) -> int | None:
         """The tokens that the server has room for; None where it was not served."""
         return None if self.server is None else self.server.tokens_that_fit
-
-    @property
-    def bits(self) -> float | None:
-        """The effective bits of a value in the cache, with its scales."""
-        return self.scheme.effective_bits
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """The figures of the loads of a kind, in the order in which they were sent."""
@@ -75,8 +65,8 @@ class SchemeResult:
         return {
             "name": self.name,
             "group": GROUPS.get(self.name),
-            "bytes_per_token": self.bytes_per_token,
-            "effective_bits": self.bits,
+            "bytes_per_token": self.scheme.bytes_per_token,
+            "effective_bits": self.scheme.effective_bits,
             "refused": self.refused,
             "server": None if self.server is None else asdict(self.server),
             "loads": [] if self.run is None else self.run.rows(),
@@ -111,13 +101,10 @@ class BenchResult:
         refused = [scheme for scheme in self.schemes if scheme.refused is not None and not _is_expected(scheme)]
         return failed + [f"{scheme.name}: not served: {scheme.refused}" for scheme in refused]
 
-    def quality(self, name: str, measure: str) -> tuple[Cell, Result] | None:
-        """The first cell of a measure that holds a scheme: of likelihoods, the one at the beginning of the context."""
-        for cell in self.evaluation.cells if self.evaluation is not None else ():
-            for result in cell.results:
-                if cell.measure == measure and result.subject == name:
-                    return cell, result
-        return None
+    def quality(self, name: str, measure: str) -> float | None:
+        """A scheme's mean of a measure: of likelihoods, of those at the beginning of the context; None without one."""
+        cells = [] if self.evaluation is None else [cell for cell in self.evaluation.cells if cell.measure == measure]
+        return next((result.mean for cell in cells for result in cell.results if result.subject == name), None)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -151,11 +138,11 @@ def overview(result: BenchResult) -> Table:
     headers = ["", "bits", "bytes/token", "tokens that fit", *quality, *speed]
     rows, lanes = [], _common_concurrency(result)
     for scheme in result.schemes:
-        size, fit = count(scheme.bytes_per_token), count(scheme.tokens_that_fit)
-        row = [_labelled(result, scheme), number(scheme.bits), size, fit]
+        bits, size = number(scheme.scheme.effective_bits), count(scheme.scheme.bytes_per_token)
+        row = [_labelled(result, scheme), bits, size, count(scheme.tokens_that_fit)]
         if result.evaluation is not None:
-            kl, top1 = (result.quality(scheme.name, name) for name in ("kl_nats_per_token", "top1_agreement"))
-            row += [number(kl[1].mean if kl else None), percent(top1[1].mean if top1 else None)]
+            row.append(number(result.quality(scheme.name, "kl_nats_per_token")))
+            row.append(percent(result.quality(scheme.name, "top1_agreement")))
         rows.append([*row, *_speed(scheme, lanes)])
     return Table(headers, rows)
 

@@ -95,7 +95,11 @@ def evaluation_context(evaluation: Evaluation, profile: Profile) -> dict[str, An
         "headers": ("", "units", *names, "clear differences"),
         "cells": [("bytes per token", "", *sizes, ""), *cells],
         "notes": notes,
-        "provenance": _provenance(evaluation, profile),
+        "model": _model(evaluation, profile),
+        "data": _data(evaluation),
+        "failures": _failures(evaluation.cells),
+        "making": evaluation.making,
+        "versions": versions_text(evaluation.making),
     }
 
 
@@ -138,18 +142,6 @@ def _data(evaluation: Evaluation) -> str:
 
 def _failures(cells: Sequence[Cell]) -> int:
     return sum(result.failures for cell in cells for result in cell.results)
-
-
-def _provenance(evaluation: Evaluation, profile: Profile) -> list[tuple[str, str]]:
-    made, failures = evaluation.making, _failures(evaluation.cells)
-    return [
-        ("model", _model(evaluation, profile)),
-        ("text", _data(evaluation)),
-        *([("answers that never came", f"{failures:,}")] if failures else []),
-        ("made by", made.command),
-        ("on", made.machine),
-        ("with", versions_text(made)),
-    ]
 
 
 def _clear_text(cell: Cell) -> str:

@@ -6,11 +6,10 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtuner.evaluation.statistics import Interval
 from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
 from kvtuner.precision import tokens_per_gib
 from kvtuner.report.evaluation_report import evaluation_context
-from kvtuner.report.formatting import fixed, interval, printable
+from kvtuner.report.formatting import interval, printable
 from kvtuner.report.layer_strip import profile_layers
 
 if TYPE_CHECKING:
@@ -124,7 +123,6 @@ def _article(shown: ShownProfile) -> dict[str, Any]:
         "layers": profile_layers(profile),
         "kl": None if profile.quality is None else profile.quality.measured_kl,
         "picture": profile_picture(points, {"first": "this profile"}) if points else None,
-        "baselines": _baselines(profile),
         "evaluations": [evaluation_context(evaluation, profile) for evaluation in shown.evaluations],
         "command": _serve_command(shown),
     }
@@ -134,18 +132,6 @@ def _sizes(profile: Profile, tp_size: int) -> tuple[int, int, int]:
     """Bytes per token on a rank: the profile's, fp8's and bf16's."""
     bf16 = profile.to_geometry().bf16_bytes_per_token(tp_size=tp_size)
     return profile.bytes_per_token(tp_size), bf16 // 2, bf16
-
-
-def _baselines(profile: Profile) -> list[tuple[str, ...]]:
-    """The profile's own figures, then the baselines' from most to least memory."""
-    if (quality := profile.quality) is None:
-        return []
-    bits = fixed(float(profile.mean_bits)), fixed(float(profile.effective_bits))
-    rows = [
-        (b.name, interval(Interval(b.kl_mean, b.kl_low, b.kl_high)), fixed(b.mean_bits), fixed(b.effective_bits))
-        for b in sorted(quality.baselines, key=lambda baseline: (-baseline.effective_bits, baseline.name))
-    ]
-    return [("this profile", interval(quality.measured_kl), *bits), *rows]
 
 
 def _serve_command(shown: ShownProfile) -> str:

@@ -24,14 +24,7 @@ _SUMMARY: Final = (
 
 
 def write_report(data: ReportData, folder: Path) -> Path:
-    """Write the page and, beside it, its pictures as PNG files.
-
-    Args:
-        data: The data of the report.
-        folder: The folder to write to, made if absent.
-
-    Returns:
-        The path of the HTML file, which needs none of the others.
+    """Write the page and, beside it, its pictures as PNG files; returns the path of the page, which needs no other.
 
     Raises:
         RunFolderError: The disk is full or the folder cannot be written.
@@ -47,12 +40,7 @@ def write_report(data: ReportData, folder: Path) -> Path:
 
 
 def search_page(data: ReportData, pictures: Mapping[str, bytes]) -> str:
-    """The page.
-
-    Args:
-        data: The data of the report.
-        pictures: PNG bytes by the names of `kvtuner.report.plots.search_plots.PICTURES`.
-    """
+    """The page, with PNG bytes by the names of `kvtuner.report.plots.search_plots.PICTURES`."""
     from kvtuner.report.html_page import render
 
     return render(
@@ -61,10 +49,8 @@ def search_page(data: ReportData, pictures: Mapping[str, bytes]) -> str:
         data=data,
         score_titles=SCORE_TITLES,
         level=f"{100 * data.interval_level:g}%",
-        verdict=_verdict(data),
         remarks=_remarks(data),
         pictures=pictures,
-        descriptions=_descriptions(data),
         transform_gains=_transform_gains(data.sensitivity),
     )
 
@@ -154,22 +140,6 @@ def _printable(text: str) -> str:
     return "".join(c if c.isascii() and c.isprintable() else "?" for c in text)
 
 
-def _verdict(data: ReportData) -> str:
-    """The winner's KL beside the best uniforms that the budget allows."""
-    quality = data.quality[0] if data.quality else None
-    if quality is None or quality.winner.kl is None:
-        return "The quality of this configuration was not measured."
-    text = (
-        f"KL against the unquantized cache: {interval(quality.winner.kl)} nats per token"
-        f" ({quality.offsets} position offsets)."
-    )
-    for transforms, kind in ((False, "without transforms"), (True, "with the best transforms")):
-        rival = quality.best_baseline(transforms=transforms)
-        if rival is not None and rival.kl is not None:
-            text += f" Best uniform inside the budget {kind}: {rival.name} with {interval(rival.kl)}."
-    return text
-
-
 def _transform_gains(rows: Sequence[SensitivityRow]) -> list[tuple[str, ...]]:
     cells = sorted({(row.side, row.bits) for row in rows})
     gains = [_transform_gain([row for row in rows if (row.side, row.bits) == cell]) for cell in cells]
@@ -185,36 +155,3 @@ def _transform_gain(rows: Sequence[SensitivityRow]) -> tuple[str, ...] | None:
             ratio = math.exp(sum(logs) / len(logs))
             return rows[0].side.upper(), str(rows[0].bits), title, f"{ratio:.2f}x", str(len(logs))
     return None
-
-
-def _descriptions(data: ReportData) -> dict[str, str]:
-    """Each picture as a sentence, for those who do not see it."""
-    layers = ", ".join(f"layer {row.layer} {row.pair}" for row in data.layers)
-    uniforms = ", ".join(f"K{cell.k_bits}V{cell.v_bits} {number(cell.kl)}" for cell in data.uniform_kl)
-    return {
-        "chosen-bits": f"Bits of keys and values: {layers}",
-        "pareto-front": f"KL against effective bits: {_front_text(data)}",
-        "sensitivity": f"{SCORE_TITLES[data.score]} by layer, at 2, 4 and 8 bits. {_worst_text(data)}",
-        "uniform-kl": f"KL of uniform pairs: {uniforms}",
-        "history": _history_text(data),
-    }
-
-
-def _front_text(data: ReportData) -> str:
-    rows = [row for quality in data.quality[:1] for row in (quality.winner, *quality.baselines)]
-    return "; ".join(
-        f"{row.label} at {row.effective_bits:.2f} bits has {number(row.kl.mean if row.kl else None)}" for row in rows
-    )
-
-
-def _worst_text(data: ReportData) -> str:
-    scores = [(row.best.get(data.score), row) for row in data.sensitivity if row.bits == 2]
-    measured = [(score, row) for score, row in scores if score is not None]
-    worst = sorted(measured, key=lambda item: -item[0])[:3]
-    return "Worst at 2 bits: " + ", ".join(f"layer {row.layer} {row.side.upper()} {number(v)}" for v, row in worst)
-
-
-def _history_text(data: ReportData) -> str:
-    values = [trial.value for trial in data.trials if trial.feasible and trial.value is not None]
-    best = number(min(values, default=None))
-    return f"Measured KL by trial: {len(data.trials)} trials, {len(values)} measured, best {best}"

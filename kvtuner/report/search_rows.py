@@ -114,10 +114,10 @@ def quality_row(
 
     Args:
         scheme: The scheme.
-        sums: Its results.
+        sums: The results of the scheme.
         winner: The winner's results at the same offsets; None for the winner itself.
         ranks: The ranks that will serve, whose bytes are counted.
-        fits_budget: Whether the budget allows it.
+        fits_budget: Whether the budget allows the scheme.
         seed: The seed of the bootstrap.
     """
     effective = scheme.effective_bits

@@ -10,9 +10,8 @@ import pytest
 
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.evidence import ModelIdentity, Provenance
-from kvtuner.report.difference_report import difference_lines, difference_page
 from kvtuner.report.layer_strip import Terminal
-from kvtuner.report.profile_difference import difference_of
+from kvtuner.report.profile_difference import difference_lines, difference_of, difference_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable

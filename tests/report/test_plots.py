@@ -15,9 +15,14 @@ from matplotlib.image import imread
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.report.layer_strip import LayerRow
 from kvtuner.report.plots import style
-from kvtuner.report.plots.grid_plots import chosen_bits, sensitivity_heatmap, uniform_kl_table
 from kvtuner.report.plots.kl_by_bits import search_picture
-from kvtuner.report.plots.search_plots import PICTURES, optimization_history
+from kvtuner.report.plots.search_plots import (
+    PICTURES,
+    chosen_bits,
+    optimization_history,
+    sensitivity_heatmap,
+    uniform_kl_table,
+)
 from kvtuner.report.plots.style import BITS_COLOURS
 from kvtuner.report.search_data import (
     SAMPLED,

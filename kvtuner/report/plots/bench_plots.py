@@ -45,7 +45,7 @@ def _chart(draw: Callable[[Axes, BenchResult], None], result: BenchResult) -> by
 def _memory(axes: Axes, result: BenchResult) -> None:
     axes.set_ylabel("tokens per GiB, thousands")
     axes.grid(axis="y")
-    _scatter(axes, result, lambda scheme: GIB / scheme.bytes_per_token / 1e3 if scheme.bytes_per_token else None)
+    _scatter(axes, result, lambda scheme: GIB / size / 1e3 if (size := scheme.scheme.bytes_per_token) else None)
 
 
 def _quality(axes: Axes, result: BenchResult) -> None:
@@ -55,16 +55,16 @@ def _quality(axes: Axes, result: BenchResult) -> None:
 
 
 def _kl(result: BenchResult, scheme: SchemeResult) -> float | None:
-    measured = result.quality(scheme.name, "kl_nats_per_token")
-    return measured[1].mean if measured and style.is_positive(measured[1].mean) else None
+    kl = result.quality(scheme.name, "kl_nats_per_token")
+    return kl if style.is_positive(kl) else None
 
 
 def _scatter(axes: Axes, result: BenchResult, value: Callable[[SchemeResult], float | None]) -> None:
     """A named point for each scheme that has bits and a value."""
     labels = [
-        Label(scheme.name, scheme.bits, y)
+        Label(scheme.name, bits, y)
         for scheme in result.schemes
-        if scheme.bits is not None and (y := value(scheme)) is not None
+        if (bits := scheme.scheme.effective_bits) is not None and (y := value(scheme)) is not None
     ]
     for label in labels:
         marker, size = ("D", 8) if label.text == PROFILE else ("o", 6)

@@ -42,16 +42,10 @@ def place_labels(
     markers: Sequence[tuple[float, float]],
     background: Sequence[tuple[float, float]] = (),
 ) -> list[Annotation]:
-    """Write every label at the nearest free place around its point, far ones with a thin line to it.
+    """Write labels, the most important first, at the nearest free place around their points; far ones get a thin line.
 
-    The axes' limits and scales must be final. Places are tried from near to far; if none is free, the one
-    that hides least is taken.
-
-    Args:
-        axes: The axes to write on.
-        labels: The labels, in order of importance.
-        markers: The points in data coordinates that labels must not cover.
-        background: The small points that labels cover only where there is no other room.
+    The limits and scales of the axes must be final. If no place is free, the one that hides least is taken: labels
+    must not cover markers, and the small points of the background only where there is no other room.
     """
     figure = axes.get_figure(root=True)
     assert figure is not None
