@@ -79,26 +79,16 @@ def sample_lines(prompt: str, answers: Mapping[str, str | None]) -> list[str]:
 def evaluation_context(evaluation: Evaluation, profile: Profile) -> dict[str, Any]:
     """What ``templates/evaluation.html`` shows: every scheme side by side, and which differences are clear."""
     names = [scheme.name for scheme in evaluation.subjects]
-    sizes = [f"{scheme.bytes_per_token:,}" for scheme in evaluation.subjects]
-    cells = [
-        (cell_title(cell), f"{cell.units:,}", *cell_values(cell, names), _clear_text(cell)) for cell in evaluation.cells
-    ]
-    flags = {cell.flag for cell in evaluation.cells}
-    notes = [f"{flag}: {text[2:]}" for flag, text in FLAGS.items() if flag in flags]
-    if count := sum(len(cell.differences) for cell in evaluation.cells):
-        notes.append(
-            f"The last column holds differences of the profile from another scheme, paired, with p below {SIGNIFICANT};"
-            f" of {count}, {SIGNIFICANT * count:.0f} would look so by chance."
-        )
     return {
-        "backend": f"{evaluation.host.kind}, {_reads(evaluation)}",
-        "headers": ("", "units", *names, "clear differences"),
-        "cells": [("bytes per token", "", *sizes, ""), *cells],
-        "notes": notes,
+        "evaluation": evaluation,
+        "reads": _reads(evaluation),
+        "rows": [(cell_title(cell), cell.units, cell_values(cell, names), _clear(cell)) for cell in evaluation.cells],
+        "flags": [(flag, text[2:]) for flag, text in FLAGS.items() if any(c.flag == flag for c in evaluation.cells)],
+        "differences": sum(len(cell.differences) for cell in evaluation.cells),
+        "significant": SIGNIFICANT,
         "model": _model(evaluation, profile),
         "data": _data(evaluation),
         "failures": _failures(evaluation.cells),
-        "making": evaluation.making,
         "versions": versions_text(evaluation.making),
     }
 
@@ -144,12 +134,8 @@ def _failures(cells: Sequence[Cell]) -> int:
     return sum(result.failures for cell in cells for result in cell.results)
 
 
-def _clear_text(cell: Cell) -> str:
-    return "; ".join(
-        f"{each.other}: {interval(each)}, p {number(each.p_value, 2)}"
-        for each in cell.differences
-        if each.p_value < SIGNIFICANT
-    )
+def _clear(cell: Cell) -> list[PairedDifference]:
+    return [difference for difference in cell.differences if difference.p_value < SIGNIFICANT]
 
 
 def _quoted(text: str) -> list[str]:
@@ -193,15 +179,15 @@ def _value_text(cell: Cell, result: Result | None) -> str:
 
 def _clear_differences(cells: Sequence[Cell]) -> list[str]:
     """Differences that are clear, of how many, so that nobody takes one of twenty for a result."""
-    differences = [(cell, difference) for cell in cells for difference in cell.differences]
-    clear = [(cell, difference) for cell, difference in differences if difference.p_value < SIGNIFICANT]
-    chance = f"by chance {SIGNIFICANT * len(differences):.0f} of {len(differences)} would look so"
-    if not clear:
-        return [f"no clear difference of the profile from another scheme; {chance}"] if differences else []
+    total = sum(len(cell.differences) for cell in cells)
+    chance = f"by chance {SIGNIFICANT * total:.0f} of {total} would look so"
     rows = [
         (f"  {PROFILE} - {difference.other}", f"{cell.level} {_short_title(cell)}", *_difference(cell, difference))
-        for cell, difference in clear
+        for cell in cells
+        for difference in _clear(cell)
     ]
+    if not rows:
+        return [f"no clear difference of the profile from another scheme; {chance}"] if total else []
     return [f"clear differences, paired ({chance})", *Table([""] * 5, rows, left=(0, 1)).lines()]
 
 

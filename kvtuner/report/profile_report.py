@@ -118,20 +118,11 @@ def _article(shown: ShownProfile) -> dict[str, Any]:
         "profile": profile,
         "facts": summary(profile),
         "ratio": f"{ratio_to_bf16(profile):.2f}x",
-        "sizes": _sizes(profile, 1),
-        "rank_sizes": _sizes(profile, profile.budget.tp_size),
         "layers": profile_layers(profile),
-        "kl": None if profile.quality is None else profile.quality.measured_kl,
         "picture": profile_picture(points, {"first": "this profile"}) if points else None,
         "evaluations": [evaluation_context(evaluation, profile) for evaluation in shown.evaluations],
         "command": _serve_command(shown),
     }
-
-
-def _sizes(profile: Profile, tp_size: int) -> tuple[int, int, int]:
-    """Bytes per token on a rank: the profile's, fp8's and bf16's."""
-    bf16 = profile.to_geometry().bf16_bytes_per_token(tp_size=tp_size)
-    return profile.bytes_per_token(tp_size), bf16 // 2, bf16
 
 
 def _serve_command(shown: ShownProfile) -> str:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvtuner.errors import RunFolderError
 from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval
-from kvtuner.precision import tokens_per_gib
 from kvtuner.report.formatting import plain_json
 from kvtuner.report.layer_strip import LayerRow  # noqa: TC001 - pydantic looks it up to read the JSON
 
@@ -43,16 +42,6 @@ class BudgetOutcome:
     bf16_bytes_per_token: int
     tp_size: int = 1
     pp_size: int = 1
-
-    @property
-    def tokens_per_gib(self) -> int:
-        """Tokens that fit into 1 GiB."""
-        return tokens_per_gib(self.bytes_per_token)
-
-    @property
-    def bf16_tokens_per_gib(self) -> int:
-        """Tokens of the unquantized cache that fit into 1 GiB."""
-        return tokens_per_gib(self.bf16_bytes_per_token)
 
     @property
     def rank(self) -> str:
@@ -219,19 +208,15 @@ class ReportData:
 
     Attributes:
         score: The score that bits were allocated by.
-        layers: The winner, in the order of layers.
         quality: The quality on the report split; the first entry is drawn in the front's picture.
         sensitivity: The scores of every layer, side and width, in any order.
         front: The exact front, by ascending bits.
-        measured: The configurations that were measured on the select split.
         gain: The nats per token by which the study's best is below the exact solution on the select split; None
             where nothing was searched or the exact solution was not measured.
         uniform_winner: The label of the uniform that took the searched configuration's place; None if that won.
-        uniform_kl: The cells of the K x V table.
-        uniform_kl_transforms: Whether that table is with the best transforms.
+        uniform_kl: The cells of the K x V table, with the best transforms where `uniform_kl_transforms`.
         forwards: The forward passes by phase.
         provenance: The rows of names and values that say nothing of a machine.
-        interval_level: The confidence of every interval.
     """
 
     model: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtuner.precision import tokens_per_gib
 from kvtuner.report.formatting import Table, fixed, interval, number, percent
 from kvtuner.report.search_data import SCORE_TITLES
 from kvtuner.run_folder import write_atomically
@@ -70,8 +71,8 @@ def summary_json(data: ReportData) -> dict[str, Any]:
     full = data.to_json()
     budget = {
         **full["budget"],
-        "tokens_per_gib": data.budget.tokens_per_gib,
-        "bf16_tokens_per_gib": data.budget.bf16_tokens_per_gib,
+        "tokens_per_gib": tokens_per_gib(data.budget.bytes_per_token),
+        "bf16_tokens_per_gib": tokens_per_gib(data.budget.bf16_bytes_per_token),
         "tokens_against_bf16": round(data.budget.ratio, 4),
     }
     layers = [row.pair for row in data.layers]
@@ -81,12 +82,13 @@ def summary_json(data: ReportData) -> dict[str, Any]:
 
 def _outcome_lines(data: ReportData) -> list[str]:
     budget = data.budget
+    stored, bf16 = budget.bytes_per_token, budget.bf16_bytes_per_token
     rows = [
         ("model", data.model),
         ("asked", f"{budget.asked}, read plan {data.read_plan}"),
         ("reached", f"mean_bits {budget.mean_bits:.3f}, effective_bits {budget.effective_bits:.3f}"),
-        ("bytes per token", f"{budget.bytes_per_token:,} (bf16 {budget.bf16_bytes_per_token:,}){budget.rank}"),
-        ("tokens per GiB", f"{budget.tokens_per_gib:,} (bf16 {budget.bf16_tokens_per_gib:,}): {budget.ratio:.2f}x"),
+        ("bytes per token", f"{stored:,} (bf16 {bf16:,}){budget.rank}"),
+        ("tokens per GiB", f"{tokens_per_gib(stored):,} (bf16 {tokens_per_gib(bf16):,}): {budget.ratio:.2f}x"),
         *_remarks(data),
     ]
     return [f"{name:<17}{value}" for name, value in rows]

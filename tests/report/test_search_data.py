@@ -79,11 +79,3 @@ def test_the_best_baseline_is_inside_the_budget_and_of_the_kind_asked_for(
     assert (plain.label, transformed.label) == ("K4V4", "K4V4 + transforms")
     none_fits = replace(quality, baselines=tuple(replace(row, fits_budget=False) for row in quality.baselines))
     assert none_fits.best_baseline(transforms=False) is None
-
-
-def test_capacity_follows_from_the_bytes_of_a_token() -> None:
-    budget = BudgetOutcome("4bit", 4.0, 4.25, bytes_per_token=816, bf16_bytes_per_token=3072)
-    assert (budget.tokens_per_gib, budget.bf16_tokens_per_gib) == (2**30 // 816, 2**30 // 3072)
-    assert budget.ratio == pytest.approx(3072 / 816)
-    assert budget.rank == ""
-    assert replace(budget, tp_size=2, pp_size=3).rank == " on a rank of TP 2 x PP 3"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.report.search_data import ReportData
+    from kvtuner.report.search_data import QualityRow, ReportData
 
     Kind = Literal["first", "second", "transforms", "plain"]
     Place = tuple[float, float]  # effective bits, KL
@@ -37,13 +37,7 @@ _LOOKS: Final[dict[str, dict[str, Any]]] = {
     "second": {"marker": "D", "mfc": style.BLUE, "mec": style.INK, "ms": 11},
     "first": {"marker": "*", "mfc": style.ORANGE, "mec": style.INK, "mew": 1.4, "ms": 16},
 }
-_TRANSFORMED: Final = "uniform, best transforms"
-PROFILE_TITLES: Final = {"plain": "uniform or fp8, no transforms", "transforms": _TRANSFORMED}
-SEARCH_TITLES: Final = {
-    "plain": "uniform, no transforms",
-    "transforms": _TRANSFORMED,
-    "first": "searched (winner)",
-}
+_TITLES: Final = {"plain": "uniform, no transforms", "transforms": "uniform, best transforms"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +80,10 @@ def profile_points(profile: Profile, name: str, kind: Kind = "first") -> list[Kl
 
 def profile_picture(points: Sequence[KlPoint], titles: Mapping[str, str]) -> tuple[bytes, str]:
     """PNG of at least one point and its description; titles name the kinds ``first`` and ``second`` in the legend."""
-    titles = PROFILE_TITLES | dict(titles)
 
     def draw(figure: Figure) -> None:
-        _draw_points(figure, points, titles, xlabel="effective bits per element", margin_bits=0.5)
+        labels = {"plain": "uniform or fp8, no transforms", **titles}
+        _draw_points(figure, points, labels, xlabel="effective bits per element", margin_bits=0.5)
 
     png = style.render(draw, width=WIDTH, height=4.4)
     return png, "KL by effective bits: " + "; ".join(point.text() for point in points)
@@ -108,22 +102,17 @@ def _draw_search(figure: Figure, data: ReportData) -> None:
     front = [(p.effective_bits, p.predicted_kl) for p in data.front if p.predicted_kl > 0 and p.effective_bits <= end]
     if not (points or measured or front):
         return style.say_nothing_measured(figure.add_subplot())
-    xlabel = "effective bits per element (codes, scales and padding)"
-    _draw_points(figure, points, SEARCH_TITLES, xlabel=xlabel, margin_bits=0.3, measured=measured, front=sorted(front))
+    titles, xlabel = {"first": "searched (winner)"}, "effective bits per element (codes, scales and padding)"
+    _draw_points(figure, points, titles, xlabel=xlabel, margin_bits=0.3, measured=measured, front=sorted(front))
 
 
 def _search_points(data: ReportData) -> list[KlPoint]:
     """The winner and its baselines at the first kind of offsets, as far as they were measured."""
-    points = []
+    rows: list[tuple[str, Kind, QualityRow]] = []
     for quality in data.quality[:1]:
-        if quality.winner.kl:
-            points.append(KlPoint("winner", quality.winner.effective_bits, quality.winner.kl, "first"))
-        for row in quality.baselines:
-            if row.kl:
-                points.append(
-                    KlPoint(row.name, row.effective_bits, row.kl, "transforms" if row.transforms else "plain")
-                )
-    return points
+        rows.append(("winner", "first", quality.winner))
+        rows += [(row.name, "transforms" if row.transforms else "plain", row) for row in quality.baselines]
+    return [KlPoint(name, row.effective_bits, row.kl, kind) for name, kind, row in rows if row.kl]
 
 
 def _draw_points(
@@ -153,7 +142,7 @@ def _draw_points(
             lows, means, highs = zip(*(_raised(_ends([point]), floor) for point in chosen), strict=True)
             bits, low_kls = zip(*lows, strict=True)
             axes.vlines(bits, low_kls, [kl for _, kl in highs], color=style.INK, lw=1.2, zorder=4)
-            axes.plot(*zip(*means, strict=True), ls="", zorder=5, label=titles[kind], **look)
+            axes.plot(*zip(*means, strict=True), ls="", zorder=5, label=titles.get(kind) or _TITLES[kind], **look)
     bits, kls = zip(*_raised(places, floor), strict=True)
     axes.set_xlim(min(bits) - margin_bits, max(bits) + margin_bits)
     axes.set_ylim(min(kls) / 1.8, max(kls) * 1.8)
