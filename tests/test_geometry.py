@@ -26,12 +26,13 @@ def config(prefix: str, **fields: Any) -> Any:
     return getattr(transformers, f"{prefix}Config")(**fields)
 
 
-LLAMA_3_8B = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
+def sizes(hidden: int, layers: int, heads: int, kv_heads: int | None = None, **more: Any) -> dict[str, Any]:
+    """The fields that most configurations have."""
+    fields = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, **more}
+    return fields if kv_heads is None else {**fields, "num_key_value_heads": kv_heads}
+
+
+LLAMA_3_8B = sizes(4096, 32, 32, 8)
 
 
 @pytest.mark.parametrize(
@@ -40,79 +41,27 @@ LLAMA_3_8B = {
         ("Llama", LLAMA_3_8B, (32, 32, 8, 128, 128)),
         ("Llama", {**LLAMA_3_8B, "num_key_value_heads": None}, (32, 32, 32, 128, 128)),
         ("Llama", {**LLAMA_3_8B, "num_key_value_heads": 1}, (32, 32, 1, 128, 128)),
-        (
-            "Qwen2",
-            {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
-            (28, 28, 4, 128, 128),
-        ),
-        (
-            "Qwen3",  # Qwen3-0.6B: head_dim is not hidden_size / heads
-            {
-                "hidden_size": 1024,
-                "num_hidden_layers": 28,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-            },
-            (28, 16, 8, 128, 128),
-        ),
-        (
-            "Qwen3Moe",  # Qwen3-30B-A3B
-            {
-                "hidden_size": 2048,
-                "num_hidden_layers": 48,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 4,
-                "head_dim": 128,
-            },
-            (48, 32, 4, 128, 128),
-        ),
-        (
-            "Mistral",  # Mistral-Nemo
-            {
-                "hidden_size": 5120,
-                "num_hidden_layers": 40,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-            },
-            (40, 32, 8, 128, 128),
-        ),
-        (
-            "Phi3",  # Phi-3-mini: 96 channels
-            {"hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32},
-            (32, 32, 32, 96, 96),
-        ),
+        ("Qwen2", sizes(3584, 28, 28, 4), (28, 28, 4, 128, 128)),
+        # Qwen3-0.6B: head_dim is not hidden_size / heads
+        ("Qwen3", sizes(1024, 28, 16, 8, head_dim=128), (28, 16, 8, 128, 128)),
+        # Qwen3-30B-A3B
+        ("Qwen3Moe", sizes(2048, 48, 32, 4, head_dim=128), (48, 32, 4, 128, 128)),
+        # Mistral-Nemo
+        ("Mistral", sizes(5120, 40, 32, 8, head_dim=128), (40, 32, 8, 128, 128)),
+        # Phi-3-mini: 96 channels
+        ("Phi3", sizes(3072, 32, 32, 32), (32, 32, 32, 96, 96)),
         ("GPT2", {"n_embd": 768, "n_layer": 12, "n_head": 12}, (12, 12, 12, 64, 64)),
-        ("OPT", {"hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 32}, (32, 32, 32, 80, 80)),
+        ("OPT", sizes(2560, 32, 32), (32, 32, 32, 80, 80)),
         ("GPTBigCode", {"n_embd": 6144, "n_layer": 40, "n_head": 48, "multi_query": True}, (40, 48, 1, 128, 128)),
         ("GPTBigCode", {"n_embd": 768, "n_layer": 6, "n_head": 12, "multi_query": False}, (6, 12, 12, 64, 64)),
-        (
-            "Falcon",  # falcon-7b: num_kv_heads is filled with 71 and not read
-            {"hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71, "multi_query": True},
-            (32, 71, 1, 64, 64),
-        ),
-        (
-            "Falcon",  # falcon-40b
-            {
-                "hidden_size": 8192,
-                "num_hidden_layers": 60,
-                "num_attention_heads": 128,
-                "num_kv_heads": 8,
-                "new_decoder_architecture": True,
-            },
-            (60, 128, 8, 64, 64),
-        ),
-        (
-            "Falcon",  # falcon-rw-1b
-            {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "multi_query": False},
-            (24, 32, 32, 64, 64),
-        ),
-        (
-            "Gemma3n",  # the last 15 of 35 layers read an earlier layer's cache
-            {"text_config": {"num_hidden_layers": 35, "num_kv_shared_layers": 15}},
-            (20, 8, 2, 256, 256, 15),
-        ),
+        # falcon-7b: num_kv_heads is filled with 71 and not read
+        ("Falcon", sizes(4544, 32, 71, multi_query=True), (32, 71, 1, 64, 64)),
+        # falcon-40b
+        ("Falcon", sizes(8192, 60, 128, num_kv_heads=8, new_decoder_architecture=True), (60, 128, 8, 64, 64)),
+        # falcon-rw-1b
+        ("Falcon", sizes(2048, 24, 32, multi_query=False), (24, 32, 32, 64, 64)),
+        # The last 15 of 35 layers read an earlier layer's cache.
+        ("Gemma3n", {"text_config": {"num_hidden_layers": 35, "num_kv_shared_layers": 15}}, (20, 8, 2, 256, 256, 15)),
         ("Laguna", {"num_hidden_layers": 4, "num_attention_heads_per_layer": [48] * 4}, (4, 48, 8, 128, 128)),
     ],
 )
@@ -128,7 +77,7 @@ def test_geometry_of_a_multi_modal_model_is_its_language_models() -> None:
     assert ModelGeometry.from_config(llava) == ModelGeometry.from_config(config("Llama", **LLAMA_3_8B))
 
 
-TINY = {"vocab_size": 32, "num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6}
+TINY = sizes(48, 3, 6, vocab_size=32)
 TINY_GLU = {**TINY, "intermediate_size": 16, "num_key_value_heads": 2}
 
 
