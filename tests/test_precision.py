@@ -43,28 +43,10 @@ def test_one_width_stands_for_keys_and_values(text: str, bits: int) -> None:
     assert PrecisionPair.parse(text) == PrecisionPair(bits, bits)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        " ",
-        "K8",
-        "V4",
-        "V4K8",
-        "K8V4V2",
-        "K8 V4",
-        "K-8V4",
-        "K3V4",
-        "K8V0",
-        "K4V32",
-        "3",
-        "0",
-        "-4",
-        "4.0",
-        "fp8",
-        "8bit",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "", " ", "K8", "V4", "V4K8", "K8V4V2", "K8 V4", "K-8V4", "K3V4", "K8V0", "K4V32", "3", "0", "-4", "4.0", "fp8",
+    "8bit",
+])  # fmt: skip
 def test_other_precision_texts_are_refused(text: str) -> None:
     with pytest.raises(PrecisionError):
         PrecisionPair.parse(text)

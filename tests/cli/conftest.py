@@ -46,7 +46,7 @@ def run_search(run: RunCommand, model_folder: ModelFolder, corpus_file: Path) ->
 
 @pytest.fixture
 def search(run_search: RunCommand, model_folder: ModelFolder) -> Search:
-    """A small search of a tiny model, without the report unless asked for; returns the JSON result."""
+    """Make a small search of a tiny model, without the report unless asked for; returns the JSON result."""
 
     def call(out: Path, *args: str, model: str = "llama-gqa", trials: int | None = 6, report: bool = False) -> Any:
         status, stdout, stderr = run_search(
@@ -73,7 +73,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: ModelFolder
 
 @pytest.fixture
 def start(model_folder: ModelFolder, corpus_file: Path) -> StartCommand:
-    """The same search in a process of its own, to be killed."""
+    """Start the same search in a process of its own, to be killed."""
 
     def call(out: Path, *args: str, command: str = "search") -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
