@@ -46,9 +46,10 @@ def pull(reference: HubReference) -> FetchedProfile:
     if PurePosixPath(reference.path).name == ORIGIN:
         raise ProfileError(f"{reference} is no name for a profile; name another file")
     fetched = find_stored(reference)
-    if fetched is None:
-        fetched = _pull_offline(reference) if constants.HF_HUB_OFFLINE else _pull_online(reference)
-    check_digest(fetched.profile.digest, reference.digest, str(fetched.reference))
+    if fetched is None and not constants.HF_HUB_OFFLINE:
+        return _pull_online(reference)
+    fetched = fetched or _pull_offline(reference)
+    check_digest(fetched.profile.digest, reference.digest, str(reference))
     return fetched
 
 
@@ -56,6 +57,7 @@ def _pull_online(reference: HubReference) -> FetchedProfile:
     listing = list_files(reference.repo, reference.revision)
     at = reference.at(listing.commit)
     fetched = find_stored(at) or _fetch(at, listing.sizes)
+    check_digest(fetched.profile.digest, reference.digest, str(at))
     if reference.is_commit:
         return fetched
     before = remember(reference, listing.commit)
