@@ -59,8 +59,9 @@ class Profile(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         _check_layer_ids(self)
+        shape = self.row_shape()
         for entry in self.layers:
-            _check_layer(self, entry)
+            _check_layer(self, entry, shape)
         _check_digest(self)
         _check_budget(self)
         return self
@@ -175,8 +176,7 @@ def _check_layer_ids(profile: Profile) -> None:
         )
 
 
-def _check_layer(profile: Profile, entry: LayerRecord) -> None:
-    shape = profile.row_shape()
+def _check_layer(profile: Profile, entry: LayerRecord, shape: RowShape) -> None:
     for side, record, row_bytes in (("k", entry.k, shape.k_bytes), ("v", entry.v, shape.v_bytes)):
         place = f"layers[{entry.layer}].{side}"
         if record.bits == NATIVE_BITS and record.transform is not None:

@@ -35,8 +35,8 @@ ROTATED = Transform(TransformKind.parse("hadamard"))
 
 
 def test_every_format_has_a_reader_or_a_writer_and_known_options() -> None:
-    flagged = {each.name for each in fields(ImportOptions) if "flag" in each.metadata}
-    assert {option for known in FORMATS.values() for option in known.options} == flagged
+    flagged = {option.name for option in fields(ImportOptions) if "flag" in option.metadata}
+    assert {option for form in FORMATS.values() for option in form.options} == flagged
     assert set(FORMATS) - set(readable()) == {"vllm-skip-layers"} and set(writable()) == set(FORMATS)
 
 

@@ -198,11 +198,11 @@ def test_many_names_are_compared_in_no_time(refusal: Callable[..., str]) -> None
 def test_what_is_written_is_what_modelopt_writes(take: Callable[..., Any], geometry: ModelGeometry) -> None:
     model = take(document(L0="INT8"), "modelopt")[0].model
     whole = uniform_profile(geometry, PrecisionPair(8, 8), model, symmetric=True)
-    found = json.loads(write(whole, "modelopt").text)["quantization"]
-    assert found == {"quant_algo": None, **section("INT8", L0="INT8", L1="INT8", L2="INT8", L3="INT8")}
+    quantization = json.loads(write(whole, "modelopt").text)["quantization"]
+    assert quantization == {"quant_algo": None, **section("INT8", L0="INT8", L1="INT8", L2="INT8", L3="INT8")}
     partly, _ = take(document(L2="INT8"), "modelopt")
-    found = json.loads(write(partly, "modelopt").text)["quantization"]
-    assert found == {"quant_algo": None, **section("MIXED_PRECISION", L2="INT8")}
+    quantization = json.loads(write(partly, "modelopt").text)["quantization"]
+    assert quantization == {"quant_algo": None, **section("MIXED_PRECISION", L2="INT8")}
 
 
 @pytest.mark.parametrize(

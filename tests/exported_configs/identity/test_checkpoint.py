@@ -47,13 +47,13 @@ def split(tensors: dict[str, torch.Tensor], at: int) -> list[dict[str, torch.Ten
 
 
 def test_shards_order_and_metadata_do_not_matter(tmp_path: Path) -> None:
-    known = checkpoint_sha256(write(tmp_path / "one", TENSORS))
-    assert known is not None and known.startswith("sha256:")
+    digest = checkpoint_sha256(write(tmp_path / "one", TENSORS))
+    assert digest is not None and digest.startswith("sha256:")
     two = write(tmp_path / "two", *split(TENSORS, 1), metadata={"format": "pt"})
     (two / "README.md").write_text("other words")
     (two / "unlisted.safetensors").write_bytes(b"not of the model")
-    assert checkpoint_sha256(two) == known
-    assert checkpoint_sha256(write(tmp_path / "three", *split(TENSORS, 3)[::-1])) == known
+    assert checkpoint_sha256(two) == digest
+    assert checkpoint_sha256(write(tmp_path / "three", *split(TENSORS, 3)[::-1])) == digest
 
 
 @pytest.mark.parametrize("name", ["embed", "norm", "scalar"])
@@ -98,17 +98,17 @@ def test_what_is_no_whole_checkpoint_is_not_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shards", [1, 2])
 def test_other_weights_beside_the_model_s_do_not_count(tmp_path: Path, beside: str, shards: int) -> None:
     folder = write(tmp_path / "model", *(split(TENSORS, 2) if shards == 2 else [TENSORS]))
-    known = checkpoint_sha256(folder)
+    digest = checkpoint_sha256(folder)
     save_file({"norm": torch.zeros(3), "lora": torch.ones(2)}, folder / f"{beside}.safetensors")
-    assert checkpoint_sha256(folder) == known is not None
+    assert checkpoint_sha256(folder) == digest is not None
 
 
 def test_one_whole_file_is_taken_before_an_index(tmp_path: Path) -> None:
-    known = checkpoint_sha256(write(tmp_path / "one", TENSORS))
+    digest = checkpoint_sha256(write(tmp_path / "one", TENSORS))
     both = write(tmp_path / "both", *split({"other": torch.ones(1), "more": torch.ones(2)}, 1))
-    assert checkpoint_sha256(both) != known
+    assert checkpoint_sha256(both) != digest
     save_file(TENSORS, both / "model.safetensors")
-    assert checkpoint_sha256(both) == known
+    assert checkpoint_sha256(both) == digest
 
 
 @pytest.mark.parametrize("name", ["consolidated", "adapter_model", "model-00001-of-00001", "pytorch_model"])
@@ -164,8 +164,8 @@ HOSTILE: dict[str, Any] = {
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes asked for, of every sample."""
-    asked: list[int] = []
+    """The number of bytes asked for, of every sample."""
+    sizes: list[int] = []
     sample = checkpoint._sample
 
     class Watched:
@@ -176,11 +176,11 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             self.file.seek(place)
 
         def read(self, size: int) -> bytes:
-            asked.append(size)
+            sizes.append(size)
             return bytes(self.file.read(size))
 
     monkeypatch.setattr(checkpoint, "_sample", lambda file, start, size: sample(Watched(file), start, size))  # type: ignore[arg-type]
-    return asked
+    return sizes
 
 
 @pytest.mark.parametrize("header", HOSTILE.values(), ids=HOSTILE)
@@ -233,13 +233,13 @@ def test_an_index_names_files_beside_it_only(tmp_path: Path) -> None:
     for place in places:
         save_file(TENSORS, folder / place)
 
-    def known(index: Any) -> str | None:
+    def digest_of(index: Any) -> str | None:
         (folder / INDEX).write_bytes(index if isinstance(index, bytes) else json.dumps(index).encode())
         return checkpoint_sha256(folder)
 
-    assert known({"weight_map": {"a": "model-0.safetensors"}}) is not None
+    assert digest_of({"weight_map": {"a": "model-0.safetensors"}}) is not None
     for what, index in indexes(tmp_path):
-        assert known(index) is None, what
+        assert digest_of(index) is None, what
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
@@ -272,5 +272,5 @@ def test_no_file_makes_it_fail(tmp_path: Path, header: Any, tail: bytes, cut: in
     file = raw(tmp_path, header, tail) / "model.safetensors"
     for content in (file.read_bytes(), file.read_bytes()[:cut]):
         file.write_bytes(content)
-        found = checkpoint_sha256(tmp_path)
-        assert found is None or found.startswith("sha256:")
+        digest = checkpoint_sha256(tmp_path)
+        assert digest is None or digest.startswith("sha256:")

@@ -20,8 +20,8 @@ OTHER_COMMIT = "89abcdef" * 5
 
 
 def made(config: Any = None, **changes: Any) -> ModelIdentity:
-    given: dict[str, Any] = {"id": "owner/name", "revision": None, "dtype": "bfloat16", **changes}
-    return identity_of(Qwen2Config() if config is None else config, **given)
+    fields: dict[str, Any] = {"id": "owner/name", "revision": None, "dtype": "bfloat16", **changes}
+    return identity_of(Qwen2Config() if config is None else config, **fields)
 
 
 def test_names_are_hub_ids_or_last_parts(tmp_path: Path) -> None:
@@ -58,8 +58,8 @@ def test_a_snapshot_is_known_by_whatever_path_leads_there(
         "home": "~/qwen",
         "inside": f"{tmp_path}/qwen/part",
     }[way]
-    found = made(id=typed)
-    assert (found.id, found.revision) == ("Qwen/X", COMMIT)
+    identity = made(id=typed)
+    assert (identity.id, identity.revision) == ("Qwen/X", COMMIT)
 
 
 def test_a_hub_id_that_is_typed_inside_a_snapshot_is_no_path_of_it(
@@ -73,7 +73,7 @@ def test_a_hub_id_that_is_typed_inside_a_snapshot_is_no_path_of_it(
 
 
 def test_a_folder_s_name_is_made_fit_for_a_profile(tmp_path: Path) -> None:
-    for name, known in (
+    for name, expected in (
         ("a\\b", "a_b"),
         ("\\", "_"),
         (". x", "x"),
@@ -82,15 +82,15 @@ def test_a_folder_s_name_is_made_fit_for_a_profile(tmp_path: Path) -> None:
         ("b" * 255, "b" * 200),
     ):
         (tmp_path / name).mkdir()
-        assert made(id=str(tmp_path / name)).id == known
+        assert made(id=str(tmp_path / name)).id == expected
 
 
 @pytest.mark.parametrize("owner", [0, 50, 199, 250])
 def test_an_id_that_is_too_long_for_a_path_is_cut(owner: int) -> None:
     long = "o" * owner + "/" * (owner > 0) + "n" * (300 - owner)
-    found = made(id=long, files=long)
-    assert found.id == long[:200].rstrip("/")
-    assert (found.revision, found.checkpoint_sha256) == (None, None)
+    identity = made(id=long, files=long)
+    assert identity.id == long[:200].rstrip("/")
+    assert (identity.revision, identity.checkpoint_sha256) == (None, None)
     assert made(id="~nobody-of-this-machine", files="~nobody-of-this-machine").id == "nobody-of-this-machine"
 
 

@@ -97,11 +97,11 @@ def only(mismatches: list[Mismatch]) -> Outcome:
     ("changes", "usual", "strict", "derived"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
 )
 def test_a_row(changes: dict[str, Any], usual: Outcome, strict: Outcome, derived: Outcome) -> None:
-    found = other(**changes)
-    assert only(compare(WANTED, found, Policy())) == usual
-    assert only(compare(WANTED, found, Policy(strict=True))) == strict
-    assert only(compare(WANTED, found, Policy(allow_derived=True))) == derived
-    refuse(compare(WANTED, found, Policy(allow_derived=True))) if derived != ("architecture", "error") else None
+    actual = other(**changes)
+    assert only(compare(WANTED, actual, Policy())) == usual
+    assert only(compare(WANTED, actual, Policy(strict=True))) == strict
+    assert only(compare(WANTED, actual, Policy(allow_derived=True))) == derived
+    refuse(compare(WANTED, actual, Policy(allow_derived=True))) if derived != ("architecture", "error") else None
 
 
 def test_every_row_of_the_table_is_reached() -> None:
@@ -138,20 +138,20 @@ def test_the_same_weights_are_the_same_model_whatever_it_is_called(changes: dict
     ],
 )
 def test_other_weights_of_one_configuration_show(changes: dict[str, Any], kind: str, severity: str) -> None:
-    found = other(checkpoint_sha256=B, **changes)
-    assert only(compare(other(**KNOWN), found, Policy())) == (kind, severity)
-    (line,) = compare(other(**KNOWN), found, Policy(allow_derived=True))
+    actual = other(checkpoint_sha256=B, **changes)
+    assert only(compare(other(**KNOWN), actual, Policy())) == (kind, severity)
+    (line,) = compare(other(**KNOWN), actual, Policy(allow_derived=True))
     assert line.severity == "warning"
     if kind in ("checkpoint", "revision"):
         assert A[:19] in line.text and B[:19] in line.text
     only_recorded_here = compare(WANTED, other(**KNOWN, **changes), Policy())
-    assert {each.kind for each in only_recorded_here}.isdisjoint(("checkpoint", "unread"))
-    assert compare(other(found, id="name"), other(**KNOWN, id="name"), Policy())[0].kind in ("checkpoint", "weights")
+    assert {mismatch.kind for mismatch in only_recorded_here}.isdisjoint(("checkpoint", "unread"))
+    assert compare(other(actual, id="name"), other(**KNOWN, id="name"), Policy())[0].kind in ("checkpoint", "weights")
 
 
 @pytest.mark.parametrize("changes", [row[1] for row in ROWS if row[2]], ids=[row[0] for row in ROWS if row[2]])
 def test_a_line_names_both_values_and_the_way_out(changes: dict[str, Any]) -> None:
-    (line,) = (each.text for each in compare(WANTED, other(**changes), Policy(**SERVER)))
+    (line,) = (mismatch.text for mismatch in compare(WANTED, other(**changes), Policy(**SERVER)))
     for name, value in changes.items():
         if name != "revision" or value is not None:
             for shown in (str(value), str(getattr(WANTED, name))):
@@ -162,18 +162,18 @@ def test_a_line_names_both_values_and_the_way_out(changes: dict[str, Any]) -> No
 
 
 def test_errors_name_the_flag_that_allows_and_warnings_what_tells_the_cost() -> None:
-    found = other(id="Other/Chat")
-    (error,) = compare(WANTED, found, Policy(**SERVER))
+    actual = other(id="Other/Chat")
+    (error,) = compare(WANTED, actual, Policy(**SERVER))
     assert error.text == (
         "the profile is for Owner/Name, but this model is Other/Chat, of the same configuration; use a profile that was"
         " searched for this model, or allow a derived one by --kvtuner-allow-derived"
     )
     with pytest.raises(ProfileError, match="allow a derived one by --kvtuner-allow-derived"):
         refuse([error])
-    (warning,) = compare(WANTED, found, Policy(allow_derived=True))
+    (warning,) = compare(WANTED, actual, Policy(allow_derived=True))
     assert warning.text.endswith("; allowed: `kvtuner eval PROFILE --model Other/Chat` tells what that costs")
     refuse([warning])
-    (here,) = compare(WANTED, found, Policy(allow_derived=True, rescore="this evaluation"))
+    (here,) = compare(WANTED, actual, Policy(allow_derived=True, rescore="this evaluation"))
     assert here.text.endswith("; allowed: this evaluation tells what that costs")
 
 
@@ -195,26 +195,26 @@ def test_a_context_beyond_the_calibration_is_warned_of(
     positions: int | None, context: int | None, is_warned: bool
 ) -> None:
     for policy, severity in ((Policy(), "warning"), (Policy(strict=True), "error")):
-        found = compare(WANTED, WANTED, policy, positions=positions, context_length=context)
-        assert only(found) == (("context", severity) if is_warned else None)
-        assert not found or "calibrated over 256 positions, but the context here is 257" in found[0].text
+        mismatches = compare(WANTED, WANTED, policy, positions=positions, context_length=context)
+        assert only(mismatches) == (("context", severity) if is_warned else None)
+        assert not mismatches or "calibrated over 256 positions, but the context here is 257" in mismatches[0].text
 
 
 def test_another_configuration_says_nothing_of_names_and_comes_first() -> None:
-    found = other(config_sha256=B, id="Other/Chat", revision="decade0decade0", rope_sha256=B, dtype="float16")
-    kinds = [(each.kind, each.severity) for each in compare(WANTED, found, Policy())]
+    actual = other(config_sha256=B, id="Other/Chat", revision="decade0decade0", rope_sha256=B, dtype="float16")
+    kinds = [mismatch[:2] for mismatch in compare(WANTED, actual, Policy())]
     assert kinds == [("configuration", "error"), ("rope", "warning"), ("dtype", "info")]
     later = compare(WANTED, other(dtype="float16"), Policy(), positions=1, context_length=2)
-    assert [each.kind for each in later] == ["context", "dtype"]
-    architecture = compare(WANTED, other(found, architecture="LlamaForCausalLM"), Policy(allow_derived=True))
-    assert [each.kind for each in architecture][:2] == ["architecture", "configuration"]
+    assert [mismatch.kind for mismatch in later] == ["context", "dtype"]
+    architecture = compare(WANTED, other(actual, architecture="LlamaForCausalLM"), Policy(allow_derived=True))
+    assert [mismatch.kind for mismatch in architecture][:2] == ["architecture", "configuration"]
     with pytest.raises(ProfileError, match="is for Qwen2ForCausalLM, but this model is LlamaForCausalLM"):
         refuse(architecture)
 
 
 def test_a_fine_tune_has_revisions_of_its_own() -> None:
-    found = other(id="Other/Chat", revision="decade0decade0")
-    assert only(compare(WANTED, found, Policy(allow_derived=True))) == ("fine-tune", "warning")
+    actual = other(id="Other/Chat", revision="decade0decade0")
+    assert only(compare(WANTED, actual, Policy(allow_derived=True))) == ("fine-tune", "warning")
     moved = other(id="name", revision="decade0decade0")
     (line,) = compare(WANTED, moved, Policy())
     assert line.kind == "name"  # a folder has no revisions of its own
@@ -225,39 +225,39 @@ def test_a_fine_tune_has_revisions_of_its_own() -> None:
 def test_a_quantized_checkpoint_s_own_name_is_no_fine_tune(recorded: dict[str, Any]) -> None:
     awq = other(id="Owner/Name-AWQ", revision="decade0decade0", weight_quantization="awq", checkpoint_sha256=B)
     plain = other(**recorded)
-    for wanted, found in ((plain, awq), (awq, other(**KNOWN))):
-        said = compare(wanted, found, Policy())
-        assert [(each.kind, each.severity) for each in said] == [("name", "warning"), ("weights", "warning")]
-        refuse(said)
-        assert [each.severity for each in compare(wanted, found, Policy(strict=True))] == ["error"] * 2
+    for wanted, actual in ((plain, awq), (awq, other(**KNOWN))):
+        mismatches = compare(wanted, actual, Policy())
+        assert [mismatch[:2] for mismatch in mismatches] == [("name", "warning"), ("weights", "warning")]
+        refuse(mismatches)
+        assert [mismatch.severity for mismatch in compare(wanted, actual, Policy(strict=True))] == ["error"] * 2
     folder = compare(plain, other(awq, id="name-awq"), Policy())
-    assert [each.kind for each in folder] == ["name", "weights"]
+    assert [mismatch.kind for mismatch in folder] == ["name", "weights"]
     wider = compare(plain, other(awq, config_sha256=B), Policy())
-    assert [(each.kind, each.severity) for each in wider] == [("configuration", "error"), ("weights", "warning")]
+    assert [mismatch[:2] for mismatch in wider] == [("configuration", "error"), ("weights", "warning")]
 
 
 @pytest.mark.parametrize("unknown", [{"weight_quantization": None}, OLDER, {"weight_quantization": "none"}])
 def test_another_name_is_a_fine_tune_where_no_other_quantization_is_known(unknown: dict[str, Any]) -> None:
-    found = other(id="Owner/Name-AWQ", weight_quantization=unknown.get("weight_quantization") or "awq")
-    assert compare(other(**unknown), found, Policy())[0][:2] == ("fine-tune", "error")
+    actual = other(id="Owner/Name-AWQ", weight_quantization=unknown.get("weight_quantization") or "awq")
+    assert compare(other(**unknown), actual, Policy())[0][:2] == ("fine-tune", "error")
     half_older = other(rope_sha256=None)
     assert compare(half_older, other(id="Owner/Name-AWQ", weight_quantization="awq"), Policy())[0].kind == "fine-tune"
 
 
 @pytest.mark.parametrize("changes", [{}, {"id": "name"}, {"revision": None}])
 def test_weights_that_nobody_compared_are_said(changes: dict[str, Any]) -> None:
-    wanted, found = other(**KNOWN), other(**changes)
-    (line,) = compare(wanted, found, Policy())
+    wanted, actual = other(**KNOWN), other(**changes)
+    (line,) = compare(wanted, actual, Policy())
     assert line[:2] == ("unread", "info")
     assert (
         "weights were not compared with those of the profile" in line.text
         and f"checkpoint_sha256 {A[:19]}" in line.text
     )
     assert line.text.endswith("; download the model first to have them compared")
-    (strict,) = compare(wanted, found, Policy(strict=True, **SERVER))  # type: ignore[arg-type]
+    (strict,) = compare(wanted, actual, Policy(strict=True, **SERVER))  # type: ignore[arg-type]
     assert (strict.severity, strict.text) == ("error", f"{line.text}, or drop --kvtuner-strict")
-    assert only(compare(wanted, found, Policy(allow_derived=True))) == ("unread", "info")
-    kinds = [each.kind for each in compare(wanted, other(id="chat", weight_quantization="awq"), Policy())]
+    assert only(compare(wanted, actual, Policy(allow_derived=True))) == ("unread", "info")
+    kinds = [mismatch.kind for mismatch in compare(wanted, other(id="chat", weight_quantization="awq"), Policy())]
     assert kinds == ["name", "weights", "unread"]
 
 
@@ -296,12 +296,12 @@ REACHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_the_documented_table_is_what_happens() -> None:
     words = {"error": "refused", "warning": "warning", "info": "said"}
     happens = {"geometry": ["refused"] * 3}  # before anything here is asked
-    for kind, (wanted, found) in REACHED.items():
+    for kind, (wanted, actual) in REACHED.items():
         served = {"positions": 1, "context_length": 2} if kind == "context" else {}
         policies = (Policy(), Policy(allow_derived=True), Policy(strict=True))
-        lines = [compare(other(**wanted), other(**found), policy, **served) for policy in policies]
-        assert [line.kind for each in lines for line in each] == [kind] * 3
-        happens[kind] = [words[line.severity] for each in lines for line in each]
+        lines = [compare(other(**wanted), other(**actual), policy, **served) for policy in policies]
+        assert [line.kind for group in lines for line in group] == [kind] * 3
+        happens[kind] = [words[line.severity] for group in lines for line in group]
     assert set(happens) == {"geometry", *TABLE}
     assert documented() == happens
 

@@ -114,10 +114,10 @@ def test_two_configurations_hash_alike_exactly_if_their_structure_is_equal(kind:
 def test_every_structural_field_alone_changes_the_hash(kind: str) -> None:
     plain = config_of(kind, {})
     for name, values in STRUCTURE[kind].items():
-        found = {json.dumps(getattr(plain, name)): config_sha256(plain)}
+        hashes = {json.dumps(getattr(plain, name)): config_sha256(plain)}
         for value in values:
-            found[json.dumps(value)] = config_sha256(config_of(kind, {name: value}))
-        assert len(set(found.values())) == len(found) > 1, name
+            hashes[json.dumps(value)] = config_sha256(config_of(kind, {name: value}))
+        assert len(set(hashes.values())) == len(hashes) > 1, name
 
 
 def test_no_other_field_changes_the_hash() -> None:
@@ -238,20 +238,20 @@ def test_other_rotations_hash_otherwise() -> None:
 
 def test_quantized_weights_are_named_in_either_form() -> None:
     assert weight_quantization(Qwen2Config()) is None
-    for given_, name in (
+    for quantization, name in (
         ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
         (transformers.AwqConfig(bits=4), "awq"),
         (transformers.BitsAndBytesConfig(load_in_4bit=True), "bitsandbytes"),
         ({"bits": 4}, "unnamed"),
     ):
-        assert weight_quantization(Qwen2Config(quantization_config=given_)) == name
+        assert weight_quantization(Qwen2Config(quantization_config=quantization)) == name
     inner = transformers.Gemma3Config(text_config={"quantization_config": {"quant_method": "fp8"}})
     assert weight_quantization(inner) == "fp8"
 
 
 def made(config: Any = None, **changes: Any) -> ModelIdentity:
-    given_: dict[str, Any] = {"id": "owner/name", "revision": None, "dtype": "bfloat16", **changes}
-    return identity_of(Qwen2Config() if config is None else config, **given_)
+    fields: dict[str, Any] = {"id": "owner/name", "revision": None, "dtype": "bfloat16", **changes}
+    return identity_of(Qwen2Config() if config is None else config, **fields)
 
 
 def test_what_is_quantized_while_it_is_loaded_is_recorded() -> None:
@@ -307,5 +307,5 @@ def test_a_tokenizer_without_a_backend_hashes_by_its_vocabulary() -> None:
 def test_a_profile_of_an_older_kvtuner_loads(document: dict[str, Any]) -> None:
     for name in ("rope_sha256", "weight_quantization", "tokenizer_sha256", "max_positions"):
         document["model"].pop(name, None)
-    found = load_profile(json.dumps(document).encode()).model
-    assert (found.rope_sha256, found.weight_quantization, found.tokenizer_sha256, found.max_positions) == (None,) * 4
+    model = load_profile(json.dumps(document).encode()).model
+    assert (model.rope_sha256, model.weight_quantization, model.tokenizer_sha256, model.max_positions) == (None,) * 4

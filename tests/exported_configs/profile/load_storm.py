@@ -82,7 +82,7 @@ READER, RESEAL = module("independent_reader").read, module("make_vectors").resea
 
 def containers(node: Any) -> list[Any]:
     children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    nested = [found for child in children for found in containers(child)]
+    nested = [inner for child in children for inner in containers(child)]
     return [node, *nested] if isinstance(node, dict | list) and node else nested
 
 
@@ -186,15 +186,15 @@ def mutations(rng: random.Random, bases: list[bytes], count: int) -> Iterator[tu
         yield name, text.encode("utf-8", "surrogatepass")
 
 
-def says(written: Any, given: Any) -> bool:
-    """Whether a written profile says what was given: nulls say nothing, figures keep 6 digits, all else is the same."""
-    if isinstance(written, dict) and isinstance(given, dict):
-        return all(says(written.get(name), given.get(name)) for name in {*written, *given})
-    if isinstance(written, list) and isinstance(given, list):
-        return len(written) == len(given) and all(map(says, written, given))
-    if isinstance(written, float) and type(given) in (int, float):
-        return written == float(f"{given:.6g}")
-    return type(written) is type(given) and bool(written == given)
+def says(written: Any, original: Any) -> bool:
+    """Whether a written profile says what was read: nulls say nothing, figures keep 6 digits, all else is the same."""
+    if isinstance(written, dict) and isinstance(original, dict):
+        return all(says(written.get(name), original.get(name)) for name in {*written, *original})
+    if isinstance(written, list) and isinstance(original, list):
+        return len(written) == len(original) and all(map(says, written, original))
+    if isinstance(written, float) and type(original) in (int, float):
+        return written == float(f"{original:.6g}")
+    return type(written) is type(original) and bool(written == original)
 
 
 def judge(validator: Any, data: bytes, profile: Profile) -> str | None:

@@ -269,8 +269,8 @@ def reseal(document: Document) -> Document:
     """A document with the digest that its layers have, as whoever forges a profile would; a reader refuses it."""
 
     def expand(side: Document, defaults: Document) -> Document:
-        given = {name: value for name, value in side.items() if value is not None}
-        return {"bits": 16} if side["bits"] == 16 else {**defaults, **given}
+        stated = {name: value for name, value in side.items() if value is not None}
+        return {"bits": 16} if side["bits"] == 16 else {**defaults, **stated}
 
     defaults = document["defaults"]
     layers = [
@@ -376,27 +376,27 @@ def invalid() -> Iterator[tuple[str, bool, bytes]]:
 def files() -> dict[str, bytes]:
     """Every file by its name below the folder."""
     made = profiles()
-    found = {f"valid/{name}.json": dump_profile(profile) for name, profile in made.items()}
-    found["valid/order-and-space.json"] = shuffled(made["mixed"])
-    found["valid/nulls.json"] = with_nulls(made["transforms"])
+    files = {f"valid/{name}.json": dump_profile(profile) for name, profile in made.items()}
+    files["valid/order-and-space.json"] = shuffled(made["mixed"])
+    files["valid/nulls.json"] = with_nulls(made["transforms"])
     expected: Document = {"valid": {}, "invalid": {}}
-    for path, data in sorted(found.items()):
+    for path, data in sorted(files.items()):
         name, profile = Path(path).stem, load_profile(data)
         expected["valid"][name] = {**expectation(profile), "rows": rows(name, profile)}
     for name, is_safety, data in invalid():
-        found[f"invalid/{name}.json"] = data
+        files[f"invalid/{name}.json"] = data
         expected["invalid"][name] = {"rule": name.replace("-", " "), "safety": is_safety}
     name = "checkpoint/model.safetensors"
-    found[name] = checkpoint()
+    files[name] = checkpoint()
     with TemporaryDirectory() as folder:
-        Path(folder, "model.safetensors").write_bytes(found[name])
+        Path(folder, "model.safetensors").write_bytes(files[name])
         expected["checkpoint"] = {name: {"checkpoint_sha256": checkpoint_sha256(Path(folder))}}
     parts = [
         f'"{part}": {{\n' + ",\n".join(f'"{name}": {json.dumps(facts)}' for name, facts in entries.items()) + "\n}"
         for part, entries in expected.items()
     ]
-    found["expected.json"] = ("{\n" + ",\n".join(parts) + "\n}\n").encode()
-    return found
+    files["expected.json"] = ("{\n" + ",\n".join(parts) + "\n}\n").encode()
+    return files
 
 
 def main() -> None:

@@ -70,11 +70,11 @@ def test_random_profiles_survive_the_file_bit_for_bit(
                 continue
             assert spec.symmetric == bool(seed % 2)
             assert str(spec.transform.kind) == str(layer.k_transform.kind)
-            for found, given in (
+            for actual, expected in (
                 (spec.transform.mu, layer.k_transform.mu),
                 (spec.transform.lam, layer.k_transform.lam),
             ):
-                assert found is given is None or (found is not None and torch.equal(found, given))
+                assert actual is expected is None or (actual is not None and torch.equal(actual, expected))
 
 
 def test_file_is_readable_and_in_the_order_of_the_format(profile: Profile) -> None:

@@ -39,7 +39,7 @@ HOSTILE_LITERALS = [
 
 def containers(node: Any) -> list[Any]:
     children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
-    nested = [found for child in children for found in containers(child)]
+    nested = [inner for child in children for inner in containers(child)]
     return [node, *nested] if isinstance(node, dict | list) and node else nested
 
 

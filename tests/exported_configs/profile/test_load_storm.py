@@ -31,19 +31,19 @@ def run_storm(count: int, seed: int, folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-W", "error", str(HERE / "load_storm.py"), str(count), str(seed), str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
-def check(found: dict[str, Any]) -> None:
-    assert found["faults"] == []
-    assert found["slowest_s"] < SLOWEST_S, found["slowest"]
-    outcomes = found["outcomes"]
-    assert sum(outcomes.values()) == found["count"]
+def check(report: dict[str, Any]) -> None:
+    assert report["faults"] == []
+    assert report["slowest_s"] < SLOWEST_S, report["slowest"]
+    outcomes = report["outcomes"]
+    assert sum(outcomes.values()) == report["count"]
     for kind in ("bytes", "values", "likely values", "likely values, resealed and restated"):
         for outcome in ("accepted", "refused"):
-            assert outcomes[f"{kind}: {outcome}"] > found["count"] / 1000, f"{kind} are hardly ever {outcome}"
-    assert len(found["reasons"]) >= 40, "the mutations reach few rules"
+            assert outcomes[f"{kind}: {outcome}"] > report["count"] / 1000, f"{kind} are hardly ever {outcome}"
+    assert len(report["reasons"]) >= 40, "the mutations reach few rules"
 
 
 @pytest.mark.slow
@@ -60,9 +60,9 @@ def test_storm_of_100000(tmp_path: Path) -> None:
 def storm() -> Callable[..., Any]:
     spec = importlib.util.spec_from_file_location("load_storm", HERE / "load_storm.py")
     assert spec is not None and spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    run: Callable[..., Any] = found.storm
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    run: Callable[..., Any] = module.storm
     return run
 
 
@@ -98,8 +98,8 @@ def blind_to_the_digest(source: Any) -> Profile:
 
 def other_than_written(source: Any) -> Profile:
     """Reads another model's name."""
-    found = load_profile(source)
-    return found.model_copy(update={"model": found.model.model_copy(update={"id": "other"})})
+    profile = load_profile(source)
+    return profile.model_copy(update={"model": profile.model.model_copy(update={"id": "other"})})
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,10 @@ def test_quant_spec_holds_what_was_built_bit_for_bit(profile: Profile, choices: 
             assert spec is not None
             assert (spec.bits, spec.group_size, spec.symmetric, spec.fp8) == (bits, group_size, False, False)
             assert spec.transform.kind == transform.kind
-            for found, given in ((spec.transform.mu, transform.mu), (spec.transform.lam, transform.lam)):
-                assert (found is None) == (given is None)
-                if found is not None and given is not None:
-                    assert torch.equal(found.view(torch.int16), given.view(torch.int16))
+            for actual, expected in ((spec.transform.mu, transform.mu), (spec.transform.lam, transform.lam)):
+                assert (actual is None) == (expected is None)
+                if actual is not None and expected is not None:
+                    assert torch.equal(actual.view(torch.int16), expected.view(torch.int16))
 
 
 def test_quant_spec_simulates_what_the_built_transform_would(
@@ -219,8 +219,8 @@ def test_no_section_coerces_ignores_or_mutates(profile: Profile) -> None:
         nested = [x for c in children for x in (c if isinstance(c, tuple) else [c]) if hasattr(x, "model_fields_set")]
         return [value, *itertools.chain.from_iterable(sections(child) for child in nested)]
 
-    found = sections(profile)
-    assert len({type(section) for section in found}) == 20
-    for section in found:
+    parts = sections(profile)
+    assert len({type(section) for section in parts}) == 20
+    for section in parts:
         settings = type(section).model_config
         assert settings["strict"] and settings["frozen"] and settings["extra"] == "forbid"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def objects(node: Any) -> list[dict[str, Any]]:
     children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
-    return [node] * isinstance(node, dict) + [found for child in children for found in objects(child)]
+    return [node] * isinstance(node, dict) + [inner for child in children for inner in objects(child)]
 
 
 def test_committed_schema_is_what_the_model_generates() -> None:
@@ -49,5 +49,5 @@ def test_no_object_of_the_schema_takes_unknown_fields() -> None:
 
 def test_every_field_of_a_dumped_profile_is_in_the_schema(pristine: dict[str, Any]) -> None:
     definitions = json.loads(schema.schema_text())
-    known = {name for node in objects(definitions) for name in node.get("properties", ())}
-    assert {name for node in objects(pristine) for name in node} <= known
+    documented = {name for node in objects(definitions) for name in node.get("properties", ())}
+    assert {name for node in objects(pristine) for name in node} <= documented

@@ -58,9 +58,9 @@ def test_checkpoint_has_the_hash_that_the_page_gives_it() -> None:
     ((path, wanted),) = EXPECTED["checkpoint"].items()
     data = (FOLDER / path).read_bytes()
     assert len(data) < 2048 and len(load_tensors(data)) == 4
-    text, found = reader.checkpoint([data])
-    assert found == checkpoint_sha256((FOLDER / path).parent) == wanted["checkpoint_sha256"]
-    assert f"```\n{text}\n```" in PAGE and found in PAGE
+    text, digest = reader.checkpoint([data])
+    assert digest == checkpoint_sha256((FOLDER / path).parent) == wanted["checkpoint_sha256"]
+    assert f"```\n{text}\n```" in PAGE and digest in PAGE
 
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 8191, 8192, 8193, 20000])
@@ -73,20 +73,21 @@ def test_checkpoint_of_large_tensors_has_the_hash_that_the_page_gives_it(tmp_pat
     names = {"w1": "0.safetensors", "w3": "0.safetensors", "w2": "1.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     (tmp_path / "adapter.safetensors").write_bytes(save_tensors({"other": tensors["w1"]}))
-    _, found = reader.checkpoint(shards)
-    assert checkpoint_sha256(tmp_path) == found == reader.checkpoint([save_tensors(tensors)])[1]
+    _, digest = reader.checkpoint(shards)
+    assert checkpoint_sha256(tmp_path) == digest == reader.checkpoint([save_tensors(tensors)])[1]
 
 
 def test_null_means_absent() -> None:
     """A null stands for an absent field; elsewhere a null is refused: see the invalid files."""
-    given = json.loads(content("valid", "nulls"))
-    sides = [layer[side] for layer in given["layers"] for side in ("k", "v")]
-    nulls = {name for node in (given["model"], given["provenance"], *sides) for name, v in node.items() if v is None}
+    nulls_file = json.loads(content("valid", "nulls"))
+    sides = [layer[side] for layer in nulls_file["layers"] for side in ("k", "v")]
+    nodes = (nulls_file["model"], nulls_file["provenance"], *sides)
+    nulls = {name for node in nodes for name, value in node.items() if value is None}
     schema = json.loads((ROOT / "exported_configs" / "schema.json").read_bytes())
     sections = {name: schema["$defs"][name] for name in ("ModelIdentity", "Provenance", "KeyRecord", "ValueRecord")}
-    optional = {name for found in sections.values() for name in {*found["properties"]} - {*found["required"]}}
-    others = [found for name, found in schema["$defs"].items() if name not in sections]
-    assert all({*found["properties"]} == {*found["required"]} for found in [schema, *others])
+    optional = {name for section in sections.values() for name in {*section["properties"]} - {*section["required"]}}
+    others = [section for name, section in schema["$defs"].items() if name not in sections]
+    assert all({*section["properties"]} == {*section["required"]} for section in [schema, *others])
     assert nulls == optional | {"revision", "calibration", "search"}
     assert load_profile(content("valid", "nulls")) == load_profile(content("valid", "transforms"))
 
@@ -120,7 +121,7 @@ def test_both_readers_find_what_is_expected(name: str) -> None:
     text, digest, layers = reader.read(data)
     assert (text, digest) == (wanted["canonical"], wanted["digest"])
     facts = ("bits", "transform", "bytes")
-    assert [{side: {fact: found[fact] for fact in facts} for side, found in layer.items()} for layer in layers] == (
+    assert [{side: {fact: stored[fact] for fact in facts} for side, stored in layer.items()} for layer in layers] == (
         wanted["layers"]
     )
     shape = json.loads(text)["geometry"]
@@ -187,15 +188,15 @@ def test_page_shows_the_example_and_its_canonical_text() -> None:
 
 def numbers(text: str) -> list[int]:
     """Every number of a text; `2^53` is one."""
-    found = re.findall(r"\b\d[\d,]*(?:\^\d+)?\b", text)
-    return [int(base.replace(",", "")) ** int(power or 1) for base, _, power in (n.partition("^") for n in found)]
+    numbers = re.findall(r"\b\d[\d,]*(?:\^\d+)?\b", text)
+    return [int(base.replace(",", "")) ** int(power or 1) for base, _, power in (n.partition("^") for n in numbers)]
 
 
 def passage(start: str, end: str) -> str:
     """What stands between two words of the page."""
-    found = re.search(re.escape(start) + r"(.*?)" + re.escape(end), PAGE, re.DOTALL)
-    assert found is not None, f"{start!r} is not in docs/profiles.md"
-    return " ".join(found[1].split())
+    match = re.search(re.escape(start) + r"(.*?)" + re.escape(end), PAGE, re.DOTALL)
+    assert match is not None, f"{start!r} is not in docs/profiles.md"
+    return " ".join(match[1].split())
 
 
 def test_page_gives_the_limits_of_the_code() -> None:
