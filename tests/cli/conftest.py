@@ -12,7 +12,7 @@ import pytest
 from kvtuner.cli import main
 
 if TYPE_CHECKING:
-    from fixture_types import ModelFolder, RunCommand, Search, StartCommand
+    from fixture_types import ModelFolder, RunCommand, Search, SmallCommand, StartCommand
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--sequence-length", "64", "--sequences", "2,2,3", "--fisher-draws", "1")
@@ -72,15 +72,25 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: ModelFolder
 
 
 @pytest.fixture
-def start(model_folder: ModelFolder, corpus_file: Path) -> StartCommand:
+def small_command(model_folder: ModelFolder, corpus_file: Path) -> SmallCommand:
+    """`small_command(out, *args, command="search")`: the arguments of a small search of 3 bits, 30 trials long."""
+
+    def call(out: Path, *args: str, command: str = "search") -> list[str]:
+        flags = ["--budget", "3bit", "--trials", "30"] if command == "search" else []
+        model = str(model_folder("llama-gqa"))
+        return [command, "--model", model, "--data", str(corpus_file), *SMALL, *flags, "--out", str(out), *args]
+
+    return call
+
+
+@pytest.fixture
+def start(small_command: SmallCommand) -> StartCommand:
     """Start the same search in a process of its own, to be killed."""
 
     def call(out: Path, *args: str, command: str = "search") -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        flags = ["--budget", "3bit", "--trials", "30"] if command == "search" else []
         return subprocess.Popen(
-            [sys.executable, "-m", "kvtuner", command, "--model", str(model_folder("llama-gqa")),
-             "--data", str(corpus_file), *SMALL, *flags, "--out", str(out), *args],
+            [sys.executable, "-m", "kvtuner", *small_command(out, *args, command=command)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=out.parent,
         )  # fmt: skip
 
