@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvtuner.calibration.model_loading import ModelShape
-    from kvtuner.evaluation.rank_bytes import ServingRanks
     from kvtuner.exported_configs.profile.evidence import ReadPlan
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
@@ -232,18 +231,17 @@ class PerChannelScheme(CacheScheme):
         return ("--enable-kvtuner-quant", *bits, "--kvtuner-axis-key", "1")
 
 
-_SCHEMES: Final[dict[str, Callable[[ModelGeometry], CacheScheme]]] = {}
+_SCHEMES: Final[dict[str, Callable[[ModelGeometry], CacheScheme]]] = {
+    REFERENCE: UnquantizedScheme.of,
+    FP8: Fp8Scheme.of,
+    PER_CHANNEL: PerChannelScheme.of,
+}
 
 
 def register_scheme(name: str, make: Callable[[ModelGeometry], CacheScheme]) -> None:
     """Have `named_scheme` know a scheme by a name of its own, made for a model of a geometry."""
     assert name not in _SCHEMES, name
     _SCHEMES[name] = make
-
-
-register_scheme(REFERENCE, UnquantizedScheme.of)
-register_scheme(FP8, Fp8Scheme.of)
-register_scheme(PER_CHANNEL, PerChannelScheme.of)
 
 
 def named_scheme(text: str, shape: ModelShape) -> CacheScheme:
@@ -283,3 +281,40 @@ def named_schemes(
     if twice := [name for name in full_names if full_names.count(name) > 1]:
         raise PrecisionError(f"{twice[0]} is asked twice; name every scheme once, {REFERENCE} is there anyway")
     return schemes
+
+
+@dataclass(frozen=True, slots=True)
+class ServingRanks:
+    """The rows of a tensor-parallel rank and the layers of each pipeline stage.
+
+    Bytes are those of the fullest rank, which limits how many tokens fit.
+    """
+
+    shape: RowShape
+    stages: tuple[range, ...]
+
+    @classmethod
+    def of(
+        cls,
+        geometry: ModelGeometry,
+        *,
+        k_group_size: int | None = None,
+        v_group_size: int | None = None,
+        tp_size: int = 1,
+        pp_size: int = 1,
+    ) -> ServingRanks:
+        """The ranks that `Budget.constraint` keeps a budget on.
+
+        Raises:
+            GeometryError: ranks that the model cannot be split over.
+        """
+        shape = geometry.row_shape(tp_size=tp_size, k_group_size=k_group_size, v_group_size=v_group_size)
+        return cls(shape, tuple(geometry.layers_of_stage(rank, pp_size) for rank in range(pp_size)))
+
+    def bytes_per_token(self, pairs: Sequence[PrecisionPair]) -> int:
+        """The stored bytes of one token of a configuration."""
+        return max(bytes_per_token(pairs[stage.start : stage.stop], self.shape) for stage in self.stages)
+
+    def bf16_bytes_per_token(self) -> int:
+        """The bytes of one token of the unquantized cache."""
+        return self.bytes_per_token([PrecisionPair(16, 16)] * self.stages[-1].stop)

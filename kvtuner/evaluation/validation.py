@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.evaluation.paired import Means
+from kvtuner.evaluation.cells import Means
 from kvtuner.journal import Journal
 from kvtuner.precision import PrecisionPair
 

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtuner.calibration.sensitivity import CandidateScores, SensitivityTable
-    from kvtuner.evaluation.rank_bytes import ServingRanks
-    from kvtuner.evaluation.scheme import CacheScheme
+    from kvtuner.evaluation.scheme import CacheScheme, ServingRanks
     from kvtuner.evaluation.validation import SequenceSums
     from kvtuner.precision import RowShape
     from kvtuner.search_spaces.space import LayerChoice

@@ -53,7 +53,6 @@ class Served:
     """What a server says of itself.
 
     Attributes:
-        model: The path or name of the model.
         version: The version of SGLang; None elsewhere.
         digest: The digest of the profile it serves; None where it serves none, or does not say.
         reads: What a chunk reads of itself: ``fresh``, ``cache``, ``below`` an exact device; None without a profile.

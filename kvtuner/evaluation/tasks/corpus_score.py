@@ -17,7 +17,7 @@ from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.metrics.ter import TER
 
 from kvtuner.errors import CorpusError
-from kvtuner.evaluation.paired import PairedScores, randomization_p_value
+from kvtuner.evaluation.cells import PairedScores, randomization_p_value
 from kvtuner.evaluation.statistics import DEFAULT_LEVEL, DEFAULT_NUM_RESAMPLES, Interval
 
 if TYPE_CHECKING:

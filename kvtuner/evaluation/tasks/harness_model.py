@@ -101,8 +101,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
             if not after:
                 scores.append((0.0, True))
                 continue
-            before = self._text.context(stripped) or [self._first_token()]
-            before = self._shortened(before, len(after))
+            before = self._shortened(self._text.context(stripped) or [self._first_token()], len(after))
             ask = partial(self._backend.log_likelihood, before, after)
             answer = self._ask(request, ["loglikelihood", before, after], ask)
             if answer is None:

@@ -13,8 +13,7 @@ from lm_eval.tasks import TaskManager
 
 from kvtuner.errors import CorpusError, EndpointError, KVTunerError
 from kvtuner.evaluation.backends.base import unread_flag
-from kvtuner.evaluation.cells import Place, make_cell
-from kvtuner.evaluation.paired import Marks, Means
+from kvtuner.evaluation.cells import Marks, Means, Place, make_cell
 from kvtuner.evaluation.tasks.corpus_score import METRICS, CorpusScore, sentences_of
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE, Cell
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from kvtuner.evaluation.backends.base import Backend
-    from kvtuner.evaluation.paired import PairedScores
+    from kvtuner.evaluation.cells import PairedScores
     from kvtuner.evaluation.tasks.harness_model import HarnessModel
     from kvtuner.exported_configs.profile.evaluation_record import Measure
 

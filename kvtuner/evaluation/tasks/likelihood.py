@@ -16,8 +16,7 @@ from tqdm import tqdm
 from kvtuner.errors import CorpusError, EndpointError
 from kvtuner.evaluation.backends.base import AnswerJournal, HitCount, unread_flag
 from kvtuner.evaluation.backends.next_token import from_record, truncated_kl
-from kvtuner.evaluation.cells import Place, make_cell
-from kvtuner.evaluation.paired import Means
+from kvtuner.evaluation.cells import Means, Place, make_cell
 from kvtuner.evaluation.scheme import REFERENCE
 from kvtuner.evaluation.validation import OFFSETS, Validator
 from kvtuner.run_folder import sha256_of

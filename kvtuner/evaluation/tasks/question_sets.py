@@ -11,8 +11,7 @@ from tqdm import tqdm
 
 from kvtuner.errors import CorpusError
 from kvtuner.evaluation.backends.base import AnswerJournal, HitCount, unread_flag
-from kvtuner.evaluation.cells import Place, make_cell
-from kvtuner.evaluation.paired import Marks
+from kvtuner.evaluation.cells import Marks, Place, make_cell
 from kvtuner.evaluation.tasks.questions import Problem, arithmetic, needles, recall
 
 if TYPE_CHECKING:
@@ -128,7 +127,8 @@ def question_cells(
             hits: dict[str, HitCount] = {}
             for backend in backends:
                 answers, hits[backend.name] = _ask(questions, backend, journal, bar.update)
-                marks[backend.name] = _mark(questions, answers)
+                pairs = zip(questions.problems, answers, strict=True)
+                marks[backend.name] = Marks(tuple(problem.marks(texts) for problem, texts in pairs))
                 failures[backend.name] = sum(texts.count(None) for texts in answers)
             place = replace(questions.place, flag=unread_flag(backends, hits), failures=failures)
             cells.append(make_cell("accuracy", place, marks, seed))
@@ -155,16 +155,3 @@ def _ask(
         hits += more_hits
         on_problem()
     return answers, hits
-
-
-def _mark(questions: QuestionSet, answers: Sequence[Sequence[str | None]]) -> Marks:
-    """The marks; an answer that never came is wrong."""
-    return Marks(
-        tuple(
-            tuple(
-                text is not None and question.is_right(text)
-                for question, text in zip(problem.questions, texts, strict=True)
-            )
-            for problem, texts in zip(questions.problems, answers, strict=True)
-        )
-    )

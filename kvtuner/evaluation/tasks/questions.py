@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     CountTokens = Callable[[str], int]
 
@@ -55,6 +55,11 @@ class Problem:
 
     context: str
     questions: tuple[Question, ...]
+
+    def marks(self, answers: Sequence[str | None]) -> tuple[bool, ...]:
+        """Whether each answer is right; one that never came is not."""
+        pairs = zip(self.questions, answers, strict=True)
+        return tuple(text is not None and question.is_right(text) for question, text in pairs)
 
 
 def recall(rng: random.Random, count_tokens: CountTokens, num_tokens: int, num_questions: int) -> Problem:

@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import binom, permutation_test
 
 from kvtuner.errors import CorpusError
-from kvtuner.evaluation.paired import Marks, Means, sign_flip
+from kvtuner.evaluation.cells import Marks, Means, sign_flip
 
 
 def marks(text: str) -> Marks:
