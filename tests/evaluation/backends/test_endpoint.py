@@ -40,8 +40,8 @@ class Server(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         top = [[-0.5, asked["input_ids"][-1], None], [-1.5, 400, None]]
-        said = [[-2.0, token, None] for token in asked.get("token_ids_logprob", ())]
-        about = {"cached_tokens": 1, "output_top_logprobs": [top], "output_token_ids_logprobs": [said]}
+        named = [[-2.0, token, None] for token in asked.get("token_ids_logprob", ())]
+        about = {"cached_tokens": 1, "output_top_logprobs": [top], "output_token_ids_logprobs": [named]}
         self.answer({"text": "7", "meta_info": about})
 
     @property
@@ -159,8 +159,8 @@ def test_servers_on_this_machine_are_asked_without_a_proxy(
     server, proxy = serve(), serve()
     proxy.status = 502
     monkeypatch.setenv("http_proxy", proxy.url)
-    found = endpoint(f"http://{host}:{server.server_port}")
-    assert found.continuation([1], 1) == "7"
+    backend = endpoint(f"http://{host}:{server.server_port}")
+    assert backend.continuation([1], 1) == "7"
     assert not proxy.asked
 
 

@@ -1,4 +1,4 @@
-"""Answers on the transformers host: those of `generate`, whatever was asked before and wherever a context begins."""
+"""Answers on the transformers backend: those of `generate`, whatever was asked before and wherever a context begins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASKED = ("one", "and two", "one")
 
 
 @pytest.fixture(scope="module")
-def ways(load_tiny: Any, profile_of: Any) -> dict[str, CacheScheme]:
+def schemes(load_tiny: Any, profile_of: Any) -> dict[str, CacheScheme]:
     loaded = load_tiny("llama-gqa")
     profile = profile_of(
         loaded.shape.config, [LayerQuantization(4, 2), LayerQuantization(8, 4), LayerQuantization(2, 16)]
@@ -37,12 +37,12 @@ def asking(*texts: str) -> Problem:
 
 
 @pytest.mark.parametrize("read_plan", READ_PLANS)
-def test_answers_do_not_depend_on_what_was_asked_before(read_plan: Any, load_tiny: Any, ways: Any) -> None:
-    for way in ways.values():
-        host = LocalBackend(load_tiny("llama-gqa"), way, read_plan)
-        found = host.answers(asking(*ASKED))
-        assert found == [host.answers(asking(text))[0] for text in ASKED]
-        assert found[0] == found[2]
+def test_answers_do_not_depend_on_what_was_asked_before(read_plan: Any, load_tiny: Any, schemes: Any) -> None:
+    for scheme in schemes.values():
+        backend = LocalBackend(load_tiny("llama-gqa"), scheme, read_plan)
+        answers = backend.answers(asking(*ASKED))
+        assert answers == [backend.answers(asking(text))[0] for text in ASKED]
+        assert answers[0] == answers[2]
 
 
 @pytest.mark.parametrize("made", [{"name": "llama-gqa"}, {"name": "qwen2-bias", "adds_bos": True}], ids=["", "bos"])
@@ -51,27 +51,27 @@ def test_answers_are_those_of_generate(name: str, made: Any, load_tiny: Any, mod
     """The expected texts are of transformers' own loop and attention, prompt and question in chunks of their own."""
     loaded = load_tiny(**made)
     model = AutoModelForCausalLM.from_pretrained(model_folder(**made), dtype=torch.float32).eval()
-    way, tokenizer = named_scheme(name, loaded.shape), loaded.tokenizer
+    scheme, tokenizer = named_scheme(name, loaded.shape), loaded.tokenizer
     for text in ASKED:
         context = tokenizer(CONTEXT, return_tensors="pt").input_ids
         whole = tokenizer(CONTEXT + text, return_tensors="pt").input_ids
         assert torch.equal(whole[:, : context.shape[1]], context)
         cache = {"bf16": lambda: DynamicCache(config=model.config), "fp8": lambda: KVTunerCache.fp8(model.config)}.get(
-            name, lambda: KVTunerCache.from_profile(way.profile, model.config)
+            name, lambda: KVTunerCache.from_profile(scheme.profile, model.config)
         )()
         with torch.no_grad():
             model(context, past_key_values=cache)
-            said = model.generate(whole, past_key_values=cache, max_new_tokens=5, do_sample=False)
-        expected = tokenizer.decode(said[0, whole.shape[1] :], skip_special_tokens=True)
-        (found,) = LocalBackend(loaded, way, "decode").answers(asking(text))
-        assert expected.startswith(found)
-        assert found == expected or Question(text, "123").is_answered(found)
+            generated = model.generate(whole, past_key_values=cache, max_new_tokens=5, do_sample=False)
+        expected = tokenizer.decode(generated[0, whole.shape[1] :], skip_special_tokens=True)
+        (answer,) = LocalBackend(loaded, scheme, "decode").answers(asking(text))
+        assert expected.startswith(answer)
+        assert answer == expected or Question(text, "123").is_answered(answer)
 
 
-def test_exact_answers_are_the_same_wherever_a_context_begins(load_tiny: Any, ways: Any) -> None:
+def test_exact_answers_are_the_same_wherever_a_context_begins(load_tiny: Any, schemes: Any) -> None:
     def logits(name: str, read_plan: Any, offset: int) -> torch.Tensor:
-        host = LocalBackend(load_tiny("llama-gqa"), ways[name], read_plan)
-        return host._step([9, 3, 5, 8], ways[name].cache(host._model.config, read_plan, 512), offset)
+        backend = LocalBackend(load_tiny("llama-gqa"), schemes[name], read_plan)
+        return backend._step([9, 3, 5, 8], schemes[name].cache(backend._model.config, read_plan, 512), offset)
 
     assert torch.allclose(logits("bf16", "decode", 0), logits("bf16", "decode", 300), atol=1e-4), (
         "positions are relative"
@@ -81,18 +81,18 @@ def test_exact_answers_are_the_same_wherever_a_context_begins(load_tiny: Any, wa
     )
 
 
-def test_ways_take_the_bytes_that_their_caches_hold(load_tiny: Any, ways: Any) -> None:
+def test_schemes_take_the_bytes_that_their_caches_hold(load_tiny: Any, schemes: Any) -> None:
     loaded = load_tiny("llama-gqa")
     for name in ("fp8", "K4V2"):
-        cache = ways[name].cache(loaded.shape.config, "decode", 512)
+        cache = schemes[name].cache(loaded.shape.config, "decode", 512)
         with torch.no_grad():
             loaded.model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
-        assert cache.stored_bytes == 3 * ways[name].bytes_per_token
-    assert ways["own"].specs[0].k == QuantSpec(4, group_size=loaded.shape.geometry.head_dim)
+        assert cache.stored_bytes == 3 * schemes[name].bytes_per_token
+    assert schemes["own"].specs[0].k == QuantSpec(4, group_size=loaded.shape.geometry.head_dim)
 
 
 @pytest.mark.parametrize("name", ["K16V16", "int4", "K3V3"])
-def test_ways_that_there_are_not(name: str, load_tiny: Any) -> None:
+def test_schemes_that_there_are_not(name: str, load_tiny: Any) -> None:
     with pytest.raises(PrecisionError, match=name):
         named_scheme(name, load_tiny("llama-gqa").shape)
 
@@ -100,26 +100,26 @@ def test_ways_that_there_are_not(name: str, load_tiny: Any) -> None:
 def test_windows_that_cover_the_context_are_none(model_folder: Any) -> None:
     shape = read_shape(ModelSource(str(model_folder("mistral-no-window", sliding_window=128)), context_length=128))
     for name in ("fp8", "K8V8"):
-        way = named_scheme(name, shape)
-        assert way.cache(shape.config, "decode", 128) is not None
+        scheme = named_scheme(name, shape)
+        assert scheme.cache(shape.config, "decode", 128) is not None
         with pytest.raises(UnsupportedModelError, match="window of 128"):
-            way.cache(shape.config, "decode", 129)
+            scheme.cache(shape.config, "decode", 129)
 
 
-def test_logits_that_are_no_numbers_are_no_wrong_answers(load_tiny: Any, ways: Any, monkeypatch: Any) -> None:
-    host = LocalBackend(load_tiny("llama-gqa"), ways["fp8"], "decode")
-    monkeypatch.setattr(host._model.lm_head, "forward", lambda x: x.new_full((*x.shape[:-1], 320), torch.nan))
+def test_logits_that_are_no_numbers_are_no_wrong_answers(load_tiny: Any, schemes: Any, monkeypatch: Any) -> None:
+    backend = LocalBackend(load_tiny("llama-gqa"), schemes["fp8"], "decode")
+    monkeypatch.setattr(backend._model.lm_head, "forward", lambda x: x.new_full((*x.shape[:-1], 320), torch.nan))
     with pytest.raises(NonFiniteActivationError, match="fp8"):
-        host.answers(asking("one"))
+        backend.answers(asking("one"))
 
 
-def test_arithmetic_begins_where_it_is_asked_to(load_tiny: Any, ways: Any) -> None:
+def test_arithmetic_begins_where_it_is_asked_to(load_tiny: Any, schemes: Any) -> None:
     seen = []
-    host = LocalBackend(load_tiny("llama-gqa"), ways["bf16"], "decode")
-    handle = host._model.register_forward_pre_hook(
+    backend = LocalBackend(load_tiny("llama-gqa"), schemes["bf16"], "decode")
+    handle = backend._model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(int(kwargs["position_ids"][0, 0])), with_kwargs=True
     )
-    host.answers(asking("one"), offset=100)
+    backend.answers(asking("one"), offset=100)
     handle.remove()
     assert seen[0] == 100
     assert seen[1] == 100 + len(load_tiny("llama-gqa").tokenizer(CONTEXT).input_ids)

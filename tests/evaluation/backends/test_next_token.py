@@ -1,4 +1,4 @@
-"""What servers say of a next token: truncated KL beside the whole, answers that say something else."""
+"""The next token as servers give it: truncated KL beside the whole, and answers of another form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def two_distributions(size: int, spread: float, seed: int) -> tuple[Any, Any]:
     return tuple(np.exp(each - np.logaddexp.reduce(each)) for each in (logits, near))
 
 
-def said_of(p: Any, tokens: Any) -> NextToken:
+def token_of(p: Any, tokens: Any) -> NextToken:
     return NextToken({int(token): math.log(p[token]) for token in tokens}, {})
 
 
@@ -35,7 +35,7 @@ def test_a_truncated_kl_is_that_of_the_merged_distributions_and_grows_to_the_who
         for top in (1, 5, 20, 50):
             named = order[:top]
             merged = [np.append(each[named], max(1 - each[named].sum(), 1e-7)) for each in (p, q)]
-            found = truncated_kl(said_of(p, named), said_of(q, order))
+            found = truncated_kl(token_of(p, named), token_of(q, order))
             assert found == pytest.approx(float(entropy(*merged)), rel=1e-4, abs=1e-9)
             assert before - 1e-9 <= found <= whole * (1 + 1e-6) + 1e-9
             before = found
@@ -44,10 +44,10 @@ def test_a_truncated_kl_is_that_of_the_merged_distributions_and_grows_to_the_who
 
 def test_tokens_that_only_one_side_names_are_merged() -> None:
     p, q = two_distributions(8, 1.0, 0)
-    mine, other = said_of(p, [0, 1, 2, 3]), said_of(q, [2, 3, 4])
+    mine, other = token_of(p, [0, 1, 2, 3]), token_of(q, [2, 3, 4])
     merged = [np.array([each[2], each[3], 1 - each[2] - each[3]]) for each in (p, q)]
     assert truncated_kl(mine, other) == pytest.approx(float(entropy(*merged)), rel=1e-6)
-    assert truncated_kl(mine, said_of(q, [5])) == 0.0
+    assert truncated_kl(mine, token_of(q, [5])) == 0.0
     assert truncated_kl(mine, mine) == 0.0
 
 
@@ -79,7 +79,7 @@ def test_answers_are_read_and_kept() -> None:
         sglang([[[0.1, 7, None]]], [[[-2.5, 9, None]]]),
     ],
 )
-def test_answers_that_say_something_else_are_none(answer: Any) -> None:
+def test_answers_of_another_form_are_refused(answer: Any) -> None:
     with pytest.raises((KeyError, IndexError, TypeError, ValueError)):
         from_sglang(answer, [9])
 
@@ -90,8 +90,8 @@ def test_texts_that_several_tokens_share_are_not_taken_for_one() -> None:
     texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
     shared = next(each for each in texts if texts.count(each) > 1)
     alone = [each for each in texts if texts.count(each) == 1]
-    said = {alone[3]: -2.0, shared: -0.5, "no token of this vocabulary": -1.0, alone[5]: -1.5}
-    found = from_openai({"choices": [{"logprobs": {"top_logprobs": [said]}}]}, text.names_one_token)
+    likely = {alone[3]: -2.0, shared: -0.5, "no token of this vocabulary": -1.0, alone[5]: -1.5}
+    found = from_openai({"choices": [{"logprobs": {"top_logprobs": [likely]}}]}, text.names_one_token)
     assert found.top == {alone[5]: -1.5, alone[3]: -2.0}
     assert found.best == alone[5]
     for wrong in ({shared: -0.5}, {}, None):

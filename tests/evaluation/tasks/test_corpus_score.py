@@ -16,7 +16,7 @@ from kvtuner.evaluation.tasks.corpus_score import METRICS, CorpusScore, Sentence
 OWN = {
     "bleu": sacrebleu.corpus_bleu,
     "chrf": sacrebleu.corpus_chrf,
-    "chrf++": lambda said, right: sacrebleu.corpus_chrf(said, right, word_order=2),
+    "chrf++": lambda texts, references: sacrebleu.corpus_chrf(texts, references, word_order=2),
     "ter": sacrebleu.corpus_ter,
 }
 WORDS = [
@@ -107,9 +107,9 @@ def test_few_sentences_are_never_clear() -> None:
 
 
 def test_what_the_harness_keeps_is_read() -> None:
-    assert sentences_of([["right", "said"], ("also", ["this"])]) == [(("right",), "said"), (("also",), "this")]
-    assert sentences_of([(["one", "two"], "said"), (["three"], "more")]) == [
-        (("one", "two"), "said"),
+    assert sentences_of([["right", "text"], ("also", ["this"])]) == [(("right",), "text"), (("also",), "this")]
+    assert sentences_of([(["one", "two"], "text"), (["three"], "more")]) == [
+        (("one", "two"), "text"),
         (("three",), "more"),
     ]
     for other in ([1.0, 2.0], [("a", 3)], [("a", "b", "c")], [([], "b")], [], [("a", ["b", "c"])]):

@@ -40,11 +40,11 @@ MODELS = pytest.mark.parametrize(
 
 @pytest.fixture
 def harness(load_tiny: Any, tmp_path: Path) -> Callable[..., HarnessModel]:
-    """`harness(made, way, read_plan="decode", context_length=512)`."""
+    """`harness(made, scheme, read_plan="decode", context_length=512)`."""
 
-    def make(made: Any, way: str, read_plan: Any = "decode", context_length: int = 512) -> HarnessModel:
+    def make(made: Any, scheme: str, read_plan: Any = "decode", context_length: int = 512) -> HarnessModel:
         loaded = load_tiny(**made)
-        backend = LocalBackend(loaded, named_scheme(way, loaded.shape), read_plan)
+        backend = LocalBackend(loaded, named_scheme(scheme, loaded.shape), read_plan)
         folder = RunFolder(tmp_path / "run")
         folder.create()
         return HarnessModel(backend, Text(loaded.tokenizer), loaded.tokenizer, context_length, folder, "x")
@@ -138,8 +138,8 @@ def test_generations_stop_where_the_task_says(harness: Any, load_tiny: Any, mode
     model = AutoModelForCausalLM.from_pretrained(model_folder(**made), dtype=torch.float32).eval()
     tokenizer = load_tiny(**made).tokenizer
     ids = tokenizer("one two", return_tensors="pt").input_ids
-    said = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
-    whole = tokenizer.decode(said, skip_special_tokens=True)
+    generated = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    whole = tokenizer.decode(generated, skip_special_tokens=True)
     stop = whole[3:5]
     asked = asking(("one two", {"max_gen_toks": 12}), ("one two", {"until": [stop], "max_gen_toks": 12}))
     found = harness(made, "bf16").generate_until(asked)
@@ -241,22 +241,22 @@ def test_a_corpus_has_one_score_that_is_sacrebleus(evaluate: Any, tasks: Path, t
         "demo_texts bleu": "bleu",
         "demo_texts chrf": "chrf",
     }
-    said = [json.loads(line)["answer"] for line in (tmp_path / "out" / "tasks.jsonl").read_text().splitlines()]
+    answers = [json.loads(line)["answer"] for line in (tmp_path / "out" / "tasks.jsonl").read_text().splitlines()]
     right = [json.loads(line)["answer"] for line in (tasks / "texts.jsonl").read_text().splitlines()]
-    assert len(said) == 3 * 8, "asked once for both metrics"
+    assert len(answers) == 3 * 8, "asked once for both metrics"
     means = {}
-    for index, way in enumerate(("bf16", "profile", "K8V8")):
-        mine = said[8 * index : 8 * index + 8]
+    for index, scheme in enumerate(("bf16", "profile", "K8V8")):
+        mine = answers[8 * index : 8 * index + 8]
         for name, own in (("bleu", sacrebleu.corpus_bleu), ("chrf", sacrebleu.corpus_chrf)):
-            (result,) = (each for each in cells[f"demo_texts {name}"]["results"] if each["subject"] == way)
+            (result,) = (each for each in cells[f"demo_texts {name}"]["results"] if each["subject"] == scheme)
             assert result["mean"] == pytest.approx(own(mine, [right]).score, rel=1e-4)
             assert result["low"] < result["mean"] < result["high"]
-            means[way, name] = result["mean"]
+            means[scheme, name] = result["mean"]
     assert means["profile", "chrf"] < means["bf16", "chrf"] - 5
     differences = {each["other"]: each for each in cells["demo_texts chrf"]["differences"]}
     assert differences["bf16"]["mean"] == pytest.approx(means["profile", "chrf"] - means["bf16", "chrf"], abs=1e-3)
     assert differences["bf16"]["high"] < 0
-    assert 2 / 2**8 <= differences["bf16"]["p_value"] < 0.2, "all ways to swap eight texts"
+    assert 2 / 2**8 <= differences["bf16"]["p_value"] < 0.2, "every swap of eight texts"
 
 
 def test_tasks_that_cannot_be_asked(evaluate: Any, tasks: Path) -> None:
@@ -265,7 +265,7 @@ def test_tasks_that_cannot_be_asked(evaluate: Any, tasks: Path) -> None:
     )
     unsafe = (tasks / "sums.yaml").read_text().replace("task: demo_sums", "task: unsafe") + "unsafe_code: true\n"
     (tasks / "unsafe.yaml").write_text(unsafe)
-    for flags, said in (
+    for flags, reason in (
         (("--tasks", "no_such_task"), "no_such_task"),
         (("--tasks", "broken", "--include-path", str(tasks)), "cannot be evaluated"),
         (("--tasks", "unsafe", "--include-path", str(tasks)), "marked as unsafe"),
@@ -274,7 +274,7 @@ def test_tasks_that_cannot_be_asked(evaluate: Any, tasks: Path) -> None:
     ):
         status, _, err = evaluate(*flags)
         assert status == 2, flags
-        assert said in err
+        assert reason in err
 
 
 def test_sampling_is_left_out_with_a_warning_and_the_result_says_so(
@@ -288,8 +288,8 @@ def test_sampling_is_left_out_with_a_warning_and_the_result_says_so(
     cells = {cell["task"]: cell for cell in found["cells"] if cell["level"] == "task"}
     assert set(cells) == {"demo_sums exact_match", "demo_drawn exact_match (greedy)"}
     assert cells["demo_drawn exact_match (greedy)"]["results"] == cells["demo_sums exact_match"]["results"]
-    (said,) = (record.getMessage() for record in caplog.records if "sampling" in record.getMessage())
-    assert "demo_drawn asks for sampling" in said
+    (warning,) = (record.getMessage() for record in caplog.records if "sampling" in record.getMessage())
+    assert "demo_drawn asks for sampling" in warning
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), KeyError("a bug of ours"), OSError("the disk")])

@@ -71,20 +71,20 @@ def test_figures_are_means_over_the_last_tokens(tmp_path: Path) -> None:
     found = cells(tmp_path, mine, exact, other)
     assert list(found) == ["truncated_kl_nats_per_token", "top1_agreement", "nll_nats_per_token"]
     prompts = [(ids[:place], ids[place]) for ids in SEQUENCES for place in range(8, 12)]
-    for way in (mine, other):
-        nll = [-way.log_p(prompt)[target] for prompt, target in prompts]
+    for backend in (mine, other):
+        nll = [-backend.log_p(prompt)[target] for prompt, target in prompts]
         top = [sorted(range(VOCABULARY), key=lambda token: -exact.log_p(p)[token])[:5] for p, _ in prompts]
         kl = [
             truncated_kl(
                 NextToken({each: exact.log_p(prompt)[each] for each in named}, {}),
-                NextToken({each: way.log_p(prompt)[each] for each in range(VOCABULARY)}, {}),
+                NextToken({each: backend.log_p(prompt)[each] for each in range(VOCABULARY)}, {}),
             )
             for (prompt, _), named in zip(prompts, top, strict=True)
         ]
-        best = [max(range(VOCABULARY), key=way.log_p(prompt).__getitem__) for prompt, _ in prompts]
+        best = [max(range(VOCABULARY), key=backend.log_p(prompt).__getitem__) for prompt, _ in prompts]
         agree = [mine == theirs[0] for mine, theirs in zip(best, top, strict=True)]
         for values, measure in zip((kl, agree, nll), found, strict=True):
-            assert means(found[measure])[way.name] == pytest.approx(sum(values) / len(values), rel=1e-5)
+            assert means(found[measure])[backend.name] == pytest.approx(sum(values) / len(values), rel=1e-5)
     assert set(means(found["nll_nats_per_token"])) == {"bf16", "profile", "fp8"}
     assert set(means(found["top1_agreement"])) == {"profile", "fp8"}
     for cell in found.values():
@@ -103,16 +103,16 @@ def test_figures_are_means_over_the_last_tokens(tmp_path: Path) -> None:
     ],
 )
 def test_servers_that_did_not_read_what_they_stored_are_flagged(mine: Any, flag: Any, tmp_path: Path) -> None:
-    ways = [Stub("bf16", 0.0, found=0.0), Stub("profile", 0.5, **mine)]
-    found = cells(tmp_path, *ways)
+    backends = [Stub("bf16", 0.0, found=0.0), Stub("profile", 0.5, **mine)]
+    found = cells(tmp_path, *backends)
     assert {cell.flag for cell in found.values()} == {flag}
     again = [Stub("bf16", 0.0), Stub("profile", 0.5, **mine)]
     assert cells(tmp_path, *again) == found, "the journal knows it too"
     assert not again[1].asked
-    assert again[1].hits == ways[1].hits
+    assert again[1].hits == backends[1].hits
 
 
-def test_one_token_that_never_came_is_left_out_of_all_ways_and_asked_again(tmp_path: Path) -> None:
+def test_one_token_that_never_came_is_left_out_of_all_schemes_and_asked_again(tmp_path: Path) -> None:
     exact, mine = Stub("bf16", 0.0), Stub("profile", 0.6)
     mine.silent = {tuple(SEQUENCES[2][:9])}
     found = cells(tmp_path, exact, mine)
@@ -123,7 +123,7 @@ def test_one_token_that_never_came_is_left_out_of_all_ways_and_asked_again(tmp_p
     assert means(found["nll_nats_per_token"])["bf16"] == pytest.approx(sum(nll) / 23, rel=1e-5)
     exact, mine = Stub("bf16", 0.0), Stub("profile", 0.6)
     assert {cell.count for cell in cells(tmp_path, exact, mine).values()} == {24}
-    assert (len(exact.asked), len(mine.asked)) == (0, 5), "one sequence of one way"
+    assert (len(exact.asked), len(mine.asked)) == (0, 5), "one sequence of one scheme"
 
 
 def test_servers_that_hardly_say_anything_are_refused(tmp_path: Path) -> None:
@@ -137,8 +137,8 @@ def test_servers_that_hardly_say_anything_are_refused(tmp_path: Path) -> None:
 def test_what_servers_cannot_say_is_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert list(cells(tmp_path / "a", Stub("profile", 0.6))) == ["nll_nats_per_token"]
     assert "without --endpoint bf16=URL KL and top-1 agreement are left out" in caplog.text
-    ways = [Stub(name, lean, api="openai") for name, lean in (("bf16", 0.0), ("profile", 0.6))]
-    found = cells(tmp_path / "b", *ways)
+    backends = [Stub(name, lean, api="openai") for name, lean in (("bf16", 0.0), ("profile", 0.6))]
+    found = cells(tmp_path / "b", *backends)
     assert list(found) == ["truncated_kl_nats_per_token", "top1_agreement"]
     assert "perplexity is left out" in caplog.text
     whole = cells(tmp_path / "c", Stub("bf16", 0.0), Stub("profile", 0.6))

@@ -128,18 +128,18 @@ def test_the_same_seed_asks_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "is_answered"),
+    ("continuation", "is_answered"),
     [("38", False), ("384", False), ("384\n", True), (" 38,", True), ("", False), ("ab", False)],
 )
-def test_more_is_not_asked_for_once_a_number_has_ended(said: str, is_answered: bool) -> None:
+def test_more_is_not_asked_for_once_a_number_has_ended(continuation: str, is_answered: bool) -> None:
     question = Question("ab:", "384")
-    assert question.is_answered(said) == is_answered
+    assert question.is_answered(continuation) == is_answered
     assert question.max_tokens > len(question.answer)
 
 
 @pytest.mark.parametrize(
-    ("said", "is_right"),
+    ("continuation", "is_right"),
     [("384", True), (" 384\nzz:1", True), ("384.", True), ("3841", False), ("38", False), ("", False), ("x384", False)],
 )
-def test_an_answer_is_the_whole_number_that_comes_first(said: str, is_right: bool) -> None:
-    assert Question("ab:", "384").is_right(said) == is_right
+def test_an_answer_is_the_whole_number_that_comes_first(continuation: str, is_right: bool) -> None:
+    assert Question("ab:", "384").is_right(continuation) == is_right
