@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from kvtuner.evaluation.backends.base import Backend
     from kvtuner.evaluation.scheme import CacheScheme
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Level
+    from kvtuner.exported_configs.profile.evidence import ReadPlan
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.sharing.find import ResolvedProfile
     from kvtuner.pipeline.evaluation_options import EvalOptions
@@ -117,7 +118,8 @@ def evaluate(options: EvalOptions) -> EvaluationResult:
     check_writable(resolved)
     if not options.levels and options.lacks_likelihood:
         say(f"OpenAI's API gives no likelihoods without --endpoint {REFERENCE}=URL: the level likelihood is left out")
-    work = _Work.prepare(_with_profile_defaults(options, profile), profile)
+    model, data, seed = with_profile_defaults(options.model, options.data, options.seed, profile)
+    work = _Work.prepare(replace(options, model=model, data=data, seed=seed), profile)
     options = work.options
     folder = run_folder(options.model, options.out, f"eval-{profile.digest.removeprefix('sha256:')[:12]}")
     folder.create()
@@ -169,11 +171,6 @@ def check_writable(resolved: ResolvedProfile) -> None:
         raise RunFolderError(f"{folder} cannot be written, where the evaluation will stand; copy the profile")
 
 
-def _with_profile_defaults(options: EvalOptions, profile: Profile) -> EvalOptions:
-    model, data, seed = with_profile_defaults(options.model, options.data, options.seed, profile)
-    return replace(options, model=model, data=data, seed=seed)
-
-
 def _is_unseen(profile: Profile, hashes: dict[str, str]) -> bool:
     record = profile.provenance.calibration
     seen = record.token_ids_sha256 if record else None
@@ -186,14 +183,8 @@ class _Work:
 
     Attributes:
         options: The options, with what the profile's search fills in.
-        seed: The seed.
-        shape: The model.
         schemes: The schemes: unquantized first, where it is asked at all, then the profile.
         urls: The URLs of servers, by the name of the scheme; empty for a model loaded here.
-        tokenizer: The model's tokenizer.
-        text: The model's tokens.
-        corpus: The text.
-        question_sets: The questions.
     """
 
     options: EvalOptions
@@ -214,7 +205,8 @@ class _Work:
         shape = read_shape(source)
         check_model(profile, shape.config, context_length=shape.context_length)
         schemes, urls = _schemes(options, profile, shape)
-        options = replace(options, read_plan=None) if urls else replace(options, read_plan=_read_plan(options, profile))
+        searched: ReadPlan = profile.quality.read_plan if profile.quality else "decode"
+        options = replace(options, read_plan=None if urls else options.read_plan or searched)
         for scheme in schemes:
             scheme.cache(shape.config, options.read_plan or "decode", shape.context_length)  # refuses what it cannot
         tokenizer = load_tokenizer(source)
@@ -280,10 +272,6 @@ class _Work:
             texts = {backend.name: backend.continuation(prompt, SAMPLE_TOKENS) for backend in backends}
             lines += sample_lines(self.text.of(prompt), texts)
         return lines
-
-
-def _read_plan(options: EvalOptions, profile: Profile) -> Any:
-    return options.read_plan or (profile.quality.read_plan if profile.quality else "decode")
 
 
 def _schemes(options: EvalOptions, profile: Profile, shape: ModelShape) -> tuple[list[CacheScheme], dict[str, str]]:

@@ -40,13 +40,13 @@ class Question:
 
     def is_right(self, continuation: str) -> bool:
         """Whether a continuation begins with the answer, and the number ends there."""
-        found = _NUMBER.match(continuation)
-        return found is not None and found[1] == self.answer
+        number = _NUMBER.match(continuation)
+        return number is not None and number[1] == self.answer
 
     def is_answered(self, continuation: str) -> bool:
         """Whether more would not change that: a number has ended."""
-        found = _NUMBER.match(continuation)
-        return found is not None and found[2] != ""
+        number = _NUMBER.match(continuation)
+        return number is not None and number[2] != ""
 
 
 @dataclass(frozen=True, slots=True)
