@@ -26,7 +26,7 @@ def count(text: str) -> int:
 
 
 def bounded(count_tokens: Callable[[str], int]) -> Callable[[str], int]:
-    """The same function, for a search that ends soon."""
+    """A function that counts as the other one, for a search that ends soon."""
     calls = itertools.count()
 
     def counted(text: str) -> int:
