@@ -80,7 +80,7 @@ class PageLayout:
 
     @cached_property
     def _in_page(self) -> tuple[tuple[int, int], ...]:
-        """The bytes of a page at which each layer's keys and values begin."""
+        # The bytes of a page at which each layer's keys and values begin: all keys lie before all values.
         sizes = [keys for keys, _ in self.row_bytes] + [values for _, values in self.row_bytes]
         starts = [self.page_size * start for start in accumulate(sizes, initial=0)]
         num_layers = len(self.row_bytes)
@@ -125,7 +125,7 @@ class HostPages:
             piece.copy_(part)
 
     def _pieces(self, page: int, data: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What lies side by side of a page, with its part of `data`."""
+        # What lies side by side of a page, with its part of `data`.
         if self.layout.order == "page_first":
             return [(self.record(page)[self.layout.header_bytes :], data)]
         pieces = [sides[side][page].view(-1) for side in (0, 1) for sides in self._rows]

@@ -56,13 +56,13 @@ def fault_of(stored: Tensor, identity: bytes, key: str) -> Fault | None:
     if len(page) < HEADER_BYTES:
         return "truncated"
     header = page[:_CHECKSUM_AT].tobytes()
-    magic, version, header_bytes, page_bytes, found_identity, found_key = _FIELDS.unpack_from(header)
+    magic, version, header_bytes, page_bytes, its_identity, its_key = _FIELDS.unpack_from(header)
     faults: dict[Fault, bool] = {
         "magic": magic != MAGIC,
         "version": (version, header_bytes) != (VERSION, HEADER_BYTES),
         "length": page_bytes != len(page) - HEADER_BYTES,
-        "identity": found_identity != identity,
-        "key": found_key != _key_digest(key),
+        "identity": its_identity != identity,
+        "key": its_key != _key_digest(key),
         "checksum": page[_CHECKSUM_AT:HEADER_BYTES].tobytes() != _checksum(header, page[HEADER_BYTES:]),
     }
     return next((fault for fault, is_there in faults.items() if is_there), None)
@@ -99,8 +99,10 @@ def _weighted_sum(tensor: Tensor) -> int:
     begun = 0
     for block in tensor.split(rows):
         flat = block.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        # The widest words that the block is whole of.
         word = next(dtype for size, dtype in _WORDS if flat.numel() % size == 0)
         words = flat.view(word).to(torch.int64)
+        # A factor for every place, so that words that trade places change the sum.
         factors = torch.arange(begun, begun + len(words), device=tensor.device) * _MIX
         total += (words * (factors ^ (factors >> 29) | 1)).sum()
         begun += len(words)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.host_tier.pages import HostPages
     from kvtuner.runtime_loader.row_format import RowFormat
 
-
 Work = Literal["backup", "load", "quantize", "dequantize"]
 """A transfer down or up, and what of it is more than copying."""
 Timed = Callable[[Work], AbstractContextManager[None]]
@@ -108,6 +107,7 @@ class TorchMover:
             for layer, sides in enumerate(self._layers):
                 for name, side in enumerate(sides):
                     target = self._pages.rows(layer, name)
+                    # Whole pages, [pages, page_size, row_bytes // 8].
                     if side.moves_as_it_is:
                         pages = _words(side.raw.view(-1, *target.shape[1:]))[device_pages]
                     else:
@@ -131,7 +131,7 @@ class TorchMover:
 
 
 def _words(pages: Tensor) -> Tensor:
-    """Bytes [..., row_bytes] as words, of which there are fewer to index."""
+    # Bytes [..., row_bytes] as words, of which there are fewer to index.
     return pages.view(torch.int64)
 
 

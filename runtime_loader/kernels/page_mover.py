@@ -67,7 +67,7 @@ class _Rows:
         self._layout, self._num_layers = pages.layout, len(rows)
         base = rows[0][0]
         spans = [
-            self._span(layer, side, each, base) for layer, sides in enumerate(rows) for side, each in enumerate(sides)
+            self._span(layer, side, own, base) for layer, sides in enumerate(rows) for side, own in enumerate(sides)
         ]
         self._spans = torch.tensor(spans, dtype=torch.int64, device=device)
         self._base = base.view(-1, ALIGNMENT).view(torch.int64)
@@ -118,7 +118,7 @@ class _Staging:
 
         rows = [[staging(side, name) for name, side in enumerate(sides)] for sides in layers]
         self._sides = [
-            [_kernel_side(side, each) for side, each in zip(sides, of_layer, strict=True)]
+            [_kernel_side(side, staged) for side, staged in zip(sides, of_layer, strict=True)]
             for sides, of_layer in zip(layers, rows, strict=True)
         ]
         self._rows_of = _Rows(rows, pages, device)

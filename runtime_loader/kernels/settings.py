@@ -82,7 +82,7 @@ class Device:
             return INTERPRETED
         groups = max(keys.groups, values.groups)
         rows = _table().get((self.arch, keys.bits, values.bits, keys.head_dim, groups), {})
-        fitting = [each for each in rows if each <= gqa]
+        fitting = [least_gqa for least_gqa in rows if least_gqa <= gqa]
         if not fitting or keys.head_dim != values.head_dim:
             raise ServingError(
                 f"there is no kernel for K{keys.bits}V{values.bits} with head_dim {keys.head_dim} and"

@@ -88,6 +88,7 @@ def _check(server_args: Any) -> None:
         check_alone()
         arguments = resolved(server_args)
         _refuse_options(arguments, state.serving.request)
+        # From here on ``auto`` is a file, which schedulers read by their environment.
         model_config = model_config_of(server_args)
         state.serving = serving = state.serving.chosen_for(model_config)
         profile = serving.profile(model_config)
@@ -109,7 +110,7 @@ def _refuse_options(arguments: Any, request: ServingRequest) -> None:
 
 
 def _compare_models(request: ServingRequest, profile: Profile, model_config: Any) -> None:
-    """Log once, in the launcher, what differs between the profile's model and the served one, or refuse it."""
+    # Once, in the launcher: schedulers would log it again for every rank.
     mismatches = compare(
         profile.model,
         identity_of_model(model_config),

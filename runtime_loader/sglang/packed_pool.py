@@ -66,6 +66,7 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
         with allocation(self):
             self.keys = [self._rows(entry.k) for entry in formats]
             self.values = [self._rows(entry.v) for entry in formats]
+        # Under the names of SGLang's dense pool, so that what it inherits finds rows to copy and move.
         self.k_buffer = [stored.rows for stored in self.keys]
         self.v_buffer = [stored.rows for stored in self.values]
         self.k_scale_buffer = self.v_scale_buffer = None
@@ -99,6 +100,7 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
 
     def _at(self, stored: Sequence[PackedRows], layer_id: int) -> PackedRows:
         local: int = layer_id - self.start_layer
+        # A host tier may still be loading the layer.
         if self.layer_transfer_counter is not None:
             self.layer_transfer_counter.wait_until(local)
         return stored[local]
@@ -158,6 +160,7 @@ def self_test(pool: PackedKVPool) -> None:
                 raise _failed(pool, f"{name} of layer {layer_id} are not stored as quant.py stores them")
         if not _reads_right(pool.serving, q, keys, values, slots):
             raise _failed(pool, f"attention of layer {layer_id} is not attention over what its rows hold")
+        # As SGLang allocates a pool.
         for stored in (keys, values):
             stored.rows[slots] = torch.zeros_like(stored.rows[slots])
 
@@ -180,8 +183,8 @@ def _reads_right(serving: RankServing, q: Tensor, keys: PackedRows, values: Pack
         torch.tensor([0, 1], device=slots.device), ends - (ends > 0).to(ends.dtype), prefix, longest=1
     )
     read_back = attention.read_prefix(one, keys, values, replace(bounds, longest=MANY_TOKENS))
-    for stored, found in zip((keys, values), read_back or (), strict=read_back is not None):
-        if not torch.equal(found[: len(prefix)], stored.read(prefix, one.dtype)):
+    for stored, states in zip((keys, values), read_back or (), strict=read_back is not None):
+        if not torch.equal(states[: len(prefix)], stored.read(prefix, one.dtype)):
             return False
     for cap in sorted({0.0, serving.logit_cap}):
         scores = ScoreScaling(keys.shape[-1] ** -0.5, cap)
@@ -191,7 +194,7 @@ def _reads_right(serving: RankServing, q: Tensor, keys: PackedRows, values: Pack
         tolerance *= expected.abs().max().item()
         decoded = attention.decode(one, keys, values, ends, slots, scores)
         extended = attention.extend(one, new_k, new_v, keys, values, bounds, scores)
-        if any(bool(((found.float() - expected).abs() > tolerance).any()) for found in (decoded, extended)):
+        if any(bool(((output.float() - expected).abs() > tolerance).any()) for output in (decoded, extended)):
             return False
     return True
 

@@ -81,6 +81,7 @@ class ServingRequest:
     def from_environment(cls, environ: Mapping[str, str]) -> ServingRequest | None:
         """Return the launcher's request, or the one that the user's own variables make; None without either."""
         stored = environ.get(REQUEST_VARIABLE)
+        # The launcher's request is first: the user's variables are inherited by schedulers too.
         if stored:
             try:
                 fields = json.loads(stored)
@@ -247,7 +248,7 @@ def _family(args: argparse.Namespace) -> Family | None:
 
 
 def _set_by(args: argparse.Namespace, environ: Mapping[str, str], switch: str) -> str:
-    """Return the flag or variable that sets a switch; empty if neither does."""
+    # The flag or variable that sets the switch, to be named in a refusal.
     if getattr(args, f"kvtuner_{switch}"):
         return _flag(switch)
     return f"{_variable(switch)}=1" if _is_set(environ, switch) else ""

@@ -51,7 +51,7 @@ def install(*, packed: bool, tiers: bool) -> None:
 
 
 def _begin_tier(tier: HostTier, kvc: Any, pool: Any) -> None:
-    """Tell the host tier what this rank serves, once the device pool is built and before SGLang asks for the rest."""
+    # Once the device pool is built, and before SGLang builds a host pool for it.
     from kvtuner.runtime_loader.sglang.hicache.page_identity import TieredRank
 
     serving = process_state().active()
@@ -73,7 +73,7 @@ def _begin_tier(tier: HostTier, kvc: Any, pool: Any) -> None:
 
 
 def _check_dtype(kvc: Any) -> None:
-    """Check that 16-bit layers, or a device pool that stays as it is, are in the model's dtype."""
+    # 16-bit layers, and a device pool that stays as it is, are in the model's dtype.
     if kvc.kv_cache_dtype != kvc.model_config.dtype:
         raise ServingError(
             f"the checkpoint or --kv-cache-dtype asks for a cache of {kvc.kv_cache_dtype}, but the model is served in"
@@ -83,7 +83,7 @@ def _check_dtype(kvc: Any) -> None:
 
 
 def _profile(model_config: Any = None) -> Profile:
-    """Return the profile of this rank, which is built or checked for the first caller that knows the model."""
+    # Built or checked for the first caller that knows the model.
     state = process_state()
     if state.rank_profile is None:
         if model_config is None:

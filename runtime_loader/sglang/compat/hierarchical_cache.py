@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = [
-    "HiCacheFile", "HiCacheStorage", "HostKVCache", "HostOptions", "allocate", "allocator_type", "extra_config",
-    "host_options", "is_mooncake", "on_host_pool", "on_new_weights", "on_storage", "remove_objects",
-]  # fmt: skip
+__all__ = ["HiCacheFile", "HiCacheStorage", "HostKVCache"]  # handed on
 
 _ASSEMBLER: Final = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler"
 _FACTORY: Final = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory"

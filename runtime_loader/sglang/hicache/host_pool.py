@@ -108,6 +108,7 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
         self, host_indices: Tensor, device_indices: Tensor, io_backend: str
     ) -> tuple[Tensor, Tensor]:
         """Indices where the mover wants them."""
+        # SGLang asks once for a transfer of all layers.
         return self.mover.place(host_indices), self.mover.place(device_indices)
 
     def backup_from_device_all_layer(

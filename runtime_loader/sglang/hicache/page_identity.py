@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
     from kvtuner.runtime_loader.sglang.request import Attend
 
+# What differs in the configurations of equal models.
 _NOT_OF_THE_MODEL: Final = ("_name_or_path", "transformers_version")
 
 logger: Final = logging.getLogger("kvtuner")
@@ -54,6 +55,7 @@ class PageIdentity:
         self._fields = {
             "profile": rank.profile.digest,
             "layout": rank.profile.layout,
+            # Above an exact device pool every chunk reads exact keys, whatever the profile's reading is.
             "attend": rank.attend if rank.packed else "device",
             "model": {key: value for key, value in settings.items() if key not in _NOT_OF_THE_MODEL},
             "dtype": str(rank.config.dtype),
@@ -87,6 +89,7 @@ class PageIdentity:
         """
         if self._digest is not None or self._is_posted:
             logger.warning("kvtuner: weights change; storage is not used until the cache is flushed (/flush_cache)")
+            # A key is used once: words about earlier weights must not be taken for these.
             self._generation += 1
         self._digest, self._is_posted = None, False
         self._in_session = self._in_session if session is None else session
@@ -100,6 +103,7 @@ class PageIdentity:
         except ServingError as error:
             logger.error("kvtuner: storage is not used any more: %s", error)
             word = ""
+        # An empty word too: the other ranks must learn that nobody will know.
         post(self._key, word)
         self._is_posted = True
 
