@@ -23,7 +23,6 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -40,10 +39,7 @@ ANSWER_S: Final = 60.0
 """The longest wait for a piece of an answer: a silent hub would otherwise be waited for without end."""
 LOG_IN: Final = "log in (hf auth login) or set HF_TOKEN"
 ABSENT: Final = f"there is no such repository, or it is private; check the name, or {LOG_IN}"
-_OFFLINE: Final = "HF_HUB_OFFLINE is set; unset it, or name a file"
 _REASONS: Final[tuple[tuple[type[Exception], str], ...]] = (
-    (LocalEntryNotFoundError, _OFFLINE),
-    (OfflineModeIsEnabled, _OFFLINE),
     (GatedRepoError, f"is gated; accept its terms on its page, then {LOG_IN}"),
     (RepositoryNotFoundError, ABSENT),
     (
