@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvtuner.bench.load_metrics import SchemeRun
-    from kvtuner.bench.server import ServerProcess
     from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.evaluation.scheme import CacheScheme
     from kvtuner.exported_configs.profile.evaluation_record import Evaluation, ResultProvenance
@@ -195,9 +194,8 @@ class _BenchSession:
         return run_loads(target, work, server_key=key, name=scheme.name)
 
     def _result(self, scheme: CacheScheme, record: ServerRecord, run: SchemeRun) -> SchemeResult:
-        weights = (
-            None if record.version is None else self._weights(dtype=record.dtype, quantization=record.quantization)
-        )
+        is_known = record.version is not None
+        weights = self._weights(dtype=record.dtype, quantization=record.quantization) if is_known else None
         gates = all_gates(run.answered, *self._tokens_per_s(record, weights))
         if self._options.kv_memory:
             gates.append(kv_pool_gate(self._pool_tokens(scheme, self._options.kv_memory), record.tokens_that_fit))
@@ -235,8 +233,16 @@ class _BenchSession:
 
     @contextmanager
     def _target(self, scheme: CacheScheme, flags: Sequence[str]) -> Iterator[LoadTarget]:
-        if self._urls:
-            target = self._load_target(scheme, self._urls[scheme.name])
+        with ExitStack() as stack:
+            server, url = None, self._urls.get(scheme.name)
+            if url is None:
+                log = self._log(scheme)
+                log.parent.mkdir(exist_ok=True)
+                start_s = self._options.start_timeout or START_S
+                server = stack.enter_context(running(self._flags(scheme, flags), log, start_s))
+                url = server.url
+            endpoint = Endpoint(url, self._options.api or "sglang", self._options.timeout)
+            target = LoadTarget(endpoint, self._tokenizer, scheme=scheme, shape=self._shape, server=server)
             model = target.record.model
             if self._served_model not in (None, model):
                 raise EndpointError(
@@ -244,15 +250,6 @@ class _BenchSession:
                 )
             self._served_model = model
             yield target
-            return
-        log = self._log(scheme)
-        log.parent.mkdir(exist_ok=True)
-        with running(self._flags(scheme, flags), log, self._options.start_timeout or START_S) as server:
-            yield self._load_target(scheme, server.url, server)
-
-    def _load_target(self, scheme: CacheScheme, url: str, server: ServerProcess | None = None) -> LoadTarget:
-        endpoint = Endpoint(url, self._options.api or "sglang", self._options.timeout)
-        return LoadTarget(endpoint, self._tokenizer, scheme=scheme, shape=self._shape, server=server)
 
     def _flags(self, scheme: CacheScheme, scheme_flags: Sequence[str]) -> list[str]:
         options, model = self._options, self._options.model
