@@ -21,8 +21,6 @@ PACKAGES: Final = ("kvtuner", "calibration", "exported_configs", "runtime_loader
 PRODUCT: Final = (*PACKAGES, "benchmarks")
 MOST_LINES: Final = 450
 MOST_FILES: Final = 15
-KNOWN_FOLDERS: Final = {Path("runtime_loader/kernels")}
-"""Folders that are allowed more files."""
 BANNED: Final = {
     "taker", "takers", "respondent", "contestant", "exam", "examiner", "making", "metered", "said", "choosy", "seam",
     "seams", "finder",
@@ -65,7 +63,7 @@ def modules_of_one_name(files: dict[Path, str]) -> list[str]:
     """Name the modules that two folders have."""
     places = defaultdict(list)
     for path in files:
-        if path.name not in ("__init__.py", "metrics.py"):  # metrics: of loads and of a server, until one is renamed
+        if path.name != "__init__.py":
             places[path.stem].append(path)
     return repeated(places)
 
@@ -112,7 +110,7 @@ def full_folders(files: dict[Path, str]) -> list[str]:
     counts: dict[Path, int] = defaultdict(int)
     for path in files:
         counts[path.parent] += path.name != "__init__.py"
-    most = {folder: count for folder, count in counts.items() if count > MOST_FILES and folder not in KNOWN_FOLDERS}
+    most = {folder: count for folder, count in counts.items() if count > MOST_FILES}
     return [f"{folder}: {count} files" for folder, count in most.items()]
 
 

@@ -15,6 +15,8 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fixture_types import ModelFolder
+
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +69,7 @@ def serve(serve_http: Any) -> Callable[..., Any]:
     return start
 
 
-def test_the_key_stays_with_the_server_it_is_for_and_no_proxy_is_asked(serve: Any, model_folder: Any) -> None:
+def test_the_key_stays_with_the_server_it_is_for_and_no_proxy_is_asked(serve: Any, model_folder: ModelFolder) -> None:
     other, proxy = serve(), serve()
     server = serve(f"http://localhost:{other.server_port}/generate")
     known = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import sys
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +20,8 @@ from kvtuner.run_folder import RunFolder
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from fixture_types import ProfileOf
 
 WIDE = Capacity(context=40_000, tokens=1_000_000, requests=300)
 
@@ -131,7 +133,7 @@ def test_loads_for_which_the_text_has_too_few_beginnings_are_refused_before_any_
 
 
 def test_the_command_refuses_them_before_a_server_is_started(
-    profile_of: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    profile_of: ProfileOf, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = AutoConfig.from_pretrained(DEMO_MODEL)
     profile = tmp_path / "profile.json"

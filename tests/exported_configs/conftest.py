@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from fixture_types import MakeKeys
+    from hub_server import LoopbackHub
+
     from kvtuner.exported_configs.profile.profile import Profile
 
 HASH = "sha256:" + "0123456789abcdef" * 4
@@ -243,7 +246,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def check_message() -> Callable[..., None]:
     """A refusal is one short line, and neither it nor a log holds the token."""
 
-    def check(message: str, hub: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def check(message: str, hub: LoopbackHub, caplog: pytest.LogCaptureFixture) -> None:
         assert "\n" not in message and len(message) < 400
         assert hub.token not in message and hub.token not in caplog.text
 
@@ -265,7 +268,7 @@ def versions(make_profile: Callable[..., Profile]) -> list[bytes]:
 
 
 @pytest.fixture
-def signature(profile: Profile, keys: Any, tmp_path: Path) -> bytes:
+def signature(profile: Profile, keys: MakeKeys, tmp_path: Path) -> bytes:
     """A signature of the small profile by a key."""
     from kvtuner.exported_configs.signing.signatures import sign_profile
     from kvtuner.exported_configs.signing.signers import Signer

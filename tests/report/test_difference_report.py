@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import SimpleNamespace
 
+    from fixture_types import RunCommand
+
     from kvtuner.exported_configs.profile.profile import Profile
 
 
@@ -124,7 +126,7 @@ def test_diff_of_other_shapes_goes_as_far_as_it_can(kit: SimpleNamespace) -> Non
 
 
 def test_diff_keeps_what_its_json_had_and_adds_bytes_and_quality(
-    kit: SimpleNamespace, run: Any, tmp_path: Path
+    kit: SimpleNamespace, run: RunCommand, tmp_path: Path
 ) -> None:
     profiles = kit.make(kit.BASE), kit.make(kit.swapped(3, kit.choice((8, 8))))
     files = tmp_path / "a.json", tmp_path / "b.json"

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -23,6 +23,8 @@ from kvtuner.report.profile_report import describe
 
 if TYPE_CHECKING:
     from types import SimpleNamespace
+
+    from fixture_types import RunCommand
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,7 +100,7 @@ def test_digits_are_readable_and_widths_told_apart_by_lightness_alone(kit: Simpl
 
 
 def test_show_colours_on_demand_only(
-    kit: SimpleNamespace, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kit: SimpleNamespace, run: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = kit.make(kit.layers_of(28))
     file = tmp_path / "profile.json"
@@ -151,7 +153,7 @@ def test_show_on_a_real_terminal_has_its_width_and_colours(kit: SimpleNamespace,
     assert kit.read_strip(lines) == kit.stored(profile)
 
 
-def test_show_says_every_layer_once(kit: SimpleNamespace, run: Any, tmp_path: Path) -> None:
+def test_show_says_every_layer_once(kit: SimpleNamespace, run: RunCommand, tmp_path: Path) -> None:
     """Four rows of the strip and the ruler are all that grows with the layers."""
     lengths = []
     for count in (9, 10):

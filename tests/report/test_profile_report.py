@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,6 +21,8 @@ from kvtuner.report.profile_report import ShownProfile, profile_page
 if TYPE_CHECKING:
     from pathlib import Path
     from types import SimpleNamespace
+
+    from fixture_types import RunCommand
 
 
 def test_a_page_shows_the_layers_of_the_profile_in_cells_and_in_words(kit: SimpleNamespace) -> None:
@@ -135,7 +137,7 @@ def test_as_many_baselines_as_a_profile_may_hold_are_drawn(kit: SimpleNamespace)
 
 
 def test_show_writes_every_profile_and_evaluation_of_a_run_on_one_page(
-    kit: SimpleNamespace, run: Any, tmp_path: Path
+    kit: SimpleNamespace, run: RunCommand, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -162,7 +164,7 @@ def test_show_writes_every_profile_and_evaluation_of_a_run_on_one_page(
     assert [each["page"] for each in facts] == [str(target)] * 2
 
 
-def test_a_page_is_written_over_and_nothing_else_is(kit: SimpleNamespace, run: Any, tmp_path: Path) -> None:
+def test_a_page_is_written_over_and_nothing_else_is(kit: SimpleNamespace, run: RunCommand, tmp_path: Path) -> None:
     profile = kit.make(kit.layers_of(3))
     file, page = tmp_path / "profile.json", tmp_path / "page.html"
     file.write_bytes(dump_profile(profile))
@@ -181,7 +183,7 @@ def test_a_page_is_written_over_and_nothing_else_is(kit: SimpleNamespace, run: A
 
 
 def test_a_full_disk_leaves_the_old_page_whole(
-    kit: SimpleNamespace, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kit: SimpleNamespace, run: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, page = tmp_path / "profile.json", tmp_path / "page.html"
     file.write_bytes(dump_profile(kit.make(kit.layers_of(3))))

@@ -15,7 +15,7 @@ from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from fixture_types import ProfileOf
 
     from kvtuner.exported_configs.profile.profile import Profile
 
@@ -33,7 +33,7 @@ def windowed(window: int, *, num_heads: int = 4) -> MistralConfig:
     )
 
 
-def test_a_window_as_long_as_the_profile_s_context_is_no_window(profile_of: Callable[..., Profile]) -> None:
+def test_a_window_as_long_as_the_profile_s_context_is_no_window(profile_of: ProfileOf) -> None:
     profile = profile_of(windowed(128), LAYERS, last_position=127)
     assert calibrated_positions(profile) == 128
     check_model(profile, windowed(128))
@@ -41,14 +41,14 @@ def test_a_window_as_long_as_the_profile_s_context_is_no_window(profile_of: Call
 
 
 def test_a_window_shorter_than_the_profile_s_context_is_refused_with_a_way_out(
-    profile_of: Callable[..., Profile],
+    profile_of: ProfileOf,
 ) -> None:
     profile = profile_of(windowed(128), LAYERS, last_position=127)
     with pytest.raises(UnsupportedModelError, match=r"window of 127 .* 128; search with --context-length 127"):
         KVTunerCache.from_profile(profile, windowed(127))
 
 
-def test_without_a_calibration_the_model_s_positions_are_the_context(profile_of: Callable[..., Profile]) -> None:
+def test_without_a_calibration_the_model_s_positions_are_the_context(profile_of: ProfileOf) -> None:
     profile = profile_of(windowed(128), LAYERS)
     assert calibrated_positions(profile) is None
     with pytest.raises(UnsupportedModelError, match=r"window of 128 .* context of 512"):
@@ -56,7 +56,7 @@ def test_without_a_calibration_the_model_s_positions_are_the_context(profile_of:
 
 
 def test_keys_per_channel_are_refused_by_every_host_until_there_are_tail_pages(
-    profile_of: Callable[..., Profile],
+    profile_of: ProfileOf,
 ) -> None:
     config = windowed(512)
     served = profile_of(config, [LayerQuantization(4, 4), LayerQuantization(16, 4)])
@@ -74,7 +74,7 @@ def test_keys_per_channel_are_refused_by_every_host_until_there_are_tail_pages(
             check(per_channel(4), config)
 
 
-def test_another_model_is_refused(profile_of: Callable[..., Profile]) -> None:
+def test_another_model_is_refused(profile_of: ProfileOf) -> None:
     profile = profile_of(windowed(128), LAYERS, last_position=127)
     with pytest.raises(ProfileError, match="has num_attention_heads 4, but this model has 2"):
         check_model(profile, windowed(128, num_heads=2))
@@ -88,7 +88,7 @@ def recorded(profile: Profile, config: MistralConfig, **changes: Any) -> Profile
 
 
 def test_a_cache_takes_the_configuration_that_was_searched_in_whatever_words(
-    profile_of: Callable[..., Profile],
+    profile_of: ProfileOf,
 ) -> None:
     profile = recorded(profile_of(windowed(128), LAYERS, last_position=127), windowed(128))
     config = windowed(128)
@@ -96,7 +96,7 @@ def test_a_cache_takes_the_configuration_that_was_searched_in_whatever_words(
     assert KVTunerCache.from_profile(profile, config).get_seq_length() == 0  # and without a warning
 
 
-def test_a_cache_refuses_a_derived_configuration_unless_it_is_allowed(profile_of: Callable[..., Profile]) -> None:
+def test_a_cache_refuses_a_derived_configuration_unless_it_is_allowed(profile_of: ProfileOf) -> None:
     profile = recorded(profile_of(windowed(128), LAYERS, last_position=127), windowed(128))
     derived = windowed(128)
     derived.intermediate_size += 1
@@ -110,7 +110,7 @@ def test_a_cache_refuses_a_derived_configuration_unless_it_is_allowed(profile_of
         KVTunerCache.from_profile(profile, windowed(128, num_heads=2), allow_derived=True)
 
 
-def test_a_cache_refuses_a_fine_tune_of_the_hub_by_its_name(profile_of: Callable[..., Profile]) -> None:
+def test_a_cache_refuses_a_fine_tune_of_the_hub_by_its_name(profile_of: ProfileOf) -> None:
     profile = recorded(profile_of(windowed(128), LAYERS, last_position=127), windowed(128))
     tuned = windowed(128)
     for place in ("Owner/Name-Chat", "/x/hub/models--Owner--Name-Chat/snapshots/" + "0" * 40):
@@ -119,7 +119,7 @@ def test_a_cache_refuses_a_fine_tune_of_the_hub_by_its_name(profile_of: Callable
             KVTunerCache.from_profile(profile, tuned)
 
 
-def test_a_cache_warns_of_other_rotations(profile_of: Callable[..., Profile]) -> None:
+def test_a_cache_warns_of_other_rotations(profile_of: ProfileOf) -> None:
     profile = recorded(profile_of(windowed(128), LAYERS, last_position=127), windowed(128))
     turned = windowed(128)
     turned.rope_parameters = {"rope_type": "default", "rope_theta": 7.0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,9 +13,12 @@ from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.row_format import RowFormat, rank_formats
 from kvtuner.transforms import TransformKind
 
+if TYPE_CHECKING:
+    from fixture_types import ProfileOf
+
 
 @pytest.fixture
-def profile(model_of: Any, profile_of: Any) -> Any:
+def profile(model_of: Any, profile_of: ProfileOf) -> Any:
     config = model_of("llama-gqa-64", torch.float32).config
     generator = torch.Generator().manual_seed(0)
     mu, lam = (torch.rand((2, 64), generator=generator).half() + 0.5 for _ in range(2))

@@ -24,7 +24,9 @@ from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fixture_types import ProfileOf, SaveProfile, Serve
+    from fixture_types import Json, ProfileOf, SaveProfile, Serve
+
+    Evaluate = Callable[..., tuple[int, Json, str]]
 
 SCORED, POSITIONS = 3, 12
 SCORING = ("--levels", "likelihood", "--scored-sequences", str(SCORED), "--positions", str(POSITIONS))
@@ -48,7 +50,7 @@ def served(serve: Serve, rough: Path) -> Iterator[tuple[str, ...]]:
 
 
 @pytest.fixture
-def evaluate(capsys: pytest.CaptureFixture[str], rough: Path, tmp_path: Path) -> Callable[..., tuple[int, Any, str]]:
+def evaluate(capsys: pytest.CaptureFixture[str], rough: Path, tmp_path: Path) -> Evaluate:
     """`evaluate(*flags)`: exit status, JSON, stderr."""
 
     def call(*flags: str) -> tuple[int, Any, str]:
@@ -66,7 +68,7 @@ def said_by(way: str, folder: Path) -> str:
     return (folder / "samples.md").read_text().partition(f"**{way}**")[2].partition("**")[0]
 
 
-def accuracies(found: Any, subject: str) -> dict[tuple[str, int | None], float]:
+def accuracies(found: Json, subject: str) -> dict[tuple[str, int | None], float]:
     return {
         (cell["level"], cell["num_tokens"]): result["mean"]
         for cell in found["cells"]
@@ -76,7 +78,7 @@ def accuracies(found: Any, subject: str) -> dict[tuple[str, int | None], float]:
 
 
 def test_served_profiles_are_asked_what_the_transformers_host_is_asked(
-    served: tuple[str, ...], evaluate: Any, rough: Path, tmp_path: Path
+    served: tuple[str, ...], evaluate: Evaluate, rough: Path, tmp_path: Path
 ) -> None:
     levels = ("--levels", "recall,arithmetic,samples", *FEW, "--samples", "1")
     _, offline, _ = evaluate(*levels, "--read-plan", "hit", "--out", str(tmp_path / "offline"))
@@ -102,7 +104,7 @@ def test_served_profiles_are_asked_what_the_transformers_host_is_asked(
     assert {cell["flag"] for cell in openai["cells"]} == {"unread"}, "this one does not say what it found"
 
 
-def test_servers_that_serve_something_else_are_refused(served: tuple[str, ...], evaluate: Any) -> None:
+def test_servers_that_serve_something_else_are_refused(served: tuple[str, ...], evaluate: Evaluate) -> None:
     rough, plain = served[1], served[3].removeprefix("bf16=")
     for wrong, said in (
         ((plain,), "serves no profile, not sha256:"),
@@ -141,7 +143,7 @@ def empty(*urls: str) -> None:
         urllib.request.urlopen(urllib.request.Request(f"{url}/flush_cache?timeout=30", b""), timeout=60).close()
 
 
-def likelihoods(found: Any) -> dict[tuple[str, str], float]:
+def likelihoods(found: Json) -> dict[tuple[str, str], float]:
     return {
         (cell["measure"], result["subject"]): result["mean"] for cell in found["cells"] for result in cell["results"]
     }
@@ -149,7 +151,7 @@ def likelihoods(found: Any) -> dict[tuple[str, str], float]:
 
 def test_likelihoods_of_servers_are_those_of_transformers(
     served: tuple[str, ...],
-    evaluate: Any,
+    evaluate: Evaluate,
     serve: Serve,
     rough: Path,
     profile_of: ProfileOf,
@@ -191,7 +193,7 @@ def test_likelihoods_of_servers_are_those_of_transformers(
 
 
 def test_a_server_without_a_prefix_cache_is_flagged_and_shows_no_damage(
-    served: tuple[str, ...], evaluate: Any, serve: Serve, rough: Path, capsys: pytest.CaptureFixture[str]
+    served: tuple[str, ...], evaluate: Evaluate, serve: Serve, rough: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serve(DEMO_MODEL, "--kvtuner-profile", str(rough), "--disable-radix-cache") as server:
         levels = ("--levels", "likelihood,recall", *SCORING[2:], *FEW)
@@ -235,7 +237,7 @@ def tasks(tmp_path: Path) -> Path:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the harness's and its libraries'
 def test_tasks_of_servers_are_answered_as_the_transformers_host_answers_them(
-    served: tuple[str, ...], evaluate: Any, tasks: Path, tmp_path: Path
+    served: tuple[str, ...], evaluate: Evaluate, tasks: Path, tmp_path: Path
 ) -> None:
     flags = ("--levels", "arithmetic", *QUESTIONS, "--include-path", str(tasks), "--tasks")
     served = ("--lengths", "150", *served)
@@ -302,7 +304,7 @@ class Faulty(BaseHTTPRequestHandler):
         else:
             self.reply({"text": "" if self.fault == "empty" else "7", "meta_info": {"cached_tokens": 0}})
 
-    def reply(self, document: Any) -> None:
+    def reply(self, document: Json) -> None:
         body = json.dumps(document).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -326,7 +328,9 @@ def faulty(rough: Path, serve_http: Any) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize("fault", ["cut", "error", "empty"])
-def test_likelihoods_that_never_come_are_refused_by_name(fault: str, faulty: Any, evaluate: Any) -> None:
+def test_likelihoods_that_never_come_are_refused_by_name(
+    fault: str, faulty: Callable[[str], str], evaluate: Evaluate
+) -> None:
     status, _, err = evaluate(*SCORING, "--endpoint", faulty(fault))
     assert status == 2
     assert f"gave no log-probabilities of {POSITIONS} tokens" in err
@@ -336,7 +340,7 @@ def test_likelihoods_that_never_come_are_refused_by_name(fault: str, faulty: Any
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("fault", ["cut", "empty"])
 def test_tasks_that_are_never_answered_are_wrong_and_counted(
-    fault: str, faulty: Any, evaluate: Any, tasks: Path
+    fault: str, faulty: Callable[[str], str], evaluate: Evaluate, tasks: Path
 ) -> None:
     own = ("--include-path", str(tasks), "--tasks", "demo_sums,demo_lines")
     status, found, err = evaluate("--levels", "arithmetic", *FEW, *own, "--endpoint", faulty(fault))
@@ -349,7 +353,9 @@ def test_tasks_that_are_never_answered_are_wrong_and_counted(
 
 
 @pytest.mark.parametrize("fault", ["cut", "error", "empty"])
-def test_answers_that_never_come_are_wrong_and_counted(fault: str, faulty: Any, evaluate: Any) -> None:
+def test_answers_that_never_come_are_wrong_and_counted(
+    fault: str, faulty: Callable[[str], str], evaluate: Evaluate
+) -> None:
     status, found, _ = evaluate("--levels", "arithmetic", *FEW, "--endpoint", faulty(fault))
     assert status == 0
     for cell in found["cells"]:
@@ -357,7 +363,7 @@ def test_answers_that_never_come_are_wrong_and_counted(fault: str, faulty: Any, 
         assert (result["mean"], result["failures"], cell["count"]) == (0.0, 15, 15)
 
 
-def test_a_server_that_dies_ends_the_run(faulty: Any, evaluate: Any) -> None:
+def test_a_server_that_dies_ends_the_run(faulty: Callable[[str], str], evaluate: Evaluate) -> None:
     status, _, err = evaluate("--levels", "arithmetic", *FEW, "--endpoint", faulty("gone"))
     assert status == 2
     assert "stopped answering; start it and run the same command again to resume" in err

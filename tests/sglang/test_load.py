@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import openai
 import psutil
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fixture_types import MixedLayers, ModelFolder, ProfileOf, Prompts, RunProgram, SaveProfile, Serve
+    from sglang_server import Server
 
 
 @pytest.fixture(scope="module")
@@ -28,21 +29,21 @@ def folder(model_folder: ModelFolder) -> Path:
 @pytest.fixture(scope="module")
 def server(
     folder: Path, profile_of: ProfileOf, mixed_layers: MixedLayers, save_profile: SaveProfile, serve: Serve
-) -> Iterator[Any]:
+) -> Iterator[Server]:
     config = AutoConfig.from_pretrained(folder)
     profile = profile_of(config, mixed_layers(config))
     with serve(folder, "--kvtuner-profile", str(save_profile(profile)), "--page-size", "16") as running:
         yield running
 
 
-def resident_bytes(server: Any) -> int:
+def resident_bytes(server: Server) -> int:
     """Memory of the scheduler processes of this server, which hold the pool."""
     (launcher,) = server.processes
     return sum(process.memory_info().rss for process in psutil.Process(launcher.pid).children(recursive=True))
 
 
 @pytest.mark.parametrize("num_requests", [80, pytest.param(2000, marks=pytest.mark.full)])
-def test_nothing_fails_and_nothing_grows(num_requests: int, server: Any, prompts: Prompts) -> None:
+def test_nothing_fails_and_nothing_grows(num_requests: int, server: Server, prompts: Prompts) -> None:
     rng = random.Random(num_requests)
     lengths = [rng.choice((1, 3, 15, 16, 17, 60, 130, 250)) for _ in range(num_requests)]
     asked = list(zip(prompts(*lengths, seed=num_requests), [rng.randint(1, 24) for _ in lengths], strict=True))
@@ -64,7 +65,7 @@ def test_nothing_fails_and_nothing_grows(num_requests: int, server: Any, prompts
 
 
 def test_sglangs_own_benchmark_runs_against_it(
-    server: Any, folder: Path, run_program: RunProgram, tmp_path: Path
+    server: Server, folder: Path, run_program: RunProgram, tmp_path: Path
 ) -> None:
     out = tmp_path / "result.jsonl"
     done = run_program(
@@ -77,7 +78,7 @@ def test_sglangs_own_benchmark_runs_against_it(
     assert json.loads(out.read_text())["completed"] == 10
 
 
-def test_the_openai_client_is_answered(server: Any) -> None:
+def test_the_openai_client_is_answered(server: Server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     answer = client.completions.create(model="tiny", prompt="The baker counts", max_tokens=5, temperature=0)
     assert answer.usage is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from transformers import AutoConfig
@@ -14,6 +14,7 @@ from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from fixture_types import Compare, LaunchedNodes, MixedLayers, ModelFolder, ProfileOf, Prompts, SaveProfile, Serve
     from sglang_server import Agreement, Place
@@ -25,7 +26,7 @@ HADAMARD = Transform(TransformKind.parse("hadamard"))
 
 
 @pytest.fixture
-def uneven(model_folder: ModelFolder, profile_of: ProfileOf, mixed_layers: MixedLayers) -> tuple[Any, Profile]:
+def uneven(model_folder: ModelFolder, profile_of: ProfileOf, mixed_layers: MixedLayers) -> tuple[Path, Profile]:
     """A model of five layers, and a profile whose two stages differ in bits; every head has its own constants."""
     folder = model_folder("qwen2-bias", **LAYERS)
     config = AutoConfig.from_pretrained(folder)
@@ -43,11 +44,11 @@ TOPOLOGIES = {
 
 @pytest.fixture
 def served(
-    uneven: Any, serve: Serve, compare: Compare, prompts: Prompts, save_profile: SaveProfile
-) -> Callable[..., tuple[Any, list[int]]]:
+    uneven: tuple[Path, Profile], serve: Serve, compare: Compare, prompts: Prompts, save_profile: SaveProfile
+) -> Callable[..., tuple[Agreement, list[int]]]:
     """`served(flags, places)`: how near nodes in these places are to the host, and bytes per token that ranks say."""
 
-    def run(flags: tuple[str, ...], places: list[Any], **variables: str) -> tuple[Any, list[int]]:
+    def run(flags: tuple[str, ...], places: list[Place], **variables: str) -> tuple[Agreement, list[int]]:
         folder, profile = uneven
         with serve(
             folder, "--kvtuner-profile", str(save_profile(profile)), *flags, places=places, **variables
@@ -76,14 +77,18 @@ def is_near(agreement: Agreement) -> bool:
 @pytest.mark.parametrize(
     "topology", ["tp2", "pp2", pytest.param("two nodes, tp2", marks=pytest.mark.full), "two nodes, tp2 x pp2"]
 )
-def test_ranks_agree_with_the_transformers_host(topology: str, uneven: Any, served: Any, here: Place) -> None:
+def test_ranks_agree_with_the_transformers_host(
+    topology: str, uneven: tuple[Path, Profile], served: Callable[..., tuple[Agreement, list[int]]], here: Place
+) -> None:
     nodes, flags = TOPOLOGIES[topology]
     agreement, said = served(flags, [here] * nodes)
     assert is_near(agreement), agreement
     assert said == expected_bytes(uneven[1], flags)
 
 
-def test_nodes_that_share_neither_network_nor_memory(uneven: Any, served: Any, apart: Any) -> None:
+def test_nodes_that_share_neither_network_nor_memory(
+    uneven: tuple[Path, Profile], served: Callable[..., tuple[Agreement, list[int]]], apart: list[Place]
+) -> None:
     flags = ("--tp-size", "2")
     agreement, said = served(flags, apart, GLOO_SOCKET_IFNAME="eth0")
     assert is_near(agreement), agreement
@@ -91,7 +96,7 @@ def test_nodes_that_share_neither_network_nor_memory(uneven: Any, served: Any, a
 
 
 def test_nodes_with_different_profiles_refuse_to_start_and_name_both(
-    uneven: Any, profile_of: ProfileOf, save_profile: SaveProfile, launched_nodes: LaunchedNodes
+    uneven: tuple[Path, Profile], profile_of: ProfileOf, save_profile: SaveProfile, launched_nodes: LaunchedNodes
 ) -> None:
     folder, profile = uneven
     other = profile_of(AutoConfig.from_pretrained(folder), [LayerQuantization(4, 4)] * 5)
@@ -105,7 +110,7 @@ def test_nodes_with_different_profiles_refuse_to_start_and_name_both(
 
 
 def test_a_node_without_the_profile_is_missed(
-    uneven: Any, save_profile: SaveProfile, launched_nodes: LaunchedNodes
+    uneven: tuple[Path, Profile], save_profile: SaveProfile, launched_nodes: LaunchedNodes
 ) -> None:
     folder, profile = uneven
     flags = [("--kvtuner-profile", str(save_profile(profile))), ()]

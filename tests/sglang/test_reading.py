@@ -17,7 +17,7 @@ from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fixture_types import MixedLayers, ModelFolder, ProfileOf, Prompts, SaveProfile, Serve
+    from fixture_types import Json, MixedLayers, ModelFolder, ProfileOf, Prompts, SaveProfile, Serve
     from sglang_server import Server
 
     from kvtuner.exported_configs.profile.profile import Profile
@@ -58,7 +58,9 @@ MANY = {"ignore_eos": False}
 
 
 @pytest.fixture(scope="module")
-def alone(served: Any, requests: Any, growing: Any, serve: Serve) -> tuple[list[Any], list[Any]]:
+def alone(
+    served: tuple[Path, Profile, tuple[str, ...]], requests: list[list[int]], growing: list[list[int]], serve: Serve
+) -> tuple[list[Json], list[Json]]:
     """What each request is answered when it is the only one, without a prefix cache or chunks, reading the cache."""
     folder, _, flags = served
     single = ("--disable-radix-cache", "--max-running-requests", "1", "--chunked-prefill-size", "-1")
@@ -67,7 +69,7 @@ def alone(served: Any, requests: Any, growing: Any, serve: Serve) -> tuple[list[
         return short, [server.generate([ids], LONG_ANSWER, top=2, **MANY)[0] for ids in growing]
 
 
-def assert_same(found: list[Any], alone: list[Any]) -> None:
+def assert_same(found: list[Json], alone: list[Json]) -> None:
     """Assert the same tokens, unless the two likeliest were all but equal: company changes how products are summed."""
     for answer, single in zip(found, alone, strict=True):
         pairs = enumerate(zip(answer["output_ids"], single["output_ids"], strict=False))
@@ -79,9 +81,15 @@ def assert_same(found: list[Any], alone: list[Any]) -> None:
         assert first - second < TIE, (parting, first, second)
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("page_size", [1, 16, pytest.param(64, marks=pytest.mark.full)])
 def test_by_cache_answers_do_not_depend_on_hits_chunks_company_eviction_retraction_or_aborts(
-    page_size: int, served: Any, requests: Any, growing: Any, alone: Any, serve: Serve, prompts: Prompts
+    page_size: int,
+    served: tuple[Path, Profile, tuple[str, ...]],
+    requests: list[list[int]],
+    growing: list[list[int]],
+    alone: tuple[list[Json], list[Json]],
+    serve: Serve,
+    prompts: Prompts,
 ) -> None:
     folder, _, flags = served
     small = (
@@ -137,7 +145,7 @@ def host_answer(model: Any, profile: Profile, chunks: list[list[int]], num_token
 
 
 def test_by_fresh_answers_are_the_transformers_hosts_with_the_same_cuts(
-    served: Any, serve: Serve, prompts: Prompts
+    served: tuple[Path, Profile, tuple[str, ...]], serve: Serve, prompts: Prompts
 ) -> None:
     folder, profile, flags = served
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -8,7 +8,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import transformers
@@ -110,7 +110,7 @@ def other_plugin(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_a_plugin_that_comes_later_for_the_same_target(
-    tiny: Path, fitting: Path, refused: Refused, other_plugin: Any
+    tiny: Path, fitting: Path, refused: Refused, other_plugin: Callable[..., str]
 ) -> None:
     target = "sglang.srt.runtime_context.publish"
     path = other_plugin(HOOK.format(target=target), name="zzz")
@@ -131,7 +131,7 @@ def register():
 
 
 def test_an_option_that_is_decided_after_the_launchers_check(
-    tiny: Path, fitting: Path, refused: Refused, other_plugin: Any
+    tiny: Path, fitting: Path, refused: Refused, other_plugin: Callable[..., str]
 ) -> None:
     path = other_plugin(LATE, name="zzz")
     line = refused(tiny, extra_path=path, KVTUNER_PROFILE=str(fitting))
@@ -154,7 +154,7 @@ def register():
     ],
 )
 def test_another_plugin_on_the_same_target(
-    target: str, tiny: Path, fitting: Path, refused: Refused, other_plugin: Any
+    target: str, tiny: Path, fitting: Path, refused: Refused, other_plugin: Callable[..., str]
 ) -> None:
     path = other_plugin(HOOK.format(target=target))
     line = refused(tiny, "--kvtuner-profile", str(fitting), extra_path=path)
@@ -169,7 +169,7 @@ def register():
 """
 
 
-def test_a_seam_that_is_gone(tiny: Path, fitting: Path, refused: Refused, other_plugin: Any) -> None:
+def test_a_seam_that_is_gone(tiny: Path, fitting: Path, refused: Refused, other_plugin: Callable[..., str]) -> None:
     line = refused(tiny, "--kvtuner-profile", str(fitting), extra_path=other_plugin(RENAME))
     assert line.startswith("this SGLang has no sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build")
 
@@ -188,7 +188,7 @@ def register():
 
 
 def test_flags_that_nobody_would_read_are_unknown_to_the_parser(
-    tiny: Path, fitting: Path, refused: Refused, other_plugin: Any
+    tiny: Path, fitting: Path, refused: Refused, other_plugin: Callable[..., str]
 ) -> None:
     path = other_plugin(LOSE)
     line = refused(tiny, "--kvtuner-profile", str(fitting), extra_path=path, begins="sglang serve: error: ")

@@ -24,8 +24,9 @@ from kvtuner.exported_configs.identity.model_identity import (
 from kvtuner.exported_configs.profile.load import load_profile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
+
+    from fixture_types import MakeTokenizer
 
     from kvtuner.exported_configs.profile.evidence import ModelIdentity
 
@@ -271,7 +272,7 @@ def test_a_dtype_that_no_profile_holds_is_refused() -> None:
         made(dtype="int8")
 
 
-def test_a_tokenizer_hashes_by_what_it_does(make_tokenizer: Callable[..., Any]) -> None:
+def test_a_tokenizer_hashes_by_what_it_does(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     first = tokenizer_sha256(tokenizer)

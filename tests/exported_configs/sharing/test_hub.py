@@ -22,13 +22,17 @@ from kvtuner.exported_configs.sharing.upload import plan_upload
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hub_server import LoopbackHub
+
     from kvtuner.exported_configs.profile.profile import Profile
 
 REPO = "me/tiny-kv4"
 MAIN = HubReference(REPO, "main")
 
 
-def test_a_branch_is_fetched_by_its_commit_checked_and_kept_by_digest(hub: Any, profile: Profile, data: bytes) -> None:
+def test_a_branch_is_fetched_by_its_commit_checked_and_kept_by_digest(
+    hub: LoopbackHub, profile: Profile, data: bytes
+) -> None:
     oid = hub.repo(REPO, {"profile.json": data}).refs["main"]
     pulled = pull(MAIN)
     assert pulled.path.read_bytes() == data
@@ -40,7 +44,7 @@ def test_a_branch_is_fetched_by_its_commit_checked_and_kept_by_digest(hub: Any, 
     assert fetched and all(f"/resolve/{oid}/" in path for path in fetched), "by the commit, never by the branch"
 
 
-def test_a_commit_that_is_kept_needs_no_request(hub: Any, data: bytes) -> None:
+def test_a_commit_that_is_kept_needs_no_request(hub: LoopbackHub, data: bytes) -> None:
     oid = hub.repo(REPO, {"profile.json": data}).refs["main"]
     pull(MAIN)
     hub.requests.clear()
@@ -52,7 +56,9 @@ def test_a_commit_that_is_kept_needs_no_request(hub: Any, data: bytes) -> None:
     assert not hub.asked("GET", "/resolve/"), "but not fetched again"
 
 
-def test_another_repository_with_the_same_layers_is_another_profile(hub: Any, profile: Profile, data: bytes) -> None:
+def test_another_repository_with_the_same_layers_is_another_profile(
+    hub: LoopbackHub, profile: Profile, data: bytes
+) -> None:
     """What a digest does not cover, such as the model's identity, comes from where it was asked for."""
     good = hub.repo("good/x", {"profile.json": data}).refs["main"]
     forged = data.replace(b'"id": "owner/tiny-3.1"', b'"id": "evil/model-3.1"')
@@ -65,7 +71,7 @@ def test_another_repository_with_the_same_layers_is_another_profile(hub: Any, pr
 
 
 def test_a_signature_that_came_later_is_fetched_with_its_commit(
-    hub: Any, profile: Profile, data: bytes, signature: bytes
+    hub: LoopbackHub, profile: Profile, data: bytes, signature: bytes
 ) -> None:
     repo = hub.repo(REPO, {"profile.json": data})
     reference = HubReference(REPO, "main", digest=profile.digest)
@@ -76,7 +82,7 @@ def test_a_signature_that_came_later_is_fetched_with_its_commit(
 
 @pytest.mark.parametrize("damage", ["bits", "cut", "empty", "model", "signature", "more"])
 def test_whatever_was_changed_in_the_store_is_fetched_again(
-    hub: Any, data: bytes, signature: bytes, damage: str
+    hub: LoopbackHub, data: bytes, signature: bytes, damage: str
 ) -> None:
     oid = hub.repo(REPO, {"profile.json": data, "profile.json.sig": signature}).refs["main"]
     path = pull(MAIN).path
@@ -98,7 +104,7 @@ def test_whatever_was_changed_in_the_store_is_fetched_again(
     assert beside.read_bytes() == signature
 
 
-def test_a_digest_that_is_pinned_must_be_the_one_that_comes(hub: Any, data: bytes) -> None:
+def test_a_digest_that_is_pinned_must_be_the_one_that_comes(hub: LoopbackHub, data: bytes) -> None:
     hub.repo(REPO, {"profile.json": data})
     other = "sha256:" + "0" * 64
     with pytest.raises(ProfileError, match=f"but {other} was asked for"):
@@ -106,7 +112,7 @@ def test_a_digest_that_is_pinned_must_be_the_one_that_comes(hub: Any, data: byte
     assert list(all_stored()) == []
 
 
-def test_a_branch_that_moved_is_said_with_the_commit_that_it_was(hub: Any, versions: list[bytes]) -> None:
+def test_a_branch_that_moved_is_said_with_the_commit_that_it_was(hub: LoopbackHub, versions: list[bytes]) -> None:
     repo = hub.repo(REPO, {})
     before = None
     for version in versions:
@@ -120,7 +126,7 @@ def test_a_branch_that_moved_is_said_with_the_commit_that_it_was(hub: Any, versi
 
 
 def test_evaluations_and_a_signature_come_with_the_profile(
-    hub: Any, profile: Profile, data: bytes, signature: bytes
+    hub: LoopbackHub, profile: Profile, data: bytes, signature: bytes
 ) -> None:
     beside = {
         "profile.evaluation-x-1.json": evaluation_of(profile.digest),
@@ -142,7 +148,7 @@ def test_evaluations_and_a_signature_come_with_the_profile(
     assert not hub.asked("GET", "safetensors|8bit|other|evil")
 
 
-def test_what_is_damaged_beside_a_profile_is_left_out_and_said(hub: Any, data: bytes) -> None:
+def test_what_is_damaged_beside_a_profile_is_left_out_and_said(hub: LoopbackHub, data: bytes) -> None:
     other = evaluation_of("sha256:" + "0" * 64)
     beside = {"profile.evaluation-x.json": other, "profile.evaluation-y.json": b"{}", "profile.json.sig": b"junk"}
     hub.repo(REPO, {"profile.json": data, **beside})
@@ -152,7 +158,7 @@ def test_what_is_damaged_beside_a_profile_is_left_out_and_said(hub: Any, data: b
     assert len(left_out) == 3 and any("evaluates another profile" in note for note in left_out)
 
 
-def test_a_profile_by_its_path_keeps_its_name(hub: Any, data: bytes, signature: bytes) -> None:
+def test_a_profile_by_its_path_keeps_its_name(hub: LoopbackHub, data: bytes, signature: bytes) -> None:
     signed = {"kv/profile-4bit.json.sig": signature, "profile-4bit.json.sig": b"other"}
     hub.repo(REPO, {"kv/profile-4bit.json": data, **signed})
     kept = pull(HubReference(REPO, "main", "kv/profile-4bit.json"))
@@ -162,7 +168,7 @@ def test_a_profile_by_its_path_keeps_its_name(hub: Any, data: bytes, signature: 
         pull(HubReference(REPO, "main", "kv/origin.json"))
 
 
-def test_a_tag_of_a_private_repository_is_fetched_with_the_token(hub: Any, data: bytes) -> None:
+def test_a_tag_of_a_private_repository_is_fetched_with_the_token(hub: LoopbackHub, data: bytes) -> None:
     repo = hub.repo(REPO, {"profile.json": data}, private=True)
     repo.refs["v1"] = repo.refs["main"]
     assert pull(HubReference(REPO, "v1")).reference.revision == repo.refs["main"]
@@ -192,7 +198,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_of_the_hub_have_words_of_their_own(
-    hub: Any,
+    hub: LoopbackHub,
     data: bytes,
     name: str,
     caplog: pytest.LogCaptureFixture,
@@ -209,7 +215,7 @@ def test_faults_of_the_hub_have_words_of_their_own(
 
 
 def test_what_is_not_there_is_named(
-    hub: Any, data: bytes, caplog: pytest.LogCaptureFixture, check_message: Callable[..., None]
+    hub: LoopbackHub, data: bytes, caplog: pytest.LogCaptureFixture, check_message: Callable[..., None]
 ) -> None:
     oid = hub.repo(REPO, {"profile-4bit.json": data, "profile-8bit.json": data}).refs["main"]
     hub.repo("me/gated", {"profile.json": data}, gated=True)
@@ -225,7 +231,9 @@ def test_what_is_not_there_is_named(
         check_message(str(refused.value), hub, caplog)
 
 
-def test_a_hub_that_is_not_there_is_named_without_its_password(hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_is_not_there_is_named_without_its_password(
+    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://user:s3cretpw@127.0.0.1:1")
     with pytest.raises(HubError, match=r"http://127\.0\.0\.1:1 cannot be reached .*HF_ENDPOINT") as refused:
         pull(MAIN)
@@ -233,7 +241,7 @@ def test_a_hub_that_is_not_there_is_named_without_its_password(hub: Any, monkeyp
 
 
 def test_without_a_token_a_private_repository_is_asked_for_one(
-    hub: Any, data: bytes, monkeypatch: pytest.MonkeyPatch
+    hub: LoopbackHub, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.repo(REPO, {"profile.json": data}, private=True)
     monkeypatch.delenv("HF_TOKEN")
@@ -244,14 +252,14 @@ def test_without_a_token_a_private_repository_is_asked_for_one(
     assert {token for _, _, token in hub.requests} == {None}
 
 
-def test_another_commit_than_was_asked_for_is_refused(hub: Any, data: bytes) -> None:
+def test_another_commit_than_was_asked_for_is_refused(hub: LoopbackHub, data: bytes) -> None:
     repo = hub.repo(REPO, {"profile.json": data})
     repo.refs["a" * 40] = repo.refs["main"]
     with pytest.raises(HubError, match="answers with another commit"):
         pull(MAIN.at("a" * 40))
 
 
-def test_a_file_at_another_host_is_fetched_there_without_the_token(hub: Any, hubs: Any, data: bytes) -> None:
+def test_a_file_at_another_host_is_fetched_there_without_the_token(hub: LoopbackHub, hubs: Any, data: bytes) -> None:
     with hubs() as store:
         store.repo(REPO, {"profile.json": data})
         hub.repo(REPO, {"profile.json": data})
@@ -261,7 +269,7 @@ def test_a_file_at_another_host_is_fetched_there_without_the_token(hub: Any, hub
         assert all(token is None for method, _, token in store.requests if method == "GET")
 
 
-def test_more_than_was_announced_is_not_taken(hub: Any, data: bytes) -> None:
+def test_more_than_was_announced_is_not_taken(hub: LoopbackHub, data: bytes) -> None:
     hub.repo(REPO, {"profile.json": data})
     hub.fail("GET", "/resolve/.*/profile.json", body=b" " * (30 * 2**20))
     with pytest.raises(HubError, match=REPO):
@@ -269,7 +277,7 @@ def test_more_than_was_announced_is_not_taken(hub: Any, data: bytes) -> None:
     assert list(all_stored()) == []
 
 
-def test_pulls_side_by_side_agree(hub: Any, versions: list[bytes]) -> None:
+def test_pulls_side_by_side_agree(hub: LoopbackHub, versions: list[bytes]) -> None:
     commits = [hub.repo(f"me/{n}", {"profile.json": version}).refs["main"] for n, version in enumerate(versions)]
     references = [HubReference(f"me/{n}", commit) for n, commit in enumerate(commits)] * 6
     with ThreadPoolExecutor(8) as pool:
@@ -281,7 +289,7 @@ def test_pulls_side_by_side_agree(hub: Any, versions: list[bytes]) -> None:
 
 @pytest.mark.parametrize("cut", [0, 1, 700])
 def test_a_connection_that_is_cut_for_good_leaves_nothing_usable(
-    hub: Any, data: bytes, cut: int, impatient: None
+    hub: LoopbackHub, data: bytes, cut: int, impatient: None
 ) -> None:
     hub.repo(REPO, {"profile.json": data})
     fault = hub.fail("GET", "/resolve/.*/profile.json", cut=cut)
@@ -292,14 +300,14 @@ def test_a_connection_that_is_cut_for_good_leaves_nothing_usable(
     assert pull(MAIN).path.read_bytes() == data
 
 
-def test_a_connection_that_is_cut_once_is_resumed(hub: Any, data: bytes, impatient: None) -> None:
+def test_a_connection_that_is_cut_once_is_resumed(hub: LoopbackHub, data: bytes, impatient: None) -> None:
     hub.repo(REPO, {"profile.json": data})
     hub.fail("GET", "/resolve/.*/profile.json", cut=500, times=1)
     assert pull(MAIN).path.read_bytes() == data
 
 
 @pytest.mark.parametrize("kind", ["truncated", "edited", "text", "newer"])
-def test_content_that_is_no_valid_profile_is_refused_and_not_kept(hub: Any, data: bytes, kind: str) -> None:
+def test_content_that_is_no_valid_profile_is_refused_and_not_kept(hub: LoopbackHub, data: bytes, kind: str) -> None:
     wrong = {
         "truncated": data[:-200],
         "edited": data.replace(b'"bits": 4', b'"bits": 8', 1),
@@ -313,7 +321,7 @@ def test_content_that_is_no_valid_profile_is_refused_and_not_kept(hub: Any, data
     assert list(all_stored()) == []
 
 
-def test_a_file_too_large_for_a_profile_is_not_fetched(hub: Any) -> None:
+def test_a_file_too_large_for_a_profile_is_not_fetched(hub: LoopbackHub) -> None:
     hub.repo(REPO, {"profile.json": b" " * (8 * 2**20 + 1)})
     with pytest.raises(HubError, match="has 8388609 bytes, above 8388608"):
         pull(MAIN)
@@ -321,7 +329,7 @@ def test_a_file_too_large_for_a_profile_is_not_fetched(hub: Any) -> None:
 
 
 def test_offline_gives_what_was_pulled_last_and_refuses_the_rest(
-    hub: Any, data: bytes, versions: list[bytes], monkeypatch: pytest.MonkeyPatch
+    hub: LoopbackHub, data: bytes, versions: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repo = hub.repo(REPO, {"profile.json": data})
     for version in versions:
@@ -346,7 +354,7 @@ def test_offline_gives_what_was_pulled_last_and_refuses_the_rest(
 
 
 @pytest.mark.parametrize("obstacle", ["the folder", "the lock", "the refs"])
-def test_a_cache_that_cannot_be_written_is_named(hub: Any, data: bytes, obstacle: str) -> None:
+def test_a_cache_that_cannot_be_written_is_named(hub: LoopbackHub, data: bytes, obstacle: str) -> None:
     hub.repo(REPO, {"profile.json": data})
     cache = cache_folder()
     if obstacle == "the folder":
@@ -360,7 +368,7 @@ def test_a_cache_that_cannot_be_written_is_named(hub: Any, data: bytes, obstacle
         pull(MAIN)
 
 
-def test_a_folder_of_the_store_that_is_not_whole_is_none(hub: Any, data: bytes) -> None:
+def test_a_folder_of_the_store_that_is_not_whole_is_none(hub: LoopbackHub, data: bytes) -> None:
     hub.repo(REPO, {"profile.json": data})
     kept = pull(MAIN)
     record = kept.path.with_name("origin.json")

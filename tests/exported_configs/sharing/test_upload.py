@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,12 +15,14 @@ from kvtuner.exported_configs.sharing.upload import plan_upload, push
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hub_server import LoopbackHub
+
 REPO = "me/tiny-kv4"
 MAIN = HubReference(REPO, "main")
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's own, of httpx
-def test_a_push_makes_one_commit_of_all_files(hub: Any, data: bytes) -> None:
+def test_a_push_makes_one_commit_of_all_files(hub: LoopbackHub, data: bytes) -> None:
     files = {"README.md": b"---\nlicense: mit\n---\n", "profile.json": data, "pictures/a.png": b"\x89PNG" * 9}
     made = push(plan_upload(REPO, files, private=True), "first")
     repo = hub.repos[REPO]
@@ -29,14 +31,16 @@ def test_a_push_makes_one_commit_of_all_files(hub: Any, data: bytes) -> None:
     assert pull(MAIN.at(made.commit)).path.read_bytes() == data
 
 
-def test_a_push_replaces_and_removes_on_top_of_what_was_seen(hub: Any, data: bytes, versions: list[bytes]) -> None:
+def test_a_push_replaces_and_removes_on_top_of_what_was_seen(
+    hub: LoopbackHub, data: bytes, versions: list[bytes]
+) -> None:
     repo = hub.repo(REPO, {"profile.json": versions[0], "profile.json.sig": b"old", "notes.txt": b"mine"})
     made = push(plan_upload(REPO, {"profile.json": data}), "second")
     assert set(repo.commits[made.commit]) == {".gitattributes", "profile.json", "notes.txt"}
     assert repo.commits[made.commit]["profile.json"] == data
 
 
-def test_a_branch_that_moved_since_it_was_seen_is_not_written_over(hub: Any, data: bytes) -> None:
+def test_a_branch_that_moved_since_it_was_seen_is_not_written_over(hub: LoopbackHub, data: bytes) -> None:
     repo = hub.repo(REPO, {"notes.txt": b"mine"})
     upload = plan_upload(REPO, {"profile.json": data})
     hub.before_commit = lambda: repo.commit({"notes.txt": b"theirs"})
@@ -46,7 +50,7 @@ def test_a_branch_that_moved_since_it_was_seen_is_not_written_over(hub: Any, dat
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_an_upload_that_breaks_commits_nothing(hub: Any, data: bytes, impatient: None) -> None:
+def test_an_upload_that_breaks_commits_nothing(hub: LoopbackHub, data: bytes, impatient: None) -> None:
     repo = hub.repo(REPO, {"notes.txt": b"mine"})
     hub.fail("PUT", "/large/", status=503)
     with pytest.raises(HubError, match="the hub answers 503; try again later"):
@@ -54,14 +58,14 @@ def test_an_upload_that_breaks_commits_nothing(hub: Any, data: bytes, impatient:
     assert repo.commits[repo.refs["main"]].keys() == {".gitattributes", "notes.txt"}
 
 
-def test_what_a_gitignore_leaves_out_is_named(hub: Any, data: bytes) -> None:
+def test_what_a_gitignore_leaves_out_is_named(hub: LoopbackHub, data: bytes) -> None:
     hub.repo(REPO, {"notes.txt": b"mine"})
     hub.ignored = {"profile.json"}
     with pytest.raises(HubError, match=r"lacks profile\.json: does the repository's \.gitignore"):
         push(plan_upload(REPO, {"profile.json": data, "notes.txt": b"new"}), "x")
 
 
-def test_a_pull_request_leaves_the_branch_alone(hub: Any, data: bytes) -> None:
+def test_a_pull_request_leaves_the_branch_alone(hub: LoopbackHub, data: bytes) -> None:
     repo = hub.repo(REPO, {"notes.txt": b"mine"})
     before = repo.refs["main"]
     made = push(plan_upload(REPO, {"profile.json": data}, create_pr=True), "please")
@@ -71,7 +75,7 @@ def test_a_pull_request_leaves_the_branch_alone(hub: Any, data: bytes) -> None:
 
 @pytest.mark.parametrize("may_write", [True, False])
 def test_a_token_that_may_not_write_is_named(
-    hub: Any,
+    hub: LoopbackHub,
     data: bytes,
     may_write: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -87,13 +91,13 @@ def test_a_token_that_may_not_write_is_named(
     check_message(str(refused.value), hub, caplog)
 
 
-def test_a_card_that_the_hub_refuses_is_named(hub: Any, data: bytes) -> None:
+def test_a_card_that_the_hub_refuses_is_named(hub: LoopbackHub, data: bytes) -> None:
     files = {"profile.json": data, "README.md": b"---\nlicense: my-own\n---\n"}
     with pytest.raises(HubError, match=r"Invalid metadata in README\.md"):
         push(plan_upload(REPO, files), "x")
 
 
-def test_somebody_who_was_faster_to_make_the_repository_is_named(hub: Any, data: bytes) -> None:
+def test_somebody_who_was_faster_to_make_the_repository_is_named(hub: LoopbackHub, data: bytes) -> None:
     upload = plan_upload(REPO, {"profile.json": data})
     hub.repo(REPO, {"notes.txt": b"theirs"})
     with pytest.raises(HubError, match="somebody made this repository meanwhile"):

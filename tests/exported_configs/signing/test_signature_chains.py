@@ -28,6 +28,8 @@ from kvtuner.exported_configs.signing.signers import Signer
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from fixture_types import MakeKeys
+
     from kvtuner.exported_configs.profile.profile import Profile
 
 
@@ -253,7 +255,7 @@ def test_who_signed_is_named_by_mail_address_where_the_certificate_has_one(
     assert verify_profile(file, trust(root)).signed_by == "me@example.org"
 
 
-def test_kinds_of_signature_are_told_apart(file: Path, folder: Path, root: Holder, keys: Any) -> None:
+def test_kinds_of_signature_are_told_apart(file: Path, folder: Path, root: Holder, keys: MakeKeys) -> None:
     sign(file, certify(folder, "signer", root), root)
     with pytest.raises(SignatureError, match="signed with a certificate, but one with a key was asked for: key:"):
         verify_profile(file, SignerIdentity.parse(f"key:{keys()[1]}"))
@@ -261,7 +263,7 @@ def test_kinds_of_signature_are_told_apart(file: Path, folder: Path, root: Holde
         verify_profile(file, SignerIdentity.parse("sigstore:me@example.org,https://issuer.example.org"))
 
 
-def test_files_that_do_not_fit_are_refused(file: Path, folder: Path, root: Holder, keys: Any) -> None:
+def test_files_that_do_not_fit_are_refused(file: Path, folder: Path, root: Holder, keys: MakeKeys) -> None:
     signer, other = certify(folder, "signer", root), certify(folder, "other", root)
     key_file, certificate, chain = signer.key_file, signer.certificate_file, (root.certificate_file,)
     for wrong, words in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,6 +13,9 @@ from kvtuner.runtime_loader.kernels.launch import Scratch
 from kvtuner.runtime_loader.kernels.settings import INTERPRETED
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling, TorchAttention
+
+if TYPE_CHECKING:
+    from fixture_types import MakePoisoned, MakeRowFormat
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -61,7 +64,7 @@ def assert_agrees(keys: PackedRows, values: PackedRows, gqa: int, cap: float = 0
 
 @pytest.mark.parametrize("k_bits", [2, 4, 8, 16])
 @pytest.mark.parametrize("v_bits", [2, 4, 8, 16])
-def test_every_pair(k_bits: int, v_bits: int, row_format: Any, poisoned: Any) -> None:
+def test_every_pair(k_bits: int, v_bits: int, row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
     keys = poisoned(row_format(2, 64, k_bits, "centered+balanced+hadamard"), 130)
     assert_agrees(keys, poisoned(row_format(2, 64, v_bits, "hadamard"), 130), 4)
 
@@ -71,13 +74,15 @@ def test_every_pair(k_bits: int, v_bits: int, row_format: Any, poisoned: Any) ->
 )
 @pytest.mark.parametrize("cap", [0.0, 5.0])
 @pytest.mark.slow
-def test_every_shape(num_heads: int, head_dim: int, gqa: int, cap: float, row_format: Any, poisoned: Any) -> None:
+def test_every_shape(
+    num_heads: int, head_dim: int, gqa: int, cap: float, row_format: MakeRowFormat, poisoned: MakePoisoned
+) -> None:
     keys = poisoned(row_format(num_heads, head_dim, 4, "centered+balanced+hadamard"), 130)
     assert_agrees(keys, poisoned(row_format(num_heads, head_dim, 2, "hadamard"), 130), gqa, cap)
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-def test_groups(bits: int, row_format: Any, poisoned: Any) -> None:
+def test_groups(bits: int, row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
     keys = poisoned(row_format(2, 128, bits, "none", 128 * bits // 16), 130)
     assert_agrees(keys, poisoned(row_format(2, 128, bits, "none", 64, symmetric=True), 130), 2)
 
@@ -85,7 +90,7 @@ def test_groups(bits: int, row_format: Any, poisoned: Any) -> None:
 @pytest.mark.parametrize("num_splits", [1, NUM_SPLITS])
 @pytest.mark.parametrize("where", ["keys", "values", "queries"])
 def test_nan_is_seen_by_its_request_and_by_no_other(
-    where: str, num_splits: int, row_format: Any, poisoned: Any
+    where: str, num_splits: int, row_format: MakeRowFormat, poisoned: MakePoisoned
 ) -> None:
     keys, values = (poisoned(row_format(1, 64, 4), 90) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
@@ -103,7 +108,7 @@ def test_nan_is_seen_by_its_request_and_by_no_other(
     assert not found[1].isnan().any()
 
 
-def test_nothing_is_lost_over_a_long_split(row_format: Any, poisoned: Any) -> None:
+def test_nothing_is_lost_over_a_long_split(row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
     """Values that cancel leave an output far below them; each one's error must cancel as well."""
     keys, values = (poisoned(row_format(1, 64, 4), 3000) for _ in range(2))
     generator = torch.Generator().manual_seed(2)

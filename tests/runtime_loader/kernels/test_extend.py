@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,6 +11,9 @@ import torch
 from kvtuner.runtime_loader.kernels import triton_attention as attention
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling, TorchAttention
+
+if TYPE_CHECKING:
+    from fixture_types import MakePoisoned, MakeRowFormat
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -53,7 +56,7 @@ def assert_agrees(
 
 @pytest.mark.parametrize("k_bits", [2, 4, 8, 16])
 @pytest.mark.parametrize("v_bits", [2, 4, 8, 16])
-def test_every_pair(k_bits: int, v_bits: int, row_format: Any, poisoned: Any) -> None:
+def test_every_pair(k_bits: int, v_bits: int, row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
     keys = poisoned(row_format(2, 64, k_bits, "centered+balanced+hadamard"), 90)
     assert_agrees(keys, poisoned(row_format(2, 64, v_bits, "hadamard"), 90), 4)
 
@@ -63,19 +66,19 @@ def test_every_pair(k_bits: int, v_bits: int, row_format: Any, poisoned: Any) ->
 @pytest.mark.parametrize("kind", ["centered+balanced+hadamard", "none"])
 @pytest.mark.slow
 def test_every_shape(
-    num_heads: int, head_dim: int, gqa: int, cap: float, kind: str, row_format: Any, poisoned: Any
+    num_heads: int, head_dim: int, gqa: int, cap: float, kind: str, row_format: MakeRowFormat, poisoned: MakePoisoned
 ) -> None:
     keys = poisoned(row_format(num_heads, head_dim, 4, kind), 90)
     assert_agrees(keys, poisoned(row_format(num_heads, head_dim, 2, kind="hadamard"), 90), gqa, cap)
 
 
-def test_one_new_token_each(row_format: Any, poisoned: Any) -> None:
+def test_one_new_token_each(row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
     keys = poisoned(row_format(2, 64, 4, "centered+balanced+hadamard"), 90)
     assert_agrees(keys, poisoned(row_format(2, 64, 4), 90), 4, fresh=(1, 1, 0, 1))
 
 
 def test_a_prefix_is_read_back_where_many_read_it_and_it_fits(
-    row_format: Any, poisoned: Any, monkeypatch: pytest.MonkeyPatch
+    row_format: MakeRowFormat, poisoned: MakePoisoned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, values = (poisoned(row_format(2, 64, bits, kind), 90) for bits, kind in ((4, "centered"), (8, "hadamard")))
     generator = torch.Generator().manual_seed(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,6 +12,9 @@ from kvtuner.runtime_loader.host_tier.pages import ORDERS, HostPages, Order, Pag
 from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES
 from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, TorchMover, token_bytes
 from kvtuner.runtime_loader.kernels.page_mover import TritonMover
+
+if TYPE_CHECKING:
+    from fixture_types import MakeRowFormat
 
 # numpy's, of lanes that the kernels then throw away
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -24,7 +27,7 @@ HOST_PAGES, DEVICE_PAGES = 5, 4
 SPARE = 0xEE
 
 
-def layers_of(row_format: Any, page_size: int, *, packed: bool) -> Any:
+def layers_of(row_format: MakeRowFormat, page_size: int, *, packed: bool) -> Any:
     generator = torch.Generator().manual_seed(7)
 
     def side(bits: int, kind: str, group_size: int | None) -> DeviceSide:
@@ -43,7 +46,9 @@ def pages_for(layers: Any, page_size: int, order: Order, header_bytes: int) -> H
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "quantized below"])
 @pytest.mark.parametrize(("order", "header_bytes"), [*((order, 0) for order in ORDERS), ("page_first", HEADER_BYTES)])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_pages_move_as_in_torch(page_size: int, order: Order, header_bytes: int, packed: bool, row_format: Any) -> None:
+def test_pages_move_as_in_torch(
+    page_size: int, order: Order, header_bytes: int, packed: bool, row_format: MakeRowFormat
+) -> None:
     by_torch, by_kernels = (layers_of(row_format, page_size, packed=packed) for _ in range(2))
     pages, other = (pages_for(by_torch, page_size, order, header_bytes) for _ in range(2))
     works: list[list[str]] = [[], []]
@@ -73,7 +78,7 @@ def test_pages_move_as_in_torch(page_size: int, order: Order, header_bytes: int,
         assert set(done) == (set() if packed else {"quantize", "dequantize"})
 
 
-def test_no_pages_are_no_launch(row_format: Any) -> None:
+def test_no_pages_are_no_launch(row_format: MakeRowFormat) -> None:
     layers = layers_of(row_format, 16, packed=True)
     pages = pages_for(layers, 16, "page_first", 0)
     nothing = torch.empty(0, dtype=torch.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,6 +10,9 @@ import torch
 from kvtuner.runtime_loader.kernels.launch import read
 from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.transforms import candidate_transforms
+
+if TYPE_CHECKING:
+    from fixture_types import MakePoisoned, MakeRowFormat
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -20,7 +23,7 @@ SHAPES = [(2, 64), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in (
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
 @pytest.mark.parametrize(("num_heads", "head_dim"), SHAPES)
 def test_rows_read_back_are_those_of_quant(
-    num_heads: int, head_dim: int, bits: int, kind: str, row_format: Any, poisoned: Any
+    num_heads: int, head_dim: int, bits: int, kind: str, row_format: MakeRowFormat, poisoned: MakePoisoned
 ) -> None:
     stored = poisoned(row_format(num_heads, head_dim, bits, kind, group_size=head_dim // 2 if bits < 8 else None), 40)
     generator = torch.Generator().manual_seed(5)
@@ -36,7 +39,7 @@ def test_rows_read_back_are_those_of_quant(
 @pytest.mark.parametrize("kind", ["none", "hadamard"])
 @pytest.mark.parametrize("bits", [2, 8])
 def test_an_fp16_model_reads_finite_numbers_of_keys_at_its_end(
-    bits: int, kind: str, row_format: Any, poisoned: Any
+    bits: int, kind: str, row_format: MakeRowFormat, poisoned: MakePoisoned
 ) -> None:
     stored = poisoned(row_format(1, 64, bits, kind), 8)
     states = torch.randn(8, 1, 64, generator=torch.Generator().manual_seed(0)).half()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvtuner.runtime_loader.kernels.launch import Scratch
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 from kvtuner.runtime_loader.packed_attention import ScoreScaling, TorchAttention
+
+if TYPE_CHECKING:
+    from fixture_types import MakePoisoned, MakeRowFormat
 
 
 def test_pieces_lie_apart_and_come_again_at_the_same_address() -> None:
@@ -31,7 +34,7 @@ def test_what_does_not_fit_has_memory_of_its_own() -> None:
     assert large.shape == (1000,)
 
 
-def test_layers_of_all_kinds_share_it_at_every_batch(row_format: Any, poisoned: Any) -> None:
+def test_layers_of_all_kinds_share_it_at_every_batch(row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
     generator = torch.Generator().manual_seed(3)
     kinds = ((4, 8, "centered+hadamard", 3.0), (16, 2, "none", 0.0), (8, 16, "balanced", 3.0))
     layers = [(poisoned(row_format(2, 64, k, kind), 40), poisoned(row_format(2, 64, v), 40)) for k, v, kind, _ in kinds]

@@ -12,6 +12,8 @@ from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
+    from fixture_types import MakePoisoned, MakeRowFormat
+
     from kvtuner.runtime_loader.packed_attention import PackedRows
     from kvtuner.runtime_loader.row_format import RowFormat
 
@@ -34,7 +36,7 @@ def hard_states(num_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tens
     return x.to(dtype)
 
 
-def assert_stored(k_format: RowFormat, v_format: RowFormat, poisoned: Any, dtype: torch.dtype) -> None:
+def assert_stored(k_format: RowFormat, v_format: RowFormat, poisoned: MakePoisoned, dtype: torch.dtype) -> None:
     k = hard_states(k_format.num_heads, k_format.head_dim, dtype)
     v = 3 * hard_states(v_format.num_heads, v_format.head_dim, dtype).flip(0)
     slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))[:TOKENS]
@@ -61,7 +63,13 @@ def payload(stored: PackedRows) -> Any:
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
 @pytest.mark.parametrize(("num_heads", "head_dim"), SHAPES)
 def test_rows_are_those_of_quant(
-    num_heads: int, head_dim: int, bits: int, kind: str, symmetric: bool, row_format: Any, poisoned: Any
+    num_heads: int,
+    head_dim: int,
+    bits: int,
+    kind: str,
+    symmetric: bool,
+    row_format: MakeRowFormat,
+    poisoned: MakePoisoned,
 ) -> None:
     v_kind = "hadamard" if "hadamard" in kind else "none"
     keys = row_format(num_heads, head_dim, bits, kind, symmetric=symmetric)
@@ -70,12 +78,14 @@ def test_rows_are_those_of_quant(
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (2, 64), (2, 256), (4, 64), (4, 128)])
-def test_groups_have_words_of_their_own(bits: int, group_size: int, row_format: Any, poisoned: Any) -> None:
+def test_groups_have_words_of_their_own(
+    bits: int, group_size: int, row_format: MakeRowFormat, poisoned: MakePoisoned
+) -> None:
     keys = row_format(1, 256, bits, "centered+balanced+hadamard", group_size)
     assert_stored(keys, row_format(1, 256, 8, "none", 128), poisoned, torch.float32)
 
 
-def test_no_tokens_are_no_launch(row_format: Any, poisoned: Any) -> None:
+def test_no_tokens_are_no_launch(row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
     stored = poisoned(row_format(1, 64, 4), 3)
     side = KernelSide.of(stored)
     none = torch.zeros(0, 1, 64)

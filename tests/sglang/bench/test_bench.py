@@ -17,8 +17,10 @@ from kvtuner.exported_configs.profile.load import load_profile
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fixture_types import ProfileOf, RunProgram, SaveProfile
+    from fixture_types import Json, ProfileOf, RunProgram, SaveProfile
     from sglang_server import Programs
+
+    Bench = Callable[..., tuple[int, Json, str]]
 
 HERE = Path(__file__).parent
 STUB = runpy.run_path(str(HERE / "bench_stub.py"))
@@ -44,9 +46,7 @@ def mixed(profile_of: ProfileOf, save_profile: SaveProfile) -> Path:
 
 
 @pytest.fixture
-def bench(
-    programs: Programs, run_program: RunProgram, mixed: Path, tmp_path: Path
-) -> Callable[..., tuple[int, Any, str]]:
+def bench(programs: Programs, run_program: RunProgram, mixed: Path, tmp_path: Path) -> Bench:
     """`bench(*flags)`: exit status, bench.json if there is one, stderr."""
 
     def call(*flags: str) -> tuple[int, Any, str]:
@@ -77,7 +77,7 @@ def program(run_program: RunProgram) -> Any:
         ("short", 3, "ended after 2 of 12 tokens"),
     ],
 )
-def test_whatever_goes_wrong_is_a_failure_that_stays(program: Any, fault: str, least: int, words: str) -> None:
+def test_whatever_goes_wrong_is_a_failure_that_stays(program: Json, fault: str, least: int, words: str) -> None:
     sent = program["faults"][fault]
     failures = [each["error"] for each in sent if each["error"] is not None]
     assert len(sent) == 6
@@ -85,7 +85,7 @@ def test_whatever_goes_wrong_is_a_failure_that_stays(program: Any, fault: str, l
     assert all(words in failure for failure in failures), failures
 
 
-def test_a_server_that_is_right_is_counted_token_by_token(program: Any) -> None:
+def test_a_server_that_is_right_is_counted_token_by_token(program: Json) -> None:
     for each in program["faults"]["none"]:
         assert each["error"] is None
         assert each["reported_tokens"] == 12
@@ -93,7 +93,7 @@ def test_a_server_that_is_right_is_counted_token_by_token(program: Any) -> None:
         assert each["latency_s"] == pytest.approx(each["ttft_s"] + sum(each["gaps_s"]))
 
 
-def test_figures_are_those_of_sglangs_own_benchmark(program: Any) -> None:
+def test_figures_are_those_of_sglangs_own_benchmark(program: Json) -> None:
     theirs, ours = program["theirs"], program["ours"]
     for measure, name in (("ttft", "ttft_s"), ("tpot", "tpot_s"), ("itl", "itl_s")):
         for percentile, quantile in (("median", "p50"), ("p90", "p90"), ("p99", "p99")):
@@ -104,7 +104,7 @@ def test_figures_are_those_of_sglangs_own_benchmark(program: Any) -> None:
     assert ours["answered"] == theirs["completed"] == 6
 
 
-def test_a_stub_that_answers_in_constant_time_fails_the_run(bench: Any, mixed: Path) -> None:
+def test_a_stub_that_answers_in_constant_time_fails_the_run(bench: Bench, mixed: Path) -> None:
     lengths = ("--lengths", "100,4000", "--outputs", "16,64", *SHORT)
     with stub("constant", digest=load_profile(mixed).digest) as url:
         status, found, _ = bench("--endpoint", url, "--memory-bandwidth", "1", *lengths)
@@ -123,7 +123,7 @@ def test_a_stub_that_answers_in_constant_time_fails_the_run(bench: Any, mixed: P
     assert all(CONSTANT_S < seconds < 10 * CONSTANT_S for seconds in first)
 
 
-def test_a_server_that_dies_leaves_every_request_in_the_denominator(bench: Any, mixed: Path) -> None:
+def test_a_server_that_dies_leaves_every_request_in_the_denominator(bench: Bench, mixed: Path) -> None:
     with stub("dies", digest=load_profile(mixed).digest) as url:
         status, found, _ = bench("--endpoint", url, "--lengths", "100", "--outputs", "16", *SHORT)
     assert status == 1
@@ -143,7 +143,7 @@ def test_a_server_that_dies_leaves_every_request_in_the_denominator(bench: Any, 
     ],
 )
 def test_a_server_of_something_else_is_refused(
-    bench: Any, mixed: Path, said_of_itself: dict[str, str], words: str
+    bench: Bench, mixed: Path, said_of_itself: dict[str, str], words: str
 ) -> None:
     with stub("none", **{"digest": load_profile(mixed).digest, **said_of_itself}) as url:
         status, found, said = bench("--endpoint", url)
@@ -160,7 +160,7 @@ def test_a_server_of_something_else_is_refused(
     ],
     ids=["small", "whole"],
 )
-def test_the_ablation_serves_every_group_or_says_why_not(size: tuple[str, ...], bench: Any, tmp_path: Path) -> None:
+def test_the_ablation_serves_every_group_or_says_why_not(size: tuple[str, ...], bench: Bench, tmp_path: Path) -> None:
     loads = (*size, *SHORT)
     common = ("--ablation", "--levels", "likelihood", "--kv-memory", "32MiB", "--server-args", ON_A_PROCESSOR)
     status, found, said = bench(*common, *loads)

@@ -41,7 +41,7 @@ def served(
 
 
 @pytest.fixture(scope="session")
-def tiers(served: Any) -> Callable[..., tuple[str, ...]]:
+def tiers(served: tuple[Path, Profile, Path]) -> Callable[..., tuple[str, ...]]:
     """`tiers(storage=None, page_size=16, profile=None)`: flags of a packed pool with host tiers, by `cache` reading."""
 
     def flags(storage: Path | None = None, page_size: int = 16, profile: Path | None = None) -> tuple[str, ...]:
@@ -155,7 +155,7 @@ def metric() -> Callable[..., float]:
 
 
 @pytest.fixture(scope="session")
-def asking(served: Any, prompts: Prompts, serve: Serve) -> Asking:
+def asking(served: tuple[Path, Profile, Path], prompts: Prompts, serve: Serve) -> Asking:
     """Prompts that share beginnings of many lengths: three stems, cut everywhere, with tails of their own."""
     stems = prompts(180, 200, 220)
     tails = prompts(*[1 + index % 23 for index in range(48)], seed=5)

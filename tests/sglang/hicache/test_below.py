@@ -18,9 +18,10 @@ from kvtuner.runtime_loader.row_format import rank_formats
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
-    from fixture_types import Prompts, Serve
+    from fixture_types import Json, Prompts, Serve
 
     from kvtuner.exported_configs.profile.profile import Profile
 
@@ -55,7 +56,11 @@ def by_hit(model: Any, profile: Profile, ids: Sequence[int], reused: int) -> tor
 
 
 def test_an_unquantized_device_pool_reads_what_came_back_as_the_transformers_host_does(
-    served: Any, sources: Any, metric: Any, serve: Serve, prompts: Prompts
+    served: tuple[Path, Profile, Path],
+    sources: Callable[[Json], dict[str, int]],
+    metric: Callable[..., float],
+    serve: Serve,
+    prompts: Prompts,
 ) -> None:
     folder, _, _ = served
     config = AutoConfig.from_pretrained(folder)
@@ -99,7 +104,11 @@ def test_an_unquantized_device_pool_reads_what_came_back_as_the_transformers_hos
 @pytest.mark.full
 @pytest.mark.parametrize("policy", ["write_back", "write_through_selective"])
 def test_what_comes_back_again_and_again_was_quantized_once(
-    policy: str, served: Any, sources: Any, serve: Serve, prompts: Prompts
+    policy: str,
+    served: tuple[Path, Profile, Path],
+    sources: Callable[[Json], dict[str, int]],
+    serve: Serve,
+    prompts: Prompts,
 ) -> None:
     folder, profile, path = served
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

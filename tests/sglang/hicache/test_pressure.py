@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from fixture_types import Serve
+
+    from kvtuner.exported_configs.profile.profile import Profile
 
 
 @pytest.mark.full
@@ -35,9 +38,9 @@ def test_a_thousand_requests_under_eviction(
     page_size: int,
     flags: tuple[str, ...],
     variables: dict[str, str],
-    served: Any,
+    served: tuple[Path, Profile, Path],
     asking: Any,
-    tiers: Any,
+    tiers: Callable[..., tuple[str, ...]],
     serve: Serve,
     tmp_path: Path,
 ) -> None:
@@ -54,7 +57,7 @@ def test_a_thousand_requests_under_eviction(
 
 @pytest.mark.full
 def test_requests_aborted_while_their_pages_come_from_storage(
-    served: Any, asking: Any, tiers: Any, serve: Serve, tmp_path: Path
+    served: tuple[Path, Profile, Path], asking: Any, tiers: Callable[..., tuple[str, ...]], serve: Serve, tmp_path: Path
 ) -> None:
     folder, _, _ = served
     flags = tiers(tmp_path / "pages")
@@ -76,7 +79,14 @@ def test_requests_aborted_while_their_pages_come_from_storage(
 
 
 @pytest.mark.full
-def test_two_nodes(served: Any, asking: Any, tiers: Any, serve: Serve, apart: Any, tmp_path: Path) -> None:
+def test_two_nodes(
+    served: tuple[Path, Profile, Path],
+    asking: Any,
+    tiers: Callable[..., tuple[str, ...]],
+    serve: Serve,
+    apart: Any,
+    tmp_path: Path,
+) -> None:
     folder, _, _ = served
     for pages in range(2):
         with serve(

@@ -15,17 +15,20 @@ from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.runtime_loader.host_tier.stored_page import FAULTS, HEADER_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from fixture_types import ModelFolder, ProfileOf, SaveProfile, Serve
     from sglang_server import Server
+
+    from kvtuner.exported_configs.profile.profile import Profile
 
 
 TOKENS = 8
 
 
 def test_what_comes_back_from_host_and_storage_answers_as_if_it_had_never_left(
-    served: Any, asking: Any, tiers: Any, serve: Serve, tmp_path: Path
+    served: tuple[Path, Profile, Path], asking: Any, tiers: Callable[..., tuple[str, ...]], serve: Serve, tmp_path: Path
 ) -> None:
     folder, profile, _ = served
     storage = tmp_path / "pages"
@@ -98,7 +101,13 @@ def spoil(files: list[Path]) -> None:
 
 @pytest.mark.full
 def test_tensor_parallel_ranks_keep_their_own_pages_and_read_no_others(
-    served: Any, asking: Any, tiers: Any, serve: Serve, profile_of: ProfileOf, save_profile: SaveProfile, tmp_path: Path
+    served: tuple[Path, Profile, Path],
+    asking: Any,
+    tiers: Callable[..., tuple[str, ...]],
+    serve: Serve,
+    profile_of: ProfileOf,
+    save_profile: SaveProfile,
+    tmp_path: Path,
 ) -> None:
     folder, _, _ = served
     storage, two = tmp_path / "pages", ("--tp-size", "2")
@@ -127,7 +136,12 @@ def admin(server: Server, method: str, path: str, body: dict[str, Any] | None = 
 
 
 def test_storages_that_come_and_go_and_weights_that_change_in_a_running_server(
-    served: Any, asking: Any, tiers: Any, serve: Serve, model_folder: ModelFolder, tmp_path: Path
+    served: tuple[Path, Profile, Path],
+    asking: Any,
+    tiers: Callable[..., tuple[str, ...]],
+    serve: Serve,
+    model_folder: ModelFolder,
+    tmp_path: Path,
 ) -> None:
     folder, _, _ = served
     other = model_folder("llama-gqa", num_hidden_layers=4, seed=7)

@@ -16,9 +16,11 @@ from transformers import AutoConfig
 from kvtuner.exported_configs.profile.build import LayerQuantization
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from fixture_types import ProfileOf, Prompts, SaveProfile, Serve
+
+    from kvtuner.exported_configs.profile.profile import Profile
 
 pytestmark = pytest.mark.full
 
@@ -49,7 +51,12 @@ def with_storage(flags: tuple[str, ...], backend: str, **config: Any) -> tuple[s
 
 
 def test_a_mounted_filesystem_that_turns_read_only_and_goes_away(
-    served: Any, asking: Any, tiers: Any, serve: Serve, mounted: Path, prompts: Prompts
+    served: tuple[Path, Profile, Path],
+    asking: Any,
+    tiers: Callable[..., tuple[str, ...]],
+    serve: Serve,
+    mounted: Path,
+    prompts: Prompts,
 ) -> None:
     folder, _, _ = served
     flags = with_storage(tiers(), "juicefs", mount_point=str(mounted))
@@ -88,7 +95,13 @@ def served_env() -> dict[str, str]:
 
 
 def test_two_servers_of_different_profiles_share_a_folder_at_once(
-    served: Any, asking: Any, tiers: Any, serve: Serve, profile_of: ProfileOf, save_profile: SaveProfile, tmp_path: Path
+    served: tuple[Path, Profile, Path],
+    asking: Any,
+    tiers: Callable[..., tuple[str, ...]],
+    serve: Serve,
+    profile_of: ProfileOf,
+    save_profile: SaveProfile,
+    tmp_path: Path,
 ) -> None:
     folder, _, _ = served
     config = AutoConfig.from_pretrained(folder)
@@ -147,7 +160,7 @@ class Objects(HiCacheStorage):
 
 
 def test_somebodys_own_storage_reads_and_writes_the_host_pool_itself(
-    served: Any, asking: Any, tiers: Any, serve: Serve, tmp_path: Path
+    served: tuple[Path, Profile, Path], asking: Any, tiers: Callable[..., tuple[str, ...]], serve: Serve, tmp_path: Path
 ) -> None:
     folder, _, _ = served
     (tmp_path / "own_storage.py").write_text(OBJECTS)
@@ -173,7 +186,7 @@ def test_somebodys_own_storage_reads_and_writes_the_host_pool_itself(
 
 @pytest.mark.parametrize("below", [(), ("--kvtuner-hicache-only",)], ids=["packed", "quantized below"])
 def test_sizes_that_sglang_chooses_are_those_of_the_real_bytes(
-    below: tuple[str, ...], served: Any, serve: Serve
+    below: tuple[str, ...], served: tuple[Path, Profile, Path], serve: Serve
 ) -> None:
     folder, profile, path = served
     flags = ("--kvtuner-profile", str(path), *below, "--enable-hierarchical-cache", "--max-total-tokens", "512")
@@ -187,7 +200,9 @@ def test_sizes_that_sglang_chooses_are_those_of_the_real_bytes(
     assert f"  {tokens:,} tokens, in bytes that hold" in found
 
 
-def test_by_kernels_in_the_interpreter(served: Any, asking: Any, tiers: Any, serve: Serve) -> None:
+def test_by_kernels_in_the_interpreter(
+    served: tuple[Path, Profile, Path], asking: Any, tiers: Callable[..., tuple[str, ...]], serve: Serve
+) -> None:
     folder, _, _ = served
     few = asking.some(8)
     with serve(folder, *tiers(), KVTUNER_ATTENTION="triton") as server:
