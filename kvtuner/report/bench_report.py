@@ -198,7 +198,9 @@ def _machine_row(scheme: SchemeResult, run: SchemeRun) -> tuple[str, ...]:
     loads, cost = run.rows(), run.harness()
     memory, gpu = (max((row[name] for row in loads if name in row), default=None) for name in (MEMORY, GPU_MEMORY))
     busiest = max(loads, key=lambda row: row["output_tokens_per_s"], default={})
-    weights = max((scheme.read_bytes_per_s(row) or 0.0 for row in loads), default=0.0)
+    # A step reads the weights once and gives a token to every request in flight.
+    steps_per_s = max((row["output_tokens_per_s"] / row["concurrency"] for row in loads), default=0.0)
+    weights = steps_per_s * (scheme.weight_bytes or 0)
     return (
         scheme.name,
         _mib(memory),

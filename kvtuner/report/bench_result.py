@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from pydantic_core import to_jsonable_python
+
 from kvtuner.bench.ablation import GROUPS
 from kvtuner.evaluation.scheme import PER_CHANNEL
-from kvtuner.report.formatting import NOT_MEASURED, Table, count, number, percent, plain_json
+from kvtuner.report.formatting import NOT_MEASURED, Table, count, number, percent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from kvtuner.bench.gates import Gate
     from kvtuner.bench.load_metrics import SchemeRun
@@ -54,12 +56,6 @@ class SchemeResult:
         """The figures of the loads of a kind, in the order in which they were sent."""
         return [] if self.run is None else [row for row in self.run.rows() if row["kind"] == kind]
 
-    def read_bytes_per_s(self, row: Mapping[str, Any]) -> float | None:
-        """The bytes of weights per second, at least: a step gives a token to every request in flight."""
-        if self.weight_bytes is None:
-            return None
-        return float(row["output_tokens_per_s"] / row["concurrency"] * self.weight_bytes)
-
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
@@ -98,8 +94,10 @@ class BenchResult:
         """The gates that fail, and the schemes that should have been served."""
         gates = [(scheme, gate) for scheme in self.schemes for gate in scheme.gates]
         failed = [f"{scheme.name}: {gate.name}: {gate.words}" for scheme, gate in gates if gate.verdict == "failed"]
-        refused = [scheme for scheme in self.schemes if scheme.refused is not None and not _is_expected(scheme)]
-        return failed + [f"{scheme.name}: not served: {scheme.refused}" for scheme in refused]
+        refused = [(scheme.name, scheme.refused) for scheme in self.schemes if scheme.refused is not None]
+        # The ablation's group that no server has yet is expected to be refused for that reason.
+        unexpected = [(name, reason) for name, reason in refused if name != PER_CHANNEL or "per-channel" not in reason]
+        return failed + [f"{name}: not served: {reason}" for name, reason in unexpected]
 
     def quality(self, name: str, measure: str) -> float | None:
         """A scheme's mean of a measure: of likelihoods, of those at the beginning of the context; None without one."""
@@ -108,7 +106,7 @@ class BenchResult:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        payload: dict[str, Any] = plain_json(
+        payload: dict[str, Any] = to_jsonable_python(
             {
                 "bench_version": RESULT_VERSION,
                 "profile_digest": self.profile.digest,
@@ -118,14 +116,10 @@ class BenchResult:
                 "problems": self.problems(),
                 "evaluation": None if self.evaluation is None else self.evaluation.model_dump(mode="json"),
                 "making": self.provenance.model_dump(mode="json"),
-            }
+            },
+            inf_nan_mode="null",
         )
         return payload
-
-
-def _is_expected(scheme: SchemeResult) -> bool:
-    """Whether it is the ablation's group that no server has yet, refused for that reason."""
-    return scheme.name == PER_CHANNEL and "per-channel" in str(scheme.refused)
 
 
 def overview(result: BenchResult) -> Table:
@@ -139,17 +133,13 @@ def overview(result: BenchResult) -> Table:
     rows, lanes = [], _common_concurrency(result)
     for scheme in result.schemes:
         bits, size = number(scheme.scheme.effective_bits), count(scheme.scheme.bytes_per_token)
-        row = [_labelled(result, scheme), bits, size, count(scheme.tokens_that_fit)]
+        letter = GROUPS.get(scheme.name, "") if result.evaluation is not None else ""
+        row = [f"{letter} {scheme.name}".lstrip(), bits, size, count(scheme.tokens_that_fit)]
         if result.evaluation is not None:
             row.append(number(result.quality(scheme.name, "kl_nats_per_token")))
             row.append(percent(result.quality(scheme.name, "top1_agreement")))
         rows.append([*row, *_speed(scheme, lanes)])
     return Table(headers, rows)
-
-
-def _labelled(result: BenchResult, scheme: SchemeResult) -> str:
-    letter = GROUPS.get(scheme.name) if result.evaluation is not None else None
-    return scheme.name if letter is None else f"{letter} {scheme.name}"
 
 
 def _common_concurrency(result: BenchResult) -> int | None:

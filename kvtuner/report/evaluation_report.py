@@ -26,11 +26,6 @@ TITLES: Final = {
     "truncated_kl_nats_per_token": "truncated KL nats/token",
     "top1_agreement": "top-1 as bf16",
     "nll_nats_per_token": "perplexity",
-    "accuracy": "accuracy",
-    "score": "score",
-    "bleu": "BLEU",
-    "chrf": "chrF",
-    "ter": "TER",
 }
 SHARES: Final = ("accuracy", "top1_agreement")
 SIGNIFICANT: Final = 0.05
@@ -51,7 +46,6 @@ MAX_EXPONENT: Final = 700
 def evaluation_lines(evaluation: Evaluation, profile: Profile) -> list[str]:
     """A table for each level, every scheme beside the others, and which differences of the profile are clear."""
     made = evaluation.making
-    failures_are = {"likelihood": "are left out of every scheme"}
     lines = [
         f"evaluation  of {_model(evaluation, profile)}",
         f"host        {evaluation.host.kind} {evaluation.host.version or ''}".rstrip() + f", {_reads(evaluation)}",
@@ -64,7 +58,8 @@ def evaluation_lines(evaluation: Evaluation, profile: Profile) -> list[str]:
         lines += ["", _units(level, cells), *_level_table(evaluation, cells).lines()]
         lines += [text for flag, text in FLAGS.items() if any(cell.flag == flag for cell in cells)]
         if failures := _failures(cells):
-            lines.append(f"{failures} answers never came, and {failures_are.get(level, 'count as wrong')}")
+            effect = "are left out of every scheme" if level == "likelihood" else "count as wrong"
+            lines.append(f"{failures} answers never came, and {effect}")
     return [*lines, "", *_clear_differences(evaluation.cells)]
 
 

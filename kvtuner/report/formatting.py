@@ -1,10 +1,10 @@
-"""Numbers, names, JSON values and tables as every report writes them. Knows nothing of what they mean."""
+"""Numbers, names and tables as every report writes them. Knows nothing of what they mean."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,20 +52,14 @@ def percent(share: float | None) -> str:
     return NOT_MEASURED if share is None or not math.isfinite(share) else f"{100 * share:.1f}%"
 
 
-def plain_json(value: Any) -> Any:
-    """Tuples as lists, and null for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {key: plain_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
 def printable(text: str) -> str:
     """Text without control characters: a profile may come from anybody."""
     return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def ascii_text(text: str) -> str:
+    """Printable text in letters that every terminal and every font has."""
+    return printable(text.encode("ascii", "replace").decode())
 
 
 def model_name(model: ModelIdentity) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
+from pydantic_core import to_jsonable_python
+
 from kvtuner.precision import NATIVE_BITS, SIDES, tokens_per_gib
-from kvtuner.report.formatting import Table, interval, plain_json, printable
+from kvtuner.report.formatting import Table, interval, printable
 from kvtuner.report.layer_strip import PER_CHANNEL, Track, indented, legend, profile_layers, strip_lines, tracks
 from kvtuner.report.profile_report import ratio_to_bf16
 
@@ -117,7 +119,7 @@ class ProfileDifference:
             "defaults_differ": bool(self.defaults),
             "defaults": {name: list(values) for name, values in self.defaults.items()},
             "layers_compared": self.layers is not None,
-            "layers": [plain_json(asdict(change)) for change in self.layers or ()],
+            "layers": to_jsonable_python(self.layers or ()),
             "mean_bits": [float(p.mean_bits) for p in both],
             "effective_bits": [round(float(p.effective_bits), 6) for p in both],
             "bytes_per_token": [p.bytes_per_token() for p in both],
@@ -240,12 +242,13 @@ def _circumstances(profile: Profile, quality: QualityRecord, *, same_weights: bo
 
 def _facts(difference: ProfileDifference) -> list[str]:
     facts = difference.to_json()
-    both = (difference.first, difference.second)
     lines = [f"the same layers: {facts['digest'][0]}"] if facts["same_digest"] else []
-    lines.append(_fact("model", *(printable(p.model.id) for p in both)))
-    lines += [_fact(name, *map(_value_text, facts[name])) for name in FACTS]
-    kls = (None if p.quality is None else p.quality.measured_kl for p in both)
-    lines.append(_fact("kl", *map(interval, kls)))
+    lines.append(_fact("model", *map(printable, facts["model"])))
+    for name in FACTS:
+        texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in facts[name]]
+        lines.append(_fact(name, *texts))
+    records = (difference.quality.first, difference.quality.second)
+    lines.append(_fact("kl", *(interval(None if record is None else record.measured_kl) for record in records)))
     for name, (before, after) in (difference.geometry | difference.defaults).items():
         lines.append(_fact(name, str(before), str(after)))
     lines.append(f"{'bytes':<16}the second takes {facts['bytes_ratio']:.3f}x those of the first")
@@ -255,10 +258,6 @@ def _facts(difference: ProfileDifference) -> list[str]:
 
 def _fact(name: str, before: str, after: str) -> str:
     return f"{name:<16}{before:>24}  {after:>24}{'' if before == after else '  *'}"
-
-
-def _value_text(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _strips(difference: ProfileDifference, terminal: Terminal) -> list[str]:

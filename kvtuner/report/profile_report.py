@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
@@ -43,14 +43,7 @@ def summary(profile: Profile) -> dict[str, Any]:
         "bf16_bytes_per_token": profile.to_geometry().bf16_bytes_per_token(),
         "tokens_per_gib": tokens_per_gib(stored),
         "layers": [
-            {
-                "layer": layer,
-                "k_bits": pair.k_bits,
-                "v_bits": pair.v_bits,
-                "k_transform": profile.transform_name(layer, "k"),
-                "v_transform": profile.transform_name(layer, "v"),
-            }
-            for layer, pair in enumerate(profile.pairs)
+            asdict(row) | {"k_transform": profile.transform_name(row.layer, "k")} for row in profile_layers(profile)
         ],
         "quality": None if profile.quality is None else profile.quality.model_dump(mode="json"),
     }

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvtuner.errors import RunFolderError
 from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval
-from kvtuner.report.formatting import plain_json
 from kvtuner.report.layer_strip import LayerRow  # noqa: TC001 - pydantic looks it up to read the JSON
 
 if TYPE_CHECKING:
@@ -104,9 +103,7 @@ class QualityRow:
     """One configuration on the report split; figures are None where not measured.
 
     Attributes:
-        name: The name: ``K4V4``, ``fp8``, or the winner's own.
         bytes_per_token: The stored bytes, on a rank as in `BudgetOutcome`.
-        kl: The KL, nats per token.
         kl_p99: The 99th percentile of KL over tokens, nats.
         top1: The share of tokens whose most likely next token is the reference's, in [0, 1].
         difference: The paired difference, this row's KL minus the winner's; None in the winner's own row.
@@ -243,7 +240,9 @@ class ReportData:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; a number that is not finite becomes null."""
-        return {"version": REPORT_VERSION, **plain_json(asdict(self))}
+        from pydantic_core import to_jsonable_python
+
+        return {"version": REPORT_VERSION, **to_jsonable_python(self, inf_nan_mode="null")}
 
     @classmethod
     def from_json(cls, payload: Mapping[str, Any]) -> ReportData:

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.precision import tokens_per_gib
-from kvtuner.report.formatting import Table, fixed, interval, number, percent
+from kvtuner.report.formatting import Table, ascii_text, fixed, interval, number, percent
 from kvtuner.report.search_data import SCORE_TITLES
 from kvtuner.run_folder import write_atomically
 
@@ -63,7 +63,7 @@ def terminal_table(data: ReportData) -> str:
         lines += ["", *_quality_lines(quality, data.interval_level)]
     if data.quality:
         lines += ["", "* inside the budget; +t best transforms; vs winner: KL by the paired interval"]
-    return "\n".join(_printable(line)[:TERMINAL_COLUMNS].rstrip() for line in lines)
+    return "\n".join(ascii_text(line)[:TERMINAL_COLUMNS].rstrip() for line in lines)
 
 
 def summary_json(data: ReportData) -> dict[str, Any]:
@@ -75,9 +75,8 @@ def summary_json(data: ReportData) -> dict[str, Any]:
         "bf16_tokens_per_gib": tokens_per_gib(data.budget.bf16_bytes_per_token),
         "tokens_against_bf16": round(data.budget.ratio, 4),
     }
-    layers = [row.pair for row in data.layers]
     summary = {name: full[name] for name in _SUMMARY}
-    return {**summary, "budget": budget, "layers": layers, "forwards": dict(data.forwards)}
+    return {**summary, "budget": budget, "layers": [row.pair for row in data.layers], "forwards": dict(data.forwards)}
 
 
 def _outcome_lines(data: ReportData) -> list[str]:
@@ -100,8 +99,7 @@ def _remarks(data: ReportData) -> list[tuple[str, str]]:
     if data.uniform_winner is not None:
         rows.append(("winner", f"uniform {data.uniform_winner}: better than the searched one on the report split"))
     if data.gain is not None:
-        gain = f"{number(data.gain)} nats per token below the exact solution, select split"
-        rows.append(("refinement", gain))
+        rows.append(("refinement", f"{number(data.gain)} nats per token below the exact solution, select split"))
     if (pairs := data.pair_additivity) is not None:
         spread = f"{percent(pairs.median)} in the median, {percent(pairs.maximum)} at most"
         rows.append(("K/V pairs", f"e_o differs from the sum of its sides by {spread}"))
@@ -137,23 +135,16 @@ def _comparison(difference: Interval | None) -> str:
     return "worse" if difference.mean > 0 else "better"
 
 
-def _printable(text: str) -> str:
-    """ASCII without control characters: a model's name must not steer the terminal."""
-    return "".join(c if c.isascii() and c.isprintable() else "?" for c in text)
-
-
 def _transform_gains(rows: Sequence[SensitivityRow]) -> list[tuple[str, ...]]:
-    cells = sorted({(row.side, row.bits) for row in rows})
-    gains = [_transform_gain([row for row in rows if (row.side, row.bits) == cell]) for cell in cells]
-    return [gain for gain in gains if gain]
-
-
-def _transform_gain(rows: Sequence[SensitivityRow]) -> tuple[str, ...] | None:
-    """The gain by the first score that some layer has both with and without transforms."""
-    for score, title in SCORE_TITLES.items():
-        pairs = [(row.plain.get(score) or 0.0, row.best.get(score) or 0.0) for row in rows]
-        logs = [math.log(plain / best) for plain, best in pairs if plain > 0 and best > 0]
-        if logs:
-            ratio = math.exp(sum(logs) / len(logs))
-            return rows[0].side.upper(), str(rows[0].bits), title, f"{ratio:.2f}x", str(len(logs))
-    return None
+    """The gain of each side and width by the first score that some layer has both with and without transforms."""
+    gains: list[tuple[str, ...]] = []
+    for side, bits in sorted({(row.side, row.bits) for row in rows}):
+        cells = [row for row in rows if (row.side, row.bits) == (side, bits)]
+        for score, title in SCORE_TITLES.items():
+            pairs = [(row.plain.get(score) or 0.0, row.best.get(score) or 0.0) for row in cells]
+            logs = [math.log(plain / best) for plain, best in pairs if plain > 0 and best > 0]
+            if logs:
+                ratio = math.exp(sum(logs) / len(logs))
+                gains.append((side.upper(), str(bits), title, f"{ratio:.2f}x", str(len(logs))))
+                break
+    return gains

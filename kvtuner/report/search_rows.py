@@ -109,16 +109,7 @@ def quality_row(
     fits_budget: bool,
     seed: int,
 ) -> QualityRow:
-    """A scheme on the report split.
-
-    Args:
-        scheme: The scheme.
-        sums: The results of the scheme.
-        winner: The winner's results at the same offsets; None for the winner itself.
-        ranks: The ranks that will serve, whose bytes are counted.
-        fits_budget: Whether the budget allows the scheme.
-        seed: The seed of the bootstrap.
-    """
+    """A scheme on the report split, whose sums are compared with the winner's at the same offsets, if it is another."""
     effective = scheme.effective_bits
     assert effective is not None
     return QualityRow(

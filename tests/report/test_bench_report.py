@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from page_reader import Page
 from transformers import AutoConfig
 
 from kvtuner.bench.ablation import ABLATION, GROUPS
@@ -110,24 +110,10 @@ def kl_cell(names: list[str]) -> Cell:
     )  # fmt: skip
 
 
-class Tags(HTMLParser):
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.tags: list[str] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 @pytest.mark.slow
 def test_page_markdown_and_json_hold_every_way_and_every_load(make_result: Any, tmp_path: Path) -> None:
     result = make_result()
-    page = Tags(write_report(result, tmp_path).read_text())
+    page = Page(write_report(result, tmp_path).read_text())
     text = (tmp_path / MARKDOWN).read_text()
     found = json.loads((tmp_path / JSON).read_text())
     for way in found["ways"]:
@@ -138,7 +124,7 @@ def test_page_markdown_and_json_hold_every_way_and_every_load(make_result: Any, 
         }  # fmt: skip
     assert "needs tail pages" in page.text
     assert "needs tail pages" in text
-    assert len(list(tmp_path.glob("*.png"))) == page.tags.count("img") == 4
+    assert len(list(tmp_path.glob("*.png"))) == page.names().count("img") == 4
     assert found["problems"] == [], "per channel is refused by name, and no surprise"
     assert page.text.count("Where the figures come from") == 1
 
@@ -158,8 +144,8 @@ def test_tables_in_markdown_have_as_many_cells_as_headers(make_result: Any, tmp_
 @pytest.mark.slow
 def test_names_from_outside_are_text_in_all_forms(make_result: Any, tmp_path: Path) -> None:
     result = make_result(refusal=HOSTILE, name=HOSTILE)
-    page = Tags(write_report(result, tmp_path).read_text())
-    assert "script" not in page.tags
+    page = Page(write_report(result, tmp_path).read_text())
+    assert "script" not in page.names()
     assert HOSTILE in page.text
     assert "<script" not in (tmp_path / MARKDOWN).read_text().replace("\\<", "")
 

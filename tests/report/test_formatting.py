@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kvtuner.evaluation.statistics import Interval
-from kvtuner.report.formatting import Table, fixed, interval, markdown_text, number, percent, plain_json
+from kvtuner.report.formatting import Table, fixed, interval, markdown_text, number, percent
 
 
 @pytest.mark.parametrize(
@@ -39,11 +39,6 @@ def test_intervals_shares_and_decimals_read_as_in_the_tables() -> None:
     assert percent(0.98765) == "98.8%"
     assert fixed(1234.5678, 1) == "1,234.6"
     assert fixed(4.2e17) == "4.20e+17"
-
-
-def test_plain_json_has_null_where_a_number_is_not_finite() -> None:
-    nested = {"a": (1, math.nan), "b": {"c": [math.inf, -math.inf, 0.5, True, "x", None]}}
-    assert plain_json(nested) == {"a": [1, None], "b": {"c": [None, None, 0.5, True, "x", None]}}
 
 
 def test_numbers_stand_to_the_right_and_names_to_the_left() -> None:

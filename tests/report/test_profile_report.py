@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+from page_reader import Page, check_harmless
 
 from kvtuner.exported_configs.profile.build import AskedBudget, dump_profile
 from kvtuner.exported_configs.profile.evaluation_record import dump_evaluation, evaluation_path
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 def test_a_page_shows_the_layers_of_the_profile_in_cells_and_in_words(kit: SimpleNamespace) -> None:
     profile = kit.make(kit.layers_of(28))
-    page = kit.check_harmless(profile_page([ShownProfile("profile.json", profile)]))
+    page = check_harmless(profile_page([ShownProfile("profile.json", profile)]))
     codes = {name: letter for letter, name in kit.LETTERS.items()}
     assert [cells[1:] for cells in page.layers] == [
         [str(layer), str(k), str(v), codes[k_kind], codes[v_kind]]
@@ -42,7 +43,7 @@ def test_a_page_shows_the_layers_of_the_profile_in_cells_and_in_words(kit: Simpl
 
 def test_a_page_says_identity_capacity_quality_provenance_and_how_to_serve_it(kit: SimpleNamespace) -> None:
     profile = kit.make(kit.layers_of(9))
-    page = kit.Page(profile_page([ShownProfile("profile-4bit.json", profile)]))
+    page = Page(profile_page([ShownProfile("profile-4bit.json", profile)]))
     size = profile.bytes_per_token()
     bf16 = 9 * 2 * kit.HEADS * kit.CHANNELS * 2
     assert {
@@ -64,20 +65,20 @@ def test_a_page_says_identity_capacity_quality_provenance_and_how_to_serve_it(ki
 
 def test_a_page_of_what_was_not_measured_says_so(kit: SimpleNamespace) -> None:
     made = Provenance.model_validate({**kit.PROVENANCE, "calibration": None, "search": None})
-    page = kit.Page(profile_page([ShownProfile("p.json", kit.make(kit.layers_of(2), quality=None, provenance=made))]))
+    page = Page(profile_page([ShownProfile("p.json", kit.make(kit.layers_of(2), quality=None, provenance=made))]))
     assert "Not measured." in page.text and "img" not in page.names()
     assert "nothing says what it was chosen on" in page.text
 
 
 def test_a_page_of_keys_per_channel_gives_no_command_to_serve_them(kit: SimpleNamespace) -> None:
     profile = kit.make([kit.choice()], k_granularity="per_channel", k_group_size=32)
-    page = kit.Page(profile_page([ShownProfile("p.json", profile)]))
+    page = Page(profile_page([ShownProfile("p.json", profile)]))
     assert "sglang serve" not in page.text and "tail pages" in page.text
 
 
 def test_hostile_text_adds_no_tag_to_a_page(kit: SimpleNamespace) -> None:
     profile = kit.make(kit.layers_of(3))
-    plain_page = kit.check_harmless(profile_page([ShownProfile("p.json", profile, (kit.evaluation_of(profile),))]))
+    plain_page = check_harmless(profile_page([ShownProfile("p.json", profile, (kit.evaluation_of(profile),))]))
     said = kit.evaluation_of(profile)
     evil = said.model_copy(
         update={
@@ -86,18 +87,18 @@ def test_hostile_text_adds_no_tag_to_a_page(kit: SimpleNamespace) -> None:
             "cells": tuple(cell.model_copy(update={"task": kit.HOSTILE, "level": "task"}) for cell in said.cells),
         }
     )
-    attacked = kit.check_harmless(profile_page([ShownProfile(kit.HOSTILE, kit.hostile(profile), (evil,))]))
+    attacked = check_harmless(profile_page([ShownProfile(kit.HOSTILE, kit.hostile(profile), (evil,))]))
     assert attacked.names() == plain_page.names()
     assert "alert(1)" in attacked.text
     one = difference_of(profile, profile)
     two = difference_of(kit.hostile(profile), kit.hostile(profile))
-    names = [kit.check_harmless(difference_page(d, (n, n))).names() for d, n in ((one, "p.json"), (two, kit.HOSTILE))]
+    names = [check_harmless(difference_page(d, (n, n))).names() for d, n in ((one, "p.json"), (two, kit.HOSTILE))]
     assert names[0] == names[1]
 
 
 def test_the_command_to_serve_is_one_command_whatever_the_names(kit: SimpleNamespace) -> None:
     identity = ModelIdentity.model_validate({**kit.MODEL, "id": "x; touch $(id) `id`'", "revision": "a && b"})
-    page = kit.Page(profile_page([ShownProfile("my profile;.json", kit.make(kit.layers_of(1), model=identity))]))
+    page = Page(profile_page([ShownProfile("my profile;.json", kit.make(kit.layers_of(1), model=identity))]))
     _, line = page.text.split("sglang serve")
     words = ["--model-path", identity.id, "--revision", "a && b", "--kvtuner-profile", "my profile;.json"]
     assert shlex.split(line.split("Where it comes from")[0]) == words
@@ -118,7 +119,7 @@ def test_figures_that_no_cache_has_are_listed_and_not_drawn(kit: SimpleNamespace
     profile = kit.make(kit.layers_of(2), quality=QualityRecord.model_validate({**kit.QUALITY, "baselines": odd}))
     drawn = [point.name for point in profile_points(profile, "this")]
     assert drawn == ["this", "?? $x$ _a", "zero", "below"]
-    page = kit.check_harmless(profile_page([ShownProfile("p.json", profile)]))
+    page = check_harmless(profile_page([ShownProfile("p.json", profile)]))
     assert {"huge", "wide", "upside down"} <= set(page.cells)
 
 
@@ -132,7 +133,7 @@ def test_as_many_baselines_as_a_profile_may_hold_are_drawn(kit: SimpleNamespace)
         for n, name in enumerate(names)
     )
     quality = QualityRecord.model_validate(kit.QUALITY).model_copy(update={"baselines": many})
-    page = kit.Page(profile_page([ShownProfile("p.json", kit.make(kit.layers_of(2), quality=quality))]))
+    page = Page(profile_page([ShownProfile("p.json", kit.make(kit.layers_of(2), quality=quality))]))
     assert set(names) <= set(page.cells)
 
 
@@ -154,7 +155,7 @@ def test_show_writes_every_profile_and_evaluation_of_a_run_on_one_page(
     target = tmp_path / "new" / "page.html"
     status, out, _ = run("show", folder, "--html", target)
     assert status == 0 and out.splitlines()[-1] == f"page: {target}"
-    page = kit.check_harmless(target.read_text())
+    page = check_harmless(target.read_text())
     assert {each.digest for each in profiles} <= set(page.cells)
     assert len(page.layers) == 9 and page.names().count("article") == 2
     assert "By sglang, reads fresh, 50.0% of prompts found in its cache" in page.text
@@ -200,4 +201,4 @@ def test_a_full_disk_leaves_the_old_page_whole(
 
 def test_several_profiles_are_listed_by_their_files(kit: SimpleNamespace, tmp_path: Path) -> None:
     shown = ShownProfile("profile.json", kit.make(kit.layers_of(2)))
-    assert "other.json" in kit.Page(profile_page([replace(shown, name="other.json"), shown])).cells
+    assert "other.json" in Page(profile_page([replace(shown, name="other.json"), shown])).cells

@@ -9,10 +9,10 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
 import pytest
+from page_reader import Page, check_harmless
 
 from kvtuner.errors import RunFolderError
 from kvtuner.evaluation.statistics import Interval
@@ -32,38 +32,6 @@ HOSTILE = (
 
 
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
-
-
-class Page(HTMLParser):
-    """Tags with attributes, text by tag, and whether every tag is closed in its place."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.tags: list[tuple[str, dict[str, str]]] = []
-        self.cells: list[str] = []
-        self.text = ""
-        self._open: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, {name: value or "" for name, value in attrs}))
-        if tag not in ("meta", "img"):
-            self._open.append(tag)
-        if tag in ("td", "th"):
-            self.cells.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if self._open and self._open[-1] in ("td", "th"):
-            self.cells[-1] += data
-
-    def names(self) -> list[str]:
-        return [name for name, _ in self.tags]
 
 
 def page_text(data: ReportData) -> str:
@@ -116,16 +84,7 @@ def test_outside_strings_add_no_tag_and_are_shown_as_they_are(make_report: MakeR
 
 @pytest.mark.parametrize("disguise", [lambda data: data, hostile], ids=["plain", "hostile"])
 def test_the_page_loads_and_runs_nothing(make_report: MakeReport, disguise: Callable[[ReportData], ReportData]) -> None:
-    text = page_text(disguise(make_report(3)))
-    page = Page(text)
-    assert not {"script", "link", "iframe", "object", "embed", "a", "form", "base"} & set(page.names())
-    for name, attributes in page.tags:
-        assert not [key for key in attributes if key.startswith("on") or key in ("href", "style", "srcset")]
-        assert "src" not in attributes or attributes["src"].startswith("data:image/png;base64,"), name
-    (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
-    assert "url(" not in style and "@import" not in style
-    policy = [a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"]
-    assert policy == ["default-src 'none'; img-src data:; style-src 'unsafe-inline'"]
+    check_harmless(page_text(disguise(make_report(3))))
 
 
 @pytest.mark.slow

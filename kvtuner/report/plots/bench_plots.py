@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 OTHERS: Final = (style.BLUE, style.SKY, style.ORANGE, style.GREEN, style.PURPLE, "#8C6D1F", "#5B5B9E", "#3D8B8B")
 MARKERS: Final = ("o", "s", "^", "v", "D", "P", "X", "<")
-SIZE: Final = {"width": 5.0, "height": 3.9}  # inches: narrow, so that a phone need not shrink it much
 
 
 def charts(result: BenchResult) -> dict[str, bytes]:
@@ -38,7 +37,8 @@ def charts(result: BenchResult) -> dict[str, bytes]:
 
 
 def _chart(draw: Callable[[Axes, BenchResult], None], result: BenchResult) -> bytes:
-    return style.render(lambda figure: draw(figure.add_subplot(), result), **SIZE)
+    # Narrow, so that a phone need not shrink it much.
+    return style.render(lambda figure: draw(figure.add_subplot(), result), width=5.0, height=3.9)
 
 
 def _memory(axes: Axes, result: BenchResult) -> None:

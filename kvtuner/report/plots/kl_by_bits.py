@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 
 from kvtuner.evaluation.statistics import Interval
-from kvtuner.report.formatting import interval
+from kvtuner.report.formatting import ascii_text, interval
 from kvtuner.report.plots import style
 from kvtuner.report.plots.label_placement import Label, place_labels
 
@@ -37,7 +37,7 @@ _LOOKS: Final[dict[str, dict[str, Any]]] = {
     "second": {"marker": "D", "mfc": style.BLUE, "mec": style.INK, "ms": 11},
     "first": {"marker": "*", "mfc": style.ORANGE, "mec": style.INK, "mew": 1.4, "ms": 16},
 }
-_TITLES: Final = {"plain": "uniform, no transforms", "transforms": "uniform, best transforms"}
+_BASELINES: Final = {"plain": "uniform, no transforms", "transforms": "uniform, best transforms"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +48,6 @@ class KlPoint:
     effective_bits: float
     kl: Interval
     kind: Kind
-
-    @property
-    def is_profile(self) -> bool:
-        """Whether this is a profile, and no baseline."""
-        return self.kind in ("first", "second")
-
-    @property
-    def can_be_drawn(self) -> bool:
-        """Whether these are figures of a cache: a profile may come from anybody."""
-        kl = self.kl
-        return 0 < self.effective_bits <= MAX_BITS and -MAX_KL <= kl.low <= kl.mean <= kl.high <= MAX_KL
-
-    def text(self) -> str:
-        """A sentence for those who do not see the picture."""
-        return f"{self.name} at {self.effective_bits:.2f} bits has {interval(self.kl)}"
 
 
 def profile_points(profile: Profile, name: str, kind: Kind = "first") -> list[KlPoint]:
@@ -75,7 +60,12 @@ def profile_points(profile: Profile, name: str, kind: Kind = "first") -> list[Kl
         kl_of_baseline = Interval(baseline.kl_mean, baseline.kl_low, baseline.kl_high)
         kind_of_baseline: Kind = "transforms" if baseline.name.endswith(WITH_TRANSFORMS) else "plain"
         points.append(KlPoint(_plain(baseline.name), baseline.effective_bits, kl_of_baseline, kind_of_baseline))
-    return [point for point in points if point.can_be_drawn]
+    # Others are not figures of a cache: a profile may come from anybody.
+    return [
+        point
+        for point in points
+        if 0 < point.effective_bits <= MAX_BITS and -MAX_KL <= point.kl.low <= point.kl.mean <= point.kl.high <= MAX_KL
+    ]
 
 
 def profile_picture(points: Sequence[KlPoint], titles: Mapping[str, str]) -> tuple[bytes, str]:
@@ -86,7 +76,8 @@ def profile_picture(points: Sequence[KlPoint], titles: Mapping[str, str]) -> tup
         _draw_points(figure, points, labels, xlabel="effective bits per element", margin_bits=0.5)
 
     png = style.render(draw, width=WIDTH, height=4.4)
-    return png, "KL by effective bits: " + "; ".join(point.text() for point in points)
+    texts = [f"{point.name} at {point.effective_bits:.2f} bits has {interval(point.kl)}" for point in points]
+    return png, f"KL by effective bits: {'; '.join(texts)}"
 
 
 def search_picture(data: ReportData) -> bytes:
@@ -142,7 +133,7 @@ def _draw_points(
             lows, means, highs = zip(*(_raised(_ends([point]), floor) for point in chosen), strict=True)
             bits, low_kls = zip(*lows, strict=True)
             axes.vlines(bits, low_kls, [kl for _, kl in highs], color=style.INK, lw=1.2, zorder=4)
-            axes.plot(*zip(*means, strict=True), ls="", zorder=5, label=titles.get(kind) or _TITLES[kind], **look)
+            axes.plot(*zip(*means, strict=True), ls="", zorder=5, label=titles.get(kind) or _BASELINES[kind], **look)
     bits, kls = zip(*_raised(places, floor), strict=True)
     axes.set_xlim(min(bits) - margin_bits, max(bits) + margin_bits)
     axes.set_ylim(min(kls) / 1.8, max(kls) * 1.8)
@@ -150,13 +141,14 @@ def _draw_points(
     if min(kl for _, kl in places) <= 0:
         style.mark_zero(axes, floor)
     figure.legend(loc="outside lower center", ncols=2)
-    marks = _raised([(point.effective_bits, _visible(point.kl.mean)) for point in points], floor)
+    marks = _raised(_ends(points), floor)[1::3]
     place_labels(axes, _labels(points, marks), marks, [*measured, *front])
 
 
 def _ends(points: Sequence[KlPoint]) -> list[Place]:
-    """The low end, the mean and the high end of each point."""
-    return [(p.effective_bits, _visible(kl)) for p in points for kl in (p.kl.low, p.kl.mean, p.kl.high)]
+    """The low end, the mean and the high end of each point; a logarithmic scale need not bend for the least KL."""
+    kls = [(point.effective_bits, kl) for point in points for kl in (point.kl.low, point.kl.mean, point.kl.high)]
+    return [(bits, kl if abs(kl) > LEAST_KL else 0.0) for bits, kl in kls]
 
 
 def _raised(places: Sequence[Place], floor: float) -> list[Place]:
@@ -166,18 +158,14 @@ def _raised(places: Sequence[Place], floor: float) -> list[Place]:
 def _labels(points: Sequence[KlPoint], marks: Sequence[Place]) -> list[Label]:
     """Profiles' first; a baseline with and without transforms takes the same bytes and is named once."""
     labels: dict[tuple[str, float], Label] = {}
-    for point, (x, y) in sorted(zip(points, marks, strict=True), key=lambda pair: not pair[0].is_profile):
-        name = point.name if point.is_profile else point.name.removesuffix(WITH_TRANSFORMS)
-        labels.setdefault((name, x), Label(name, x, y, bold=point.is_profile))
+    for point, (x, y) in sorted(zip(points, marks, strict=True), key=lambda pair: pair[0].kind in _BASELINES):
+        is_baseline = point.kind in _BASELINES
+        name = point.name.removesuffix(WITH_TRANSFORMS) if is_baseline else point.name
+        labels.setdefault((name, x), Label(name, x, y, bold=not is_baseline))
     return list(labels.values())[:MAX_LABELS]
-
-
-def _visible(kl: float) -> float:
-    """A KL that a logarithmic scale need not bend for."""
-    return kl if abs(kl) > LEAST_KL else 0.0
 
 
 def _plain(name: str) -> str:
     """A short name in letters that every font has."""
-    text = "".join(c if c.isascii() and c.isprintable() else "?" for c in name)
+    text = ascii_text(name)
     return text if len(text) <= MAX_NAME else text[: MAX_NAME - 3] + "..."

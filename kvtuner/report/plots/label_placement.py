@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from matplotlib.patheffects import withStroke
@@ -24,6 +24,10 @@ _DIRECTIONS: Final = tuple((math.cos(angle), math.sin(angle)) for angle in (k * 
 _MARKER_RADIUS: Final = 6.0
 _DOT_RADIUS: Final = 1.5
 _LABEL_PADDING: Final = 2.0
+_OUTLINE: Final = withStroke(linewidth=2.5, foreground="white")
+_TEXT: Final = {"ha": "center", "va": "center", "fontsize": 10, "path_effects": [_OUTLINE], "zorder": 10}
+_LINE: Final = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.7, "shrinkA": 8, "shrinkB": 5}
+_LEADER: Final = {"arrowprops": _LINE, "zorder": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,34 +60,18 @@ def place_labels(
     )
     placed = []
     for label in labels:
-        annotation = _annotate(axes, label)
+        look = {**_TEXT, "fontweight": "bold" if label.bold else "normal"}
+        annotation = _annotate(axes, label.text, label, (0, 0), look)
         box = annotation.get_window_extent()
         places = [(offset, box.translated(offset[0] * pixels, offset[1] * pixels)) for offset in _offsets(box, pixels)]
         areas = [_hidden_area(place, taken, inside) for _, place in places]
         offset, box = places[int(np.argmin(areas))]
         annotation.set_position(offset)
         if math.hypot(*offset) >= 2 * _DISTANCES[1] + 8:
-            _draw_leader(axes, label, offset)
+            _annotate(axes, "", label, offset, _LEADER)
         taken = np.concatenate([taken, [box.padded(_LABEL_PADDING * pixels).extents]])
         placed.append(annotation)
     return placed
-
-
-def _annotate(axes: Axes, label: Label) -> Annotation:
-    annotation = axes.annotate(
-        label.text,
-        (label.x, label.y),
-        xytext=(0, 0),
-        textcoords="offset points",
-        ha="center",
-        va="center",
-        fontsize=10,
-        fontweight="bold" if label.bold else "normal",
-        path_effects=[withStroke(linewidth=2.5, foreground="white")],
-        zorder=10,
-    )
-    annotation.set_in_layout(False)
-    return annotation
 
 
 def _offsets(box: Bbox, pixels: float) -> list[tuple[float, float]]:
@@ -114,12 +102,7 @@ def _squares(axes: Axes, points: Sequence[tuple[float, float]], radius: float) -
     return np.concatenate([centres - radius, centres + radius], axis=1)
 
 
-def _draw_leader(axes: Axes, label: Label, offset: tuple[float, float]) -> None:
-    axes.annotate(
-        "",
-        (label.x, label.y),
-        xytext=offset,
-        textcoords="offset points",
-        arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.7, "shrinkA": 8, "shrinkB": 5},
-        zorder=2,
-    ).set_in_layout(False)
+def _annotate(axes: Axes, text: str, label: Label, offset: tuple[float, float], look: dict[str, Any]) -> Annotation:
+    annotation = axes.annotate(text, (label.x, label.y), xytext=offset, textcoords="offset points", **look)
+    annotation.set_in_layout(False)
+    return annotation

@@ -193,7 +193,10 @@ def _draw_history(figure: Figure, trials: Sequence[TrialPoint]) -> None:
     measured = [(trial, trial.value) for trial in trials if trial.value is not None and math.isfinite(trial.value)]
     floor = style.log_floor(value for _, value in measured)
     _draw_trials(axes, [(trial, max(value, floor)) for trial, value in measured if trial.feasible])
-    _draw_outside(axes, [trial.number for trial in trials if not trial.feasible])
+    if outside := [trial.number for trial in trials if not trial.feasible]:
+        lower_edge: dict[str, Any] = {"transform": axes.get_xaxis_transform()}
+        label = "outside the budget, not measured"
+        axes.plot(outside, [0.02] * len(outside), "x", ms=5, color=style.GREY, label=label, **lower_edge)
     if measured:
         style.log_kl_axis(axes)
         low, high = axes.get_ylim()
@@ -217,10 +220,3 @@ def _draw_trials(axes: Axes, trials: Sequence[tuple[TrialPoint, float]]) -> None
     for warm, marker, colour, label in ((True, "D", style.ORANGE, "warm start"), (False, "o", style.BLUE, "sampled")):
         if points := [(trial.number, value) for trial, value in trials if (trial.source != SAMPLED) == warm]:
             axes.plot(*zip(*points, strict=True), marker, ms=5, mew=0, color=colour, alpha=0.9, label=label)
-
-
-def _draw_outside(axes: Axes, numbers: Sequence[int]) -> None:
-    if numbers:
-        lower_edge: dict[str, Any] = {"transform": axes.get_xaxis_transform()}
-        label = "outside the budget, not measured"
-        axes.plot(numbers, [0.02] * len(numbers), "x", ms=5, color=style.GREY, label=label, **lower_edge)

@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from page_reader import Page, check_harmless
 
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.evidence import ModelIdentity, Provenance
@@ -69,7 +70,7 @@ def test_diff_marks_and_lists_what_changed(
     listed = [int(line.split()[1]) for line in lines if re.match(r"layer \d", line)]
     assert listed == list(changed)
     assert any("(other constants)" in line for line in lines) == (list(changed.values()) == [["constants"]])
-    page = kit.check_harmless(difference_page(difference, ("a.json", "b.json")))
+    page = check_harmless(difference_page(difference, ("a.json", "b.json")))
     assert [cells[-1] for cells in page.layers] == list(marks)
     assert all((("not changed" in cells[0]) == (mark == " ")) for cells, mark in zip(page.layers, marks, strict=True))
 
@@ -86,7 +87,7 @@ def test_diff_of_another_granularity_or_group_says_which(kit: SimpleNamespace) -
     groups = difference_of(first, kit.make(plain, v_group_size=8))
     assert groups.to_json()["defaults"] == {"v.group_size": [16, 8]} and groups.layers == ()
     assert defaults_of(difference_lines(groups, Terminal(80))) == [["v.group_size", "16", "8", "*"]]
-    assert "v.group_size" in kit.Page(difference_page(groups, ("a", "b"))).cells
+    assert "v.group_size" in Page(difference_page(groups, ("a", "b"))).cells
 
 
 def defaults_of(lines: list[str]) -> list[list[str]]:
@@ -121,7 +122,7 @@ def test_diff_of_other_shapes_goes_as_far_as_it_can(kit: SimpleNamespace) -> Non
     lines = difference_lines(longer, Terminal(20))
     assert not any(line.startswith("changed") for line in lines)
     assert kit.read_strip(lines[: lines.index("", lines.index("") + 1)], "1 ") == kit.stored(first)
-    page = kit.Page(difference_page(longer, ("a", "b")))
+    page = Page(difference_page(longer, ("a", "b")))
     assert len(page.layers) == 34 and "no layer stands beside another" in page.text
 
 
@@ -155,14 +156,14 @@ def test_diff_keeps_what_its_json_had_and_adds_bytes_and_quality(
     assert facts["bytes_ratio"] == pytest.approx(sizes[1] / sizes[0], abs=1e-6)
     assert facts["ratio_to_bf16"][0] == pytest.approx(4 * 2 * kit.HEADS * kit.CHANNELS * 2 / sizes[0], abs=1e-4)
     assert facts["quality"]["comparable"] and facts["quality"]["intervals_overlap"]
-    assert "a.json beside b.json" in kit.check_harmless(page.read_text()).text
+    assert "a.json beside b.json" in check_harmless(page.read_text()).text
     assert run("diff", *files, "--html", page)[1].splitlines()[-1] == f"page: {page}"
     assert run("diff", files[0], files[0], "--exit-code")[0] == 0
     namesake = tmp_path / "other" / "a.json"
     namesake.parent.mkdir()
     namesake.write_bytes(files[1].read_bytes())
     assert run("diff", files[0], namesake, "--html", page)[0] == 0
-    assert f"{tmp_path.name}/a.json beside other/a.json" in kit.Page(page.read_text()).text
+    assert f"{tmp_path.name}/a.json beside other/a.json" in Page(page.read_text()).text
 
 
 @pytest.mark.parametrize(
@@ -230,10 +231,8 @@ def test_one_model_by_hub_id_and_by_folder_is_compared_where_the_weights_are_kno
 
 def test_a_picture_of_both_is_drawn_where_both_were_measured_alike(kit: SimpleNamespace) -> None:
     first = kit.make(kit.BASE)
-    alike = kit.Page(difference_page(difference_of(first, kit.with_kl(first, 0.1, 0.2, 0.3)), ("a", "b")))
-    apart = kit.Page(
-        difference_page(difference_of(first, kit.with_kl(first, 0.1, 0.2, 0.3, read_plan="hit")), ("a", "b"))
-    )
+    alike = Page(difference_page(difference_of(first, kit.with_kl(first, 0.1, 0.2, 0.3)), ("a", "b")))
+    apart = Page(difference_page(difference_of(first, kit.with_kl(first, 0.1, 0.2, 0.3, read_plan="hit")), ("a", "b")))
     assert (alike.names().count("img"), apart.names().count("img")) == (1, 2)
     (words,) = (attributes["alt"] for name, attributes in alike.tags if name == "img")
     assert words.count("K4V4 at") == 1 and "first at" in words and "second at" in words
