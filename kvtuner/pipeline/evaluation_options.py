@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvtuner.errors import CorpusError, EndpointError
-from kvtuner.pipeline.options import DataOptions, ModelOptions, check_seed
+from kvtuner.pipeline.option_types import counts, endpoint, positive, seed, several, words
+from kvtuner.pipeline.options import READ_PLANS, DataOptions, ModelOptions, check_options, option
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvtuner.calibration.forward.read_plan import ReadPlanName
 
@@ -39,64 +40,76 @@ _OF_LEVELS: Final[dict[str, tuple[str, ...]]] = {
 }
 
 
+def _number(name: str, text: str, *, type: Callable[[str], int] = positive, **flag: Any) -> Any:
+    """A number that stays None where it is not given, as one that nothing would read is refused."""
+    return option(None, f"{text}; {EVALUATION_DEFAULTS[name]} by default", type=type, **flag)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalOptions:
-    """An evaluation of a profile; numbers that are None have those of `EVALUATION_DEFAULTS`.
+    """An evaluation of a profile, the file, run folder or reference of which `profile` is.
 
-    Attributes:
-        profile: The profile's file, run folder or reference.
-        model: The model; the profile's where it names none.
-        data: The text; cut like the search's where nothing is given.
-        levels: The kinds of tasks, of `LEVELS`; all that the backends can answer where it is None.
-        read_plan: What tokens read quantized keys and values; the search's where it is None.
-        against: The other schemes; `AGAINST` where it is None.
-        lengths: The lengths of recall's and needles' contexts; those that fit where it is None.
-        problems: The contexts of every length.
-        questions: The questions after each context.
-        samples: The prompts that all schemes continue.
-        batch_size: The sequences in flight, of likelihood.
-        seed: The seed of documents, questions and bootstrap; the search's where it is None.
-        tasks: The tasks of lm-evaluation-harness.
-        include_path: The folder of further task files.
-        limit: The questions of each task; all where it is None.
-        num_fewshot: The examples before a question; the task's own where it is None.
-        apply_chat_template: Whether prompts go through the tokenizer's chat template.
-        endpoint: The names of schemes and the URLs of their servers, in place of a model loaded here.
-        api: How servers are spoken to; sglang where it is None.
-        timeout: The seconds that a server may take for one answer.
-        positions: The last tokens of each sequence that servers score.
-        scored_sequences: The sequences that servers score at most.
-        top_logprobs: The likely tokens that a truncated KL tells apart.
-        out: The run folder; ``runs/<model>-eval-...`` where it is None.
+    What is None, the profile's search, the backends or `EVALUATION_DEFAULTS` say.
     """
 
     profile: str
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
-    levels: tuple[str, ...] | None = None
-    read_plan: ReadPlanName | None = None
-    against: tuple[str, ...] | None = None
-    lengths: tuple[int, ...] | None = None
-    problems: int | None = None
-    questions: int | None = None
-    samples: int | None = None
-    batch_size: int | None = None
-    seed: int | None = None
-    tasks: tuple[str, ...] | None = None
-    include_path: str | None = None
-    limit: int | None = None
-    num_fewshot: int | None = None
-    apply_chat_template: bool = False
-    endpoint: tuple[tuple[str, str], ...] | None = None
-    api: Literal["sglang", "openai"] | None = None
-    timeout: int | None = None
-    positions: int | None = None
-    scored_sequences: int | None = None
-    top_logprobs: int | None = None
-    out: str | None = None
+    levels: tuple[str, ...] | None = option(
+        None, f"{', '.join(LEVELS)}; all, by default", type=words(LEVELS), group="evaluation", metavar="LEVEL[,...]"
+    )
+    read_plan: ReadPlanName | None = option(
+        None, "which tokens read quantized keys and values; the search's by default", choices=READ_PLANS
+    )
+    against: tuple[str, ...] | None = option(
+        None,
+        "other schemes to store the cache: fp8, or pairs such as K8V8, which is int8; these two by default",
+        type=words(),
+        metavar="SCHEME[,...]",
+    )
+    lengths: tuple[int, ...] | None = option(
+        None,
+        "of recall's and needles' contexts; those of 128, 256, 512, 2048 and 8192 that fit, by default",
+        type=counts,
+        metavar="TOKENS[,...]",
+    )
+    problems: int | None = _number("problems", "contexts of every length", type=several)
+    questions: int | None = _number("questions", "after each context")
+    samples: int | None = _number("samples", "prompts that all schemes continue")
+    batch_size: int | None = _number("batch_size", "sequences in flight, of likelihood")
+    seed: int | None = option(None, "of documents, questions and bootstrap; the search's by default", type=seed)
+    tasks: tuple[str, ...] | None = option(
+        None,
+        "such as gsm8k; names in --include-path too",
+        group="tasks of lm-evaluation-harness (pip install 'kvtuner[eval]')",
+        type=words(),
+        metavar="NAME[,...]",
+    )
+    include_path: str | None = option(None, "of task files; they may run code of their own", metavar="FOLDER")
+    limit: int | None = option(None, "questions of each task; all, by default", type=several)
+    num_fewshot: int | None = option(None, "examples before a question; the task's own, by default", type=int)
+    apply_chat_template: bool = option(False, "prompts go through the tokenizer's chat template")
+    endpoint: tuple[tuple[str, str], ...] | None = option(
+        None,
+        "of the server that serves the profile; others as bf16=URL, fp8=URL, K8V8=URL",
+        group="servers, in place of a model loaded here",
+        type=endpoint,
+        action="append",
+        metavar="[SCHEME=]URL",
+    )
+    api: Literal["sglang", "openai"] | None = option(
+        None, "how they are spoken to; sglang by default", choices=("sglang", "openai")
+    )
+    timeout: int | None = _number("timeout", "for one answer", metavar="SECONDS")
+    positions: int | None = _number("positions", "last ones of each sequence, that they score", metavar="TOKENS")
+    scored_sequences: int | None = _number("scored_sequences", "that they score at most", type=several, metavar="N")
+    top_logprobs: int | None = _number("top_logprobs", "likely tokens that a truncated KL tells apart", metavar="K")
+    out: str | None = option(
+        None, "what is asked once is kept here; runs/<model>-eval-... by default", group="run", metavar="FOLDER"
+    )
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
+        check_options(self)
         if not self.endpoint:
             if self.api is not None:
                 raise EndpointError("--api is how servers are spoken to; give --endpoint too")

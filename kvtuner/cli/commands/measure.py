@@ -9,14 +9,19 @@ from typing import TYPE_CHECKING, Final
 
 from kvtuner.cli.bench_parser import add_bench_flags
 from kvtuner.cli.command import Command
-from kvtuner.cli.eval_parser import add_eval_flags
+from kvtuner.cli.shared_flags import add_options
 from kvtuner.pipeline.bench_options import BenchOptions
 from kvtuner.pipeline.evaluation_options import EvalOptions
 from kvtuner.pipeline.options import options_from
 from kvtuner.pipeline.progress import say
 
 if TYPE_CHECKING:
-    from argparse import Namespace
+    from argparse import ArgumentParser, Namespace
+
+
+def _add_eval_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("profile", metavar="PROFILE|RUN", help="profile.json or run folder")
+    add_options(parser, EvalOptions)
 
 
 def _evaluate(args: Namespace) -> int:
@@ -48,7 +53,9 @@ def _benchmark(args: Namespace) -> int:
 
 
 COMMANDS: Final = (
-    Command("eval", "is the answer still right, beside the unquantized model, fp8 and int8", add_eval_flags, _evaluate),
+    Command(
+        "eval", "is the answer still right, beside the unquantized model, fp8 and int8", _add_eval_flags, _evaluate
+    ),
     Command(
         "bench",
         "is it worth it: servers under load, beside bf16 and fp8, and the ablation",
