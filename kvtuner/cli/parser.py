@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from kvtuner import __version__
-from kvtuner.cli.commands import diff, doctor, import_export, list_, measure, share, show, signature, tune, validate
+from kvtuner.cli.commands import (
+    diff,
+    doctor,
+    eval_bench,
+    import_export,
+    list_,
+    push_pull,
+    search_calibrate,
+    show_report,
+    sign_verify,
+    validate,
+)
 from kvtuner.cli.config_file import apply_config_file
 from kvtuner.cli.shared_flags import add_switch
 
@@ -17,7 +28,18 @@ if TYPE_CHECKING:
 
     from kvtuner.cli.command import Command
 
-_MODULES: Final = (tune, measure, show, validate, diff, list_, share, import_export, signature, doctor)
+_MODULES: Final = (
+    search_calibrate,
+    eval_bench,
+    show_report,
+    validate,
+    diff,
+    list_,
+    push_pull,
+    import_export,
+    sign_verify,
+    doctor,
+)
 COMMANDS: Final[dict[str, Command]] = {
     command.name: command for command in chain.from_iterable(module.COMMANDS for module in _MODULES)
 }
