@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields, is_dataclass
-from typing import Any, Final
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.cli.flag_types import flag_type
-from kvtuner.pipeline.options import DataOptions, ModelOptions
+from kvtuner.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PROFILE_HELP: Final = (
     "profile.json, run folder, owner/name[@revision][:path] of the hub, or catalogue:name; #sha256:... pins"
@@ -33,23 +36,26 @@ def add_options(parser: argparse.ArgumentParser, options: Any, title: str | None
             if isinstance(item.default, bool):
                 settings["action"] = argparse.BooleanOptionalAction
             if read := settings.pop("type", None):
-                settings["type"] = flag_type(read)
+                settings["type"] = _flag_type(read)
             group.add_argument(f"--{item.name.replace('_', '-')}", **settings)
+
+
+def _flag_type(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The type of a flag whose text `read` reads: argparse hides the text of any error but its own."""
+
+    @wraps(read)
+    def parse(text: str) -> Any:
+        try:
+            return read(text)
+        except OptionError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse
 
 
 def add_switch(group: argparse._ActionsContainer, flag: str, text: str, *, default: bool = False) -> None:
     """Add a flag that ``--no-`` turns off, be it on by default or by the YAML file."""
     group.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, help=text)
-
-
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what `ModelOptions` holds."""
-    add_options(parser, ModelOptions, "model")
-
-
-def add_data_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what `DataOptions` holds."""
-    add_options(parser, DataOptions, "data")
 
 
 def add_profile(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:

@@ -2,59 +2,109 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Final, Literal
 
 from kvtuner.bench.loads import LoadOptions
-from kvtuner.errors import EndpointError
-from kvtuner.pipeline.options import DataOptions, ModelOptions, check_counts, check_seed
+from kvtuner.errors import EndpointError, OptionError
+from kvtuner.pipeline.evaluation_options import LEVELS
+from kvtuner.pipeline.option_types import counts, endpoint, positive, seed, words
+from kvtuner.pipeline.options import DataOptions, ModelOptions, check_options, option
+
+LOADS: Final = LoadOptions()
+_UNITS: Final = {None: 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB)?", text)
+    if match is None or not float(match[1]):
+        raise OptionError(f"bytes are written 512MiB or 40GiB, not {text!r}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _gigabytes(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise OptionError(f"must be above 0, not {text}")
+    return value * 1e9
+
+
+def _counts(text: str, **flag: Any) -> Any:
+    """Counts that stay None where they are not given, as `LOADS` has them."""
+    return option(None, text, type=counts, metavar="TOKENS[,...]", **flag)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchOptions:
-    """A benchmark of a profile.
+    """A benchmark of a profile, the file, run folder or reference of which `profile` is.
 
-    Attributes:
-        profile: The profile's file, run folder or reference.
-        model: The model; the profile's where it names none.
-        data: The text that prompts are cut from.
-        against: The other schemes besides the unquantized one; fp8 where it is None.
-        ablation: Whether the ablation's schemes are compared, in quality too.
-        levels: The kinds of tasks of the ablation's quality; likelihood and recall where it is None.
-        server_args: The flags of ``sglang.launch_server`` that all servers get, as a shell reads them.
-        kv_memory: The bytes of every scheme's KV pool; SGLang decides where it is None.
-        start_timeout: The seconds that a start may take; 1800 where it is None.
-        endpoint: The names of schemes and the URLs of their servers, in place of starting any.
-        api: How endpoints are spoken to; sglang where it is None.
-        loads: The loads that every scheme is put under.
-        timeout: The seconds that one request may take.
-        memory_bandwidth: The bytes per second of one GPU's memory; measured where servers are started here.
-        seed: The seed of where prompts are cut; the search's where it is None.
-        out: The run folder; ``runs/<model>-bench-...`` where it is None.
+    Bytes of `kv_memory` are those of every scheme's pool; `memory_bandwidth` is in bytes per second.
     """
 
     profile: str
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
-    against: tuple[str, ...] | None = None
-    ablation: bool = False
-    levels: tuple[str, ...] | None = None
-    server_args: str = ""
-    kv_memory: int | None = None
-    start_timeout: int | None = None
-    endpoint: tuple[tuple[str, str], ...] | None = None
-    api: Literal["sglang", "openai"] | None = None
-    loads: LoadOptions = field(default_factory=LoadOptions)
-    timeout: int = 600
-    memory_bandwidth: float | None = None
-    seed: int | None = None
-    out: str | None = None
+    against: tuple[str, ...] | None = option(
+        None,
+        "beside bf16: fp8, or pairs such as K8V8; fp8 by default",
+        group="what is compared",
+        type=words(),
+        metavar="SCHEME[,...]",
+    )
+    ablation: bool = option(False, "bf16, K8V8, K4V4, K2V2, K8V4, per channel, symmetric, fp8: quality and speed")
+    levels: tuple[str, ...] | None = option(
+        None,
+        "of kvtuner eval, for the ablation's quality; likelihood,recall by default",
+        type=words(LEVELS),
+        metavar="LEVEL[,...]",
+    )
+    server_args: str = option(
+        "",
+        "of sglang.launch_server, the same for every scheme",
+        group="servers, started here one after another",
+        metavar="'FLAGS'",
+    )
+    kv_memory: int | None = option(
+        None, "for the KV pool of every scheme, such as 40GiB; SGLang decides", type=_bytes, metavar="BYTES"
+    )
+    start_timeout: int | None = option(None, "for a start; 1800 by default", type=positive, metavar="SECONDS")
+    endpoint: tuple[tuple[str, str], ...] | None = option(
+        None,
+        "of servers that are there already, in place of starting any",
+        type=endpoint,
+        action="append",
+        metavar="[SCHEME=]URL",
+    )
+    api: Literal["sglang", "openai"] | None = option(
+        None, "how endpoints are spoken to; sglang by default", choices=("sglang", "openai")
+    )
+    lengths: tuple[int, ...] | None = _counts("of prompts; those of 10 to 32,000 that fit, by default", group="load")
+    outputs: tuple[int, ...] | None = _counts("generated; 16, 64 and 256 by default")
+    concurrency: tuple[int, ...] | None = option(
+        None, "requests in flight; doubled to what fits, by default", type=counts, metavar="N[,...]"
+    )
+    batches: tuple[int, ...] | None = option(
+        None, "sent at one moment; 1 to 16 by default", type=counts, metavar="N[,...]"
+    )
+    rounds: int = option(LOADS.rounds, "of the same load, for stability", type=positive)
+    repeats: int = option(LOADS.repeats, "requests, or batches, at each point", type=positive)
+    prompt: int = option(LOADS.prompt, "of loads not about lengths", type=positive, metavar="TOKENS")
+    output: int = option(LOADS.output, "of loads not about outputs", type=positive, metavar="TOKENS")
+    timeout: int = option(600, "for one request", type=positive, metavar="SECONDS")
+    memory_bandwidth: float | None = option(
+        None,
+        "of one GPU, for the gate on tokens per second; measured where servers are started here",
+        type=_gigabytes,
+        metavar="GB/S",
+    )
+    seed: int | None = option(None, "of where prompts are cut from the text; the search's by default", type=seed)
+    out: str | None = option(
+        None, "report and raw figures; runs/<model>-bench-... by default", group="run", metavar="FOLDER"
+    )
 
     def __post_init__(self) -> None:
-        loads = self.loads
-        check_counts(rounds=loads.rounds, repeats=loads.repeats, prompt=loads.prompt, output=loads.output)
-        check_counts(timeout=self.timeout, start_timeout=self.start_timeout, kv_memory=self.kv_memory)
-        check_seed(self.seed)
+        check_options(self)
         if self.levels and not self.ablation:
             raise EndpointError("--levels is for the quality of --ablation; add it, or run kvtuner eval")
         if self.endpoint:
@@ -63,6 +113,20 @@ class BenchOptions:
             raise EndpointError("--ablation says what is compared; leave out --against")
         if self.api and not self.endpoint:
             raise EndpointError("--api is how servers are spoken to; give --endpoint too")
+
+    @property
+    def loads(self) -> LoadOptions:
+        """The loads that every scheme is put under."""
+        return LoadOptions(
+            lengths=self.lengths or LOADS.lengths,
+            outputs=self.outputs or LOADS.outputs,
+            concurrency=self.concurrency,
+            batches=self.batches or LOADS.batches,
+            rounds=self.rounds,
+            repeats=self.repeats,
+            prompt=self.prompt,
+            output=self.output,
+        )
 
     def _refuse_flags_of_starts(self) -> None:
         values = {

@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from kvtuner.errors import BudgetError, OptionError, SearchSpaceError
-from kvtuner.pipeline.option_types import MAX_SEED, MIN_REPORT_SEQUENCES, positive, seed, sequences
+from kvtuner.pipeline.option_types import MIN_REPORT_SEQUENCES, positive, seed, sequences
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -235,19 +235,6 @@ def check_options(options: object) -> None:
                 read(str(value))
             except OptionError as error:
                 raise OptionError(f"{item.name} {error}") from error
-
-
-def check_counts(**counts: int | None) -> None:
-    """Refuse a count that is neither None nor at least 1; it is named as it was passed."""
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise OptionError(f"{name} must be at least 1, not {count}")
-
-
-def check_seed(seed: int | None) -> None:
-    """Refuse a seed that is negative or too large."""
-    if seed is not None and not 0 <= seed < MAX_SEED:
-        raise OptionError(f"seed must be within 0..{MAX_SEED - 1}, not {seed}")
 
 
 def _fields(kind: Any) -> tuple[Field[Any], ...]:

@@ -7,7 +7,6 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.cli.bench_parser import add_bench_flags
 from kvtuner.cli.command import Command
 from kvtuner.cli.shared_flags import add_options
 from kvtuner.pipeline.bench_options import BenchOptions
@@ -20,8 +19,16 @@ if TYPE_CHECKING:
 
 
 def _add_eval_flags(parser: ArgumentParser) -> None:
+    _add_flags(parser, EvalOptions)
+
+
+def _add_bench_flags(parser: ArgumentParser) -> None:
+    _add_flags(parser, BenchOptions)
+
+
+def _add_flags(parser: ArgumentParser, options: type) -> None:
     parser.add_argument("profile", metavar="PROFILE|RUN", help="profile.json or run folder")
-    add_options(parser, EvalOptions)
+    add_options(parser, options)
 
 
 def _evaluate(args: Namespace) -> int:
@@ -59,7 +66,7 @@ COMMANDS: Final = (
     Command(
         "bench",
         "is it worth it: servers under load, beside bf16 and fp8, and the ablation",
-        add_bench_flags,
+        _add_bench_flags,
         _benchmark,
     ),
 )
