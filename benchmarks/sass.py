@@ -74,19 +74,22 @@ def type_of(name: str, facts: dict[str, Any]) -> str:
         return "*i64"
     if "indptr" in name or "count" in name:
         return "*i32"
+    if name.endswith(("pages_ptr", "spans_ptr", "device_ptr", "host_ptr")):
+        return "*i64"
     kinds = {"slots_ptr": "*i64", "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*bf16"}
     return kinds.get(name, "*fp32")
 
 
-def compiled(function: Any, facts: dict[str, Any], arch: int, **options: Any) -> Any:
-    """A kernel, compiled for a compute capability without the dot; facts that it does not take are left out."""
+def compiled(function: Any, facts: dict[str, Any], arch: int | GPUTarget, **options: Any) -> Any:
+    """A kernel, compiled for a compute capability without the dot or a target; facts it does not take are left out."""
     names = function.arg_names
     kinds = {name: type_of(name, facts) for name in names}
     constants = {(names.index(name),): value for name, value in facts.items() if name in names}
     divisible = [name for name in names if kinds[name] not in ("constexpr", "fp32") and name not in UNALIGNED]
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
     source = ASTSource(function, kinds, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    target = GPUTarget("cuda", arch, 32) if isinstance(arch, int) else arch
+    return triton.compile(source, target=target, options=options)
 
 
 def disassembled(kernel: Any, flag: str = "-sass") -> str:

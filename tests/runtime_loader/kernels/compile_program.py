@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 import sass
+from gpu_parts.pools import HeadShape
 
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import QuantSpec, Transform
@@ -36,7 +37,7 @@ from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.transforms import TransformKind
 
-HOPPER, AMD = sass.nvidia(90), GPUTarget("hip", "gfx942", 64)
+HOPPER, AMD = 90, GPUTarget("hip", "gfx942", 64)
 HEADS, GQA = 8, 4
 WHOLE = [(bits, head_dim) for bits in (2, 4, 8) for head_dim in (64, 80, 96, 256) if head_dim * bits // 8 % 16 == 0]
 """Widths and head dimensions whose codes of a head are whole pieces of 16 bytes."""
@@ -70,9 +71,9 @@ def read_back(bits: int, head_dim: int) -> Any:
     return sass.compiled(rows.read_side, read_facts(transformed(bits, head_dim)), HOPPER, **EXACT)
 
 
-def attending(pair: PrecisionPair, head_dim: int, target: GPUTarget, arch: str, **kind: bool) -> Any:
+def attending(pair: PrecisionPair, head_dim: int, target: int | GPUTarget, arch: str, **kind: bool) -> Any:
     """The kernel that reads rows, as the table launches it."""
-    shape = sass.RankShape(HEADS, GQA, head_dim, head_dim)
+    shape = HeadShape("", HEADS, GQA, head_dim)
     keys, values = (sass.side_of(shape, bits) for bits in (pair.k_bits, pair.v_bits))
     launch = Device(arch, 0).launch(keys, values, GQA, extend=kind.get("EXTEND", False))
     facts = {**decode_facts(keys, values, GQA, launch), **sass.PLAIN, **kind}
@@ -98,16 +99,15 @@ def around(head_dim: int) -> list[Any]:
 
 def spills(kernel: Any) -> int:
     """Count the registers that a kernel spills to memory."""
-    code, _ = sass.disassembled(kernel.asm["cubin"])
-    return sass.spills_of(code)
+    return sass.spills_of(sass.disassembled(kernel))
 
 
 def copies(bits: int, head_dim: int) -> tuple[int, float]:
     """Asynchronous copies of 16 bytes in the decode loop, and how many its codes are."""
-    shape = sass.RankShape(HEADS, GQA, head_dim, head_dim)
+    shape = HeadShape("", HEADS, GQA, head_dim)
     launch = Device("sm_90", 0).launch(sass.side_of(shape, bits), sass.side_of(shape, bits), GQA)
     row = sass.measure(PrecisionPair(bits, bits), shape, 90, launch)
-    return row.async_copies_16B, launch.tokens * 2 * head_dim * bits // 8 / (16 * 32 * launch.warps)
+    return row["async_copies_16B"], launch.tokens * 2 * head_dim * bits // 8 / (16 * 32 * launch.warps)
 
 
 def moving(*, to_host: bool) -> list[str]:
