@@ -32,7 +32,7 @@ from gpu_parts.pools import LLAMA, HeadShape
 from gpu_parts.speed import CANDIDATES
 
 from kvtuner.precision import NATIVE_BITS, PrecisionPair
-from kvtuner.runtime_loader.kernels.settings import DecodeLaunch
+from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

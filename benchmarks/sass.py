@@ -40,9 +40,9 @@ from gpu_parts.pools import ALL_TRANSFORMS, LLAMA, HeadShape, empty_rows, row_fo
 from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, effective_bits
 from kvtuner.report.formatting import Table
 from kvtuner.runtime_loader.kernels import decode, launch
-from kvtuner.runtime_loader.kernels import rows as row_kernels
-from kvtuner.runtime_loader.kernels.settings import DecodeLaunch, Device
-from kvtuner.runtime_loader.kernels.side import KernelSide
+from kvtuner.runtime_loader.kernels import store_and_read_rows as row_kernels
+from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
+from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch, Device
 
 H200_LANES_PER_S: Final = 132 * 4 * 32 * 1.755e9
 H200_BYTES_PER_S: Final = 4.3e12

@@ -31,7 +31,7 @@ from kvtuner.calibration.isolated_kl import isolated_candidates
 from kvtuner.calibration.model_loading import ModelSource, load_model
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench, calibrate
 from kvtuner.errors import SearchSpaceError
-from kvtuner.evaluation.scheme import CacheScheme
+from kvtuner.evaluation.cache_scheme import CacheScheme
 from kvtuner.evaluation.validation import SequenceSums, Validator, pooled
 from kvtuner.precision import ALL_BITS, PrecisionPair
 from kvtuner.run_folder import RunFolder, sha256_of

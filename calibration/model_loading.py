@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtuner.cache_kind import refuse_other_caches
 from kvtuner.calibration.weights_hash import fingerprint
 from kvtuner.errors import UnsupportedModelError
 from kvtuner.exported_configs.identity.model_identity import (
@@ -24,6 +23,7 @@ from kvtuner.exported_configs.identity.model_identity import (
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PACKED_BITS, check_group_size
 from kvtuner.run_folder import sha256_of
+from kvtuner.supported_models import refuse_other_caches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

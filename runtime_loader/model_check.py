@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtuner.cache_kind import refuse_other_caches
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
+from kvtuner.supported_models import refuse_other_caches
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvtuner.cache_kind import refuse_other_caches
 from kvtuner.errors import CacheError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare, refuse
 from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id, public_name
@@ -27,6 +26,7 @@ from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 from kvtuner.runtime_loader.packed_layer import PackedSide
 from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_formats
+from kvtuner.supported_models import refuse_other_caches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.kernels import launch
-from kvtuner.runtime_loader.kernels.parts import merge_splits
-from kvtuner.runtime_loader.kernels.settings import DecodeLaunch, Device
-from kvtuner.runtime_loader.kernels.side import KernelSide
+from kvtuner.runtime_loader.kernels.extend_and_merge import merge_splits
+from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
+from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch, Device
 
 if TYPE_CHECKING:
     from collections.abc import Callable

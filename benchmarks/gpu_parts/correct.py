@@ -17,9 +17,9 @@ from gpu_parts.machine import Machine
 from gpu_parts.pools import ALL_TRANSFORMS, TINY, HeadShape, empty_layer, keys_and_values, states
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.kernels import launch
+from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
-from kvtuner.runtime_loader.kernels.settings import Device
-from kvtuner.runtime_loader.kernels.side import KernelSide
+from kvtuner.runtime_loader.kernels.launch_settings import Device
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
 from kvtuner.transforms import candidate_transforms

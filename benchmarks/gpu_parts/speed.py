@@ -27,9 +27,9 @@ from gpu_parts.pools import (
 )  # fmt: skip
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.kernels import launch
+from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
-from kvtuner.runtime_loader.kernels.settings import DecodeLaunch, Device
-from kvtuner.runtime_loader.kernels.side import KernelSide
+from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch, Device
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
 

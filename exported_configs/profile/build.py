@@ -11,6 +11,7 @@ import torch
 
 from kvtuner import __version__
 from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.document import validated
 from kvtuner.exported_configs.profile.evidence import BudgetRecord, Libraries, Provenance
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
@@ -19,7 +20,6 @@ from kvtuner.exported_configs.profile.layer_storage import (
     GeometryRecord,
     LayerRecord,
     encode_fp16,
-    hashed_content,
 )
 from kvtuner.exported_configs.profile.profile import SCHEMA_VERSION, Profile, reached_figures
 from kvtuner.precision import LAYOUT_ID, NATIVE_BITS, Granularity, PrecisionPair, Side

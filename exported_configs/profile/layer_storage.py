@@ -1,7 +1,6 @@
 """The storage of every layer: all that the digest covers. Rules that span parts are the profile's."""
 
 import base64
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
@@ -181,24 +180,3 @@ def resolve_transform(record: SideRecord, defaults: SideDefaults) -> KeyTransfor
     if record.bits == NATIVE_BITS:
         return "none"
     return record.transform or defaults.transform
-
-
-def hashed_content(
-    layout: str, geometry: GeometryRecord, defaults: Defaults, layers: Sequence[LayerRecord]
-) -> dict[str, Any]:
-    """The content that the digest hashes, with every default written out.
-
-    A 16-bit side is ``{"bits":16}`` alone, since it has no group, grid or transform. There are no floats.
-    """
-    expanded = [
-        {"layer": entry.layer, "k": _expand_side(entry.k, defaults.k), "v": _expand_side(entry.v, defaults.v)}
-        for entry in layers
-    ]
-    return {"layout": layout, "geometry": geometry.model_dump(), "layers": expanded}
-
-
-def _expand_side(record: SideRecord, defaults: SideDefaults) -> dict[str, Any]:
-    if record.bits == NATIVE_BITS:
-        return {"bits": NATIVE_BITS}
-    transform = resolve_transform(record, defaults)
-    return {**defaults.model_dump(), **record.model_dump(by_alias=True), "transform": transform}

@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, WithJsonSchema, model_validator
 
 from kvtuner.errors import GeometryError, PrecisionError, ProfileError
+from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.evidence import BudgetRecord, ModelIdentity, Provenance, QualityRecord
 from kvtuner.exported_configs.profile.fields import MAX_COUNT, Sha256, StrictModel, round_figure
 from kvtuner.exported_configs.profile.layer_storage import (
@@ -17,7 +18,6 @@ from kvtuner.exported_configs.profile.layer_storage import (
     LayerRecord,
     SideDefaults,
     SideRecord,
-    hashed_content,
     resolve_transform,
 )
 from kvtuner.geometry import ConfigLike, ModelGeometry

@@ -60,7 +60,7 @@ def find_profiles(text: str) -> list[ResolvedProfile]:
     """Find all profiles of a reference, with the errors of `find_profile`: a run folder may hold several."""
     reference = parse_reference(text)
     if isinstance(reference, HubReference):
-        from kvtuner.exported_configs.sharing.hub import pull  # with what a hub needs
+        from kvtuner.exported_configs.sharing.pull import pull  # with what a hub needs
 
         fetched = pull(reference)
         profiles = [ResolvedProfile(fetched.path, fetched.profile, str(fetched.reference), False, fetched.notes)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvtuner.evaluation.scheme import FP8, PER_CHANNEL, REFERENCE, SYMMETRIC
+from kvtuner.evaluation.cache_scheme import FP8, PER_CHANNEL, REFERENCE, SYMMETRIC
 
 GROUPS: Final = {
     REFERENCE: "A",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvtuner.bench.server import ServerProcess
     from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.evaluation.backends.endpoint import Endpoint
-    from kvtuner.evaluation.scheme import CacheScheme
+    from kvtuner.evaluation.cache_scheme import CacheScheme
 
 RESERVED: Final = 8
 """The tokens of a context that SGLang keeps for itself, rounded up."""

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.stats import binomtest, norm, t
 
 from kvtuner.errors import CorpusError
-from kvtuner.evaluation.scheme import REFERENCE
+from kvtuner.evaluation.cache_scheme import REFERENCE
 from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval, bootstrap_mean
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE, Cell, PairedDifference, Result
 

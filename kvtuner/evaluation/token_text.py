@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from kvtuner.evaluation.tasks.questions import Problem
+    from kvtuner.evaluation.tasks.recall_and_needles import Problem
 
 
 class Text:

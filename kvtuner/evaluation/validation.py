@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvtuner.calibration.forward.simulator import Simulator
     from kvtuner.calibration.kl import TokenScores
     from kvtuner.calibration.workbench import Workbench
-    from kvtuner.evaluation.scheme import CacheScheme
+    from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.evaluation.statistics import Interval
     from kvtuner.exported_configs.profile.evaluation_record import Measure
     from kvtuner.run_folder import RunFolder

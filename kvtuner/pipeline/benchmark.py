@@ -21,7 +21,7 @@ from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model_loading import load_tokenizer, read_shape
 from kvtuner.errors import EndpointError
 from kvtuner.evaluation.backends.endpoint import Endpoint
-from kvtuner.evaluation.scheme import FP8, REFERENCE, named_schemes
+from kvtuner.evaluation.cache_scheme import FP8, REFERENCE, named_schemes
 from kvtuner.exported_configs.identity.mismatch import DERIVED
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE
 from kvtuner.pipeline.evaluate import check_writable, evaluate
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from kvtuner.bench.load_metrics import SchemeRun
     from kvtuner.calibration.model_loading import ModelShape
-    from kvtuner.evaluation.scheme import CacheScheme
+    from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.exported_configs.profile.evaluation_record import Evaluation, ResultProvenance
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.pipeline.bench_options import BenchOptions

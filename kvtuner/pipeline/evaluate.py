@@ -16,7 +16,7 @@ from kvtuner.calibration.workbench import CalibrationOptions, Workbench
 from kvtuner.errors import CorpusError, EndpointError, PrecisionError, RunFolderError
 from kvtuner.evaluation.backends.local_backend import LocalBackend
 from kvtuner.evaluation.backends.server_backend import server_backends
-from kvtuner.evaluation.scheme import REFERENCE, named_schemes
+from kvtuner.evaluation.cache_scheme import REFERENCE, named_schemes
 from kvtuner.evaluation.tasks.likelihood import Scoring, local_likelihood_cells, server_likelihood_cells
 from kvtuner.evaluation.tasks.question_sets import (
     QUESTION_LEVELS,
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from kvtuner.calibration.corpus import Corpus
     from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.evaluation.backends.base import Backend
-    from kvtuner.evaluation.scheme import CacheScheme
+    from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Level
     from kvtuner.exported_configs.profile.evidence import ReadPlan
     from kvtuner.exported_configs.profile.profile import Profile

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic_core import to_jsonable_python
 
 from kvtuner.bench.ablation import GROUPS
-from kvtuner.evaluation.scheme import PER_CHANNEL
+from kvtuner.evaluation.cache_scheme import PER_CHANNEL
 from kvtuner.report.formatting import NOT_MEASURED, Table, count, number, percent
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvtuner.bench.gates import Gate
     from kvtuner.bench.load_metrics import SchemeRun
     from kvtuner.bench.load_target import ServerRecord
-    from kvtuner.evaluation.scheme import CacheScheme
+    from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.exported_configs.profile.evaluation_record import Evaluation, ResultProvenance
     from kvtuner.exported_configs.profile.evidence import ModelIdentity
     from kvtuner.exported_configs.profile.profile import Profile

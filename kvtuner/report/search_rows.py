@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtuner.calibration.sensitivity import CandidateScores, SensitivityTable
-    from kvtuner.evaluation.scheme import CacheScheme, ServingRanks
+    from kvtuner.evaluation.cache_scheme import CacheScheme, ServingRanks
     from kvtuner.evaluation.validation import SequenceSums
     from kvtuner.precision import RowShape
     from kvtuner.search_spaces.space import LayerChoice

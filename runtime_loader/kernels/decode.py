@@ -15,7 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.arithmetic import (
+from kvtuner.runtime_loader.kernels.queries import queries_of, softcap
+from kvtuner.runtime_loader.kernels.unpack_codes import (
     ONE,
     codes_of,
     factor_of,
@@ -23,7 +24,6 @@ from kvtuner.runtime_loader.kernels.arithmetic import (
     log2_and_inverse,
     scale_and_minimum,
 )
-from kvtuner.runtime_loader.kernels.queries import queries_of, softcap
 
 
 @triton.jit

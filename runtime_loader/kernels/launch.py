@@ -9,15 +9,15 @@ import torch
 import triton
 
 from kvtuner.runtime_loader.kernels.decode import decode_split
-from kvtuner.runtime_loader.kernels.parts import attend_fresh, merge_splits
+from kvtuner.runtime_loader.kernels.extend_and_merge import attend_fresh, merge_splits
 from kvtuner.runtime_loader.kernels.queries import prepare_queries
-from kvtuner.runtime_loader.kernels.rows import read_side, store_rows
+from kvtuner.runtime_loader.kernels.store_and_read_rows import read_side, store_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvtuner.runtime_loader.kernels.settings import DecodeLaunch
-    from kvtuner.runtime_loader.kernels.side import Facts, KernelSide
+    from kvtuner.runtime_loader.kernels.kernel_side import Facts, KernelSide
+    from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch
     from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
 
 TILE: Final = 16

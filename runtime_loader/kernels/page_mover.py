@@ -14,8 +14,8 @@ import torch
 from kvtuner.runtime_loader.host_tier.pages import ALIGNMENT
 from kvtuner.runtime_loader.host_tier.transfer import block_tokens, in_blocks, pages_of, untimed
 from kvtuner.runtime_loader.kernels import NAME, launch
-from kvtuner.runtime_loader.kernels.rows import copy_pages
-from kvtuner.runtime_loader.kernels.side import KernelSide
+from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
+from kvtuner.runtime_loader.kernels.store_and_read_rows import copy_pages
 from kvtuner.runtime_loader.packed_attention import PackedRows
 
 if TYPE_CHECKING:

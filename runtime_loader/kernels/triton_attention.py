@@ -9,14 +9,14 @@ import torch
 import triton
 
 from kvtuner.runtime_loader.kernels import NAME, launch
+from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
-from kvtuner.runtime_loader.kernels.settings import Device
-from kvtuner.runtime_loader.kernels.side import KernelSide
+from kvtuner.runtime_loader.kernels.launch_settings import Device
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvtuner.runtime_loader.kernels.settings import DecodeLaunch
+    from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch
     from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
 
 WORKSPACE_BYTES: Final = 512 << 20

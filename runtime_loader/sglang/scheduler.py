@@ -13,8 +13,9 @@ from kvtuner.runtime_loader.row_format import rank_formats
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
 from kvtuner.runtime_loader.sglang.compat.pool import MHATokenToKVPool, on_built, on_pool
 from kvtuner.runtime_loader.sglang.compat.processes import on_introduction
-from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool, announce_capacity
+from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
 from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, READS_KEY, RankServing, process_state
+from kvtuner.runtime_loader.sglang.self_test import announce_capacity
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile

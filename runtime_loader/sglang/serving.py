@@ -8,7 +8,6 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.cache_kind import refuse_other_caches
 from kvtuner.errors import ServingError
 from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import uniform_profile
@@ -21,6 +20,7 @@ from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.model_check import check_model
 from kvtuner.runtime_loader.sglang.compat.model import refuse_other_pools
 from kvtuner.runtime_loader.sglang.request import PROFILE_VARIABLE, REQUEST_VARIABLE
+from kvtuner.supported_models import refuse_other_caches
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.evidence import ModelIdentity

@@ -12,7 +12,7 @@ import torch
 
 from kvtuner.calibration.kl import TokenScores
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.evaluation.scheme import Fp8Scheme
+from kvtuner.evaluation.cache_scheme import Fp8Scheme
 from kvtuner.evaluation.validation import JOURNAL, SequenceSums, Validator
 from kvtuner.geometry import ModelGeometry
 from kvtuner.run_folder import RunFolder

@@ -51,7 +51,7 @@ def _is_agreed() -> bool:
 
 def _pull(args: Namespace) -> int:
     from kvtuner.cli.output_file import check_new
-    from kvtuner.exported_configs.sharing.hub import pull
+    from kvtuner.exported_configs.sharing.pull import pull
     from kvtuner.exported_configs.sharing.reference import HubReference, parse_reference
     from kvtuner.exported_configs.signing.signature_bundle import SUFFIX
     from kvtuner.pipeline.profile_files.publication import copy_fetched

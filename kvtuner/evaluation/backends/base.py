@@ -6,14 +6,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtuner.evaluation.scheme import REFERENCE
+from kvtuner.evaluation.cache_scheme import REFERENCE
 from kvtuner.journal import Journal
 from kvtuner.run_folder import sha256_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kvtuner.evaluation.tasks.questions import Problem
+    from kvtuner.evaluation.tasks.recall_and_needles import Problem
     from kvtuner.exported_configs.profile.evaluation_record import BackendRecord, Flag
     from kvtuner.run_folder import RunFolder
 

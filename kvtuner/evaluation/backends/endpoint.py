@@ -21,7 +21,7 @@ from kvtuner.run_folder import sha256_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtuner.evaluation.scheme import CacheScheme
+    from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.exported_configs.profile.profile import Profile
 
 Api = Literal["sglang", "openai"]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtuner.calibration.model_loading import LoadedModel
-    from kvtuner.evaluation.scheme import CacheScheme
-    from kvtuner.evaluation.tasks.questions import Problem
+    from kvtuner.evaluation.cache_scheme import CacheScheme
+    from kvtuner.evaluation.tasks.recall_and_needles import Problem
     from kvtuner.exported_configs.profile.evidence import ReadPlan as ReadPlanName
 
 

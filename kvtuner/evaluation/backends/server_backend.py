@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from kvtuner.evaluation.backends.endpoint import Api
     from kvtuner.evaluation.backends.next_token import NextToken
-    from kvtuner.evaluation.scheme import CacheScheme
-    from kvtuner.evaluation.tasks.questions import Problem
+    from kvtuner.evaluation.cache_scheme import CacheScheme
+    from kvtuner.evaluation.tasks.recall_and_needles import Problem
     from kvtuner.evaluation.token_text import Text
 
 LEAST_HITS: Final = 0.5

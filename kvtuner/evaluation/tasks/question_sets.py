@@ -12,7 +12,7 @@ from tqdm import tqdm
 from kvtuner.errors import CorpusError
 from kvtuner.evaluation.backends.base import AnswerJournal, HitCount, unread_flag
 from kvtuner.evaluation.cells import Marks, Place, make_cell
-from kvtuner.evaluation.tasks.questions import Problem, arithmetic, needles, recall
+from kvtuner.evaluation.tasks.recall_and_needles import Problem, arithmetic, needles, recall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

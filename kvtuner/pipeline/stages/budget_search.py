@@ -29,7 +29,7 @@ from kvtuner.tuner.warm_starts import warm_starts
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kvtuner.evaluation.scheme import CacheScheme
+    from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.pipeline.stages.search_run import SearchRun
     from kvtuner.pipeline.stages.search_targets import SearchTarget
     from kvtuner.search_spaces.budget import Constraint

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from tqdm import tqdm
 
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.evaluation.scheme import CacheScheme, Fp8Scheme, UnquantizedScheme
+from kvtuner.evaluation.cache_scheme import CacheScheme, Fp8Scheme, UnquantizedScheme
 from kvtuner.evaluation.validation import OFFSETS, UNIFORM_PAIRS, SequenceSums, Validator, kl_difference, pooled
 from kvtuner.pipeline.progress import say
 from kvtuner.report.search_data import OffsetQuality

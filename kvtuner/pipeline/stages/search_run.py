@@ -12,7 +12,7 @@ from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model_loading import DEMO, load_model, read_shape
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench, calibrate
 from kvtuner.errors import PrecisionError
-from kvtuner.evaluation.scheme import ServingRanks
+from kvtuner.evaluation.cache_scheme import ServingRanks
 from kvtuner.pipeline.inputs import corpus_source, model_source
 from kvtuner.pipeline.progress import say
 from kvtuner.precision import PACKED_BITS, PrecisionPair, RowShape, check_group_size

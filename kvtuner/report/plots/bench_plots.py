@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from kvtuner.evaluation.scheme import REFERENCE
+from kvtuner.evaluation.cache_scheme import REFERENCE
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE
 from kvtuner.precision import GIB
 from kvtuner.report.plots import style

@@ -20,7 +20,7 @@ from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
 from kvtuner.exported_configs.profile import document, evidence, fields
 from kvtuner.exported_configs.profile.build import dump_profile
-from kvtuner.exported_configs.profile.layer_storage import hashed_content
+from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.signing import signature_bundle, signers
 from kvtuner.quant import unpack_rows

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtuner.errors import HubError
-from kvtuner.exported_configs.sharing.hub import pull
+from kvtuner.exported_configs.sharing.pull import pull
 from kvtuner.exported_configs.sharing.reference import HubReference
 from kvtuner.exported_configs.sharing.upload import plan_upload, push
 

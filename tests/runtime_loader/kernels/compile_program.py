@@ -20,7 +20,8 @@ from gpu_parts.pools import HeadShape
 
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import QuantSpec, Transform
-from kvtuner.runtime_loader.kernels import decode, parts, queries, rows
+from kvtuner.runtime_loader.kernels import decode, extend_and_merge, queries, store_and_read_rows
+from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import (
     EXACT,
     FRESH,
@@ -30,9 +31,8 @@ from kvtuner.runtime_loader.kernels.launch import (
     read_facts,
     store_facts,
 )
+from kvtuner.runtime_loader.kernels.launch_settings import Device
 from kvtuner.runtime_loader.kernels.page_mover import BLOCK_WORDS, SPAN_FIELDS
-from kvtuner.runtime_loader.kernels.settings import Device
-from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.transforms import TransformKind
@@ -63,12 +63,12 @@ def instructions(kernel: Any) -> dict[str, int]:
 def stored(k_bits: int, v_bits: int, head_dim: int = 128) -> Any:
     """The store kernel, with every transform and both kinds of grid."""
     sides = transformed(k_bits, head_dim), transformed(v_bits, head_dim, symmetric=True)
-    return sass.compiled(rows.store_rows, store_facts(*sides), HOPPER, **EXACT)
+    return sass.compiled(store_and_read_rows.store_rows, store_facts(*sides), HOPPER, **EXACT)
 
 
 def read_back(bits: int, head_dim: int) -> Any:
     """The read kernel, with every transform."""
-    return sass.compiled(rows.read_side, read_facts(transformed(bits, head_dim)), HOPPER, **EXACT)
+    return sass.compiled(store_and_read_rows.read_side, read_facts(transformed(bits, head_dim)), HOPPER, **EXACT)
 
 
 def attending(pair: PrecisionPair, head_dim: int, target: int | GPUTarget, arch: str, **kind: bool) -> Any:
@@ -89,11 +89,11 @@ def around(head_dim: int) -> list[Any]:
     fresh |= {"V_PADDED": side.padded, "CAPPED": True, **FRESH}
     kernels = [
         sass.compiled(queries.prepare_queries, prepare, HOPPER),
-        sass.compiled(parts.attend_fresh, fresh, HOPPER, **fresh_options(side, side)),
+        sass.compiled(extend_and_merge.attend_fresh, fresh, HOPPER, **fresh_options(side, side)),
     ]
     for extending in (True, False):
         merge = {"SPLITS": MERGED_SPLITS, "STAGES": side.stages, "EXTEND": extending, **size}
-        kernels.append(sass.compiled(parts.merge_splits, merge, HOPPER))
+        kernels.append(sass.compiled(extend_and_merge.merge_splits, merge, HOPPER))
     return kernels
 
 
@@ -113,7 +113,7 @@ def copies(bits: int, head_dim: int) -> tuple[int, float]:
 def moving(*, to_host: bool) -> list[str]:
     """What the kernel that moves pages does to memory."""
     facts = {"TO_HOST": to_host, "FIELDS": SPAN_FIELDS, "BLOCK": BLOCK_WORDS}
-    return re.findall(r"[ls][dt][.]global\S*", sass.compiled(rows.copy_pages, facts, HOPPER).asm["ptx"])
+    return re.findall(r"[ls][dt][.]global\S*", sass.compiled(store_and_read_rows.copy_pages, facts, HOPPER).asm["ptx"])
 
 
 pairs = [PrecisionPair(k, v) for k, v in itertools.product((16, 4), (16, 4))]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvtuner.errors import ServingError
-from kvtuner.runtime_loader.kernels.settings import DecodeLaunch, Device
+from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch, Device
 
 ROOT = Path(__file__).resolve().parents[3]
 compiling = pytest.mark.slow

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvtuner.runtime_loader.kernels import launch
+from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
-from kvtuner.runtime_loader.kernels.settings import INTERPRETED
-from kvtuner.runtime_loader.kernels.side import KernelSide
+from kvtuner.runtime_loader.kernels.launch_settings import INTERPRETED
 from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling, TorchAttention
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import STORED_TOKENS, store
-from kvtuner.runtime_loader.kernels.side import KernelSide
 from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 
 from kvtuner.calibration.demo.tasks import recall_problem
 from kvtuner.calibration.model_loading import ModelSource, load_tokenizer
-from kvtuner.evaluation.tasks.questions import NUM_EXAMPLES, Problem, Question, arithmetic, needles, recall
+from kvtuner.evaluation.tasks.recall_and_needles import NUM_EXAMPLES, Problem, Question, arithmetic, needles, recall
 from kvtuner.evaluation.token_text import Text
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from kvtuner.errors import ServingError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvtuner.runtime_loader.kernels.side import KernelSide
+    from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 
 TABLE: Final = "launches.json"
 """The file of the settings, which benchmarks/launch_table.py writes."""

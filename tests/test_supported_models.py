@@ -21,8 +21,8 @@ from transformers import (
     T5Config,
 )
 
-from kvtuner.cache_kind import refuse_other_caches
 from kvtuner.errors import UnsupportedModelError
+from kvtuner.supported_models import refuse_other_caches
 
 
 def remote_config(*, is_encoder_decoder: bool = False, **fields: Any) -> Any:

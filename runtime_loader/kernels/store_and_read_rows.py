@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.arithmetic import fp16_saturated, hadamard, scale_and_minimum
+from kvtuner.runtime_loader.kernels.unpack_codes import fp16_saturated, hadamard, scale_and_minimum
 
 
 @triton.jit

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.arithmetic import fp16_saturated, hadamard
 from kvtuner.runtime_loader.kernels.queries import queries_of, softcap
+from kvtuner.runtime_loader.kernels.unpack_codes import fp16_saturated, hadamard
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_requests"])

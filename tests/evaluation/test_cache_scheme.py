@@ -11,8 +11,15 @@ from transformers import DynamicCache
 from kvtuner.calibration.forward.simulator import LayerSpec, read_back
 from kvtuner.calibration.model_loading import ModelSource, read_shape
 from kvtuner.errors import PrecisionError
-from kvtuner.evaluation import scheme as schemes
-from kvtuner.evaluation.scheme import CacheScheme, Fp8Scheme, ServingRanks, named_scheme, named_schemes, register_scheme
+from kvtuner.evaluation import cache_scheme as schemes
+from kvtuner.evaluation.cache_scheme import (
+    CacheScheme,
+    Fp8Scheme,
+    ServingRanks,
+    named_scheme,
+    named_schemes,
+    register_scheme,
+)
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import QuantSpec

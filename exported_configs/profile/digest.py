@@ -1,0 +1,40 @@
+"""What the digest of a profile covers: how every layer is stored, with all defaults written out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvtuner.exported_configs.profile.layer_storage import resolve_transform
+from kvtuner.precision import NATIVE_BITS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtuner.exported_configs.profile.layer_storage import (
+        Defaults,
+        GeometryRecord,
+        LayerRecord,
+        SideDefaults,
+        SideRecord,
+    )
+
+
+def hashed_content(
+    layout: str, geometry: GeometryRecord, defaults: Defaults, layers: Sequence[LayerRecord]
+) -> dict[str, Any]:
+    """The content that the digest hashes, with every default written out.
+
+    A 16-bit side is ``{"bits":16}`` alone, since it has no group, grid or transform. There are no floats.
+    """
+    expanded = [
+        {"layer": entry.layer, "k": _expand_side(entry.k, defaults.k), "v": _expand_side(entry.v, defaults.v)}
+        for entry in layers
+    ]
+    return {"layout": layout, "geometry": geometry.model_dump(), "layers": expanded}
+
+
+def _expand_side(record: SideRecord, defaults: SideDefaults) -> dict[str, Any]:
+    if record.bits == NATIVE_BITS:
+        return {"bits": NATIVE_BITS}
+    transform = resolve_transform(record, defaults)
+    return {**defaults.model_dump(), **record.model_dump(by_alias=True), "transform": transform}

@@ -1,0 +1,134 @@
+"""What a pool does first: it tests its rows against `quant.py`, and says in log and metrics what it stores."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from kvtuner.errors import ServingError
+from kvtuner.layer_ranges import write_ranges
+from kvtuner.precision import NATIVE_BITS, PrecisionPair
+from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
+from kvtuner.runtime_loader.sglang.compat.metrics import set_gauge
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
+    from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
+    from kvtuner.runtime_loader.sglang.process_state import RankServing
+
+TESTED_TOKENS: Final = 16
+"""More than one, whatever the page size: attention over one token is that token's value."""
+MANY_TOKENS: Final = 1 << 14
+"""The number of new tokens for which a prefix is worth reading back."""
+
+logger: Final = logging.getLogger("kvtuner")
+
+
+def self_test(pool: PackedKVPool) -> None:
+    """Store keys and values by the backend in use, attend to them, and refuse what differs from `quant.py`."""
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.arange(min(TESTED_TOKENS, pool.size), device=pool.device)
+    for layer_id, (keys, values) in enumerate(zip(pool.keys, pool.values, strict=True), pool.start_layer):
+
+        def states(shape: tuple[int, ...]) -> Tensor:
+            return torch.randn((len(slots), *shape[1:]), generator=generator).to(pool.device, pool.model_dtype)
+
+        heads, k_dim = pool.serving.gqa * keys.format.num_heads, keys.format.head_dim
+        q, k, v = states((0, heads, k_dim)), 4 * states(keys.shape), 4 * states(values.shape)
+        pool.serving.attention.store(keys, values, slots, k, v)
+        for name, stored, fresh in (("keys", keys, k), ("values", values, v)):
+            if not torch.equal(stored.rows[slots], stored.format.pack(fresh)):
+                raise _failed(pool, f"{name} of layer {layer_id} are not stored as quant.py stores them")
+        if not _reads_right(pool.serving, q, keys, values, slots):
+            raise _failed(pool, f"attention of layer {layer_id} is not attention over what its rows hold")
+        # As SGLang allocates a pool.
+        for stored in (keys, values):
+            stored.rows[slots] = torch.zeros_like(stored.rows[slots])
+
+
+def _reads_right(serving: RankServing, q: Tensor, keys: PackedRows, values: PackedRows, slots: Tensor) -> bool:
+    """Whether the first query, by decoding and as a new token behind a prefix, reads what quant.py reads of rows.
+
+    And the prefix alone, where the implementation reads it back.
+    """
+    # Heads and dtypes are those of serving, so that a kernel is compiled here and not for the first request.
+    attention, one = serving.attention, q[:1]
+    k, v = (stored.format.unpack(stored.rows[slots], torch.float32) for stored in (keys, values))
+    gqa = serving.gqa
+    products = torch.einsum("qhd,khd->hqk", one.float(), k.repeat_interleave(gqa, dim=1))
+    ends = torch.tensor([0, len(slots)], dtype=torch.int32, device=slots.device)
+    # The new token is the last that was stored: as a prefix of one less and itself, nearly the same is read.
+    prefix, last = slots[:-1], slots[-1:]
+    new_k, new_v = (stored.read(last, one.dtype) for stored in (keys, values))
+    bounds = ExtendBounds(
+        torch.tensor([0, 1], device=slots.device), ends - (ends > 0).to(ends.dtype), prefix, longest=1
+    )
+    read_back = attention.read_prefix(one, keys, values, replace(bounds, longest=MANY_TOKENS))
+    for stored, states in zip((keys, values), read_back or (), strict=read_back is not None):
+        if not torch.equal(states[: len(prefix)], stored.read(prefix, one.dtype)):
+            return False
+    for cap in sorted({0.0, serving.logit_cap}):
+        scores = ScoreScaling(keys.shape[-1] ** -0.5, cap)
+        weights = torch.softmax(scores(products), dim=-1)
+        expected = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(gqa, dim=1))
+        tolerance = max({torch.float32: 1e-4, torch.float16: 1e-2}.get(one.dtype, 4e-2), 16 * attention.rounding)
+        tolerance *= expected.abs().max().item()
+        decoded = attention.decode(one, keys, values, ends, slots, scores)
+        extended = attention.extend(one, new_k, new_v, keys, values, bounds, scores)
+        if any(bool(((output.float() - expected).abs() > tolerance).any()) for output in (decoded, extended)):
+            return False
+    return True
+
+
+def _failed(pool: PackedKVPool, what: str) -> ServingError:
+    return ServingError(
+        f"the self-test of {pool.serving.attention.name} failed: {what}; report this, and serve without a profile"
+    )
+
+
+def announce_capacity(available_bytes: int, num_tokens: int) -> None:
+    """Say what the memory that SGLang leaves for the pool is good for, before --max-total-tokens caps it."""
+    logger.info("%s bytes are available for the KV cache: %s tokens", f"{available_bytes:,}", f"{num_tokens:,}")
+
+
+def announce(pool: PackedKVPool, ranks: ParallelRanks) -> None:
+    """Say in the log what this rank stores, and set its metrics."""
+    serving, profile = pool.serving, pool.serving.profile
+    # Of the tensors themselves, not of the profile: what is logged is what is stored.
+    pairs = {
+        layer_id: PrecisionPair(keys.format.bits, values.format.bits)
+        for layer_id, (keys, values) in enumerate(zip(pool.keys, pool.values, strict=True), pool.start_layer)
+    }
+    bytes_per_token = sum(stored.rows[0].nbytes for stored in (*pool.keys, *pool.values))
+    bf16_bytes = NATIVE_BITS // 8 * sum(math.prod(stored.shape[1:]) for stored in (*pool.keys, *pool.values))
+    bf16_tokens = pool.size * bytes_per_token // bf16_bytes
+    lines = [
+        f"KV cache of rank {ranks.world_rank} (TP {ranks.tp_rank}/{ranks.tp_size}, stage {ranks.pp_rank})"
+        f" by profile {profile.digest} of {profile.model.id}",
+        f"  attention {serving.attention.name}, attend {serving.attend}, self-test passed",
+        f"  {bytes_per_token:,} bytes per token, {bf16_bytes:,} in bf16 ({bf16_bytes / bytes_per_token:.2f}x)",
+        f"  {pool.size:,} tokens, in bytes that hold {bf16_tokens:,} in bf16",
+        f"  {write_ranges(pairs.values(), start=pool.start_layer)}",
+    ]
+    logger.info("\n".join(lines))
+    rank = {"digest": profile.digest, "tp_rank": str(ranks.tp_rank), "pp_rank": str(ranks.pp_rank)}
+    gauges = {
+        "kvtuner_kv_bytes_per_token": ("Stored bytes of one token on this rank.", bytes_per_token),
+        "kvtuner_kv_bytes_per_token_bf16": ("The same in bf16.", bf16_bytes),
+        "kvtuner_kv_capacity_tokens": ("Tokens that the pool holds.", pool.size),
+        "kvtuner_kv_capacity_tokens_bf16": ("Tokens that its bytes would hold in bf16.", bf16_tokens),
+    }
+    for name, (what, value) in gauges.items():
+        set_gauge(name, what, rank, value)
+    how = {"model": profile.model.id, "attention": serving.attention.name, "attend": serving.attend}
+    set_gauge("kvtuner_info", "How this rank serves the profile.", {**rank, **how}, 1)
+    for layer_id, pair in pairs.items():
+        for side, bits in (("k", pair.k_bits), ("v", pair.v_bits)):
+            labels = {**rank, "layer": str(layer_id), "side": side}
+            set_gauge("kvtuner_kv_bits", "Bits of a layer's keys or values.", labels, bits)
