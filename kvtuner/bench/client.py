@@ -62,13 +62,7 @@ class Client:
     """A client of one server.
 
     SGLang's client goes to the server by no proxy, whatever the environment says, and takes the key to no other origin.
-
-    Args:
-        url: The URL of the server, without a path.
-        api: The interface that it is spoken to by.
-        model: The model as the server calls it.
-        tokenizer: The model's tokenizer, to count the tokens of answers.
-        timeout_s: The seconds that one request may take.
+    The URL has no path, the model is as the server calls it, and the tokenizer counts the tokens of answers.
 
     Raises:
         EndpointError: SGLang's client is not installed.
@@ -185,7 +179,6 @@ def _unfinished(reported: int | None, retokenized: int, asked: int) -> str | Non
 
 
 def _last_line(text: str) -> str:
-    """The last line of a traceback, which has the reason."""
     return (text.strip() or "failed without a reason").splitlines()[-1].strip()[:ERROR_CHARACTERS]
 
 

@@ -48,10 +48,7 @@ class Gate:
 def all_gates(answered: Sequence[LoadResult], bound: float | None, no_bound: str) -> list[Gate]:
     """Check all loads of one server.
 
-    Args:
-        answered: The loads with the results of their requests.
-        bound: The tokens per second of one request that the machine's memory allows; None where it is not known.
-        no_bound: The reason why it is not known.
+    The bound is the tokens per second of one request that the machine's memory allows; None for the reason `no_bound`.
     """
     sent = [request for result in answered for request in result.sent]
     good = [request for result in answered for request in result.good]

@@ -149,12 +149,9 @@ def summary_of(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Observer:
-    """Watches a process with its children, and GPUs.
+    """Watches the process of a server that was started here with its children, and the GPUs that it uses.
 
-    Args:
-        pid: The process of the server that was started here.
-        num_gpus: The number of GPUs that it uses: those with the most memory in use where NVML does not know its
-            processes.
+    Where NVML does not know its processes, these are so many GPUs with the most memory in use.
     """
 
     def __init__(self, pid: int, num_gpus: int) -> None:
@@ -186,7 +183,6 @@ class Observer:
         return {MEMORY: float(sum(resident.values())), **self._gpu_usage(resident.keys())}
 
     def _resident_bytes(self) -> dict[int, int]:
-        """The resident bytes by process; those that just ended have none."""
         import psutil
 
         resident = {}
@@ -230,7 +226,6 @@ def _gpu_sample(nvml: Any, gpu: Any) -> _GpuSample:
 
 
 def _nvml_and_gpus() -> tuple[Any, list[Any]]:
-    """NVML and a handle for each GPU; None and no handles where there is no driver."""
     try:
         import pynvml  # nvidia-ml-py, which comes with SGLang on GPUs
     except ImportError:

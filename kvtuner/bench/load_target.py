@@ -32,13 +32,8 @@ RESERVED: Final = 8
 class ServerRecord:
     """A server's record of itself, as it may be shared: no paths. Only SGLang states more than model and context.
 
-    Attributes:
-        reads: What a chunk reads of itself.
-        num_gpus: The GPUs of all ranks.
-        tokens_that_fit: The tokens of its KV pool.
-        max_running_requests: The requests in flight at most.
-        context: The tokens of one request.
-        speculates: Whether a step may give several tokens.
+    `reads` is what a chunk reads of itself, `num_gpus` those of all ranks, `tokens_that_fit` the size of the KV pool
+    and `context` that of one request, tokens. A server that speculates may give several tokens in a step.
     """
 
     model: str
@@ -59,13 +54,7 @@ class ServerRecord:
 
     @classmethod
     def of(cls, model: str, info: Mapping[str, Any], context_length: int) -> ServerRecord:
-        """The record of a server of a model.
-
-        Args:
-            model: The model as the server calls it.
-            info: The answer of SGLang's `/server_info`; empty of other servers.
-            context_length: The model's context.
-        """
+        """The record of a server of a model by the answer of SGLang's `/server_info`, which is empty of others."""
         tp_size = int(info.get("tp_size") or 1)
         return cls(
             model=public_name(model),

@@ -45,11 +45,8 @@ class LoadOptions:
         lengths: The lengths of prompts, tokens, for the time to the first token.
         outputs: The tokens generated after `SHORT_PROMPT` tokens.
         concurrency: The requests in flight; None doubles as long as it fits.
-        batches: The requests sent at one moment.
-        rounds: The rounds of the same load, which show whether figures stay as they are.
         repeats: The requests at each length and output, and in every lane of a concurrency; the batches of each size.
-        prompt: The tokens of prompts, of loads that are not about lengths.
-        output: The tokens of outputs, of loads that are not about outputs.
+        prompt: The tokens of prompts, of loads that are not about lengths; `output` those of outputs.
     """
 
     lengths: tuple[int, ...] = (10, 50, 100, 500, 1_000, 2_000, 4_000, 8_000, 16_000, 32_000)

@@ -33,13 +33,8 @@ LARGEST: Final = Capacity(sys.maxsize, None, None)
 class BenchWork:
     """The loads that every scheme is sent with the same prompts, and the journal of what was sent before.
 
-    A server's key is the hash of what decides answers and times besides the load.
-
-    Args:
-        folder: The run folder, which keeps the journal.
-        options: The loads.
-        stream: The tokens that prompts are cut from.
-        seed: The seed of the places.
+    Prompts are cut from the stream of tokens, at places that the seed draws. A server's key is the hash of what decides
+    answers and times besides the load.
     """
 
     def __init__(self, folder: RunFolder, options: LoadOptions, stream: Sequence[int], seed: str) -> None:

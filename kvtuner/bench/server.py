@@ -115,12 +115,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def running(flags: Sequence[str], log: Path, start_s: float) -> Iterator[ServerProcess]:
-    """A server until the block ends.
-
-    Args:
-        flags: The flags of ``python -m sglang.launch_server``, the model among them.
-        log: The file that its output is added to.
-        start_s: The seconds that it may take to be ready.
+    """A server until the block ends, started by flags that name its model; its output is added to the log.
 
     Raises:
         EndpointError: it ended, or was not ready in time; the message is what it printed last.

@@ -1,13 +1,18 @@
-"""The parser of the command line, out of what each command says of itself. Imports nothing heavy."""
+"""The parser of the command line, out of what each command says of itself, and the YAML file of ``--config``.
+
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kvtuner import __version__
+from kvtuner.cli.command import add_switch
 from kvtuner.cli.commands import (
     diff,
     doctor,
@@ -20,8 +25,6 @@ from kvtuner.cli.commands import (
     sign_verify,
     validate,
 )
-from kvtuner.cli.config_file import apply_config_file
-from kvtuner.cli.shared_flags import add_switch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +47,7 @@ COMMANDS: Final[dict[str, Command]] = {
     command.name: command for command in chain.from_iterable(module.COMMANDS for module in _MODULES)
 }
 """Every command by its name, in the order of the help. A new one stands in `COMMANDS` of a module of this list."""
+_PATHS: Final = ("model", "data", "out")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -82,10 +86,59 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     args = parser.parse_args(argv)
     if getattr(args, "config", None):
         sub_parsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-        apply_config_file(
+        _apply_config_file(
             sub_parsers.choices[args.command], Path(args.config), keep_budget=not getattr(args, "budget", None)
         )
         args = parser.parse_args(argv)
     if args.command in ("search", "calibrate") and not args.model:
         parser.error(f"{args.command} needs --model")
     return args
+
+
+def _apply_config_file(command: argparse.ArgumentParser, path: Path, *, keep_budget: bool) -> None:
+    """Make the file's values the defaults of a command; a value that is wrong ends the process with status 2.
+
+    The file's budgets count with `keep_budget` only: beside ``--budget`` they would be added to its list.
+    """
+    values = _config_values(command, path)
+    known = {action.dest: action for action in command._actions if action.dest not in ("help", "config")}
+    for key, value in values.items():
+        action = known.get(str(key).replace("-", "_"))
+        if action is None:
+            command.error(f"--config {path}: unknown flag {key!r}; known: {', '.join(sorted(known))}")
+        if value is None:  # the flag's default, as if the line were absent
+            continue
+        if action.dest != "budget" or keep_budget:
+            command.set_defaults(**{action.dest: _config_value(command, action, key, value, path)})
+
+
+def _config_values(command: argparse.ArgumentParser, path: Path) -> dict[Any, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        command.error(f"cannot read --config {path}: {error.strerror}")
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        command.error(f"--config {path} is not YAML: {' '.join(str(error).split())}")
+    if values is not None and not isinstance(values, dict):
+        command.error(f"--config {path} must map flag names to values")
+    return values or {}
+
+
+def _config_value(command: argparse.ArgumentParser, action: argparse.Action, key: Any, value: Any, path: Path) -> Any:
+    if isinstance(action, argparse.BooleanOptionalAction):
+        if not isinstance(value, bool):
+            command.error(f"--config {path}: {key} must be true or false, not {value!r}")
+        return value
+    if action.dest == "budget":
+        return [str(item) for item in (value if isinstance(value, list) else [value])]
+    text = ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
+    if action.dest in _PATHS:
+        text = os.path.expanduser(text)  # a shell does it for flags
+    if action.choices is not None and text not in action.choices:
+        command.error(f"--config {path}: {key}: {text!r} is none of {', '.join(map(str, action.choices))}")
+    try:
+        return command._get_value(action, text)
+    except (argparse.ArgumentError, argparse.ArgumentTypeError, ValueError) as error:
+        command.error(f"--config {path}: {key}: {error}")

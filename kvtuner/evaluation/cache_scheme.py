@@ -117,7 +117,6 @@ class CacheScheme:
         return None
 
     def _layer_bytes(self, layers: range, rows: RowShape) -> int:
-        """Stored bytes of a token in some layers."""
         return bytes_per_token(self.pairs[layers.start : layers.stop], rows)
 
 

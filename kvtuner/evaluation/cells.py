@@ -213,13 +213,10 @@ def _design_effect(shares: NDArray[np.float64], counts: NDArray[np.int64], varia
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place where a metric is measured.
+    """The place where a metric is measured: contexts, or sequences, of `num_tokens`, if they have one length.
 
-    Attributes:
-        num_tokens: The tokens of a context, or of a sequence; None where they have a length of their own.
-        task: The task's name and metric, for level ``task``.
-        flag: Why schemes cannot be told apart there, if it is known before anything is scored.
-        failures: The answers, or tokens, that never came, by the name of the scheme.
+    The task is its name and metric, for level ``task``; the flag is one that is known before anything is scored.
+    Failures are answers, or tokens, that never came, by the name of the scheme.
     """
 
     level: Level

@@ -36,11 +36,8 @@ UNIFORM_PAIRS = tuple(PrecisionPair.parse(text) for text in ("K8V8", "K8V4", "K4
 class SequenceSums:
     """The results of one scheme at one kind of offsets: a sum over scored tokens for each sequence.
 
-    Attributes:
-        kl: The KL, nats.
-        agree: The top-1 agreement.
-        nll: -log p(next token), over the `nll_count` tokens that have one.
-        kl_p99: The 99th percentile of KL over all scored tokens.
+    KL is in nats; `nll` is -log p(next token), over the `nll_count` tokens that have one; `kl_p99` is the 99th
+    percentile of KL over all scored tokens.
     """
 
     kl: tuple[float, ...]

@@ -114,7 +114,6 @@ def _names(options: BenchOptions) -> list[str]:
 
 
 def _quality(options: BenchOptions, profile: str, schemes: Sequence[CacheScheme], folder: RunFolder) -> Evaluation:
-    """The evaluation of the same schemes, as far as a model loaded here can store its cache by them."""
     others = tuple(scheme.name for scheme in schemes if scheme.is_local and scheme.name not in (PROFILE, REFERENCE))
     quality_options = EvalOptions(
         profile=profile,

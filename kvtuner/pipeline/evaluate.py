@@ -76,14 +76,7 @@ SAMPLE_TOKENS: Final = 64
 
 @dataclass(frozen=True, slots=True, repr=False)
 class EvaluationResult:
-    """A finished evaluation.
-
-    Attributes:
-        profile: The profile.
-        evaluation: Its evaluation.
-        file: The evaluation's file, beside the profile's.
-        samples: The file of what every scheme continues with; None where none was asked for.
-    """
+    """A finished evaluation, its file beside the profile's, and the file of samples, if they were asked for."""
 
     profile: Profile
     evaluation: Evaluation
@@ -179,12 +172,10 @@ def _is_unseen(profile: Profile, hashes: dict[str, str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """All that an evaluation needs before a backend answers.
+    """All that an evaluation needs before a backend answers; the options with what the profile's search fills in.
 
-    Attributes:
-        options: The options, with what the profile's search fills in.
-        schemes: The schemes: unquantized first, where it is asked at all, then the profile.
-        urls: The URLs of servers, by the name of the scheme; empty for a model loaded here.
+    The unquantized scheme is first, where it is asked at all, then the profile. URLs of servers are by the name of
+    the scheme; there are none for a model loaded here.
     """
 
     options: EvalOptions
@@ -244,7 +235,6 @@ class _Work:
         return backends, identity, server_likelihood_cells(backends, scoring, folder, sha256_of(identity))
 
     def task_cells(self, backends: Sequence[Backend], folder: RunFolder, identity: str) -> list[Cell]:
-        """The cells of lm-evaluation-harness's tasks."""
         from kvtuner.evaluation.tasks.harness_model import HarnessModel
         from kvtuner.evaluation.tasks.harness_tasks import task_cells
 
@@ -275,12 +265,7 @@ class _Work:
 
 
 def _schemes(options: EvalOptions, profile: Profile, shape: ModelShape) -> tuple[list[CacheScheme], dict[str, str]]:
-    """The schemes in their order, and the URLs of their servers.
-
-    Raises:
-        EndpointError: no server of the profile.
-        PrecisionError: a scheme that nothing here stores, or the same one twice.
-    """
+    """The schemes in their order, and the URLs of their servers by name."""
     others = AGAINST if options.against is None else options.against
     names = [name for name, _ in options.endpoint] if options.endpoint else [REFERENCE, PROFILE, *others]
     if PROFILE not in names:
@@ -311,11 +296,7 @@ def _question_sets(options: EvalOptions, text: Text, filler: str, context_length
 
 
 def _check_tasks(options: EvalOptions) -> None:
-    """Check that tasks can be asked, before anything is loaded.
-
-    Raises:
-        CorpusError: tasks without the harness, or a folder of them that is not there.
-    """
+    """Check that tasks can be asked, before anything is loaded."""
     if not options.tasks:
         return
     if importlib.util.find_spec("lm_eval") is None:

@@ -157,7 +157,6 @@ class EvalOptions:
             raise EndpointError(f"{flag} is for a model loaded here, not for servers; leave out {flag} or --endpoint")
 
     def _first_given(self, names: Sequence[str]) -> str | None:
-        """The first option that is given: neither None nor a switch that is off."""
         values: list[tuple[str, Any]] = [(name, getattr(self, name)) for name in names]
         return next((name for name, value in values if value is not None and value is not False), None)
 

@@ -146,24 +146,20 @@ def model_mismatches(profile: Profile, model: str, policy: Policy) -> list[Misma
 def result_provenance(
     command: Sequence[str], *, seed: int, device: str, has_endpoints: bool, server_device: str | None = None
 ) -> ResultProvenance:
-    """How a result was made.
+    """How a result was made: by a command as it may be shared, on the device of a model loaded here or of servers.
 
-    Args:
-        command: The words of the command as it may be shared.
-        seed: The seed of the result.
-        device: The device of a model that is loaded here.
-        has_endpoints: Whether servers that were there already answered.
-        server_device: The device of servers that were started; None without any.
+    `has_endpoints` means servers that were there already; `server_device` is that of servers that were started.
     """
     import torch
     import transformers
 
     is_on_gpu = torch.cuda.is_available() and "cpu" not in (device, server_device) and not has_endpoints
     asked = "asked from " if has_endpoints else ""
+    cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
     return ResultProvenance(
         kvtuner_version=__version__,
         command=shlex.join(command)[:MAX_COMMAND].strip(),
-        machine=_gpus(device) if is_on_gpu else f"{asked}{_cpu()}",
+        machine=_gpus(device) if is_on_gpu else f"{asked}{_processor()}, {cores}",
         torch=torch.__version__,
         transformers=transformers.__version__,
         seed=seed,
@@ -176,12 +172,6 @@ def _gpus(device: str) -> str:
     index = None if device == "auto" else torch.device(device).index
     count = torch.cuda.device_count() if device == "auto" else 1
     return f"{count} x {torch.cuda.get_device_name(index or 0)}"
-
-
-def _cpu() -> str:
-    import torch
-
-    return f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
 def _processor() -> str:

@@ -242,5 +242,4 @@ def _fields(kind: Any) -> tuple[Field[Any], ...]:
 
 
 def _nested(item: Field[Any]) -> type[Any] | None:
-    """The class of options that a field holds, if any."""
     return cast("type[Any]", item.default_factory) if is_dataclass(item.default_factory) else None

@@ -107,7 +107,6 @@ def evaluate(profile: str | os.PathLike[str], **options: Any) -> EvaluationResul
 
 
 def _options(kind: type[Options], values: dict[str, Any]) -> Options:
-    """Options out of keywords."""
     names = flag_fields(kind)
     for name in values:
         if name not in names:

@@ -12,8 +12,7 @@ from kvtuner.pipeline.record_table import quality_record, record_table
 from kvtuner.pipeline.shareable_command import search_command
 from kvtuner.pipeline.stages.budget_search import BudgetSearch
 from kvtuner.pipeline.stages.comparison import compare_with_baselines
-from kvtuner.pipeline.stages.run_profile import make_profile
-from kvtuner.pipeline.stages.run_report import make_report_data
+from kvtuner.pipeline.stages.run_exports import make_profile, make_report_data
 from kvtuner.pipeline.stages.search_run import SearchRun, checked_shape, measure_sensitivity
 from kvtuner.pipeline.stages.search_targets import bind_target, refuse_other_targets, targets_of
 from kvtuner.report.search_data import DATA_FILE
@@ -35,12 +34,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SearchResult:
-    """One profile that a search made, and its file in the run folder.
+    """One profile that a search made, its file in the run folder, and the page of its report, if one was written.
 
-    Attributes:
-        report: The page of the report; None where none was written.
-        data: Everything that the report shows.
-        forward_passes: The forward passes by phase up to the validation.
+    `data` is everything that the report shows; forward passes are by phase, up to the validation.
     """
 
     profile: Profile
@@ -93,9 +89,7 @@ class SearchResult:
 def search(options: SearchOptions, *, on_result: Callable[[SearchResult], None] | None = None) -> list[SearchResult]:
     """Search, or go on where the same search was interrupted; returns one result for each budget, in their order.
 
-    Args:
-        options: What is asked for.
-        on_result: Called with every result as soon as its files are written.
+    `on_result` is called with every result as soon as its files are written.
     """
     shape = checked_shape(options)
     targets = targets_of(options, shape)
@@ -128,7 +122,6 @@ def _search_targets(
 
 
 def _finish(run: SearchRun, target: SearchTarget, outcome: SearchOutcome, validator: Validator) -> SearchResult:
-    """Validate the winner, then write the profile and its report."""
     comparison = compare_with_baselines(run, outcome, validator)
     quality = comparison.quality()
     profile = make_profile(comparison, quality, command=search_command(run.options))

@@ -41,10 +41,7 @@ def shareable_profile(text: str) -> str:
 def flag_words(values: Mapping[str, Any], usual: Mapping[str, Any], *, left_out: Collection[str]) -> list[str]:
     """Flags in the order of their names, with the last parts of paths only.
 
-    Args:
-        values: The values by the names of their flags; see `flag_values`.
-        usual: The values that need no flag; see `defaults_of`.
-        left_out: The names of flags that are left out.
+    Values are those of `flag_values`; the usual ones, of `defaults_of`, need no flag.
     """
     words: list[str] = []
     for name, value in sorted(values.items()):
@@ -60,12 +57,7 @@ def flag_words(values: Mapping[str, Any], usual: Mapping[str, Any], *, left_out:
 
 
 def result_command(name: str, options: Any) -> list[str]:
-    """The words of a command about a profile; the URLs of servers are left out.
-
-    Args:
-        name: The name of the sub-command.
-        options: The options, which name a profile and servers.
-    """
+    """The words of a command about a profile; the URLs of its servers are left out."""
     values = flag_values(options)
     if server_args := values.get("server_args"):
         values["server_args"] = shlex.join(ServerFlags.parse(server_args).shared())

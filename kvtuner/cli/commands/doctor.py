@@ -9,15 +9,14 @@ import json
 import platform
 import re
 import shutil
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtuner.cli.command import Command
 from kvtuner.errors import KVTunerError
 
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
+    from argparse import Namespace
     from collections.abc import Callable
 
 OPTIONAL: Final = {
@@ -29,8 +28,7 @@ OPTIONAL: Final = {
 MIN_FREE_BYTES: Final = 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class DoctorCheck:
+class DoctorCheck(NamedTuple):
     """One line of the doctor's report; `status` is ok, note or bad."""
 
     name: str
@@ -39,7 +37,6 @@ class DoctorCheck:
 
 
 def _run(args: Namespace) -> int:
-    """The status is 1 if something is bad."""
     checks = [
         DoctorCheck("python", "ok", platform.python_version()),
         *(_package(name, least) for name, least in needed().items()),
@@ -49,7 +46,7 @@ def _run(args: Namespace) -> int:
         _guarded("disk", _disk),
     ]
     if args.json:
-        print(json.dumps([asdict(check) for check in checks], indent=1))
+        print(json.dumps([check._asdict() for check in checks], indent=1))
     else:
         for check in checks:
             print(f"{check.status:<5}{check.name:<16}{check.detail}")
@@ -124,8 +121,4 @@ def _disk() -> DoctorCheck:
     return DoctorCheck("disk", status, f"{free / (1 << 30):.1f} GiB free in the current folder")
 
 
-def _add_flags(parser: ArgumentParser) -> None:
-    """There are none besides those of every command."""
-
-
-COMMANDS: Final = (Command("doctor", "what this machine has, and whether kvtuner can work here", _add_flags, _run),)
+COMMANDS: Final = (Command("doctor", "what this machine has, and whether kvtuner can work here", lambda _: None, _run),)

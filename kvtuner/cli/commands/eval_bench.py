@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.cli.command import Command
-from kvtuner.cli.shared_flags import add_options
+from kvtuner.cli.command import Command, add_options
 from kvtuner.pipeline.bench_options import BenchOptions
 from kvtuner.pipeline.evaluation_options import EvalOptions
 from kvtuner.pipeline.options import options_from
@@ -16,14 +16,6 @@ from kvtuner.pipeline.progress import say
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-
-
-def _add_eval_flags(parser: ArgumentParser) -> None:
-    _add_flags(parser, EvalOptions)
-
-
-def _add_bench_flags(parser: ArgumentParser) -> None:
-    _add_flags(parser, BenchOptions)
 
 
 def _add_flags(parser: ArgumentParser, options: type) -> None:
@@ -61,12 +53,15 @@ def _benchmark(args: Namespace) -> int:
 
 COMMANDS: Final = (
     Command(
-        "eval", "is the answer still right, beside the unquantized model, fp8 and int8", _add_eval_flags, _evaluate
+        "eval",
+        "is the answer still right, beside the unquantized model, fp8 and int8",
+        partial(_add_flags, options=EvalOptions),
+        _evaluate,
     ),
     Command(
         "bench",
         "is it worth it: servers under load, beside bf16 and fp8, and the ablation",
-        _add_bench_flags,
+        partial(_add_flags, options=BenchOptions),
         _benchmark,
     ),
 )

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.cli.command import Command
-from kvtuner.cli.shared_flags import add_switch
+from kvtuner.cli.command import Command, add_switch
 from kvtuner.errors import HubError, ProfileError
 
 if TYPE_CHECKING:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.cli.command import Command
-from kvtuner.cli.shared_flags import add_options, add_switch
+from kvtuner.cli.command import Command, add_options, add_switch
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions, options_from
 
 if TYPE_CHECKING:
@@ -58,17 +58,8 @@ def _dry_run(options: CalibrateOptions, *, as_json: bool) -> int:
     return 0
 
 
-def _add_search_flags(parser: ArgumentParser) -> None:
-    add_options(parser, SearchOptions)
-    _add_run(parser)
-
-
-def _add_calibrate_flags(parser: ArgumentParser) -> None:
-    add_options(parser, CalibrateOptions)
-    _add_run(parser)
-
-
-def _add_run(parser: ArgumentParser) -> None:
+def _add_flags(parser: ArgumentParser, options: type) -> None:
+    add_options(parser, options)
     group = parser.add_argument_group("run")
     group.add_argument(
         "--out",
@@ -80,8 +71,11 @@ def _add_run(parser: ArgumentParser) -> None:
 
 
 COMMANDS: Final = (
-    Command("search", "from a model to profile.json and a report", _add_search_flags, _search),
+    Command("search", "from a model to profile.json and a report", partial(_add_flags, options=SearchOptions), _search),
     Command(
-        "calibrate", "measure sensitivity only; search with the same --out reuses it", _add_calibrate_flags, _calibrate
+        "calibrate",
+        "measure sensitivity only; search with the same --out reuses it",
+        partial(_add_flags, options=CalibrateOptions),
+        _calibrate,
     ),
 )

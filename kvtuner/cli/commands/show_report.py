@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.cli.command import Command
-from kvtuner.cli.shared_flags import add_profile
+from kvtuner.cli.command import Command, add_profile
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.cli.command import Command
-from kvtuner.cli.shared_flags import add_profile
+from kvtuner.cli.command import Command, add_profile
 from kvtuner.errors import SignatureError
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ def _sign(args: Namespace) -> int:
 
 
 def _signer(args: Namespace) -> Signer:
-    """The signer that the flags name; `SignatureError` where they name none or two, or a variable that is not set."""
     from kvtuner.exported_configs.signing.signers import Signer
 
     if bool(args.sigstore) == bool(args.private_key):

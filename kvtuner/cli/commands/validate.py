@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.cli.command import Command
-from kvtuner.cli.shared_flags import add_profile
+from kvtuner.cli.command import Command, add_profile
 from kvtuner.errors import KVTunerError, ProfileError
 
 if TYPE_CHECKING:

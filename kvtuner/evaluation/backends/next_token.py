@@ -19,11 +19,9 @@ ROUNDING: Final = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
-    """Log-probabilities of a next token, nats.
+    """Log-probabilities of a next token, nats: of the most likely ones, best first, and of those asked for, by id.
 
-    Attributes:
-        top: The most likely tokens, best first; by id, or by text where a server names none otherwise.
-        asked: The tokens that were asked for, by id.
+    The likely tokens are by text where a server names none otherwise.
     """
 
     top: Mapping[int | str, float]

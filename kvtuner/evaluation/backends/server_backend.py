@@ -145,7 +145,6 @@ class ServerBackend(Endpoint, Backend):
         return HitCount() if cached is None else HitCount(num_prompt, int(cached))
 
     def _text_of(self, answer: Any) -> str | None:
-        """The text of an answer; None for an empty one."""
         text = answer["text"] if self.api == "sglang" else answer["choices"][0]["text"]
         return text if isinstance(text, str) and text else None
 

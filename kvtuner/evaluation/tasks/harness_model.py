@@ -149,7 +149,6 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
         return self.failed_texts[task] | self.failed_scores[task]
 
     def _ask(self, request: Instance, question: list[Any], ask: Callable[[], Any]) -> Any:
-        """An answer of the journal or the backend; None where it never came."""
         try:
             answer, hits = self._journal.ask(self._backend, [question], ask)
         except EndpointError as error:

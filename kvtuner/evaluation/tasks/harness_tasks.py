@@ -89,7 +89,6 @@ def task_cells(
 def _evaluated(
     model: HarnessModel, manager: TaskManager, tasks: Sequence[str], more: Mapping[str, Any]
 ) -> dict[str, TaskAnswers]:
-    """The answers of one scheme to every task, through each of its filters."""
     try:
         with _quiet():
             results = simple_evaluate(

@@ -146,7 +146,6 @@ def _measures_of(backends: Sequence[ServerBackend]) -> list[Measure]:
 def _ask(
     backend: ServerBackend, ids: Sequence[int], reference: Answers | None, scoring: Scoring, journal: AnswerJournal
 ) -> tuple[Answers, HitCount]:
-    """The answers of one server at every scored position, and how much of the prompts was in its cache."""
     start = len(ids) - scoring.positions
     beside = [None] * scoring.positions if reference is None else reference
     asked = [_tokens_to_name(target, token) for target, token in zip(ids[start:], beside, strict=True)]

@@ -43,13 +43,10 @@ class QuestionSet:
 
 @dataclass(frozen=True, slots=True)
 class DrawOptions:
-    """How question sets are drawn.
+    """How question sets are drawn: so many problems of each length of contexts, tokens, or each position.
 
-    Attributes:
-        lengths: The lengths of contexts, tokens.
-        filler: The text that needles are hidden in, and that stands before additions.
-        counts_positions: Whether a backend begins a context at any position; else text stands before it.
-        num_problems: The contexts of each length or position.
+    Needles are hidden in the filler, which also stands before additions, unless a backend counts positions: that is,
+    unless it begins a context at any position.
     """
 
     lengths: Sequence[int]
@@ -138,7 +135,6 @@ def question_cells(
 def _ask(
     questions: QuestionSet, backend: Backend, journal: AnswerJournal, on_problem: Callable[[], object]
 ) -> tuple[list[list[str | None]], HitCount]:
-    """The answers to every problem, asked for where the journal does not hold them, and the hits of their prompts."""
     answers, hits, place = [], HitCount(), questions.place
     for problem in questions.problems:
         wanted = [[question.text, question.answer] for question in problem.questions]

@@ -23,14 +23,10 @@ _SUFFIXES: Final = (".yaml", ".yml", ".json", ".txt")
 def import_profile(
     text: str, file_format: str, *, model: str, revision: str | None = None, **options: Any
 ) -> tuple[Profile, tuple[str, ...]]:
-    """Read another tool's file for a model; returns the profile, and notes on what the file left open.
+    """Read another tool's file, or ranges themselves; returns the profile, and notes on what the file left open.
 
-    Args:
-        text: The path of the file, or the ranges themselves.
-        file_format: The name of the format, of `kvtuner.exported_configs.formats.readable`.
-        model: The hub id or folder of the model, or ``demo``.
-        revision: The branch, tag or commit on the hub.
-        **options: Fields of `ImportOptions` that the file does not say.
+    The format is one of `kvtuner.exported_configs.formats.readable`; `options` are fields of `ImportOptions` that the
+    file does not say.
 
     Raises:
         ProfileError: The file cannot be read, or says what no profile can.

@@ -45,7 +45,6 @@ def list_profiles(folder: Path | None, *, model: str | None = None) -> list[List
 
 
 def _below(top: Path) -> Iterator[ListedProfile]:
-    """Profiles below a folder, by their names; other JSON files are none."""
     if not top.is_dir():
         raise ProfileError(f"{top} is no folder; name one, or leave it out")
     for path in sorted(top.rglob("profile*.json"), key=lambda path: (path.parent.parts, path.name)):

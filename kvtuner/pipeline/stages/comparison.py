@@ -31,9 +31,7 @@ HAND_WRITTEN: Final = "hand-written"
 class BaselineComparison:
     """The scheme of the outcome, the unquantized model and the baselines, measured on the report split.
 
-    Attributes:
-        outcome: What the search found; a uniform in its place where one is better.
-        measured: The results by key of scheme and kind of offsets.
+    A uniform takes the outcome's place where it is better. Results are by key of scheme and kind of offsets.
     """
 
     run: SearchRun
@@ -91,7 +89,6 @@ def compare_with_baselines(run: SearchRun, outcome: SearchOutcome, validator: Va
 
 
 def _baselines(run: SearchRun) -> list[CacheScheme]:
-    """The unquantized model, uniforms without and with transforms, fp8."""
     schemes: list[CacheScheme] = [UnquantizedScheme.of(run.shape.geometry)]
     for transforms in (False, True):
         for pair in UNIFORM_PAIRS:
