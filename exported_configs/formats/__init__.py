@@ -66,11 +66,8 @@ def read(
 ) -> tuple[Profile, tuple[str, ...]]:
     """Read the content of another tool's file for a model, by the name of its format.
 
-    Returns:
-        The profile, without transforms and measurements, and notes on what the file left open.
-
-    Raises:
-        ProfileError: the file is wrong, or an option means nothing to the format.
+    The profile has no transforms and measurements, and the notes say what the file left open. A file that is wrong, or
+    an option that means nothing to the format, is a `ProfileError`.
     """
     from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, unsearched
 

@@ -113,9 +113,7 @@ class ImportOptions:
 class Imported:
     """The widths of the layers that a file names, their storage, and notes to the user, one line each.
 
-    Attributes:
-        pairs: The widths by the id of a layer, which need not be one of the model.
-        rest: The widths of all other layers; None where every layer must be named.
+    A layer need not be one of the model; `rest` is the widths of all others, None where every layer must be named.
     """
 
     pairs: Mapping[int, PrecisionPair]
@@ -124,11 +122,7 @@ class Imported:
     rest: PrecisionPair | None = NATIVE
 
     def all_pairs(self, num_layers: int) -> list[PrecisionPair]:
-        """The widths of every layer of a model, in order.
-
-        Raises:
-            ProfileError: the file names a layer that the model has not, or not every layer where it must.
-        """
+        """The widths of every layer of a model; `ProfileError` for a layer that it has not, or that must be named."""
         last = num_layers - 1
         for layer in self.pairs:
             if not 0 <= layer < num_layers:
@@ -155,11 +149,7 @@ class Exported:
 
 
 def parse_map(text: str) -> dict[str, PrecisionPair]:
-    """Read ``FP8=8,FP8_K_NVFP4_V=K8V4``; words in capitals.
-
-    Raises:
-        ProfileError: an entry that cannot be read, or a word that stands twice.
-    """
+    """Read ``FP8=8,FP8_K_NVFP4_V=K8V4``, words in capitals; `ProfileError` for a bad entry or a word that is twice."""
     words: dict[str, PrecisionPair] = {}
     for entry in text.split(","):
         name, _, meaning = (part.strip() for part in entry.partition("="))

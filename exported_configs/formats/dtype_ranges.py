@@ -46,7 +46,6 @@ def write(profile: Profile) -> Exported:
 
 
 def _words(data: bytes) -> dict[int, str]:
-    """The words of the layers that the file names."""
     from kvtuner.exported_configs.formats.foreign_file import read_text, read_yaml  # loads PyYAML
 
     text = read_text(data)

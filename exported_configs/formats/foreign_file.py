@@ -20,11 +20,7 @@ _JSON: Final = DocumentKind("such file", _AGAIN, MAX_JSON_BYTES, re.compile(".*"
 
 
 def read_json(data: bytes) -> Any:
-    """The value of a JSON file; no name stands twice in an object.
-
-    Raises:
-        ProfileError: too large, too deep, or no JSON.
-    """
+    """The value of a JSON file; `ProfileError` for one too large, too deep, or with a name twice in an object."""
     return parse_json(data.removeprefix(codecs.BOM_UTF8), _JSON)
 
 
@@ -39,11 +35,7 @@ def read_text(data: bytes) -> str:
 
 
 def read_yaml(text: str) -> Any:
-    """The value of a text in YAML of plain mappings, lists and scalars: no anchors, tags or names that stand twice.
-
-    Raises:
-        ProfileError: too deep, no YAML, or more than that.
-    """
+    """The value of YAML with plain mappings, lists and scalars; `ProfileError` for anything else, or too deep."""
     try:
         _check_events(text)
         return yaml.load(text, Loader=_Loader)

@@ -101,7 +101,6 @@ def _section(document: Any) -> dict[str, Any]:
 
 
 def _algorithms(section: dict[str, Any], geometry: ModelGeometry) -> dict[int, str]:
-    """The algorithm of every quantized layer."""
     algorithm, layers = section.get(_ALGO), section.get(_LAYERS)
     if algorithm is not None and not isinstance(algorithm, str):
         raise ProfileError(f"{_ALGO} must be a name, not {type(algorithm).__name__}")

@@ -7,19 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.exported_configs.formats.conversion import (
-    Exported,
-    Imported,
-    ImportOptions,
-    LostFeature,
-    Storage,
-    uneven_layers,
-)
+from kvtuner.exported_configs.formats.conversion import Exported, Imported, LostFeature, Storage, uneven_layers
 from kvtuner.precision import NATIVE_BITS, PACKED_BITS, PrecisionPair, bytes_per_token
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvtuner.exported_configs.formats.conversion import ImportOptions
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
 
@@ -93,7 +87,6 @@ def _words(groups: Sequence[int]) -> str:
 
 
 def _entries(document: Any) -> dict[int, tuple[int, int]]:
-    """The bits and the group of the layers that the file names."""
     if not isinstance(document, list):
         raise ProfileError("must be a JSON list of layer_idx, bits and group_size; this is no kv_config.json of optiq")
     by_layer: dict[int, tuple[int, int]] = {}

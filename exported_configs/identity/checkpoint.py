@@ -87,7 +87,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _are_counts(value: Any) -> bool:
-    """Whether a value is a list of whole numbers, none below 0."""
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 

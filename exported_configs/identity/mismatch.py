@@ -48,9 +48,7 @@ TABLE: Final[dict[str, IdentityRule]] = {
         "error", "the profile of {id} is for configuration {wanted}, but {served} has {actual}", _ALLOW
     ),
     "fine-tune": IdentityRule(
-        "error",
-        "the profile is for {wanted}, but this model is {actual}, of the same configuration",
-        _ALLOW,
+        "error", "the profile is for {wanted}, but this model is {actual}, of the same configuration", _ALLOW
     ),
     "checkpoint": IdentityRule(
         "error",
@@ -210,7 +208,6 @@ def _differences(wanted: ModelIdentity, actual: ModelIdentity) -> Iterator[Diffe
 
 
 def _name_difference(wanted: ModelIdentity, actual: ModelIdentity, *, is_comparable: bool) -> Difference | None:
-    """The difference in name, revision or weights between models of one configuration."""
     is_same_checkpoint = _is_same_checkpoint(wanted, actual)
     if is_same_checkpoint:
         return None  # whatever it is called

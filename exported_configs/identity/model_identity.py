@@ -68,10 +68,8 @@ def identity_of(
 
     The commit takes the place of a typed revision where the hub's cache or the path tells it. The id may be a path, and
     `files` is the folder or the hub id of the weights; neither they nor the tokenizer are recorded where they are None.
-    `quantized_by` quantizes weights while they are loaded, where the configuration names no quantization.
-
-    Raises:
-        ProfileError: a dtype or a text is none that a profile can hold.
+    `quantized_by` quantizes weights while they are loaded, where the configuration names no quantization. A dtype or a
+    text that no profile can hold is a `ProfileError`.
     """
     fields = {
         "id": public_name(id),

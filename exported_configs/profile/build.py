@@ -118,10 +118,7 @@ def uniform_profile(
 ) -> Profile:
     """Build a profile with the same widths in every layer, without transforms and measurements.
 
-    Group sizes are those of `build_profile`; by default all channels of a head share a scale.
-
-    Raises:
-        PrecisionError: bits or a group size that rows cannot hold.
+    Group sizes are those of `build_profile`, and so are errors; by default all channels of a head share a scale.
     """
     return build_profile(
         geometry=geometry,
@@ -150,8 +147,7 @@ def unsearched() -> Provenance:
 def dump_profile(profile: Profile) -> bytes:
     """The bytes of a profile's file: indented UTF-8 JSON in the order of the format; equal profiles give equal bytes.
 
-    Raises:
-        ProfileError: the file would be larger than `load_profile` accepts.
+    A file larger than `load_profile` accepts is a `ProfileError`.
     """
     document = profile.model_dump(mode="json", by_alias=True)
     data = (json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()

@@ -54,11 +54,7 @@ def naming(source: str | Path | bytes, kind: DocumentKind) -> Iterator[None]:
 
 
 def read_document(source: str | Path | bytes, kind: DocumentKind) -> dict[str, Any]:
-    """The JSON object of a file, or of its content.
-
-    Raises:
-        ProfileError: it is no JSON object within the bounds.
-    """
+    """The JSON object of a file, or of its content; `ProfileError` where it is none within the bounds."""
     document = parse_json(source if isinstance(source, bytes) else _read(Path(source), kind), kind)
     if not isinstance(document, dict):
         raise ProfileError(f"must be a JSON object, not {type(document).__name__}; this is no {kind.noun}")
@@ -67,11 +63,7 @@ def read_document(source: str | Path | bytes, kind: DocumentKind) -> dict[str, A
 
 
 def parse_json(data: bytes, kind: DocumentKind) -> Any:
-    """The value of a JSON text, of bounded size and depth and without names that stand twice.
-
-    Raises:
-        ProfileError: it is no JSON within the bounds.
-    """
+    """The value of a JSON text without names that stand twice; `ProfileError` where it is none within the bounds."""
     if len(data) > kind.max_bytes:
         raise ProfileError(f"must be at most {kind.max_bytes} bytes, but is larger; this is no {kind.noun}")
     if data.startswith(codecs.BOM_UTF8):
@@ -104,11 +96,7 @@ def short(value: object) -> str:
 
 
 def validated(model: type[ModelT], fields: object, *, place: str = "", way_out: str = "") -> ModelT:
-    """Build a model from the fields of a document.
-
-    Raises:
-        ProfileError: the first field that is wrong, with its place, the rule and the way out.
-    """
+    """Build a model from a document; a `ProfileError` has the first wrong field's place, the rule and the way out."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:

@@ -74,11 +74,9 @@ class PairedDifference(StrictModel):
 
 
 class Result(StrictModel):
-    """The mean of one scheme in one cell, with its interval.
+    """The mean of one scheme in one cell, with its interval, and the number of answers that never came.
 
-    Attributes:
-        failures: The number of answers that never came. They count as wrong, or as empty where a text is scored; a
-            likelihood that never came is left out of every scheme's mean.
+    They count as wrong, or as empty where a text is scored; such a likelihood is left out of every scheme's mean.
     """
 
     subject: Text
@@ -125,8 +123,7 @@ class Cell(StrictModel):
 class SchemeRecord(StrictModel):
     """A scheme of the evaluation: `PROFILE`, ``bf16``, ``fp8``, or a uniform pair without transforms.
 
-    Attributes:
-        bytes_per_token: The bytes of all layers on one rank that holds all heads; bf16's for the unquantized cache.
+    Its bytes are those of all layers on one rank that holds all heads; bf16's for the unquantized cache.
     """
 
     name: Text
@@ -154,9 +151,8 @@ class BackendRecord(StrictModel):
 class DataRecord(StrictModel):
     """The text that likelihoods were scored on and needles were hidden in, without its content.
 
-    Attributes:
-        is_unseen: Whether neither calibration nor selection saw the text: the same corpus, cut the same way. The
-            search's own report saw it, after which a uniform may take the winner's place.
+    It is unseen if neither calibration nor selection saw it: the same corpus, cut the same way. The search's own report
+    saw it, after which a uniform may take the winner's place.
     """
 
     corpus: Name
@@ -167,8 +163,7 @@ class DataRecord(StrictModel):
 class ResultProvenance(StrictModel):
     """The origin of the results: the command, with the last parts of paths only, and the versions of libraries.
 
-    Attributes:
-        machine: The processor or GPU that the model ran on, or that sent requests to the servers.
+    The machine is the processor or GPU that the model ran on, or that sent requests to the servers.
     """
 
     kvtuner_version: Text
@@ -233,11 +228,7 @@ def load_evaluation(path: Path) -> Evaluation:
 
 
 def parse_evaluation(source: Path | bytes) -> Evaluation:
-    """Read and check the content of an evaluation's file, without its name in errors.
-
-    Raises:
-        ProfileError: the evaluation is wrong.
-    """
+    """Read and check the content of an evaluation's file; a `ProfileError` is without its name."""
     document = read_document(source, EVALUATION)
     version = document.get("evaluation_version")
     if type(version) is not int or version != EVALUATION_VERSION:
@@ -249,11 +240,7 @@ def parse_evaluation(source: Path | bytes) -> Evaluation:
 
 
 def dump_evaluation(evaluation: Evaluation) -> bytes:
-    """The bytes of an evaluation's file.
-
-    Raises:
-        ProfileError: the file would be larger than `load_evaluation` reads.
-    """
+    """The bytes of an evaluation's file; `ProfileError` where it would be larger than `load_evaluation` reads."""
     data = (json.dumps(evaluation.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n").encode()
     if len(data) > EVALUATION.max_bytes:
         raise ProfileError(f"the evaluation has {len(data)} bytes, above {EVALUATION.max_bytes}; ask for less at once")

@@ -132,11 +132,7 @@ class Defaults(StrictModel):
     v: ValueDefaults
 
     def row_shape(self, geometry: ModelGeometry, tp_size: int = 1) -> RowShape:
-        """The shape of the rows of one of `tp_size` tensor-parallel ranks.
-
-        Raises:
-            GeometryError: the heads cannot be split among that many ranks.
-        """
+        """The shape of the rows of one of `tp_size` ranks; `GeometryError` where heads cannot be split among them."""
         shape = geometry.row_shape(tp_size=tp_size, k_group_size=self.k.group_size, v_group_size=self.v.group_size)
         return replace(shape, k_granularity=self.k.granularity)
 

@@ -15,8 +15,7 @@ PROFILE: Final = DocumentKind("profile", "export the profile again", MAX_PROFILE
 def load_profile(source: str | Path | bytes, name: Path | None = None) -> Profile:
     """Read and check a profile: its file, or its content, which errors call by `name`.
 
-    Raises:
-        ProfileError: the file is wrong; one line with its name, the rule and the value.
+    The `ProfileError` of a wrong file is one line with its name, the rule and the value.
     """
     with naming(source if name is None else name, PROFILE):
         document = read_document(source, PROFILE)

@@ -92,11 +92,7 @@ class Profile(StrictModel):
         return effective_bits(self.pairs, self.row_shape())
 
     def row_shape(self, tp_size: int = 1) -> RowShape:
-        """The shape of the rows of one of `tp_size` tensor-parallel ranks.
-
-        Raises:
-            GeometryError: the heads cannot be split among that many ranks.
-        """
+        """The shape of the rows of one of `tp_size` ranks; `GeometryError` where heads cannot be split among them."""
         return self.defaults.row_shape(self.to_geometry(), tp_size)
 
     @property
@@ -113,11 +109,7 @@ class Profile(StrictModel):
         return resolve_transform(*self._side(layer_id, side))
 
     def quant_spec(self, layer_id: int, side: Side) -> QuantSpec | None:
-        """The storage of one side of one layer, with its constants for all heads; None at 16 bits.
-
-        Raises:
-            ProfileError: keys are per channel.
-        """
+        """The storage of one side of one layer; None at 16 bits, and `ProfileError` for keys per channel."""
         record, defaults = self._side(layer_id, side)
         if record.bits == NATIVE_BITS:
             return None
@@ -135,9 +127,7 @@ class Profile(StrictModel):
     def check_model(self, config: ConfigLike) -> None:
         """Check that the profile fits the model of a transformers configuration.
 
-        Raises:
-            ProfileError: a count differs; names the first, with both values.
-            GeometryError: the configuration does not describe a cache.
+        A `ProfileError` names the first count that differs; a configuration without a cache is a `GeometryError`.
         """
         actual = ModelGeometry.from_config(config).as_dict()
         for name, wanted in self.to_geometry().as_dict().items():

@@ -11,10 +11,7 @@ SCHEMA_PATH: Final = Path(__file__).parents[1] / "schema.json"
 
 def schema_text() -> str:
     """The schema file. It covers fields one by one; digest, shapes and totals only `load_profile` checks."""
-    schema = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **Profile.model_json_schema(by_alias=True),
-    }
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Profile.model_json_schema(by_alias=True)}
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -85,10 +85,7 @@ def catalogue_file(name: str) -> Path:
 def choose(model: ModelIdentity, budget: str | None = None, folder: Path = FOLDER) -> Path:
     """Choose the profile for a served model by its configuration, and by its weights or its name.
 
-    The budget is the catalogue's usual one by default.
-
-    Raises:
-        ProfileError: there is no profile, or none by that budget; names those that there are.
+    The budget is the catalogue's usual one by default. Where none has it, a `ProfileError` names those that there are.
     """
     alike = [entry for entry in load_index(folder).profiles if _is_alike(entry.model, model)]
     weights = model.checkpoint_sha256
@@ -122,11 +119,7 @@ def _is_called_alike(measured: ModelIdentity, served: ModelIdentity) -> bool:
 
 
 def make_index(folder: Path = FOLDER) -> Index:
-    """The index of a folder's profiles.
-
-    Raises:
-        ProfileError: a profile, or an evaluation beside one, that is wrong, belongs to another, or lacks its evidence.
-    """
+    """The index of a folder's profiles; `ProfileError` for a wrong one, a stray evaluation, or missing evidence."""
     names = {path.name for path in folder.glob("*.json")} - {INDEX, INDEX_SCHEMA}
     entries = sorted((_entry(folder / name) for name in names if SUFFIX not in name), key=lambda entry: entry.name)
     if len({(entry.model.id, entry.budget) for entry in entries}) < len(entries):

@@ -111,9 +111,7 @@ def fetch_file(reference: HubReference, size: int | None, limit: int) -> bytes:
 def hub_errors(what: str, *, conflict: str = "") -> Iterator[None]:
     """Bound the time of answers, and turn the failures of huggingface_hub into `HubError`.
 
-    Args:
-        what: The beginning of every message, such as ``me/model@main``.
-        conflict: The message where something else was there first.
+    Messages begin with `what`, such as ``me/model@main``; `conflict` is the one where something else was there first.
     """
     session = get_session()
     before = session.timeout

@@ -54,11 +54,7 @@ def cache_folder() -> Path:
 
 
 def store(reference: HubReference, files: Mapping[str, bytes], profile: Profile) -> FetchedProfile:
-    """Keep a commit's profile and its companions, by their names; a whole profile that is already there stays.
-
-    Raises:
-        RunFolderError: the disk is full, or the folder cannot be written.
-    """
+    """Keep a commit's files by their names, unless they are there and whole; `RunFolderError` where that fails."""
     assert ORIGIN not in files
     folder = cache_folder() / profile.digest.removeprefix("sha256:") / _key(reference)
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}

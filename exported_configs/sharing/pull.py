@@ -15,20 +15,15 @@ from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.find import profile_names
 from kvtuner.exported_configs.sharing.hub_client import fetch_file, list_files
-from kvtuner.exported_configs.sharing.profile_store import (
-    ORIGIN,
-    FetchedProfile,
-    find_stored,
-    remember,
-    remembered,
-    store,
-)
+from kvtuner.exported_configs.sharing.profile_store import ORIGIN, find_stored, remember, remembered, store
 from kvtuner.exported_configs.sharing.reference import HubReference, check_digest
 from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE, read_bundle
 from kvtuner.exported_configs.signing.signature_bundle import SUFFIX as SIGNATURE_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from kvtuner.exported_configs.sharing.profile_store import FetchedProfile
 
 MAX_COMPANIONS: Final = 32
 

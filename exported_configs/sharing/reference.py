@@ -44,13 +44,7 @@ class CatalogueReference:
 
 @dataclass(frozen=True, slots=True)
 class HubReference:
-    """A profile on the hub, and its digest.
-
-    Attributes:
-        repo: The repository, ``owner/name``.
-        revision: The branch, tag or commit.
-        path: The path of the file in the repository.
-    """
+    """A profile on the hub: ``owner/name``, a branch, tag or commit, the path of the file there, and the digest."""
 
     repo: str
     revision: str
@@ -84,11 +78,7 @@ def is_commit(revision: str) -> bool:
 
 
 def parse_reference(text: str) -> Reference:
-    """Read a reference. A file that exists on this machine comes before a repository of the hub.
-
-    Raises:
-        ProfileError: the text has a digest that is none, or a path that leaves its repository.
-    """
+    """Read a reference, of a file that exists here before one of the hub; `ProfileError` for a bad digest or path."""
     if len(text) > MAX_LENGTH or "\0" in text:
         raise ProfileError(f"a profile is named in at most {MAX_LENGTH} characters, not {ascii(text)[:60]}")
     name, digest = text, None

@@ -77,11 +77,7 @@ def plan_upload(
 
 
 def push(upload: Upload, message: str) -> Pushed:
-    """Make one commit of all files, and check that it holds them.
-
-    Raises:
-        HubError: the hub does not take it, or the branch is not what it was when it was looked at.
-    """
+    """Make one commit of all files; `HubError` where it does not hold them, or the branch moved since it was read."""
     repo, head = upload.repo, upload.head
     if head is None:
         with hub_errors(repo, conflict="somebody made this repository meanwhile; run the same command again"):

@@ -85,13 +85,10 @@ class Signer:
 
 
 def check_signature(file: Path, signature: Path, identity: SignerIdentity, certificate: bytes) -> None:
-    """Check that a signature of a file is by an identity, by Sigstore's servers where it is one of theirs.
+    """Check that a signature of a file is by an identity, or raise `SignatureError`; Sigstore's servers check theirs.
 
     The library takes a chain of certificates as of the day on which the signer's certificate began, so a certificate
     that has expired since is good, and none is looked up as revoked. `certificate` is the signer's in DER, for a chain.
-
-    Raises:
-        SignatureError: it is not, or cannot be checked.
     """
     from cryptography import x509
     from model_signing import verifying
