@@ -57,11 +57,7 @@ def register(backend: AttentionBackend) -> None:
 
 
 def backend_for(device: torch.device, name: str | None = None) -> AttentionBackend:
-    """Choose the backend of a device, by its name or as that kind of device takes it by default.
-
-    Raises:
-        ServingError: No backend of that name runs there, or the machine lacks what it needs.
-    """
+    """Choose the backend of a device, by its name or by default; `ServingError` where it does not run there."""
     if name is None:
         name = next((row.name for row in _BACKENDS.values() if device.type in row.default_on), None)
     backend = _BACKENDS.get(name) if name else None

@@ -80,8 +80,7 @@ class PackedAttention(Protocol):
     def prepare(self, layers: list[tuple[PackedRows, PackedRows]], num_heads: int, max_requests: int) -> None:
         """Get ready, once, before anything is captured in a graph, for at most `max_requests` that decode at once.
 
-        Raises:
-            ServingError: This implementation cannot read a layer, which is named.
+        A layer that this implementation cannot read is named in a `ServingError`.
         """
 
     def store(self, keys: PackedRows, values: PackedRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -93,11 +92,8 @@ class PackedAttention(Protocol):
     ) -> Tensor:  # fmt: skip
         """Attention of one query per request, `q` [requests, num_heads, head_dim], over what the pool holds of it.
 
-        Request r reads the token slots ``slots[indptr[r]:indptr[r + 1]]``.
-
-        Returns:
-            `out`, or a new tensor, [requests, num_heads, v_head_dim] in the dtype of `q`; zeros for a request without
-            tokens.
+        Request r reads the token slots ``slots[indptr[r]:indptr[r + 1]]``. The result is `out`, or a new tensor,
+        [requests, num_heads, v_head_dim] in the dtype of `q`; zeros for a request without tokens.
         """
 
     def extend(
@@ -107,11 +103,9 @@ class PackedAttention(Protocol):
         """Attention of new tokens over their request's stored prefix and, causally, over one another.
 
         The new tokens have queries `q` [tokens, num_heads, head_dim], and fresh keys `k` [tokens, num_kv_heads,
-        head_dim] and values `v` [tokens, num_kv_heads, v_head_dim], which are read as they are.
-
-        Returns:
-            `out`, or a new tensor, [tokens, num_heads, v_head_dim] in the dtype of `q`; anything for tokens of no
-            request, which pad a batch.
+        head_dim] and values `v` [tokens, num_kv_heads, v_head_dim], which are read as they are. The result is `out`, or
+        a new tensor, [tokens, num_heads, v_head_dim] in the dtype of `q`; anything for tokens of no request, which pad
+        a batch.
         """
 
     def read_prefix(
@@ -119,9 +113,8 @@ class PackedAttention(Protocol):
     ) -> tuple[Tensor, Tensor] | None:
         """The stored prefixes in model space, where the server's own attention reads them faster than `extend` would.
 
-        Returns:
-            Keys and values [slots, num_kv_heads, head_dim] in the dtype of `q`, one after the other as in
-            `bounds.slots`, or None where `extend` is to be called.
+        They are keys and values [slots, num_kv_heads, head_dim] in the dtype of `q`, one after the other as in
+        `bounds.slots`, or None where `extend` is to be called.
         """
 
 

@@ -161,13 +161,8 @@ class KVTunerCache(Cache):
     ) -> Self:
         """An empty cache for a model, which is compared with the profile's; warns of what differs without harm.
 
-        Args:
-            profile: The profile.
-            config: The model's transformers configuration.
-            read_plan: The read plan; see the class.
-            context_length: The tokens that it will hold; what the profile was made for, by default. A window that is at
-                least as long is none.
-            allow_derived: Whether to warn of a fine-tune or another configuration of the same geometry, not refuse it.
+        It will hold `context_length` tokens, by default as many as the profile was made for; a window that is at least
+        as long is none. With `allow_derived` a fine-tune, or another configuration of the same geometry, is no error.
 
         Raises:
             UnsupportedModelError: A layer's cache is not one key and value per token and head.

@@ -24,16 +24,12 @@ ALIGNMENT: Final = 16
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The places of rows in a host buffer.
+    """The places of rows in a host buffer; `ServingError` where rows cannot be aligned.
 
     Attributes:
-        page_size: The tokens of a page.
         row_bytes: The bytes of one token's keys and of its values, by layer of the rank.
         order: The order of rows: a layer's rows of all pages side by side, or a page's rows of all layers.
         header_bytes: The bytes kept before each page; with `page_first` alone.
-
-    Raises:
-        ServingError: Rows cannot be aligned.
     """
 
     page_size: int

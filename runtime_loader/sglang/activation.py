@@ -58,7 +58,6 @@ def _choose_backend(server_args: Any) -> None:
 
 
 def _compare_digests(schedulers: list[dict[str, Any]]) -> None:
-    """Compare what each scheduler serves with what was checked."""
     state = process_state()
     if state.serving is None:
         return

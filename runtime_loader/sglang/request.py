@@ -232,7 +232,6 @@ def request_of_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> Se
 
 
 def _family(args: argparse.Namespace) -> Family | None:
-    """Return the family of uniform flags that is switched on."""
     switches: list[str] = ["--kvtuner-profile"] if args.kvtuner_profile else []
     family = None
     for candidate in FAMILIES:

@@ -40,15 +40,16 @@ _OVERRIDDEN: Final = {
     "clear": (),
 }
 _WEIGHTS: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_UPDATES: Final = (
-    "update_weights_from_disk",
-    "update_weights_from_distributed",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-    "check_weights",
-    "begin_weight_update",
-    "end_weight_update",
-)
+# Whether an update opens a session of changes or closes one; None for a change by itself.
+_UPDATES: Final = {
+    "update_weights_from_disk": None,
+    "update_weights_from_distributed": None,
+    "update_weights_from_tensor": None,
+    "update_weights_from_ipc": None,
+    "check_weights": None,
+    "begin_weight_update": True,
+    "end_weight_update": False,
+}
 _RESETS: Final = "reset_tensors"
 _FILE: Final = "sglang.srt.mem_cache.hicache_storage.HiCacheFile"
 # What `PageFiles` overrides or calls.
@@ -176,8 +177,7 @@ def on_new_weights(before: Callable[[bool | None], None]) -> None:
 
         return update
 
-    for name in _UPDATES:
-        session = {"begin_weight_update": True, "end_weight_update": False}.get(name)
+    for name, session in _UPDATES.items():
         install(f"{_WEIGHTS}.{name}", hook(session), AROUND, "recv_req")
 
 

@@ -201,7 +201,6 @@ def layers_of(rank: TieredRank, device_pool: Any) -> Layers:
 
 
 def _announce(pool: PackedHostPool, rank: TieredRank, here: ParallelRanks, storage: str | None) -> None:
-    """Log what this rank keeps below its device, and set its metrics."""
     per_token = pool.metrics.token_bytes
     native = NATIVE_BITS // 8 * pool.metrics.unquantized_bytes // rank.config.dtype.itemsize
     in_native = pool.page_num * pool.pages.layout.record_bytes // native
