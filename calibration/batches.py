@@ -16,13 +16,7 @@ Offsets = Literal["random", "small", "large"]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences that run together.
-
-    Attributes:
-        index: The number of the batch in its split.
-        input_ids: [batch, tokens] int64.
-        position_ids: [batch, tokens] int64, consecutive from a random, the first or the last possible offset.
-    """
+    """Sequences that run together: `index` in their split, ids and consecutive positions [batch, tokens] int64."""
 
     index: int
     input_ids: Tensor
@@ -43,15 +37,10 @@ def batches(
     batch_size: int = 1,
     device: torch.device | str = "cpu",
 ) -> Iterator[Batch]:
-    """Cut a split into batches.
+    """Cut a split, ids [num_sequences, tokens], into batches of `batch_size` sequences on `device`.
 
-    Args:
-        ids: [num_sequences, tokens].
-        context_length: positions run from 0 to below it.
-        offsets: The first positions: one drawn from each equal part of the context, 0, or as late as sequences fit.
-        seed: The seed of the random offsets.
-        batch_size: sequences per batch.
-        device: The device that the batches are on.
+    Positions lie below `context_length`. By `offsets` a sequence begins at one drawn from a part of the context of its
+    own, at 0, or as late as it fits.
     """
     num_sequences, tokens = ids.shape
     last = max(0, context_length - tokens)

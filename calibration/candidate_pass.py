@@ -36,13 +36,7 @@ TINY = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class QuantizationOptions:
-    """The options that all candidates share.
-
-    Attributes:
-        k_group_size: channels per scale of the keys; head_dim by default.
-        v_group_size: channels per scale of the values; v_head_dim by default.
-        symmetric: Whether grids are centred on zero.
-    """
+    """What all candidates share: channels per scale, a whole head by default, and whether grids are centred on zero."""
 
     k_group_size: int | None = None
     v_group_size: int | None = None
@@ -58,16 +52,6 @@ class QuantizationOptions:
 
 
 @dataclass
-class _Sums:
-    """Sums over sequences of one candidate's mean errors."""
-
-    e_self: float = 0.0
-    e_a: float = 0.0
-    e_o: float = 0.0
-    fisher: float = 0.0
-
-
-@dataclass
 class CandidateMeasurement:
     """Accumulates the errors of all candidates of all layers."""
 
@@ -78,7 +62,7 @@ class CandidateMeasurement:
     num_draws: int
     seed: int
     with_pairs: bool = False
-    sums: dict[Candidate, _Sums] = field(default_factory=dict)
+    sums: dict[Candidate, dict[str, float]] = field(default_factory=dict)
     pair_sums: dict[tuple[int, PrecisionPair], float] = field(default_factory=dict)
     num_sequences: int = 0
 
@@ -101,7 +85,7 @@ class CandidateMeasurement:
         """The means over all sequences, without isolated KL."""
         n = self.num_sequences
         return {
-            candidate: CandidateScores(sums.e_self / n, sums.e_a / n, sums.e_o / n, sums.fisher / n)
+            candidate: CandidateScores(**{score: total / n for score, total in sums.items()})
             for candidate, sums in self.sums.items()
         }
 
@@ -167,13 +151,9 @@ class CandidateMeasurement:
         return by_input
 
     def _score_layer(self, layer_id: int, call: AttentionCall, gradients: Tensor, generator: torch.Generator) -> None:
-        """Score a layer's candidates on the attention of some tokens.
+        """Score a layer's candidates on its exact attention of some tokens, which `generator` draws.
 
-        Args:
-            layer_id: The layer.
-            call: The layer's exact attention.
-            gradients: The gradients by the attention output, [draws, batch, num_heads, scored tokens, v_head_dim].
-            generator: The generator that draws the tokens.
+        The gradients are those by the attention output, [draws, batch, num_heads, scored tokens, v_head_dim].
         """
         if not bool(torch.isfinite(gradients).all()):
             raise NonFiniteActivationError(
@@ -263,8 +243,9 @@ class CandidateMeasurement:
 
     def _add(self, layer_id: int, side: Side, transform: str, score: str, by_width: Tensor) -> None:
         for bits, value in zip(PACKED_BITS, by_width.tolist(), strict=True):
-            sums = self.sums.setdefault(Candidate(layer_id, side, bits, transform), _Sums())
-            setattr(sums, score, getattr(sums, score) + value)
+            candidate = Candidate(layer_id, side, bits, transform)
+            sums = self.sums.setdefault(candidate, {"e_self": 0.0, "e_a": 0.0, "e_o": 0.0, "fisher": 0.0})
+            sums[score] += value
 
 
 def _read(probabilities: Tensor, v: Tensor) -> Tensor:

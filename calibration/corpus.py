@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,8 +93,7 @@ def load_corpus(source: CorpusSource, tokenizer: PreTrainedTokenizerBase) -> Cor
             f"a sequence must have at least {MIN_SEQUENCE_LENGTH} tokens, a prompt and predictions to score, but would"
             f" have {source.sequence_length}; give a larger --sequence-length or --context-length"
         )
-    documents = list(islice(_documents(source), MAX_DOCUMENTS))
-    documents = _without_repeats(documents, source)
+    documents = _without_repeats(list(islice(_documents(source), MAX_DOCUMENTS)), source)
     if not documents:
         raise CorpusError(
             f'{source.data} holds no text; a line is {{"{source.text_field}": ...}} or {{"messages": ...}}'
@@ -107,8 +106,7 @@ def load_corpus(source: CorpusSource, tokenizer: PreTrainedTokenizerBase) -> Cor
             f"{source.data} is too short: {wanted} sequences of {source.sequence_length} tokens are needed,"
             f" {len(sequences)} were found; give more text, or fewer --sequences, or a smaller --sequence-length"
         )
-    ids = torch.tensor(sequences, dtype=torch.int64)
-    parts = ids.split(list(source.num_sequences))
+    parts = torch.tensor(sequences, dtype=torch.int64).split(list(source.num_sequences))
     corpus = Corpus(dict(zip(SPLITS, parts, strict=True)))
     _refuse_overlap(corpus, source)
     return corpus
@@ -282,17 +280,14 @@ def _refuse_overlap(corpus: Corpus, source: CorpusSource) -> None:
     seen: dict[SplitName, np.ndarray[Any, np.dtype[np.uint64]]] = {
         name: np.unique(_window_hashes(ids.numpy().reshape(-1))) for name, ids in corpus.splits.items()
     }
-    for index, first in enumerate(SPLITS):
-        for second in SPLITS[index + 1 :]:
-            if not seen[first].size or not seen[second].size:
-                continue
-            shared = np.intersect1d(seen[first], seen[second], assume_unique=True).size
-            share = shared / min(seen[first].size, seen[second].size)
-            if share > MAX_OVERLAP:
-                raise CorpusError(
-                    f"{source.data}: {share:.0%} of the {OVERLAP_WINDOW}-token windows of the {second} split also stand"
-                    f" in the {first} split; give data with fewer near-duplicates"
-                )
+    for first, second in combinations(SPLITS, 2):
+        shared = np.intersect1d(seen[first], seen[second], assume_unique=True).size
+        share = shared / max(1, min(seen[first].size, seen[second].size))
+        if share > MAX_OVERLAP:
+            raise CorpusError(
+                f"{source.data}: {share:.0%} of the {OVERLAP_WINDOW}-token windows of the {second} split also stand"
+                f" in the {first} split; give data with fewer near-duplicates"
+            )
 
 
 def _window_hashes(ids: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.calibration.forward.continuation import PROMPT_BYTES, run_prompt
@@ -36,12 +36,10 @@ JOURNAL = "isolated.jsonl"
 def isolated_candidates(scores: Mapping[Candidate, CandidateScores]) -> list[Candidate]:
     """All transforms at 2 bits, where the Fisher score is no guide, and the best by Fisher score at 4 and 8."""
     chosen: list[Candidate] = []
-    for layer in sorted({candidate.layer for candidate in scores}):
-        for side in SIDES:
-            for bits in PACKED_BITS:
-                rivals = [c for c in scores if (c.layer, c.side, c.bits) == (layer, side, bits)]
-                best = min(rivals, key=lambda c: scores[c].fisher)
-                chosen.extend(rivals if bits == min(PACKED_BITS) else [best])
+    for place in product(sorted({candidate.layer for candidate in scores}), SIDES, PACKED_BITS):
+        rivals = [c for c in scores if (c.layer, c.side, c.bits) == place]
+        best = min(rivals, key=lambda c: scores[c].fisher)
+        chosen.extend(rivals if best.bits == min(PACKED_BITS) else [best])
     return chosen
 
 
@@ -67,20 +65,12 @@ def measure_isolated(
     """Mean KL per scored token of every candidate whose KL is finite, nats.
 
     Each candidate's forward starts at its own layer, from the exact residual stream of the tokens after the prompt.
-
-    Args:
-        chain: the model.
-        batches: The batches of the calibrate split.
-        candidates: The candidates to measure.
-        constants: The constants of each layer's transforms.
-        plan: The read plan.
-        options: The options that all candidates share.
-        folder: The run folder that holds the journal.
-        identity: The hash of all that decides the measurement; journal lines of another are not used.
-        on_forward: A function that is called after each forward, run now or read from the journal.
+    Journal lines of another `identity`, the hash of all that decides the measurement, are not used. `on_forward` is
+    called after each forward, run now or read from the journal.
 
     Raises:
-        NonFiniteActivationError: all candidates of one width of one side of a layer drive the model to NaN or infinity.
+        NonFiniteActivationError: all candidates of one width of one side of a layer drive the model to NaN or
+            infinity.
     """
     journal = Journal(folder, JOURNAL, identity, key_of=_key_of)
     totals = dict.fromkeys(candidates, 0.0)
@@ -96,12 +86,8 @@ def measure_isolated(
                 _run_exactly(chain, missing, plan, runs, KEPT_BYTES // len(together))
                 spec = spec_of(candidate, constants, options)
                 kls = _kl_sums(chain, [runs[batch.index] for batch in missing], candidate.layer, spec, plan)
-                journal.append(
-                    *(
-                        {**asdict(candidate), "batch": batch.index, "kl_sum": kl}
-                        for batch, kl in zip(missing, kls, strict=True)
-                    )
-                )
+                measured = zip(missing, kls, strict=True)
+                journal.append(*({**asdict(candidate), "batch": batch.index, "kl_sum": kl} for batch, kl in measured))
             for batch in together:
                 if candidate not in broken:
                     kl = _kl_sum_of(journal, batch, candidate)

@@ -57,17 +57,13 @@ class Reference:
 
 @torch.no_grad()
 def compare(chain: DecoderChain, reference: Reference, other: Tensor, next_ids: Tensor) -> TokenScores:
-    """Compare final hidden states token by token, holding the logits of a few rows at a time.
+    """Compare final hidden states [batch, tokens, hidden_size] by token, holding the logits of a few rows at a time.
 
     The divergence is summed as ``p * (exp(d) - 1 - d)`` with ``d = log q - log p``: every term is non-negative, so that
     the tiny values of 8-bit caches do not drown in cancellation. Where d is large, ``p * exp(d)`` is taken as q: exp
     would overflow on a token that only the other model finds likely.
 
-    Args:
-        chain: The chain whose output embeddings make the logits.
-        reference: The reference, of the same shape.
-        other: final hidden states, [batch, tokens, hidden_size].
-        next_ids: the token that follows each row, [batch, tokens]; -1 where none does.
+    `next_ids` [batch, tokens] holds the token that follows each row; -1 where none does.
     """
     shape = other.shape[:2]
     kl, agree, nll = [], [], []

@@ -70,13 +70,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The facts of a model that its configuration alone gives.
-
-    Attributes:
-        config: transformers configuration.
-        geometry: The geometry of the KV cache.
-        context_length: tokens that will be served.
-    """
+    """The facts of a model that its configuration alone gives, and the number of tokens that will be served."""
 
     config: PretrainedConfig
     geometry: ModelGeometry
@@ -100,12 +94,7 @@ class ModelShape:
             ProfileError: a dtype that no profile can hold.
         """
         return identity_of(
-            self.config,
-            id=source.model,
-            revision=source.revision,
-            dtype=dtype,
-            tokenizer=tokenizer,
-            files=source.path,
+            self.config, id=source.model, revision=source.revision, dtype=dtype, tokenizer=tokenizer, files=source.path
         )
 
 
@@ -200,7 +189,7 @@ def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedMo
     shape = shape or read_shape(source)
     tokenizer = load_tokenizer(source)
     with _quiet_transformers():
-        model = _load_weights(source, is_quantized=_is_quantized(shape.config))
+        model = _load_weights(source, is_quantized=getattr(shape.config, "quantization_config", None) is not None)
         model.eval().requires_grad_(False)
         name = type(model).__name__
         if not model._can_set_attn_implementation():
@@ -296,10 +285,6 @@ def _device_map(placement: str) -> str | dict[str, str] | None:
     if placement == "auto":
         return placement
     return {"": placement} if placement != "cpu" and importlib.util.find_spec("accelerate") else None
-
-
-def _is_quantized(config: PretrainedConfig) -> bool:
-    return getattr(config, "quantization_config", None) is not None
 
 
 def _dtype(source: ModelSource, has_gpu: bool) -> torch.dtype | str:

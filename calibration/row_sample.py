@@ -20,12 +20,11 @@ MIN_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class RowSample:
-    """Tokens drawn from all scored ones.
+    """Tokens drawn from `population` scored ones, each with the number of tokens that it stands for.
 
     Attributes:
         tokens: The drawn tokens in ascending order, int64 [rows] on the CPU.
-        weights: The number of tokens that each stands for, float32 [rows] on the CPU; one over its chance to be drawn.
-        population: The number of scored tokens.
+        weights: One over the chance of each to be drawn, float32 [rows] on the CPU.
     """
 
     tokens: Tensor
@@ -41,10 +40,7 @@ def sample_rows(importance: Tensor, start: int, generator: torch.Generator) -> R
     each times its weight, are without bias (Horvitz and Thompson, 1952), and vary least for what goes with the
     importance.
 
-    Args:
-        importance: The importance of every scored token, [tokens]; at least 0 and finite. If all are 0, all are alike.
-        start: the first scored token.
-        generator: The generator that places the comb.
+    The importance, [tokens] of the scored ones from `start` on, is at least 0 and finite. If all are 0, all are alike.
     """
     importance = importance.detach().to("cpu", torch.float64)
     population = len(importance)

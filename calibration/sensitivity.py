@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvtuner.errors import RunFolderError
@@ -81,15 +83,12 @@ class LayerConstants:
         return Transform(kind, self.mu if kind.centered else None, lam if kind.balanced else None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which cached_property cannot have
 class SensitivityTable:
     """All measurements of one model on one calibration corpus.
 
     Attributes:
         identity: The facts that decide the measurement; plain JSON values.
-        geometry: The geometry of the model.
-        constants: The constants of each layer.
-        scores: The scores of each candidate.
         pairs: The paper's e_o of (layer, pair) without transforms; empty unless asked for.
         info: The counts that are reported, not compared (tokens, forward passes).
     """
@@ -100,14 +99,14 @@ class SensitivityTable:
     scores: Mapping[Candidate, CandidateScores]
     pairs: Mapping[tuple[int, PrecisionPair], float] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
-    _by_place: Mapping[tuple[int, Side, int], dict[str, CandidateScores]] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def _by_place(self) -> Mapping[tuple[int, Side, int], dict[str, CandidateScores]]:
         by_place: dict[tuple[int, Side, int], dict[str, CandidateScores]] = {}
         for candidate, scores in self.scores.items():
             place = (candidate.layer, candidate.side, candidate.bits)
             by_place.setdefault(place, {})[candidate.transform] = scores
-        object.__setattr__(self, "_by_place", by_place)
+        return by_place
 
     def of(self, layer: int, side: Side, bits: int) -> dict[str, CandidateScores]:
         """Scores of one layer, side and width, by transform."""
@@ -192,8 +191,6 @@ class SensitivityTable:
 
 def missing_candidates(table: SensitivityTable, score: ScoreName) -> Iterable[tuple[int, Side, int]]:
     """(layer, side, bits) for which no transform has the score."""
-    for layer in range(table.geometry.num_layers):
-        for side in SIDES:
-            for bits in PACKED_BITS:
-                if all(scores.get(score) is None for scores in table.of(layer, side, bits).values()):
-                    yield layer, side, bits
+    for layer, side, bits in product(range(table.geometry.num_layers), SIDES, PACKED_BITS):
+        if all(scores.get(score) is None for scores in table.of(layer, side, bits).values()):
+            yield layer, side, bits

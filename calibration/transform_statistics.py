@@ -63,12 +63,8 @@ class LayerSums:
 def balance(key_rms: Tensor, query_rms: Tensor) -> Tensor:
     """``lambda = sqrt(key_rms / query_rms)``, geometric mean 1 per head, within [1/64, 64]; dead channels 1.
 
-    Args:
-        key_rms: root mean square of (centred) keys, [num_kv_heads, head_dim].
-        query_rms: root mean square of the queries that read them, same shape.
-
-    Returns:
-        fp16, same shape.
+    The root mean squares are those of (centred) keys and of the queries that read them, [num_kv_heads, head_dim]; so is
+    the result, in fp16.
     """
     alive = (key_rms > 0) & (query_rms > 0)
     ratio = torch.where(alive, key_rms / torch.where(alive, query_rms, 1.0), 1.0)

@@ -41,7 +41,6 @@ class CalibrationOptions:
         score: The score that bits are allocated by; decides whether isolated KL is measured.
         num_draws: sampled labels per token of the Fisher score.
         batch_size: sequences in flight.
-        quant: group sizes and symmetry.
         with_pairs: Whether to measure also the paper's e_o of K/V pairs.
         seed: The seed of position offsets and sampled labels.
     """
@@ -138,12 +137,9 @@ def _refuse_unknown_tokens(loaded: LoadedModel, corpus: Corpus) -> None:
 def calibrate(
     bench: Workbench, folder: RunFolder, on_left_out: Callable[[str], None] | None = None
 ) -> SensitivityTable:
-    """Measure the table, or read what an earlier run measured of it.
+    """Measure the table, or read what an earlier run measured of it in `folder`.
 
-    Args:
-        bench: The model and its data.
-        folder: The run folder that holds the table.
-        on_left_out: A function that is called with a line about every candidate whose isolated KL is not finite.
+    `on_left_out` is called with a line about every candidate whose isolated KL is not finite.
 
     Raises:
         RunFolderError: the folder belongs to another model, data or settings, or is damaged.
@@ -165,19 +161,13 @@ def calibrate(
 
 
 def _measure_candidates(bench: Workbench, folder: RunFolder, identity: dict[str, Any]) -> SensitivityTable:
-    tokens = bench.corpus.splits["calibrate"].numel()
+    tokens, options = bench.corpus.splits["calibrate"].numel(), bench.options
     folder.log("statistics", tokens=tokens)
     with tqdm(desc="statistics", total=tokens, unit="tok", disable=None) as bar:
         constants = measure_constants(bench.chain, _counted(bench.batches("calibrate"), bar))
-    folder.log("candidates", tokens=tokens, draws=bench.options.num_draws)
+    folder.log("candidates", tokens=tokens, draws=options.num_draws)
     measurement = CandidateMeasurement(
-        bench.chain,
-        constants,
-        bench.plan,
-        bench.options.quant,
-        bench.options.num_draws,
-        bench.options.seed,
-        bench.options.with_pairs,
+        bench.chain, constants, bench.plan, options.quant, options.num_draws, options.seed, options.with_pairs
     )
     layers = bench.loaded.shape.geometry.num_layers
     with tqdm(desc="candidates", total=tokens * layers, unit="tok", unit_scale=True, disable=None) as bar:

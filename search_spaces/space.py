@@ -225,12 +225,7 @@ def uniform(
 
 
 def _menu(
-    table: SensitivityTable,
-    score: ScoreName,
-    shape: RowShape,
-    layer: int,
-    kept: PrecisionPair | None,
-    prune: bool,
+    table: SensitivityTable, score: ScoreName, shape: RowShape, layer: int, kept: PrecisionPair | None, prune: bool
 ) -> LayerMenu:
     pairs = [PrecisionPair(*bits) for bits in product(ALL_BITS, ALL_BITS)] if kept is None else [kept]
     choices = [_choice(table, score, shape, layer, pair) for pair in pairs]

@@ -195,14 +195,11 @@ def train(args: argparse.Namespace) -> None:
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}],
-        lr=args.lr,
-        betas=(0.9, 0.98),
+        [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}], lr=args.lr, betas=(0.9, 0.98)
     )
     save_tokenizer(tokenizer, out)
     print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {data.source.numel():,} source tokens",
-        flush=True,
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {data.source.numel():,} source tokens", flush=True
     )
     start, losses = time.monotonic(), []
     for step in range(args.steps):

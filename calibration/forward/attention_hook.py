@@ -26,8 +26,8 @@ _UNSUPPORTED_ARGUMENTS = ("position_bias", "head_mask", "sinks", "indices", "blo
 
 
 @contextmanager
-def hooked(hook: AttentionHook) -> Iterator[None]:
-    """Let `hook(layer_id, call)` compute attention, [batch, num_heads, tokens, v_head_dim], inside the block."""
+def hooked(hook: AttentionHook | None) -> Iterator[None]:
+    """Let `hook(layer_id, call)` compute attention, [batch, num_heads, tokens, v_head_dim]; None is exact attention."""
     token = _hook.set(hook)
     try:
         yield

@@ -42,10 +42,8 @@ class LayerCall:
 class Trace:
     """One forward pass of one batch, kept at layer boundaries.
 
-    Attributes:
-        residual: input of every layer, [batch, tokens, hidden_size] each.
-        calls: the rest of every layer's arguments.
-        final: final hidden states after the last norm, [batch, tokens, hidden_size].
+    It holds the input of every layer, [batch, tokens, hidden_size] each, the rest of every layer's arguments, and the
+    final hidden states after the last norm, [batch, tokens, hidden_size].
     """
 
     residual: Sequence[Tensor]
@@ -115,30 +113,23 @@ class DecoderChain:
 
     @torch.no_grad()
     def trace(self, input_ids: Tensor, position_ids: Tensor, hook: AttentionHook | None = None) -> Trace:
-        """Run the whole decoder once, exactly, keeping the residual stream.
-
-        Args:
-            input_ids: [batch, tokens].
-            position_ids: [batch, tokens].
-            hook: The function that computes attention; exact attention by default.
+        """Run the whole decoder once, keeping the residual stream; ids and positions are [batch, tokens].
 
         Raises:
-            NonFiniteActivationError: raised by the hook, if it checks; names the layer that NaN or infinity began in.
+            NonFiniteActivationError: raised by the hook, if it checks; names the layer that NaN or infinity began
+                in.
         """
         residual: list[Tensor] = []
         calls: list[LayerCall] = []
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if args:
-                hidden, rest = args[0], args[1:]
-            else:
-                hidden, rest = kwargs["hidden_states"], ()
-            residual.append(hidden)
-            calls.append(LayerCall(rest, {name: value for name, value in kwargs.items() if name != "hidden_states"}))
+            rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+            residual.append(args[0] if args else kwargs["hidden_states"])
+            calls.append(LayerCall(args[1:], rest))
 
         handles = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in self.layers]
         try:
-            with hooked(hook or _exact):
+            with hooked(hook):
                 output = self.decoder(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         except NonFiniteActivationError:
             check_residual(residual)  # a layer that was given NaN is not the one that made it
@@ -154,19 +145,14 @@ class DecoderChain:
         self,
         hidden: Tensor,
         calls: Sequence[LayerCall],
-        hook: AttentionHook,
+        hook: AttentionHook | None = None,
         *,
         start: int = 0,
         on_input: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """Final hidden states when layers from `start` on run with `hook` as their attention.
+        """Final hidden states when layers from `start` on run, from its input [batch, tokens, hidden_size].
 
-        Args:
-            hidden: input of layer `start`, [batch, tokens, hidden_size].
-            calls: The calls of a trace of the same batch.
-            hook: The function that computes attention.
-            start: first layer to run.
-            on_input: A function that is called with the input of every layer that runs.
+        The calls are those of a trace of the same batch. `on_input` is called with the input of every layer that runs.
         """
         with hooked(hook):
             for layer_id in range(start, len(self.layers)):
@@ -185,7 +171,7 @@ class DecoderChain:
 
     def run_layer_exactly(self, layer_id: int, hidden: Tensor, call: LayerCall) -> Tensor:
         """Output of one layer with unquantized attention."""
-        with hooked(_exact):
+        with hooked(None):
             return self.run_layer(layer_id, hidden, call)
 
     def finish(self, hidden: Tensor) -> Tensor:
@@ -221,30 +207,33 @@ class DecoderChain:
         ids = torch.arange(2, 10, device=device).unsqueeze(0) % self.model.config.get_text_config().vocab_size
         positions = torch.arange(8, device=device).unsqueeze(0)
         attention_calls: list[tuple[int, AttentionCall]] = []
-        outputs, probe = self._watch(
-            lambda: self.trace(ids, positions, lambda i, call: _note(attention_calls, i, call))
-        )
+
+        def hook(layer_id: int, call: AttentionCall) -> Tensor:
+            check_finite(layer_id, queries=call.q, keys=call.k, values=call.v)
+            attention_calls.append((layer_id, call))
+            return attend(call)
+
+        trace, outputs, self._norm = self._watch(lambda: self.trace(ids, positions, hook))
         self._check_attention(attention_calls)
         for layer_id, output in enumerate(outputs):
             check_finite(layer_id, outputs=output)
-        trace = probe.trace
         for layer_id in range(1, len(self.layers)):
             if not _is_same(trace.residual[layer_id], outputs[layer_id - 1]):
                 raise UnsupportedModelError(
                     f"{self.name}: layer {layer_id} does not read layer {layer_id - 1}'s output alone;"
                     " only plain chains of decoder layers are supported"
                 )
-        self._norm = probe.norm
         with torch.no_grad():
-            replayed = self.run(trace.residual[0], trace.calls, _exact)
+            replayed = self.run(trace.residual[0], trace.calls)
             if not _is_close(replayed, trace.final):
                 raise UnsupportedModelError(f"{self.name}: running its layers one by one gives another result")
-            with hooked(_exact):
+            with hooked(None):
                 whole = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
         if not _is_close(self.logits(trace.final).to(whole.dtype), whole):
             raise UnsupportedModelError(f"{self.name}: its logits are not the output embeddings of its hidden states")
 
-    def _watch(self, trace: Callable[[], Trace]) -> tuple[list[Tensor], _Probe]:
+    def _watch(self, run: Callable[[], Trace]) -> tuple[Trace, list[Tensor], nn.Module | None]:
+        """A trace, the layers' outputs in it, and the module that reads the last of them; None without one."""
         outputs: list[Tensor] = []
         candidates: list[tuple[nn.Module, Tensor]] = []
 
@@ -258,12 +247,12 @@ class DecoderChain:
         handles = [layer.register_forward_hook(after_layer) for layer in self.layers]
         handles += [child.register_forward_hook(after_child) for child in self.decoder.children()]
         try:
-            traced = trace()
+            trace = run()
         finally:
             for handle in handles:
                 handle.remove()
         norms = [m for m, x in candidates if x.shape == outputs[-1].shape and _is_same(x, outputs[-1])]
-        return outputs, _Probe(traced, norms[-1] if norms else None)
+        return trace, outputs, norms[-1] if norms else None
 
     def _check_attention(self, calls: list[tuple[int, AttentionCall]]) -> None:
         geometry = self.geometry
@@ -275,25 +264,12 @@ class DecoderChain:
             )
         for layer_id, call in calls:
             actual = (call.q.shape[1], call.k.shape[1], call.k.shape[3], call.v.shape[3])
-            expected = (
-                geometry.num_attention_heads,
-                geometry.num_kv_heads,
-                geometry.head_dim,
-                geometry.v_head_dim,
-            )
+            expected = (geometry.num_attention_heads, geometry.num_kv_heads, geometry.head_dim, geometry.v_head_dim)
             if actual != expected:
                 raise UnsupportedModelError(
                     f"{self.name}: layer {layer_id} has (query heads, KV heads, head_dim, v_head_dim) = {actual},"
                     f" its configuration says {expected}"
                 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Probe:
-    """A traced forward of a few tokens, and the module that reads the last layer's output; None without one."""
-
-    trace: Trace
-    norm: nn.Module | None
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -308,13 +284,3 @@ def _is_close(actual: Tensor, expected: Tensor) -> bool:
     tolerance = 1e-4 if expected.dtype == torch.float32 else 2e-2
     difference = (actual.to(expected.device, torch.float32) - expected.to(torch.float32)).abs().max()
     return bool(difference <= tolerance * expected.abs().max().to(torch.float32).clamp_min(1e-6))
-
-
-def _exact(layer_id: int, call: AttentionCall) -> Tensor:
-    return attend(call)
-
-
-def _note(calls: list[tuple[int, AttentionCall]], layer_id: int, call: AttentionCall) -> Tensor:
-    check_finite(layer_id, queries=call.q, keys=call.k, values=call.v)
-    calls.append((layer_id, call))
-    return attend(call)

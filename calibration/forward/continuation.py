@@ -26,11 +26,9 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Exact keys and values of the first tokens of a batch, of every layer.
+    """Exact keys and values of the first tokens of a batch, of every layer; empty if no token is kept.
 
-    Attributes:
-        k: The keys of each layer, [batch, num_kv_heads, tokens, head_dim]; empty if no token is kept.
-        v: The values of each layer, [batch, num_kv_heads, tokens, v_head_dim].
+    They are [batch, num_kv_heads, tokens, head_dim], values with v_head_dim channels.
     """
 
     k: Sequence[Tensor] = ()

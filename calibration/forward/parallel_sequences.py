@@ -6,7 +6,7 @@ or one on a GPU, keeps all of it for one sequence.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -46,9 +46,7 @@ def run_in_parallel(work: Callable[[Item], Result], items: Sequence[Item], worke
     torch.set_num_threads(1)
     pool = ThreadPoolExecutor(workers, "kvtuner", initializer=torch.set_num_threads, initargs=(1,))
     try:
-        futures: list[Future[Result]] = [pool.submit(work, item) for item in items]
-        for future in futures:
-            yield future.result()
+        yield from pool.map(work, items)
     finally:
         try:
             pool.shutdown(cancel_futures=True)

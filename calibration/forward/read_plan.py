@@ -44,14 +44,12 @@ class ReadPlan:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The arguments of one layer's attention.
+    """The arguments of one layer's attention; positions are encoded, and `softcap` is the logit cap.
 
     Attributes:
-        q: The queries [batch, num_heads, rows, head_dim] of the last tokens, usually of all; positions are encoded.
-        k: The keys [batch, num_kv_heads, tokens, head_dim], positions encoded.
+        q: The queries [batch, num_heads, rows, head_dim] of the last tokens, usually of all.
+        k: The keys [batch, num_kv_heads, tokens, head_dim].
         v: The values [batch, num_kv_heads, tokens, v_head_dim].
-        scaling: The factor of the scores.
-        softcap: The logit cap, or None.
     """
 
     q: Tensor
@@ -72,16 +70,10 @@ class AttentionCall:
 
 
 def probabilities(call: AttentionCall, q: Tensor, k: Tensor, rows: Tensor) -> Tensor:
-    """Causal attention probabilities in float32.
+    """Causal attention probabilities in float32, [..., num_kv_heads, group, rows, tokens], scaled as `call` says.
 
-    Args:
-        call: The call that scaling and softcap are taken from.
-        q: [..., num_kv_heads, group, rows, head_dim].
-        k: [..., num_kv_heads, tokens, head_dim].
-        rows: The token of each row of `q`, [rows].
-
-    Returns:
-        [..., num_kv_heads, group, rows, tokens].
+    Queries q are [..., num_kv_heads, group, rows, head_dim] of the tokens `rows`, keys k [..., num_kv_heads, tokens,
+    head_dim].
     """
     # The queries of a group are rows of one matrix: matmul would copy the keys for each of them.
     scores = ((q * call.scaling).flatten(-3, -2) @ k.transpose(-1, -2)).unflatten(-2, q.shape[-3:-1])
@@ -97,13 +89,9 @@ def probabilities(call: AttentionCall, q: Tensor, k: Tensor, rows: Tensor) -> Te
 def attend(
     call: AttentionCall, k: Tensor | None = None, v: Tensor | None = None, *, start: int | None = None
 ) -> Tensor:
-    """Causal attention of tokens from `start` on, over keys and values that may differ from the call's own.
+    """Causal attention of the tokens from `start` on, by default of all that have a query.
 
-    Args:
-        call: queries, keys and values.
-        k: keys to read instead, [batch, num_kv_heads, tokens, head_dim].
-        v: values to read instead.
-        start: first token that attends; the first that has a query by default.
+    Keys and values to read instead of the call's own are [batch, num_kv_heads, tokens, channels].
 
     Returns:
         In the queries' dtype, [batch, num_heads, tokens - start, v_head_dim].
@@ -141,13 +129,9 @@ def _attend_rows(call: AttentionCall, k: Tensor, v: Tensor, rows: slice, mask: T
 
 
 def attend_by_plan(call: AttentionCall, plan: ReadPlan, k: Tensor, v: Tensor) -> Tensor:
-    """Attention in which tokens from the split on read `k` and `v` as the plan says.
+    """Attention in which tokens from the split on read quantized `k` and `v` as the plan says.
 
-    Args:
-        call: exact queries, keys and values; queries of the whole sequence, or from the split on.
-        plan: what is read quantized.
-        k: quantized keys in model space, float32.
-        v: quantized values in model space, float32.
+    The call is exact, with queries of the whole sequence or from the split on; `k` and `v` are float32 in model space.
     """
     assert call.first == 0 or call.first >= plan.split
     first = max(call.first, plan.split)

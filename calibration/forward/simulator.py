@@ -93,12 +93,8 @@ class Simulator:
     def __init__(self, chain: DecoderChain, batches: Iterable[Batch], plan: ReadPlan, *, reuse: bool = False) -> None:
         """Run the exact model over `batches`.
 
-        Args:
-            chain: the model.
-            batches: The batches to measure on.
-            plan: what is read quantized.
-            reuse: do not run again the first layers that a configuration has in common with one that was measured; the
-                results are the same. Takes up to `REUSE_BYTES`.
+        With `reuse` the first layers that a configuration has in common with one that was measured do not run again;
+        the results are the same. It takes up to `REUSE_BYTES`.
 
         Raises:
             NonFiniteActivationError: the model gives NaN or infinity; names the layer.
@@ -126,12 +122,9 @@ class Simulator:
         *,
         batches: slice = slice(None),
     ) -> TokenScores:
-        """Scores of all sequences, or of those of some batches, [num_sequences, scored tokens].
+        """Scores of all sequences, or of those of some of `prepared`, one at least, [num_sequences, scored tokens].
 
-        Args:
-            specs: The stored form of each layer; absent layers stay exact.
-            on_batch: A function that is called with the number of tokens after each batch.
-            batches: The part of `prepared` to run, one batch at least.
+        Layers that are not in `specs` stay exact. `on_batch` is called with the number of tokens after each batch.
         """
         layers = [specs.get(layer_id) for layer_id in range(len(self.chain.layers))]
 
@@ -152,12 +145,7 @@ class Simulator:
         )
 
     def broken_layer(self, specs: Mapping[int, LayerSpec], *, batches: slice = slice(None)) -> int | None:
-        """The first layer that puts out NaN or infinity, None if none does; runs all layers for it.
-
-        Args:
-            specs: The stored form of each layer; absent layers stay exact.
-            batches: The part of `prepared` to run.
-        """
+        """The first layer that puts out NaN or infinity, None if none does; runs all layers for it."""
         broken: list[int] = []
 
         def look(layer_id: int, hidden: Tensor) -> None:
