@@ -20,15 +20,9 @@ class ConfigLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """The layers, heads and channels of a KV cache.
+    """The layers that own a KV cache, the heads of the whole model, and the channels of a key head and a value head.
 
-    Attributes:
-        num_layers: The number of layers that own a cache, in the order of their ids.
-        num_attention_heads: The number of query heads.
-        num_kv_heads: The number of KV heads of the whole model.
-        head_dim: The channels of a key head.
-        v_head_dim: The channels of a value head.
-        num_shared_layers: The number of last layers that read an earlier layer's cache and store nothing.
+    The last `num_shared_layers` of a model read an earlier layer's cache and store nothing.
     """
 
     num_layers: int

@@ -5,24 +5,18 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from kvtuner.run_folder import read_line
+from kvtuner.run_folder import RunFolder, read_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping
-
-    from kvtuner.run_folder import RunFolder
 
 
 class Journal:
     """The records of one identity in one file of a run folder, found by their key.
 
-    Any number of processes may append to the same file; a record of another identity is left where it is.
-
-    Args:
-        folder: The run folder.
-        name: The name of the file.
-        identity: The hash of everything that decides a result besides its key; None where the keys say it all.
-        key_of: The key of a record. A later record replaces an earlier one of the same key.
+    Any number of processes may append to the same file; a record of another identity is left where it is. The identity
+    is the hash of everything that decides a result besides its key; None where the keys say it all. A later record
+    replaces an earlier one of the same key.
     """
 
     def __init__(

@@ -67,7 +67,6 @@ class RunFolder:
     """One run's files, each written atomically; the log only grows."""
 
     def __init__(self, path: Path | str) -> None:
-        """Open `path`, which need not exist yet."""
         self.path = Path(path)
 
     def file(self, name: str) -> Path:
@@ -145,12 +144,7 @@ class RunFolder:
             raise RunFolderError(f"{path} is damaged ({error}); delete it and run the command again") from error
 
     def check_identity(self, name: str, identity: Mapping[str, Any], what: str) -> None:
-        """Bind the folder to an identity, or compare it with the one it is bound to.
-
-        Args:
-            name: The file of the identity.
-            identity: The identity, in plain JSON values.
-            what: The noun of what is identified, for the message.
+        """Bind the folder to an identity, plain JSON of what a noun names, or compare it with the one it is bound to.
 
         Raises:
             RunFolderError: the folder belongs to something else; names the first field that differs.
@@ -163,11 +157,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def lock(self, name: str, waiting: str | None = None) -> Iterator[None]:
-        """Hold a lock, which the end of the process frees.
-
-        Args:
-            name: The file to lock.
-            waiting: The reason to log once if another process holds it.
+        """Hold a lock, which the end of the process frees; the reason for waiting is logged if another one holds it.
 
         Raises:
             RunFolderError: the file cannot be made, or its file system has no locks.

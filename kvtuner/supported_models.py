@@ -24,10 +24,7 @@ _FULL: Final = ("full_attention", "attention")
 def refuse_other_caches(config: ConfigLike, *, context_length: int | None = None) -> None:
     """Check that every layer has a cache of its own and reads all of it.
 
-    Args:
-        config: The transformers configuration.
-        context_length: The number of tokens that will be served; the configuration's positions by default. A window
-            that is at least as long is none.
+    A window that is at least as long as the context is none; its length is the configuration's by default.
 
     Raises:
         UnsupportedModelError: the model has another cache, which is named.

@@ -18,13 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TransformKind:
-    """A transform by its name, without its constants.
+    """A transform without its constants: its steps joined by ``+``, or ``none``, and its letter in a strip of layers.
 
-    Attributes:
-        name: The steps in the order in which they are taken, joined by ``+``; ``none`` for no step.
-        letter: The character that stands for the transform in a strip of layers.
-        has_values: Whether values may have the transform; keys may have any.
-        is_candidate: Whether calibration measures the transform.
+    Keys may have any transform, values some (`has_values`); calibration measures the candidates.
     """
 
     name: str

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import EndpointError
-from kvtuner.evaluation.backends.endpoint import KEY_VARIABLE
+from kvtuner.evaluation.backends.endpoint import KEY_VARIABLE, Api
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvtuner.bench.loads import Load
-    from kvtuner.evaluation.backends.endpoint import Api
 
 INTERFACES: Final = {"sglang": ("/generate", "sglang"), "openai": ("/v1/completions", "vllm")}
 """The path of an interface, and the name that SGLang's client has for it."""
@@ -34,16 +33,10 @@ LEAST_OF_ASKED: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """A request and its result.
+    """A request and its result: tokens that the server reports, or None, beside those in the text, and times.
 
-    Attributes:
-        reported_tokens: The tokens that the server says it generated; None where it does not say.
-        retokenized_tokens: The tokens in the text that came.
-        cached_tokens: The prompt tokens that the server says it found in its cache; None where it does not say.
-        started_s: The start after the first request of the load.
-        ttft_s: The time to the first token; None where none came.
-        latency_s: The time to the last token that came, or to the failure.
-        gaps_s: The times between tokens, in the order in which they came.
+    It started `started_s` after the first request of its load; `ttft_s` is the time to the first token, `latency_s`
+    that to the last one or to the failure, and `gaps_s` are those between tokens, in their order.
     """
 
     prompt_tokens: int

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Final, Literal
 
-from kvtuner.bench.load_metrics import num_tokens
+from kvtuner.bench.load_metrics import LoadResult, num_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtuner.bench.client import RequestResult
-    from kvtuner.bench.load_metrics import LoadResult
 
 Verdict = Literal["passed", "failed", "not asked"]
 Outcome = tuple[Verdict, str]

@@ -13,13 +13,12 @@ from kvtuner.bench.client import RequestResult
 from kvtuner.bench.load_metrics import LoadResult, MeasurementCost, SchemeRun
 from kvtuner.bench.loads import Capacity, Load, LoadOptions, check_prompts, cut_prompts, plan_loads
 from kvtuner.journal import Journal
-from kvtuner.run_folder import canonical_json, sha256_of
+from kvtuner.run_folder import RunFolder, canonical_json, sha256_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtuner.bench.load_target import LoadTarget
-    from kvtuner.run_folder import RunFolder
 
 JOURNAL: Final = "requests.jsonl"
 BENCHING: Final = 2

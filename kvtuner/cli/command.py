@@ -30,12 +30,9 @@ class Command(NamedTuple):
 
 
 def add_options(parser: argparse.ArgumentParser, options: Any, title: str | None = None) -> None:
-    """Add a flag for every option, in groups; options in a field of options are a group of its name.
+    """Add a flag for every option of a dataclass, in groups; options in a field of options are a group of its name.
 
-    Args:
-        parser: The parser.
-        options: A dataclass of options.
-        title: The title of the first group; see `kvtuner.pipeline.options.option` for the others.
+    The title is that of the first group; see `kvtuner.pipeline.options.option` for the others.
     """
     group = parser.add_argument_group(title) if title else parser
     for item in fields(options):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from kvtuner import __version__
-from kvtuner.cli.command import add_switch
+from kvtuner.cli.command import Command, add_switch
 from kvtuner.cli.commands import (
     diff,
     doctor,
@@ -28,8 +28,6 @@ from kvtuner.cli.commands import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from kvtuner.cli.command import Command
 
 _MODULES: Final = (
     search_calibrate,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
 from kvtuner.bench.loads import LoadOptions
@@ -117,16 +117,8 @@ class BenchOptions:
     @property
     def loads(self) -> LoadOptions:
         """The loads that every scheme is put under."""
-        return LoadOptions(
-            lengths=self.lengths or LOADS.lengths,
-            outputs=self.outputs or LOADS.outputs,
-            concurrency=self.concurrency,
-            batches=self.batches or LOADS.batches,
-            rounds=self.rounds,
-            repeats=self.repeats,
-            prompt=self.prompt,
-            output=self.output,
-        )
+        values = {item.name: getattr(self, item.name) for item in fields(LoadOptions)}
+        return LoadOptions(**{name: value for name, value in values.items() if value})
 
     def _refuse_flags_of_starts(self) -> None:
         values = {

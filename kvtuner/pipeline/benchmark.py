@@ -18,12 +18,12 @@ from kvtuner.bench.load_target import LoadTarget, ServerRecord
 from kvtuner.bench.runner import BenchWork, replay, run_loads
 from kvtuner.bench.server import ServerFlags, running
 from kvtuner.calibration.corpus import load_corpus
-from kvtuner.calibration.model_loading import load_tokenizer, read_shape
+from kvtuner.calibration.model_loading import ModelShape, load_tokenizer, read_shape
 from kvtuner.errors import EndpointError
 from kvtuner.evaluation.backends.endpoint import Endpoint
-from kvtuner.evaluation.cache_scheme import FP8, REFERENCE, named_schemes
+from kvtuner.evaluation.cache_scheme import FP8, REFERENCE, CacheScheme, named_schemes
 from kvtuner.exported_configs.identity.mismatch import DERIVED
-from kvtuner.exported_configs.profile.evaluation_record import PROFILE
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE, Evaluation, ResultProvenance
 from kvtuner.pipeline.evaluate import check_writable, evaluate
 from kvtuner.pipeline.evaluation_options import EvalOptions
 from kvtuner.pipeline.inputs import (
@@ -39,7 +39,7 @@ from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.shareable_command import result_command
 from kvtuner.report.bench_report import write_report
 from kvtuner.report.bench_result import BenchResult, SchemeResult
-from kvtuner.run_folder import sha256_of
+from kvtuner.run_folder import RunFolder, sha256_of
 from kvtuner.runtime_loader.model_check import check_model
 
 if TYPE_CHECKING:
@@ -48,12 +48,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from kvtuner.bench.load_metrics import SchemeRun
-    from kvtuner.calibration.model_loading import ModelShape
-    from kvtuner.evaluation.cache_scheme import CacheScheme
-    from kvtuner.exported_configs.profile.evaluation_record import Evaluation, ResultProvenance
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.pipeline.bench_options import BenchOptions
-    from kvtuner.run_folder import RunFolder
 
 LOGS: Final = "logs"
 PROFILES: Final = "ways"

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tqdm import tqdm
 
-from kvtuner.calibration.corpus import load_corpus
-from kvtuner.calibration.model_loading import load_model, load_tokenizer, read_shape
+from kvtuner.calibration.corpus import Corpus, load_corpus
+from kvtuner.calibration.model_loading import ModelShape, load_model, load_tokenizer, read_shape
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench
 from kvtuner.errors import CorpusError, EndpointError, PrecisionError, RunFolderError
 from kvtuner.evaluation.backends.local_backend import LocalBackend
 from kvtuner.evaluation.backends.server_backend import server_backends
-from kvtuner.evaluation.cache_scheme import REFERENCE, named_schemes
+from kvtuner.evaluation.cache_scheme import REFERENCE, CacheScheme, named_schemes
 from kvtuner.evaluation.tasks.likelihood import Scoring, local_likelihood_cells, server_likelihood_cells
 from kvtuner.evaluation.tasks.question_sets import (
     QUESTION_LEVELS,
@@ -34,7 +34,7 @@ from kvtuner.exported_configs.profile.evaluation_record import (
     dump_evaluation,
     evaluation_path,
 )
-from kvtuner.pipeline.evaluation_options import AGAINST
+from kvtuner.pipeline.evaluation_options import AGAINST, EvalOptions
 from kvtuner.pipeline.inputs import (
     corpus_source,
     model_source,
@@ -45,10 +45,10 @@ from kvtuner.pipeline.inputs import (
     with_profile_defaults,
 )
 from kvtuner.pipeline.progress import say
-from kvtuner.pipeline.record_table import record_table
+from kvtuner.pipeline.record_table import RecordTable, record_table
 from kvtuner.pipeline.shareable_command import result_command
 from kvtuner.report.evaluation_report import sample_lines
-from kvtuner.run_folder import sha256_of, write_atomically
+from kvtuner.run_folder import RunFolder, sha256_of, write_atomically
 from kvtuner.runtime_loader.model_check import check_model
 
 if TYPE_CHECKING:
@@ -56,17 +56,11 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from kvtuner.calibration.corpus import Corpus
-    from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.evaluation.backends.base import Backend
-    from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Level
     from kvtuner.exported_configs.profile.evidence import ReadPlan
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.sharing.find import ResolvedProfile
-    from kvtuner.pipeline.evaluation_options import EvalOptions
-    from kvtuner.pipeline.record_table import RecordTable
-    from kvtuner.run_folder import RunFolder
 
 LENGTHS: Final = (128, 256, 512, 2048, 8192)
 SAMPLES_FILE: Final = "samples.md"
@@ -116,7 +110,7 @@ def evaluate(options: EvalOptions) -> EvaluationResult:
     options = work.options
     folder = run_folder(options.model, options.out, f"eval-{profile.digest.removeprefix('sha256:')[:12]}")
     folder.create()
-    backends, identity, cells = work.answering(folder)
+    backends, identity, cells = work.servers(folder) if work.urls else work.local(folder)
     cells += question_cells(work.question_sets, backends, folder, sha256_of(identity), work.seed)
     if options.tasks:
         cells += work.task_cells(backends, folder, sha256_of(identity))
@@ -210,11 +204,8 @@ class _Work:
         _check_tasks(options)
         return cls(options, seed, shape, schemes, urls, tokenizer, text, corpus, question_sets)
 
-    def answering(self, folder: RunFolder) -> tuple[Sequence[Backend], dict[str, Any], list[Cell]]:
+    def local(self, folder: RunFolder) -> tuple[Sequence[Backend], dict[str, Any], list[Cell]]:
         """The backends, what decides their answers besides questions and schemes, and their likelihoods."""
-        return self._local(folder) if not self.urls else self._servers(folder)
-
-    def _local(self, folder: RunFolder) -> tuple[Sequence[Backend], dict[str, Any], list[Cell]]:
         options = self.options
         assert options.read_plan is not None
         how = CalibrationOptions(read_plan=options.read_plan, batch_size=options.number("batch_size"), seed=self.seed)
@@ -223,7 +214,7 @@ class _Work:
         is_asked = "likelihood" in options.asked_levels
         return backends, bench.identity(), local_likelihood_cells(bench, self.schemes, folder) if is_asked else []
 
-    def _servers(self, folder: RunFolder) -> tuple[Sequence[Backend], dict[str, Any], list[Cell]]:
+    def servers(self, folder: RunFolder) -> tuple[Sequence[Backend], dict[str, Any], list[Cell]]:
         options = self.options
         timeout = options.number("timeout")
         backends = server_backends(self.schemes, self.urls, options.api or "sglang", self.text, timeout)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Final
 
 from kvtuner import __version__
 from kvtuner.calibration.corpus import CorpusSource
-from kvtuner.calibration.model_loading import DEMO, ModelSource, read_config
+from kvtuner.calibration.model_loading import DEMO, ModelShape, ModelSource, read_config
 from kvtuner.errors import CorpusError, OptionError, ProfileError
-from kvtuner.exported_configs.identity.mismatch import Policy, compare, refuse
+from kvtuner.exported_configs.identity.mismatch import Mismatch, Policy, compare, refuse
 from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id
 from kvtuner.exported_configs.profile.evaluation_record import ResultProvenance
-from kvtuner.exported_configs.sharing.find import find_profile, find_profiles
+from kvtuner.exported_configs.sharing.find import ResolvedProfile, find_profile, find_profiles
 from kvtuner.pipeline.option_types import MAX_SEED
 from kvtuner.pipeline.progress import say
 from kvtuner.run_folder import RunFolder
@@ -26,11 +26,8 @@ from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtuner.calibration.model_loading import ModelShape
-    from kvtuner.exported_configs.identity.mismatch import Mismatch
     from kvtuner.exported_configs.profile.evidence import ModelIdentity
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.exported_configs.sharing.find import ResolvedProfile
     from kvtuner.pipeline.options import DataOptions, ModelOptions
 
 MAX_COMMAND: Final = 2000

@@ -51,17 +51,14 @@ def search(model: str | os.PathLike[str], *, budget: Sequence[str], **options: A
 def search(
     model: str | os.PathLike[str], *, budget: str | Sequence[str] | None = None, **options: Any
 ) -> SearchResult | list[SearchResult]:
-    """Search as ``kvtuner search`` does, and go on where the same search was interrupted.
+    """Search as ``kvtuner search`` does, and go on where the same search was interrupted; a result for each budget.
 
     Args:
         model: The hub id, the folder, or ``demo``.
-        budget: The budget, such as ``4bit``, ``18KiB/token`` or ``35%``; a list makes a profile for each. None with
-            `layers`.
+        budget: The budget, such as ``4bit``, ``18KiB/token`` or ``35%``; a list of them makes a list of results. None
+            with `layers`.
         **options: The other flags of the command with underscores, such as ``tp_size=2``; see
             ``kvtuner search --help``.
-
-    Returns:
-        The result, or a list of results for a list of budgets.
 
     Raises:
         KVTunerError: Something that is asked for cannot be done; the message says what would work.

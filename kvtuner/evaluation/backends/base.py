@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvtuner.evaluation.cache_scheme import REFERENCE
 from kvtuner.journal import Journal
-from kvtuner.run_folder import sha256_of
+from kvtuner.run_folder import RunFolder, sha256_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvtuner.evaluation.tasks.recall_and_needles import Problem
     from kvtuner.exported_configs.profile.evaluation_record import BackendRecord, Flag
-    from kvtuner.run_folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +41,8 @@ class Backend(ABC):
 
     An answer is None where a server did not give it. Methods raise EndpointError once the server is gone.
 
-    Attributes:
-        name: The name of the scheme.
-        dtype: The dtype that the model runs in; None where a server does not say.
-        hits: How much of all prompts was found in a cache, those of a journal included; None of a model loaded here.
+    The name is that of the scheme; the dtype is None where a server does not say. Hits in a server's cache are of all
+    prompts, those of a journal included.
     """
 
     name: str

@@ -50,14 +50,10 @@ NO_ANSWER: Final = (KeyError, IndexError, TypeError, AttributeError, ValueError,
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a server says of itself.
+    """What a server says of itself: only SGLang more than its model.
 
-    Attributes:
-        version: The version of SGLang; None elsewhere.
-        digest: The digest of the profile it serves; None where it serves none, or does not say.
-        reads: What a chunk reads of itself: ``fresh``, ``cache``, ``below`` an exact device; None without a profile.
-        kv_cache_dtype: The cache's dtype as SGLang names it; None elsewhere.
-        weights: The values of `STARTED_WITH` and `LOADED`, in this order; empty elsewhere.
+    The digest is that of the profile; `reads` is what a chunk reads of itself: ``fresh``, ``cache``, ``below`` an exact
+    device. Both are None without a profile. Weights are the values of `STARTED_WITH` and `LOADED`, in this order.
     """
 
     model: str

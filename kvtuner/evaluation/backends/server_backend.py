@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvtuner.errors import EndpointError
 from kvtuner.evaluation.backends.base import Backend, HitCount
-from kvtuner.evaluation.backends.endpoint import NO_ANSWER, Endpoint
+from kvtuner.evaluation.backends.endpoint import NO_ANSWER, Api, Endpoint
 from kvtuner.evaluation.backends.local_backend import until_stop
-from kvtuner.evaluation.backends.next_token import from_openai, from_sglang
+from kvtuner.evaluation.backends.next_token import NextToken, from_openai, from_sglang
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE, BackendRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kvtuner.evaluation.backends.endpoint import Api
-    from kvtuner.evaluation.backends.next_token import NextToken
     from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.evaluation.tasks.recall_and_needles import Problem
     from kvtuner.evaluation.token_text import Text

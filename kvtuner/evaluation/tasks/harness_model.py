@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lm_eval.api.model import LM
 
 from kvtuner.errors import CorpusError, EndpointError
-from kvtuner.evaluation.backends.base import AnswerJournal, HitCount
+from kvtuner.evaluation.backends.base import AnswerJournal, Backend, HitCount
 from kvtuner.evaluation.tasks.question_sets import ANSWERING
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from transformers import PreTrainedTokenizerBase
 
-    from kvtuner.evaluation.backends.base import Backend
     from kvtuner.evaluation.token_text import Text
     from kvtuner.run_folder import RunFolder
 
@@ -45,12 +44,8 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
     So an answer reads its context as it is stored, its first token too: like after a prefix hit. A prompt that is
     longer than the model's context loses its beginning, with one warning. Answers are journalled.
 
-    Attributes:
-        hits: How much of each task's prompts was found in a server's cache.
-        failed_texts: The questions of each task whose generation never came.
-        failed_scores: The questions of each task whose log-likelihood never came.
-        greedy: The tasks that ask for sampling, which are answered greedily all the same.
-        was_asked: Whether tasks are loaded and their prompts made, so that what fails is no longer their fault.
+    Hits in a server's cache, and questions whose generation or log-likelihood never came, are counted by task. `greedy`
+    are tasks that ask for sampling. Once the model was asked, what fails is no longer the fault of tasks or prompts.
     """
 
     def __init__(

@@ -12,18 +12,15 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from kvtuner.errors import CorpusError, EndpointError, KVTunerError
-from kvtuner.evaluation.backends.base import unread_flag
-from kvtuner.evaluation.cells import Marks, Means, Place, make_cell
+from kvtuner.evaluation.backends.base import Backend, unread_flag
+from kvtuner.evaluation.cells import Marks, Means, PairedScores, Place, make_cell
 from kvtuner.evaluation.tasks.corpus_score import METRICS, CorpusScore, sentences_of
-from kvtuner.exported_configs.profile.evaluation_record import PROFILE, Cell
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE, Cell, Measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from kvtuner.evaluation.backends.base import Backend
-    from kvtuner.evaluation.cells import PairedScores
     from kvtuner.evaluation.tasks.harness_model import HarnessModel
-    from kvtuner.exported_configs.profile.evaluation_record import Measure
 
 SEED: Final = 1234
 GREEDY: Final = " (greedy)"

@@ -15,21 +15,18 @@ from tqdm import tqdm
 
 from kvtuner.errors import CorpusError, EndpointError
 from kvtuner.evaluation.backends.base import AnswerJournal, HitCount, unread_flag
-from kvtuner.evaluation.backends.next_token import from_record, truncated_kl
-from kvtuner.evaluation.cache_scheme import REFERENCE
+from kvtuner.evaluation.backends.next_token import NextToken, from_record, truncated_kl
+from kvtuner.evaluation.cache_scheme import REFERENCE, CacheScheme
 from kvtuner.evaluation.cells import Means, Place, make_cell
 from kvtuner.evaluation.validation import OFFSETS, Validator
-from kvtuner.run_folder import sha256_of
+from kvtuner.run_folder import RunFolder, sha256_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from kvtuner.calibration.workbench import Workbench
-    from kvtuner.evaluation.backends.next_token import NextToken
     from kvtuner.evaluation.backends.server_backend import ServerBackend
-    from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Measure
-    from kvtuner.run_folder import RunFolder
 
     Answers = list[NextToken | None]
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Final
 from tqdm import tqdm
 
 from kvtuner.errors import CorpusError
-from kvtuner.evaluation.backends.base import AnswerJournal, HitCount, unread_flag
+from kvtuner.evaluation.backends.base import AnswerJournal, Backend, HitCount, unread_flag
 from kvtuner.evaluation.cells import Marks, Place, make_cell
 from kvtuner.evaluation.tasks.recall_and_needles import Problem, arithmetic, needles, recall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtuner.evaluation.backends.base import Backend
     from kvtuner.evaluation.token_text import Text
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Level
     from kvtuner.run_folder import RunFolder

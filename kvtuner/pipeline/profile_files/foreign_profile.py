@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.calibration.model_loading import ModelSource, read_shape
+from kvtuner.calibration.model_loading import ModelShape, ModelSource, read_shape
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.formats import read
 from kvtuner.exported_configs.formats.conversion import ImportOptions
@@ -14,7 +14,6 @@ from kvtuner.exported_configs.formats.foreign_file import MAX_JSON_BYTES
 from kvtuner.report.formatting import printable
 
 if TYPE_CHECKING:
-    from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.exported_configs.profile.profile import Profile
 
 _SUFFIXES: Final = (".yaml", ".yml", ".json", ".txt")

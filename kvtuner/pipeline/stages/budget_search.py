@@ -41,16 +41,11 @@ STUDY_FILE: Final = "study.db"
 
 @dataclass(frozen=True, slots=True)
 class SearchOutcome:
-    """What a search found for one target; every KL is that of the select split, nats per token.
+    """What a search found for one target: the configuration that won; `fits` says if a scheme keeps the budget.
 
-    Attributes:
-        asked: The budget, or the hand-written configuration.
-        configuration: The winner.
-        measured_kl: The winner's KL; None for a uniform without transforms, which is not measured there.
-        fits: Whether a scheme keeps the budget.
-        exact: The exact solution; None if nothing was searched.
-        fronts: The exact fronts by pipeline stage.
-        uniform_name: The pair of the uniform that replaced the winner, if one did.
+    Every KL is that of the select split, nats per token; a uniform without transforms is not measured there. There is
+    no exact solution where nothing was searched. Fronts are by pipeline stage; `uniform_name` is the pair of the
+    uniform that replaced the winner, if one did.
     """
 
     asked: str

@@ -11,7 +11,7 @@ from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.cache_scheme import CacheScheme, Fp8Scheme, UnquantizedScheme
 from kvtuner.evaluation.validation import OFFSETS, UNIFORM_PAIRS, SequenceSums, Validator, kl_difference, pooled
 from kvtuner.pipeline.progress import say
-from kvtuner.report.search_data import OffsetQuality
+from kvtuner.report.search_data import OffsetQuality, QualityRow
 from kvtuner.report.search_rows import quality_row
 from kvtuner.tuner.objective import describe, layer_specs
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kvtuner.calibration.batches import Offsets
     from kvtuner.pipeline.stages.budget_search import SearchOutcome
     from kvtuner.pipeline.stages.search_run import SearchRun
-    from kvtuner.report.search_data import QualityRow
     from kvtuner.search_spaces.space import Configuration
 
 HAND_WRITTEN: Final = "hand-written"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.candidate_pass import QuantizationOptions
-from kvtuner.calibration.corpus import load_corpus
-from kvtuner.calibration.model_loading import DEMO, load_model, read_shape
+from kvtuner.calibration.corpus import CorpusSource, load_corpus
+from kvtuner.calibration.model_loading import DEMO, ModelShape, load_model, read_shape
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench, calibrate
 from kvtuner.errors import PrecisionError
 from kvtuner.evaluation.cache_scheme import ServingRanks
@@ -22,8 +22,6 @@ from kvtuner.search_spaces.written_layers import parse_keep
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvtuner.calibration.corpus import CorpusSource
-    from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.calibration.sensitivity import SensitivityTable
     from kvtuner.pipeline.options import CalibrateOptions, MeasurementOptions, SearchOptions
     from kvtuner.run_folder import RunFolder

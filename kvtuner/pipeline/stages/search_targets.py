@@ -10,8 +10,8 @@ from kvtuner.errors import BudgetError, RunFolderError
 from kvtuner.exported_configs.profile.fields import MAX_TEXT
 from kvtuner.layer_ranges import write_ranges
 from kvtuner.pipeline.stages.search_run import kept_pairs, serving_ranks
-from kvtuner.run_folder import refuse_difference, sha256_of
-from kvtuner.search_spaces.budget import SMALLEST_PAIR, Budget
+from kvtuner.run_folder import RunFolder, refuse_difference, sha256_of
+from kvtuner.search_spaces.budget import SMALLEST_PAIR, Budget, Constraint
 from kvtuner.search_spaces.written_layers import check_layers, parse_ranges
 
 if TYPE_CHECKING:
@@ -20,19 +20,14 @@ if TYPE_CHECKING:
     from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.pipeline.options import SearchOptions
     from kvtuner.precision import PrecisionPair
-    from kvtuner.run_folder import RunFolder
-    from kvtuner.search_spaces.budget import Constraint
 
 
 @dataclass(frozen=True, slots=True)
 class SearchTarget:
     """One profile to make: of a budget, which has a constraint, or of a hand-written configuration, which has pairs.
 
-    Attributes:
-        asked: The budget, or the hand-written configuration with equal neighbours as one range.
-        name: The name as part of a file name.
-        suffix: The end of its files' names; empty where it is the only target.
-        identity: What decides the profile besides the measurements; plain JSON values.
+    `asked` is the budget, or the configuration with equal neighbours as one range. The suffix ends its files' names; it
+    is empty where there is one target. The identity decides the profile besides the measurements, plain JSON values.
     """
 
     asked: str
