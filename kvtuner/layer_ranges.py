@@ -26,31 +26,19 @@ class LayerRange(NamedTuple):
 
 
 def read_ranges(text: str) -> list[LayerRange]:
-    """Read the ranges of a text, in its order.
-
-    Raises:
-        PrecisionError: an entry cannot be read, or the text is too long.
-    """
+    """Read the ranges of a text, in its order; `PrecisionError` where an entry is none, or the text is too long."""
     if len(text) > MAX_TEXT:
         raise PrecisionError(f"layers are given in at most {MAX_TEXT} characters, not {len(text)}")
     return [_entry(entry) for entry in text.split(",")]
 
 
 def read_layers(layers: str, word: str) -> LayerRange:
-    """Read one range, its layers, ``0`` or ``2-27``, apart from its word.
-
-    Raises:
-        PrecisionError: the layers cannot be read.
-    """
+    """Read one range, its layers, ``0`` or ``2-27``, apart from its word; `PrecisionError` where they are none."""
     return _entry(f"{layers}:{word}")
 
 
 def words_by_layer(ranges: Iterable[LayerRange]) -> dict[int, str]:
-    """The word of every layer in the ranges.
-
-    Raises:
-        PrecisionError: a layer is named twice.
-    """
+    """The word of every layer in the ranges; `PrecisionError` where a layer is named twice."""
     words: dict[int, str] = {}
     for first, last, word in ranges:
         for layer in range(first, last + 1):

@@ -74,11 +74,7 @@ class RunFolder:
         return self.path / name
 
     def create(self) -> None:
-        """Make the folder.
-
-        Raises:
-            RunFolderError: it cannot be made.
-        """
+        """Make the folder, or raise `RunFolderError`."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -180,11 +176,7 @@ class RunFolder:
 
 
 def refuse_difference(known: Mapping[str, Any], identity: Mapping[str, Any], complaint: str) -> None:
-    """Compare two identities.
-
-    Raises:
-        RunFolderError: they differ; names the first field that does.
-    """
+    """Refuse identities that differ with `RunFolderError`, which names the first field that does."""
     order = dict.fromkeys([*identity, *known])
     known, identity = _as_read_back(known), _as_read_back(identity)
     for key in order:

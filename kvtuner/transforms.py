@@ -30,11 +30,7 @@ class TransformKind:
 
     @classmethod
     def parse(cls, name: str) -> TransformKind:
-        """Look up a transform by its name.
-
-        Raises:
-            PrecisionError: unknown, repeated or misordered steps.
-        """
+        """Look up a transform by its name; `PrecisionError` for unknown, repeated or misordered steps."""
         if name not in TRANSFORMS:
             raise PrecisionError(f"a transform is one of {', '.join(TRANSFORMS)}, steps in that order, not {name!r}")
         return TRANSFORMS[name]

@@ -144,11 +144,7 @@ _FLAGS: Final = Namespace(
 
 
 def serving_client() -> Any:
-    """The module `sglang.benchmark.serving`, with the flags of its command line set.
-
-    Raises:
-        EndpointError: it is not installed.
-    """
+    """The module `sglang.benchmark.serving` with its flags set; `EndpointError` where it is not installed."""
     try:
         from sglang.benchmark import serving
     except ImportError as error:

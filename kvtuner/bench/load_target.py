@@ -122,11 +122,7 @@ class LoadTarget:
         self._observer = None if server is None else Observer(server.process.pid, self.record.num_gpus)
 
     def forget(self) -> None:
-        """Empty the prefix cache, where SGLang's own interface can be asked to; prompts begin differently anyway.
-
-        Raises:
-            EndpointError: it cannot be emptied.
-        """
+        """Empty the prefix cache of SGLang, or raise `EndpointError`; prompts begin differently anyway."""
         if self._endpoint.api != "sglang":
             return
         try:

@@ -113,11 +113,7 @@ def _doubling(prompt: int, output: int, capacity: Capacity) -> Iterator[int]:
 
 
 def check_prompts(stream: Collection[int], num_tokens: int, count: int) -> None:
-    """Check that so many prompts of so many tokens can all begin differently.
-
-    Raises:
-        CorpusError: the text has too few tokens that differ.
-    """
+    """Refuse a text with `CorpusError` of which so many prompts of so many tokens cannot all begin differently."""
     different = len(set(stream))
     if count > (most := different ** min(DRAWN, num_tokens)):
         raise CorpusError(
@@ -128,11 +124,7 @@ def check_prompts(stream: Collection[int], num_tokens: int, count: int) -> None:
 
 
 def cut_prompts(stream: Sequence[int], seed: str, num_tokens: int, count: int) -> list[list[int]]:
-    """Cut prompts of so many tokens from a stream of text, which begins again where it ends; no two begin alike.
-
-    Raises:
-        CorpusError: the text has too few tokens that differ.
-    """
+    """Cut prompts from a stream of text, which begins again where it ends; no two begin alike (`check_prompts`)."""
     check_prompts(stream, num_tokens, count)
     generator, tokens = random.Random(seed), sorted(set(stream))
     begun: set[tuple[int, ...]] = set()

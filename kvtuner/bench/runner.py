@@ -41,11 +41,7 @@ class BenchWork:
         self._stream, self._journal = stream, Journal(folder, JOURNAL, None)
 
     def check(self) -> None:
-        """Check that the text has prompts for every load that a server could be sent, however much it holds.
-
-        Raises:
-            CorpusError: it has too few that begin differently.
-        """
+        """Check as `check_prompts` does for every load that a server could be sent, however much it holds."""
         tokens, (loads, _) = set(self._stream), plan_loads(self.options, LARGEST)
         for load in loads:
             check_prompts(tokens, load.prompt_tokens, load.requests)

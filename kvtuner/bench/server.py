@@ -60,11 +60,7 @@ class ServerFlags:
 
     @classmethod
     def parse(cls, text: str) -> ServerFlags:
-        """Read them as a shell does.
-
-        Raises:
-            EndpointError: quotes that do not close, or a flag of `OURS`.
-        """
+        """Read them as a shell does; `EndpointError` for quotes that do not close and for a flag of `OURS`."""
         try:
             words = tuple(shlex.split(text))
         except ValueError as error:

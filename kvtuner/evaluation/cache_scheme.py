@@ -177,11 +177,7 @@ class ProfileScheme(CacheScheme):
 
     @classmethod
     def of(cls, name: str, profile: Profile, file: Path | None = None) -> Self:
-        """The scheme of a profile.
-
-        Raises:
-            ProfileError: keys per channel.
-        """
+        """The scheme of a profile; `ProfileError` for keys per channel."""
         layers = range(len(profile.pairs))
         specs = {layer: LayerSpec(profile.quant_spec(layer, "k"), profile.quant_spec(layer, "v")) for layer in layers}
         return cls(
@@ -302,11 +298,7 @@ class ServingRanks:
         tp_size: int = 1,
         pp_size: int = 1,
     ) -> ServingRanks:
-        """The ranks that `Budget.constraint` keeps a budget on.
-
-        Raises:
-            GeometryError: ranks that the model cannot be split over.
-        """
+        """The ranks that a budget is kept on; `GeometryError` for ranks that the model cannot be split over."""
         shape = geometry.row_shape(tp_size=tp_size, k_group_size=k_group_size, v_group_size=v_group_size)
         return cls(shape, tuple(geometry.layers_of_stage(rank, pp_size) for rank in range(pp_size)))
 

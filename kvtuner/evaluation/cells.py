@@ -79,11 +79,7 @@ class Means(PairedScores):
         return bootstrap_mean(self.sums, self.counts, seed=seed)
 
     def minus(self, other: Self, seed: int) -> Interval:
-        """The difference of two means; what sequences share cancels.
-
-        Raises:
-            ValueError: the other sums are of other sequences.
-        """
+        """The difference of two means of the same sequences, else `ValueError`; what sequences share cancels."""
         if self.sums.shape != other.sums.shape:
             raise ValueError(f"paired sums need one shape, but have {self.sums.shape} and {other.sums.shape}")
         return bootstrap_mean(self.sums - other.sums, self.counts, seed=seed)
@@ -159,9 +155,6 @@ class Marks(PairedScores):
         """The exact two-sided p-value that both are right equally often.
 
         It takes questions for independent; where those of one problem are not, it is too small.
-
-        Raises:
-            ValueError: the other marks have other questions.
         """
         only_first, only_second = self._only_one_is_right(other)
         differing = only_first + only_second

@@ -148,11 +148,7 @@ def evaluate(options: EvalOptions) -> EvaluationResult:
 
 
 def check_writable(resolved: ResolvedProfile) -> None:
-    """Check that an evaluation can be written beside a profile of the user's own.
-
-    Raises:
-        RunFolderError: it cannot.
-    """
+    """Refuse a profile of the user's own with `RunFolderError` where no evaluation can be written beside it."""
     folder = resolved.path.parent
     if resolved.is_own and not os.access(folder, os.W_OK):
         raise RunFolderError(f"{folder} cannot be written, where the evaluation will stand; copy the profile")

@@ -140,11 +140,7 @@ class Endpoint:
             ) from error
 
     def check_alive(self) -> None:
-        """Check that the server is still there and serves the same.
-
-        Raises:
-            EndpointError: it is gone; the run ends, and the same command resumes it.
-        """
+        """Raise `EndpointError` unless the server is still there and serves the same; the same command resumes."""
         try:
             served = self._served()
         except EndpointError as error:
@@ -155,20 +151,11 @@ class Endpoint:
             raise EndpointError(f"{self.url} serves something else now; run the same command again for that")
 
     def get(self, path: str) -> Any:
-        """The JSON that the server has at a path.
-
-        Raises:
-            OSError: no answer; URLError and timeouts are.
-            ValueError: the answer is no JSON.
-        """
+        """The JSON that the server has at a path; raises what `generate` does."""
         return json.loads(self._read(path))
 
     def flush(self) -> None:
-        """Empty SGLang's prefix cache, once it serves nobody.
-
-        Raises:
-            OSError: it does not answer, or is not idle for too long.
-        """
+        """Empty SGLang's prefix cache, once it serves nobody; `OSError` where it is not idle for too long."""
         self._read(f"/flush_cache?timeout={FLUSH_S}", b"")
 
     def _read(self, path: str, body: bytes | None = None) -> bytes:
@@ -205,11 +192,7 @@ def proxy_of(url: str) -> str | None:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether a server is on this machine, as far as its name says.
-
-    Raises:
-        EndpointError: the URL is no address.
-    """
+    """Whether a server is on this machine, as far as its name says; `EndpointError` for no address."""
     try:
         host = urlsplit(url).hostname or ""
     except ValueError as error:

@@ -82,19 +82,6 @@ def serving_ranks(
     )
 
 
-def load_workbench(options: CalibrateOptions, shape: ModelShape) -> Workbench:
-    """Load model, tokenizer and corpus."""
-    data = corpus_source(options.data, options.model, shape, seed=options.measurement.seed)
-    measurement = calibration_options(options.measurement, shape)
-    if options.data.data is None and options.model.model != DEMO:
-        say(
-            "no --data given: measuring on the shipped demo corpus (Python sources and generated tables);"
-            " prompts like the ones you serve give a better profile"
-        )
-    loaded = load_model(model_source(options.model), shape)
-    return Workbench.prepare(loaded, load_corpus(data, loaded.tokenizer), measurement)
-
-
 @dataclass
 class Phases:
     """Counts the forward passes over one sequence by phase, partial ones as fractions of their layers."""
@@ -122,7 +109,15 @@ def measure_sensitivity(
     options: CalibrateOptions, shape: ModelShape, folder: RunFolder, *, phase: str
 ) -> tuple[Phases, SensitivityTable]:
     """Load the model and measure it, or go on in the run folder; what it took is the phase of that name."""
-    bench = load_workbench(options, shape)
+    data = corpus_source(options.data, options.model, shape, seed=options.measurement.seed)
+    measurement = calibration_options(options.measurement, shape)
+    if options.data.data is None and options.model.model != DEMO:
+        say(
+            "no --data given: measuring on the shipped demo corpus (Python sources and generated tables);"
+            " prompts like the ones you serve give a better profile"
+        )
+    loaded = load_model(model_source(options.model), shape)
+    bench = Workbench.prepare(loaded, load_corpus(data, loaded.tokenizer), measurement)
     folder.create()
     phases = Phases(bench, folder)
     with phases.phase(phase):
