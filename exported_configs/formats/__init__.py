@@ -91,11 +91,7 @@ def read(
 
 
 def write(profile: Profile, name: str, *, lossy: bool = False) -> Exported:
-    """Write a profile as another tool's file; `lossy` drops what the format cannot say, and the notes say what.
-
-    Raises:
-        ProfileError: the format cannot say it; names the first layer and what would be lost.
-    """
+    """Write a profile as another tool's file; `ProfileError` for what it cannot say, unless `lossy` drops it."""
     writer = FORMATS[name]
     if lossy and not writer.can_lose:
         raise ProfileError(f"{name} is never written with a loss; leave --lossy out")

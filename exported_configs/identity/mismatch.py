@@ -115,9 +115,7 @@ _STRICT: Final = ("older", "unread")
 class Policy:
     """The strictness of the comparison, and the names of its flags and of the command that measures, for messages.
 
-    Attributes:
-        strict: Whether nothing may differ: every warning is an error.
-        allow_derived: Whether a fine-tune, or a model of another configuration but the same geometry, may be served.
+    A strict one makes every warning an error. A derived model is a fine-tune, or another configuration of one geometry.
     """
 
     strict: bool = False

@@ -15,12 +15,7 @@ from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.document import validated
 from kvtuner.exported_configs.profile.evidence import BudgetRecord, Libraries, Provenance
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
-from kvtuner.exported_configs.profile.layer_storage import (
-    Defaults,
-    GeometryRecord,
-    LayerRecord,
-    encode_fp16,
-)
+from kvtuner.exported_configs.profile.layer_storage import Defaults, GeometryRecord, LayerRecord, encode_fp16
 from kvtuner.exported_configs.profile.profile import SCHEMA_VERSION, Profile, reached_figures
 from kvtuner.precision import LAYOUT_ID, NATIVE_BITS, Granularity, PrecisionPair, Side
 from kvtuner.quant import IDENTITY, Transform

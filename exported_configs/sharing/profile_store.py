@@ -34,12 +34,7 @@ _ORIGIN: Final = DocumentKind("origin", "pull the profile again", 2**16, field_n
 
 @dataclass(frozen=True, slots=True)
 class FetchedProfile:
-    """A profile of the hub, on this machine.
-
-    Attributes:
-        reference: The place that it comes from; its revision is a commit.
-        notes: Advice to the user: a revision that may move or that moved, and files that were left out.
-    """
+    """A profile of the hub on this machine, its reference at a commit, and notes on moves and on files left out."""
 
     path: Path
     profile: Profile

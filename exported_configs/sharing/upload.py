@@ -29,8 +29,6 @@ class Upload:
         head: The state of the branch before the push; None where there is no repository yet.
         files: The content of the files by their paths in the repository.
         removed: The paths of files that go: they belong to a profile that is replaced.
-        private: Whether a repository that is made is private.
-        create_pr: Whether to open a pull request.
     """
 
     repo: str

@@ -80,9 +80,7 @@ def signature_path(path: Path) -> Path:
 def sign_profile(path: Path, signer: Signer) -> Path:
     """Sign a profile; returns the signature's file, beside the profile. One that is there is replaced.
 
-    Raises:
-        ProfileError: the file is no profile.
-        SignatureError: it cannot be signed, or the signature cannot be written.
+    A file that is no profile is a `ProfileError`; what cannot be signed or written is a `SignatureError`.
     """
     if path.is_symlink():
         place = f"its signature would not stand beside the file; sign {path.resolve()}"
@@ -106,9 +104,7 @@ def sign_profile(path: Path, signer: Signer) -> Path:
 def verify_profile(path: Path, identity: SignerIdentity) -> Verified:
     """Check that a profile's signature is by `identity` and covers what the file holds.
 
-    Raises:
-        SignatureError: it is not signed by `identity`; says why.
-        ProfileError: it is signed, and no profile.
+    A `SignatureError` says why it is not; a file that is signed, and no profile, is a `ProfileError`.
     """
     data = _read(path, MAX_PROFILE_BYTES, "profile")
     signature = _read(signature_path(path), SIGNATURE.max_bytes, "signature")
