@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 class PackedRows:
     """Keys or values of one layer in a pool of token slots.
 
-    Attributes:
-        rows: [slots, row_bytes] uint8, or [slots, num_heads, head_dim] in the served dtype at 16 bits.
-        format: The format of a row.
+    The rows are [slots, row_bytes] uint8, or [slots, num_heads, head_dim] in the served dtype at 16 bits.
     """
 
     # Not a tensor on purpose: code that would read rows as keys fails at once.
@@ -69,9 +67,7 @@ class ScoreScaling:
 class PackedAttention(Protocol):
     """The attention that a server calls for every layer. Tensors lie on the device of the rows.
 
-    Attributes:
-        name: The name of the backend in log and metrics.
-        rounding: The relative error of queries and weights over packed rows, beside that of the served dtype.
+    `rounding` is the relative error of queries and weights over packed rows, beside that of the served dtype.
     """
 
     name: str

@@ -88,9 +88,7 @@ class PackedSide:
     def check(self, states: Tensor) -> None:
         """Check that keys or values [batch, num_heads, tokens, head_dim] can be stored.
 
-        Raises:
-            ProfileError: Heads or channels are not the format's.
-            CacheError: The batch, or the dtype of native rows, is not that of what is stored.
+        Heads or channels of another format are a `ProfileError`; another batch or native dtype is a `CacheError`.
         """
         heads, channels = states.shape[1], states.shape[-1]
         if (heads, channels) != (self.format.num_heads, self.format.head_dim):

@@ -25,9 +25,8 @@ BLOCK_TOKENS: Final = 2048
 class RowFormat:
     """How keys or values of one rank's KV heads become rows.
 
-    Attributes:
-        spec: The quantization. None keeps [tokens, num_heads, head_dim] in the dtype it comes in; fp8, which no profile
-            asks for, stores a byte for each channel and no scales.
+    Without a `spec` they keep [tokens, num_heads, head_dim] and the dtype that they come in. The spec of fp8, which no
+    profile asks for, stores a byte for each channel and no scales.
     """
 
     num_heads: int
@@ -96,9 +95,7 @@ class LayerFormat:
 def rank_formats(profile: Profile, layers: range, *, tp_rank: int = 0, tp_size: int = 1) -> tuple[LayerFormat, ...]:
     """How one of `tp_size` ranks stores the layers of its pipeline stage, given by their global ids.
 
-    Raises:
-        GeometryError: The heads cannot be split among that many ranks.
-        ProfileError: The profile does not have these layers.
+    Heads that cannot be split so are a `GeometryError`; layers that the profile does not have are a `ProfileError`.
     """
     if not 0 <= layers.start < layers.stop <= profile.geometry.num_layers:
         raise ProfileError(

@@ -67,11 +67,7 @@ class KVTunerLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Store a chunk and return what its queries read, both [batch, num_kv_heads, tokens, channels].
 
-        Releases of transformers pass more arguments, which are not used.
-
-        Raises:
-            ProfileError: Heads or channels are not the profile's.
-            CacheError: The batch or dtype is not that of what the cache holds.
+        Releases of transformers pass more arguments, which are not used. Errors are those of `PackedSide.check`.
         """
         self.lazy_initialization(key_states, value_states)
         is_first = self.get_seq_length() == 0

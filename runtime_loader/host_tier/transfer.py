@@ -41,7 +41,6 @@ class DeviceSide:
 
     Attributes:
         buffer: [slots, row_bytes] uint8, or [slots, num_heads, head_dim] in the model's dtype.
-        format: The format of rows below the device.
         packed: Whether the buffer holds rows of that format already.
     """
 

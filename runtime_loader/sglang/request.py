@@ -207,11 +207,7 @@ _WIDTHS: Final[dict[str, dict[str, Any]]] = {
 
 
 def request_of_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> ServingRequest | None:
-    """Return what the launcher's flags, and without them the user's variables, ask for; None if nothing.
-
-    Raises:
-        ServingError: Flags contradict each other or ask for what no pool can hold.
-    """
+    """Return what flags, or else the user's variables, ask for, None if nothing; `ServingError` if it cannot be."""
     family = _family(args)
     path = None if family else args.kvtuner_profile or environ.get(PROFILE_VARIABLE) or None
     switches = {name: _set_by(args, environ, name) for name in _SWITCHES}

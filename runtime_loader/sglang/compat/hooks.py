@@ -21,8 +21,7 @@ AFTER = HookType.AFTER
 def install(target: str, hook: Callable[..., Any], kind: Any, *parameters: str) -> None:
     """Hook the function of a dotted path now, as `AROUND` or `AFTER` says, and leave other plugins' targets alone.
 
-    Raises:
-        ServingError: Another plugin has the target, it is gone, or it does not take these parameters.
+    A target that another plugin has, or that is gone or does not take these parameters, is a `ServingError`.
     """
     if HookRegistry._hooks.get(target) or target in HookRegistry._patched:
         raise _not_alone(target)

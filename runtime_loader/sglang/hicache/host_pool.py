@@ -34,11 +34,8 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
     """SGLang's host pool with pages of packed rows in one buffer of bytes.
 
     Args:
-        layers: The rank's layers, as a mover takes them.
         identity: The identity that pages must have to be read.
-        label: The name that SGLang gives the pool.
         zero_copy: Whether a storage reads the buffer itself; headers then lie in it.
-        make_mover: The factory of what moves the pages; plain torch by default.
     """
 
     def __init__(
