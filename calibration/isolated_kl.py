@@ -90,8 +90,10 @@ def measure_isolated(
                 journal.append(*({**asdict(candidate), "batch": batch.index, "kl_sum": kl} for batch, kl in measured))
             for batch in together:
                 if candidate not in broken:
-                    kl = _kl_sum_of(journal, batch, candidate)
-                    if kl is None:
+                    record = journal.get((batch.index, candidate))
+                    assert record is not None
+                    kl: float | None = record["kl_sum"]
+                    if kl is None:  # it was not finite
                         broken.add(candidate)
                         _check_rivals(candidate, candidates, broken)
                     else:
@@ -103,14 +105,6 @@ def measure_isolated(
 
 def _key_of(record: Mapping[str, Any]) -> tuple[int, Candidate]:
     return record["batch"], Candidate(record["layer"], record["side"], record["bits"], record["transform"])
-
-
-def _kl_sum_of(journal: Journal, batch: Batch, candidate: Candidate) -> float | None:
-    """The journalled KL, summed over the scored tokens of a batch; None where it is not finite."""
-    record = journal.get((batch.index, candidate))
-    assert record is not None
-    kl_sum: float | None = record["kl_sum"]
-    return kl_sum
 
 
 def _check_rivals(candidate: Candidate, candidates: Sequence[Candidate], broken: Set[Candidate]) -> None:

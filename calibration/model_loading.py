@@ -192,12 +192,11 @@ def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedMo
         model = _load_weights(source, is_quantized=getattr(shape.config, "quantization_config", None) is not None)
         model.eval().requires_grad_(False)
         name = type(model).__name__
-        if not model._can_set_attn_implementation():
-            raise UnsupportedModelError(f"{name} does not go through transformers' AttentionInterface; it has no hook")
-        try:
-            model.set_attn_implementation(register())
-        except ValueError as error:
-            raise UnsupportedModelError(f"{name} refuses another attention implementation: {error}") from error
+        if model._can_set_attn_implementation():
+            try:
+                model.set_attn_implementation(register())
+            except ValueError as error:
+                raise UnsupportedModelError(f"{name} refuses another attention implementation: {error}") from error
     if model.config._attn_implementation != register():
         raise UnsupportedModelError(f"{name} does not go through transformers' AttentionInterface; it has no hook")
     return LoadedModel(source, shape, model, tokenizer)

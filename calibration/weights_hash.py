@@ -21,10 +21,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """sha256 of every tensor's name, shape, dtype and the checksum of all its bytes.
 
     A checksum, and no sum of elements: rounding would follow the device and the number of threads, and a run folder may
-    be resumed on another machine.
-
-    Args:
-        tensors: The tensors by name. Of one that accelerate offloaded to the meta device, only name and shape count.
+    be resumed on another machine. Of a tensor that accelerate offloaded to the meta device, only name and shape count.
     """
     digest = hashlib.sha256()
     num_bytes = sum(tensor.nbytes for tensor in tensors.values() if not tensor.is_meta)

@@ -68,7 +68,7 @@ class Budget:
         for kind, pattern in _PATTERNS.items():
             if match := pattern.fullmatch(text.strip().upper()):
                 number, *rest = match.groups()
-                tokens = _num_tokens(*rest[1:]) if kind == "memory" else 1
+                tokens = int(rest[1]) * int(rest[2]) * (1024 if rest[3] else 1) if kind == "memory" else 1
                 if Fraction(number) == 0 or tokens == 0:
                     raise BudgetError(f"a budget must be more than nothing, but is {text!r}; give {FORMS}")
                 unit_bytes = Fraction(_UNIT_BYTES[rest[0]] if rest else 1, tokens)
@@ -114,14 +114,10 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A budget as exact integers: in each stage, the costs of its layers' pairs sum to at most its cap.
+    """A budget as exact integers: in each pipeline stage, the costs of its layers' pairs sum to at most its cap.
 
-    The unit is stored bytes of one token on one rank; for mean_bits, payload bits of one token per KV head.
-
-    Attributes:
-        budget: The budget as it was written.
-        shape: The shape of the rows of one rank.
-        stages: The layers of each pipeline stage.
+    The unit is stored bytes of one token on one rank, whose rows have `shape`; for mean_bits, payload bits of one token
+    per KV head.
     """
 
     budget: Budget
@@ -175,10 +171,6 @@ class Constraint:
         costs = self.stage_costs([SMALLEST_PAIR] * self.num_layers if pairs is None else pairs)
         needed = max(cost / self._cost_of_unit(stage) for stage, cost in enumerate(costs))
         return f"{_decimal(_rounded_up(needed))}{self.budget.unit}"
-
-
-def _num_tokens(requests: str, tokens: str, thousands: str) -> int:
-    return int(requests) * int(tokens) * (1024 if thousands else 1)
 
 
 def _unit_text(kind: Kind, rest: Sequence[str]) -> str:

@@ -17,12 +17,10 @@ NOISE: Final = -1
 
 
 def dbscan(points: NDArray[np.float64], eps: float, min_samples: int) -> NDArray[np.int64]:
-    """Cluster by density; quadratic in the number of points, which here are layers.
+    """Cluster points [num_points, num_features] by density; quadratic in their number, which is that of layers.
 
-    Args:
-        points: [num_points, num_features].
-        eps: largest Euclidean distance between neighbours, included.
-        min_samples: neighbours that make a point a core of a cluster, the point itself counted.
+    Neighbours are at most `eps` apart, in Euclidean distance; `min_samples` of them make a point a core of a cluster,
+    the point itself counted.
 
     Returns:
         Cluster of each point, counted from 0 in the order of their first core points; -1 is noise.
@@ -52,10 +50,7 @@ def group_layers(
 ) -> tuple[tuple[int, ...], ...]:
     """Group the layers of each pipeline stage that have the same menu and close features.
 
-    Args:
-        menus: what may be chosen, by layer; only layers with equal menus can be grouped.
-        features: one vector per layer, of one length for equal menus.
-        stages: layers of each pipeline stage; together all layers, once.
+    Menus and features are by layer; features have one length for equal menus. The stages hold all layers, each once.
 
     Returns:
         A partition of the layers, in order of first layers; what DBSCAN calls noise is a group of its own.

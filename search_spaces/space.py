@@ -25,9 +25,6 @@ class LayerChoice:
     """The bits and transforms of one layer.
 
     Attributes:
-        pair: widths of keys and values.
-        k_transform: transform of the keys, by name.
-        v_transform: transform of the values, by name.
         cost_bytes: stored bytes of one token in this layer, on one rank.
         score: The predicted loss of quality, additive over layers; NaN where that of a baseline was not measured.
     """
@@ -62,12 +59,9 @@ class LayerMenu:
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """Menus of all layers, and which layers must choose the same pair.
+    """Menus of all layers in order, and groups, a partition of the layers, whose layers must choose the same pair.
 
-    Attributes:
-        menus: one per layer, in order.
-        groups: a partition of the layers; those of a group have the same pairs to choose from.
-        shape: The shape of the rows whose bytes the menus state.
+    The layers of a group have the same pairs to choose from. The bytes in the menus are those of rows of `shape`.
     """
 
     menus: tuple[LayerMenu, ...]
@@ -164,15 +158,9 @@ def build_space(
 ) -> SearchSpace:
     """The menu of every layer: all pairs of 2, 4, 8 and 16 bits, each side with its best-scoring transform.
 
-    Args:
-        table: measured scores.
-        score: The name of the score to use.
-        shape: The shape of the rows of one rank.
-        keep: The layers whose pair is forced.
-        groups: tie layers that are alike, as the paper does. They are compared by e_o whatever `score` is,
-            for the clustering distance of 0.05 is in its unit.
-        stages: layers of each pipeline stage, which groups never cross; all layers by default.
-        prune: drop dominated pairs.
+    Bytes are those of rows of `shape`, of one rank. `keep` forces the pair of some layers, and `prune` drops dominated
+    pairs. `groups` ties layers that are alike, as the paper does, but none of two pipeline stages; all layers are one
+    stage by default. They are compared by e_o whatever `score` is, for the clustering distance of 0.05 is in its unit.
 
     Raises:
         SearchSpaceError: a kept layer that the model lacks, or a score that is not finite.

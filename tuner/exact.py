@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtuner.errors import BudgetError
-from kvtuner.search_spaces.space import Configuration, LayerChoice, SearchSpace, pairs_of, predicted_score
+from kvtuner.search_spaces.space import Configuration, SearchSpace, pairs_of, predicted_score
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +27,6 @@ class Front:
         costs: int64 [num_points], ascending.
         scores: float64 [num_points], descending.
         indices: index of the choice of each group, [num_points, num_groups].
-        space: The space of the groups.
         groups: positions in `space.groups` of the columns of `indices`.
     """
 
@@ -42,7 +41,11 @@ class Front:
 
     def configuration(self, point: int) -> Configuration:
         """The choices of one point, in the order of the layers."""
-        chosen = self._chosen(point)
+        chosen = {
+            layer: self.space.menus[layer].choices[index]
+            for group, index in zip(self.groups, self.indices[point], strict=True)
+            for layer in self.space.groups[group]
+        }
         return tuple(chosen[layer] for layer in sorted(chosen))
 
     def best(self, cap: int) -> Configuration:
@@ -60,24 +63,12 @@ class Front:
             raise BudgetError(f"the cheapest configuration costs {self.costs[0]}, more than {cap}; raise the budget")
         return point
 
-    def _chosen(self, point: int) -> dict[int, LayerChoice]:
-        return {
-            layer: self.space.menus[layer].choices[index]
-            for group, index in zip(self.groups, self.indices[point], strict=True)
-            for layer in self.space.groups[group]
-        }
-
 
 def solve_front(space: SearchSpace, cost: Callable[[PrecisionPair], int], layers: range | None = None) -> Front:
-    """All Pareto-optimal configurations of some layers, exactly.
+    """All Pareto-optimal configurations of a pipeline stage, which no group may cross, or of all layers; exactly.
 
-    Group by group, the front of the groups so far is combined with all choices of the next, and what is
-    dominated is dropped. Costs are integers, so a front has no more points than there are distinct costs.
-
-    Args:
-        space: menus and groups.
-        cost: The function that gives the cost of a pair in one layer, an integer.
-        layers: a pipeline stage, which no group may cross; all layers by default.
+    Group by group, the front of the groups so far is combined with all choices of the next, and what is dominated is
+    dropped. Costs of a pair in one layer are integers, so a front has no more points than there are distinct costs.
     """
     layers = range(len(space.menus)) if layers is None else layers
     groups = tuple(i for i, group in enumerate(space.groups) if group[0] in layers)
@@ -134,12 +125,9 @@ def solve(space: SearchSpace, constraint: Constraint) -> Configuration:
 def nested(space: SearchSpace, constraints: Sequence[Constraint]) -> list[Configuration]:
     """One configuration per budget, such that a larger budget takes no bits from any side of any layer.
 
-    One of the budgets is solved on its own, the larger ones above it and the smaller ones below it; it is the
-    one that leads to the least total of relative losses against solving each on its own.
-
-    Args:
-        space: menus and groups.
-        constraints: ascending, of one kind and model.
+    One of the budgets is solved on its own, the larger ones above it and the smaller ones below it; it is the one that
+    leads to the least total of relative losses against solving each on its own. The constraints ascend, and are of one
+    kind and model.
 
     Raises:
         BudgetError: a budget that cannot be kept, or one that is smaller than that before it.

@@ -121,7 +121,6 @@ class MeasuredKL:
         return kls[: self._ends[last]]
 
     def _run(self, configuration: Sequence[LayerChoice], batches: slice) -> list[float]:
-        """The mean KL of every sequence of some batches."""
         specs = {layer: self._spec(layer, choice) for layer, choice in enumerate(configuration)}
         kls: list[float] = self._simulator.measure(specs, batches=batches).kl.mean(dim=1).tolist()
         for kl in kls:

@@ -46,14 +46,10 @@ def make_sampler(
     is_wanted: Callable[[Mapping[str, Any]], bool] | None = None,
     suggest: Callable[[int], dict[str, Any] | None] | None = None,
 ) -> BaseSampler:
-    """The sampler of that name.
+    """The sampler of that name; the one of ``none`` is never asked.
 
-    Args:
-        name: The name; the sampler of ``none`` is never asked.
-        seed: The seed of its draws.
-        distributions: The distributions of all parameters.
-        is_wanted: Whether a proposal is worth a trial; if not, the sampler is asked again.
-        suggest: A function from the trial's number to the parameters to try; where it gives None, the sampler is asked.
+    `suggest` gives the parameters to try by the trial's number. Where it gives None the sampler is asked, and asked
+    again where `is_wanted` says that its proposal is not worth a trial. The distributions are those of all parameters.
     """
     num_proposals = 1 if is_wanted is None else _NUM_PROPOSALS[name]
     inner = _optuna_sampler(name, seed)

@@ -45,22 +45,18 @@ def storage_errors(url: str | None) -> Iterator[None]:
     """
     try:
         yield
-    except STORAGE_ERRORS as error:
-        raise _storage_error(url, error) from error
-    except OSError as error:
-        if url is None or not url.startswith(JOURNAL):
+    except (*STORAGE_ERRORS, OSError) as error:
+        is_journal = url is not None and url.startswith(JOURNAL)
+        if isinstance(error, OSError) and not is_journal:
             raise
-        raise _storage_error(url, error) from error
-
-
-def _storage_error(url: str | None, error: BaseException) -> RunFolderError:
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    reason = str(getattr(cause, "orig", None) or cause).split("\n")[0]
-    is_file = url is not None and (url.startswith(JOURNAL) or _parsed(url).get_backend_name() == "sqlite")
-    remedy = next((remedy for word, remedy in _REMEDIES.items() if word in reason), _DAMAGED if is_file else _UNREACHED)
-    return RunFolderError(f"the study in {printable_url(url)} cannot be used ({reason}): {remedy}")
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = str(getattr(cause, "orig", None) or cause).split("\n")[0]
+        is_file = is_journal or (url is not None and _parsed(url).get_backend_name() == "sqlite")
+        otherwise = _DAMAGED if is_file else _UNREACHED
+        remedy = next((remedy for word, remedy in _REMEDIES.items() if word in reason), otherwise)
+        raise RunFolderError(f"the study in {printable_url(url)} cannot be used ({reason}): {remedy}") from error
 
 
 def printable_url(url: str | None) -> str:

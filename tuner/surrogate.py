@@ -53,12 +53,8 @@ class Surrogate:
     ) -> tuple[int, ...] | None:
         """Indices, one per group, of a configuration that may be better than all measured ones.
 
+        `measured` holds the KL by indices, nats per token. Indices are wanted if they are new and inside the budget.
         Draws are spread wider while they lead to what is not wanted; None if all of them do.
-
-        Args:
-            measured: KL by indices, nats per token.
-            is_wanted: whether indices are new and inside the budget.
-            rng: The generator of the draws.
         """
         if not measured:
             return None

@@ -24,16 +24,10 @@ NUM_SMALLER: Final = 6
 def warm_starts(
     space: SearchSpace, constraint: Constraint, uniforms: Sequence[Configuration], limit: int
 ) -> list[Configuration]:
-    """Distinct configurations inside the budget, in the order in which to measure them.
+    """Distinct configurations inside the budget, `limit` at most, in the order in which to measure them.
 
-    The exact solution, exact solutions of slightly smaller budgets, the uniforms, then the exact solution's
-    neighbours.
-
-    Args:
-        space: menus and groups.
-        constraint: the budget.
-        uniforms: any configurations; those inside the budget are taken as `SearchSpace.project` sees them.
-        limit: The largest number of configurations.
+    The exact solution, exact solutions of slightly smaller budgets, those of the uniforms that are inside the budget,
+    as `SearchSpace.project` sees them, then the exact solution's neighbours.
 
     Raises:
         BudgetError: forced layers leave too little.

@@ -48,7 +48,6 @@ class TrialRecord:
 
     Attributes:
         number: The number of the trial in the study, from 0.
-        configuration: The configuration that was tried.
         value: KL, nats per token, measured or estimated by a race; None outside the budget, where nothing is measured,
             and where the KL is not finite.
         source: whether it was a warm start or the sampler's idea.
@@ -327,11 +326,7 @@ def _value_of(trial: FrozenTrial, otherwise: float | None) -> float | None:
 
 
 def _finite(known: float) -> float:
-    """A value that the study knows.
-
-    Raises:
-        NonFiniteActivationError: it is not finite.
-    """
+    """A value that the study knows; refused if it is not finite."""
     if not math.isfinite(known):
         raise NonFiniteActivationError("it repeats a configuration whose KL is not finite")
     return known

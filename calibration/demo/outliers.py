@@ -26,13 +26,10 @@ PAIRS_PER_HEAD = 3
 
 
 def add_outliers(model: PreTrainedModel, *, factor: float, pairs_per_head: int, seed: int) -> None:
-    """Rescale rotary pairs in place.
+    """Rescale rotary pairs of each KV head of each layer in place; `seed` chooses the pairs.
 
-    Args:
-        model: A model like Llama or Qwen2: `q_proj`, `k_proj`, channel i rotated with i + head_dim / 2, no QK norm.
-        factor: a power of two, so that every product is exact.
-        pairs_per_head: rotary pairs of each KV head of each layer.
-        seed: The seed of the choice of pairs.
+    The model is like Llama or Qwen2: `q_proj`, `k_proj`, channel i rotated with i + head_dim / 2, no QK norm. The
+    factor is a power of two, so that every product is exact.
     """
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

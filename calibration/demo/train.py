@@ -138,13 +138,12 @@ def add_key_biases(model: PreTrainedModel, key_bias: float) -> None:
     """Give the first and the last layer the large key biases that Qwen2.5 has there, in place.
 
     Norms of k_proj's biases in Qwen2.5-7B: about 605 in layer 0, 921 in layer 27, a median of 22
-    (github.com/ggml-org/llama.cpp issue 21385). Here one channel of every head's slowest rotary pair is moved. Over the
-    length of a training sequence that pair turns by a few degrees, so that a query finds nearly the same added to all
-    of its scores, and softmax cancels it: the model predicts as before, but its keys need care.
+    (github.com/ggml-org/llama.cpp issue 21385). Here one channel of every head's slowest rotary pair is moved, with
+    alternating sign from head to head. Over the length of a training sequence that pair turns by a few degrees, so that
+    a query finds nearly the same added to all of its scores, and softmax cancels it: the model predicts as before, but
+    its keys need care.
 
-    Args:
-        model: Qwen2, in the dtype that it is saved in.
-        key_bias: what is added, with alternating sign from head to head.
+    The model is Qwen2, in the dtype that it is saved in.
     """
     config = model.config
     head_dim = config.hidden_size // config.num_attention_heads

@@ -116,8 +116,7 @@ class DecoderChain:
         """Run the whole decoder once, keeping the residual stream; ids and positions are [batch, tokens].
 
         Raises:
-            NonFiniteActivationError: raised by the hook, if it checks; names the layer that NaN or infinity began
-                in.
+            NonFiniteActivationError: raised by the hook, if it checks; names the first layer that gave any.
         """
         residual: list[Tensor] = []
         calls: list[LayerCall] = []

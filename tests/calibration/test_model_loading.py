@@ -214,8 +214,7 @@ def test_a_folder_that_does_not_exist_is_called_that(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [None, "{", "[]", "{}", '{"model_type": "nonesuch"}', '{"model_type": "llama", "hidden_size": "many"}'],
+    "text", [None, "{", "[]", "{}", '{"model_type": "nonesuch"}', '{"model_type": "llama", "hidden_size": "many"}']
 )
 def test_a_folder_without_a_readable_configuration_is_refused(text: str | None, tmp_path: Path) -> None:
     if text is not None:

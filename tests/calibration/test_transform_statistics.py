@@ -177,9 +177,7 @@ def test_memory_grows_with_depth_by_the_residual_stream_alone(
     assert peaks[8, 2] - peaks[2, 2] <= 6 * 1.05 * residual
 
 
-def test_the_memory_meter_counts_what_is_alive_at_once(
-    peak_bytes: Callable[[Callable[[], object]], int],
-) -> None:
+def test_the_memory_meter_counts_what_is_alive_at_once(peak_bytes: Callable[[Callable[[], object]], int]) -> None:
     def views_and_freed_tensors() -> None:
         first = torch.ones(1000)
         second = first + 1

@@ -157,10 +157,7 @@ def test_a_run_interrupted_among_isolated_forwards_resumes_with_what_is_left(
 
 
 def test_a_run_interrupted_in_the_candidate_pass_starts_that_pass_again(
-    bench_of: Callable[..., Workbench],
-    whole: SensitivityTable,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    bench_of: Callable[..., Workbench], whole: SensitivityTable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, original = RunFolder(tmp_path), CandidateMeasurement._measure_layer
 
@@ -322,9 +319,7 @@ def test_a_damaged_file_is_refused_and_nothing_is_overwritten(
     assert folder.file(name).read_bytes() == bad
 
 
-def test_splits_are_read_at_positions_of_their_own_the_same_each_time(
-    bench_of: Callable[..., Workbench],
-) -> None:
+def test_splits_are_read_at_positions_of_their_own_the_same_each_time(bench_of: Callable[..., Workbench]) -> None:
     bench = bench_of(sequences=(3, 3, 3))
     starts = {}
     for split in ("calibrate", "select", "report"):

@@ -112,9 +112,7 @@ def test_planted_optimum_is_found(make_space: Space, make_constraint: Limit, tex
         planted = [pairs[i] for i in rng.integers(0, len(pairs), size=30)]
         # Whoever takes less than the planted pair anywhere pays 1; taking more gains nothing.
         space = make_space(
-            30,
-            lambda layer, pair, planted=planted: float(pairs.index(pair) < pairs.index(planted[layer])),
-            pairs=pairs,
+            30, lambda layer, pair, planted=planted: float(pairs.index(pair) < pairs.index(planted[layer])), pairs=pairs
         )
         needed = make_constraint(f"100{text}", 30).smallest(planted).removesuffix(text)
         assert pairs_of(solve(space, make_constraint(f"{needed}{text}", 30))) == planted

@@ -73,14 +73,7 @@ def test_what_is_not_finite_is_tried_once_and_the_study_goes_on(
 
     def run(num_trials: int) -> StudyResult:
         return refine(
-            space,
-            constraint,
-            faulty,
-            warm=warm,
-            sampler=sampler,
-            num_trials=num_trials,
-            storage=url,
-            race=faulty.race,
+            space, constraint, faulty, warm=warm, sampler=sampler, num_trials=num_trials, storage=url, race=faulty.race
         )
 
     first = run(12).trials

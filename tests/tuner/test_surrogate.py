@@ -57,9 +57,7 @@ def constraint(make_constraint: Limit) -> Constraint:
 
 @pytest.fixture
 def inside(
-    space: SearchSpace,
-    constraint: Constraint,
-    every_configuration: Callable[[SearchSpace], Iterator[Configuration]],
+    space: SearchSpace, constraint: Constraint, every_configuration: Callable[[SearchSpace], Iterator[Configuration]]
 ) -> dict[tuple[int, ...], Configuration]:
     """Every configuration inside the budget by its indices."""
     found = (c for c in every_configuration(space) if constraint.is_met(pairs_of(c)))

@@ -231,10 +231,7 @@ def test_the_bent_decoders_differ_from_a_plain_chain_in_their_bend_alone(
     ],
 )
 def test_a_decoder_that_is_no_chain_is_refused(
-    decoder: type[nn.Module],
-    words: str,
-    make_model: Callable[..., Any],
-    chain_over: Callable[..., DecoderChain],
+    decoder: type[nn.Module], words: str, make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain]
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         chain_over(rebuilt_as(decoder, make_model))

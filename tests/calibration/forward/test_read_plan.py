@@ -18,11 +18,7 @@ from kvtuner.calibration.forward.read_plan import (
 )
 
 TOKENS, SPLIT = 13, 5
-SHAPES = {
-    "mha": (1, 3, 3, 8, 8),
-    "gqa": (2, 6, 2, 8, 8),
-    "mqa-wider-values": (1, 4, 1, 16, 24),
-}
+SHAPES = {"mha": (1, 3, 3, 8, 8), "gqa": (2, 6, 2, 8, 8), "mqa-wider-values": (1, 4, 1, 16, 24)}
 
 
 def random_call(

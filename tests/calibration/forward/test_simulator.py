@@ -126,10 +126,7 @@ def test_simulation_is_a_teacher_forced_run_on_a_quantized_cache(
 
 
 def test_likelihood_of_the_exact_model_is_torchs_cross_entropy(
-    family: str,
-    make_model: Callable[..., Any],
-    chain_of: Callable[..., DecoderChain],
-    random_batches: RandomBatches,
+    family: str, make_model: Callable[..., Any], chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
     (batch,) = random_batches(2, TOKENS, batch_size=2)
     eager = make_model(family)
