@@ -30,6 +30,7 @@ def test_a_program_ends_with_all_that_it_started_once_its_starter_is_gone(progra
     if not programs.forks.is_used:
         pytest.skip("nothing is forked")
     output = tmp_path / "output"
+    output.touch()
     process = start_fork(programs.forks.address, [sys.executable, "-c", PROGRAM], environment(), output, output)
     deadline = time.monotonic() + 60
     while "started" not in output.read_text() and time.monotonic() < deadline:
