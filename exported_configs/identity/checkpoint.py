@@ -58,7 +58,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, list[Any]]]:
-    """The name of every tensor of a file with its dtype, its shape and the checksum of a sample."""
     if not path.is_file():
         raise ValueError("no file, or a pipe that would be waited for")
     with path.open("rb") as file:

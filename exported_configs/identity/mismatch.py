@@ -258,6 +258,5 @@ def _is_other_revision(wanted: ModelIdentity, actual: ModelIdentity) -> bool:
 
 
 def _short(value: str | int) -> str:
-    """A value, or the beginning of a hash."""
     text = str(value)
     return text[: len("sha256:") + 12] if text.startswith("sha256:") else text

@@ -102,7 +102,6 @@ def _fetch(at: HubReference, sizes: Mapping[str, int | None]) -> FetchedProfile:
 
 
 def _companions(path: str, names: Iterable[str]) -> list[str]:
-    """The paths of a profile's evaluations and signature."""
     evaluation = re.compile(re.escape(path.removesuffix(".json") + SUFFIX) + r"[^/]*\.json")
     evaluations = [name for name in sorted(names) if evaluation.fullmatch(name) and name.isprintable()]
     if len(evaluations) > MAX_COMPANIONS:

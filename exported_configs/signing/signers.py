@@ -42,7 +42,6 @@ class Signer:
     Attributes:
         private_key: The key, of P-256, P-384 or P-521; beside a certificate it may not be encrypted.
         password: The password of the key's file; None where it is not encrypted.
-        certificate: The certificate of the key.
         chain: The files of the certificates above it, the root's at least.
         identity_token: The token of OpenID Connect for Sigstore; None for the one of a CI job, or else a browser.
     """
