@@ -20,7 +20,6 @@ class OptionRule:
     Attributes:
         name: The attribute of SGLang's resolved arguments; a dot leads into what an argument holds.
         works: The values that a packed pool works with.
-        reason: The reason why others do not.
         set_by: The flag, where it is not the name with dashes.
         of_attention: Whether the rule holds only where the device pool has packed rows, which attention reads.
     """

@@ -42,7 +42,6 @@ class ProcessState:
 
     Attributes:
         serving: The request with its profile; None where nothing is asked for.
-        checked_digest: The digest of the profile that the launcher checked.
         rank_profile: The profile of this scheduler's rank, once its model is known.
         rank: What this rank serves with, once SGLang asked how many tokens fit.
         hooked: The names of what is hooked once in a process, whatever it serves later.

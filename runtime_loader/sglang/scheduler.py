@@ -123,7 +123,6 @@ def _agreement_seconds() -> float:
 
 
 def _agree(word: str) -> None:
-    """Refuse to serve where a rank says another word, or nothing."""
     words = tell_all("kvtuner/profile", word, _agreement_seconds())
     for rank, other in words.items():
         if other != word:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch.distributed as dist
 from sglang.srt.runtime_context import get_parallel
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
 FAREWELL_S: Final = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class ParallelRanks:
+class ParallelRanks(NamedTuple):
     """The ranks of this process: among those that share a layer's heads, in the pipeline, and among all schedulers."""
 
     tp_rank: int
@@ -29,12 +27,9 @@ class ParallelRanks:
 
 def ranks() -> ParallelRanks:
     """Return this process's ranks, once its groups are made."""
-    parallel = get_parallel()
+    here = get_parallel()
     return ParallelRanks(
-        tp_rank=parallel.attn_tp_rank,
-        tp_size=parallel.attn_tp_size,
-        pp_rank=parallel.pp_rank,
-        world_rank=dist.get_rank(),
+        tp_rank=here.attn_tp_rank, tp_size=here.attn_tp_size, pp_rank=here.pp_rank, world_rank=dist.get_rank()
     )
 
 
