@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvtuner.precision import Granularity, Side
 
 NATIVE: Final = PrecisionPair(NATIVE_BITS, NATIVE_BITS)
+_OWN_MODEL: Final = "give the file's own model"
 
 
 class LostFeature(NamedTuple):
@@ -113,13 +114,15 @@ class ImportOptions:
 class Imported:
     """The widths of the layers that a file names, their storage, and notes to the user, one line each.
 
-    A layer need not be one of the model; `rest` is the widths of all others, None where every layer must be named.
+    A layer need not be one of the model; `rest` is the widths of all others, None where every layer must be named;
+    `missing_advice` says then what to do about one that is not.
     """
 
     pairs: Mapping[int, PrecisionPair]
     storage: Storage
     notes: tuple[str, ...] = ()
     rest: PrecisionPair | None = NATIVE
+    missing_advice: str = _OWN_MODEL
 
     def all_pairs(self, num_layers: int) -> list[PrecisionPair]:
         """The widths of every layer of a model; `ProfileError` for a layer that it has not, or that must be named."""
@@ -127,15 +130,11 @@ class Imported:
         for layer in self.pairs:
             if not 0 <= layer < num_layers:
                 raise ProfileError(
-                    f"the model has layers 0-{last}, but the file names layer {str(layer)[:20]};"
-                    " give the file's own model"
+                    f"the model has layers 0-{last}, but the file names layer {str(layer)[:20]}; {_OWN_MODEL}"
                 )
         missing = [layer for layer in range(num_layers) if layer not in self.pairs]
         if missing and self.rest is None:
-            raise ProfileError(
-                f"layer {missing[0]} of 0-{last} is not named; give the file's own model, or for ranges the dtype of"
-                " such layers, SGLang's --kv-cache-dtype, as --default-dtype"
-            )
+            raise ProfileError(f"layer {missing[0]} of 0-{last} is not named; {self.missing_advice}")
         return [self.pairs.get(layer) or self.rest or NATIVE for layer in range(num_layers)]
 
 

@@ -22,6 +22,7 @@ FIELD: Final = "kv_cache_per_layer_dtype"
 WORDS: Final = {2: "int2", 4: "int4", 8: "int8", 16: "bf16"}
 _BITS: Final = {word: bits for bits, word in WORDS.items()}
 _MAX_WORD: Final = 40
+_MISSING_ADVICE: Final = "give the dtype of such layers, SGLang's --kv-cache-dtype, as --default-dtype"
 _FLOATS: Final = re.compile(r"(fp8|fp4|nvfp4|mxfp|float8|float4).*", re.IGNORECASE | re.DOTALL)
 
 
@@ -33,7 +34,8 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
     notes = options.map_notes([*words.values(), *filter(None, [default])])
     if default is not None and len(pairs) == geometry.num_layers:
         notes = ("--default-dtype was not needed: every layer is named", *notes)
-    return Imported(pairs, options.storage(geometry, symmetric=bool(options.symmetric)), notes, rest)
+    storage = options.storage(geometry, symmetric=bool(options.symmetric))
+    return Imported(pairs, storage, notes, rest, missing_advice=_MISSING_ADVICE)
 
 
 def write(profile: Profile) -> Exported:

@@ -12,11 +12,14 @@ from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.document import DocumentKind, check_digits, parse_json
 
 MAX_JSON_BYTES: Final = 8 << 20  # the weights' own map of a model with many experts stands in the same file
+MAX_JSON_DEPTH: Final = 64  # the rest of the file is another tool's, to any depth that its parser reads
 MAX_YAML_BYTES: Final = 1 << 16
 MAX_YAML_DEPTH: Final = 8
 
 _AGAIN: Final = "fetch the file again"
-_JSON: Final = DocumentKind("such file", _AGAIN, MAX_JSON_BYTES, re.compile(".*", re.DOTALL), MAX_JSON_BYTES)
+_JSON: Final = DocumentKind(
+    "such file", _AGAIN, MAX_JSON_BYTES, re.compile(".*", re.DOTALL), MAX_JSON_BYTES, max_depth=MAX_JSON_DEPTH
+)
 
 
 def read_json(data: bytes) -> Any:

@@ -7,7 +7,7 @@ must hold is the reader's matter.
 import codecs
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -34,13 +34,18 @@ _STEP: Final = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 @dataclass(frozen=True, slots=True)
 class DocumentKind:
-    """One kind of JSON file: its noun and the advice for a damaged one in messages, and its bounds."""
+    """One kind of JSON file: its noun and the advice for a damaged one in messages, and its bounds.
+
+    `check_version` refuses a newer format by name, before any of its fields is called wrong.
+    """
 
     noun: str
     again: str
     max_bytes: int
     field_name: re.Pattern[str] = _FIELD_NAME
     max_fields: int = MAX_FIELDS
+    max_depth: int = MAX_DEPTH
+    check_version: Callable[[dict[str, Any]], None] = lambda document: None
 
 
 @contextmanager
@@ -58,6 +63,7 @@ def read_document(source: str | Path | bytes, kind: DocumentKind) -> dict[str, A
     document = parse_json(source if isinstance(source, bytes) else _read(Path(source), kind), kind)
     if not isinstance(document, dict):
         raise ProfileError(f"must be a JSON object, not {type(document).__name__}; this is no {kind.noun}")
+    kind.check_version(document)
     _check_lengths(document, kind)
     return document
 
@@ -142,8 +148,8 @@ def _check_depth(data: bytes, kind: DocumentKind) -> None:
     """Bound the nesting before the parser recurses; sees the brackets that the parser will see, or more."""
     brackets = _STRING.sub(b"", data).translate(None, _NOT_BRACKETS)
     depth = max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
-    if depth > MAX_DEPTH:
-        raise ProfileError(f"must nest at most {MAX_DEPTH} deep, but nests {depth}; this is no {kind.noun}")
+    if depth > kind.max_depth:
+        raise ProfileError(f"must nest at most {kind.max_depth} deep, but nests {depth}; this is no {kind.noun}")
 
 
 def _check_lengths(node: Any, kind: DocumentKind) -> None:

@@ -7,7 +7,7 @@ making. Knows nothing of how figures are measured.
 import json
 from glob import escape
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -31,7 +31,17 @@ EVALUATION_VERSION: Final = 1
 SUFFIX: Final = ".evaluation-"
 PROFILE: Final = "profile"
 """The name of the profile among the subjects."""
-EVALUATION: Final = DocumentKind("evaluation", "evaluate again", 2**20)
+
+
+def _check_version(document: dict[str, Any]) -> None:
+    version = document.get("evaluation_version")
+    if type(version) is not int or version != EVALUATION_VERSION:
+        raise ProfileError(
+            f"evaluation_version must be {EVALUATION_VERSION}, not {short(version)}; upgrade kvtuner, or evaluate again"
+        )
+
+
+EVALUATION: Final = DocumentKind("evaluation", "evaluate again", 2**20, check_version=_check_version)
 
 Level = Literal["likelihood", "recall", "needle", "arithmetic", "task"]
 Measure = Literal[
@@ -229,14 +239,7 @@ def load_evaluation(path: Path) -> Evaluation:
 
 def parse_evaluation(source: Path | bytes) -> Evaluation:
     """Read and check the content of an evaluation's file; a `ProfileError` is without its name."""
-    document = read_document(source, EVALUATION)
-    version = document.get("evaluation_version")
-    if type(version) is not int or version != EVALUATION_VERSION:
-        raise ProfileError(
-            f"evaluation_version must be {EVALUATION_VERSION}, not {short(version)}; upgrade kvtuner, or"
-            f" {EVALUATION.again}"
-        )
-    return validated(Evaluation, document, way_out=EVALUATION.again)
+    return validated(Evaluation, read_document(source, EVALUATION), way_out=EVALUATION.again)
 
 
 def dump_evaluation(evaluation: Evaluation) -> bytes:

@@ -9,8 +9,6 @@ from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.profile import SCHEMA_VERSION, Profile
 from kvtuner.precision import LAYOUT_ID
 
-PROFILE: Final = DocumentKind("profile", "export the profile again", MAX_PROFILE_BYTES)
-
 
 def load_profile(source: str | Path | bytes, name: Path | None = None) -> Profile:
     """Read and check a profile: its file, or its content, which errors call by `name`.
@@ -18,9 +16,7 @@ def load_profile(source: str | Path | bytes, name: Path | None = None) -> Profil
     The `ProfileError` of a wrong file is one line with its name, the rule and the value.
     """
     with naming(source if name is None else name, PROFILE):
-        document = read_document(source, PROFILE)
-        _check_version(document)
-        return validated(Profile, document, way_out=PROFILE.again)
+        return validated(Profile, read_document(source, PROFILE), way_out=PROFILE.again)
 
 
 def _check_version(document: dict[str, Any]) -> None:
@@ -33,3 +29,6 @@ def _check_version(document: dict[str, Any]) -> None:
     layout = document.get("layout")
     if layout != LAYOUT_ID:
         raise ProfileError(f"layout must be {LAYOUT_ID!r}, not {short(layout)}; upgrade kvtuner, or export again")
+
+
+PROFILE: Final = DocumentKind("profile", "export the profile again", MAX_PROFILE_BYTES, check_version=_check_version)

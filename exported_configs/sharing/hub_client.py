@@ -12,6 +12,7 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import urlsplit
 
 import httpx
 from huggingface_hub import HfApi, constants, get_session, get_token
@@ -53,8 +54,7 @@ _REASONS: Final[tuple[tuple[type[Exception], str], ...]] = (
 # An answer that is not JSON, or JSON but not the hub's: the library takes it apart and trips.
 _TRIPS: Final = (KeyError, TypeError, AttributeError, IndexError, RecursionError)
 _OF_ANSWERS: Final = (FileMetadataError, json.JSONDecodeError, *_TRIPS)
-# The scheme, a password, the host and its path, and a query with what follows.
-_ADDRESS: Final = re.compile(r"(https?://)(?:[^\s'\"/?#]*@)?([^\s'\"?#]*)[^\s'\"]*")
+_ADDRESS: Final = re.compile(r"https?://\S+", re.IGNORECASE)
 
 
 class Listing(NamedTuple):
@@ -88,23 +88,32 @@ def fetch_file(reference: HubReference, size: int | None, limit: int) -> bytes:
         raise HubError(f"{reference} has {size} bytes, above {limit}; this is none of ours")
 
     class BoundedProgress(tqdm):  # type: ignore[misc]  # tqdm has no types here
-        """Shows nothing, and ends what grows too large: a server may send more than it announced."""
+        """Shows nothing, and ends what is announced as too large, or grows so: a server may send more than it says."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.seen = 0
+            # Xet swallows what `update` raises, and downloads to the end.
+            _check_size(reference, kwargs.get("total") or 0, limit)
             super().__init__(*args, **{**kwargs, "disable": True})
 
         def update(self, n: float | None = 1) -> None:
             self.seen += int(n or 0)
-            if self.seen > limit:
-                raise HubError(f"{reference} has {self.seen} bytes or more, above {limit}; this is none of ours")
+            _check_size(reference, self.seen, limit)
 
     # The library's own cache believes a commit's file whatever became of it, so each fetch has one of its own.
     with tempfile.TemporaryDirectory(prefix="kvtuner-") as folder, hub_errors(str(reference)):
         path = hub_api().hf_hub_download(
             reference.repo, reference.path, revision=reference.revision, cache_dir=folder, tqdm_class=BoundedProgress
         )
-        return Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            data = file.read(limit + 1)
+        _check_size(reference, len(data), limit)
+        return data
+
+
+def _check_size(reference: HubReference, size: float, limit: int) -> None:
+    if size > limit:
+        raise HubError(f"{reference} has {size} bytes or more, above {limit}; this is none of ours")
 
 
 @contextmanager
@@ -118,7 +127,7 @@ def hub_errors(what: str, *, conflict: str = "") -> Iterator[None]:
     session.timeout = ANSWER_S
     try:
         yield
-    except (httpx.HTTPError, EntryNotFoundError, OSError, ValueError, RuntimeError, *_TRIPS) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, EntryNotFoundError, OSError, ValueError, RuntimeError, *_TRIPS) as error:
         raise HubError(f"{what}: {_reason(error, conflict)}") from error
     finally:
         session.timeout = before
@@ -138,6 +147,8 @@ def _reason(error: Exception, conflict: str) -> str:
         return f"the hub does not allow this name ({_short(error)})"
     if isinstance(error, _OF_ANSWERS):
         return f"{_public(constants.ENDPOINT)} does not answer as a hub does; check HF_ENDPOINT and proxies"
+    if isinstance(error, httpx.InvalidURL):  # its text may hold half of a password
+        return "HF_ENDPOINT is no address; set it to one such as https://huggingface.co, or to nothing"
     if isinstance(error, httpx.HTTPError):
         endpoint = _public(constants.ENDPOINT)
         return f"{endpoint} cannot be reached ({_short(error)}); check the network and HF_ENDPOINT"
@@ -163,11 +174,17 @@ def _status(error: HfHubHTTPError, conflict: str) -> str:
     return f"the hub answers {status}: {_short(error)}"
 
 
-def _public(text: str) -> str:
-    """A text whose addresses are without passwords and signed queries."""
-    return _ADDRESS.sub(r"\1\2", text)
+def _public(address: str) -> str:
+    """An address without passwords and signed queries."""
+    try:
+        parts = urlsplit(address)
+        port = f":{parts.port}" if parts.port else ""
+    except ValueError:
+        return "an address that cannot be read"
+    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
 
 
 def _short(error: BaseException) -> str:
     """An error in one line, as a terminal shows it, with public addresses alone."""
-    return one_line(HubError(_public(str(error)) or type(error).__name__))
+    text = _ADDRESS.sub(lambda match: _public(match[0]), str(error))
+    return one_line(HubError(text or type(error).__name__))

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import ProfileError, RunFolderError
 from kvtuner.exported_configs.profile.document import DocumentKind, read_document
+from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.reference import HubReference, is_commit
 from kvtuner.run_folder import RunFolder, write_atomically
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 CACHE_VARIABLE: Final = "KVTUNER_CACHE"
 ORIGIN: Final = "origin.json"
+_MAX_BYTES: Final = MAX_PROFILE_BYTES + 1
+"""More than any file of ours has, so that a larger one, or a link to a device, is not whole."""
 _ORIGIN: Final = DocumentKind("origin", "pull the profile again", 2**16, field_name=re.compile(r"[^\x00-\x1f/]{1,255}"))
 
 
@@ -44,20 +48,29 @@ class FetchedProfile:
 
 def cache_folder() -> Path:
     """The folder of the store: ``KVTUNER_CACHE``, or ``kvtuner`` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(CACHE_VARIABLE) or Path(base, "kvtuner")).expanduser()
+    if named := os.environ.get(CACHE_VARIABLE):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kvtuner")
 
 
 def store(reference: HubReference, files: Mapping[str, bytes], profile: Profile) -> FetchedProfile:
     """Keep a commit's files by their names, unless they are there and whole; `RunFolderError` where that fails."""
     assert ORIGIN not in files
-    folder = cache_folder() / profile.digest.removeprefix("sha256:") / _key(reference)
+    cache = cache_folder()
+    folder = cache / profile.digest.removeprefix("sha256:") / _key(reference)
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     record = {"repo": reference.repo, "commit": reference.revision, "path": reference.path, "files": hashes}
-    with _writing(), RunFolder(cache_folder()).lock("lock"):
-        if _read(folder) is None:  # another process may have been faster
+    with _writing():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with RunFolder(cache).lock("lock"), tempfile.TemporaryDirectory(dir=cache, prefix=".new-") as work:
+            fresh = Path(work, "files")
+            fresh.mkdir()
             for name, data in {**files, ORIGIN: json.dumps(record, indent=1).encode()}.items():
-                write_atomically(folder / name, data)
+                (fresh / name).write_bytes(data)
+            if _read(folder) is None:  # another process may have been faster
+                if folder.exists():
+                    folder.rename(Path(work, "damaged"))
+                fresh.rename(folder)
     return FetchedProfile(folder / PurePosixPath(reference.path).name, profile, reference)
 
 
@@ -110,7 +123,7 @@ def _read(folder: Path) -> FetchedProfile | None:
     try:
         record = read_document(folder / ORIGIN, _ORIGIN)
         reference = HubReference(record["repo"], record["commit"], record["path"])
-        files = {name: (folder / name).read_bytes() for name in record["files"]}
+        files = {name: _bounded(folder / name) for name in record["files"]}
         path = folder / PurePosixPath(reference.path).name
         profile = load_profile(files[path.name])
         hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
@@ -121,12 +134,17 @@ def _read(folder: Path) -> FetchedProfile | None:
     return FetchedProfile(path, profile, reference) if is_whole else None
 
 
+def _bounded(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_MAX_BYTES)
+
+
 @contextmanager
 def _writing() -> Iterator[None]:
     try:
         yield
-    except RunFolderError as error:
-        reason = getattr(error.__cause__, "strerror", error)
+    except (OSError, RunFolderError) as error:
+        reason = getattr(error.__cause__ or error, "strerror", error)
         raise RunFolderError(
             f"cannot write in {cache_folder()}: {reason}; set {CACHE_VARIABLE} to another folder"
         ) from error

@@ -26,6 +26,7 @@ def _decode(text: Any) -> bytes:
 
 
 _Base64 = Annotated[bytes, BeforeValidator(_decode)]
+_One = Annotated[list[Any], Field(min_length=1, max_length=1)]
 _Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -38,7 +39,9 @@ class Statement(BaseModel, strict=True, extra="ignore", frozen=True):
 
     type: Literal["https://in-toto.io/Statement/v1"] = _at("_type")
     predicate_type: Literal["https://model_signing/signature/v1.0"] = _at("predicateType")
+    subjects: _One = _at("subject")
     name: Annotated[str, Field(max_length=255)] = _at("subject", 0, "name")
+    resources: _One = _at("predicate", "resources")
     algorithm: Literal["sha256"] = _at("predicate", "resources", 0, "algorithm")
     sha256: _Hex = _at("predicate", "resources", 0, "digest")
 
@@ -63,7 +66,7 @@ class Bundle(BaseModel, strict=True, extra="forbid", frozen=True):
         "dsseEnvelope", "payload"
     )
     payload_type: Literal["application/vnd.in-toto+json"] = _at("dsseEnvelope", "payloadType")
-    signatures: Annotated[list[Any], Field(min_length=1, max_length=1)] = _at("dsseEnvelope", "signatures")
+    signatures: _One = _at("dsseEnvelope", "signatures")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -196,7 +196,7 @@ def test_a_damaged_or_foreign_evaluation_hides_nothing(evaluate: Any, run: RunCo
     changes = (
         ({"cells": "none"}, "cells"),
         ({"extra": 1}, "unknown field"),
-        ({"evaluation_version": 2}, "evaluation_version must be 1"),
+        ({"evaluation_version": 2, "new": [0] * 2000}, "evaluation_version must be 1"),
         ({"subjects": []}, "'profile' one of them"),
         ({"subjects": document["subjects"] * 2}, "must be different"),
         ({"making": {**document["making"], "command": "a\nb"}}, "must be printable"),

@@ -39,7 +39,7 @@ def test_yaml_says_the_same(take: Callable[..., Any]) -> None:
 
 
 def test_layers_not_named_need_a_default(take: Callable[..., Any], refusal: Callable[..., str]) -> None:
-    assert "layer 2 of 0-3 is not named" in refusal("0-1:bf16", "ranges")
+    assert "layer 2 of 0-3 is not named; give the dtype of such layers" in refusal("0-1:bf16", "ranges")
     profile, notes = take("0-1:bf16", "ranges", default_word="int4", symmetric=True, group_size=64)
     assert [str(pair) for pair in profile.pairs] == ["K16V16", "K16V16", "K4V4", "K4V4"]
     assert profile.defaults.v.symmetric and profile.defaults.k.group_size == 64 and notes == ()

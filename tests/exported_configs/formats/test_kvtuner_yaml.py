@@ -112,7 +112,7 @@ def test_what_is_written_is_what_the_paper_s_repository_writes(take: Callable[..
     [
         (PRESET + "4:\n  nbits_key: 4\n  nbits_value: 4\n", "layers 0-3, but the file names layer 4"),
         (PRESET + "-1:\n  nbits_key: 4\n  nbits_value: 4\n", "names layer -1"),
-        (preset((4, 4), (4, 4)), "layer 2 of 0-3 is not named"),
+        (preset((4, 4), (4, 4)), "layer 2 of 0-3 is not named; give the file's own model"),
         (preset(*[(4, 4)] * 3, (3, 4)), "layer 3: nbits_key must be 2, 4, 8 or 16, not '3'"),
         (preset(*[(4, 4)] * 3, (4, "4.0")), "layer 3: nbits_value must be"),
         (preset(*[(4, 4)] * 3, (4, "true")), "layer 3: nbits_value must be"),

@@ -118,7 +118,7 @@ def test_a_group_of_layers_that_are_not_quantized_refuses_nothing(take: Callable
         ([{"layer_idx": 0}], "entry 0 must have layer_idx, bits"),
         ([[0, 4]], "entry 0 must have layer_idx, bits"),
         ({"0": 4}, "must be a JSON list"),
-        ("[" * 200000, "must nest at most 16 deep"),
+        ("[" * 200000, "must nest at most 64 deep"),
         ("null", "must be a JSON list"),
         ('[{"layer_idx": 0, "bits": 4, "bits": 8}]', "'bits' stands twice"),
         ('[{"layer_idx": NaN, "bits": 4}]', "must be integers"),

@@ -49,7 +49,7 @@ def test_edited_digest_is_refused(put: Put, refusal: Refusal, pristine: Document
 
 @pytest.mark.parametrize("version", [2, 3, 999])
 def test_newer_schema_is_told_apart_from_a_broken_file(refusal: Refusal, pristine: Document, version: int) -> None:
-    newer = {"schema_version": version, "layout": "other", "nobody_knows": {"this": [1.5, None]}}
+    newer = {"schema_version": version, "layout": "other", "nobody_knows": {"this": [1.5, None] * 1000}}
     for document in (newer, {**pristine, **newer}):
         message = refusal(encode(document))
         assert f"schema_version is {version}, but this kvtuner reads 1; upgrade kvtuner" in message

@@ -6,14 +6,16 @@ import json
 import logging
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 
 from kvtuner.errors import HubError, ProfileError, RunFolderError
 from kvtuner.exported_configs.profile.evaluation_record import evaluation_files
 from kvtuner.exported_configs.sharing.catalogue import FOLDER
+from kvtuner.exported_configs.sharing.hub_client import fetch_file
 from kvtuner.exported_configs.sharing.profile_store import all_stored, cache_folder, remembered
 from kvtuner.exported_configs.sharing.pull import pull
 from kvtuner.exported_configs.sharing.reference import HubReference
@@ -80,7 +82,7 @@ def test_a_signature_that_came_later_is_fetched_with_its_commit(
     assert pull(reference).path.with_name("profile.json.sig").read_bytes() == signature
 
 
-@pytest.mark.parametrize("damage", ["bits", "cut", "empty", "model", "signature", "more"])
+@pytest.mark.parametrize("damage", ["bits", "cut", "empty", "model", "signature", "more", "folder", "device"])
 def test_whatever_was_changed_in_the_store_is_fetched_again(
     hub: LoopbackHub, data: bytes, signature: bytes, damage: str
 ) -> None:
@@ -91,6 +93,13 @@ def test_whatever_was_changed_in_the_store_is_fetched_again(
         beside.unlink()
     elif damage == "more":
         beside.write_bytes(signature + b" ")
+    elif damage == "folder":
+        path.unlink()
+        path.mkdir()
+        path.with_name("leftover").write_text("")
+    elif damage == "device":
+        path.unlink()
+        path.symlink_to("/dev/zero")
     else:
         path.write_bytes(
             {
@@ -102,6 +111,23 @@ def test_whatever_was_changed_in_the_store_is_fetched_again(
         )
     assert pull(MAIN.at(oid)).path.read_bytes() == data
     assert beside.read_bytes() == signature
+    assert sorted(file.name for file in path.parent.iterdir()) == ["origin.json", path.name, beside.name]
+
+
+def test_a_name_as_long_as_a_file_system_allows_is_kept(hub: LoopbackHub, data: bytes) -> None:
+    name = "p" * 250 + ".json"
+    hub.repo(REPO, {name: data})
+    assert pull(HubReference(REPO, "main", name)).path.name == name
+
+
+def test_a_named_cache_needs_no_home(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    named = cache_folder()
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == named
 
 
 def test_a_digest_that_is_pinned_must_be_the_one_that_comes(hub: LoopbackHub, data: bytes) -> None:
@@ -231,13 +257,15 @@ def test_what_is_not_there_is_named(
         check_message(str(refused.value), hub, caplog)
 
 
+@pytest.mark.parametrize("scheme", ["http", "HTTP"])
+@pytest.mark.parametrize("password", ["s3cretpw", "o'Brien", 's3"cret', "Pa/ss!word"])
 def test_a_hub_that_is_not_there_is_named_without_its_password(
-    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, scheme: str, password: str
 ) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", "http://user:s3cretpw@127.0.0.1:1")
-    with pytest.raises(HubError, match=r"http://127\.0\.0\.1:1 cannot be reached .*HF_ENDPOINT") as refused:
+    monkeypatch.setattr(constants, "ENDPOINT", f"{scheme}://user:{password}@127.0.0.1:1")
+    with pytest.raises(HubError, match=r"http://127\.0\.0\.1:1 .*HF_ENDPOINT|HF_ENDPOINT is no address") as refused:
         pull(MAIN)
-    assert "s3cretpw" not in str(refused.value)
+    assert password not in str(refused.value) and password.split("/")[-1] not in str(refused.value)
 
 
 def test_without_a_token_a_private_repository_is_asked_for_one(
@@ -275,6 +303,22 @@ def test_more_than_was_announced_is_not_taken(hub: LoopbackHub, data: bytes) -> 
     with pytest.raises(HubError, match=REPO):
         pull(MAIN)
     assert list(all_stored()) == []
+
+
+def test_a_download_that_announces_too_much_ends_before_its_first_byte(
+    hub: LoopbackHub, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A download by Xet tells its size to the progress bar alone, and goes on whatever the bar raises later."""
+    hub.repo(REPO, {"profile.json": data})
+    reference = MAIN.at(hub.repos[REPO].refs["main"])
+
+    def xet(*_: object, tqdm_class: Callable[..., Any], **__: object) -> str:
+        tqdm_class(total=101)
+        raise AssertionError("it was downloaded")
+
+    monkeypatch.setattr(HfApi, "hf_hub_download", xet)
+    with pytest.raises(HubError, match="has 101 bytes or more, above 100"):
+        fetch_file(reference, 10, 100)
 
 
 def test_pulls_side_by_side_agree(hub: LoopbackHub, versions: list[bytes]) -> None:
@@ -353,14 +397,19 @@ def test_offline_gives_what_was_pulled_last_and_refuses_the_rest(
     assert hub.requests == []
 
 
-@pytest.mark.parametrize("obstacle", ["the folder", "the lock", "the refs"])
-def test_a_cache_that_cannot_be_written_is_named(hub: LoopbackHub, data: bytes, obstacle: str) -> None:
+@pytest.mark.parametrize("obstacle", ["the folder", "the lock", "the refs", "a digest"])
+def test_a_cache_that_cannot_be_written_is_named(
+    hub: LoopbackHub, profile: Profile, data: bytes, obstacle: str
+) -> None:
     hub.repo(REPO, {"profile.json": data})
     cache = cache_folder()
     if obstacle == "the folder":
         cache.write_text("")
     elif obstacle == "the lock":
         (cache / "lock").mkdir(parents=True)
+    elif obstacle == "a digest":
+        cache.mkdir()
+        (cache / profile.digest.removeprefix("sha256:")).write_text("")
     else:
         cache.mkdir()
         (cache / "refs").write_text("")
