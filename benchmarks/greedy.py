@@ -18,7 +18,7 @@ def greedy(space: SearchSpace, constraint: Constraint) -> Configuration:
     """The configuration that greedy upgrades reach: the most score per cost that fits, from the cheapest one on.
 
     Raises:
-        BudgetError: the cheapest configuration does not fit.
+        BudgetError: The cheapest configuration does not fit.
     """
     menus = [menu_of_group(space, group, constraint.cost) for group in range(len(space.groups))]
     stage_of = [next(s for s, stage in enumerate(constraint.stages) if group[0] in stage) for group in space.groups]

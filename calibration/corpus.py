@@ -85,7 +85,7 @@ def load_corpus(source: CorpusSource, tokenizer: PreTrainedTokenizerBase) -> Cor
     select, then report, so that only a document on a border is cut between two splits, and no token is used twice.
 
     Raises:
-        CorpusError: unreadable, empty, too short, repeated documents, splits that share text, or sequences that leave
+        CorpusError: Unreadable, empty, too short, repeated documents, splits that share text, or sequences that leave
             nothing to score.
     """
     if source.sequence_length < MIN_SEQUENCE_LENGTH:

@@ -69,7 +69,7 @@ def measure_isolated(
     called after each forward, run now or read from the journal.
 
     Raises:
-        NonFiniteActivationError: all candidates of one width of one side of a layer drive the model to NaN or
+        NonFiniteActivationError: All candidates of one width of one side of a layer drive the model to NaN or
             infinity.
     """
     journal = Journal(folder, JOURNAL, identity, key_of=_key_of)

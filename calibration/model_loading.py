@@ -91,7 +91,7 @@ class ModelShape:
         """The model as profiles and results record it.
 
         Raises:
-            ProfileError: a dtype that no profile can hold.
+            ProfileError: A dtype that no profile can hold.
         """
         return identity_of(
             self.config, id=source.model, revision=source.revision, dtype=dtype, tokenizer=tokenizer, files=source.path
@@ -122,7 +122,7 @@ def read_config(source: ModelSource) -> PretrainedConfig:
     """Read a model's configuration as it is.
 
     Raises:
-        UnsupportedModelError: unknown model, or a revision of a folder.
+        UnsupportedModelError: Unknown model, or a revision of a folder.
     """
     from transformers import AutoConfig
 
@@ -141,9 +141,9 @@ def read_shape(source: ModelSource) -> ModelShape:
     """Read and check a model's configuration; loads no weights.
 
     Raises:
-        UnsupportedModelError: unknown model, or one that has no KV cache of the supported kind.
-        GeometryError: a configuration that does not tell its heads.
-        PrecisionError: a head_dim that cannot be packed.
+        UnsupportedModelError: Unknown model, or one that has no KV cache of the supported kind.
+        GeometryError: A configuration that does not tell its heads.
+        PrecisionError: A head_dim that cannot be packed.
     """
     config = read_config(source)
     text = config.get_text_config(decoder=True)
@@ -181,7 +181,7 @@ def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedMo
     """Load weights and tokenizer, with the attention hook switched on.
 
     Raises:
-        UnsupportedModelError: weights or tokenizer missing, a dtype or device that is not there or too small, no
+        UnsupportedModelError: Weights or tokenizer missing, a dtype or device that is not there or too small, no
             attention hook.
     """
     from kvtuner.calibration.forward.attention_hook import register
@@ -206,7 +206,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """The tokenizer alone.
 
     Raises:
-        UnsupportedModelError: there is none.
+        UnsupportedModelError: There is none.
     """
     from transformers import AutoTokenizer
 

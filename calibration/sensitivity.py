@@ -119,7 +119,7 @@ class SensitivityTable:
         Fisher score's choice at 4 and 8. Of equals the simpler one is taken.
 
         Raises:
-            RunFolderError: the score was not measured.
+            RunFolderError: The score was not measured.
         """
         measured = [
             (value, name)
@@ -161,7 +161,7 @@ class SensitivityTable:
         """Read what `save` wrote.
 
         Raises:
-            RunFolderError: absent, damaged, or of another version.
+            RunFolderError: Absent, damaged, or of another version.
         """
         payload = folder.read_checked(TABLE_FILE)
         if payload.get("version") != TABLE_VERSION:

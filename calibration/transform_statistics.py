@@ -78,7 +78,7 @@ def measure_constants(chain: DecoderChain, batches: Iterable[Batch]) -> tuple[La
     """Run every batch once and return each layer's constants.
 
     Raises:
-        NonFiniteActivationError: a layer's keys, values or queries hold NaN or infinity.
+        NonFiniteActivationError: A layer's keys, values or queries hold NaN or infinity.
     """
     sums = [LayerSums.zeros(chain.geometry) for _ in range(chain.geometry.num_layers)]
 

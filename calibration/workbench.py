@@ -68,8 +68,8 @@ class Workbench:
         """Find the model's chain of layers.
 
         Raises:
-            CorpusError: tokens that the model has no embedding of.
-            UnsupportedModelError: it has no such chain.
+            CorpusError: Tokens that the model has no embedding of.
+            UnsupportedModelError: It has no such chain.
         """
         _refuse_unknown_tokens(loaded, corpus)
         return cls(loaded, DecoderChain(loaded.model, loaded.shape.geometry), corpus, options)
@@ -142,7 +142,7 @@ def calibrate(
     `on_left_out` is called with a line about every candidate whose isolated KL is not finite.
 
     Raises:
-        RunFolderError: the folder belongs to another model, data or settings, or is damaged.
+        RunFolderError: The folder belongs to another model, data or settings, or is damaged.
         NonFiniteActivationError: NaN or infinity in a layer, or under all candidates of one of its widths.
     """
     identity = bench.identity()

@@ -46,7 +46,7 @@ class ModelGeometry:
         """Read the geometry of a transformers configuration.
 
         Raises:
-            GeometryError: the configuration lacks a count, or heads differ from layer to layer.
+            GeometryError: The configuration lacks a count, or heads differ from layer to layer.
         """
         text = config.get_text_config(decoder=True)
         num_layers = _count(text, "num_hidden_layers", "n_layer", "num_layers")
@@ -72,7 +72,7 @@ class ModelGeometry:
         """The KV heads that one tensor-parallel rank stores; beyond num_kv_heads ranks, heads are replicated.
 
         Raises:
-            GeometryError: tp_size neither divides num_kv_heads nor is a multiple of it.
+            GeometryError: The tp_size neither divides num_kv_heads nor is a multiple of it.
         """
         if not 0 <= tp_rank < tp_size:
             raise GeometryError(f"tp_rank {tp_rank} is outside 0..{tp_size - 1}")
@@ -91,7 +91,7 @@ class ModelGeometry:
         """The global layer ids of one pipeline stage; a remainder goes to the last stages, as SGLang splits.
 
         Raises:
-            GeometryError: there are more stages than layers.
+            GeometryError: There are more stages than layers.
         """
         if not 0 <= pp_rank < pp_size or pp_size > self.num_layers:
             raise GeometryError(f"pp_rank {pp_rank} of pp_size {pp_size} does not fit {self.num_layers} layers")

@@ -60,7 +60,7 @@ class Journal:
         """Append records durably, with the identity.
 
         Raises:
-            RunFolderError: the disk is full, or the folder cannot be written or locked.
+            RunFolderError: The disk is full, or the folder cannot be written or locked.
         """
         named = {} if self._identity is None else {"identity": self._identity}
         self._folder.append(self._name, *({**named, **record} for record in records))

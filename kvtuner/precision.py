@@ -50,7 +50,7 @@ class PrecisionPair:
         """Read ``K8V4``, or ``8`` and ``bf16``/``fp16`` for equal widths.
 
         Raises:
-            PrecisionError: any other text.
+            PrecisionError: Any other text.
         """
         word = text.strip()
         if word.lower() in ("bf16", "fp16", "float16", "bfloat16", "auto"):
@@ -70,7 +70,7 @@ def check_group_size(head_dim: int, bits: int, group_size: int) -> None:
     """Check that rows of `head_dim` channels can be packed at `bits` with groups of `group_size` channels.
 
     Raises:
-        PrecisionError: bits outside {2, 4, 8}; head_dim * bits no multiple of 16; a group that does not divide
+        PrecisionError: Bits outside {2, 4, 8}; head_dim * bits no multiple of 16; a group that does not divide
             head_dim or cuts through a 16-bit slot block (it must be a multiple of head_dim * bits / 16).
     """
     _check_units(head_dim, bits)
@@ -86,7 +86,7 @@ def check_token_group(head_dim: int, bits: int, group_size: int) -> None:
     """Check that keys of `head_dim` channels can be packed at `bits`, one scale per channel and `group_size` tokens.
 
     Raises:
-        PrecisionError: bits outside {2, 4, 8}; head_dim * bits no multiple of 16; a group outside `TOKEN_GROUPS`.
+        PrecisionError: Bits outside {2, 4, 8}; head_dim * bits no multiple of 16; a group outside `TOKEN_GROUPS`.
     """
     _check_units(head_dim, bits)
     if group_size not in TOKEN_GROUPS:
@@ -122,7 +122,7 @@ def row_bytes(
         granularity: per_channel spreads a group's scale words over its tokens, rounded up.
 
     Raises:
-        PrecisionError: what `check_group_size` or `check_token_group` refuses.
+        PrecisionError: What `check_group_size` or `check_token_group` refuses.
     """
     if num_heads <= 0:
         raise PrecisionError(f"num_heads must be positive, but is {num_heads}")

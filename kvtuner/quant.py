@@ -206,7 +206,7 @@ def quantize(x: Tensor, bits: int, group_size: int | None = None, *, symmetric: 
         symmetric: one grid around zero instead of [minimum, maximum].
 
     Raises:
-        PrecisionError: what `check_group_size` refuses.
+        PrecisionError: What `check_group_size` refuses.
     """
     return quantize_widths(x, (bits,), group_size, symmetric=symmetric)[0]
 
@@ -308,7 +308,7 @@ def unpack_rows(rows: Tensor, bits: int, num_heads: int, head_dim: int, group_si
         group_size: channels per scale; head_dim by default.
 
     Raises:
-        PrecisionError: a row of another length, or what `check_group_size` refuses.
+        PrecisionError: A row of another length, or what `check_group_size` refuses.
     """
     group_size = head_dim if group_size is None else group_size
     expected = row_bytes(num_heads, head_dim, bits, group_size)

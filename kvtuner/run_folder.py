@@ -39,7 +39,7 @@ def write_atomically(path: Path, data: bytes | str) -> None:
     """Write a file so that a reader sees the old or the new content, never a half.
 
     Raises:
-        RunFolderError: the disk is full or the folder cannot be written.
+        RunFolderError: The disk is full or the folder cannot be written.
     """
     data = data.encode() if isinstance(data, str) else data
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -88,7 +88,7 @@ class RunFolder:
         """Append JSON lines with checksums durably, beside other processes; `records` drops a cut or changed one.
 
         Raises:
-            RunFolderError: the disk is full or the folder cannot be written or locked.
+            RunFolderError: The disk is full or the folder cannot be written or locked.
         """
         if not records:
             return
@@ -123,7 +123,7 @@ class RunFolder:
         """Read what `write_checked` wrote.
 
         Raises:
-            RunFolderError: the file is absent, not JSON, or its checksum does not match.
+            RunFolderError: The file is absent, not JSON, or its checksum does not match.
         """
         path = self.file(name)
         try:
@@ -143,7 +143,7 @@ class RunFolder:
         """Bind the folder to an identity, plain JSON of what a noun names, or compare it with the one it is bound to.
 
         Raises:
-            RunFolderError: the folder belongs to something else; names the first field that differs.
+            RunFolderError: The folder belongs to something else; names the first field that differs.
         """
         if not self.file(name).exists():
             self.create()
@@ -156,7 +156,7 @@ class RunFolder:
         """Hold a lock, which the end of the process frees; the reason for waiting is logged if another one holds it.
 
         Raises:
-            RunFolderError: the file cannot be made, or its file system has no locks.
+            RunFolderError: The file cannot be made, or its file system has no locks.
         """
         self.create()
         path = self.file(name)

@@ -27,7 +27,7 @@ def refuse_other_caches(config: ConfigLike, *, context_length: int | None = None
     A window that is at least as long as the context is none; its length is the configuration's by default.
 
     Raises:
-        UnsupportedModelError: the model has another cache, which is named.
+        UnsupportedModelError: The model has another cache, which is named.
     """
     text = config.get_text_config(decoder=True)
     name = getattr(text, "model_type", type(text).__name__)

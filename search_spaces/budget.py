@@ -63,7 +63,7 @@ class Budget:
         Bytes are those of one GPU; ``40GiB@32x64k`` is 32 requests of 64 * 1024 tokens on each.
 
         Raises:
-            BudgetError: any other text, or nothing left to store.
+            BudgetError: Any other text, or nothing left to store.
         """
         for kind, pattern in _PATTERNS.items():
             if match := pattern.fullmatch(text.strip().upper()):
@@ -97,9 +97,9 @@ class Budget:
         """What the budget means for a model on tp_size x pp_size ranks; every pipeline stage keeps it.
 
         Raises:
-            BudgetError: below the smallest configuration; says the smallest budget possible.
-            GeometryError: ranks that the model cannot be split over.
-            PrecisionError: group sizes that rows of 2 bits cannot be packed with.
+            BudgetError: Below the smallest configuration; says the smallest budget possible.
+            GeometryError: Ranks that the model cannot be split over.
+            PrecisionError: Group sizes that rows of 2 bits cannot be packed with.
         """
         shape = geometry.row_shape(tp_size=tp_size, k_group_size=k_group_size, v_group_size=v_group_size)
         stages = tuple(geometry.layers_of_stage(rank, pp_size) for rank in range(pp_size))

@@ -116,7 +116,7 @@ class SearchSpace:
         """The part of the space that gives no side of any layer fewer bits than `lower` or more than `upper`.
 
         Raises:
-            SearchSpaceError: nothing is left for a layer.
+            SearchSpaceError: Nothing is left for a layer.
         """
         menus = []
         for menu in self.menus:
@@ -163,9 +163,9 @@ def build_space(
     stage by default. They are compared by e_o whatever `score` is, for the clustering distance of 0.05 is in its unit.
 
     Raises:
-        SearchSpaceError: a kept layer that the model lacks, or a score that is not finite.
-        RunFolderError: a score that was not measured.
-        PrecisionError: rows that cannot be packed.
+        SearchSpaceError: A kept layer that the model lacks, or a score that is not finite.
+        RunFolderError: A score that was not measured.
+        PrecisionError: Rows that cannot be packed.
     """
     keep = keep or {}
     num_layers = table.geometry.num_layers
@@ -186,7 +186,7 @@ def configuration_from_pairs(
     """The configuration that gives each layer its pair, each side with its best-scoring transform.
 
     Raises:
-        SearchSpaceError: not one pair per layer.
+        SearchSpaceError: Not one pair per layer.
     """
     if len(pairs) != table.geometry.num_layers:
         raise SearchSpaceError(f"the model has {table.geometry.num_layers} layers, but {len(pairs)} pairs are given")

@@ -16,7 +16,7 @@ def parse_keep(text: str) -> dict[int, PrecisionPair]:
     """Read the layers whose precision the search must keep: ``0:K8V8,27:16``, ranges too.
 
     Raises:
-        SearchSpaceError: an entry that cannot be read, or a layer named twice.
+        SearchSpaceError: An entry that cannot be read, or a layer named twice.
     """
     try:
         return {layer: _pair(layer, word) for layer, word in words_by_layer(read_ranges(text)).items()}
@@ -28,7 +28,7 @@ def parse_ranges(text: str, num_layers: int) -> list[PrecisionPair]:
     """Read a precision for every layer of a model: ``0-1:bf16,2-27:K4V2``.
 
     Raises:
-        SearchSpaceError: an entry that cannot be read, or a layer that is missing, twice or not of the model.
+        SearchSpaceError: An entry that cannot be read, or a layer that is missing, twice or not of the model.
     """
     pairs = parse_keep(text)
     check_layers(pairs, num_layers)
@@ -45,7 +45,7 @@ def check_layers(layers: Iterable[int], num_layers: int) -> None:
     """Check that the model has all of `layers`.
 
     Raises:
-        SearchSpaceError: it has not; names the first.
+        SearchSpaceError: It has not; names the first.
     """
     for layer in sorted(layers):
         if not 0 <= layer < num_layers:

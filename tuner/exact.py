@@ -52,7 +52,7 @@ class Front:
         """The best-scoring configuration of at most `cap`, the cheaper one of equals.
 
         Raises:
-            BudgetError: the cheapest one costs more.
+            BudgetError: The cheapest one costs more.
         """
         return self.configuration(self.point(cap))
 
@@ -109,7 +109,7 @@ def solve(space: SearchSpace, constraint: Constraint) -> Configuration:
     """The configuration of the least predicted score inside the budget, each stage on its own.
 
     Raises:
-        BudgetError: forced layers leave too little; says the smallest budget possible.
+        BudgetError: Forced layers leave too little; says the smallest budget possible.
     """
     fronts = [solve_front(space, constraint.cost, stage) for stage in constraint.stages]
     caps = [constraint.cap(stage) for stage in range(len(fronts))]
@@ -130,7 +130,7 @@ def nested(space: SearchSpace, constraints: Sequence[Constraint]) -> list[Config
     kind and model.
 
     Raises:
-        BudgetError: a budget that cannot be kept, or one that is smaller than that before it.
+        BudgetError: A budget that cannot be kept, or one that is smaller than that before it.
     """
     independent = [solve(space, constraint) for constraint in constraints]
     for smaller, constraint in zip(independent, constraints[1:], strict=False):

@@ -80,7 +80,7 @@ class MeasuredKL:
         """Measure, or look up, one configuration on all sequences.
 
         Raises:
-            NonFiniteActivationError: the KL is NaN or infinite; nothing is journalled.
+            NonFiniteActivationError: The KL is NaN or infinite; nothing is journalled.
         """
         kls = self._sequence_kls(configuration)
         self.num_sequences += len(kls)
@@ -94,7 +94,7 @@ class MeasuredKL:
         calls have measured of it makes no difference.
 
         Raises:
-            NonFiniteActivationError: the KL is NaN or infinite; nothing is journalled.
+            NonFiniteActivationError: The KL is NaN or infinite; nothing is journalled.
         """
         best_kls = self._sequence_kls(best)
         for stages, margin in self._margins:

@@ -85,9 +85,9 @@ def refine(
         on_trial: called after every trial that this worker finishes.
 
     Raises:
-        RunFolderError: the storage cannot be used, or its study is of another identity, space or budget.
-        SearchSpaceError: no trial was inside the budget.
-        NonFiniteActivationError: nothing that was measured is finite.
+        RunFolderError: The storage cannot be used, or its study is of another identity, space or budget.
+        SearchSpaceError: No trial was inside the budget.
+        NonFiniteActivationError: Nothing that was measured is finite.
     """
     gate = InterruptGate()
     with gate.closed(), storage_errors(storage):

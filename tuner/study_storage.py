@@ -41,7 +41,7 @@ def storage_errors(url: str | None) -> Iterator[None]:
     """Turn what a broken storage raises into one line.
 
     Raises:
-        RunFolderError: the storage is damaged, locked, full, of another program or cannot be reached.
+        RunFolderError: The storage is damaged, locked, full, of another program or cannot be reached.
     """
     try:
         yield
@@ -89,7 +89,7 @@ def _sqlite_file(url: str) -> Path | None:
     """The file of an SQLite database, by whatever spelling of its URL; None for other databases.
 
     Raises:
-        RunFolderError: it is no URL, or one of SQLite with a query, another driver or no file.
+        RunFolderError: It is no URL, or one of SQLite with a query, another driver or no file.
     """
     parsed = _parsed(url)
     if parsed.get_backend_name() != "sqlite":
@@ -105,7 +105,7 @@ def open_storage(url: str | None) -> optuna.storages.BaseStorage:
     """Open ``sqlite:///PATH``, ``journal:///PATH`` or any database URL of SQLAlchemy; None is memory.
 
     Raises:
-        RunFolderError: it cannot be opened, or holds something else than Optuna's studies.
+        RunFolderError: It cannot be opened, or holds something else than Optuna's studies.
     """
     if url is None:
         return InMemoryStorage()
@@ -178,7 +178,7 @@ def bind_identity(study: optuna.Study, identity: Mapping[str, Any], url: str | N
     """Bind a study to what it measures, or compare it with what it is bound to; True if it was unbound.
 
     Raises:
-        RunFolderError: it measures something else; names the first field that differs.
+        RunFolderError: It measures something else; names the first field that differs.
     """
     known = study.user_attrs.get(IDENTITY)
     if known is None:

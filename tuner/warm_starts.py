@@ -30,7 +30,7 @@ def warm_starts(
     as `SearchSpace.project` sees them, then the exact solution's neighbours.
 
     Raises:
-        BudgetError: forced layers leave too little.
+        BudgetError: Forced layers leave too little.
     """
     exact = solve(space, constraint)
     projected = [space.configuration(space.project(configuration)) for configuration in uniforms]

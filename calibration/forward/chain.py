@@ -83,7 +83,7 @@ class DecoderChain:
         """Find the chain in `model` and check it on a probe of a few tokens.
 
         Raises:
-            UnsupportedModelError: the model is not a chain of layers with one attention call each.
+            UnsupportedModelError: The model is not a chain of layers with one attention call each.
             NonFiniteActivationError: NaN or infinity in a layer.
         """
         self.model = model
@@ -116,7 +116,7 @@ class DecoderChain:
         """Run the whole decoder once, keeping the residual stream; ids and positions are [batch, tokens].
 
         Raises:
-            NonFiniteActivationError: raised by the hook, if it checks; names the first layer that gave any.
+            NonFiniteActivationError: Raised by the hook, if it checks; names the first layer that gave any.
         """
         residual: list[Tensor] = []
         calls: list[LayerCall] = []

@@ -97,7 +97,7 @@ class Simulator:
         the results are the same. It takes up to `REUSE_BYTES`.
 
         Raises:
-            NonFiniteActivationError: the model gives NaN or infinity; names the layer.
+            NonFiniteActivationError: The model gives NaN or infinity; names the layer.
         """
         self.chain = chain
         self.plan = plan

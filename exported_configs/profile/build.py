@@ -72,8 +72,8 @@ def build_profile(
     of tokens per scale of a channel. Symmetric grids lie around zero. The quality is None where nothing was measured.
 
     Raises:
-        ProfileError: choices that a profile cannot hold; names the layer.
-        PrecisionError: bits or a group size that rows cannot hold.
+        ProfileError: Choices that a profile cannot hold; names the layer.
+        PrecisionError: Bits or a group size that rows cannot hold.
     """
     if len(layers) != geometry.num_layers:
         raise ProfileError(f"geometry has num_layers {geometry.num_layers}, but {len(layers)} layers were chosen")

@@ -46,8 +46,8 @@ def find_profile(text: str) -> ResolvedProfile:
     """Find the one profile of a reference, as `sharing.reference` describes it.
 
     Raises:
-        ProfileError: there is none, several, a wrong one, or not the one that was pinned.
-        HubError: the hub does not give it.
+        ProfileError: There is none, several, a wrong one, or not the one that was pinned.
+        HubError: The hub does not give it.
     """
     profiles = find_profiles(text)
     if len(profiles) > 1:

@@ -34,9 +34,9 @@ def pull(reference: HubReference) -> FetchedProfile:
     A commit that is kept whole is not fetched again. With ``HF_HUB_OFFLINE`` nothing is fetched at all.
 
     Raises:
-        HubError: it cannot be had.
-        ProfileError: the file is no profile, or not the one that was pinned.
-        RunFolderError: it cannot be kept.
+        HubError: It cannot be had.
+        ProfileError: The file is no profile, or not the one that was pinned.
+        RunFolderError: It cannot be kept.
     """
     if PurePosixPath(reference.path).name == ORIGIN:
         raise ProfileError(f"{reference} is no name for a profile; name another file")

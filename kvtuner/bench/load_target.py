@@ -91,7 +91,7 @@ class LoadTarget:
     """A server of a scheme and a model that loads are sent to, by either interface; its process if it is started here.
 
     Raises:
-        EndpointError: it serves another model, or stores its cache otherwise.
+        EndpointError: It serves another model, or stores its cache otherwise.
     """
 
     def __init__(

@@ -114,7 +114,7 @@ def running(flags: Sequence[str], log: Path, start_s: float) -> Iterator[ServerP
     """A server until the block ends, started by flags that name its model; its output is added to the log.
 
     Raises:
-        EndpointError: it ended, or was not ready in time; the message is what it printed last.
+        EndpointError: It ended, or was not ready in time; the message is what it printed last.
     """
     port = _free_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--host", HOST, "--port", str(port), *flags]

@@ -94,9 +94,9 @@ class CacheScheme:
         """An empty transformers cache that stores by this scheme, and can hold so many tokens.
 
         Raises:
-            UnsupportedModelError: layers whose cache is not one key and value per token and head.
-            ProfileError: the profile belongs to another model.
-            NotImplementedError: the scheme is only simulated, or only served.
+            UnsupportedModelError: Layers whose cache is not one key and value per token and head.
+            ProfileError: The profile belongs to another model.
+            NotImplementedError: The scheme is only simulated, or only served.
         """
         raise NotImplementedError(self.name)
 
@@ -104,8 +104,8 @@ class CacheScheme:
         """SGLang's flags for this scheme; a file that the server reads, if there must be one, goes to the folder.
 
         Raises:
-            RunFolderError: the file cannot be written.
-            NotImplementedError: the scheme is only simulated.
+            RunFolderError: The file cannot be written.
+            NotImplementedError: The scheme is only simulated.
         """
         raise NotImplementedError(self.name)
 
@@ -245,7 +245,7 @@ def named_scheme(text: str, shape: ModelShape) -> CacheScheme:
     A pair is without transforms, and asymmetric where it does not say otherwise.
 
     Raises:
-        PrecisionError: the word names no scheme.
+        PrecisionError: The word names no scheme.
     """
     if text in _SCHEMES:
         return _SCHEMES[text](shape.geometry)
@@ -267,7 +267,7 @@ def named_schemes(
     """The schemes that words name: `PROFILE` the searched profile, others what `named_scheme` knows.
 
     Raises:
-        PrecisionError: a word names no scheme, or two name the same one.
+        PrecisionError: A word names no scheme, or two name the same one.
     """
     schemes = [
         ProfileScheme.of(name, profile, file) if name == PROFILE else named_scheme(name, shape) for name in names

@@ -131,8 +131,8 @@ class Marks(PairedScores):
         Half a question is added to each cell of their table, so that even equal marks leave an interval.
 
         Raises:
-            ValueError: the other marks have other questions.
-            CorpusError: a single problem has no spread between problems.
+            ValueError: The other marks have other questions.
+            CorpusError: A single problem has no spread between problems.
         """
         first, second = self._only_one_is_right(other)
         if len(self.problems) < 2:

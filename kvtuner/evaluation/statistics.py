@@ -45,8 +45,8 @@ def bootstrap_mean(
     counts of tokens are [num_sequences]; the confidence of the interval lies inside (0, 1).
 
     Raises:
-        CorpusError: fewer than two sequences, which have no spread between sequences.
-        ValueError: shapes that differ, a sequence without tokens, or sums that are not finite.
+        CorpusError: Fewer than two sequences, which have no spread between sequences.
+        ValueError: Shapes that differ, a sequence without tokens, or sums that are not finite.
     """
     sums = np.asarray(sums, dtype=np.float64)
     tokens = np.asarray(counts, dtype=np.float64)
@@ -69,7 +69,7 @@ def spearman(x: NDArray[np.float64], y: NDArray[np.float64]) -> float | None:
     """The rank correlation, ties at their mean rank; None where one side does not vary or has under two values.
 
     Raises:
-        ValueError: lengths that differ, or values that are not finite.
+        ValueError: Lengths that differ, or values that are not finite.
     """
     from scipy.stats import spearmanr
 

@@ -112,7 +112,7 @@ class Validator:
         """Measure one scheme at one kind of position offsets, or look it up.
 
         Raises:
-            NonFiniteActivationError: a token's KL is NaN or infinite; nothing is journalled.
+            NonFiniteActivationError: A token's KL is NaN or infinite; nothing is journalled.
         """
         record = self._journal.get((offsets, scheme.key))
         if record is not None:

@@ -61,7 +61,7 @@ def benchmark(options: BenchOptions) -> tuple[BenchResult, Path]:
     """Benchmark a profile beside other schemes; returns the figures and the page of their report.
 
     Raises:
-        KVTunerError: options that do not fit the profile, its model or the servers.
+        KVTunerError: Options that do not fit the profile, its model or the servers.
     """
     command = result_command("bench", options)
     serving_client()  # refused here where it is not installed

@@ -97,7 +97,7 @@ def evaluate(options: EvalOptions) -> EvaluationResult:
     """Evaluate a profile beside other schemes, and write the result beside it.
 
     Raises:
-        KVTunerError: options that do not fit the profile, its model or the servers.
+        KVTunerError: Options that do not fit the profile, its model or the servers.
     """
     command = result_command("eval", options)
     resolved = profile_of(options.profile)

@@ -71,7 +71,7 @@ class Backend(ABC):
         """The log-probability of a continuation, nats, and whether it is the greedy one.
 
         Raises:
-            EndpointError: the server gives no log-probabilities.
+            EndpointError: The server gives no log-probabilities.
         """
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Backend(ABC):
         """The log-probability of all tokens of a text but the first, nats.
 
         Raises:
-            EndpointError: the backend is a server.
+            EndpointError: The backend is a server.
         """
 
     @abstractmethod

@@ -68,7 +68,7 @@ class Endpoint:
     """A server at a URL without a path, whose answers may take so many seconds.
 
     Raises:
-        EndpointError: it cannot be reached, redirects, or serves no model.
+        EndpointError: It cannot be reached, redirects, or serves no model.
     """
 
     def __init__(self, url: str, api: Api, timeout_s: float) -> None:
@@ -88,8 +88,8 @@ class Endpoint:
         """The JSON that the server answers to a prompt, with SGLang's sampling parameters and more fields besides.
 
         Raises:
-            OSError: no answer; URLError and timeouts are.
-            ValueError: the answer is no JSON.
+            OSError: No answer; URLError and timeouts are.
+            ValueError: The answer is no JSON.
         """
         body: dict[str, Any]
         if self.api == "sglang":
@@ -104,7 +104,7 @@ class Endpoint:
         """Check that a server of SGLang serves the scheme that it was named for, and a profile if one is given.
 
         Raises:
-            EndpointError: it does not, or its answers cannot show it.
+            EndpointError: It does not, or its answers cannot show it.
         """
         served = self.served
         if profile is not None and served.digest != profile.digest:
@@ -176,7 +176,7 @@ def opener_of(url: str) -> urllib.request.OpenerDirector:
     """The opener of a server's paths, which takes the environment's proxy except for servers on this machine.
 
     Raises:
-        EndpointError: the URL is no address; opening raises it where the server redirects.
+        EndpointError: The URL is no address; opening raises it where the server redirects.
     """
     proxies = urllib.request.ProxyHandler({} if is_loopback(url) else None)
     return urllib.request.build_opener(proxies, _NoRedirects())

@@ -158,7 +158,7 @@ def server_backends(
     """A backend for each scheme, at the URL that has its name.
 
     Raises:
-        EndpointError: a server that serves another model, profile or dtype than its name says, or one whose answers
+        EndpointError: A server that serves another model, profile or dtype than its name says, or one whose answers
             would not show how it stores its cache.
     """
     backends = [ServerBackend(scheme.name, urls[scheme.name], api, text, timeout_s) for scheme in schemes]

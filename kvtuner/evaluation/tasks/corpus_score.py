@@ -67,7 +67,7 @@ class CorpusScore(PairedScores):
     """The score of one scheme in one of `METRICS`; other schemes' sentences have the same references.
 
     Raises:
-        CorpusError: a single sentence, which says nothing of the spread between sentences.
+        CorpusError: A single sentence, which says nothing of the spread between sentences.
     """
 
     def __init__(self, metric: str, sentences: Sequence[Sentence]) -> None:

@@ -53,9 +53,9 @@ def task_cells(
     run code of theirs; `more` are arguments of the harness besides, such as ``limit``.
 
     Raises:
-        CorpusError: tasks that the harness does not know, cannot load, or that score nothing that can be paired.
-        EndpointError: a server is gone, or gives no log-likelihoods where a task needs them.
-        KVTunerError: whatever a model raises that is asked.
+        CorpusError: Tasks that the harness does not know, cannot load, or that score nothing that can be paired.
+        EndpointError: A server is gone, or gives no log-likelihoods where a task needs them.
+        KVTunerError: Whatever a model raises that is asked.
     """
     manager = TaskManager(include_path=include_path)  # reads thousands of files
     answers = {name: _evaluated(model, manager, tasks, more) for name, model in models.items()}

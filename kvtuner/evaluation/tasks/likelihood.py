@@ -46,7 +46,7 @@ def local_likelihood_cells(bench: Workbench, schemes: Sequence[CacheScheme], fol
     The report split is scored; the unquantized scheme and the searched profile are among the schemes.
 
     Raises:
-        NonFiniteActivationError: a token's KL is NaN or infinite.
+        NonFiniteActivationError: A token's KL is NaN or infinite.
     """
     validator = Validator(bench, folder, sha256_of(bench.identity()))
     tokens = bench.corpus.splits["report"].shape[1]
@@ -87,8 +87,8 @@ def server_likelihood_cells(
     besides tokens and servers.
 
     Raises:
-        EndpointError: servers whose answers together cannot be compared, or one that is gone, or hardly answers.
-        CorpusError: more positions than a sequence has.
+        EndpointError: Servers whose answers together cannot be compared, or one that is gone, or hardly answers.
+        CorpusError: More positions than a sequence has.
     """
     num_tokens = len(scoring.sequences[0])
     if scoring.positions >= num_tokens:

@@ -63,7 +63,7 @@ def draw_question_sets(levels: Sequence[Level], text: Text, options: DrawOptions
     Each level and length draws by itself.
 
     Raises:
-        CorpusError: a context that does not fit, or a length that the questions alone exceed by far.
+        CorpusError: A context that does not fit, or a length that the questions alone exceed by far.
     """
     sets = []
     for level in levels:
@@ -111,7 +111,7 @@ def question_cells(
     The identity is the hash of whatever decides answers besides the questions and the backend.
 
     Raises:
-        EndpointError: a server is gone.
+        EndpointError: A server is gone.
     """
     journal = AnswerJournal(folder, JOURNAL, identity, version=ANSWERING, field="said")
     cells = []
