@@ -1,6 +1,6 @@
 """The profile file: format, digest, validation, sharing. Knows nothing of how it is searched or served.
 
-The names in `__all__` are public; each is imported when it is first asked for, so that a server without a profile loads
+The names in `__all__` are public; each is imported when it is first used, so that a server without a profile loads
 none of it. `formats` has the files of other tools, `sharing` the hub, `signing` signatures, `identity` models.
 """
 

@@ -1,6 +1,6 @@
 """Layer-wise mixed-precision KV cache: searched offline, loaded at serving time.
 
-The names in `__all__` are the Python interface; each is imported when it is first asked for, so that this import is
+The names in `__all__` are the Python interface; each is imported when it is first used, so that this import is
 light. See docs/python.md.
 """
 

@@ -1,6 +1,7 @@
 """Serves a profile: resolves it for a model and rank, and runs caches in its precision. Knows no search.
 
-`KVTunerCache` is public here, imported when it is first asked for; `engine` is in `kvtuner.runtime_loader.sglang`.
+`KVTunerCache` is public here, imported when it is first used; `engine` is in `kvtuner.runtime_loader.sglang`.
+Other packages also use `model_check` (`check_model`).
 """
 
 from __future__ import annotations

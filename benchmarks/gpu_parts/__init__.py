@@ -1,1 +1,1 @@
-"""Parts of benchmarks/gpu.py."""
+"""The sections of `benchmarks/gpu.py`; `pools`, `speed` and `baselines` also serve the other programs of kernels."""

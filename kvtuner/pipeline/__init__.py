@@ -1,4 +1,4 @@
-"""What strings the stages together: a search, a calibration, an evaluation, a benchmark.
+"""The stages strung together: a search, a calibration, an evaluation, a benchmark.
 
 `search`, `calibrate`, `evaluate` and `benchmark` each stand in the module of their name and take frozen options; see
 `options`, `evaluation_options` and `bench_options`. `python_interface` has the same for notebooks. Nothing here knows

@@ -1,4 +1,8 @@
-"""Triton kernels over packed rows. This package alone imports triton; it knows nothing of servers."""
+"""Triton kernels over packed rows. This package alone imports triton; it knows nothing of servers.
+
+`attention_backends` uses `triton_attention` (`TritonAttention`) and `page_mover` (`TritonMover`), each when a server
+chooses it. The rest is private; `benchmarks/` measures it.
+"""
 
 from typing import Final
 

@@ -1,4 +1,7 @@
-"""A profile inside SGLang: plugin, packed pool, attention. This package alone imports sglang; `engine` is public."""
+"""A profile inside SGLang: plugin, packed pool, attention. Knows nothing of how a profile was found.
+
+`engine` is public, and SGLang loads `plugin`; the rest is private. Only `engine` and `compat` import sglang.
+"""
 
 from __future__ import annotations
 

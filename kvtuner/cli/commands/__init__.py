@@ -1,1 +1,4 @@
-"""The sub-commands, a module for each: they read flags, call the pipeline and print its result."""
+"""The sub-commands: each module reads flags, calls the pipeline and prints its result. Private to `kvtuner.cli`.
+
+`kvtuner.cli.parser.COMMANDS` names them. Nothing heavy is imported before a command runs.
+"""

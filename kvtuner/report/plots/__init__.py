@@ -1,1 +1,5 @@
-"""Pictures of results, as PNG bytes. Knows nothing of pages."""
+"""Pictures of results, as PNG bytes. Knows nothing of pages.
+
+Private to `kvtuner.report`, but for `search_plots.PICTURES`, whose names are those of a run folder's pictures. The
+modules of pictures import matplotlib at their top, so reports import them only where they draw.
+"""
