@@ -1,6 +1,6 @@
 """Schemes to store a model's cache: their size, their simulation, their transformers cache and SGLang's flags.
 
-A new scheme is a child of `CacheScheme` in a file of its own and a line with `register_scheme`.
+A new scheme is a child of `CacheScheme` in a module of its own, and a line in `scheme_registry.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 from transformers import DynamicCache
 
 from kvtuner.calibration.forward.simulator import LayerSpec
-from kvtuner.errors import PrecisionError
-from kvtuner.exported_configs.identity.model_identity import identity_of
-from kvtuner.exported_configs.profile.build import dump_profile, uniform_profile
-from kvtuner.exported_configs.profile.evaluation_record import PROFILE
+from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.precision import NATIVE_BITS, SIDES, PrecisionPair, RowShape, bytes_per_token, mean_bits
 from kvtuner.quant import QuantSpec
 from kvtuner.run_folder import write_atomically
@@ -22,10 +19,9 @@ from kvtuner.runtime_loader.model_check import check_model
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.exported_configs.profile.evidence import ReadPlan
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
@@ -79,7 +75,7 @@ class CacheScheme:
         """Stored bytes of a token on one rank that holds all heads; None where nothing stores it yet."""
         return self._layer_bytes(range(len(self.pairs)), self.rows) if self.is_local else None
 
-    def bytes_on(self, ranks: ServingRanks) -> int:
+    def bytes_on(self, ranks: RankLayout) -> int:
         """Stored bytes of a token on the fullest of several ranks."""
         return max(self._layer_bytes(stage, ranks.shape) for stage in ranks.stages)
 
@@ -110,9 +106,9 @@ class CacheScheme:
         raise NotImplementedError(self.name)
 
     def contradiction(self, kv_cache_dtype: str | None, digest: str | None) -> str | None:
-        """What a server that was named like this scheme stores instead, as far as it says; None where all is well.
+        """Report what a server that was named like this scheme stores instead; None where it stores this.
 
-        It says its cache's dtype, as SGLang names it, and the digest of the profile that it serves.
+        The server states its cache's dtype, as SGLang names it, and the digest of the profile that it serves.
         """
         return None
 
@@ -138,7 +134,7 @@ class UnquantizedScheme(CacheScheme):
         return ()
 
     def contradiction(self, kv_cache_dtype: str | None, digest: str | None) -> str | None:
-        """A quantized cache."""
+        """Report a quantized cache."""
         return "its cache is quantized" if digest or kv_cache_dtype not in UNQUANTIZED else None
 
 
@@ -161,7 +157,7 @@ class Fp8Scheme(CacheScheme):
         return ("--kv-cache-dtype", "fp8_e4m3")
 
     def contradiction(self, kv_cache_dtype: str | None, digest: str | None) -> str | None:
-        """A cache of another dtype."""
+        """Report a cache of another dtype."""
         return None if "fp8" in str(kv_cache_dtype) else f"its cache is {kv_cache_dtype}"
 
     def _layer_bytes(self, layers: range, rows: RowShape) -> int:
@@ -226,60 +222,8 @@ class PerChannelScheme(CacheScheme):
         return ("--enable-kvtuner-quant", *bits, "--kvtuner-axis-key", "1")
 
 
-_SCHEMES: Final[dict[str, Callable[[ModelGeometry], CacheScheme]]] = {
-    REFERENCE: UnquantizedScheme.of,
-    FP8: Fp8Scheme.of,
-    PER_CHANNEL: PerChannelScheme.of,
-}
-
-
-def register_scheme(name: str, make: Callable[[ModelGeometry], CacheScheme]) -> None:
-    """Have `named_scheme` know a scheme by a name of its own, made for a model of a geometry."""
-    assert name not in _SCHEMES, name
-    _SCHEMES[name] = make
-
-
-def named_scheme(text: str, shape: ModelShape) -> CacheScheme:
-    """The scheme that a word names: a registered one, or a uniform pair such as ``K8V8`` or ``K4V4-symmetric``.
-
-    A pair is without transforms, and asymmetric where it does not say otherwise.
-
-    Raises:
-        PrecisionError: The word names no scheme.
-    """
-    if text in _SCHEMES:
-        return _SCHEMES[text](shape.geometry)
-    word, symmetric = text.removesuffix(SYMMETRIC), text.endswith(SYMMETRIC)
-    try:
-        pair = PrecisionPair.parse(word)
-    except PrecisionError as error:
-        raise PrecisionError(f"{text} is no scheme to store a cache, such as fp8 or K8V8: {error}") from error
-    if NATIVE_BITS in (pair.k_bits, pair.v_bits) and pair.k_bits == pair.v_bits:
-        raise PrecisionError(f"{text} is the unquantized cache, which everything is compared with anyway")
-    identity = identity_of(shape.config, id="model", revision=None, dtype="bfloat16")
-    name = f"{pair}{SYMMETRIC if symmetric else ''}"
-    return ProfileScheme.of(name, uniform_profile(shape.geometry, pair, identity, symmetric=symmetric))
-
-
-def named_schemes(
-    names: Sequence[str], shape: ModelShape, profile: Profile, file: Path | None = None
-) -> list[CacheScheme]:
-    """The schemes that words name: `PROFILE` the searched profile, others what `named_scheme` knows.
-
-    Raises:
-        PrecisionError: A word names no scheme, or two name the same one.
-    """
-    schemes = [
-        ProfileScheme.of(name, profile, file) if name == PROFILE else named_scheme(name, shape) for name in names
-    ]
-    full_names = [scheme.name for scheme in schemes]
-    if twice := [name for name in full_names if full_names.count(name) > 1]:
-        raise PrecisionError(f"{twice[0]} is asked twice; name every scheme once, {REFERENCE} is there anyway")
-    return schemes
-
-
 @dataclass(frozen=True, slots=True)
-class ServingRanks:
+class RankLayout:
     """The rows of a tensor-parallel rank and the layers of each pipeline stage.
 
     Bytes are those of the fullest rank, which limits how many tokens fit.
@@ -297,7 +241,7 @@ class ServingRanks:
         v_group_size: int | None = None,
         tp_size: int = 1,
         pp_size: int = 1,
-    ) -> ServingRanks:
+    ) -> RankLayout:
         """The ranks that a budget is kept on; `GeometryError` for ranks that the model cannot be split over."""
         shape = geometry.row_shape(tp_size=tp_size, k_group_size=k_group_size, v_group_size=v_group_size)
         return cls(shape, tuple(geometry.layers_of_stage(rank, pp_size) for rank in range(pp_size)))

@@ -21,7 +21,8 @@ from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model_loading import ModelShape, load_tokenizer, read_shape
 from kvtuner.errors import EndpointError
 from kvtuner.evaluation.backends.endpoint import Endpoint
-from kvtuner.evaluation.cache_scheme import FP8, REFERENCE, CacheScheme, named_schemes
+from kvtuner.evaluation.cache_scheme import FP8, REFERENCE, CacheScheme
+from kvtuner.evaluation.scheme_registry import named_schemes
 from kvtuner.exported_configs.identity.mismatch import DERIVED
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE, Evaluation, ResultProvenance
 from kvtuner.pipeline.evaluate import check_writable, evaluate

@@ -16,7 +16,8 @@ from kvtuner.calibration.workbench import CalibrationOptions, Workbench
 from kvtuner.errors import CorpusError, EndpointError, PrecisionError, RunFolderError
 from kvtuner.evaluation.backends.local_backend import LocalBackend
 from kvtuner.evaluation.backends.server_backend import server_backends
-from kvtuner.evaluation.cache_scheme import REFERENCE, CacheScheme, named_schemes
+from kvtuner.evaluation.cache_scheme import REFERENCE, CacheScheme
+from kvtuner.evaluation.scheme_registry import named_schemes
 from kvtuner.evaluation.tasks.likelihood import Scoring, local_likelihood_cells, server_likelihood_cells
 from kvtuner.evaluation.tasks.question_sets import (
     QUESTION_LEVELS,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtuner.calibration.sensitivity import CandidateScores, SensitivityTable
-    from kvtuner.evaluation.cache_scheme import CacheScheme, ServingRanks
+    from kvtuner.evaluation.cache_scheme import CacheScheme, RankLayout
     from kvtuner.evaluation.validation import SequenceSums
     from kvtuner.precision import RowShape
     from kvtuner.search_spaces.space import LayerChoice
@@ -105,7 +105,7 @@ def quality_row(
     sums: SequenceSums,
     winner: SequenceSums | None,
     *,
-    ranks: ServingRanks,
+    ranks: RankLayout,
     fits_budget: bool,
     seed: int,
 ) -> QualityRow:

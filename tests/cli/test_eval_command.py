@@ -323,7 +323,7 @@ def test_intervals_are_those_of_numpy(evaluate: Any) -> None:
 def test_the_demo_model_is_right_and_two_bits_are_not(run: RunCommand, tmp_path: Path) -> None:
     """The whole way: questions that have answers, in a profile that loses them."""
     from kvtuner.calibration.model_loading import ModelSource, read_shape
-    from kvtuner.evaluation.cache_scheme import named_scheme
+    from kvtuner.evaluation.scheme_registry import named_scheme
     from kvtuner.exported_configs.profile.build import dump_profile
 
     path = tmp_path / "two.json"

@@ -19,7 +19,8 @@ from kvtuner.bench.load_metrics import LoadResult, MeasurementCost, SchemeRun
 from kvtuner.bench.load_target import ServerRecord
 from kvtuner.bench.loads import Capacity, LoadOptions, plan_loads
 from kvtuner.calibration.model_loading import DEMO_MODEL, ModelSource, read_shape
-from kvtuner.evaluation.cache_scheme import PER_CHANNEL, named_schemes
+from kvtuner.evaluation.cache_scheme import PER_CHANNEL
+from kvtuner.evaluation.scheme_registry import named_schemes
 from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.exported_configs.profile.evaluation_record import (
     BackendRecord,

@@ -12,7 +12,7 @@ from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.calibration.model_loading import DEMO, ModelShape, load_model, read_shape
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench, calibrate
 from kvtuner.errors import PrecisionError
-from kvtuner.evaluation.cache_scheme import ServingRanks
+from kvtuner.evaluation.cache_scheme import RankLayout
 from kvtuner.pipeline.inputs import corpus_source, model_source
 from kvtuner.pipeline.progress import say
 from kvtuner.precision import PACKED_BITS, PrecisionPair, RowShape, check_group_size
@@ -69,11 +69,9 @@ def kept_pairs(options: SearchOptions) -> dict[int, PrecisionPair]:
     return parse_keep(options.keep) if options.keep else {}
 
 
-def serving_ranks(
-    options: MeasurementOptions, shape: ModelShape, *, tp_size: int = 1, pp_size: int = 1
-) -> ServingRanks:
+def serving_ranks(options: MeasurementOptions, shape: ModelShape, *, tp_size: int = 1, pp_size: int = 1) -> RankLayout:
     """The ranks that will serve; refuses those that the model cannot be split over."""
-    return ServingRanks.of(
+    return RankLayout.of(
         shape.geometry,
         k_group_size=options.k_group_size,
         v_group_size=options.v_group_size,
@@ -150,7 +148,7 @@ class SearchRun:
         return row_shape(self.options.measurement, self.shape)
 
     @property
-    def ranks(self) -> ServingRanks:
+    def ranks(self) -> RankLayout:
         """The ranks that will serve."""
         options = self.options
         return serving_ranks(options.measurement, self.shape, tp_size=options.tp_size, pp_size=options.pp_size)

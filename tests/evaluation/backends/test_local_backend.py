@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from kvtuner.calibration.model_loading import ModelSource, read_shape
 from kvtuner.errors import NonFiniteActivationError, PrecisionError, UnsupportedModelError
 from kvtuner.evaluation.backends.local_backend import LocalBackend
-from kvtuner.evaluation.cache_scheme import CacheScheme, ProfileScheme, named_scheme
+from kvtuner.evaluation.cache_scheme import CacheScheme, ProfileScheme
+from kvtuner.evaluation.scheme_registry import named_scheme
 from kvtuner.evaluation.tasks.recall_and_needles import Problem, Question
 from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.quant import QuantSpec

@@ -19,7 +19,7 @@ from kvtuner.calibration.model_loading import ModelSource, load_tokenizer, read_
 from kvtuner.cli import main
 from kvtuner.errors import CacheError
 from kvtuner.evaluation.backends.local_backend import LocalBackend
-from kvtuner.evaluation.cache_scheme import named_scheme
+from kvtuner.evaluation.scheme_registry import named_scheme
 from kvtuner.evaluation.tasks.harness_model import HarnessModel
 from kvtuner.evaluation.token_text import Text
 from kvtuner.exported_configs.profile.build import dump_profile

@@ -1,0 +1,86 @@
+"""The schemes that a user can name, made for a model once they are named: registered ones, and uniform pairs of bits.
+
+A new scheme is a child of `CacheScheme` in a module of its own, and a line here (docs/architecture.md). Knows nothing
+of how a scheme stores a cache.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvtuner.errors import PrecisionError
+from kvtuner.evaluation.cache_scheme import (
+    FP8,
+    PER_CHANNEL,
+    REFERENCE,
+    SYMMETRIC,
+    Fp8Scheme,
+    PerChannelScheme,
+    ProfileScheme,
+    UnquantizedScheme,
+)
+from kvtuner.exported_configs.identity.model_identity import identity_of
+from kvtuner.exported_configs.profile.build import uniform_profile
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE
+from kvtuner.precision import NATIVE_BITS, PrecisionPair
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from kvtuner.calibration.model_loading import ModelShape
+    from kvtuner.evaluation.cache_scheme import CacheScheme
+    from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.geometry import ModelGeometry
+
+_FACTORIES: Final[dict[str, Callable[[ModelGeometry], CacheScheme]]] = {}
+
+
+def register_scheme(name: str, make: Callable[[ModelGeometry], CacheScheme]) -> None:
+    """Add a scheme under a name that a user gives; the factory makes it for a model of a geometry."""
+    assert name not in _FACTORIES, f"there is a scheme {name} already"
+    _FACTORIES[name] = make
+
+
+def named_scheme(text: str, shape: ModelShape) -> CacheScheme:
+    """The scheme that a word names: a registered one, or a uniform pair such as ``K8V8`` or ``K4V4-symmetric``.
+
+    A pair is without transforms, and asymmetric where it does not say otherwise.
+
+    Raises:
+        PrecisionError: The word names no scheme.
+    """
+    if text in _FACTORIES:
+        return _FACTORIES[text](shape.geometry)
+    word, symmetric = text.removesuffix(SYMMETRIC), text.endswith(SYMMETRIC)
+    try:
+        pair = PrecisionPair.parse(word)
+    except PrecisionError as error:
+        raise PrecisionError(f"{text} is no scheme to store a cache, such as fp8 or K8V8: {error}") from error
+    if NATIVE_BITS in (pair.k_bits, pair.v_bits) and pair.k_bits == pair.v_bits:
+        raise PrecisionError(f"{text} is the unquantized cache, which everything is compared with anyway")
+    identity = identity_of(shape.config, id="model", revision=None, dtype="bfloat16")
+    name = f"{pair}{SYMMETRIC if symmetric else ''}"
+    return ProfileScheme.of(name, uniform_profile(shape.geometry, pair, identity, symmetric=symmetric))
+
+
+def named_schemes(
+    names: Sequence[str], shape: ModelShape, profile: Profile, file: Path | None = None
+) -> list[CacheScheme]:
+    """The schemes that words name: `PROFILE` the searched profile, others what `named_scheme` knows.
+
+    Raises:
+        PrecisionError: A word names no scheme, or two name the same one.
+    """
+    schemes = [
+        ProfileScheme.of(name, profile, file) if name == PROFILE else named_scheme(name, shape) for name in names
+    ]
+    full_names = [scheme.name for scheme in schemes]
+    if twice := [name for name in full_names if full_names.count(name) > 1]:
+        raise PrecisionError(f"{twice[0]} is asked twice; name every scheme once, {REFERENCE} is there anyway")
+    return schemes
+
+
+register_scheme(REFERENCE, UnquantizedScheme.of)
+register_scheme(FP8, Fp8Scheme.of)
+register_scheme(PER_CHANNEL, PerChannelScheme.of)
