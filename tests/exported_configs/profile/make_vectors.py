@@ -1,7 +1,8 @@
 """The files of exported_configs/vectors/: ``python tests/exported_configs/profile/make_vectors.py`` writes them.
 
 Profiles that every reader of the format must accept, with what they mean, and files that it must refuse, each of
-which breaks one rule. They are made by this repository's own code: an independent reader agrees in test_vectors.py.
+which breaks one rule. They are made by this repository's own code: an independent reader agrees in
+test_profile_vectors.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run by test_compiled.py without the interpreter: compiles for GPUs that are not here, prints JSON."""
+"""Run by test_kernels_compiled.py without the interpreter: compiles for GPUs that are not here, prints JSON."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-PAGE: Final = Path(__file__).parents[1] / "docs" / "python.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "python.md"
 BLOCKS: Final = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
 SERVED: Final = "kvtuner.engine("
 """What marks the block that needs a GPU's server; tests/sglang/test_engine.py calls the same function."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LINKED_FOLDERS = ("calibration", "exported_configs", "runtime_loader", "search_spaces", "tuner")
 PACKAGE_FOLDERS = ("kvtuner", *LINKED_FOLDERS)
 BUILD_INPUTS = ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "LICENSES", *PACKAGE_FOLDERS)

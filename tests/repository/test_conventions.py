@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
     Rule = Callable[[dict[Path, str]], list[str]]
 
-ROOT: Final = Path(__file__).resolve().parents[1]
+ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = ("kvtuner", "calibration", "exported_configs", "runtime_loader", "search_spaces", "tuner")
 PRODUCT: Final = (*PACKAGES, "benchmarks")
+BY_TOPIC: Final = {"cli", "sglang", "repository"}
+"""The folders of tests that mirror no package; see rule 10 of CONTRIBUTING."""
 MOST_LINES: Final = 450
 MOST_FILES: Final = 15
 BANNED: Final = {
@@ -120,11 +122,30 @@ def long_files(files: dict[Path, str]) -> list[str]:
     return [f"{path}: {count} lines" for path, count in counts.items() if count > MOST_LINES]
 
 
+def misplaced_tests(files: dict[Path, str]) -> list[str]:
+    """Name the files of tests that do not lie in the folder, or have not the name, of what they test."""
+    names: dict[Path, set[str]] = defaultdict(set)
+    for path, text in files.items():
+        folder = Path(*path.parts[path.parts[0] == "kvtuner" : -1])
+        nodes = (node for node in tree_of(text).body if isinstance(node, (ast.ClassDef, ast.FunctionDef)))
+        names[folder] |= {folder.name, path.stem, *(node.name.lower() for node in nodes)}
+        names[folder / path.stem].add(path.stem)  # a module may have a folder of tests
+    misplaced = []
+    for path in files:
+        if path.parts[0] != "tests" or not path.stem.startswith("test_") or path.parts[1] in BY_TOPIC:
+            continue
+        topic = path.stem.removeprefix("test_") + "_"
+        if not any(topic.startswith(f"{name}_") for name in names[path.parent.relative_to("tests")]):
+            misplaced.append(str(path))
+    return misplaced
+
+
 RULES: Final[list[tuple[Rule, tuple[str, ...]]]] = [
     (classes_of_one_name, PRODUCT),
     (modules_of_one_name, PRODUCT),
     (docstring_fragments, (*PRODUCT, "examples", "tests")),
     (banned_names, PRODUCT),
+    (misplaced_tests, (*PRODUCT, "tests")),
     (full_folders, (*PRODUCT, "examples", "tests")),
     (long_files, (*PRODUCT, "examples", "tests")),
 ]
@@ -152,6 +173,8 @@ WRONG: Final[list[tuple[Rule, dict[str, str]]]] = [
     (banned_names, {"examiner.py": ""}),
     (banned_names, {"one.py": "class _ChoosySampler: ...\n"}),
     (banned_names, {"one.py": "class A:\n    def said_until(self): ...\n"}),
+    (misplaced_tests, {"tuner/exact.py": "", "tests/test_exact.py": ""}),
+    (misplaced_tests, {"kvtuner/bench/loads.py": "def burst(): ...\n", "tests/bench/test_waves.py": ""}),
     (full_folders, {f"kernels/file_{number}.py": "" for number in range(MOST_FILES + 1)}),
     (long_files, {"one.py": "\n" * (MOST_LINES + 1)}),
 ]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.forward.read_plan import ReadPlanName
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvtuner.runtime_loader.sglang.request import add_flags
 
-PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
 
 
 def test_the_table_of_flags_names_those_of_the_plugin() -> None:

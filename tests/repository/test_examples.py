@@ -17,7 +17,7 @@ from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profi
 if TYPE_CHECKING:
     from fixture_types import ProfileOf
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.mark.slow
