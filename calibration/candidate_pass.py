@@ -36,7 +36,7 @@ TINY = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class QuantizationOptions:
-    """What all candidates share: channels per scale, a whole head by default, and whether grids are centred on zero."""
+    """The settings of all candidates: channels per scale, a head's by default; whether grids are centred on zero."""
 
     k_group_size: int | None = None
     v_group_size: int | None = None
@@ -47,7 +47,7 @@ class QuantizationOptions:
         return self.k_group_size if side == "k" else self.v_group_size
 
     def spec(self, side: Side, bits: int, transform: Transform) -> QuantSpec | None:
-        """How one side of a layer is stored at `bits`; None at 16, where it is not quantized."""
+        """The storage of one side of a layer at `bits`; None at 16, where it is not quantized."""
         return None if bits == NATIVE_BITS else QuantSpec(bits, transform, self.group_size(side), self.symmetric)
 
 

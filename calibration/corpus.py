@@ -147,7 +147,7 @@ def _file_documents(path: Path, text_field: str) -> Iterator[Document]:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """What a JSON list or JSON lines hold, with its number from 1."""
+    """The rows of a JSON list or of JSON lines, numbered from 1."""
     with path.open(encoding=_ENCODING) as handle:
         if path.suffix == ".jsonl":
             for number, line in enumerate(handle, 1):

@@ -44,7 +44,7 @@ def isolated_candidates(scores: Mapping[Candidate, CandidateScores]) -> list[Can
 
 
 def spec_of(candidate: Candidate, constants: Sequence[LayerConstants], options: QuantizationOptions) -> LayerSpec:
-    """How the candidate's layer is stored."""
+    """The storage of the candidate's layer."""
     transform = constants[candidate.layer].transform(candidate.side, candidate.transform)
     spec = options.spec(candidate.side, candidate.bits, transform)
     return LayerSpec(k=spec) if candidate.side == "k" else LayerSpec(v=spec)

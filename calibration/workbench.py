@@ -34,7 +34,7 @@ _SPLIT_SEEDS: dict[SplitName, int] = {"calibrate": 11, "select": 12, "report": 1
 
 @dataclass(frozen=True, slots=True)
 class CalibrationOptions:
-    """How sensitivity is measured.
+    """The settings of a measurement of sensitivity.
 
     Attributes:
         read_plan: The read plan: which tokens read quantized keys and values.

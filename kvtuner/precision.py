@@ -122,7 +122,7 @@ def row_bytes(
         granularity: per_channel spreads a group's scale words over its tokens, rounded up.
 
     Raises:
-        PrecisionError: What `check_group_size` or `check_token_group` refuses.
+        PrecisionError: `check_group_size` or `check_token_group` refuses the group.
     """
     if num_heads <= 0:
         raise PrecisionError(f"num_heads must be positive, but is {num_heads}")
@@ -140,7 +140,7 @@ def row_bytes(
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """What decides a row's bytes besides its bits: heads on one rank, channels, and what shares a scale.
+    """The shape that decides a row's bytes besides its bits: heads on one rank, channels, and what shares a scale.
 
     Attributes:
         num_kv_heads: The KV heads on one rank.

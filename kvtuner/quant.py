@@ -206,7 +206,7 @@ def quantize(x: Tensor, bits: int, group_size: int | None = None, *, symmetric: 
         symmetric: one grid around zero instead of [minimum, maximum].
 
     Raises:
-        PrecisionError: What `check_group_size` refuses.
+        PrecisionError: `check_group_size` refuses the group size.
     """
     return quantize_widths(x, (bits,), group_size, symmetric=symmetric)[0]
 
@@ -268,7 +268,7 @@ def encode_fp8(x: Tensor) -> Tensor:
 
 
 def quantize_fp8(x: Tensor) -> Tensor:
-    """What a reader sees of the fp8 baseline: float32, same shape."""
+    """The numbers that a reader of the fp8 baseline sees: float32, same shape."""
     return encode_fp8(x).to(torch.float32)
 
 
@@ -328,7 +328,7 @@ def unpack_rows(rows: Tensor, bits: int, num_heads: int, head_dim: int, group_si
 
 @dataclass(frozen=True, slots=True)
 class QuantSpec:
-    """How one side (keys or values) of one layer is stored.
+    """The storage of one side (keys or values) of one layer.
 
     Attributes:
         bits: 2, 4 or 8.
@@ -349,7 +349,7 @@ class QuantSpec:
             raise PrecisionError(f"fp8 has 8 bits, not {self.bits}")
 
     def simulate(self, x: Tensor) -> Tensor:
-        """What a reader sees of keys or values [..., num_kv_heads, head_dim]: float32, model space."""
+        """The numbers that a reader of keys or values [..., num_kv_heads, head_dim] sees: float32, model space."""
         if self.fp8:
             return quantize_fp8(x)
         stored = quantize(self.transform.apply(x), self.bits, self.group_size, symmetric=self.symmetric)

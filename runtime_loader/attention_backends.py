@@ -28,7 +28,7 @@ BACKEND_VARIABLE: Final = "KVTUNER_ATTENTION"
 
 @dataclass(frozen=True, slots=True)
 class AttentionBackend:
-    """How one implementation of `PackedAttention` is chosen and made.
+    """A registered implementation of `PackedAttention`: how it is chosen and made.
 
     Attributes:
         name: The name that the variable gives, as log and metrics show it.

@@ -53,7 +53,7 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True)
 class ScoreScaling:
-    """How scores are made of products: with a `logit_cap` they are ``cap * tanh(scale * product / cap)``."""
+    """The scaling of products to scores: with a `logit_cap` they are ``cap * tanh(scale * product / cap)``."""
 
     scale: float
     logit_cap: float = 0.0

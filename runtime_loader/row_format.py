@@ -1,4 +1,4 @@
-"""How keys or values of one layer become rows, on one rank. Knows nothing of caches, pools or read plans."""
+"""The packing of one layer's keys or values into rows, on one rank. Knows nothing of caches, pools or read plans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCK_TOKENS: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """How keys or values of one rank's KV heads become rows.
+    """The packing of keys or values of one rank's KV heads into rows.
 
     Without a `spec` they keep [tokens, num_heads, head_dim] and the dtype that they come in. The spec of fp8, which no
     profile asks for, stores a byte for each channel and no scales.
@@ -82,7 +82,7 @@ def _pack(spec: QuantSpec, states: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerFormat:
-    """How one layer is stored on one rank."""
+    """The storage of one layer on one rank."""
 
     k: RowFormat
     v: RowFormat
@@ -93,7 +93,7 @@ class LayerFormat:
 
 
 def rank_formats(profile: Profile, layers: range, *, tp_rank: int = 0, tp_size: int = 1) -> tuple[LayerFormat, ...]:
-    """How one of `tp_size` ranks stores the layers of its pipeline stage, given by their global ids.
+    """The storage, on one of `tp_size` ranks, of the layers of its pipeline stage, given by their global ids.
 
     Heads that cannot be split so are a `GeometryError`; layers that the profile does not have are a `ProfileError`.
     """

@@ -94,7 +94,7 @@ class Budget:
         tp_size: int = 1,
         pp_size: int = 1,
     ) -> Constraint:
-        """What the budget means for a model on tp_size x pp_size ranks; every pipeline stage keeps it.
+        """The budget as a constraint on a model on tp_size x pp_size ranks; every pipeline stage keeps it.
 
         Raises:
             BudgetError: Below the smallest configuration; says the smallest budget possible.
@@ -136,7 +136,7 @@ class Constraint:
         return self.shape.pair_bytes(pair)
 
     def cap(self, stage: int) -> int:
-        """What the layers of one stage may cost together."""
+        """The cost that the layers of one stage may have together."""
         return math.floor(self.budget.amount * self._cost_of_unit(stage))
 
     def _cost_of_unit(self, stage: int) -> Fraction:
@@ -153,7 +153,7 @@ class Constraint:
                 return self.budget.unit_bytes
 
     def stage_costs(self, pairs: Sequence[PrecisionPair]) -> list[int]:
-        """What a configuration costs in each stage."""
+        """The cost of a configuration in each stage."""
         assert len(pairs) == self.num_layers
         return [sum(self.cost(pairs[layer]) for layer in stage) for stage in self.stages]
 

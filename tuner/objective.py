@@ -36,7 +36,7 @@ def describe(configuration: Sequence[LayerChoice]) -> str:
 def layer_specs(
     configuration: Sequence[LayerChoice], table: SensitivityTable, options: QuantizationOptions
 ) -> Mapping[int, LayerSpec]:
-    """How every layer of a configuration is stored, as a simulator takes it."""
+    """The storage of every layer of a configuration, as a simulator takes it."""
     return {layer: _layer_spec(layer, choice, table, options) for layer, choice in enumerate(configuration)}
 
 

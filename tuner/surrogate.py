@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FACTOR_DEVIATION: Final = 0.5
 """Prior deviation of a factor of one width of one side of one group from 1."""
 NOISE: Final = 0.1
-"""What additive factors cannot explain, relative to the measured value."""
+"""The error that additive factors cannot explain, relative to the measured value."""
 SMALLEST_FACTOR: Final = 0.05
 NUM_DRAWS: Final = 12
 WIDENING: Final = 1.4

@@ -39,7 +39,7 @@ FAILURE: Final = "failure"  # in an outcome, where a KL is not finite
 TICKET: Final = "ticket"
 
 FAILURE_VIOLATION: Final = 1.0
-"""What the sampler is told of a configuration without a finite KL: as bad as twice the budget."""
+"""The value that the sampler gets for a configuration without a finite KL: as bad as twice the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ class Worker:
         return _all_params(trial).keys() == self.distributions.keys()
 
     def _values_of(self, trials: Iterable[FrozenTrial]) -> dict[tuple[int, ...], float | None]:
-        """What trials have measured, inf if not finite; None for what others are to measure or breaks the budget."""
+        """The KLs of trials, inf if not finite; None for a trial that is yet to be measured or breaks the budget."""
         values: dict[tuple[int, ...], float | None] = {}
         for trial in trials:
             if trial.state != TrialState.FAIL and self._is_decided(trial):
@@ -319,7 +319,7 @@ def _is_surplus(trials: Sequence[FrozenTrial], number: int, num_trials: int, *, 
 
 
 def _value_of(trial: FrozenTrial, otherwise: float | None) -> float | None:
-    """What a trial has measured, infinite if that was not finite; `otherwise` if nothing."""
+    """The KL that a trial has measured, infinite if it was not finite; `otherwise` if there is none."""
     if trial.state != TrialState.COMPLETE or not trial.user_attrs[OUTCOME]["is_feasible"]:
         return otherwise
     return math.inf if FAILURE in trial.user_attrs[OUTCOME] else trial.value
@@ -338,6 +338,6 @@ def _ticket(trial: FrozenTrial) -> int:
 
 
 def _all_params(trial: FrozenTrial) -> dict[str, Any]:
-    """What a trial measures, or is to measure."""
+    """The parameters that a trial measures, or is to measure."""
     fixed: dict[str, Any] = trial.system_attrs.get(FIXED_PARAMS, {})
     return {**trial.params, **fixed}

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 def num_workers(model: torch.nn.Module) -> int:
-    """How many sequences of `model` to run at once: as many as torch may use threads, one unless it is small."""
+    """The number of sequences of `model` to run at once: as many as torch may use threads, one unless it is small."""
     tensors = [*model.parameters(), *model.buffers()]  # quantized weights are buffers
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return 1

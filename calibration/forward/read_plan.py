@@ -18,7 +18,7 @@ READ_PLANS: tuple[ReadPlanName, ...] = get_args(ReadPlanName)
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """How a sequence is read around its split.
+    """The reading of a sequence around its split.
 
     Attributes:
         name: ``decode``: tokens from the split on read everything quantized, their own keys and values included,

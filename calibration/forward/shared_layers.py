@@ -29,7 +29,7 @@ class SharedLayers:
         """The bytes that are kept."""
 
     def room_for(self, state: Tensor) -> int:
-        """How many states of this size can be kept: of a configuration, those behind its first layers."""
+        """The number of states of this size that can be kept: of a configuration, those behind its first layers."""
         return self._limit // max(1, state.nbytes)
 
     def longest(self, configuration: Sequence[Hashable]) -> tuple[int, Tensor | None]:

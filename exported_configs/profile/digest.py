@@ -1,4 +1,4 @@
-"""What the digest of a profile covers: how every layer is stored, with all defaults written out."""
+"""The content that the digest of a profile covers: how every layer is stored, with all defaults written out."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ _REASONS: Final[tuple[tuple[type[Exception], str], ...]] = (
     (EntryNotFoundError, "the repository has no such file there; name another as owner/name@revision:path"),
     (DisabledRepoError, "the hub has disabled this repository"),
 )
-"""What is said of an error of the library; the first class that fits counts, since some are kinds of others."""
+"""The message for an error of the library; the first class that fits counts, since some are kinds of others."""
 # An answer that is not JSON, or JSON but not the hub's: the library takes it apart and trips.
 _TRIPS: Final = (KeyError, TypeError, AttributeError, IndexError, RecursionError)
 _OF_ANSWERS: Final = (FileMetadataError, json.JSONDecodeError, *_TRIPS)

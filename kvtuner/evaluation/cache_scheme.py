@@ -32,7 +32,7 @@ FP8: Final = "fp8"
 PER_CHANNEL: Final = "K4V4-per-channel"
 SYMMETRIC: Final = "-symmetric"
 UNQUANTIZED: Final = (None, "auto", "bf16", "bfloat16")
-"""What SGLang calls a cache in the model's dtype."""
+"""SGLang's names of a cache in the model's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,7 +43,7 @@ class CacheScheme:
         name: The name, such as ``profile``, ``K8V8``, ``fp8``; the unquantized scheme is `REFERENCE`.
         rows: The rows of the whole model, which decide bits and bytes.
         key: The text that says everything that decides its results besides the model and what is asked.
-        specs: How each layer is simulated; layers without a specification are exact.
+        specs: The simulation of each layer; layers without a specification are exact.
         has_transforms: Whether keys or values are transformed before they are quantized.
         profile: The profile that says how rows are stored; None where none does.
     """

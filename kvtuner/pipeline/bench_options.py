@@ -1,4 +1,4 @@
-"""What a benchmark is asked for: options, and which of them go together. Imports nothing heavy."""
+"""The options of a benchmark, and which of them go together. Imports nothing heavy."""
 
 from __future__ import annotations
 

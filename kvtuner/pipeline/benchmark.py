@@ -214,7 +214,7 @@ class _BenchSession:
         return int(kv_memory // (scheme.bytes_per_token or self._profile.bytes_per_token()))
 
     def _key(self, scheme: CacheScheme, flags: Sequence[str], facts: Mapping[str, Any]) -> str:
-        """What decides answers and times besides the load: for a server that is there already, its own facts too."""
+        """The hash of all that decides answers and times besides the load, a running server's own facts included."""
         options, model = self._options, self._options.model
         digest = None if scheme.profile is None else scheme.profile.digest
         served = {"name": scheme.name, "digest": digest, "flags": [] if digest else list(flags)}

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for: options, and which of them go together. Imports nothing heavy."""
+"""The options of an evaluation, and which of them go together. Imports nothing heavy."""
 
 from __future__ import annotations
 

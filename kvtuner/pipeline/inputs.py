@@ -1,4 +1,4 @@
-"""What options name: the model, its text, the run folder, the profile; and how a result was made of them."""
+"""The inputs that options name, which are model, text, run folder and profile, and the provenance of a result."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def warn_of_mismatches(profile: Profile, model: ModelIdentity, context_length: i
 
 
 def model_mismatches(profile: Profile, model: str, policy: Policy) -> list[Mismatch]:
-    """What speaks against a profile for a model, by the model's configuration and files alone."""
+    """The mismatches between a profile and a model, by the model's configuration and files alone."""
     source = ModelSource(model)
     config = read_config(source)
     check_model(profile, config)
@@ -143,7 +143,7 @@ def model_mismatches(profile: Profile, model: str, policy: Policy) -> list[Misma
 def result_provenance(
     command: Sequence[str], *, seed: int, device: str, has_endpoints: bool, server_device: str | None = None
 ) -> ResultProvenance:
-    """How a result was made: by a command as it may be shared, on the device of a model loaded here or of servers.
+    """The provenance of a result: the command as it may be shared, and the device of a model loaded here or of servers.
 
     `has_endpoints` means servers that were there already; `server_device` is that of servers that were started.
     """

@@ -1,4 +1,4 @@
-"""How the text of an option is read, a function for each kind of value. Knows nothing of flags."""
+"""Readers of an option's text, a function for each kind of value. Knows nothing of flags."""
 
 from __future__ import annotations
 

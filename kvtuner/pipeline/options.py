@@ -1,4 +1,4 @@
-"""What a search or a calibration is asked for: every option once, with its default, its check and its flag.
+"""The options of a search or a calibration: every one once, with its default, its check and its flag.
 
 Imports nothing heavy. The command line makes its flags of these classes, and the Python interface its parameters: a
 field is called like its flag, and options in a field of options are a group of flags. A field without help is no flag
@@ -37,7 +37,7 @@ def option(default: Any, text: str, **flag: Any) -> Any:
     Args:
         default: The default; a switch where it is True or False.
         text: The flag's line of help.
-        **flag: What argparse takes besides, such as the `type` that reads the text, and checks values from Python;
+        **flag: Further arguments of argparse, such as the `type` that reads the text, and checks values from Python;
             `group` is the title of a group of flags that begins with this one.
     """
     return field(default=default, metadata={"help": text, **flag})
@@ -96,7 +96,7 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasurementOptions:
-    """How sensitivity is measured."""
+    """The options of a measurement of sensitivity."""
 
     score: ScoreName = option(
         "kl", "what bits are allocated by; fisher and e_o skip the isolated forwards", choices=SCORES

@@ -1,4 +1,4 @@
-"""What a person sees of results: text, tables, pictures and pages. Measures nothing.
+"""Results for a person: text, tables, pictures and pages. Measures nothing.
 
 Public functions, by module:
 

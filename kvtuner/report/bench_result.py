@@ -169,7 +169,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def gates_that_passed(result: BenchResult) -> str:
-    """How many gates passed, and how many could not be asked."""
+    """The number of gates that passed, and of those that could not be asked."""
     verdicts = [gate.verdict for scheme in result.schemes for gate in scheme.gates]
     unasked = verdicts.count("not asked")
     return f"{verdicts.count('passed')} gates passed" + (f", {unasked} could not be asked" if unasked else "")

@@ -72,7 +72,7 @@ def sample_lines(prompt: str, answers: Mapping[str, str | None]) -> list[str]:
 
 
 def evaluation_context(evaluation: Evaluation, profile: Profile) -> dict[str, Any]:
-    """What ``templates/evaluation.html`` shows: every scheme side by side, and which differences are clear."""
+    """The context of ``templates/evaluation.html``: every scheme side by side, and which differences are clear."""
     names = [scheme.name for scheme in evaluation.subjects]
     return {
         "evaluation": evaluation,
@@ -89,7 +89,7 @@ def evaluation_context(evaluation: Evaluation, profile: Profile) -> dict[str, An
 
 
 def cell_title(cell: Cell) -> str:
-    """What a cell measured, at which length and position, and its flag."""
+    """The title of a cell: its measure, length and position, and its flag."""
     name = TITLES[cell.measure] if cell.level == "likelihood" else " ".join(filter(None, (cell.level, cell.task)))
     length = f", {cell.num_tokens:,} tokens" if cell.num_tokens else ""
     flag = f" ({cell.flag})" if cell.flag else ""
@@ -150,7 +150,7 @@ def _level_table(evaluation: Evaluation, cells: Sequence[Cell]) -> Table:
 
 
 def _short_title(cell: Cell) -> str:
-    """What a cell measured, beneath the name of its level."""
+    """The title of a cell beneath the name of its level."""
     if cell.level == "likelihood":
         return f"{TITLES[cell.measure]} at {cell.position:,}"
     parts = [cell.task or ""]

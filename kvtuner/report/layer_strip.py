@@ -140,7 +140,7 @@ def strip_lines(rows: Sequence[Track], terminal: Terminal) -> list[str]:
 
 
 def legend(layers: Sequence[LayerRow], terminal: Terminal) -> list[str]:
-    """What the characters of a strip mean, as far as they occur."""
+    """The meaning of a strip's characters, as far as they occur."""
     bits = "  ".join(
         _painted(code, terminal) + (f"={bits}" if code != str(bits) else "") for code, bits in bits_used(layers)
     )

@@ -28,7 +28,7 @@ DEFAULTS: Final = ("granularity", "group_size", "symmetric")
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """How one layer is stored: keys of 16 bits have no granularity; constants are the base64 of mu and lambda."""
+    """The storage of one layer: keys of 16 bits have no granularity; constants are the base64 of mu and lambda."""
 
     pair: str
     k_transform: str
@@ -61,7 +61,7 @@ class QualityDifference:
     """The measured qualities of two profiles; None where nothing was measured.
 
     Attributes:
-        apart: What the measurements do not share or what is not known of it; empty where they are of the same tokens.
+        apart: The circumstances that the measurements do not share, or may not; empty where the tokens are the same.
         intervals_overlap: Whether the intervals overlap; None where one was not measured.
     """
 
@@ -76,7 +76,7 @@ class QualityDifference:
         return self.intervals_overlap is not None and not self.apart
 
     def text(self) -> str:
-        """What the two measurements show of one another."""
+        """The sentence that compares the two measurements."""
         if self.first is None or self.second is None:
             missing = [name for name, record in (("first", self.first), ("second", self.second)) if record is None]
             return f"not measured of the {' and the '.join(missing)}: nothing to compare"
@@ -95,7 +95,7 @@ class ProfileDifference:
 
     Attributes:
         geometry: The counts of the models that differ, with both values.
-        defaults: What all layers share that differs, such as ``k.group_size``, with both values.
+        defaults: The settings of all layers that differ, such as ``k.group_size``, with both values.
         layers: The layers that changed; None where the models have not the same number of layers.
     """
 
@@ -225,7 +225,7 @@ def _quality(first: Profile, second: Profile) -> QualityDifference:
 
 
 def _circumstances(profile: Profile, quality: QualityRecord, *, same_weights: bool) -> dict[str, Any]:
-    """What two measurements must share to be of the same tokens, read alike by the same model; None is not known.
+    """The facts that two measurements of the same tokens, read alike by the same model, share; None is not known.
 
     Where the weights are known to be the same, it makes no difference what the model is called.
     """

@@ -90,19 +90,19 @@ def strip_html(profile: Profile) -> str:
 
 
 def ratio_to_bf16(profile: Profile) -> float:
-    """How many times more tokens fit than in bf16."""
+    """The factor by which more tokens fit than in bf16."""
     return profile.to_geometry().bf16_bytes_per_token() / profile.bytes_per_token()
 
 
 def grid_text(defaults: KeyDefaults | ValueDefaults) -> str:
-    """How quantized keys or values share scales."""
+    """The text on how quantized keys or values share scales."""
     unit = "tokens per scale of a channel" if defaults.granularity == "per_channel" else "channels per scale"
     text = f"{defaults.granularity.replace('_', ' ')}, {defaults.group_size} {unit}"
     return text + ", symmetric" * defaults.symmetric
 
 
 def _article(shown: ShownProfile) -> dict[str, Any]:
-    """What ``templates/profile.html`` shows of one profile besides the profile itself."""
+    """The context of ``templates/profile.html`` for one profile, besides the profile itself."""
     from kvtuner.report.plots.kl_by_bits import profile_picture, profile_points
 
     profile, points = shown.profile, profile_points(shown.profile, "this profile")

@@ -49,7 +49,7 @@ class BudgetOutcome:
 
     @property
     def ratio(self) -> float:
-        """How many times more tokens fit than with bf16."""
+        """The factor by which more tokens fit than with bf16."""
         return self.bf16_bytes_per_token / self.bytes_per_token
 
 
@@ -183,7 +183,7 @@ class AdditivityRow:
 
 @dataclass(frozen=True, slots=True)
 class PairAdditivity:
-    """How far e_o of K/V pairs is from the sum of its sides' e_o, relative to that sum, without transforms."""
+    """The distance of e_o of K/V pairs from the sum of the sides' e_o, relative to that sum, without transforms."""
 
     num_pairs: int
     median: float

@@ -94,7 +94,7 @@ def _outcome_lines(data: ReportData) -> list[str]:
 
 
 def _remarks(data: ReportData) -> list[tuple[str, str]]:
-    """What the search showed besides its configuration, by name; only what there is."""
+    """The findings of the search besides its configuration, by name; only those that there are."""
     rows = []
     if data.uniform_winner is not None:
         rows.append(("winner", f"uniform {data.uniform_winner}: better than the searched one on the report split"))

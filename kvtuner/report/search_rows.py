@@ -73,7 +73,7 @@ def rank_correlations(table: SensitivityTable) -> tuple[RankCorrelation, ...]:
 
 
 def pair_additivity(table: SensitivityTable) -> PairAdditivity | None:
-    """How far the measured e_o of K/V pairs is from the sum of its sides'; None where no pairs were measured."""
+    """The distance of the measured e_o of K/V pairs from the sum of their sides'; None where no pairs were measured."""
     deviations = []
     for (layer, pair), measured in table.pairs.items():
         added = table.of(layer, "k", pair.k_bits)["none"].e_o + table.of(layer, "v", pair.v_bits)["none"].e_o

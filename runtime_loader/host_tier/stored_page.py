@@ -51,7 +51,7 @@ def seal(stored: Tensor, identity: bytes, key: str) -> None:
 
 
 def fault_of(stored: Tensor, identity: bytes, key: str) -> Fault | None:
-    """What is wrong with uint8 bytes of any length, read under a key for a page of an identity; None if nothing is."""
+    """The fault of uint8 bytes of any length, read under a key for a page of an identity; None if there is none."""
     page = stored.numpy()
     if len(page) < HEADER_BYTES:
         return "truncated"

@@ -68,7 +68,7 @@ Layers = list[tuple[DeviceSide, DeviceSide]]
 
 
 class PageMover(Protocol):
-    """What a host tier needs to move pages. Slots are whole pages, in the order of their tokens."""
+    """The mover of a host tier's pages. Slots are whole pages, in the order of their tokens."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""What the kernels need to know of keys or values of one layer: prepared once, fixed while serving."""
+"""The facts that kernels need of keys or values of one layer: prepared once, fixed while serving."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ TABLE: Final = "launches.json"
 LEAST_SPLITS: Final = 16
 MOST_SPLITS: Final = 256
 ROUNDS: Final = 2
-"""How often a device that is full of programs is filled again."""
+"""The number of times that a device full of programs is filled again."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLaunch:
-    """How the kernel that reads rows is launched.
+    """The launch of the kernel that reads rows.
 
     Attributes:
         tokens: The tokens of a block of the loop, whose pipeline has `stages`.

@@ -103,7 +103,7 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
         )
 
     def as_stored(self, layer_id: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What a reader of this layer's rows would see of fresh keys and values [tokens, heads, channels]."""
+        """The fresh keys and values [tokens, heads, channels] as a reader of this layer's rows would see them."""
 
         def read(stored: PackedRows, fresh: Tensor) -> Tensor:
             states = fresh.view(-1, *stored.shape[1:])

@@ -1,4 +1,4 @@
-"""What one process of SGLang serves: one object, which hooks that SGLang calls without our context look up here.
+"""The state of one process of SGLang: one object, which hooks that SGLang calls without our context look up here.
 
 Imports nothing heavy, and knows nothing of how a request is checked or a pool is built.
 """
@@ -27,7 +27,7 @@ READS_KEY: Final = "kvtuner_reads"
 
 @dataclass(frozen=True, slots=True)
 class RankServing:
-    """What this rank serves with: the whole model's profile, the query heads of a KV head, the cap of scores or 0."""
+    """The facts of a rank: the whole model's profile, the query heads of a KV head, and the cap of scores or 0."""
 
     profile: Profile
     attend: Attend
@@ -38,12 +38,12 @@ class RankServing:
 
 @dataclass(slots=True)
 class ProcessState:
-    """What this process serves, and what of SGLang it has hooked.
+    """The state of this process: the profile that it serves, and the hooks that it has in SGLang.
 
     Attributes:
         serving: The request with its profile; None where nothing is asked for.
         rank_profile: The profile of this scheduler's rank, once its model is known.
-        rank: What this rank serves with, once SGLang asked how many tokens fit.
+        rank: The facts of this rank, once SGLang has asked how many tokens fit.
         hooked: The names of what is hooked once in a process, whatever it serves later.
         targets: The functions of SGLang that are hooked for us alone, each with its hook.
     """
@@ -56,7 +56,7 @@ class ProcessState:
     targets: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def active(self) -> Serving:
-        """Return what this process serves; an error where nothing was asked for."""
+        """Return the request that this process serves; an error where there is none."""
         if self.serving is None:
             raise ServingError("no profile is active in this process")
         return self.serving

@@ -1,7 +1,8 @@
-"""What a server is asked to serve, as it travels to its processes. Imports nothing heavy: every SGLang start runs it.
+"""The request to serve a profile, as it travels to a server's processes.
 
-The launcher's flags become one environment variable that spawned schedulers inherit; each of them reads the profile
-itself, ranks compare its digest, and the launcher hears it from each before it serves.
+Imports nothing heavy: every SGLang start runs it. The launcher's flags become one environment variable that spawned
+schedulers inherit; each of them reads the profile itself, ranks compare its digest, and the launcher hears it from each
+before it serves.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class ServingRequest:
-    """What to serve, in the words of `engine`.
+    """The profile to serve and how, by the arguments of `engine`.
 
     Attributes:
         profile: The name of a profile, its path once it is located; None with `uniform`.

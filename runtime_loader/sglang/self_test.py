@@ -1,4 +1,4 @@
-"""What a pool does first: it tests its rows against `quant.py`, and says in log and metrics what it stores."""
+"""The self-test of a pool, which compares its rows with `quant.py`, and its first report in log and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What answers by one scheme, a model loaded here or a server, and the journal of its answers."""
+"""The base of backends, which answer by one scheme each, and the journal of their answers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def key(self) -> str | None:
-        """What decides the answers besides the model and what is asked; None where a server does not say."""
+        """The text that decides the answers besides the model and the questions; None where a server does not say."""
 
     @abstractmethod
     def answers(self, problem: Problem, *, offset: int = 0) -> list[str | None]:

@@ -41,16 +41,16 @@ STARTED_WITH: Final = (
     "json_model_override_args",
     "tp_size",
 )
-"""What SGLang says it was started with, of that which decides answers besides the model and its cache."""
+"""SGLang's arguments, as it reports them, that decide answers besides the model and its cache."""
 LOADED: Final = ("model_path", "load_format", "weight_version")
-"""What SGLang says of the weights that it holds now: an update changes them while it runs."""
+"""SGLang's report of the weights that it holds now: an update changes them while it runs."""
 NO_ANSWER: Final = (KeyError, IndexError, TypeError, AttributeError, ValueError, OSError, http.client.HTTPException)
-"""What comes of a server that is not there, or says something else than was asked."""
+"""The errors of a server that is not there, or that answers something else than was asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a server says of itself: only SGLang more than its model.
+    """The report of a server on itself: only SGLang's has more than its model.
 
     The digest is that of the profile; `reads` is what a chunk reads of itself: ``fresh``, ``cache``, ``below`` an exact
     device. Both are None without a profile. Weights are the values of `STARTED_WITH` and `LOADED`, in this order.
@@ -78,7 +78,7 @@ class Endpoint:
 
     @property
     def key(self) -> str | None:
-        """What decides its answers besides the questions; None where the server does not say what it serves."""
+        """The hash of all that decides its answers besides the questions; None where the server does not report it."""
         *facts, weights = astuple(self.served)
         return None if self.api == "openai" else sha256_of([self.api, KEPT, *facts, *weights])
 

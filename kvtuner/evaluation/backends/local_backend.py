@@ -39,7 +39,7 @@ class LocalBackend(Backend):
 
     @property
     def key(self) -> str:
-        """What decides answers besides the questions and the model."""
+        """The scheme's key: it decides answers, besides the questions and the model."""
         return self._scheme.key
 
     def record(self) -> BackendRecord:

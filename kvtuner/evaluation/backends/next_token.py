@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 LEAST_REST: Final = 1e-7
 """The least probability of all tokens without a name: what rounding leaves in single precision."""
 ROUNDING: Final = 1e-3
-"""How far a log-probability may exceed 0."""
+"""The amount by which a log-probability may exceed 0."""
 
 
 @dataclass(frozen=True, slots=True)

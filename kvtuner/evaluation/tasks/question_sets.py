@@ -26,7 +26,7 @@ ANSWERING: Final = 1
 """Raised whenever the same questions would be answered otherwise."""
 QUESTION_LEVELS: Final = ("recall", "needle", "arithmetic")
 MOST_OVER: Final = 2.0
-"""How many times its length a context may have that its few lines need: short tables are rough."""
+"""The times that a context may exceed its length where its few lines need it: short tables are rough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class QuestionSet:
 
 @dataclass(frozen=True, slots=True)
 class DrawOptions:
-    """How question sets are drawn: so many problems of each length of contexts, tokens, or each position.
+    """The settings of the draw of question sets: so many problems of each length of contexts, tokens, or position.
 
     Needles are hidden in the filler, which also stands before additions, unless a backend counts positions: that is,
     unless it begins a context at any position.

@@ -1,4 +1,4 @@
-"""What a push publishes: profiles with their evaluations, signatures, report and card; and copies of what is pulled."""
+"""The files that a push publishes, a run's profiles, evaluations, signatures, report and card; and copies of a pull."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def published_files(path: Path, repo: str, *, license_id: str, with_report: bool
 
 
 def preview_text(upload: Upload) -> str:
-    """What a commit would do, for a person to agree to."""
+    """The preview of a commit, for a person to agree to."""
     branch = f"@{upload.branch}" if upload.branch else ""
     kind = "private" if upload.private else "public"
     onto = f"onto {upload.head.commit}" if upload.head else f"a new {kind} repository"

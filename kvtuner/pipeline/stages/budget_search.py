@@ -41,7 +41,7 @@ STUDY_FILE: Final = "study.db"
 
 @dataclass(frozen=True, slots=True)
 class SearchOutcome:
-    """What a search found for one target: the configuration that won; `fits` says if a scheme keeps the budget.
+    """The outcome of a search for one target: the configuration that won; `fits` says if a scheme keeps the budget.
 
     Every KL is that of the select split, nats per token; a uniform without transforms is not measured there. There is
     no exact solution where nothing was searched. Fronts are by pipeline stage; `uniform_name` is the pair of the
@@ -93,7 +93,7 @@ class BudgetSearch:
         return measured
 
     def space(self, constraint: Constraint) -> SearchSpace:
-        """What may be chosen under a budget."""
+        """The space of choices under a budget."""
         options = self.run.options
         return build_space(
             self.run.table,

@@ -1,4 +1,4 @@
-"""What a finished search exports: the profile of the winner with its measured quality, and what the report shows."""
+"""The exports of a finished search: the profile of the winner with its measured quality, and the report's data."""
 
 from __future__ import annotations
 

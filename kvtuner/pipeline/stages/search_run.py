@@ -1,4 +1,4 @@
-"""What a search or a calibration runs on: the model and its corpus, the run folder, and what each phase takes."""
+"""The run of a search or a calibration: the model, its corpus, the run folder, and the settings of each phase."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def checked_shape(options: CalibrateOptions) -> ModelShape:
 
 
 def calibration_options(options: MeasurementOptions, shape: ModelShape) -> CalibrationOptions:
-    """How sensitivity is measured; refuses group sizes that the model's heads cannot be packed with."""
+    """The settings of calibration; refuses group sizes that the model's heads cannot be packed with."""
     geometry = shape.geometry
     for flag, head_dim, group in (
         ("--k-group-size", geometry.head_dim, options.k_group_size),

@@ -56,7 +56,7 @@ def post(key: str, word: str) -> None:
 
 
 def posted(key: str) -> list[str] | None:
-    """What all ranks left under a key, by rank; None while one has not. Waits for nobody."""
+    """The texts that all ranks left under a key, by rank; None while one has not. Waits for nobody."""
     store = distributed_c10d._get_default_store()
     keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
     return [store.get(key_of_rank).decode() for key_of_rank in keys] if store.check(keys) else None

@@ -1,4 +1,4 @@
-"""What a stored page must have been made by: this profile, this model, these weights, by this rank."""
+"""The identity of a stored page: it must have been made by this profile, model, weights and rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger: Final = logging.getLogger("kvtuner")
 
 @dataclass(frozen=True, slots=True)
 class TieredRank:
-    """What this rank serves, as far as what lies below its device depends on it.
+    """The profile and model that this rank serves, as far as the tiers below its device depend on them.
 
     Attributes:
         profile: The profile of the whole model.
@@ -47,7 +47,7 @@ class TieredRank:
 
 
 class PageIdentity:
-    """What a stored page must have been made by, to be read by this rank."""
+    """The identity that a stored page must have to be read by this rank."""
 
     def __init__(self, rank: TieredRank, here: ParallelRanks, layers: range, page_size: int) -> None:
         settings = json.loads(rank.config.hf_config.to_json_string(use_diff=False))

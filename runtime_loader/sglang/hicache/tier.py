@@ -1,6 +1,6 @@
-"""What a rank keeps below its device: it builds SGLang's host pool, opens its storages, and hears of new weights.
+"""The tiers of a rank below its device: it builds SGLang's host pool, opens its storages, and hears of new weights.
 
-What moves is counted on the server's /metrics.
+Pages that move are counted on the server's /metrics.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class TierMetrics:
 
 
 class HostTier:
-    """What one rank keeps below its device."""
+    """The tiers of one rank below its device."""
 
     def __init__(self) -> None:
         self._rank: TieredRank | None = None
