@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from transformers import AutoConfig
 
-from kvtuner.bench.server import running
+from kvtuner.bench.server import run_server
 from kvtuner.calibration.model_loading import DEMO_MODEL
 from kvtuner.evaluation.backends.endpoint import Endpoint
 from kvtuner.exported_configs.identity.model_identity import identity_of
@@ -66,7 +66,7 @@ def served(name: str, flags: list[str], folder: Path, repeats: int) -> list[dict
     storage = json.dumps({"file_storage_path": str(folder), "prefetch_threshold": 64})
     for expected in (("computed", "device", "host"), ("storage",)):
         flags_here = (*FLAGS, "--hicache-storage-backend-config", storage, *flags)
-        with running(flags_here, folder.with_suffix(".log"), START_S) as process:
+        with run_server(flags_here, folder.with_suffix(".log"), START_S) as process:
             server = Endpoint(process.url, "sglang", ANSWER_S)
             ask(server, churn[0][:64])
             for prompt, place in itertools.product(prompts, expected):

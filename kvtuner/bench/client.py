@@ -25,9 +25,9 @@ INTERFACES: Final = {"sglang": ("/generate", "sglang"), "openai": ("/v1/completi
 """The path of an interface, and the name that SGLang's client has for it."""
 ERROR_CHARACTERS: Final = 300
 OPENAI_EXTRAS: Final = {"temperature": 0, "skip_special_tokens": False}
-KEYS_OF_CLIENT: Final = ("OPENAI_API_KEY", "API_KEY")
+CLIENT_KEY_VARIABLES: Final = ("OPENAI_API_KEY", "API_KEY")
 """The variables whose values SGLang's client sends to whatever server it talks to."""
-LEAST_OF_ASKED: Final = 0.25
+MIN_SHARE_OF_ASKED: Final = 0.25
 """The share of the asked tokens below which an answer was cut, where a server does not count them."""
 
 
@@ -70,7 +70,7 @@ class Client:
 
     def send(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[RequestResult]:
         """Send all requests of a load; the results are in the order of `prompts`."""
-        with _bearer(), contextlib.redirect_stdout(io.StringIO()):  # a failure is printed there, and kept here
+        with _own_key_only(), contextlib.redirect_stdout(io.StringIO()):  # a failure is printed there, and kept here
             answers = asyncio.run(self._answers(load, prompts))
         first = min(started for _, started, _ in answers)
         return [
@@ -80,10 +80,10 @@ class Client:
 
     async def _answers(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[tuple[Any, float, float]]:
         """Answers of SGLang's client, and when their requests started and ended."""
-        lanes = asyncio.Semaphore(load.concurrency)
+        in_flight = asyncio.Semaphore(load.concurrency)
 
         async def answer_of(prompt: Sequence[int]) -> tuple[Any, float, float]:
-            async with lanes:
+            async with in_flight:
                 started = time.perf_counter()
                 answer = await self._request(prompt, load.output_tokens)
                 return answer, started, time.perf_counter()
@@ -111,13 +111,14 @@ class Client:
         try:
             return await asyncio.wait_for(send(request_func_input=request), self._timeout_s)
         except TimeoutError:
-            late = serving.RequestFuncOutput.init_new(request)
-            late.error = f"no answer within {self._timeout_s:g} s"
-            return late
+            timed_out = serving.RequestFuncOutput.init_new(request)
+            timed_out.error = f"no answer within {self._timeout_s:g} s"
+            return timed_out
 
     def _result(self, load: Load, num_prompt: int, answer: Any, started_s: float, took_s: float) -> RequestResult:
         text = answer.generated_text
         retokenized = len(self._tokenizer.encode(text, add_special_tokens=False)) if text else 0
+        # On /v1/completions SGLang's client repeats the asked number where the server reports none.
         is_counted = self._api == "sglang" and answer.success and bool(text)
         reported = answer.output_len if is_counted else None
         error = None if answer.success else _last_line(answer.error).replace(self._server, "the server")
@@ -135,7 +136,7 @@ class Client:
         )
 
 
-_FLAGS: Final = Namespace(
+_CLIENT_FLAGS: Final = Namespace(
     temperature=0.0, top_p=1.0, disable_ignore_eos=False, disable_stream=False, return_logprob=False,
     return_routed_experts=False, logprob_start_len=-1, top_logprobs_num=0, token_ids_logprob=None, cache_report=True,
     header=None,
@@ -152,7 +153,7 @@ def serving_client() -> Any:
             f"servers are driven by SGLang's own client, which cannot be imported here ({error}); pip install"
             " 'kvtuner[sglang]', on a processor as docs/serving.md says"
         ) from error
-    serving.set_global_args(_FLAGS)
+    serving.set_global_args(_CLIENT_FLAGS)
     return serving
 
 
@@ -162,7 +163,7 @@ def _unfinished(reported: int | None, retokenized: int, asked: int) -> str | Non
         return "an empty answer"
     if reported is not None and reported != asked:
         return f"ended after {reported} of {asked} tokens"
-    if reported is None and retokenized < LEAST_OF_ASKED * asked:
+    if reported is None and retokenized < MIN_SHARE_OF_ASKED * asked:
         return f"ended after about {retokenized} of {asked} tokens"
     return None
 
@@ -172,13 +173,13 @@ def _last_line(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _bearer() -> Iterator[None]:
+def _own_key_only() -> Iterator[None]:
     """Hide the keys that are meant for others; ours goes by the name that SGLang's client looks for."""
-    before = {name: os.environ.pop(name) for name in KEYS_OF_CLIENT if name in os.environ}
+    foreign_keys = {name: os.environ.pop(name) for name in CLIENT_KEY_VARIABLES if name in os.environ}
     if key := os.environ.get(KEY_VARIABLE):
-        os.environ[KEYS_OF_CLIENT[0]] = key
+        os.environ[CLIENT_KEY_VARIABLES[0]] = key
     try:
         yield
     finally:
-        os.environ.pop(KEYS_OF_CLIENT[0], None)
-        os.environ.update(before)
+        os.environ.pop(CLIENT_KEY_VARIABLES[0], None)
+        os.environ.update(foreign_keys)

@@ -1,4 +1,4 @@
-"""Gates that figures can be those of a model that generates: each passes, fails, or cannot be asked.
+"""Gates that figures can be those of a model that generates: each passes, fails, or is skipped.
 
 A server that answers from a recording, counts tokens that it never sent, or finds every prompt in its cache gives
 figures as good as one likes; no run with such figures ends well.
@@ -18,90 +18,93 @@ if TYPE_CHECKING:
     from kvtuner.bench.client import RequestResult
 
 Verdict = Literal["passed", "failed", "not asked"]
+SKIPPED: Final = "not asked"
+"""The verdict of a gate that the server's answers cannot decide."""
 Outcome = tuple[Verdict, str]
 
 LEAST_ANSWERED: Final = 0.99
 LEAST_COUNTED: Final = 0.5
 """The share of reported tokens; a text has fewer where several of them are one when it is tokenized again."""
+# The loads must differ by more than the growth that is asked: fixed costs and noise hide part of an honest growth.
 LENGTH_RATIO: Final = 8
 FIRST_TOKEN_GROWTH: Final = 1.1
 OUTPUT_RATIO: Final = 4
 LATENCY_GROWTH: Final = 1.5
-LEAST_OF_POOL: Final = 0.98
-"""A pool holds whole pages."""
+LEAST_OF_POOL: Final = 0.98  # a pool holds whole pages
 MOST_CACHED: Final = 0.1
 MOST_CACHED_OF_LOAD: Final = 0.25
-ABOUT_SHORT: Final = 64
-"""Prompts below this take a server's fixed costs rather than their own."""
+MIN_SHORT_PROMPT: Final = 64  # tokens; shorter prompts take a server's fixed costs rather than their own
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A claim that is checked, its verdict, and the figures that decide it, or the reason why it cannot be asked."""
+    """A claim that is checked, its verdict, and as `detail` the figures that decide it, or why it is skipped."""
 
     name: str
     verdict: Verdict
-    words: str
+    detail: str
 
 
-def all_gates(answered: Sequence[LoadResult], bound: float | None, no_bound: str) -> list[Gate]:
+def all_gates(results: Sequence[LoadResult], bound: float | None, no_bound: str) -> list[Gate]:
     """Check all loads of one server.
 
     The bound is the tokens per second of one request that the machine's memory allows; None for the reason `no_bound`.
     """
-    sent = [request for result in answered for request in result.sent]
-    good = [request for result in answered for request in result.good]
+    sent = [request for result in results for request in result.sent]
+    good = [request for result in results for request in result.good]
     return [
-        Gate("requests are answered", *_answered(sent)),
-        Gate("reported tokens are in the text", *_counted(good)),
-        Gate("prompts were new to the server", *_new_prompts(answered)),
-        Gate("time to the first token grows with the prompt", *_first_token_grows(answered)),
-        Gate("latency grows with the output", *_latency_grows(answered)),
+        Gate("requests are answered", *_all_answered(sent)),
+        Gate("reported tokens are in the text", *_all_counted(good)),
+        Gate("prompts were new to the server", *_new_prompts(results)),
+        Gate("time to the first token grows with the prompt", *_first_token_grows(results)),
+        Gate("latency grows with the output", *_latency_grows(results)),
         Gate("tokens per second are below what memory allows", *_below_bound(good, bound, no_bound)),
     ]
 
 
 def kv_pool_gate(asked: int, tokens_that_fit: int | None) -> Gate:
     """Check that a server's KV pool is as large as asked: SGLang takes less where memory is short."""
-    outcome = _not_asked("the server does not say how large it is")
+    outcome = _skipped("the server does not say how large it is")
     if tokens_that_fit is not None:
-        outcome = _verdict(tokens_that_fit >= LEAST_OF_POOL * asked, f"{tokens_that_fit:,} tokens of {asked:,} asked")
+        outcome = _checked(tokens_that_fit >= LEAST_OF_POOL * asked, f"{tokens_that_fit:,} tokens of {asked:,} asked")
     return Gate("the KV pool is as large as asked", *outcome)
 
 
-def _verdict(passed: bool, words: str) -> Outcome:
-    return "passed" if passed else "failed", words
+def _checked(passed: bool, detail: str) -> Outcome:
+    return "passed" if passed else "failed", detail
 
 
-def _not_asked(reason: str) -> Outcome:
-    return "not asked", reason
+def _skipped(reason: str) -> Outcome:
+    return SKIPPED, reason
 
 
-def _answered(sent: Sequence[RequestResult]) -> Outcome:
+def _all_answered(sent: Sequence[RequestResult]) -> Outcome:
     good = sum(request.error is None for request in sent)
     reason = min((request.error for request in sent if request.error), default=None)
     why = f"; such as: {reason}" if reason else ""
-    return _verdict(good >= LEAST_ANSWERED * len(sent), f"{good} of {len(sent)}{why}")
+    return _checked(good >= LEAST_ANSWERED * len(sent), f"{good} of {len(sent)}{why}")
 
 
-def _counted(good: Sequence[RequestResult]) -> Outcome:
+def _all_counted(good: Sequence[RequestResult]) -> Outcome:
     """Check the tokens that a server reports; where it reports none, those in the text count."""
     reporting = [request for request in good if request.reported_tokens is not None]
     if not reporting:
-        return _not_asked("the server reports none; those in the text are counted")
+        return _skipped("the server reports none; those in the text are counted")
     reported = sum(request.reported_tokens or 0 for request in reporting)
     counted = sum(request.retokenized_tokens for request in reporting)
-    return _verdict(counted >= LEAST_COUNTED * reported, f"{counted:,} in the text, {reported:,} reported")
+    return _checked(counted >= LEAST_COUNTED * reported, f"{counted:,} in the text, {reported:,} reported")
 
 
-def _new_prompts(answered: Sequence[LoadResult]) -> Outcome:
-    telling = [result.good for result in answered if any(request.cached_tokens is not None for request in result.good)]
-    if not telling:
-        return _not_asked("the server does not say what it found in its cache")
-    share = _cached_share([request for good in telling for request in good if request.cached_tokens is not None])
-    most = max(map(_cached_share, telling))
-    words = f"{100 * share:.1f}% of their tokens were in its cache, {100 * most:.1f}% of one load's"
-    return _verdict(share <= MOST_CACHED and most <= MOST_CACHED_OF_LOAD, words)
+def _new_prompts(results: Sequence[LoadResult]) -> Outcome:
+    with_cache_counts = [
+        result.good for result in results if any(request.cached_tokens is not None for request in result.good)
+    ]
+    if not with_cache_counts:
+        return _skipped("the server does not say what it found in its cache")
+    share = _cached_share([r for good in with_cache_counts for r in good if r.cached_tokens is not None])
+    most = max(map(_cached_share, with_cache_counts))
+    detail = f"{100 * share:.1f}% of their tokens were in its cache, {100 * most:.1f}% of one load's"
+    return _checked(share <= MOST_CACHED and most <= MOST_CACHED_OF_LOAD, detail)
 
 
 def _cached_share(requests: Sequence[RequestResult]) -> float:
@@ -109,42 +112,43 @@ def _cached_share(requests: Sequence[RequestResult]) -> float:
     return cached / sum(request.prompt_tokens for request in requests)
 
 
-def _first_token_grows(answered: Sequence[LoadResult]) -> Outcome:
+def _first_token_grows(results: Sequence[LoadResult]) -> Outcome:
     """Check that prefilling takes time by the length of a prompt: the quickest longest one exceeds the usual one."""
-    times = _times(answered, "prompt", "prompt_tokens", "ttft_s")
-    short = min((length for length in times if length >= ABOUT_SHORT), default=None)
+    times = _times(results, "prompt", "prompt_tokens", "ttft_s")
+    short = min((length for length in times if length >= MIN_SHORT_PROMPT), default=None)
     longest = max(times, default=0)
     if short is None or longest < LENGTH_RATIO * short:
-        return _not_asked(f"needs prompts of {ABOUT_SHORT} tokens and more, and {LENGTH_RATIO} times that")
+        return _skipped(f"needs prompts of {MIN_SHORT_PROMPT} tokens and more, and {LENGTH_RATIO} times that")
     usual, quickest = median(times[short]), min(times[longest])
-    words = f"{1e3 * usual:.1f} ms at {short:,} tokens, {1e3 * quickest:.1f} ms or more at {longest:,}"
-    return _verdict(quickest > FIRST_TOKEN_GROWTH * usual, words)
+    detail = f"{1e3 * usual:.1f} ms at {short:,} tokens, {1e3 * quickest:.1f} ms or more at {longest:,}"
+    return _checked(quickest > FIRST_TOKEN_GROWTH * usual, detail)
 
 
-def _latency_grows(answered: Sequence[LoadResult]) -> Outcome:
+def _latency_grows(results: Sequence[LoadResult]) -> Outcome:
     """Check that tokens are generated one after another."""
-    times = _times(answered, "output", "output_tokens", "latency_s")
+    times = _times(results, "output", "output_tokens", "latency_s")
     least, most = min(times, default=0), max(times, default=0)
     if not least or most < OUTPUT_RATIO * least:
-        return _not_asked(f"needs outputs of which one is {OUTPUT_RATIO} times another")
+        return _skipped(f"needs outputs of which one is {OUTPUT_RATIO} times another")
     usual, quickest = median(times[least]), min(times[most])
-    words = f"{1e3 * usual:.1f} ms for {least} tokens, {1e3 * quickest:.1f} ms or more for {most}"
-    return _verdict(quickest > LATENCY_GROWTH * usual, words)
+    detail = f"{1e3 * usual:.1f} ms for {least} tokens, {1e3 * quickest:.1f} ms or more for {most}"
+    return _checked(quickest > LATENCY_GROWTH * usual, detail)
 
 
-def _times(answered: Sequence[LoadResult], kind: str, size: str, seconds: str) -> dict[int, list[float]]:
+def _times(results: Sequence[LoadResult], kind: str, size: str, seconds: str) -> dict[int, list[float]]:
     """The seconds of answered requests, by the tokens that loads of a kind differ in."""
     times: dict[int, list[float]] = {}
-    for result in answered:
-        known = [value for request in result.good if (value := getattr(request, seconds)) is not None]
-        if result.load.kind == kind and known:
-            times.setdefault(getattr(result.load, size), []).extend(known)
+    for result in results:
+        measured = [value for request in result.good if (value := getattr(request, seconds)) is not None]
+        if result.load.kind == kind and measured:
+            times.setdefault(getattr(result.load, size), []).extend(measured)
     return times
 
 
 def _below_bound(good: Sequence[RequestResult], bound: float | None, no_bound: str) -> Outcome:
     """Check that every token of a request can have read all weights once."""
+    # Of one request alone: tokens of several requests in flight share one reading of the weights.
     rates = [num_tokens(request) / request.latency_s for request in good if request.latency_s > 0]
     if bound is None or not rates:
-        return _not_asked(no_bound if bound is None else "nothing was answered")
-    return _verdict(max(rates) <= bound, f"{max(rates):,.1f} of one request at most, {bound:,.0f} possible")
+        return _skipped(no_bound if bound is None else "nothing was answered")
+    return _checked(max(rates) <= bound, f"{max(rates):,.1f} of one request at most, {bound:,.0f} possible")

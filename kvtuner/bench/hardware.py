@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-LEAST_BYTES: Final = 1 << 20
-MOST_BYTES: Final = 4 << 30
+MIN_BUFFER_BYTES: Final = 1 << 20
+MAX_BUFFER_BYTES: Final = 4 << 30
 MEASURE_S: Final = 2.0
-READS: Final = 4
-"""The reads at once: a GPU would mostly wait for one."""
+READS_AT_ONCE: Final = 4  # a GPU would mostly wait for a single one to be launched
 TIMEOUT_S: Final = 300
-BYTES_OF: Final = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
-EXPERTS: Final = ".experts."
+DTYPE_BYTES: Final = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
+EXPERTS: Final = ".experts."  # part of the names that transformers gives the weights of experts
+# The fields of a configuration with the number of experts, and of those that a token reaches, by family of models.
 EXPERT_COUNTS: Final = (
     ("num_local_experts", "num_experts_per_tok"),
     ("num_experts", "num_experts_per_tok"),
@@ -37,7 +37,7 @@ EXPERT_COUNTS: Final = (
 )
 QUANTIZED_BYTES: Final = 0.5
 """The least that a weight of a quantized checkpoint takes."""
-PERIOD_S: Final = 0.5
+SAMPLE_PERIOD_S: Final = 0.5
 MEMORY: Final = "host_memory_bytes"
 GPU_MEMORY: Final = "gpu_memory_bytes"
 GPU_BUSY: Final = "gpu_utilization"
@@ -52,43 +52,45 @@ def read_bandwidth(num_bytes: int, device: str) -> float:
     """
     import torch
 
-    size = min(max(num_bytes, LEAST_BYTES), MOST_BYTES) // 4
+    size = min(max(num_bytes, MIN_BUFFER_BYTES), MAX_BUFFER_BYTES) // 4
     buffer = torch.ones(size, dtype=torch.float32, device=device)
     if buffer.is_cuda:
-        return _quickest(buffer)
+        return _bytes_per_s(buffer)
     cores = _cores()
     torch.set_num_threads(cores)
-    together = _quickest(buffer)
+    all_cores = _bytes_per_s(buffer)
     torch.set_num_threads(1)
-    return max(together, _quickest(buffer) * cores)
+    return max(all_cores, _bytes_per_s(buffer) * cores)
 
 
-def _quickest(buffer: Tensor) -> float:
+def _bytes_per_s(buffer: Tensor) -> float:
     import torch
 
-    quickest, until = float("inf"), time.perf_counter() + MEASURE_S
-    while time.perf_counter() < until or quickest == float("inf"):
+    deadline = time.perf_counter() + MEASURE_S
+    quickest = float("inf")
+    while time.perf_counter() < deadline or quickest == float("inf"):
         started = time.perf_counter()
-        for _ in range(READS):
+        for _ in range(READS_AT_ONCE):
             buffer.sum()
         if buffer.is_cuda:
             torch.cuda.synchronize(buffer.device)
         quickest = min(quickest, time.perf_counter() - started)
-    return READS * buffer.nbytes / quickest
+    return READS_AT_ONCE * buffer.nbytes / quickest
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def measured_elsewhere(num_bytes: int, device: str) -> float | None:
+def read_bandwidth_in_subprocess(num_bytes: int, device: str) -> float | None:
     """`read_bandwidth` in a process of its own, which leaves no memory behind on the device; None if it fails."""
     program = f"from kvtuner.bench.hardware import read_bandwidth as read; print(read({num_bytes}, {device!r}))"
+    # Servers use all cores, whatever limit this program was started under.
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     command = [sys.executable, "-c", program]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True, env=environment)
-        return float(done.stdout)
+        child = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True, env=environment)
+        return float(child.stdout)
     except (subprocess.SubprocessError, ValueError):
         return None
 
@@ -103,7 +105,7 @@ def weight_bytes(config: Any, served: Mapping[str, Any], *, trust_remote_code: b
     from transformers import AutoModelForCausalLM
 
     try:
-        with torch.device("meta"):
+        with torch.device("meta"):  # shapes alone, no memory
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, ImportError, AttributeError, TypeError):  # a model that SGLang builds and transformers does not
         return None
@@ -118,7 +120,8 @@ def weight_bytes(config: Any, served: Mapping[str, Any], *, trust_remote_code: b
         if id(parameter) not in looked_up
     )
     is_quantized = served.get("quantization") or getattr(config, "quantization_config", None)
-    element_bytes = QUANTIZED_BYTES if is_quantized else BYTES_OF.get(str(served.get("dtype")), BYTES_OF["bfloat16"])
+    dtype_bytes = DTYPE_BYTES.get(str(served.get("dtype")), DTYPE_BYTES["bfloat16"])
+    element_bytes = QUANTIZED_BYTES if is_quantized else dtype_bytes
     return int(elements * element_bytes)
 
 
@@ -165,7 +168,7 @@ class Observer:
         done = threading.Event()
 
         def take_samples() -> None:
-            while not done.wait(PERIOD_S):
+            while not done.wait(SAMPLE_PERIOD_S):
                 samples.append(self._sample())
 
         thread = threading.Thread(target=take_samples, daemon=True)

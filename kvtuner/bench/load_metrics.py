@@ -52,28 +52,28 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class SchemeRun:
-    """All loads of one scheme that were sent, and those that do not fit its server."""
+    """The results of all loads of one scheme that were sent, and the loads that do not fit its server."""
 
-    answered: tuple[LoadResult, ...]
+    results: tuple[LoadResult, ...]
     left_out: tuple[Load, ...]
 
     def rows(self) -> list[dict[str, Any]]:
         """The figures of each load, all its rounds together."""
-        kinds: dict[tuple[Any, ...], list[LoadResult]] = {}
-        for result in self.answered:
+        by_point: dict[tuple[Any, ...], list[LoadResult]] = {}
+        for result in self.results:
             load = result.load
             key = (load.kind, load.prompt_tokens, load.output_tokens, load.concurrency)
-            kinds.setdefault(key, []).append(result)
-        return [figures(rounds) for rounds in kinds.values()]
+            by_point.setdefault(key, []).append(result)
+        return [figures(rounds) for rounds in by_point.values()]
 
     def rounds(self) -> list[dict[str, Any]]:
         """The figures of each round of stability."""
-        return [figures([result]) for result in self.answered if result.load.kind == "stability"]
+        return [figures([result]) for result in self.results if result.load.kind == "stability"]
 
     def harness(self) -> dict[str, float]:
         """The cost of measuring all of them, as plain JSON values, and its shares of the measured time."""
-        cost = MeasurementCost(*map(sum, zip(*(result.cost for result in self.answered), strict=True)))
-        measured = cost.measured_s or float("nan")
+        cost = MeasurementCost(*map(sum, zip(*(result.cost for result in self.results), strict=True)))
+        measured = cost.measured_s or float("nan")  # no load was sent
         return {
             **cost._asdict(),
             "overhead": cost.between_s / measured,
@@ -86,24 +86,24 @@ def num_tokens(request: RequestResult) -> int:
     return request.retokenized_tokens if request.reported_tokens is None else request.reported_tokens
 
 
-def figures(answered: Sequence[LoadResult]) -> dict[str, Any]:
+def figures(results: Sequence[LoadResult]) -> dict[str, Any]:
     """Figures of all rounds of the same load, as plain JSON values.
 
     Seconds are of requests that were answered whole, throughput counts their tokens over the whole time; the share of
     them, `success_rate`, is of all that were sent. Time per output token leaves out the first, of one request; time
     between tokens is of single gaps.
     """
-    load = answered[0].load
-    sent = [request for result in answered for request in result.sent]
-    good = [request for result in answered for request in result.good]
-    duration = max(sum(result.duration_s for result in answered), INSTANT_S)
+    load = results[0].load
+    sent = [request for result in results for request in result.sent]
+    good = [request for result in results for request in result.good]
+    duration = max(sum(result.duration_s for result in results), INSTANT_S)
     tokens = sum(map(num_tokens, good))
     return {
         "kind": load.kind,
         "prompt_tokens": load.prompt_tokens,
         "output_tokens": load.output_tokens,
         "concurrency": load.concurrency,
-        "rounds": len(answered),
+        "rounds": len(results),
         "sent": len(sent),
         "answered": len(good),
         "success_rate": len(good) / len(sent),
@@ -116,14 +116,14 @@ def figures(answered: Sequence[LoadResult]) -> dict[str, Any]:
         "itl_s": _percentiles(gap for request in good for gap in request.gaps_s),
         "e2e_s": _percentiles(request.latency_s for request in good),
         "errors": sorted({request.error for request in sent if request.error is not None})[:5],
-        **summary_of(result.usage for result in answered),
+        **summary_of(result.usage for result in results),
     }
 
 
 def _percentiles(seconds: Iterable[float | None]) -> dict[str, float | None]:
     """The median, P90 and P99 of the seconds that are known; None where none are."""
-    known = [value for value in seconds if value is not None]
-    values = map(float, np.percentile(known, (50, 90, 99))) if known else (None,) * 3
+    measured = [value for value in seconds if value is not None]
+    values = map(float, np.percentile(measured, (50, 90, 99))) if measured else (None,) * 3
     return dict(zip(("p50", "p90", "p99"), values, strict=True))
 
 

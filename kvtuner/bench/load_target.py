@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvtuner.evaluation.backends.endpoint import Endpoint
     from kvtuner.evaluation.cache_scheme import CacheScheme
 
-RESERVED: Final = 8
+RESERVED_TOKENS: Final = 8
 """The tokens of a context that SGLang keeps for itself, rounded up."""
 
 
@@ -69,7 +69,7 @@ class ServerRecord:
             num_gpus=tp_size * int(info.get("pp_size") or 1),
             tokens_that_fit=info.get("max_total_num_tokens"),
             max_running_requests=_running_requests(info),
-            context=min(context_length, int(info.get("max_req_input_len") or context_length)) - RESERVED,
+            context=min(context_length, int(info.get("max_req_input_len") or context_length)) - RESERVED_TOKENS,
             quantization=info.get("quantization") or info.get("torchao_config") or None,
             speculates=info.get("speculative_algorithm") is not None,
         )
@@ -121,14 +121,14 @@ class LoadTarget:
         self.client = Client(endpoint.url, endpoint.api, endpoint.served.model, tokenizer, endpoint.timeout_s)
         self._observer = None if server is None else Observer(server.process.pid, self.record.num_gpus)
 
-    def forget(self) -> None:
+    def empty_prefix_cache(self) -> None:
         """Empty the prefix cache of SGLang, or raise `EndpointError`; prompts begin differently anyway."""
         if self._endpoint.api != "sglang":
             return
         try:
             self._endpoint.flush()
         except OSError as error:
-            if self.is_gone() is None:  # one that is gone fails the load
+            if self.reason_gone() is None:  # one that is gone fails the load
                 raise EndpointError(
                     f"the prefix cache of {self._name}'s server cannot be emptied ({error}); serve nobody"
                     " else meanwhile, and start it without --admin-api-key"
@@ -138,7 +138,7 @@ class LoadTarget:
         """The machine's usage while a block runs; empty for a server that was not started here."""
         return contextlib.nullcontext({}) if self._observer is None else self._observer.watching()
 
-    def is_gone(self) -> str | None:
+    def reason_gone(self) -> str | None:
         """The reason why it answers no more; None where it does."""
         if self._server is not None and self._server.process.poll() is not None:
             return self._server.log_tail()

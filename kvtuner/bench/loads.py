@@ -16,8 +16,8 @@ SHORT_PROMPT: Final = 100
 SHORT_OUTPUT: Final = 16
 MAX_CONCURRENCY: Final = 256
 """The most requests in flight that doubling comes to."""
-DRAWN: Final = 4
-"""The tokens at the beginning that are drawn one by one: two prompts with the same ones would share a cached prefix."""
+NUM_PREFIX_TOKENS: Final = 4
+"""The first tokens of a prompt, drawn one by one: two prompts with the same ones would share a cached prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Capacity:
     def fits(self, load: Load) -> bool:
         """Whether every request of a load, and all in flight together, have room."""
         tokens = load.prompt_tokens + load.output_tokens
-        in_pages = -(-tokens // self.page) * self.page
+        in_pages = -(-tokens // self.page) * self.page  # a request takes whole pages of the pool
         return (
             tokens <= self.context
             and (self.tokens is None or in_pages * load.in_flight <= self.tokens)
@@ -94,31 +94,33 @@ def _all_loads(options: LoadOptions, capacity: Capacity) -> Iterator[Load]:
         yield Load("prompt", length, SHORT_OUTPUT, 1, repeats)
     for tokens in options.outputs:
         yield Load("output", SHORT_PROMPT, tokens, 1, repeats)
-    for lanes in options.concurrency or _doubling(prompt, output, capacity):
-        yield Load("concurrency", prompt, output, lanes, lanes * max(2, repeats))
+    for concurrency in options.concurrency or _powers_of_two(prompt, output, capacity):
+        yield Load("concurrency", prompt, output, concurrency, concurrency * max(2, repeats))
     for size in options.batches:
         for number in range(repeats):
             yield Load("batch", prompt, output, size, size, number)
-    lanes = max((size for size in (1, 2, 4) if capacity.fits(Load("stability", prompt, output, size, size))), default=1)
+    fitting = [size for size in (1, 2, 4) if capacity.fits(Load("stability", prompt, output, size, size))]
+    concurrency = max(fitting, default=1)
     for number in range(options.rounds):
-        yield Load("stability", prompt, output, lanes, 2 * lanes, number)
+        yield Load("stability", prompt, output, concurrency, 2 * concurrency, number)
 
 
-def _doubling(prompt: int, output: int, capacity: Capacity) -> Iterator[int]:
+def _powers_of_two(prompt: int, output: int, capacity: Capacity) -> Iterator[int]:
     """Powers of two while they fit, so that schemes of any capacity have points in common."""
-    lanes = 1
-    while lanes <= MAX_CONCURRENCY and capacity.fits(Load("concurrency", prompt, output, lanes, lanes)):
-        yield lanes
-        lanes *= 2
+    size = 1
+    while size <= MAX_CONCURRENCY and capacity.fits(Load("concurrency", prompt, output, size, size)):
+        yield size
+        size *= 2
 
 
 def check_prompts(stream: Collection[int], num_tokens: int, count: int) -> None:
     """Refuse a text with `CorpusError` of which so many prompts of so many tokens cannot all begin differently."""
-    different = len(set(stream))
-    if count > (most := different ** min(DRAWN, num_tokens)):
+    num_different = len(set(stream))
+    most = num_different ** min(NUM_PREFIX_TOKENS, num_tokens)
+    if count > most:
         raise CorpusError(
             f"no two prompts may begin alike, and {count:,} of length {num_tokens} are asked for, of which the"
-            f" text's {different:,} different tokens begin {most:,}; give longer prompts (--prompt,"
+            f" text's {num_different:,} different tokens begin {most:,}; give longer prompts (--prompt,"
             " --lengths), fewer requests (--concurrency, --batches, --repeats) or other --data"
         )
 
@@ -127,14 +129,19 @@ def cut_prompts(stream: Sequence[int], seed: str, num_tokens: int, count: int) -
     """Cut prompts from a stream of text, which begins again where it ends; no two begin alike (`check_prompts`)."""
     check_prompts(stream, num_tokens, count)
     generator, tokens = random.Random(seed), sorted(set(stream))
-    begun: set[tuple[int, ...]] = set()
+    prefixes: set[tuple[int, ...]] = set()
     prompts = []
+
+    def draw_prefix() -> tuple[int, ...]:
+        return tuple(generator.choices(tokens, k=min(NUM_PREFIX_TOKENS, num_tokens)))
+
     for _ in range(count):
-        while (beginning := tuple(generator.choices(tokens, k=min(DRAWN, num_tokens)))) in begun:
-            pass
-        begun.add(beginning)
-        ids, start = list(beginning), generator.randrange(len(stream))
-        while len(ids) < num_tokens:
+        prefix = draw_prefix()
+        while prefix in prefixes:
+            prefix = draw_prefix()
+        prefixes.add(prefix)
+        ids, start = list(prefix), generator.randrange(len(stream))
+        while len(ids) < num_tokens:  # a text that ends goes on at its beginning
             ids += stream[start : start + num_tokens - len(ids)]
             start = 0
         prompts.append(ids)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from kvtuner.bench.load_target import LoadTarget
 
 JOURNAL: Final = "requests.jsonl"
-BENCHING: Final = 2
+MEASUREMENT_VERSION: Final = 2
 """Raised whenever the same load would be sent, or timed, otherwise."""
-WARM_OUTPUT: Final = 8
+MAX_WARM_UP_TOKENS: Final = 8
 """The tokens that an unmeasured request generates at most."""
-LARGEST: Final = Capacity(sys.maxsize, None, None)
+UNLIMITED: Final = Capacity(sys.maxsize, None, None)
 """A capacity that all loads fit."""
 
 
@@ -42,7 +42,8 @@ class BenchWork:
 
     def check(self) -> None:
         """Check as `check_prompts` does for every load that a server could be sent, however much it holds."""
-        tokens, (loads, _) = set(self._stream), plan_loads(self.options, LARGEST)
+        tokens = set(self._stream)
+        loads, _ = plan_loads(self.options, UNLIMITED)
         for load in loads:
             check_prompts(tokens, load.prompt_tokens, load.requests)
 
@@ -77,7 +78,7 @@ class BenchWork:
 
 
 def _key(server_key: str, *load: Any) -> str:
-    return sha256_of([BENCHING, server_key, *load])
+    return sha256_of([MEASUREMENT_VERSION, server_key, *load])
 
 
 def replay(capacity: Capacity, work: BenchWork, *, server_key: str) -> SchemeRun | None:
@@ -94,39 +95,40 @@ def run_loads(target: LoadTarget, work: BenchWork, *, server_key: str, name: str
     """
     loads, left_out = plan_loads(work.options, target.record.capacity)
     results: list[LoadResult] = []
-    warm: set[tuple[int, int]] = set()
-    gone = None
+    warm_shapes: set[tuple[int, int]] = set()
+    reason_gone = None
     for load in tqdm(loads, desc=name, unit="load", disable=None):
         result = work.result(server_key, load)
-        if result is None and gone is not None:
-            never = RequestResult(load.prompt_tokens, load.output_tokens, error=f"the server was gone: {gone}")
-            result = LoadResult(load, (never,) * load.requests, {})
+        if result is None and reason_gone is not None:
+            # Not journalled: the same command sends it, once the server is there again.
+            unsent = RequestResult(load.prompt_tokens, load.output_tokens, error=f"the server was gone: {reason_gone}")
+            result = LoadResult(load, (unsent,) * load.requests, {})
         if result is None:
             shape = (load.prompt_tokens, load.in_flight)
-            if shape not in warm:
+            if shape not in warm_shapes:
                 _warm_up(target, work, load)
-                warm.add(shape)
+                warm_shapes.add(shape)
             result = _measure(target, load, work.prompts(load))
             work.put_result(server_key, name, result)
-            gone = target.is_gone() if len(result.good) < load.requests else None
+            reason_gone = target.reason_gone() if len(result.good) < load.requests else None
         results.append(result)
     return SchemeRun(tuple(results), tuple(left_out))
 
 
 def _warm_up(target: LoadTarget, work: BenchWork, load: Load) -> None:
-    output = min(load.output_tokens, WARM_OUTPUT)
-    same = replace(load, output_tokens=output, requests=load.in_flight, round=-1)
-    target.client.send(same, work.prompts(same))
+    output = min(load.output_tokens, MAX_WARM_UP_TOKENS)
+    # A round of its own draws prompts of its own, so that the measured ones stay new to the server.
+    short_load = replace(load, output_tokens=output, requests=load.in_flight, round=-1)
+    target.client.send(short_load, work.prompts(short_load))
 
 
 def _measure(target: LoadTarget, load: Load, prompts: Sequence[Sequence[int]]) -> LoadResult:
     started = time.perf_counter()
-    target.forget()
-    begun, begun_cpu = time.perf_counter(), time.process_time()
+    target.empty_prefix_cache()
+    send_started, cpu_started = time.perf_counter(), time.process_time()
     with target.watching() as usage:
         sent = target.client.send(load, prompts)
-    seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - begun_cpu
+    seconds, cpu_seconds = time.perf_counter() - send_started, time.process_time() - cpu_started
     result = LoadResult(load, tuple(sent), usage)
-    measured = result.duration_s
-    cost = MeasurementCost(measured, begun - started + max(0.0, seconds - measured), cpu_seconds)
-    return replace(result, cost=cost)
+    between_s = send_started - started + max(0.0, seconds - result.duration_s)
+    return replace(result, cost=MeasurementCost(result.duration_s, between_s, cpu_seconds))

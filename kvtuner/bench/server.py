@@ -28,12 +28,12 @@ HOST: Final = "127.0.0.1"
 PORTS: Final = range(12_000, 32_000)
 """Ports below those that systems hand out by themselves, which another program could take before the server does."""
 POLL_S: Final = 0.5
-PATIENCE_S: Final = 20
+SHUTDOWN_TIMEOUT_S: Final = 20
 """The time that a server has to end by itself."""
 LOG_LINES: Final = 3
-HEALTH_S: Final = 60
-ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-OURS: Final = {
+HEALTH_TIMEOUT_S: Final = 60  # the first health request may compile kernels
+TERMINATION_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REFUSED_FLAGS: Final = {
     "--host": "servers listen on this machine alone",
     "--port": "a free one is taken",
     "--model-path": "give --model",
@@ -49,43 +49,43 @@ OURS: Final = {
     "--api-key": "servers that are started here need none",
     "--admin-api-key": "servers that are started here need none",
 }
-"""Flags that have another place than ``--server-args``, and that place."""
+"""The flags that may not stand in ``--server-args``, each with the place that they have or the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFlags:
-    """Flags of ``sglang.launch_server`` that all servers get, as the words of a command line."""
+    """Flags of ``sglang.launch_server`` that all servers get, as the arguments of a command line."""
 
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
 
     @classmethod
     def parse(cls, text: str) -> ServerFlags:
-        """Read them as a shell does; `EndpointError` for quotes that do not close and for a flag of `OURS`."""
+        """Read them as a shell does; `EndpointError` for quotes that do not close and for a flag of `REFUSED_FLAGS`."""
         try:
-            words = tuple(shlex.split(text))
+            arguments = tuple(shlex.split(text))
         except ValueError as error:
             raise EndpointError(f"--server-args {text!r} cannot be read: {error}") from error
-        for word in words:
-            flag = word.partition("=")[0]
-            if flag in OURS:
-                raise EndpointError(f"{flag} cannot stand in --server-args: {OURS[flag]}")
-        return cls(words)
+        for argument in arguments:
+            flag = argument.partition("=")[0]
+            if flag in REFUSED_FLAGS:
+                raise EndpointError(f"{flag} cannot stand in --server-args: {REFUSED_FLAGS[flag]}")
+        return cls(arguments)
 
     def value(self, flag: str) -> str | None:
         """The value of a flag, in either spelling; None without it."""
-        for index, word in enumerate(self.words):
-            name, equals, value = word.partition("=")
+        for index, argument in enumerate(self.arguments):
+            name, equals, value = argument.partition("=")
             if name == flag:
-                return value if equals else next(iter(self.words[index + 1 :]), None)
+                return value if equals else next(iter(self.arguments[index + 1 :]), None)
         return None
 
-    def shared(self) -> list[str]:
-        """The words with the last parts of paths only."""
-        return [_shared(word) for word in self.words]
+    def shareable(self) -> list[str]:
+        """The arguments with the last parts of paths only."""
+        return [_without_folders(argument) for argument in self.arguments]
 
 
-def _shared(word: str) -> str:
-    flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+def _without_folders(argument: str) -> str:
+    flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
     if value.startswith(("/", ".", "~")):
         return f"{flag}{equals}{PurePath(value).name}"
     return f"{flag}{equals}{public_name(value) if '/' in value else value}"
@@ -110,7 +110,7 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def running(flags: Sequence[str], log: Path, start_s: float) -> Iterator[ServerProcess]:
+def run_server(flags: Sequence[str], log: Path, start_s: float) -> Iterator[ServerProcess]:
     """A server until the block ends, started by flags that name its model; its output is added to the log.
 
     Raises:
@@ -118,14 +118,15 @@ def running(flags: Sequence[str], log: Path, start_s: float) -> Iterator[ServerP
     """
     port = _free_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--host", HOST, "--port", str(port), *flags]
-    process, log_start = None, log.stat().st_size if log.exists() else 0
+    log_start = log.stat().st_size if log.exists() else 0
+    process = None
     try:
         with log.open("ab") as handle:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=handle, stderr=subprocess.STDOUT, start_new_session=True
             )
         server = ServerProcess(f"http://{HOST}:{port}", process, log, log_start)
-        _wait(server, start_s)
+        _wait_until_ready(server, start_s)
         yield server
     finally:
         if process is not None:
@@ -140,7 +141,7 @@ def _free_port() -> int:
             return port
 
 
-def _wait(server: ServerProcess, start_s: float) -> None:
+def _wait_until_ready(server: ServerProcess, start_s: float) -> None:
     deadline = time.monotonic() + start_s
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
@@ -154,7 +155,7 @@ def _wait(server: ServerProcess, start_s: float) -> None:
 def _is_healthy(url: str) -> bool:
     """Whether it generates: ``/health`` asks it to, once it says that it is ready."""
     try:
-        with opener_of(url).open(f"{url}/health", timeout=HEALTH_S) as answer:
+        with opener_of(url).open(f"{url}/health", timeout=HEALTH_TIMEOUT_S) as answer:
             return bool(answer.status == http.HTTPStatus.OK)
     except (http.client.HTTPException, OSError):
         return False
@@ -162,20 +163,22 @@ def _is_healthy(url: str) -> bool:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a server by its own handlers, else without them; return when none of its processes is left."""
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)
+    # A Ctrl-C or a signal to this program in between would leave the server's processes behind.
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINATION_SIGNALS)
     try:
         for number in (signal.SIGTERM, signal.SIGKILL):
-            is_there, deadline = _signal(process.pid, number), time.monotonic() + PATIENCE_S
+            is_there = _signal_group(process.pid, number)
+            deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
             while is_there and time.monotonic() < deadline:
-                process.poll()  # the launcher stays in its group until it is asked for
+                process.poll()  # reaps the launcher: until then it counts as a member of its group
                 time.sleep(POLL_S)
-                is_there = _signal(process.pid, 0)
+                is_there = _signal_group(process.pid, 0)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
-def _signal(group: int, number: int) -> bool:
-    """Send a signal to a process group; whether any process of it was there."""
+def _signal_group(group: int, number: int) -> bool:
+    """Send a signal to a process group, 0 for none; whether any process of it was there."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtuner.bench.ablation import ABLATION
 from kvtuner.bench.client import serving_client
 from kvtuner.bench.gates import all_gates, kv_pool_gate
-from kvtuner.bench.hardware import measured_elsewhere, weight_bytes
+from kvtuner.bench.hardware import read_bandwidth_in_subprocess, weight_bytes
 from kvtuner.bench.load_target import LoadTarget, ServerRecord
 from kvtuner.bench.runner import BenchWork, replay, run_loads
-from kvtuner.bench.server import ServerFlags, running
+from kvtuner.bench.server import ServerFlags, run_server
 from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model_loading import ModelShape, load_tokenizer, read_shape
 from kvtuner.errors import EndpointError
@@ -89,7 +89,7 @@ def benchmark(options: BenchOptions) -> tuple[BenchResult, Path]:
             schemes=tuple(map(session.measure, schemes)),
             evaluation=None,
             provenance=session.provenance(command),
-            server_args=flags.shared(),
+            server_args=flags.shareable(),
         )
         page = write_report(result, folder.path)
         if options.ablation:
@@ -192,7 +192,7 @@ class _BenchSession:
     def _result(self, scheme: CacheScheme, record: ServerRecord, run: SchemeRun) -> SchemeResult:
         is_known = record.version is not None
         weights = self._weights(dtype=record.dtype, quantization=record.quantization) if is_known else None
-        gates = all_gates(run.answered, *self._tokens_per_s(record, weights))
+        gates = all_gates(run.results, *self._tokens_per_s(record, weights))
         if self._options.kv_memory:
             gates.append(kv_pool_gate(self._pool_tokens(scheme, self._options.kv_memory), record.tokens_that_fit))
         return SchemeResult(scheme, record, run, tuple(gates), weights, None)
@@ -235,7 +235,7 @@ class _BenchSession:
                 log = self._log(scheme)
                 log.parent.mkdir(exist_ok=True)
                 start_s = self._options.start_timeout or START_S
-                server = stack.enter_context(running(self._flags(scheme, flags), log, start_s))
+                server = stack.enter_context(run_server(self._flags(scheme, flags), log, start_s))
                 url = server.url
             endpoint = Endpoint(url, self._options.api or "sglang", self._options.timeout)
             target = LoadTarget(endpoint, self._tokenizer, scheme=scheme, shape=self._shape, server=server)
@@ -261,7 +261,7 @@ class _BenchSession:
         }
         for flag, value in values.items():
             flags += [] if value in (None, "", "auto") else [flag, str(value)]
-        return [*flags, *self._flags_of_all.words]
+        return [*flags, *self._flags_of_all.arguments]
 
     def _find_bandwidth(self) -> tuple[float | None, str]:
         """The bytes per second that one device reads, before a server is on it; None with a reason if not known.
@@ -279,7 +279,7 @@ class _BenchSession:
         key = sha256_of([self.provenance(device=device).machine, device, num_bytes])
         if record := self._work.server(key):
             return float(record[name]), ""
-        measured = measured_elsewhere(num_bytes, device)
+        measured = read_bandwidth_in_subprocess(num_bytes, device)
         if measured is not None:
             self._work.put_server(key, name, {name: measured})
         return measured, unknown

@@ -60,7 +60,7 @@ def result_command(name: str, options: Any) -> list[str]:
     """The words of a command about a profile; the URLs of its servers are left out."""
     values = flag_values(options)
     if server_args := values.get("server_args"):
-        values["server_args"] = shlex.join(ServerFlags.parse(server_args).shared())
+        values["server_args"] = shlex.join(ServerFlags.parse(server_args).shareable())
     words = flag_words(values, defaults_of(type(options)), left_out=("profile", "endpoint", "out"))
     servers = [word for scheme, _ in options.endpoint or () for word in ("--endpoint", f"{scheme}=URL")]
     return ["kvtuner", name, shareable_profile(str(options.profile)), *words, *servers]

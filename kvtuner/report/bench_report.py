@@ -95,7 +95,7 @@ def _gates(result: BenchResult) -> list[Table]:
     names = dict.fromkeys(gate.name for scheme in checked for gate in scheme.gates)
     rows = [(name, *(by_gate[name] for by_gate in verdicts.values())) for name in names]
     details = [
-        (scheme.name, gate.name, gate.verdict, gate.words)
+        (scheme.name, gate.name, gate.verdict, gate.detail)
         for scheme in checked
         for gate in scheme.gates
         if gate.verdict != "passed" or scheme.name == PROFILE

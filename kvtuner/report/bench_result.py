@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic_core import to_jsonable_python
 
 from kvtuner.bench.ablation import GROUPS
+from kvtuner.bench.gates import SKIPPED
 from kvtuner.evaluation.cache_scheme import PER_CHANNEL
 from kvtuner.report.formatting import NOT_MEASURED, Table, count, number, percent
 
@@ -68,7 +69,7 @@ class SchemeResult:
             "loads": [] if self.run is None else self.run.rows(),
             "rounds": [] if self.run is None else self.run.rounds(),
             "left_out": [] if self.run is None else [asdict(load) for load in self.run.left_out],
-            "gates": [asdict(gate) for gate in self.gates],
+            "gates": [{"name": gate.name, "verdict": gate.verdict, "words": gate.detail} for gate in self.gates],
             "weight_bytes": self.weight_bytes,
             "harness": None if self.run is None else self.run.harness(),
         }
@@ -93,7 +94,7 @@ class BenchResult:
     def problems(self) -> list[str]:
         """The gates that fail, and the schemes that should have been served."""
         gates = [(scheme, gate) for scheme in self.schemes for gate in scheme.gates]
-        failed = [f"{scheme.name}: {gate.name}: {gate.words}" for scheme, gate in gates if gate.verdict == "failed"]
+        failed = [f"{scheme.name}: {gate.name}: {gate.detail}" for scheme, gate in gates if gate.verdict == "failed"]
         refused = [(scheme.name, scheme.refused) for scheme in self.schemes if scheme.refused is not None]
         # The ablation's group that no server has yet is expected to be refused for that reason.
         unexpected = [(name, reason) for name, reason in refused if name != PER_CHANNEL or "per-channel" not in reason]
@@ -171,8 +172,8 @@ def milliseconds(seconds: float | None) -> str:
 def gates_that_passed(result: BenchResult) -> str:
     """The number of gates that passed, and of those that could not be asked."""
     verdicts = [gate.verdict for scheme in result.schemes for gate in scheme.gates]
-    unasked = verdicts.count("not asked")
-    return f"{verdicts.count('passed')} gates passed" + (f", {unasked} could not be asked" if unasked else "")
+    skipped = verdicts.count(SKIPPED)
+    return f"{verdicts.count('passed')} gates passed" + (f", {skipped} could not be asked" if skipped else "")
 
 
 def summary_lines(result: BenchResult) -> list[str]:

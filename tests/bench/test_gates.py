@@ -54,7 +54,7 @@ def constant_time(one: RequestResult) -> RequestResult:
 def test_constant_time_fails_three_gates() -> None:
     found = gates([changed(one, constant_time) for one in honest()])
     assert [found[index].verdict for index in (GROWS, LONGER, BOUND)] == ["failed"] * 3
-    assert "2.0 ms at 100 tokens, 2.0 ms or more at 4,000" in found[GROWS].words
+    assert "2.0 ms at 100 tokens, 2.0 ms or more at 4,000" in found[GROWS].detail
 
 
 def test_a_first_token_that_is_sometimes_slow_does_not_pass_for_growth() -> None:
@@ -96,7 +96,7 @@ def test_one_failure_in_a_hundred_passes_and_two_do_not() -> None:
     for failures, verdict in ((1, "passed"), (2, "failed")):
         mixed = [replace(one, error="cut") for one in good[:failures]] + good[failures:]
         found = gates([LoadResult(load, tuple(mixed), {})])[ANSWERED]
-        assert (found.verdict, found.words) == (verdict, f"{100 - failures} of 100; such as: cut")
+        assert (found.verdict, found.detail) == (verdict, f"{100 - failures} of 100; such as: cut")
 
 
 def test_what_cannot_be_asked_says_why() -> None:
@@ -104,8 +104,8 @@ def test_what_cannot_be_asked_says_why() -> None:
     silent = replace(sent(load), reported_tokens=None, cached_tokens=None)
     found = gates([LoadResult(load, (silent, silent), {})], bound=None)
     assert [gate.verdict for gate in found] == ["passed"] + ["not asked"] * 5
-    assert found[BOUND].words == "nobody measured it"
-    assert "8 times" in found[GROWS].words
+    assert found[BOUND].detail == "nobody measured it"
+    assert "8 times" in found[GROWS].detail
 
 
 def test_nothing_answered_fails_rather_than_passes() -> None:

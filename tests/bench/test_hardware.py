@@ -19,7 +19,7 @@ from kvtuner.bench.hardware import (
     GPU_MEMORY_BUSY,
     MEMORY,
     Observer,
-    measured_elsewhere,
+    read_bandwidth_in_subprocess,
     weight_bytes,
 )
 from kvtuner.calibration.model_loading import DEMO_MODEL
@@ -86,10 +86,10 @@ def test_what_cannot_be_counted_is_none(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 def test_bandwidth_is_that_of_a_machine() -> None:
-    found = measured_elsewhere(8 << 20, "cpu")
+    found = read_bandwidth_in_subprocess(8 << 20, "cpu")
     assert found is not None
     assert 1e8 < found < 1e13
-    assert measured_elsewhere(8 << 20, "nowhere") is None
+    assert read_bandwidth_in_subprocess(8 << 20, "nowhere") is None
 
 
 def test_memory_is_of_all_processes_that_were_started() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from kvtuner.bench.loads import DRAWN, Capacity, Load, LoadOptions, check_prompts, cut_prompts, plan_loads
+from kvtuner.bench.loads import NUM_PREFIX_TOKENS, Capacity, Load, LoadOptions, check_prompts, cut_prompts, plan_loads
 from kvtuner.bench.runner import BenchWork
 from kvtuner.calibration.model_loading import DEMO_MODEL
 from kvtuner.cli import main
@@ -71,7 +71,7 @@ def test_a_load_fits_up_to_the_last_token() -> None:
 
 
 def beginnings_of(prompts: list[list[int]]) -> set[tuple[int, ...]]:
-    return {tuple(prompt[:DRAWN]) for prompt in prompts}
+    return {tuple(prompt[:NUM_PREFIX_TOKENS]) for prompt in prompts}
 
 
 @pytest.mark.parametrize("length", [7, 10, 300, 2500])
@@ -79,7 +79,9 @@ def test_no_two_prompts_begin_alike_and_all_are_as_long_as_asked(length: int) ->
     prompts = cut_prompts(range(100, 1100), "1", length, 20)
     assert [len(prompt) for prompt in prompts] == [length] * 20
     assert len(beginnings_of(prompts)) == 20
-    assert all((b - a) % 1000 == 1 for a, b in pairwise(prompts[0][DRAWN:])), "the text goes on, and begins again"
+    assert all((b - a) % 1000 == 1 for a, b in pairwise(prompts[0][NUM_PREFIX_TOKENS:])), (
+        "the text goes on, and begins again"
+    )
     assert cut_prompts(range(100, 1100), "1", length, 3) == prompts[:3]
     assert cut_prompts(range(100, 1100), "2", length, 1)[0] != prompts[0]
 
@@ -92,7 +94,7 @@ def test_few_and_rare_tokens_still_give_different_beginnings(stream: list[int], 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(stream=st.lists(st.integers(0, 3), min_size=1, max_size=9), length=st.integers(1, 6))
 def test_all_beginnings_that_there_are_come_once_and_then_no_more(stream: list[int], length: int) -> None:
-    beginnings = set(product(set(stream), repeat=min(DRAWN, length)))
+    beginnings = set(product(set(stream), repeat=min(NUM_PREFIX_TOKENS, length)))
     check_prompts(stream, length, len(beginnings))
     prompts = cut_prompts(stream, "s", length, len(beginnings))
     assert beginnings_of(prompts) == beginnings
@@ -139,7 +141,7 @@ def test_the_command_refuses_them_before_a_server_is_started(
     profile = tmp_path / "profile.json"
     profile.write_bytes(dump_profile(profile_of(config, [LayerQuantization(4, 4)] * config.num_hidden_layers)))
     monkeypatch.setattr("kvtuner.pipeline.benchmark.serving_client", lambda: None)  # it need not be installed to refuse
-    monkeypatch.setattr("kvtuner.pipeline.benchmark.running", lambda *_: pytest.fail("a server is started"))
+    monkeypatch.setattr("kvtuner.pipeline.benchmark.run_server", lambda *_: pytest.fail("a server is started"))
     words = ["bench", str(profile), "--model", "demo", "--out", str(tmp_path / "run"), "--lengths", "1", "--repeats"]
     assert main([*words, "100000"]) == 2
     assert "no two prompts may begin alike, and 100,000 of length 1 are asked for" in capsys.readouterr().err
@@ -151,4 +153,4 @@ def test_every_load_that_passed_the_check_has_its_prompts(tmp_path: Path) -> Non
     loads, _ = plan_loads(mine.options, Capacity(sys.maxsize, None, None))
     for load in loads:
         prompts = mine.prompts(load)
-        assert len({tuple(prompt[:DRAWN]) for prompt in prompts}) == len(prompts) == load.requests
+        assert len({tuple(prompt[:NUM_PREFIX_TOKENS]) for prompt in prompts}) == len(prompts) == load.requests

@@ -81,5 +81,5 @@ def parsed(*flags: str) -> argparse.Namespace:
 
 def test_paths_in_flags_of_servers_stay_here() -> None:
     flags = ServerFlags.parse("--chat-template=/home/alice/x.jinja --draft /home/alice/draft --device=cpu")
-    assert flags.shared() == ["--chat-template=x.jinja", "--draft", "draft", "--device=cpu"]
+    assert flags.shareable() == ["--chat-template=x.jinja", "--draft", "draft", "--device=cpu"]
     assert (flags.value("--device"), flags.value("--draft"), flags.value("--tp")) == ("cpu", "/home/alice/draft", None)

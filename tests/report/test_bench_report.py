@@ -81,7 +81,7 @@ def make_result(profile_of: Any) -> Callable[..., BenchResult]:
                 results.append(SchemeResult(way, None, None, (), None, refusal))
                 continue
             run = answered(1 + number / 10)
-            results.append(SchemeResult(way, RECORD, run, tuple(all_gates(run.answered, 1e4, "")), 7_000_000, None))
+            results.append(SchemeResult(way, RECORD, run, tuple(all_gates(run.results, 1e4, "")), 7_000_000, None))
         model = profile.model.model_copy(update={"id": name})
         making = ResultProvenance(
             kvtuner_version="0", command="kvtuner bench", machine="a machine", torch="2", transformers="5", seed=0
@@ -182,9 +182,9 @@ def test_memory_is_of_one_kind_in_all_rounds(
     result = make_result()
     ways = []
     for each, seen in zip(result.schemes, (usages, [HOST] * 3), strict=False):
-        rounds = [one for one in each.run.answered if one.load.kind == "stability"]
+        rounds = [one for one in each.run.results if one.load.kind == "stability"]
         looked = tuple(replace(one, usage=usage) for one, usage in zip(rounds, seen, strict=True))
-        ways.append(replace(each, run=replace(each.run, answered=looked)))
+        ways.append(replace(each, run=replace(each.run, results=looked)))
     (table,) = report_tables(replace(result, schemes=tuple(ways)))["stability"]
     assert table.headers[-1] == f"{kind} memory MiB first / last"
     assert [row[-1] for row in table.rows] == [expected, "5 / 5" if kind == "host" else "- / -"]
