@@ -35,7 +35,7 @@ class LayerSums:
 
     @classmethod
     def zeros(cls, geometry: ModelGeometry) -> LayerSums:
-        """No tokens seen."""
+        """The sums of no tokens."""
         shape = (geometry.num_kv_heads, geometry.head_dim)
         key, key_squared, query_squared = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
         return cls(key, key_squared, query_squared)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 JOURNAL: Final = "measured.jsonl"
 RACE: Final = ((6, 1.4), (3, 1.2), (2, 1.05))
-"""After one in how many sequences a measurement ends beyond how many times the best one's KL."""
+"""Pairs of a part and a margin: after 1/part of the sequences a measurement ends whose KL exceeds margin x the best."""
 
 
 def describe(configuration: Sequence[LayerChoice]) -> str:
@@ -73,7 +73,7 @@ class MeasuredKL:
         """The number of sequences that all returned values together are means of."""
         self._journal = Journal(folder, JOURNAL, identity)
         self._measured: dict[str, list[float]] = {}
-        """By configuration, the KLs of its first sequences."""
+        """The KLs of each configuration's first sequences."""
         self._read_journal()
 
     def __call__(self, configuration: Sequence[LayerChoice]) -> float:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CACHE_VARIABLE: Final = "KVTUNER_CACHE"
 ORIGIN: Final = "origin.json"
 _MAX_BYTES: Final = MAX_PROFILE_BYTES + 1
-"""More than any file of ours has, so that a larger one, or a link to a device, is not whole."""
+"""The bytes that are read of a file: one more than any of ours has, so a larger file or a device is not whole."""
 _ORIGIN: Final = DocumentKind("origin", "pull the profile again", 2**16, field_name=re.compile(r"[^\x00-\x1f/]{1,255}"))
 
 

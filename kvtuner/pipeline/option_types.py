@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 MAX_SEED: Final = 2**31
 MIN_REPORT_SEQUENCES: Final = 2
-"""An interval needs two."""
+"""The sequences that an interval needs."""
 
 
 def positive(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections import defaultdict
 from functools import cache
@@ -21,7 +22,10 @@ PACKAGES: Final = ("kvtuner", "calibration", "exported_configs", "runtime_loader
 PRODUCT: Final = (*PACKAGES, "benchmarks")
 BY_TOPIC: Final = {"cli", "sglang", "repository"}
 """The folders of tests that mirror no package; see rule 10 of CONTRIBUTING."""
-MOST_LINES: Final = 450
+MOST_LINES: Final = 350
+MOST_LINES_OF_A_TEST: Final = 450
+LONG: Final = {Path("kvtuner/quant.py"): 356}
+"""Files that may be longer, with their lines: the one definition of the numerics is read as a whole."""
 MOST_FILES: Final = 15
 BANNED: Final = {
     "taker", "takers", "respondent", "contestant", "exam", "examiner", "making", "metered", "said", "choosy", "seam",
@@ -29,8 +33,8 @@ BANNED: Final = {
 }  # fmt: skip
 """Words that earlier versions gave to schemes, backends, tasks and the attention hook; see CONTRIBUTING's glossary."""
 FRAGMENT: Final = re.compile(
-    r"(of|that|by|for|in|with|where|to|from|on|at|as|which|such as|what it|it|the same(?=[,;.])|one of them|none|them"
-    r"|its own|likewise|and|or|but|under|after|before|between|per|until|behind|like|within|without)\b",
+    r"(of|that|by|for|in|with|where|to|from|on|at|as|which|such as|what it|it|the same(?=[,;.])|one of them|one for"
+    r"|none|them|its own|likewise|and|or|but|under|after|before|between|per|until|behind|like|within|without)\b",
     re.IGNORECASE,
 )
 FIELD: Final = re.compile(r"    \*{0,2}\w+(?:, \w+)*: (.*)$")
@@ -82,10 +86,8 @@ def docstring_fragments(files: dict[Path, str]) -> list[str]:
 
 def opening_lines(text: str) -> Iterator[str]:
     """Yield the first line of every docstring, and what each of its fields says."""
-    for node in ast.walk(tree_of(text)):
-        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        first, *rest = (ast.get_docstring(node) or "").split("\n")
+    for docstring in docstrings(text):
+        first, *rest = inspect.cleandoc(docstring).split("\n")
         yield first
         fields = False
         for line in rest:
@@ -93,6 +95,13 @@ def opening_lines(text: str) -> Iterator[str]:
                 fields = line in ("Args:", "Attributes:")
             elif fields and (match := FIELD.match(line)):
                 yield match[1]
+
+
+def docstrings(text: str) -> Iterator[str]:
+    """Yield every string that is a statement: of modules, classes and functions, and those under constants."""
+    for node in ast.walk(tree_of(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
 
 
 def banned_names(files: dict[Path, str]) -> list[str]:
@@ -119,7 +128,12 @@ def full_folders(files: dict[Path, str]) -> list[str]:
 def long_files(files: dict[Path, str]) -> list[str]:
     """Name the files that are too long."""
     counts = {path: text.count("\n") for path, text in files.items()}
-    return [f"{path}: {count} lines" for path, count in counts.items() if count > MOST_LINES]
+    return [f"{path}: {count} lines" for path, count in counts.items() if count > most_lines(path)]
+
+
+def most_lines(path: Path) -> int:
+    """Return the lines that a file may have."""
+    return LONG.get(path, MOST_LINES_OF_A_TEST if path.parts[0] == "tests" else MOST_LINES)
 
 
 def misplaced_tests(files: dict[Path, str]) -> list[str]:
@@ -162,6 +176,7 @@ WRONG: Final[list[tuple[Rule, dict[str, str]]]] = [
     (classes_of_one_name, {"one.py": "class Table: ...\n", "two.py": "class Table: ...\n"}),
     (modules_of_one_name, {"bench/server.py": "", "evaluation/server.py": ""}),
     (docstring_fragments, {"one.py": '"""Of a server, its address."""\n'}),
+    (docstring_fragments, {"one.py": 'PORT = 30000\n"""Of a server, where none is named."""\n'}),
     (
         docstring_fragments,
         {"one.py": 'class A:\n    """An address.\n\n    Attributes:\n        port: by the user.\n    """\n'},
@@ -177,6 +192,7 @@ WRONG: Final[list[tuple[Rule, dict[str, str]]]] = [
     (misplaced_tests, {"kvtuner/bench/loads.py": "def burst(): ...\n", "tests/bench/test_waves.py": ""}),
     (full_folders, {f"kernels/file_{number}.py": "" for number in range(MOST_FILES + 1)}),
     (long_files, {"one.py": "\n" * (MOST_LINES + 1)}),
+    (long_files, {"tests/test_one.py": "\n" * (MOST_LINES_OF_A_TEST + 1)}),
 ]
 
 

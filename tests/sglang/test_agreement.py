@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LENGTHS = (5, 33, 1, 60, 17, 48)
 FAMILIES = ("llama-gqa", "qwen2-bias", "qwen3-qk-norm", "qwen3-moe")
 LAYERS = 9
-"""One for every kind of key transform, and one of 16 bits."""
+"""A layer for every kind of key transform, and one of 16 bits."""
 
 
 def assert_agrees(agreement: Agreement) -> None:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 CHUNK = 64
 LENGTHS = (150, 33)
-"""With four queries for a KV head the second chunk of the first is long enough for its prefix to be read back, the
-third is not."""
+"""The lengths of prompts. At four queries for a KV head, the second chunk of the first prompt is long enough that its
+prefix is read back; the third chunk is not."""
 TOKENS = 5
 
 

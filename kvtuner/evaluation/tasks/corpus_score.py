@@ -81,7 +81,7 @@ class CorpusScore(PairedScores):
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """One for each sentence."""
+        """The number of sentences that each result is of: one."""
         return np.ones(len(self._statistics), dtype=np.int64)
 
     def interval(self, seed: int) -> Interval:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SPARE = 255
-"""Of rows that nobody wrote: their scale words are NaN."""
+"""The byte of rows that nobody wrote: their scale words are NaN."""
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 HEADS, DIM = 1, 80
-"""Of rows that end in padding."""
+"""The shape of rows that end in padding."""
 BITS = ((4, 2), (16, 8), (2, 16))
 KINDS = ("centered+balanced+hadamard", "none", "centered")
 HOST_PAGES, DEVICE_PAGES = 5, 4

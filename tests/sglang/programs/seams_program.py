@@ -41,7 +41,7 @@ SEAMS = [
 FIXED = ("configure", "get_init_info", "_wait_for_scheduler_ready", "_create_buffers", "_init_data_ptrs_and_strides")
 """Called by SGLang alone, whatever their parameters."""
 INHERITED = "calculate_pool_sizes"
-"""Without its own, a class has an abstract one."""
+"""A method of which a class has an abstract one where it has none of its own."""
 
 
 def changed(first: object, *, renamed: object = None) -> None:
