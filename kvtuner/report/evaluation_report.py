@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.exported_configs.identity.mismatch import is_same_configuration
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE
-from kvtuner.report.formatting import Table, fixed, interval, model_name, number, percent
+from kvtuner.report.formatting import Table, count, fixed, interval, model_name, number, percent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,14 +45,15 @@ MAX_EXPONENT: Final = 700
 
 def evaluation_lines(evaluation: Evaluation, profile: Profile) -> list[str]:
     """A table for each level, every scheme beside the others, and which differences of the profile are clear."""
-    made = evaluation.making
-    lines = [
-        f"evaluation  of {_model(evaluation, profile)}",
-        f"host        {evaluation.host.kind} {evaluation.host.version or ''}".rstrip() + f", {_reads(evaluation)}",
-        f"text        of {_data(evaluation)}",
-        f"made by     {made.command}",
-        f"on          {made.machine}; {versions_text(made)}",
+    record, host = evaluation.making, evaluation.host
+    facts = [
+        ("evaluation", f"of {_model(evaluation, profile)}"),
+        ("host", f"{host.kind} {host.version or ''}".rstrip() + f", {_reads(evaluation)}"),
+        ("text", f"of {_data(evaluation)}"),
+        ("made by", record.command),
+        ("on", f"{record.machine}; {versions_text(record)}"),
     ]
+    lines = Table.of_facts(facts).lines()
     for level in dict.fromkeys(cell.level for cell in evaluation.cells):
         cells = [cell for cell in evaluation.cells if cell.level == level]
         lines += ["", _units(level, cells), *_level_table(evaluation, cells).lines()]
@@ -71,20 +72,29 @@ def sample_lines(prompt: str, answers: Mapping[str, str | None]) -> list[str]:
     return lines
 
 
-def evaluation_context(evaluation: Evaluation, profile: Profile) -> dict[str, Any]:
-    """The context of ``templates/evaluation.html``: every scheme side by side, and which differences are clear."""
-    names = [scheme.name for scheme in evaluation.subjects]
+def evaluation_part(evaluation: Evaluation, profile: Profile) -> dict[str, Any]:
+    """The part of ``templates/profile.html`` about an evaluation: its tables, and how to read them."""
+    cells, record = evaluation.cells, evaluation.making
+    remarks = [f"{flag}: {text[2:]}" for flag, text in FLAGS.items() if any(cell.flag == flag for cell in cells)]
+    if total := sum(len(cell.differences) for cell in cells):
+        remarks.append(
+            "The last column holds differences of the profile from another scheme, paired, with p below"
+            f" {SIGNIFICANT}; of {total}, {SIGNIFICANT * total:.0f} would look so by chance."
+        )
+    failures = _failures(cells)
+    facts = [
+        ("model", _model(evaluation, profile)),
+        ("text", _data(evaluation)),
+        *([("answers that never came", count(failures))] if failures else []),
+        ("made by", record.command),
+        ("on", record.machine),
+        ("with", versions_text(record)),
+    ]
     return {
-        "evaluation": evaluation,
-        "reads": _reads(evaluation),
-        "rows": [(cell_title(cell), cell.units, cell_values(cell, names), _clear(cell)) for cell in evaluation.cells],
-        "flags": [(flag, text[2:]) for flag, text in FLAGS.items() if any(c.flag == flag for c in evaluation.cells)],
-        "differences": sum(len(cell.differences) for cell in evaluation.cells),
-        "significant": SIGNIFICANT,
-        "model": _model(evaluation, profile),
-        "data": _data(evaluation),
-        "failures": _failures(evaluation.cells),
-        "versions": versions_text(evaluation.making),
+        "title": f"By {evaluation.host.kind}, {_reads(evaluation)}",
+        "cells": _page_table(evaluation),
+        "remarks": remarks,
+        "facts": Table.of_facts(facts),
     }
 
 
@@ -140,6 +150,17 @@ def _quoted(text: str) -> list[str]:
 def _units(level: str, cells: Sequence[Cell]) -> str:
     units = {"likelihood": "sequences", "task": "questions"}.get(level, "contexts")
     return f"{level}, {max(cell.units for cell in cells)} {units} each" + " at most" * (level == "task")
+
+
+def _page_table(evaluation: Evaluation) -> Table:
+    """All levels in one table, with the clear differences behind them."""
+    names = [scheme.name for scheme in evaluation.subjects]
+    sizes = [count(scheme.bytes_per_token) for scheme in evaluation.subjects]
+    rows = [["bytes per token", "", *sizes, ""]]
+    for cell in evaluation.cells:
+        clear = [f"{other.other}: {interval(other)}, p {number(other.p_value, 2)}" for other in _clear(cell)]
+        rows.append([cell_title(cell), count(cell.units), *cell_values(cell, names), "; ".join(clear)])
+    return Table(("", "units", *names, "clear differences"), rows)
 
 
 def _level_table(evaluation: Evaluation, cells: Sequence[Cell]) -> Table:

@@ -69,18 +69,25 @@ def model_name(model: ModelIdentity) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text under headers; ``templates/parts.html`` shows it on a page.
+    """Rows of text under headers, for a terminal and for Markdown; ``templates/parts.html`` shows it on a page.
 
     Attributes:
         headers: The headers of the columns; all empty where there are none to show.
         wrap: Whether a cell may take several lines on a page.
         left: The indices of the columns that stand to the left in a terminal; numbers stand to the right.
+        has_winner: Whether a page marks the first row.
     """
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
     wrap: bool = False
     left: tuple[int, ...] = (0,)
+    has_winner: bool = False
+
+    @classmethod
+    def of_facts(cls, rows: Sequence[tuple[str, str]]) -> Table:
+        """Names and what they stand for, without headers."""
+        return cls(("", ""), rows, wrap=True, left=(0, 1))
 
     def lines(self) -> list[str]:
         """Lines for a terminal, in columns of even width."""

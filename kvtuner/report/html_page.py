@@ -10,8 +10,7 @@ from typing import Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.colors import to_rgba
 
-from kvtuner.precision import tokens_per_gib
-from kvtuner.report.formatting import count, fixed, interval, markdown_text, model_name, number, percent
+from kvtuner.report.formatting import fixed, markdown_text
 from kvtuner.report.layer_strip import BAND, KIND_CODES, bits_used, kinds_used
 from kvtuner.report.plots.style import BITS_COLOURS, ink_on
 
@@ -44,8 +43,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (count, css_size, data_url, fixed, interval, markdown_text, model_name, number, percent, tokens_per_gib)
-    templates.filters.update({function.__name__: function for function in filters})
+    templates.filters.update(css_size=css_size, data_url=data_url, fixed=fixed, markdown_text=markdown_text)
     templates.globals.update(
         bits_colours={bits: (colour, ink_on(to_rgba(colour))) for bits, colour in BITS_COLOURS.items()},
         bits_used=bits_used,

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final, TextIO
 
 from kvtuner.precision import NATIVE_BITS
+from kvtuner.report.formatting import Table
 from kvtuner.transforms import TRANSFORMS
 
 if TYPE_CHECKING:
@@ -99,6 +100,12 @@ def bits_used(layers: Iterable[LayerRow]) -> list[tuple[str, int]]:
     """(code, bits) of the widths that occur, ascending."""
     used = {bits for row in layers for bits in (row.k_bits, row.v_bits)}
     return [(code, bits) for bits, code in BIT_CODES.items() if bits in used]
+
+
+def layer_table(layers: Iterable[LayerRow], keys: str, values: str) -> Table:
+    """The bits and transforms of every layer, under these headers."""
+    rows = [(str(row.layer), row.pair, row.k_transform, row.v_transform) for row in layers]
+    return Table(("layer", "bits", keys, values), rows)
 
 
 @dataclass(frozen=True, slots=True)

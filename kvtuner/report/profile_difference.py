@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic_core import to_jsonable_python
 
 from kvtuner.precision import NATIVE_BITS, SIDES, tokens_per_gib
-from kvtuner.report.formatting import Table, interval, printable
+from kvtuner.report.formatting import NOT_MEASURED, Table, count, fixed, interval, percent, printable
 from kvtuner.report.layer_strip import PER_CHANNEL, Track, indented, legend, profile_layers, strip_lines, tracks
 from kvtuner.report.profile_report import ratio_to_bf16
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 CONSTANTS: Final = ("constants",)
 FACTS: Final = ("mean_bits", "effective_bits", "bytes_per_token", "tokens_per_gib", "ratio_to_bf16")
 MARKS: Final = "^=other bits, transform or granularity  ~=other constants only"
+QUALITY: Final = ("KL [95%]", "top-1 as the unquantized model", "perplexity", "unquantized", "read plan")
 DEFAULTS: Final = ("granularity", "group_size", "symmetric")
 
 
@@ -164,14 +165,73 @@ def difference_page(difference: ProfileDifference, names: tuple[str, str]) -> st
     return render(
         "difference.html",
         title=f"{names[0]} beside {names[1]}",
-        names=names,
+        headline=_headline(difference),
         difference=difference,
-        facts=difference.to_json(),
+        tables=_page_tables(difference, names),
         first=first,
         second=second,
         columns=list(zip(first, second, strict=False)),
         changed={change.layer: " and ".join(change.changed) for change in difference.layers or ()},
         pictures=_pictures(difference),
+    )
+
+
+def _headline(difference: ProfileDifference) -> str:
+    if difference.first.digest == difference.second.digest:
+        return "They store every layer alike: the digest is the same."
+    parts = ["they are of models of other shapes"] if difference.geometry else []
+    if difference.layers is not None:
+        constants = sum(change.changed == CONSTANTS for change in difference.layers)
+        parts.append(
+            f"{len(difference.layers)} of {len(difference.first.layers)} layers changed"
+            + (f", {constants} in constants only" if constants else "")
+        )
+    if difference.defaults:
+        parts.append(f"all quantized layers have another {', '.join(difference.defaults)}")
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _page_tables(difference: ProfileDifference, names: tuple[str, str]) -> dict[str, Table]:
+    facts, first, second = difference.to_json(), difference.first, difference.second
+    defaults = (difference.geometry | difference.defaults).items()
+    sides = [
+        ("file", *names),
+        ("digest", *facts["digest"]),
+        ("model", *facts["model"]),
+        ("budget asked", first.budget.asked, second.budget.asked),
+        *((name, str(before), str(after)) for name, (before, after) in defaults),
+    ]
+    sizes = [
+        ("bytes per token", *map(count, facts["bytes_per_token"])),
+        ("tokens per GiB", *map(count, facts["tokens_per_gib"])),
+        ("tokens against bf16", *(f"{fixed(ratio)}x" for ratio in facts["ratio_to_bf16"])),
+        ("bytes against the first", "1x", f"{fixed(facts['bytes_ratio'], 3)}x"),
+        *((name, *(fixed(bits, 3) for bits in facts[name])) for name in ("mean_bits", "effective_bits")),
+    ]
+    layers = [
+        (str(change.layer), str(change.first), str(change.second), ", ".join(change.changed))
+        for change in difference.layers or ()
+    ]
+    columns = zip(_quality_column(first.quality), _quality_column(second.quality), strict=True)
+    headers = ("", "first", "second")
+    return {
+        "facts": Table(headers, sides, wrap=True),
+        "bytes": Table(headers, sizes),
+        "layers": Table(("layer", "first", "second", "changed"), layers),
+        "quality": Table(headers, [(name, *values) for name, values in zip(QUALITY, columns, strict=True)]),
+    }
+
+
+def _quality_column(record: QualityRecord | None) -> tuple[str, ...]:
+    if record is None:
+        return (NOT_MEASURED,) * len(QUALITY)
+    return (
+        interval(record.measured_kl),
+        percent(record.top1_agreement),
+        fixed(record.perplexity, 3),
+        fixed(record.reference_perplexity, 3),
+        record.read_plan,
     )
 
 

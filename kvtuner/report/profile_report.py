@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
 from kvtuner.precision import tokens_per_gib
-from kvtuner.report.evaluation_report import evaluation_context
-from kvtuner.report.formatting import interval, printable
-from kvtuner.report.layer_strip import profile_layers
+from kvtuner.report.evaluation_report import evaluation_part
+from kvtuner.report.formatting import Table, count, fixed, interval, model_name, number, percent, printable
+from kvtuner.report.layer_strip import layer_table, profile_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtuner.exported_configs.profile.evaluation_record import Evaluation
+    from kvtuner.exported_configs.profile.evidence import QualityRecord
     from kvtuner.exported_configs.profile.layer_storage import KeyDefaults, ValueDefaults
     from kvtuner.exported_configs.profile.profile import Profile
 
@@ -51,22 +52,21 @@ def summary(profile: Profile) -> dict[str, Any]:
 
 def describe(profile: Profile) -> str:
     """Some lines about a profile; its layers are shown by the strip."""
-    facts = summary(profile)
-    lines = [
-        f"model     {printable(profile.model.id)} ({printable(profile.model.architecture)})",
-        f"digest    {profile.digest}",
-        f"budget    {printable(profile.budget.asked)}: {facts['mean_bits']:.4g} mean bits,"
-        f" {facts['effective_bits']:.4g} effective, {facts['bytes_per_token']:,} bytes per token",
-        f"capacity  {facts['tokens_per_gib']:,} tokens per GiB, {ratio_to_bf16(profile):.2f}x of bf16",
-        f"keys      {grid_text(profile.defaults.k)}",
-        f"values    {grid_text(profile.defaults.v)}",
+    stored = profile.bytes_per_token()
+    bits = f"{float(profile.mean_bits):.4g} mean bits, {float(profile.effective_bits):.4g} effective"
+    facts = [
+        ("model", f"{printable(profile.model.id)} ({printable(profile.model.architecture)})"),
+        ("digest", profile.digest),
+        ("budget", f"{printable(profile.budget.asked)}: {bits}, {stored:,} bytes per token"),
+        ("capacity", f"{tokens_per_gib(stored):,} tokens per GiB, {ratio_to_bf16(profile):.2f}x of bf16"),
+        ("keys", _grid_text(profile.defaults.k)),
+        ("values", _grid_text(profile.defaults.v)),
     ]
     if (quality := profile.quality) is not None:
-        lines.append(
-            f"quality   KL {interval(quality.measured_kl)} nats per token, top-1 {quality.top1_agreement:.2%},"
-            f" perplexity {quality.perplexity:.4g} (bf16 {quality.reference_perplexity:.4g})"
-        )
-    return "\n".join(lines)
+        perplexity = f"perplexity {quality.perplexity:.4g} (bf16 {quality.reference_perplexity:.4g})"
+        kl = f"KL {interval(quality.measured_kl)} nats per token"
+        facts.append(("quality", f"{kl}, top-1 {quality.top1_agreement:.2%}, {perplexity}"))
+    return "\n".join(Table.of_facts(facts).lines())
 
 
 def profile_page(profiles: Sequence[ShownProfile]) -> str:
@@ -76,8 +76,8 @@ def profile_page(profiles: Sequence[ShownProfile]) -> str:
     return render(
         "profile.html",
         title=f"KV cache profile of {profiles[0].profile.model.id}",
+        overview=_overview(profiles),
         articles=[_article(shown) for shown in profiles],
-        grid_text=grid_text,
         no_tail_pages=NO_TAIL_PAGES,
     )
 
@@ -94,11 +94,25 @@ def ratio_to_bf16(profile: Profile) -> float:
     return profile.to_geometry().bf16_bytes_per_token() / profile.bytes_per_token()
 
 
-def grid_text(defaults: KeyDefaults | ValueDefaults) -> str:
+def _grid_text(defaults: KeyDefaults | ValueDefaults) -> str:
     """The text on how quantized keys or values share scales."""
     unit = "tokens per scale of a channel" if defaults.granularity == "per_channel" else "channels per scale"
     text = f"{defaults.granularity.replace('_', ' ')}, {defaults.group_size} {unit}"
     return text + ", symmetric" * defaults.symmetric
+
+
+def _overview(profiles: Sequence[ShownProfile]) -> Table:
+    headers = ("profile", "asked", "mean_bits", "bytes per token", "tokens per GiB", "against bf16")
+    return Table((*headers, "KL nats per token"), [_overview_row(shown.name, shown.profile) for shown in profiles])
+
+
+def _overview_row(name: str, profile: Profile) -> tuple[str, ...]:
+    stored, quality = profile.bytes_per_token(), profile.quality
+    return (
+        *(name, profile.budget.asked, fixed(float(profile.mean_bits))),
+        *(count(stored), count(tokens_per_gib(stored)), f"{ratio_to_bf16(profile):.2f}x"),
+        interval(quality.measured_kl if quality else None),
+    )
 
 
 def _article(shown: ShownProfile) -> dict[str, Any]:
@@ -106,16 +120,105 @@ def _article(shown: ShownProfile) -> dict[str, Any]:
     from kvtuner.report.plots.kl_by_bits import profile_picture, profile_points
 
     profile, points = shown.profile, profile_points(shown.profile, "this profile")
+    layers = profile_layers(profile)
+    tables = {
+        "identity": Table.of_facts(_identity(profile)),
+        "capacity": _capacity(profile),
+        "layers": layer_table(layers, "keys", "values"),
+        "provenance": Table.of_facts(_provenance(profile)),
+    }
+    if profile.quality is not None:
+        tables["quality"] = Table.of_facts(_quality(profile.quality))
+        tables["baselines"] = _baselines(profile, profile.quality)
     return {
         "name": shown.name,
         "profile": profile,
-        "facts": summary(profile),
-        "ratio": f"{ratio_to_bf16(profile):.2f}x",
-        "layers": profile_layers(profile),
+        "layers": layers,
+        "tables": tables,
         "picture": profile_picture(points, {"first": "this profile"}) if points else None,
-        "evaluations": [evaluation_context(evaluation, profile) for evaluation in shown.evaluations],
+        "evaluations": [evaluation_part(evaluation, profile) for evaluation in shown.evaluations],
         "command": _serve_command(shown),
     }
+
+
+def _identity(profile: Profile) -> list[tuple[str, str]]:
+    model, shape, budget = profile.model, profile.geometry, profile.budget
+    heads = f"{shape.num_kv_heads} KV heads of {shape.head_dim} and {shape.v_head_dim} channels"
+    ranks = f", kept on TP {budget.tp_size} x PP {budget.pp_size}" if max(budget.tp_size, budget.pp_size) > 1 else ""
+    return [
+        ("digest", profile.digest),
+        ("model", f"{model_name(model)} ({model.architecture}, {model.dtype})"),
+        ("budget asked", f"{budget.asked}{ranks}"),
+        ("shape", f"{shape.num_layers} layers, {heads}, {shape.num_attention_heads} query heads"),
+        ("keys", _grid_text(profile.defaults.k)),
+        ("values", _grid_text(profile.defaults.v)),
+    ]
+
+
+def _capacity(profile: Profile) -> Table:
+    geometry, tp_size = profile.to_geometry(), profile.budget.tp_size
+    ranks = {"bytes per token": 1, **({f"on a rank of TP {tp_size}": tp_size} if tp_size > 1 else {})}
+    bf16 = {name: geometry.bf16_bytes_per_token(tp_size=size) for name, size in ranks.items()}
+    # fp8 has half the bytes of bf16 and no scales.
+    sizes = {name: (profile.bytes_per_token(ranks[name]), size // 2, size) for name, size in bf16.items()}
+    rows = [(name, *map(count, bytes_of)) for name, bytes_of in sizes.items()]
+    rows += [
+        ("tokens per GiB", *(count(tokens_per_gib(size)) for size in sizes["bytes per token"])),
+        ("tokens against bf16", f"{ratio_to_bf16(profile):.2f}x", "2.00x", "1.00x"),
+        ("mean_bits", fixed(float(profile.mean_bits), 3), "8", "16"),
+        ("effective_bits", fixed(float(profile.effective_bits), 3), "8", "16"),
+    ]
+    return Table(("", "this profile", "fp8", "bf16"), rows)
+
+
+def _quality(quality: QualityRecord) -> list[tuple[str, str]]:
+    return [
+        ("KL, nats per token", interval(quality.measured_kl)),
+        ("predicted", number(quality.predicted_kl)),
+        ("p99 over tokens", number(quality.kl_p99)),
+        ("top-1 as the unquantized model", percent(quality.top1_agreement)),
+        ("perplexity", f"{fixed(quality.perplexity, 3)}, unquantized {fixed(quality.reference_perplexity, 3)}"),
+        ("measured on", f"{count(quality.split_tokens)} tokens, read plan {quality.read_plan}"),
+    ]
+
+
+def _baselines(profile: Profile, quality: QualityRecord) -> Table:
+    """The profile, then the baselines from most to least memory."""
+    own = ("this profile", interval(quality.measured_kl), float(profile.mean_bits), float(profile.effective_bits))
+    rows = [own] + [
+        (
+            baseline.name,
+            f"{number(baseline.kl_mean)} [{number(baseline.kl_low)}, {number(baseline.kl_high)}]",
+            baseline.mean_bits,
+            baseline.effective_bits,
+        )
+        for baseline in sorted(quality.baselines, key=lambda row: (-row.effective_bits, row.name))
+    ]
+    headers = ("", "KL [95%]", "mean_bits", "effective_bits")
+    return Table(headers, [(name, kl, fixed(mean), fixed(stored)) for name, kl, mean, stored in rows], has_winner=True)
+
+
+def _provenance(profile: Profile) -> list[tuple[str, str]]:
+    provenance, shown = profile.provenance, ("id", "revision", "architecture", "dtype")
+    rows = [
+        (f"{name} of the model", str(value)) for name, value in profile.model if value is not None and name not in shown
+    ]
+    rows.append(("kvtuner", provenance.kvtuner_version))
+    if provenance.command is not None:
+        rows.append(("made by", provenance.command))
+    if (record := provenance.calibration) is not None:
+        counts = [f"{count(number)} to {split}" for split, number in record.num_sequences]
+        rows += [
+            ("corpus", record.corpus),
+            ("sequences", f"{', '.join(counts)}, of {count(record.sequence_length)} tokens"),
+            ("positions", " to ".join(map(count, record.position_range))),
+            ("score that allocated bits", record.score),
+            ("seed", str(record.seed)),
+            *((f"{split} tokens", digest) for split, digest in record.token_ids_sha256),
+        ]
+    if (search := provenance.search) is not None:
+        rows.append(("refined by", f"{search.sampler}, {count(search.trials)} trials, seed {search.seed}"))
+    return rows + list(provenance.libraries)
 
 
 def _serve_command(shown: ShownProfile) -> str:

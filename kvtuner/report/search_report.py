@@ -6,7 +6,8 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.precision import tokens_per_gib
-from kvtuner.report.formatting import Table, ascii_text, fixed, interval, number, percent
+from kvtuner.report.formatting import Table, ascii_text, count, fixed, interval, number, percent
+from kvtuner.report.layer_strip import layer_table
 from kvtuner.report.search_data import SCORE_TITLES
 from kvtuner.run_folder import write_atomically
 
@@ -44,23 +45,27 @@ def search_page(data: ReportData, pictures: Mapping[str, bytes]) -> str:
     """The page, with PNG bytes by the names of `kvtuner.report.plots.search_plots.PICTURES`."""
     from kvtuner.report.html_page import render
 
+    descriptions = _descriptions(data)
     return render(
         "search.html",
         title=f"KV cache of {data.model} at {data.budget.asked}",
         data=data,
-        score_titles=SCORE_TITLES,
-        level=f"{100 * data.interval_level:g}%",
-        remarks=_remarks(data),
-        pictures=pictures,
-        transform_gains=_transform_gains(data.sensitivity),
+        headline=_headline(data),
+        score=SCORE_TITLES[data.score],
+        level=_level(data),
+        pictures={name: (png, descriptions[name]) for name, png in pictures.items()},
+        qualities=[(quality, _quality_table(quality, _level(data))) for quality in data.quality],
+        tables=_page_tables(data),
     )
 
 
 def terminal_table(data: ReportData) -> str:
     """The budget as asked and reached, and quality beside every baseline, in ASCII and at most 100 columns."""
-    lines = _outcome_lines(data)
+    lines = Table.of_facts(_outcome(data)).lines()
     for quality in data.quality:
-        lines += ["", *_quality_lines(quality, data.interval_level)]
+        reference = fixed(quality.reference_perplexity, 3)
+        title = f"quality at {quality.offsets} positions ({quality.positions}), unquantized perplexity {reference}"
+        lines += ["", title, *_terminal_quality(quality, _level(data)).lines()]
     if data.quality:
         lines += ["", "* inside the budget; +t best transforms; vs winner: KL by the paired interval"]
     return "\n".join(ascii_text(line)[:TERMINAL_COLUMNS].rstrip() for line in lines)
@@ -79,10 +84,14 @@ def summary_json(data: ReportData) -> dict[str, Any]:
     return {**summary, "budget": budget, "layers": [row.pair for row in data.layers], "forwards": dict(data.forwards)}
 
 
-def _outcome_lines(data: ReportData) -> list[str]:
+def _level(data: ReportData) -> str:
+    return f"{100 * data.interval_level:g}%"
+
+
+def _outcome(data: ReportData) -> list[tuple[str, str]]:
     budget = data.budget
     stored, bf16 = budget.bytes_per_token, budget.bf16_bytes_per_token
-    rows = [
+    return [
         ("model", data.model),
         ("asked", f"{budget.asked}, read plan {data.read_plan}"),
         ("reached", f"mean_bits {budget.mean_bits:.3f}, effective_bits {budget.effective_bits:.3f}"),
@@ -90,7 +99,6 @@ def _outcome_lines(data: ReportData) -> list[str]:
         ("tokens per GiB", f"{tokens_per_gib(stored):,} (bf16 {tokens_per_gib(bf16):,}): {budget.ratio:.2f}x"),
         *_remarks(data),
     ]
-    return [f"{name:<17}{value}" for name, value in rows]
 
 
 def _remarks(data: ReportData) -> list[tuple[str, str]]:
@@ -106,12 +114,63 @@ def _remarks(data: ReportData) -> list[tuple[str, str]]:
     return rows
 
 
-def _quality_lines(quality: OffsetQuality, level: float) -> list[str]:
-    reference = fixed(quality.reference_perplexity, 3)
-    title = f"quality at {quality.offsets} positions ({quality.positions}), unquantized perplexity {reference}"
-    kl = f"KL nats/token [{100 * level:g}%]"
-    headers = ("", "bits", "stored", kl, "vs winner", "p99", "top-1", "perplexity")
-    return [title, *Table(headers, [_terminal_cells(row) for row in quality.rows()], left=(0, 3, 4)).lines()]
+def _headline(data: ReportData) -> str:
+    """The winner's KL beside the best uniforms of its size."""
+    if not data.quality or data.quality[0].winner.kl is None:
+        return "The quality of this configuration was not measured."
+    quality = data.quality[0]
+    kl = interval(quality.winner.kl)
+    text = f"KL against the unquantized cache: {kl} nats per token ({quality.offsets} position offsets)."
+    for transforms, kind in ((False, "without transforms"), (True, "with the best transforms")):
+        if baseline := quality.best_baseline(transforms=transforms):
+            text += f" Best uniform inside the budget {kind}: {baseline.name} with {interval(baseline.kl)}."
+    return text
+
+
+def _page_tables(data: ReportData) -> dict[str, Table]:
+    budget, layers = data.budget, layer_table(data.layers, "transform of keys", "transform of values")
+    stored, bf16 = budget.bytes_per_token, budget.bf16_bytes_per_token
+    outcome = [
+        ("budget asked", budget.asked, ""),
+        ("mean_bits", fixed(budget.mean_bits, 3), "16"),
+        ("effective_bits", fixed(budget.effective_bits, 3), "16"),
+        (f"bytes per token{budget.rank}", count(stored), count(bf16)),
+        ("tokens per GiB", count(tokens_per_gib(stored)), count(tokens_per_gib(bf16))),
+        ("tokens against bf16", f"{budget.ratio:.2f}x", "1x"),
+        *((name, remark, "") for name, remark in _remarks(data)),
+    ]
+    checks = [(row.name, number(row.predicted), number(row.measured), fixed(row.ratio)) for row in data.additivity]
+    correlations = [
+        (SCORE_TITLES.get(row.score, row.score), row.side.upper(), fixed(row.rho, 3)) for row in data.rank_correlations
+    ]
+    return {
+        "outcome": Table(("", "this profile", "bf16"), outcome),
+        "layers": layers,
+        "additivity": Table(("configuration", "predicted KL", "measured KL", "measured / predicted"), checks),
+        "gains": Table(("side", "bits", "score", "ratio", "layers"), _transform_gains(data.sensitivity)),
+        "correlations": Table(("score", "side", "rho"), correlations),
+        "forwards": Table(("forward passes", "count"), [(name, count(passes)) for name, passes in data.forwards]),
+        "provenance": Table.of_facts(data.provenance),
+    }
+
+
+def _quality_table(quality: OffsetQuality, level: str) -> Table:
+    rows = [
+        (
+            *(row.label, interval(row.kl), interval(row.difference), number(row.kl_p99), percent(row.top1)),
+            *(fixed(row.perplexity, 3), "yes" if row.fits_budget else "no"),
+            *(fixed(row.mean_bits), fixed(row.effective_bits)),
+        )
+        for row in quality.rows()
+    ]
+    headers = ("", f"KL [{level}]", f"minus winner's [{level}]", "p99", "top-1", "perplexity")
+    return Table((*headers, "in budget", "mean_bits", "effective_bits"), rows, has_winner=True)
+
+
+def _terminal_quality(quality: OffsetQuality, level: str) -> Table:
+    """The page's table in 100 columns: fewer digits, and the comparison with the winner in a word."""
+    headers = ("", "bits", "stored", f"KL nats/token [{level}]", "vs winner", "p99", "top-1", "perplexity")
+    return Table(headers, [_terminal_cells(row) for row in quality.rows()], left=(0, 3, 4))
 
 
 def _terminal_cells(row: QualityRow) -> tuple[str, ...]:
@@ -144,7 +203,34 @@ def _transform_gains(rows: Sequence[SensitivityRow]) -> list[tuple[str, ...]]:
             pairs = [(row.plain.get(score) or 0.0, row.best.get(score) or 0.0) for row in cells]
             logs = [math.log(plain / best) for plain, best in pairs if plain > 0 and best > 0]
             if logs:
+                # Gains multiply, so that their mean is geometric.
                 ratio = math.exp(sum(logs) / len(logs))
                 gains.append((side.upper(), str(bits), title, f"{ratio:.2f}x", str(len(logs))))
                 break
     return gains
+
+
+def _descriptions(data: ReportData) -> dict[str, str]:
+    """The text of each picture, for those who do not see it."""
+    schemes = [row for quality in data.quality[:1] for row in (quality.winner, *quality.baselines)]
+    bits = [
+        f"{row.label} at {row.effective_bits:.2f} bits has {number(row.kl.mean if row.kl else None)}" for row in schemes
+    ]
+    scores = [(row.best.get(data.score), row) for row in data.sensitivity if row.bits == 2]
+    ranked = sorted(((score, row) for score, row in scores if score is not None), key=lambda pair: -pair[0])
+    worst = [f"layer {row.layer} {row.side.upper()} {number(score)}" for score, row in ranked[:3]]
+    values = [trial.value for trial in data.trials if trial.feasible and trial.value is not None]
+    history = f"{len(data.trials)} trials, {len(values)} measured, best {number(min(values, default=None))}"
+    return {
+        "chosen-bits": _listed("Bits of keys and values", [f"layer {row.layer} {row.pair}" for row in data.layers]),
+        "pareto-front": _listed("KL against effective bits", bits, "; "),
+        "sensitivity": _listed(f"{SCORE_TITLES[data.score]} by layer, at 2, 4 and 8 bits. Worst at 2 bits", worst),
+        "uniform-kl": _listed(
+            "KL of uniform pairs", [f"K{cell.k_bits}V{cell.v_bits} {number(cell.kl)}" for cell in data.uniform_kl]
+        ),
+        "history": f"Measured KL by trial: {history}",
+    }
+
+
+def _listed(title: str, parts: Sequence[str], separator: str = ", ") -> str:
+    return f"{title}: {separator.join(parts)}".rstrip()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jinja2 import UndefinedError
 from page_reader import Page
 
+from kvtuner.report.formatting import Table
 from kvtuner.report.html_page import environment, render
 
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
@@ -18,9 +19,9 @@ PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQV
 def page_of(text: str) -> str:
     page = environment().from_string(
         '{% extends "base.html" %}{% from "parts.html" import figure, table %}'
-        "{% block body %}<p>{{ text }}</p>{{ figure(png, text) }}{{ table((text, 'x'), [(text, text)]) }}{% endblock %}"
+        "{% block body %}<p>{{ text }}</p>{{ figure(png, text) }}{{ table(rows) }}{% endblock %}"
     )
-    return page.render(title=text, text=text, png=PIXEL)
+    return page.render(title=text, text=text, png=PIXEL, rows=Table((text, "x"), [(text, text)]))
 
 
 # The parser turns NUL into U+FFFD and line ends into one kind, as HTML asks; neither is about escaping.
@@ -36,8 +37,8 @@ def test_a_parser_reads_back_the_very_text_and_attribute_and_no_other_tag(text: 
 
 
 def test_a_table_without_rows_says_that_nothing_was_measured() -> None:
-    page = environment().from_string('{% from "parts.html" import table %}{{ table(("x",), []) }}')
-    assert "Not measured in this run." in page.render()
+    page = environment().from_string('{% from "parts.html" import table %}{{ table(rows) }}')
+    assert "Not measured in this run." in page.render(rows=Table(("x",), []))
 
 
 def test_a_template_that_names_what_it_was_not_given_is_an_error() -> None:
