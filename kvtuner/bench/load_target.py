@@ -107,7 +107,7 @@ class LoadTarget:
         info = {}
         if endpoint.api == "sglang":
             is_uniform = scheme.profile is not None and scheme.name != PROFILE
-            if server is None and is_uniform and endpoint.served.digest is None:
+            if server is None and is_uniform and endpoint.facts.digest is None:
                 raise EndpointError(f"{endpoint.url} was named {scheme.name}, but serves no profile")
             # A uniform of a server that was not started here may have groups of its own.
             endpoint.check_serves(scheme, None if server is None and is_uniform else scheme.profile)
@@ -117,8 +117,8 @@ class LoadTarget:
                 raise EndpointError(
                     f"{endpoint.url} serves a {served[0]}, not the {shape.architecture} of --model; name the served one"
                 )
-        self.record = ServerRecord.of(endpoint.served.model, info, shape.context_length)
-        self.client = Client(endpoint.url, endpoint.api, endpoint.served.model, tokenizer, endpoint.timeout_s)
+        self.record = ServerRecord.of(endpoint.facts.model, info, shape.context_length)
+        self.client = Client(endpoint.url, endpoint.api, endpoint.facts.model, tokenizer, endpoint.timeout_s)
         self._observer = None if server is None else Observer(server.process.pid, self.record.num_gpus)
 
     def empty_prefix_cache(self) -> None:

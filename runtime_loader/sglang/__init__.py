@@ -43,9 +43,9 @@ def engine(
 
     from kvtuner.errors import ServingError
     from kvtuner.runtime_loader.sglang.activation import activate
+    from kvtuner.runtime_loader.sglang.loaded_request import located
     from kvtuner.runtime_loader.sglang.process_state import process_state
     from kvtuner.runtime_loader.sglang.request import REQUEST_VARIABLE, ServingRequest
-    from kvtuner.runtime_loader.sglang.serving import located
 
     if "server_args" in arguments:
         raise ServingError("engine() takes SGLang's arguments one by one, not server_args: those are checked already")
@@ -57,15 +57,14 @@ def engine(
         allow_derived=allow_derived,
         signed_by=signed_by,
     )
-    state, variable = process_state(), os.environ.get(REQUEST_VARIABLE)
-    served, state.serving = state.serving, None
+    variable = os.environ.get(REQUEST_VARIABLE)
     try:
-        request = located(request)
-        activate(request)
-        request.to_environment(os.environ)  # of the schedulers that it starts
-        return sglang.Engine(**arguments)
+        with process_state().set_aside():
+            request = located(request)
+            activate(request)
+            request.to_environment(os.environ)  # of the schedulers that it starts
+            return sglang.Engine(**arguments)
     finally:
-        state.serving = served
         os.environ.pop(REQUEST_VARIABLE, None)
         if variable is not None:
             os.environ[REQUEST_VARIABLE] = variable

@@ -19,10 +19,10 @@ from kvtuner.runtime_loader.sglang.compat.processes import (
     on_scheduler,
     resolved,
 )
+from kvtuner.runtime_loader.sglang.loaded_request import LoadedRequest, identity_of_model
 from kvtuner.runtime_loader.sglang.option_rules import BACKENDS, METADATA_BACKEND, refuse_flags
 from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, process_state, refusing
 from kvtuner.runtime_loader.sglang.request import ALLOW_FLAG, STRICT_FLAG
-from kvtuner.runtime_loader.sglang.serving import Serving, identity_of_model
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
@@ -34,18 +34,18 @@ logger: Final = logging.getLogger("kvtuner")
 def activate(request: ServingRequest) -> None:
     """Prepare this process, a launcher or a scheduler, to serve a request."""
     check_version()
-    serving, state = Serving.of(request), process_state()
+    loaded, state = LoadedRequest.of(request), process_state()
     state.hook_once("resolution", lambda: on_resolution(_choose_backend, _check))
     state.hook_once("scheduler", lambda: on_scheduler(_start_scheduler))
-    state.serving, state.checked_digest = serving, None
+    state.loaded_request, state.checked_digest = loaded, None
 
 
 def _choose_backend(server_args: Any) -> None:
     state = process_state()
-    if state.serving is None:
+    if state.loaded_request is None:
         return
     state.hook_once("ready", lambda: on_ready(_compare_digests))
-    if state.serving.request.hicache_only:
+    if state.loaded_request.request.hicache_only:
         return
     with refusing():
         for rule in BACKENDS:
@@ -59,7 +59,7 @@ def _choose_backend(server_args: Any) -> None:
 
 def _compare_digests(schedulers: list[dict[str, Any]]) -> None:
     state = process_state()
-    if state.serving is None:
+    if state.loaded_request is None:
         return
     with refusing():
         for number, introduction in enumerate(schedulers):
@@ -81,21 +81,21 @@ def _compare_digests(schedulers: list[dict[str, Any]]) -> None:
 
 def _check(server_args: Any) -> None:
     state = process_state()
-    if state.serving is None:
+    if state.loaded_request is None:
         return
     with refusing():
         check_alone()
         arguments = resolved(server_args)
-        _refuse_options(arguments, state.serving.request)
+        _refuse_options(arguments, state.loaded_request.request)
         # From here on ``auto`` is a file, which schedulers read by their environment.
         model_config = model_config_of(server_args)
-        state.serving = serving = state.serving.chosen_for(model_config)
-        profile = serving.profile(model_config)
+        state.loaded_request = loaded = state.loaded_request.chosen_for(model_config)
+        profile = loaded.profile(model_config)
         profile.row_shape(arguments.tp_size // arguments.attn_dp_size)  # refuses heads that cannot be split so
         state.checked_digest = profile.digest
-        if serving.request.uniform is None:
-            logger.info("kvtuner: serving %s", serving.request.profile)
-            _compare_models(serving.request, profile, model_config)
+        if loaded.request.uniform is None:
+            logger.info("kvtuner: serving %s", loaded.request.profile)
+            _compare_models(loaded.request, profile, model_config)
 
 
 def _refuse_options(arguments: Any, request: ServingRequest) -> None:
@@ -124,8 +124,8 @@ def _compare_models(request: ServingRequest, profile: Profile, model_config: Any
 
 
 def _start_scheduler(server_args: Any) -> None:
-    serving = process_state().serving
-    if serving is None:
+    loaded = process_state().loaded_request
+    if loaded is None:
         return
     with refusing():
         check_alone()
@@ -133,9 +133,9 @@ def _start_scheduler(server_args: Any) -> None:
         from kvtuner.runtime_loader.sglang.scheduler import install
 
         arguments = resolved(server_args)
-        _refuse_options(arguments, serving.request)  # again: some are decided after all resolution hooks
-        if serving.request.hicache_only:
+        _refuse_options(arguments, loaded.request)  # again: some are decided after all resolution hooks
+        if loaded.request.hicache_only:
             # Otherwise SGLang, by write_back, gives up host pages whose device copy, read back from them, would be
             # quantized again.
             os.environ["SGLANG_HICACHE_SKIP_HOST_DUPLICATE_RECLAIM"] = "1"
-        install(packed=not serving.request.hicache_only, tiers=arguments.enable_hierarchical_cache)
+        install(packed=not loaded.request.hicache_only, tiers=arguments.enable_hierarchical_cache)

@@ -33,7 +33,7 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
         if kwargs.get("post_capture_active") or kwargs.get("enable_kv_cache_copy"):
             raise ServingError("a packed KV pool can be neither resized after capture nor moved by drafts")
         self.model_dtype = dtype
-        self.serving = process_state().serving_of_rank()
+        self.rank_state = process_state().active_rank()
         # On CUDA, models whose kernels write straight into a bf16 pool go through `set_kv_buffer` at any other dtype.
         super().__init__(*args, dtype=torch.uint8, **kwargs)
         self_test(self)
@@ -42,7 +42,7 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
     def _create_buffers(self) -> None:
         here = ranks()
         layers = range(self.start_layer, self.start_layer + self.layer_num)
-        formats = rank_formats(self.serving.profile, layers, tp_rank=here.tp_rank, tp_size=here.tp_size)
+        formats = rank_formats(self.rank_state.profile, layers, tp_rank=here.tp_rank, tp_size=here.tp_size)
         heads = {entry.k.num_heads for entry in formats}
         if heads != {self.head_num}:
             raise ServingError(f"SGLang gives this rank {self.head_num} KV heads, the profile {heads.pop()}")
@@ -98,7 +98,7 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
             raise ServingError("a packed KV pool does not share tokens among ranks")
         local = (layer.layer_id if layer_id_override is None else layer_id_override) - self.start_layer
         keys, values = self.keys[local], self.values[local]
-        self.serving.attention.store(
+        self.rank_state.attention.store(
             keys, values, write_slots(loc_info), cache_k.view(-1, *keys.shape[1:]), cache_v.view(-1, *values.shape[1:])
         )
 

@@ -31,7 +31,7 @@ def register() -> None:
         on_flags(add_flags, _parsed)
         if request is not None:
             from kvtuner.runtime_loader.sglang.activation import activate
-            from kvtuner.runtime_loader.sglang.serving import located
+            from kvtuner.runtime_loader.sglang.loaded_request import located
 
             if not os.environ.get(REQUEST_VARIABLE):
                 request = located(request)
@@ -50,10 +50,10 @@ def _parsed(args: Namespace) -> None:
         request = request_of_flags(args, os.environ)
         if request is None:
             if os.environ.pop(REQUEST_VARIABLE, None):  # left by an earlier launch in this process, or by its parent
-                process_state().serving = None
+                process_state().loaded_request = None
             return
         from kvtuner.runtime_loader.sglang.activation import activate
-        from kvtuner.runtime_loader.sglang.serving import located
+        from kvtuner.runtime_loader.sglang.loaded_request import located
 
         request = located(request)
         request.to_environment(os.environ)

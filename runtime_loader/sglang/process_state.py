@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.runtime_loader.packed_attention import PackedAttention
+    from kvtuner.runtime_loader.sglang.loaded_request import LoadedRequest
     from kvtuner.runtime_loader.sglang.request import Attend
-    from kvtuner.runtime_loader.sglang.serving import Serving
 
 PROFILE_KEY: Final = "kvtuner_profile"
 """The key of the digest that a scheduler serves, in what it tells its launcher and in a server's `/server_info`."""
@@ -26,7 +26,7 @@ READS_KEY: Final = "kvtuner_reads"
 
 
 @dataclass(frozen=True, slots=True)
-class RankServing:
+class RankState:
     """The facts of a rank: the whole model's profile, the query heads of a KV head, and the cap of scores or 0."""
 
     profile: Profile
@@ -41,31 +41,42 @@ class ProcessState:
     """The state of this process: the profile that it serves, and the hooks that it has in SGLang.
 
     Attributes:
-        serving: The request with its profile; None where nothing is asked for.
+        loaded_request: The request with its profile; None where nothing is asked for.
+        checked_digest: The digest of the profile that this launcher checked, which each scheduler must state.
         rank_profile: The profile of this scheduler's rank, once its model is known.
         rank: The facts of this rank, once SGLang has asked how many tokens fit.
         hooked: The names of what is hooked once in a process, whatever it serves later.
         targets: The functions of SGLang that are hooked for us alone, each with its hook.
     """
 
-    serving: Serving | None = None
+    loaded_request: LoadedRequest | None = None
     checked_digest: str | None = None
     rank_profile: Profile | None = None
-    rank: RankServing | None = None
+    rank: RankState | None = None
     hooked: set[str] = field(default_factory=set)
     targets: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
-    def active(self) -> Serving:
+    def active(self) -> LoadedRequest:
         """Return the request that this process serves; an error where there is none."""
-        if self.serving is None:
+        if self.loaded_request is None:
             raise ServingError("no profile is active in this process")
-        return self.serving
+        return self.loaded_request
 
-    def serving_of_rank(self) -> RankServing:
+    def active_rank(self) -> RankState:
         """Return what this rank serves with; an error where SGLang did not ask how many tokens fit."""
         if self.rank is None:
             raise ServingError("SGLang built its KV pool before it asked how many tokens fit")
         return self.rank
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Forget what this process serves while the context lasts, and serve that again after it."""
+        before = self.loaded_request, self.checked_digest, self.rank_profile, self.rank
+        self.loaded_request = self.checked_digest = self.rank_profile = self.rank = None
+        try:
+            yield
+        finally:
+            self.loaded_request, self.checked_digest, self.rank_profile, self.rank = before
 
     def hook_once(self, name: str, hook: Callable[[], None]) -> None:
         """Call `hook` unless one of that name was called before and succeeded."""
@@ -89,7 +100,7 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except (KVTunerError, ImportError) as error:
-        serving = _STATE.serving
-        if serving is not None and not serving.request.from_launcher:
+        loaded = _STATE.loaded_request
+        if loaded is not None and not loaded.request.from_launcher:
             raise
         raise SystemExit(f"kvtuner: {error}") from None

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from kvtuner.errors import ServingError
+from kvtuner.precision import PACKED_BITS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
@@ -141,10 +142,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="what a chunk of new tokens reads of itself: its exact keys and values (fresh, the default), or what was"
         " stored, which makes answers independent of chunks and cache hits (cache)",
     )
-    for family in FAMILIES:
-        group.add_argument(family.switch, action="store_true", help=family.what)
+    for flags in UNIFORM_FLAGS:
+        group.add_argument(flags.switch, action="store_true", help=flags.what)
         for name, how in _WIDTHS.items():
-            group.add_argument(family.flag(name), **how)
+            group.add_argument(flags.flag(name), **how)
     for name, what in _SWITCHES.items():
         text = f"with --kvtuner-profile: {what} (also: {_variable(name)}=1)"
         group.add_argument(_flag(name), action="store_true", help=text)
@@ -160,7 +161,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class UniformFlags:
     """Flags that ask for the same widths in every layer, named by a prefix; all others need `switch`."""
 
     switch: str
@@ -169,7 +170,7 @@ class Family:
     hicache_only: bool
 
     def flag(self, name: str) -> str:
-        """Return a flag of the family, such as ``--kvtuner-nbits-key`` for nbits_key."""
+        """Return one of these flags, such as ``--kvtuner-nbits-key`` for nbits_key."""
         return f"--{self.prefix}-{name.replace('_', '-')}"
 
     def options(self, args: argparse.Namespace) -> dict[str, Any]:
@@ -179,9 +180,9 @@ class Family:
         return {name: value for name, value in values.items() if value is not None}
 
 
-FAMILIES: Final = (
-    Family("--enable-kvtuner-quant", "kvtuner", "without a profile: the same bits in every layer", False),
-    Family(
+UNIFORM_FLAGS: Final = (
+    UniformFlags("--enable-kvtuner-quant", "kvtuner", "without a profile: the same bits in every layer", False),
+    UniformFlags(
         "--enable-kvtuner-hicache",
         "kvtuner-hicache",
         "without a profile: leave the device pool as it is, and store at the same bits in every layer what moves to"
@@ -190,10 +191,9 @@ FAMILIES: Final = (
     ),
 )
 
-_BITS: Final = (2, 4, 8)
 _WIDTHS: Final[dict[str, dict[str, Any]]] = {
-    "nbits_key": {"type": int, "choices": _BITS, "help": "uniform bits of keys (default 4)"},
-    "nbits_value": {"type": int, "choices": _BITS, "help": "uniform bits of values (default 4)"},
+    "nbits_key": {"type": int, "choices": PACKED_BITS, "help": "uniform bits of keys (default 4)"},
+    "nbits_value": {"type": int, "choices": PACKED_BITS, "help": "uniform bits of values (default 4)"},
     "asym": {
         "nargs": "?",
         "const": "true",
@@ -209,38 +209,38 @@ _WIDTHS: Final[dict[str, dict[str, Any]]] = {
 
 def request_of_flags(args: argparse.Namespace, environ: Mapping[str, str]) -> ServingRequest | None:
     """Return what flags, or else the user's variables, ask for, None if nothing; `ServingError` if it cannot be."""
-    family = _family(args)
-    path = None if family else args.kvtuner_profile or environ.get(PROFILE_VARIABLE) or None
+    flags = _uniform_flags(args)
+    path = None if flags else args.kvtuner_profile or environ.get(PROFILE_VARIABLE) or None
     switches = {name: _set_by(args, environ, name) for name in _SWITCHES}
     signed_by = args.kvtuner_require_signature or environ.get(SIGNATURE_VARIABLE) or None
     signature = "--kvtuner-require-signature" if args.kvtuner_require_signature else SIGNATURE_VARIABLE
     of_profiles = next(filter(None, switches.values()), signature if signed_by else "")
-    if family is None and path is None:
+    if flags is None and path is None:
         _refuse_without_a_profile(args, of_profiles)
         return None
-    if family is not None and of_profiles:
-        raise ServingError(f"{of_profiles} needs --kvtuner-profile, not {family.switch}; drop one of them")
+    if flags is not None and of_profiles:
+        raise ServingError(f"{of_profiles} needs --kvtuner-profile, not {flags.switch}; drop one of them")
     fields: dict[str, Any] = {name: bool(source) for name, source in switches.items()}
-    if family is not None:
-        fields["hicache_only"] = family.hicache_only
+    if flags is not None:
+        fields["hicache_only"] = flags.hicache_only
     attend = args.kvtuner_attend or _attend(environ)
-    uniform = _uniform(family, family.options(args)) if family else None
+    uniform = _uniform(flags, flags.options(args)) if flags else None
     return ServingRequest(path, uniform, attend, from_launcher=True, signed_by=signed_by, **fields)
 
 
-def _family(args: argparse.Namespace) -> Family | None:
+def _uniform_flags(args: argparse.Namespace) -> UniformFlags | None:
     switches: list[str] = ["--kvtuner-profile"] if args.kvtuner_profile else []
-    family = None
-    for candidate in FAMILIES:
+    flags = None
+    for candidate in UNIFORM_FLAGS:
         options = candidate.options(args)
         if getattr(args, candidate.switch.removeprefix("--").replace("-", "_")):
             switches.append(candidate.switch)
-            family = candidate
+            flags = candidate
         elif options:
             raise ServingError(f"{candidate.flag(min(options))} needs {candidate.switch}; add it, or drop the flag")
     if len(switches) > 1:
         raise ServingError(f"{switches[0]} and {switches[1]} exclude each other; drop one of them")
-    return family
+    return flags
 
 
 def _set_by(args: argparse.Namespace, environ: Mapping[str, str], switch: str) -> str:
@@ -263,19 +263,19 @@ def _refuse_without_a_profile(args: argparse.Namespace, of_profiles: str) -> Non
         )
 
 
-def _uniform(family: Family, options: dict[str, Any]) -> Uniform:
+def _uniform(flags: UniformFlags, options: dict[str, Any]) -> Uniform:
     for name in ("axis_key", "axis_value"):
-        axis, flag = options.pop(name, 0), family.flag(name)
+        axis, flag = options.pop(name, 0), flags.flag(name)
         if axis != 0:
             raise ServingError(
                 f"{flag} {axis} is per-channel quantization, which needs tail pages that no pool has yet;"
                 f" {flag} 0 works"
             )
-    residual, flag = options.pop("residual_length", 0), family.flag("residual_length")
+    residual, flag = options.pop("residual_length", 0), flags.flag("residual_length")
     if residual != 0:
         reason = (
             "would keep tokens of a page apart from it; the device pool holds what was not moved exactly as it is"
-            if family.hicache_only
+            if flags.hicache_only
             else "needs tail pages that no pool has yet"
         )
         raise ServingError(f"{flag} {residual} {reason}; {flag} 0 works")

@@ -14,7 +14,7 @@ from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
 from kvtuner.runtime_loader.sglang.compat.pool import MHATokenToKVPool, on_built, on_pool
 from kvtuner.runtime_loader.sglang.compat.processes import on_introduction
 from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
-from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, READS_KEY, RankServing, process_state
+from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, READS_KEY, RankState, process_state
 from kvtuner.runtime_loader.sglang.self_test import announce_capacity
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ def install(*, packed: bool, tiers: bool) -> None:
     )
     if packed:
         # Imported here because SGLang's own device pool is read by whichever backend the user likes.
-        from kvtuner.runtime_loader.sglang.attention_backend import make_backend
         from kvtuner.runtime_loader.sglang.compat.attention import on_triton_backend
+        from kvtuner.runtime_loader.sglang.packed_attention_backend import make_backend
 
         on_pool(PackedKVPool, _bytes_per_token, announce_capacity)
         on_triton_backend(make_backend)
@@ -53,24 +53,24 @@ def install(*, packed: bool, tiers: bool) -> None:
 
 def _begin_tier(tier: HostTier, kvc: Any, pool: Any) -> None:
     # Once the device pool is built, and before SGLang builds a host pool for it.
-    from kvtuner.runtime_loader.sglang.hicache.page_identity import TieredRank
+    from kvtuner.runtime_loader.sglang.hicache.page_identity import PageSource
 
-    serving = process_state().active()
-    packed = not serving.request.hicache_only
+    request = process_state().active().request
+    packed = not request.hicache_only
     if not packed:
         _check_dtype(kvc)
         profile = _profile(kvc.model_config)
         _agree(f"{profile.digest} below the device")
-    rank = TieredRank(
+    source = PageSource(
         profile=_profile(),
-        attend=serving.request.attend,
+        attend=request.attend,
         packed=packed,
         model=kvc.model,
         config=kvc.model_config,
         make_mover=_backend(kvc).make_mover,
         agreement_s=_agreement_seconds(),
     )
-    tier.begin(rank, pool)
+    tier.begin(source, pool)
 
 
 def _check_dtype(kvc: Any) -> None:
@@ -107,7 +107,7 @@ def _bytes_per_token(kvc: Any, layers: range) -> int:
         num_heads = profile.geometry.num_attention_heads // here.tp_size
         cap = getattr(kvc.model_config.hf_text_config, "attn_logit_softcapping", None) or 0.0
         attention = _backend(kvc).make(torch.device(kvc.device))
-        state.rank = RankServing(profile, attend, attention, num_heads // formats[0].k.num_heads, float(cap))
+        state.rank = RankState(profile, attend, attention, num_heads // formats[0].k.num_heads, float(cap))
     return sum(layer.bytes_per_token(kvc.kv_cache_dtype) for layer in formats)
 
 

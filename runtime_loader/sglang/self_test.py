@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
     from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
-    from kvtuner.runtime_loader.sglang.process_state import RankServing
+    from kvtuner.runtime_loader.sglang.process_state import RankState
 
 TESTED_TOKENS: Final = 16
 """More than one, whatever the page size: attention over one token is that token's value."""
@@ -39,28 +39,28 @@ def self_test(pool: PackedKVPool) -> None:
         def states(shape: tuple[int, ...]) -> Tensor:
             return torch.randn((len(slots), *shape[1:]), generator=generator).to(pool.device, pool.model_dtype)
 
-        heads, k_dim = pool.serving.gqa * keys.format.num_heads, keys.format.head_dim
+        heads, k_dim = pool.rank_state.gqa * keys.format.num_heads, keys.format.head_dim
         q, k, v = states((0, heads, k_dim)), 4 * states(keys.shape), 4 * states(values.shape)
-        pool.serving.attention.store(keys, values, slots, k, v)
+        pool.rank_state.attention.store(keys, values, slots, k, v)
         for name, stored, fresh in (("keys", keys, k), ("values", values, v)):
             if not torch.equal(stored.rows[slots], stored.format.pack(fresh)):
                 raise _failed(pool, f"{name} of layer {layer_id} are not stored as quant.py stores them")
-        if not _reads_right(pool.serving, q, keys, values, slots):
+        if not _reads_right(pool.rank_state, q, keys, values, slots):
             raise _failed(pool, f"attention of layer {layer_id} is not attention over what its rows hold")
         # As SGLang allocates a pool.
         for stored in (keys, values):
             stored.rows[slots] = torch.zeros_like(stored.rows[slots])
 
 
-def _reads_right(serving: RankServing, q: Tensor, keys: PackedRows, values: PackedRows, slots: Tensor) -> bool:
+def _reads_right(rank: RankState, q: Tensor, keys: PackedRows, values: PackedRows, slots: Tensor) -> bool:
     """Whether the first query, by decoding and as a new token behind a prefix, reads what quant.py reads of rows.
 
     And the prefix alone, where the implementation reads it back.
     """
     # Heads and dtypes are those of serving, so that a kernel is compiled here and not for the first request.
-    attention, one = serving.attention, q[:1]
+    attention, one = rank.attention, q[:1]
     k, v = (stored.format.unpack(stored.rows[slots], torch.float32) for stored in (keys, values))
-    gqa = serving.gqa
+    gqa = rank.gqa
     products = torch.einsum("qhd,khd->hqk", one.float(), k.repeat_interleave(gqa, dim=1))
     ends = torch.tensor([0, len(slots)], dtype=torch.int32, device=slots.device)
     # The new token is the last that was stored: as a prefix of one less and itself, nearly the same is read.
@@ -73,7 +73,7 @@ def _reads_right(serving: RankServing, q: Tensor, keys: PackedRows, values: Pack
     for stored, states in zip((keys, values), read_back or (), strict=read_back is not None):
         if not torch.equal(states[: len(prefix)], stored.read(prefix, one.dtype)):
             return False
-    for cap in sorted({0.0, serving.logit_cap}):
+    for cap in sorted({0.0, rank.logit_cap}):
         scores = ScoreScaling(keys.shape[-1] ** -0.5, cap)
         weights = torch.softmax(scores(products), dim=-1)
         expected = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(gqa, dim=1))
@@ -88,7 +88,7 @@ def _reads_right(serving: RankServing, q: Tensor, keys: PackedRows, values: Pack
 
 def _failed(pool: PackedKVPool, what: str) -> ServingError:
     return ServingError(
-        f"the self-test of {pool.serving.attention.name} failed: {what}; report this, and serve without a profile"
+        f"the self-test of {pool.rank_state.attention.name} failed: {what}; report this, and serve without a profile"
     )
 
 
@@ -99,7 +99,7 @@ def announce_capacity(available_bytes: int, num_tokens: int) -> None:
 
 def announce(pool: PackedKVPool, ranks: ParallelRanks) -> None:
     """Say in the log what this rank stores, and set its metrics."""
-    serving, profile = pool.serving, pool.serving.profile
+    state, profile = pool.rank_state, pool.rank_state.profile
     # Of the tensors themselves, not of the profile: what is logged is what is stored.
     pairs = {
         layer_id: PrecisionPair(keys.format.bits, values.format.bits)
@@ -111,7 +111,7 @@ def announce(pool: PackedKVPool, ranks: ParallelRanks) -> None:
     lines = [
         f"KV cache of rank {ranks.world_rank} (TP {ranks.tp_rank}/{ranks.tp_size}, stage {ranks.pp_rank})"
         f" by profile {profile.digest} of {profile.model.id}",
-        f"  attention {serving.attention.name}, attend {serving.attend}, self-test passed",
+        f"  attention {state.attention.name}, attend {state.attend}, self-test passed",
         f"  {bytes_per_token:,} bytes per token, {bf16_bytes:,} in bf16 ({bf16_bytes / bytes_per_token:.2f}x)",
         f"  {pool.size:,} tokens, in bytes that hold {bf16_tokens:,} in bf16",
         f"  {write_ranges(pairs.values(), start=pool.start_layer)}",
@@ -126,7 +126,7 @@ def announce(pool: PackedKVPool, ranks: ParallelRanks) -> None:
     }
     for name, (what, value) in gauges.items():
         set_gauge(name, what, rank, value)
-    how = {"model": profile.model.id, "attention": serving.attention.name, "attend": serving.attend}
+    how = {"model": profile.model.id, "attention": state.attention.name, "attend": state.attend}
     set_gauge("kvtuner_info", "How this rank serves the profile.", {**rank, **how}, 1)
     for layer_id, pair in pairs.items():
         for side, bits in (("k", pair.k_bits), ("v", pair.v_bits)):

@@ -49,7 +49,7 @@ NO_ANSWER: Final = (KeyError, IndexError, TypeError, AttributeError, ValueError,
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServerFacts:
     """The report of a server on itself: only SGLang's has more than its model.
 
     The digest is that of the profile; `reads` is what a chunk reads of itself: ``fresh``, ``cache``, ``below`` an exact
@@ -74,12 +74,12 @@ class Endpoint:
     def __init__(self, url: str, api: Api, timeout_s: float) -> None:
         self.url, self.api = url.rstrip("/"), api
         self.timeout_s, self._opener = timeout_s, opener_of(self.url)
-        self.served = self._served()
+        self.facts = self._read_facts()
 
     @property
     def key(self) -> str | None:
         """The hash of all that decides its answers besides the questions; None where the server does not report it."""
-        *facts, weights = astuple(self.served)
+        *facts, weights = astuple(self.facts)
         return None if self.api == "openai" else sha256_of([self.api, KEPT, *facts, *weights])
 
     def generate(
@@ -97,7 +97,7 @@ class Endpoint:
             path, body = "/generate", {"input_ids": list(ids), "sampling_params": greedy}
         else:
             path, body = "/v1/completions", {"prompt": list(ids), "temperature": 0, "max_tokens": num_tokens}
-            body["model"] = self.served.model
+            body["model"] = self.facts.model
         return json.loads(self._read(path, json.dumps({**body, **more}).encode()))
 
     def check_serves(self, scheme: CacheScheme, profile: Profile | None) -> None:
@@ -106,7 +106,7 @@ class Endpoint:
         Raises:
             EndpointError: It does not, or its answers cannot show it.
         """
-        served = self.served
+        served = self.facts
         if profile is not None and served.digest != profile.digest:
             stored = f"the profile {served.digest}" if served.digest else "no profile"
             raise EndpointError(f"{self.url} serves {stored}, not {profile.digest}; start it with --kvtuner-profile")
@@ -118,12 +118,12 @@ class Endpoint:
         if contradiction := scheme.contradiction(served.kv_cache_dtype, served.digest):
             raise EndpointError(f"{self.url} was named {scheme.name}, but {contradiction}")
 
-    def _served(self) -> Served:
+    def _read_facts(self) -> ServerFacts:
         try:
             if self.api == "openai":
-                return Served(str(self.get("/v1/models")["data"][0]["id"]))
+                return ServerFacts(str(self.get("/v1/models")["data"][0]["id"]))
             info, model = self.get("/server_info"), self.get("/model_info")
-            return Served(
+            return ServerFacts(
                 str(info["model_path"]),
                 info.get("version"),
                 info.get("kvtuner_profile"),
@@ -142,12 +142,12 @@ class Endpoint:
     def check_alive(self) -> None:
         """Raise `EndpointError` unless the server is still there and serves the same; the same command resumes."""
         try:
-            served = self._served()
+            served = self._read_facts()
         except EndpointError as error:
             raise EndpointError(
                 f"{self.url} stopped answering; start it and run the same command again to resume"
             ) from error
-        if served != self.served:
+        if served != self.facts:
             raise EndpointError(f"{self.url} serves something else now; run the same command again for that")
 
     def get(self, path: str) -> Any:

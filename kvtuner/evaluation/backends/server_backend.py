@@ -45,11 +45,11 @@ class ServerBackend(Endpoint, Backend):
     def is_unread(self, hits: HitCount) -> bool:
         """Whether prompts may have been read as they were before they were stored, which shows no damage."""
         share = hits.share
-        return self.served.reads != "cache" and (share is None or share < LEAST_HITS)
+        return self.facts.reads != "cache" and (share is None or share < LEAST_HITS)
 
     def record(self) -> BackendRecord:
         """The server, and how much of all prompts it found in its cache."""
-        served, share = self.served, self.hits.share
+        served, share = self.facts, self.hits.share
         return BackendRecord(kind=self.api, read_plan=None, reads=served.reads, version=served.version, hit_share=share)
 
     def answers(self, problem: Problem, *, offset: int = 0) -> list[str | None]:
@@ -162,7 +162,7 @@ def server_backends(
             would not show how it stores its cache.
     """
     backends = [ServerBackend(scheme.name, urls[scheme.name], api, text, timeout_s) for scheme in schemes]
-    models = {backend.served.model for backend in backends}
+    models = {backend.facts.model for backend in backends}
     if len(models) > 1:
         raise EndpointError(f"the endpoints serve different models ({', '.join(sorted(models))}); compare one")
     for scheme, backend in zip(schemes, backends, strict=True):

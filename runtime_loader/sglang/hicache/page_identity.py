@@ -26,7 +26,7 @@ logger: Final = logging.getLogger("kvtuner")
 
 
 @dataclass(frozen=True, slots=True)
-class TieredRank:
+class PageSource:
     """The profile and model that this rank serves, as far as the tiers below its device depend on them.
 
     Attributes:
@@ -49,16 +49,16 @@ class TieredRank:
 class PageIdentity:
     """The identity that a stored page must have to be read by this rank."""
 
-    def __init__(self, rank: TieredRank, here: ParallelRanks, layers: range, page_size: int) -> None:
-        settings = json.loads(rank.config.hf_config.to_json_string(use_diff=False))
-        self._model = rank.model
+    def __init__(self, source: PageSource, here: ParallelRanks, layers: range, page_size: int) -> None:
+        settings = json.loads(source.config.hf_config.to_json_string(use_diff=False))
+        self._model = source.model
         self._fields = {
-            "profile": rank.profile.digest,
-            "layout": rank.profile.layout,
+            "profile": source.profile.digest,
+            "layout": source.profile.layout,
             # Above an exact device pool every chunk reads exact keys, whatever the profile's reading is.
-            "attend": rank.attend if rank.packed else "device",
+            "attend": source.attend if source.packed else "device",
             "model": {key: value for key, value in settings.items() if key not in _NOT_OF_THE_MODEL},
-            "dtype": str(rank.config.dtype),
+            "dtype": str(source.config.dtype),
             "page_size": page_size,
             "layers": [layers.start, layers.stop],
             "tp": [here.tp_rank, here.tp_size],
@@ -67,10 +67,12 @@ class PageIdentity:
         self._generation, self._in_session = 0, False
         # A rank's keys and values depend on the weights of all ranks: those before it in the pipeline, and those that
         # share its layers.
-        words = tell_all(self._key, self._weights(), rank.agreement_s)
+        words = tell_all(self._key, self._weights(), source.agreement_s)
         weights = [word for _, word in sorted(words.items()) if word is not None]
         if len(weights) < len(words):
             raise ServingError("another rank does not say which weights it serves; start all nodes with the same flags")
+        # None from a change of weights on, until every rank posted its new weights' fingerprint. A fingerprint that is
+        # empty says that a rank cannot read its weights: the digest then stays None until the weights change again.
         self._digest: bytes | None = self._of(weights)
         self._is_posted = False
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.host_tier.stored_page import Fault
     from kvtuner.runtime_loader.host_tier.transfer import Layers, Work
     from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
-    from kvtuner.runtime_loader.sglang.hicache.page_identity import TieredRank
+    from kvtuner.runtime_loader.sglang.hicache.page_identity import PageSource
 
 logger: Final = logging.getLogger("kvtuner")
 
@@ -94,7 +94,7 @@ class HostTier:
     """The tiers of one rank below its device."""
 
     def __init__(self) -> None:
-        self._rank: TieredRank | None = None
+        self._source: PageSource | None = None
         self._pools: list[PackedHostPool] = []
         self._num_opened = 0
         # A storage that the server's own start opens ends it with one line; who attaches a later one gets the error.
@@ -106,46 +106,46 @@ class HostTier:
         on_storage(PageFiles, self.open)
         on_new_weights(self.suspend)
 
-    def begin(self, rank: TieredRank, device_pool: Any) -> None:
+    def begin(self, source: PageSource, device_pool: Any) -> None:
         """Take what this rank serves, once its device pool is built and before SGLang sizes the host's."""
-        self._rank = rank
-        if not rank.packed:
+        self._source = source
+        if not source.packed:
             # SGLang sizes host pools to fit by what the device pool takes, which is more.
-            per_token = sum(map(sum, token_bytes(layers_of(rank, device_pool))))
+            per_token = sum(map(sum, token_bytes(layers_of(source, device_pool))))
             device_pool.host_capacity_bytes = per_token * device_pool.size
 
     def build(self, device_pool: Any, *, page_size: int, label: str, size_gb: float | None) -> PackedHostPool:
         """Build, test and announce the host pool of a device pool."""
-        rank, here, options = self._rank, ranks(), host_options()
-        if rank is None:
+        source, here, options = self._source, ranks(), host_options()
+        if source is None:
             raise ServingError(
                 "SGLang builds a host pool before it built the device's; drop --enable-hierarchical-cache"
             )
         if size_gb is not None:
             options = replace(options, size_gb=size_gb)
-        layers = layers_of(rank, device_pool)
-        unquantized = rank.config.dtype.itemsize * sum(
+        layers = layers_of(source, device_pool)
+        unquantized = source.config.dtype.itemsize * sum(
             side.format.num_heads * side.format.head_dim for sides in layers for side in sides
         )
         per_token = sum(map(sum, token_bytes(layers)))
-        labels = {"digest": rank.profile.digest, "tp_rank": str(here.tp_rank), "pp_rank": str(here.pp_rank)}
+        labels = {"digest": source.profile.digest, "tp_rank": str(here.tp_rank), "pp_rank": str(here.pp_rank)}
         global_ids = range(device_pool.start_layer, device_pool.start_layer + len(layers))
         storage_options = extra_config(options.extra) if options.storage else {}
         pool = PackedHostPool(
             device_pool,
             layers,
-            PageIdentity(rank, here, global_ids, page_size),
+            PageIdentity(source, here, global_ids, page_size),
             TierMetrics(labels, page_size, per_token, unquantized),
             options,
             page_size=page_size,
             label=label,
             zero_copy=is_zero_copy(options.storage, storage_options),
-            make_mover=rank.make_mover,
+            make_mover=source.make_mover,
         )
         self_test(pool)
         self._pools.append(pool)
         self._is_starting = options.storage is not None
-        _announce(pool, rank, here, options.storage)
+        _announce(pool, source, here, options.storage)
         return pool
 
     def open(self, create: Callable[[str, Any], Any], backend: str, config: Any, host_pool: Any) -> Any:
@@ -169,9 +169,9 @@ class HostTier:
 
     def _tell(self, verdict: str) -> dict[int, str | None]:
         # SGLang goes on with collectives, in which ranks would wait for one that does not come.
-        assert self._rank is not None
+        assert self._source is not None
         number, self._num_opened = self._num_opened, self._num_opened + 1
-        return dict(tell_all(f"kvtuner/storage/{number}", verdict, self._rank.agreement_s))
+        return dict(tell_all(f"kvtuner/storage/{number}", verdict, self._source.agreement_s))
 
     def suspend(self, session: bool | None) -> None:
         """Leave storages alone until the cache is flushed: weights are about to change."""
@@ -179,35 +179,37 @@ class HostTier:
             pool.identity.suspend(session=session)
 
 
-def layers_of(rank: TieredRank, device_pool: Any) -> Layers:
+def layers_of(source: PageSource, device_pool: Any) -> Layers:
     """Return the keys and values of a device pool's layers, as they move to the host, or refuse another pool."""
     here = ranks()
     global_ids = range(device_pool.start_layer, device_pool.start_layer + device_pool.layer_num)
-    formats = rank_formats(rank.profile, global_ids, tp_rank=here.tp_rank, tp_size=here.tp_size)
+    formats = rank_formats(source.profile, global_ids, tp_rank=here.tp_rank, tp_size=here.tp_size)
     buffers = zip(device_pool.k_buffer, device_pool.v_buffer, strict=True)
     layers = [
-        (DeviceSide(k, layer.k, rank.packed), DeviceSide(v, layer.v, rank.packed))
+        (DeviceSide(k, layer.k, source.packed), DeviceSide(v, layer.v, source.packed))
         for (k, v), layer in zip(buffers, formats, strict=True)
     ]
-    for sides in () if rank.packed else layers:
+    for sides in () if source.packed else layers:
         for side in sides:
             shape = (side.format.num_heads, side.format.head_dim)
-            if side.buffer.dtype != rank.config.dtype or side.buffer.shape[1:] != shape:
+            if side.buffer.dtype != source.config.dtype or side.buffer.shape[1:] != shape:
                 raise ServingError(
                     f"this model's KV pool holds {side.buffer.dtype} {tuple(side.buffer.shape[1:])} for a token, not"
-                    f" {rank.config.dtype} {shape}; serve without --enable-kvtuner-hicache"
+                    f" {source.config.dtype} {shape}; serve without --enable-kvtuner-hicache"
                 )
     return layers
 
 
-def _announce(pool: PackedHostPool, rank: TieredRank, here: ParallelRanks, storage: str | None) -> None:
+def _announce(pool: PackedHostPool, source: PageSource, here: ParallelRanks, storage: str | None) -> None:
     per_token = pool.metrics.token_bytes
-    native = NATIVE_BITS // 8 * pool.metrics.unquantized_bytes // rank.config.dtype.itemsize
+    native = NATIVE_BITS // 8 * pool.metrics.unquantized_bytes // source.config.dtype.itemsize
     in_native = pool.page_num * pool.pages.layout.record_bytes // native
-    device = "packed rows as on the device" if rank.packed else f"quantized below a device pool of {rank.config.dtype}"
+    device = (
+        "packed rows as on the device" if source.packed else f"quantized below a device pool of {source.config.dtype}"
+    )
     lines = [
         f"host tier of rank {here.world_rank} (TP {here.tp_rank}/{here.tp_size}, stage {here.pp_rank})"
-        f" by profile {rank.profile.digest} of {rank.profile.model.id}",
+        f" by profile {source.profile.digest} of {source.profile.model.id}",
         f"  {device}; pages of {pool.page_size} tokens, {pool.layout}, moved by {pool.mover.name}, self-test passed",
         f"  {per_token:,} bytes per token, {native:,} in bf16 ({native / per_token:.2f}x)",
         f"  {pool.size:,} tokens, in bytes that hold {in_native:,} in bf16",

@@ -9,7 +9,7 @@ import pytest
 
 from kvtuner.errors import CorpusError, EndpointError
 from kvtuner.evaluation.backends.base import HitCount
-from kvtuner.evaluation.backends.endpoint import Served
+from kvtuner.evaluation.backends.endpoint import ServerFacts
 from kvtuner.evaluation.backends.next_token import NextToken, truncated_kl
 from kvtuner.evaluation.backends.server_backend import ServerBackend
 from kvtuner.evaluation.tasks.likelihood import Scoring, server_likelihood_cells
@@ -29,7 +29,7 @@ class Stub(ServerBackend):
     def __init__(self, name: str, lean: float, *, api: Any = "sglang", reads: Any = "fresh", found: float | None = 1.0):
         self.name, self.url, self.api = name, f"http://{name}", api
         self.hits, self.lean, self.found = HitCount(), lean, found
-        self.served = Served("demo", "0", None if name == "bf16" else name, reads, None)
+        self.facts = ServerFacts("demo", "0", None if name == "bf16" else name, reads, None)
         self.silent: set[tuple[int, ...]] = set()
         self.asked: list[tuple[int, ...]] = []
 

@@ -34,7 +34,7 @@ from kvtuner.runtime_loader.sglang.hicache import host_pool as host_pool_module
 from kvtuner.runtime_loader.sglang.hicache import page_identity as identity_module
 from kvtuner.runtime_loader.sglang.hicache import tier as tier_module
 from kvtuner.runtime_loader.sglang.hicache.host_pool import self_test
-from kvtuner.runtime_loader.sglang.process_state import RankServing, process_state
+from kvtuner.runtime_loader.sglang.process_state import RankState, process_state
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.device_pool_info import MHABufferInfo
@@ -46,7 +46,7 @@ HEADS, DIM = 1, 16
 GB = 2e-3
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-process_state().rank = RankServing(PROFILE, "cache", TorchAttention(), gqa=2, logit_cap=0.0)
+process_state().rank = RankState(PROFILE, "cache", TorchAttention(), gqa=2, logit_cap=0.0)
 pool_module.announce = lambda *_: None
 tier = tier_module.HostTier()
 pool_module.ranks = tier_module.ranks = lambda: RANKS
@@ -82,8 +82,8 @@ def options(**changes: object) -> HostOptions:
     return HostOptions(**{**given, "storage": "file", "extra": None, **changes})
 
 
-def rank_of(*, packed: bool) -> identity_module.TieredRank:
-    return identity_module.TieredRank(PROFILE, "cache", packed, MODEL, CONFIG, make_mover=TorchMover, agreement_s=1)
+def rank_of(*, packed: bool) -> identity_module.PageSource:
+    return identity_module.PageSource(PROFILE, "cache", packed, MODEL, CONFIG, make_mover=TorchMover, agreement_s=1)
 
 
 def host_pool(device_pool: object, *, packed: bool = True, zero_copy: bool = False, **changes: object):
@@ -202,7 +202,7 @@ def identity(rank=base, ranks=RANKS, layers=range(START, STOP), page=PAGE):
 
 
 def changed(**fields):
-    return identity_module.TieredRank(**{**{name: getattr(base, name) for name in base.__dataclass_fields__}, **fields})
+    return identity_module.PageSource(**{**{name: getattr(base, name) for name in base.__dataclass_fields__}, **fields})
 
 
 assert identity().digest == identity(changed(config=config_named("b"))).digest == pool.identity.digest

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,20 +40,20 @@ def refusal(call: Any, *arguments: Any, **named: Any) -> str:
 
 def plain_namespaces_are_read_as_without_the_plugin() -> None:
     assert ServerArgs.from_cli_args(argparse.Namespace(model_path=MODEL)).model_path == MODEL
-    assert process_state().serving is None
+    assert process_state().loaded_request is None
     parse("--kvtuner-profile", PROFILE)
-    before = process_state().serving
+    before = process_state().loaded_request
     assert before is not None
     ServerArgs.from_cli_args(argparse.Namespace(model_path=MODEL))  # another tool's, beside a launch with a profile
-    assert process_state().serving is before
+    assert process_state().loaded_request is before
 
 
 def a_plain_launch_after_one_with_a_profile_is_plain() -> None:
     parse("--kvtuner-profile", PROFILE)
-    assert process_state().serving is not None
+    assert process_state().loaded_request is not None
     assert "KVTUNER_SERVING" in os.environ
     parse()
-    assert process_state().serving is None
+    assert process_state().loaded_request is None
     assert "KVTUNER_SERVING" not in os.environ
 
 
@@ -132,10 +133,12 @@ def a_refused_engine_leaves_the_process_serving_what_it_served() -> None:
     from kvtuner.runtime_loader.sglang import engine
 
     parse("--kvtuner-profile", PROFILE)
-    before, variable = process_state().serving, os.environ["KVTUNER_SERVING"]
+    state, variable = process_state(), os.environ["KVTUNER_SERVING"]
+    state.checked_digest = "sha256:launcher"
+    before = replace(state)
     refusal(engine, PROFILE + ".missing", model_path=MODEL)
     refusal(engine, PROFILE, strict=True, allow_derived=True, model_path=MODEL)
-    assert process_state().serving is before
+    assert state == before
     assert os.environ["KVTUNER_SERVING"] == variable
 
 

@@ -11,12 +11,12 @@ from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.runtime_loader.packed_attention import TorchAttention
 from kvtuner.runtime_loader.sglang import packed_pool as pool_module
 from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
-from kvtuner.runtime_loader.sglang.process_state import RankServing, process_state
+from kvtuner.runtime_loader.sglang.process_state import RankState, process_state
 
 START, STOP, SIZE, PAGE = 1, 4, 48, int(sys.argv[2])
 
 profile = load_profile(sys.argv[1])
-process_state().rank = RankServing(profile, "fresh", TorchAttention(), gqa=2, logit_cap=2.0)
+process_state().rank = RankState(profile, "fresh", TorchAttention(), gqa=2, logit_cap=2.0)
 pool_module.ranks = lambda: ParallelRanks(tp_rank=1, tp_size=2, pp_rank=0, world_rank=1)
 pool_module.announce = lambda *_: None
 pool = pool_module.PackedKVPool(
@@ -101,7 +101,7 @@ class Mistaken(TorchAttention):
 
 READERS = (Deaf, Blind, Boundless, Mistaken)
 for wrong, what in ((Wrong, "keys of layer 1"), *((each, "attention of layer 1") for each in READERS)):
-    process_state().rank = RankServing(profile, "fresh", wrong(), gqa=2, logit_cap=2.0)
+    process_state().rank = RankState(profile, "fresh", wrong(), gqa=2, logit_cap=2.0)
     try:
         pool_module.PackedKVPool(
             SIZE, page_size=PAGE, dtype=torch.bfloat16, head_num=1, head_dim=16, layer_num=2, device="cpu",

@@ -48,14 +48,14 @@ def located(request: ServingRequest) -> ServingRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class LoadedRequest:
     """A request with its profile, if it names one."""
 
     request: ServingRequest
-    loaded: Profile | None
+    named_profile: Profile | None
 
     @classmethod
-    def of(cls, request: ServingRequest) -> Serving:
+    def of(cls, request: ServingRequest) -> LoadedRequest:
         """Read the profile that a request names; one that is built or chosen for the model is left for later."""
         if request.profile is None:
             return cls(request, None)
@@ -77,7 +77,7 @@ class Serving:
         check_digest(profile.digest, reference.digest, str(reference.path))
         return cls(request, profile)
 
-    def chosen_for(self, model_config: Any) -> Serving:
+    def chosen_for(self, model_config: Any) -> LoadedRequest:
         """Return the same with the catalogue's profile for a model in place of ``auto``."""
         name = self.request.profile
         auto = name and _AUTO.fullmatch(name)
@@ -93,16 +93,16 @@ class Serving:
             request.to_environment(os.environ)
         else:
             os.environ[PROFILE_VARIABLE] = location
-        return Serving(request, profile)
+        return LoadedRequest(request, profile)
 
     def profile(self, model_config: Any) -> Profile:
         """Return the profile to serve a model of SGLang's ModelConfig with, or refuse the model."""
         config = model_config.hf_config
         refuse_other_caches(config, context_length=model_config.context_len)
         refuse_other_pools(model_config)
-        if self.loaded is not None:
-            check_model(self.loaded, config)
-            return self.loaded
+        if self.named_profile is not None:
+            check_model(self.named_profile, config)
+            return self.named_profile
         uniform = self.request.uniform
         assert uniform is not None
         return uniform_profile(

@@ -30,7 +30,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
     def __init__(self, runner: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(runner, *args, **kwargs)
         self.pool: PackedKVPool = runner.token_to_kv_pool
-        self.attention = self.pool.serving.attention
+        self.attention = self.pool.rank_state.attention
         with refusing():
             self.attention.prepare(
                 list(zip(self.pool.keys, self.pool.values, strict=True)), self.num_head, runner.req_to_token_pool.size
@@ -55,7 +55,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
     ) -> None:  # fmt: skip
         """Called as SGLang's extend kernel, with rows for buffers; writes `o` [tokens, heads, channels]."""
         refuse_unserved({**arguments, "custom_mask": custom_mask, "is_causal": is_causal})
-        if self.pool.serving.attend == "cache":
+        if self.pool.rank_state.attend == "cache":
             k, v = self.pool.as_stored(layer.layer_id, k, v)
         else:
             k, v = k.view(-1, *keys.shape[1:]), v.view(-1, *values.shape[1:])
