@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -23,12 +22,24 @@ if TYPE_CHECKING:
 IDS = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
 
 
-def bare_chain(rows: int = 1000) -> Any:
-    """A chain whose final hidden states are the logits."""
-    return SimpleNamespace(logits=lambda final: final.float(), rows_in_flight=lambda: rows, vocab_size=50)
+class LogitsChain:
+    """A chain whose final hidden states are the logits; counts the rows that it computed."""
+
+    vocab_size = 50
+
+    def __init__(self, rows: int = 1000) -> None:
+        self.rows = rows
+        self.computed = 0
+
+    def rows_in_flight(self) -> int:
+        return self.rows
+
+    def logits(self, final: Tensor) -> Tensor:
+        self.computed += len(final)
+        return final.float()
 
 
-def scores_of(chain: Any, reference: Tensor, other: Tensor, next_ids: Tensor) -> TokenScores:
+def scores_of(chain: LogitsChain | DecoderChain, reference: Tensor, other: Tensor, next_ids: Tensor) -> TokenScores:
     return compare(chain, Reference(chain, reference), other, next_ids)
 
 
@@ -44,7 +55,7 @@ def kl_by_hand(reference: Tensor, other: Tensor) -> Tensor:
 @pytest.mark.parametrize("rows", [1, 3, 1000])
 def test_scores_are_those_of_float64_however_rows_are_cut(rows: int) -> None:
     reference, other = random_logits(2, 4, 50), random_logits(2, 4, 50, seed=1)
-    scores = scores_of(bare_chain(rows), reference, other, following(IDS, 0))
+    scores = scores_of(LogitsChain(rows), reference, other, following(IDS, 0))
     torch.testing.assert_close(scores.kl, kl_by_hand(reference, other), rtol=1e-5, atol=1e-7)
     assert torch.equal(scores.agree, (reference.argmax(-1) == other.argmax(-1)).double())
     expected = cross_entropy(other[:, :-1].flatten(0, 1).double(), IDS[:, 1:].flatten(), reduction="none")
@@ -56,12 +67,10 @@ def test_scores_are_those_of_float64_however_rows_are_cut(rows: int) -> None:
 def test_log_probabilities_that_are_kept_change_nothing() -> None:
     reference, other, computed, found = random_logits(2, 4, 50), random_logits(2, 4, 50, seed=1), [], []
     for limit in (2 * 4 * 50 * 4, 2 * 4 * 50 * 4 - 1):
-        chain, calls = bare_chain(3), []
-        logits = chain.logits
-        chain.logits = lambda final, calls=calls, logits=logits: calls.append(len(final)) or logits(final)
+        chain = LogitsChain(3)
         exact = Reference(chain, reference, limit)
         scores = [compare(chain, exact, other, following(IDS, 0)) for _ in range(2)]
-        computed.append(sum(calls))
+        computed.append(chain.computed)
         found += scores
     assert computed == [3 * 8, 4 * 8]
     for scores in found:
@@ -71,7 +80,7 @@ def test_log_probabilities_that_are_kept_change_nothing() -> None:
 
 def test_a_state_does_not_diverge_from_itself() -> None:
     logits = random_logits(2, 4, 50, spread=20.0)
-    scores = scores_of(bare_chain(), logits, logits.clone(), following(IDS, 0))
+    scores = scores_of(LogitsChain(), logits, logits.clone(), following(IDS, 0))
     assert (scores.kl == 0).all()
     assert (scores.agree == 1).all()
 
@@ -80,7 +89,7 @@ def test_a_state_does_not_diverge_from_itself() -> None:
 def test_small_divergences_do_not_drown_in_cancellation(size: float) -> None:
     reference = random_logits(1, 64, 320)
     other = reference + size * random_logits(1, 64, 320, seed=1, spread=1.0)
-    scores = scores_of(bare_chain(), reference, other, torch.zeros(1, 64, dtype=torch.int64))
+    scores = scores_of(LogitsChain(), reference, other, torch.zeros(1, 64, dtype=torch.int64))
     assert (scores.kl >= 0).all()
     expected = kl_by_hand(reference, other).mean()
     assert float(scores.kl.mean()) == pytest.approx(float(expected), rel=0.01)
@@ -92,7 +101,7 @@ def test_a_token_that_only_one_side_finds_likely_gives_a_finite_divergence(likel
     reference = torch.tensor([[[0.0, -95.0, -1.0]]])
     other = torch.tensor([[[0.0, likely, -1.0]]])
     for first, second in ((reference, other), (other, reference)):
-        kl = scores_of(bare_chain(), first, second, torch.tensor([[0]])).kl
+        kl = scores_of(LogitsChain(), first, second, torch.tensor([[0]])).kl
         torch.testing.assert_close(kl, kl_by_hand(first, second), rtol=1e-5, atol=0)
 
 

@@ -46,7 +46,7 @@ def compare(name: str, again: dict[str, Any]) -> None:
         assert again[field] == committed[field]
     kept = {"layer", "bits", "transform"}
     for mine, theirs in zip(again["layers"], committed["layers"], strict=True):
-        assert only(mine, kept) == only(theirs, kept)
+        assert only(mine, kept) == only(theirs, kept), f"layer {theirs['layer']}"
     for field in ("kl_p99", "top1_agreement", "perplexity", "reference_perplexity"):
         assert again["quality"][field] == pytest.approx(committed["quality"][field], rel=0.01)
     measured, before = again["quality"]["measured_kl"], committed["quality"]["measured_kl"]

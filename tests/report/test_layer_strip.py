@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from profile_samples import BITS, ESCAPES, choice, hostile, layers_of, make_profile, read_strip, stored_layers
 
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
@@ -22,8 +23,6 @@ from kvtuner.report.profile_difference import difference_lines, difference_of
 from kvtuner.report.profile_report import describe
 
 if TYPE_CHECKING:
-    from types import SimpleNamespace
-
     from fixture_types import RunCommand
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,25 +31,25 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
 @pytest.mark.parametrize("count", [1, 10, 28, 80, 1024])
 @pytest.mark.parametrize("has_colour", [False, True])
-def test_a_strip_is_read_back_at_every_width(kit: SimpleNamespace, width: int, count: int, has_colour: bool) -> None:
-    profile = kit.make(kit.layers_of(count))
+def test_a_strip_is_read_back_at_every_width(width: int, count: int, has_colour: bool) -> None:
+    profile = make_profile(layers_of(count))
     lines = profile_strip(profile, Terminal(width, has_colour))
-    plain = [kit.ESCAPES.sub("", line) for line in lines]
+    plain = [ESCAPES.sub("", line) for line in lines]
     assert max(map(len, plain)) <= width
-    assert kit.read_strip(plain) == kit.stored(profile)
+    assert read_strip(plain) == stored_layers(profile)
     assert any(line != bare for line, bare in zip(lines, plain, strict=True)) == has_colour
     assert all(line.isascii() and line.isprintable() for line in plain)
 
 
-def test_the_legend_names_what_occurs_and_nothing_else(kit: SimpleNamespace) -> None:
-    lines = profile_strip(kit.make([kit.choice((4, 16), "centered+hadamard")]), Terminal(80))
+def test_the_legend_names_what_occurs_and_nothing_else() -> None:
+    lines = profile_strip(make_profile([choice((4, 16), "centered+hadamard")]), Terminal(80))
     legend = " ".join(lines[lines.index("") :])
     assert "4  F=16" in legend and "C=centered + hadamard" in legend and ".=none" in legend
     assert "hadamard" not in legend.replace("centered + hadamard", "") and "2" not in legend and "8" not in legend
 
 
-def test_keys_per_channel_have_a_letter_of_their_own(kit: SimpleNamespace) -> None:
-    profile = kit.make([kit.choice(), kit.choice((16, 4))], k_granularity="per_channel", k_group_size=32)
+def test_keys_per_channel_have_a_letter_of_their_own() -> None:
+    profile = make_profile([choice(), choice((16, 4))], k_granularity="per_channel", k_group_size=32)
     lines = profile_strip(profile, Terminal(80))
     assert "K kind p." in lines
     assert "p=per channel" in " ".join(lines)
@@ -90,37 +89,35 @@ def luminance(number: int) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_digits_are_readable_and_widths_told_apart_by_lightness_alone(kit: SimpleNamespace) -> None:
+def test_digits_are_readable_and_widths_told_apart_by_lightness_alone() -> None:
     papers = []
-    for letter in kit.BITS:
+    for letter in BITS:
         ink, paper = (luminance(number) for number in COLOURS[letter])
         assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) > 4.5
         papers.append(116 * paper ** (1 / 3) - 16 if paper > 0.008856 else 903.3 * paper)
     assert all(wider + 15 < narrower for narrower, wider in itertools.pairwise(papers))
 
 
-def test_show_colours_on_demand_only(
-    kit: SimpleNamespace, run: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    profile = kit.make(kit.layers_of(28))
+def test_show_colours_on_demand_only(run: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = make_profile(layers_of(28))
     file = tmp_path / "profile.json"
     file.write_bytes(dump_profile(profile))
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "40")
     plain = run("show", file)[1]
-    assert "\x1b" not in plain and kit.read_strip(plain.splitlines()) == kit.stored(profile)
+    assert "\x1b" not in plain and read_strip(plain.splitlines()) == stored_layers(profile)
     monkeypatch.setenv("FORCE_COLOR", "1")
     coloured = run("show", file)[1]
-    assert "\x1b" in coloured and kit.ESCAPES.sub("", coloured) == plain
+    assert "\x1b" in coloured and ESCAPES.sub("", coloured) == plain
     assert "\x1b" in run("diff", file, file)[1]
     monkeypatch.setenv("NO_COLOR", "1")
     assert run("show", file)[1] == plain
 
 
 @pytest.mark.slow
-def test_show_on_a_real_terminal_has_its_width_and_colours(kit: SimpleNamespace, tmp_path: Path) -> None:
-    profile = kit.make(kit.layers_of(80))
+def test_show_on_a_real_terminal_has_its_width_and_colours(tmp_path: Path) -> None:
+    profile = make_profile(layers_of(80))
     file = tmp_path / "profile.json"
     file.write_bytes(dump_profile(profile))
     primary, secondary = pty.openpty()
@@ -147,45 +144,45 @@ def test_show_on_a_real_terminal_has_its_width_and_colours(kit: SimpleNamespace,
     os.close(primary)
     assert process.returncode == 0
     assert b"\x1b[38;5;" in said
-    lines = kit.ESCAPES.sub("", said.decode()).splitlines()
+    lines = ESCAPES.sub("", said.decode()).splitlines()
     strip = [line for line in lines if line.startswith(("K bits", "V bits", "K kind", "V kind"))]
     assert {len(line) for line in strip} == {57, 37}  # 50 and 30 layers beside names
-    assert kit.read_strip(lines) == kit.stored(profile)
+    assert read_strip(lines) == stored_layers(profile)
 
 
-def test_show_says_every_layer_once(kit: SimpleNamespace, run: RunCommand, tmp_path: Path) -> None:
+def test_show_says_every_layer_once(run: RunCommand, tmp_path: Path) -> None:
     """Four rows of the strip and the ruler are all that grows with the layers."""
     lengths = []
     for count in (9, 10):
         file = tmp_path / f"{count}.json"
-        file.write_bytes(dump_profile(kit.make([kit.choice((2 + 2 * (n % 2), 4)) for n in range(count)])))
+        file.write_bytes(dump_profile(make_profile([choice((2 + 2 * (n % 2), 4)) for n in range(count)])))
         lines = run("show", file)[1].splitlines()
-        assert kit.read_strip(lines) == kit.stored(load_profile(file))
+        assert read_strip(lines) == stored_layers(load_profile(file))
         lengths.append((len(lines), [len(line) for line in lines if line.startswith(("K ", "V "))]))
     assert lengths[0][0] == lengths[1][0]
     assert [after - before for before, after in zip(lengths[0][1], lengths[1][1], strict=True)] == [1] * 4
 
 
-def test_show_says_how_scales_are_shared(kit: SimpleNamespace) -> None:
-    plain = [kit.choice((4, 4))]
-    lines = describe(kit.make(plain, k_granularity="per_channel", k_group_size=32, v_group_size=8)).splitlines()
+def test_show_says_how_scales_are_shared() -> None:
+    plain = [choice((4, 4))]
+    lines = describe(make_profile(plain, k_granularity="per_channel", k_group_size=32, v_group_size=8)).splitlines()
     assert "keys      per channel, 32 tokens per scale of a channel" in lines
     assert "values    per token, 8 channels per scale" in lines
-    assert "keys      per token, 16 channels per scale, symmetric" in describe(kit.make(plain, symmetric=True))
+    assert "keys      per token, 16 channels per scale, symmetric" in describe(make_profile(plain, symmetric=True))
 
 
-def test_hostile_text_steers_no_terminal(kit: SimpleNamespace) -> None:
-    profile = kit.hostile(kit.make(kit.layers_of(3)))
+def test_hostile_text_steers_no_terminal() -> None:
+    profile = hostile(make_profile(layers_of(3)))
     lines = [*describe(profile).split("\n"), *difference_lines(difference_of(profile, profile), Terminal(80))]
     assert "evil.example" in "".join(lines)
     assert all(line.isprintable() for line in lines)
 
 
-def test_a_strip_of_other_letters_would_be_noticed(kit: SimpleNamespace) -> None:
+def test_a_strip_of_other_letters_would_be_noticed() -> None:
     """The reader above can fail: a wrong cell and a shifted ruler are found."""
-    profile = kit.make(kit.layers_of(28))
+    profile = make_profile(layers_of(28))
     lines = profile_strip(profile, Terminal(80))
     wrong = [line.replace("K bits 2", "K bits 4") for line in lines]
-    assert kit.read_strip(wrong) != kit.stored(profile)
+    assert read_strip(wrong) != stored_layers(profile)
     with pytest.raises(AssertionError):
-        kit.read_strip([line.replace("|10 ", " |10") for line in lines])
+        read_strip([line.replace("|10 ", " |10") for line in lines])

@@ -8,6 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from page_reader import Page, check_harmless
+from profile_samples import (
+    BASE,
+    CHANNELS,
+    HASH,
+    HEADS,
+    MODEL,
+    OTHER_HASH,
+    PROVENANCE,
+    choice,
+    layers_of,
+    make_profile,
+    read_strip,
+    stored_layers,
+    swapped,
+    transform,
+    with_kl,
+    with_record,
+)
 
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.evidence import ModelIdentity, Provenance
@@ -15,56 +33,35 @@ from kvtuner.report.layer_strip import Terminal
 from kvtuner.report.profile_difference import difference_lines, difference_of, difference_page
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-    from types import SimpleNamespace
 
     from fixture_types import RunCommand
 
     from kvtuner.exported_configs.profile.profile import Profile
 
 
-HASH = "sha256:" + 64 * "a"
-OTHER_HASH = "sha256:" + 64 * "b"
-
-
 @pytest.mark.parametrize(
-    ("build", "changed", "marks"),
+    ("other", "changed", "marks"),
     [
-        (lambda kit: kit.make(kit.BASE), {}, "    "),
-        (lambda kit: kit.make(kit.swapped(3, kit.choice((4, 4)))), {3: ["bits"]}, "   ^"),
-        (lambda kit: kit.make(kit.swapped(1, kit.choice((8, 2), "hadamard"))), {1: ["transform"]}, " ^  "),
-        (lambda kit: kit.make(kit.swapped(0, kit.choice((4, 4), "centered"))), {0: ["transform"]}, "^   "),
-        (lambda kit: kit.make(kit.swapped(0, kit.choice((4, 4), "balanced", seed=1))), {0: ["constants"]}, "~   "),
-        (
-            lambda kit: kit.make(kit.swapped(0, kit.choice((8, 4), "balanced", seed=1))),
-            {0: ["bits", "constants"]},
-            "^   ",
-        ),
-        (lambda kit: kit.make(kit.swapped(2, kit.choice((16, 8)))), {2: ["bits"]}, "  ^ "),
-        (lambda kit: kit.make(kit.BASE, symmetric=True), {}, "    "),
+        (make_profile(BASE), {}, "    "),
+        (make_profile(swapped(3, choice((4, 4)))), {3: ["bits"]}, "   ^"),
+        (make_profile(swapped(1, choice((8, 2), "hadamard"))), {1: ["transform"]}, " ^  "),
+        (make_profile(swapped(0, choice((4, 4), "centered"))), {0: ["transform"]}, "^   "),
+        (make_profile(swapped(0, choice((4, 4), "balanced", seed=1))), {0: ["constants"]}, "~   "),
+        (make_profile(swapped(0, choice((8, 4), "balanced", seed=1))), {0: ["bits", "constants"]}, "^   "),
+        (make_profile(swapped(2, choice((16, 8)))), {2: ["bits"]}, "  ^ "),
+        (make_profile(BASE, symmetric=True), {}, "    "),
     ],
-    ids=[
-        "nothing",
-        "bits",
-        "value transform",
-        "key transform",
-        "constants",
-        "both",
-        "from 16 bits",
-        "symmetric",
-    ],
+    ids=["nothing", "bits", "value transform", "key transform", "constants", "both", "from 16 bits", "symmetric"],
 )
-def test_diff_marks_and_lists_what_changed(
-    kit: SimpleNamespace, build: Callable[[Any], Profile], changed: dict[int, list[str]], marks: str
-) -> None:
-    first, second = kit.make(kit.BASE), build(kit)
+def test_diff_marks_and_lists_what_changed(other: Profile, changed: dict[int, list[str]], marks: str) -> None:
+    first, second = make_profile(BASE), other
     difference = difference_of(first, second)
     facts = json.loads(json.dumps(difference.to_json()))
     assert {row["layer"]: row["changed"] for row in facts["layers"]} == changed
     assert facts["same_digest"] == (first.digest == second.digest)
     lines = difference_lines(difference, Terminal(80))
-    assert kit.read_strip(lines, "1 ") == kit.stored(first) and kit.read_strip(lines, "2 ") == kit.stored(second)
+    assert read_strip(lines, "1 ") == stored_layers(first) and read_strip(lines, "2 ") == stored_layers(second)
     (row,) = (line for line in lines if line.startswith("changed"))
     assert row[9:].ljust(4) == marks
     listed = [int(line.split()[1]) for line in lines if re.match(r"layer \d", line)]
@@ -75,16 +72,16 @@ def test_diff_marks_and_lists_what_changed(
     assert all((("not changed" in cells[0]) == (mark == " ")) for cells, mark in zip(page.layers, marks, strict=True))
 
 
-def test_diff_of_another_granularity_or_group_says_which(kit: SimpleNamespace) -> None:
-    plain = [kit.choice((4, 4)), kit.choice((16, 4)), kit.choice((2, 4))]
-    first, second = kit.make(plain), kit.make(plain, k_granularity="per_channel", k_group_size=32)
+def test_diff_of_another_granularity_or_group_says_which() -> None:
+    plain = [choice((4, 4)), choice((16, 4)), choice((2, 4))]
+    first, second = make_profile(plain), make_profile(plain, k_granularity="per_channel", k_group_size=32)
     facts = difference_of(first, second).to_json()
     assert {row["layer"]: row["changed"] for row in facts["layers"]} == {0: ["granularity"], 2: ["granularity"]}
     assert facts["defaults"] == {"k.granularity": ["per_token", "per_channel"], "k.group_size": [16, 32]}
     lines = difference_lines(difference_of(first, second), Terminal(80))
     assert any(line.startswith("changed") and line[9:] == "^ ^" for line in lines)
     assert any(line.startswith("layer 0") and "per channel/none" in line for line in lines)
-    groups = difference_of(first, kit.make(plain, v_group_size=8))
+    groups = difference_of(first, make_profile(plain, v_group_size=8))
     assert groups.to_json()["defaults"] == {"v.group_size": [16, 8]} and groups.layers == ()
     assert defaults_of(difference_lines(groups, Terminal(80))) == [["v.group_size", "16", "8", "*"]]
     assert "v.group_size" in Page(difference_page(groups, ("a", "b"))).cells
@@ -95,10 +92,10 @@ def defaults_of(lines: list[str]) -> list[list[str]]:
     return [line.split() for line in lines if re.search(r"granularity|group|symmetr", line) and "^" not in line]
 
 
-def test_diff_names_each_default_that_differs_once_with_both_values(kit: SimpleNamespace) -> None:
-    plain = [kit.choice((4, 4)), kit.choice((16, 4))]
-    first = kit.make(plain)
-    second = kit.make(plain, k_granularity="per_channel", k_group_size=32, v_group_size=8, symmetric=True)
+def test_diff_names_each_default_that_differs_once_with_both_values() -> None:
+    plain = [choice((4, 4)), choice((16, 4))]
+    first = make_profile(plain)
+    second = make_profile(plain, k_granularity="per_channel", k_group_size=32, v_group_size=8, symmetric=True)
     assert defaults_of(difference_lines(difference_of(first, second), Terminal(80))) == [
         ["k.granularity", "per_token", "per_channel", "*"],
         ["k.group_size", "16", "32", "*"],
@@ -109,27 +106,25 @@ def test_diff_names_each_default_that_differs_once_with_both_values(kit: SimpleN
     assert defaults_of(difference_lines(difference_of(second, second), Terminal(80))) == []
 
 
-def test_diff_of_other_shapes_goes_as_far_as_it_can(kit: SimpleNamespace) -> None:
-    first = kit.make(kit.BASE)
+def test_diff_of_other_shapes_goes_as_far_as_it_can() -> None:
+    first = make_profile(BASE)
     heads = difference_of(
-        first, kit.make([LayerQuantization(4, 4, kit.transform("balanced", heads=1)), *kit.BASE[1:]], heads=1)
+        first, make_profile([LayerQuantization(4, 4, transform("balanced", heads=1)), *BASE[1:]], heads=1)
     )
     assert heads.geometry == {"num_kv_heads": (2, 1)}
     assert heads.layers == (), "layers of one pair and transform, whose constants cannot be compared"
     assert not heads.quality.is_comparable
-    longer = difference_of(first, kit.make(kit.layers_of(30)))
+    longer = difference_of(first, make_profile(layers_of(30)))
     assert longer.to_json()["layers_compared"] is False and longer.to_json()["layers"] == []
     lines = difference_lines(longer, Terminal(20))
     assert not any(line.startswith("changed") for line in lines)
-    assert kit.read_strip(lines[: lines.index("", lines.index("") + 1)], "1 ") == kit.stored(first)
+    assert read_strip(lines[: lines.index("", lines.index("") + 1)], "1 ") == stored_layers(first)
     page = Page(difference_page(longer, ("a", "b")))
     assert len(page.layers) == 34 and "no layer stands beside another" in page.text
 
 
-def test_diff_keeps_what_its_json_had_and_adds_bytes_and_quality(
-    kit: SimpleNamespace, run: RunCommand, tmp_path: Path
-) -> None:
-    profiles = kit.make(kit.BASE), kit.make(kit.swapped(3, kit.choice((8, 8))))
+def test_diff_keeps_what_its_json_had_and_adds_bytes_and_quality(run: RunCommand, tmp_path: Path) -> None:
+    profiles = make_profile(BASE), make_profile(swapped(3, choice((8, 8))))
     files = tmp_path / "a.json", tmp_path / "b.json"
     for file, profile in zip(files, profiles, strict=True):
         file.write_bytes(dump_profile(profile))
@@ -154,7 +149,7 @@ def test_diff_keeps_what_its_json_had_and_adds_bytes_and_quality(
     sizes = [profile.bytes_per_token() for profile in profiles]
     assert facts["bytes_per_token"] == sizes and facts["tokens_per_gib"] == [2**30 // size for size in sizes]
     assert facts["bytes_ratio"] == pytest.approx(sizes[1] / sizes[0], abs=1e-6)
-    assert facts["ratio_to_bf16"][0] == pytest.approx(4 * 2 * kit.HEADS * kit.CHANNELS * 2 / sizes[0], abs=1e-4)
+    assert facts["ratio_to_bf16"][0] == pytest.approx(4 * 2 * HEADS * CHANNELS * 2 / sizes[0], abs=1e-4)
     assert facts["quality"]["comparable"] and facts["quality"]["intervals_overlap"]
     assert "a.json beside b.json" in check_harmless(page.read_text()).text
     assert run("diff", *files, "--html", page)[1].splitlines()[-1] == f"page: {page}"
@@ -176,35 +171,35 @@ def test_diff_keeps_what_its_json_had_and_adds_bytes_and_quality(
     ],
 )
 def test_quality_on_the_same_tokens_is_judged_by_its_intervals(
-    kit: SimpleNamespace, limits: tuple[float, float, float], overlap: bool, said: str
+    limits: tuple[float, float, float], overlap: bool, said: str
 ) -> None:
-    first = kit.make(kit.BASE)
-    quality = difference_of(first, kit.with_kl(first, *limits)).quality
+    first = make_profile(BASE)
+    quality = difference_of(first, with_kl(first, *limits)).quality
     assert quality.is_comparable and quality.intervals_overlap == overlap
     assert said in quality.text() and "same tokens" in quality.text()
 
 
-def test_quality_that_was_measured_otherwise_is_not_compared(kit: SimpleNamespace) -> None:
-    first = kit.make(kit.BASE)
-    texts = {"calibrate": kit.HASH, "select": kit.HASH, "report": kit.OTHER_HASH}
+def test_quality_that_was_measured_otherwise_is_not_compared() -> None:
+    first = make_profile(BASE)
+    texts = {"calibrate": HASH, "select": HASH, "report": OTHER_HASH}
     others = {
-        "report text": kit.with_record(first, token_ids_sha256=texts),
-        "positions": kit.with_record(first, position_range=[0, 511]),
-        "read plan": kit.with_kl(first, 0.1, 0.2, 0.3, read_plan="cache"),
-        "model": kit.make(kit.BASE, model=ModelIdentity.model_validate({**kit.MODEL, "config_sha256": kit.OTHER_HASH})),
-        "dtype": kit.make(kit.BASE, model=ModelIdentity.model_validate({**kit.MODEL, "dtype": "float32"})),
+        "report text": with_record(first, token_ids_sha256=texts),
+        "positions": with_record(first, position_range=[0, 511]),
+        "read plan": with_kl(first, 0.1, 0.2, 0.3, read_plan="cache"),
+        "model": make_profile(BASE, model=ModelIdentity.model_validate({**MODEL, "config_sha256": OTHER_HASH})),
+        "dtype": make_profile(BASE, model=ModelIdentity.model_validate({**MODEL, "dtype": "float32"})),
     }
     for name, other in others.items():
         quality = difference_of(first, other).quality
         assert quality.apart == (name,) and not quality.is_comparable
         assert "not comparable" in quality.text() and name in quality.text() and "better" not in quality.text()
-    longer = kit.with_kl(first, 0.1, 0.2, 0.3, split_tokens=4097)
+    longer = with_kl(first, 0.1, 0.2, 0.3, split_tokens=4097)
     assert difference_of(first, longer).quality.apart == ("report text",)
-    trained = kit.with_record(first, token_ids_sha256={**texts, "report": kit.HASH, "select": kit.OTHER_HASH}, seed=8)
+    trained = with_record(first, token_ids_sha256={**texts, "report": HASH, "select": OTHER_HASH}, seed=8)
     assert difference_of(first, trained).quality.is_comparable, "what was calibrated on may differ"
-    unknown = kit.make(kit.BASE, provenance=Provenance.model_validate({**kit.PROVENANCE, "calibration": None}))
+    unknown = make_profile(BASE, provenance=Provenance.model_validate({**PROVENANCE, "calibration": None}))
     assert difference_of(unknown, unknown).quality.apart == ("report text", "positions")
-    bare = difference_of(first, kit.make(kit.BASE, quality=None)).quality
+    bare = difference_of(first, make_profile(BASE, quality=None)).quality
     assert not bare.is_comparable and "not measured of the second" in bare.text()
 
 
@@ -221,18 +216,18 @@ def test_quality_that_was_measured_otherwise_is_not_compared(kit: SimpleNamespac
     ],
 )
 def test_one_model_by_hub_id_and_by_folder_is_compared_where_the_weights_are_known_to_be_the_same(
-    kit: SimpleNamespace, changes: dict[str, Any], others: dict[str, Any], apart: tuple[str, ...]
+    changes: dict[str, Any], others: dict[str, Any], apart: tuple[str, ...]
 ) -> None:
-    by_id = {**kit.MODEL, "id": "owner/tiny", "revision": "0123abcd", **changes}
-    by_folder = {**kit.MODEL, "id": "tiny-copy", "revision": None, **others}
-    first, second = (kit.make(kit.BASE, model=ModelIdentity.model_validate(each)) for each in (by_id, by_folder))
+    by_id = {**MODEL, "id": "owner/tiny", "revision": "0123abcd", **changes}
+    by_folder = {**MODEL, "id": "tiny-copy", "revision": None, **others}
+    first, second = (make_profile(BASE, model=ModelIdentity.model_validate(each)) for each in (by_id, by_folder))
     assert difference_of(first, second).quality.apart == apart
 
 
-def test_a_picture_of_both_is_drawn_where_both_were_measured_alike(kit: SimpleNamespace) -> None:
-    first = kit.make(kit.BASE)
-    alike = Page(difference_page(difference_of(first, kit.with_kl(first, 0.1, 0.2, 0.3)), ("a", "b")))
-    apart = Page(difference_page(difference_of(first, kit.with_kl(first, 0.1, 0.2, 0.3, read_plan="hit")), ("a", "b")))
+def test_a_picture_of_both_is_drawn_where_both_were_measured_alike() -> None:
+    first = make_profile(BASE)
+    alike = Page(difference_page(difference_of(first, with_kl(first, 0.1, 0.2, 0.3)), ("a", "b")))
+    apart = Page(difference_page(difference_of(first, with_kl(first, 0.1, 0.2, 0.3, read_plan="hit")), ("a", "b")))
     assert (alike.names().count("img"), apart.names().count("img")) == (1, 2)
     (words,) = (attributes["alt"] for name, attributes in alike.tags if name == "img")
     assert words.count("K4V4 at") == 1 and "first at" in words and "second at" in words

@@ -11,6 +11,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 from page_reader import Page, check_harmless
+from profile_samples import (
+    CHANNELS,
+    HEADS,
+    HOSTILE,
+    LETTERS,
+    MODEL,
+    OTHER_HASH,
+    PROVENANCE,
+    QUALITY,
+    choice,
+    evaluation_of,
+    hostile,
+    layers_of,
+    make_profile,
+    stored_layers,
+)
 
 from kvtuner.exported_configs.profile.build import AskedBudget, dump_profile
 from kvtuner.exported_configs.profile.evaluation_record import dump_evaluation, evaluation_path
@@ -21,31 +37,30 @@ from kvtuner.report.profile_report import ShownProfile, profile_page
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import SimpleNamespace
 
     from fixture_types import RunCommand
 
 
-def test_a_page_shows_the_layers_of_the_profile_in_cells_and_in_words(kit: SimpleNamespace) -> None:
-    profile = kit.make(kit.layers_of(28))
+def test_a_page_shows_the_layers_of_the_profile_in_cells_and_in_words() -> None:
+    profile = make_profile(layers_of(28))
     page = check_harmless(profile_page([ShownProfile("profile.json", profile)]))
-    codes = {name: letter for letter, name in kit.LETTERS.items()}
+    codes = {name: letter for letter, name in LETTERS.items()}
     assert [cells[1:] for cells in page.layers] == [
         [str(layer), str(k), str(v), codes[k_kind], codes[v_kind]]
-        for layer, (k, v, k_kind, v_kind) in enumerate(kit.stored(profile))
+        for layer, (k, v, k_kind, v_kind) in enumerate(stored_layers(profile))
     ]
-    for layer, (k, v, k_kind, v_kind) in enumerate(kit.stored(profile)):
+    for layer, (k, v, k_kind, v_kind) in enumerate(stored_layers(profile)):
         keys, values = (
             f"{bits} bits" + ("" if kind == "none" else f" {kind}") for bits, kind in ((k, k_kind), (v, v_kind))
         )
         assert page.layers[layer][0] == f"layer {layer}: keys {keys}, values {values}"
 
 
-def test_a_page_says_identity_capacity_quality_provenance_and_how_to_serve_it(kit: SimpleNamespace) -> None:
-    profile = kit.make(kit.layers_of(9))
+def test_a_page_says_identity_capacity_quality_provenance_and_how_to_serve_it() -> None:
+    profile = make_profile(layers_of(9))
     page = Page(profile_page([ShownProfile("profile-4bit.json", profile)]))
     size = profile.bytes_per_token()
-    bf16 = 9 * 2 * kit.HEADS * kit.CHANNELS * 2
+    bf16 = 9 * 2 * HEADS * CHANNELS * 2
     assert {
         profile.digest,
         "4bit",
@@ -63,48 +78,48 @@ def test_a_page_says_identity_capacity_quality_provenance_and_how_to_serve_it(ki
         assert words in image["alt"]
 
 
-def test_a_page_of_what_was_not_measured_says_so(kit: SimpleNamespace) -> None:
-    made = Provenance.model_validate({**kit.PROVENANCE, "calibration": None, "search": None})
-    page = Page(profile_page([ShownProfile("p.json", kit.make(kit.layers_of(2), quality=None, provenance=made))]))
+def test_a_page_of_what_was_not_measured_says_so() -> None:
+    made = Provenance.model_validate({**PROVENANCE, "calibration": None, "search": None})
+    page = Page(profile_page([ShownProfile("p.json", make_profile(layers_of(2), quality=None, provenance=made))]))
     assert "Not measured." in page.text and "img" not in page.names()
     assert "nothing says what it was chosen on" in page.text
 
 
-def test_a_page_of_keys_per_channel_gives_no_command_to_serve_them(kit: SimpleNamespace) -> None:
-    profile = kit.make([kit.choice()], k_granularity="per_channel", k_group_size=32)
+def test_a_page_of_keys_per_channel_gives_no_command_to_serve_them() -> None:
+    profile = make_profile([choice()], k_granularity="per_channel", k_group_size=32)
     page = Page(profile_page([ShownProfile("p.json", profile)]))
     assert "sglang serve" not in page.text and "tail pages" in page.text
 
 
-def test_hostile_text_adds_no_tag_to_a_page(kit: SimpleNamespace) -> None:
-    profile = kit.make(kit.layers_of(3))
-    plain_page = check_harmless(profile_page([ShownProfile("p.json", profile, (kit.evaluation_of(profile),))]))
-    said = kit.evaluation_of(profile)
+def test_hostile_text_adds_no_tag_to_a_page() -> None:
+    profile = make_profile(layers_of(3))
+    plain_page = check_harmless(profile_page([ShownProfile("p.json", profile, (evaluation_of(profile),))]))
+    said = evaluation_of(profile)
     evil = said.model_copy(
         update={
-            "making": said.making.model_copy(update={"command": kit.HOSTILE, "machine": kit.HOSTILE}),
-            "data": said.data.model_copy(update={"corpus": kit.HOSTILE}),
-            "cells": tuple(cell.model_copy(update={"task": kit.HOSTILE, "level": "task"}) for cell in said.cells),
+            "making": said.making.model_copy(update={"command": HOSTILE, "machine": HOSTILE}),
+            "data": said.data.model_copy(update={"corpus": HOSTILE}),
+            "cells": tuple(cell.model_copy(update={"task": HOSTILE, "level": "task"}) for cell in said.cells),
         }
     )
-    attacked = check_harmless(profile_page([ShownProfile(kit.HOSTILE, kit.hostile(profile), (evil,))]))
+    attacked = check_harmless(profile_page([ShownProfile(HOSTILE, hostile(profile), (evil,))]))
     assert attacked.names() == plain_page.names()
     assert "alert(1)" in attacked.text
     one = difference_of(profile, profile)
-    two = difference_of(kit.hostile(profile), kit.hostile(profile))
-    names = [check_harmless(difference_page(d, (n, n))).names() for d, n in ((one, "p.json"), (two, kit.HOSTILE))]
+    two = difference_of(hostile(profile), hostile(profile))
+    names = [check_harmless(difference_page(d, (n, n))).names() for d, n in ((one, "p.json"), (two, HOSTILE))]
     assert names[0] == names[1]
 
 
-def test_the_command_to_serve_is_one_command_whatever_the_names(kit: SimpleNamespace) -> None:
-    identity = ModelIdentity.model_validate({**kit.MODEL, "id": "x; touch $(id) `id`'", "revision": "a && b"})
-    page = Page(profile_page([ShownProfile("my profile;.json", kit.make(kit.layers_of(1), model=identity))]))
+def test_the_command_to_serve_is_one_command_whatever_the_names() -> None:
+    identity = ModelIdentity.model_validate({**MODEL, "id": "x; touch $(id) `id`'", "revision": "a && b"})
+    page = Page(profile_page([ShownProfile("my profile;.json", make_profile(layers_of(1), model=identity))]))
     _, line = page.text.split("sglang serve")
     words = ["--model-path", identity.id, "--revision", "a && b", "--kvtuner-profile", "my profile;.json"]
     assert shlex.split(line.split("Where it comes from")[0]) == words
 
 
-def test_figures_that_no_cache_has_are_listed_and_not_drawn(kit: SimpleNamespace) -> None:
+def test_figures_that_no_cache_has_are_listed_and_not_drawn() -> None:
     odd = [
         {"name": name, "mean_bits": 4.0, "effective_bits": bits, "kl_mean": kl, "kl_low": low, "kl_high": high}
         for name, bits, kl, low, high in (
@@ -116,7 +131,7 @@ def test_figures_that_no_cache_has_are_listed_and_not_drawn(kit: SimpleNamespace
             ("below", 6.0, -0.1, -0.2, 0.1),
         )
     ]
-    profile = kit.make(kit.layers_of(2), quality=QualityRecord.model_validate({**kit.QUALITY, "baselines": odd}))
+    profile = make_profile(layers_of(2), quality=QualityRecord.model_validate({**QUALITY, "baselines": odd}))
     drawn = [point.name for point in profile_points(profile, "this")]
     assert drawn == ["this", "?? $x$ _a", "zero", "below"]
     page = check_harmless(profile_page([ShownProfile("p.json", profile)]))
@@ -124,7 +139,7 @@ def test_figures_that_no_cache_has_are_listed_and_not_drawn(kit: SimpleNamespace
 
 
 @pytest.mark.slow
-def test_as_many_baselines_as_a_profile_may_hold_are_drawn(kit: SimpleNamespace) -> None:
+def test_as_many_baselines_as_a_profile_may_hold_are_drawn() -> None:
     names = [f"baseline {number}" for number in range(256)]
     many = tuple(
         BaselineRecord(
@@ -132,20 +147,18 @@ def test_as_many_baselines_as_a_profile_may_hold_are_drawn(kit: SimpleNamespace)
         )
         for n, name in enumerate(names)
     )
-    quality = QualityRecord.model_validate(kit.QUALITY).model_copy(update={"baselines": many})
-    page = Page(profile_page([ShownProfile("p.json", kit.make(kit.layers_of(2), quality=quality))]))
+    quality = QualityRecord.model_validate(QUALITY).model_copy(update={"baselines": many})
+    page = Page(profile_page([ShownProfile("p.json", make_profile(layers_of(2), quality=quality))]))
     assert set(names) <= set(page.cells)
 
 
-def test_show_writes_every_profile_and_evaluation_of_a_run_on_one_page(
-    kit: SimpleNamespace, run: RunCommand, tmp_path: Path
-) -> None:
+def test_show_writes_every_profile_and_evaluation_of_a_run_on_one_page(run: RunCommand, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    profiles = [kit.make(kit.layers_of(4)), kit.make(kit.layers_of(5), budget=AskedBudget("5bit"))]
+    profiles = [make_profile(layers_of(4)), make_profile(layers_of(5), budget=AskedBudget("5bit"))]
     for name, profile in zip(("profile-4bit.json", "profile-5bit.json"), profiles, strict=True):
         (folder / name).write_bytes(dump_profile(profile))
-    mine, stranger = kit.evaluation_of(profiles[0]), kit.evaluation_of(profiles[0], profile_digest=kit.OTHER_HASH)
+    mine, stranger = evaluation_of(profiles[0]), evaluation_of(profiles[0], profile_digest=OTHER_HASH)
     for evaluation in (
         mine,
         stranger.model_copy(update={"making": mine.making.model_copy(update={"machine": "other"})}),
@@ -165,8 +178,8 @@ def test_show_writes_every_profile_and_evaluation_of_a_run_on_one_page(
     assert [each["page"] for each in facts] == [str(target)] * 2
 
 
-def test_a_page_is_written_over_and_nothing_else_is(kit: SimpleNamespace, run: RunCommand, tmp_path: Path) -> None:
-    profile = kit.make(kit.layers_of(3))
+def test_a_page_is_written_over_and_nothing_else_is(run: RunCommand, tmp_path: Path) -> None:
+    profile = make_profile(layers_of(3))
     file, page = tmp_path / "profile.json", tmp_path / "page.html"
     file.write_bytes(dump_profile(profile))
     page.write_text("<!doctype html>\nold")
@@ -184,10 +197,10 @@ def test_a_page_is_written_over_and_nothing_else_is(kit: SimpleNamespace, run: R
 
 
 def test_a_full_disk_leaves_the_old_page_whole(
-    kit: SimpleNamespace, run: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, page = tmp_path / "profile.json", tmp_path / "page.html"
-    file.write_bytes(dump_profile(kit.make(kit.layers_of(3))))
+    file.write_bytes(dump_profile(make_profile(layers_of(3))))
     page.write_text("<!DOCTYPE html>\nold")
 
     def full(descriptor: int) -> None:
@@ -199,6 +212,6 @@ def test_a_full_disk_leaves_the_old_page_whole(
     assert page.read_text() == "<!DOCTYPE html>\nold"
 
 
-def test_several_profiles_are_listed_by_their_files(kit: SimpleNamespace, tmp_path: Path) -> None:
-    shown = ShownProfile("profile.json", kit.make(kit.layers_of(2)))
+def test_several_profiles_are_listed_by_their_files(tmp_path: Path) -> None:
+    shown = ShownProfile("profile.json", make_profile(layers_of(2)))
     assert "other.json" in Page(profile_page([replace(shown, name="other.json"), shown])).cells

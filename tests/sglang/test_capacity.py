@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from sglang_server import Place
 
 
-@pytest.mark.parametrize(("page_size", "way"), [(1, "flag"), (64, "configuration file")])
+@pytest.mark.parametrize(("page_size", "read_from"), [(1, "flag"), (64, "configuration file")])
 def test_tokens_are_the_available_bytes_divided_by_the_formula(
     page_size: int,
-    way: str,
+    read_from: str,
     serve: Serve,
     here: Place,
     model_folder: ModelFolder,
@@ -34,19 +34,19 @@ def test_tokens_are_the_available_bytes_divided_by_the_formula(
     path = save_profile(profile)
     # SGLang takes the profiled number where the cap is above it.
     flags = ("--max-total-tokens", "100000000", "--mem-fraction-static", "0.1", "--page-size", str(page_size))
-    if way == "flag":
-        asked, place = ("--kvtuner-profile", str(path)), here
+    if read_from == "flag":
+        options, place = ("--kvtuner-profile", str(path)), here
     else:
         file = tmp_path / "server.yaml"
         file.write_text(f"kvtuner-profile: {path}\nkvtuner-attend: cache\n")
-        asked = ("--config", str(file))
+        options = ("--config", str(file))
         place = replace(here, launcher=(sys.executable, str(Path(sys.executable).with_name("sglang")), "serve"))
-    with serve(folder, *asked, *flags, places=[place]) as server:
+    with serve(folder, *options, *flags, places=[place]) as server:
         log = server.log
-    assert f"attend {'fresh' if way == 'flag' else 'cache'}," in log
-    said = re.search(r"([\d,]+) bytes are available for the KV cache: ([\d,]+) tokens", log)
-    assert said is not None
-    available, tokens = (int(group.replace(",", "")) for group in said.groups())
+    assert f"attend {'fresh' if read_from == 'flag' else 'cache'}," in log
+    figures = re.search(r"([\d,]+) bytes are available for the KV cache: ([\d,]+) tokens", log)
+    assert figures is not None
+    available, tokens = (int(group.replace(",", "")) for group in figures.groups())
     assert tokens == available // profile.bytes_per_token() // page_size * page_size
     assert f"max_total_num_tokens={tokens}," in log
     assert tokens > 100_000

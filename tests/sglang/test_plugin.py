@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +15,7 @@ if TYPE_CHECKING:
     from fixture_types import ModelFolder, ProfileOf, RunProgram, SaveProfile
 
 PROGRAM = Path(__file__).parent / "programs" / "plugin_program.py"
-HELPERS = ("parse", "refusal", "resolved")
-CHECKS = [
-    node.name
-    for node in ast.parse(PROGRAM.read_text()).body
-    if isinstance(node, ast.FunctionDef) and node.name not in HELPERS
-]
+CHECKS = re.findall(r"^def (check_\w+)\(", PROGRAM.read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -169,13 +169,15 @@ def register():
 """
 
 
-def test_a_seam_that_is_gone(tiny: Path, fitting: Path, refused: Refused, other_plugin: Callable[..., str]) -> None:
+def test_a_hooked_function_that_is_gone(
+    tiny: Path, fitting: Path, refused: Refused, other_plugin: Callable[..., str]
+) -> None:
     line = refused(tiny, "--kvtuner-profile", str(fitting), extra_path=other_plugin(RENAME))
     assert line.startswith("this SGLang has no sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build")
 
 
-def test_every_seam_that_is_gone_or_takes_other_arguments(run_program: RunProgram) -> None:
-    program = Path(__file__).parent / "programs" / "seams_program.py"
+def test_every_hooked_function_that_is_gone_or_takes_other_arguments(run_program: RunProgram) -> None:
+    program = Path(__file__).parent / "programs" / "hooked_functions_program.py"
     done = run_program(str(program))
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -38,7 +38,7 @@ def refusal(call: Any, *arguments: Any, **named: Any) -> str:
     raise AssertionError(f"{call} refused nothing")
 
 
-def plain_namespaces_are_read_as_without_the_plugin() -> None:
+def check_that_plain_namespaces_are_read_as_without_the_plugin() -> None:
     assert ServerArgs.from_cli_args(argparse.Namespace(model_path=MODEL)).model_path == MODEL
     assert process_state().loaded_request is None
     parse("--kvtuner-profile", PROFILE)
@@ -48,7 +48,7 @@ def plain_namespaces_are_read_as_without_the_plugin() -> None:
     assert process_state().loaded_request is before
 
 
-def a_plain_launch_after_one_with_a_profile_is_plain() -> None:
+def check_that_a_plain_launch_after_one_with_a_profile_is_plain() -> None:
     parse("--kvtuner-profile", PROFILE)
     assert process_state().loaded_request is not None
     assert "KVTUNER_SERVING" in os.environ
@@ -57,7 +57,7 @@ def a_plain_launch_after_one_with_a_profile_is_plain() -> None:
     assert "KVTUNER_SERVING" not in os.environ
 
 
-def another_release_is_refused() -> None:
+def check_that_another_release_is_refused() -> None:
     processes.version = lambda _: "0.5.24"  # type: ignore[assignment]
     line = refusal(parse, "--kvtuner-profile", PROFILE)
     assert line == (
@@ -66,7 +66,7 @@ def another_release_is_refused() -> None:
     parse()  # and does not matter without a profile
 
 
-def what_kernels_take_and_rows_have_not_is_refused() -> None:
+def check_that_what_kernels_take_and_rows_have_not_is_refused() -> None:
     attention.refuse_unserved({"sinks": None, "logit_cap": 3.0, "is_causal": True, "xai_temperature_len": -1})
     for name, value in {
         "sinks": object(), "custom_mask": object(), "is_causal": False, "sliding_window_size": 7,
@@ -75,7 +75,7 @@ def what_kernels_take_and_rows_have_not_is_refused() -> None:
         assert refusal(attention.refuse_unserved, {name: value})
 
 
-def layers_that_do_not_read_their_whole_past_are_refused() -> None:
+def check_that_layers_that_do_not_read_their_whole_past_are_refused() -> None:
     import torch
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
@@ -101,7 +101,7 @@ def layers_that_do_not_read_their_whole_past_are_refused() -> None:
     assert covering["attn"].sliding_window_size == -1
 
 
-def another_kind_of_pool_is_refused() -> None:
+def check_that_another_kind_of_pool_is_refused() -> None:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
     class Packed:
@@ -123,13 +123,13 @@ def another_kind_of_pool_is_refused() -> None:
     assert len(built) == 1
 
 
-def an_engine_with_finished_arguments_is_refused() -> None:
+def check_that_an_engine_with_finished_arguments_is_refused() -> None:
     from kvtuner.runtime_loader.sglang import engine
 
     assert "not server_args" in refusal(engine, PROFILE, server_args=parse())
 
 
-def a_refused_engine_leaves_the_process_serving_what_it_served() -> None:
+def check_that_a_refused_engine_leaves_the_process_serving_what_it_served() -> None:
     from kvtuner.runtime_loader.sglang import engine
 
     parse("--kvtuner-profile", PROFILE)
@@ -142,7 +142,7 @@ def a_refused_engine_leaves_the_process_serving_what_it_served() -> None:
     assert os.environ["KVTUNER_SERVING"] == variable
 
 
-def models_that_generate_no_text_or_read_more_are_refused() -> None:
+def check_that_models_that_generate_no_text_or_read_more_are_refused() -> None:
     from sglang.srt.configs.model_config import AttentionArch
 
     from kvtuner.errors import UnsupportedModelError
@@ -161,7 +161,7 @@ def models_that_generate_no_text_or_read_more_are_refused() -> None:
             raise AssertionError(name)
 
 
-def schedulers_that_serve_something_else_are_refused() -> None:
+def check_that_schedulers_that_serve_something_else_are_refused() -> None:
     parse("--kvtuner-profile", PROFILE)
     assert "before the profile was asked for" in refusal(activation._compare_digests, [{"kvtuner_profile": "sha256:1"}])
     process_state().checked_digest = "sha256:1"
@@ -207,12 +207,12 @@ YARN = '{"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "max_position_emb
 OTHER = "sha256:" + "0" * 64
 
 
-def the_searched_model_is_served_without_a_word() -> None:
+def check_that_the_searched_model_is_served_without_a_word() -> None:
     assert resolved() == []
     assert resolved("--kvtuner-strict") == []
 
 
-def another_configuration_is_refused_unless_it_is_allowed() -> None:
+def check_that_another_configuration_is_refused_unless_it_is_allowed() -> None:
     wider = ("--json-model-override-args", '{"intermediate_size": 112}')
     line = refusal(resolved, *wider)
     assert line.startswith("kvtuner: the profile of Owner/llama-gqa is for configuration sha256:")
@@ -222,7 +222,7 @@ def another_configuration_is_refused_unless_it_is_allowed() -> None:
     assert said.endswith("; allowed: `kvtuner eval PROFILE --model llama-gqa` tells what that costs")
 
 
-def a_fine_tune_of_the_hub_is_refused_unless_it_is_allowed() -> None:
+def check_that_a_fine_tune_of_the_hub_is_refused_unless_it_is_allowed() -> None:
     place = Path(PROFILE).parent / "models--Owner--llama-chat" / "snapshots" / ("c0ffee" * 7)[:40]
     place.parent.mkdir(parents=True)
     place.symlink_to(MODEL)
@@ -236,7 +236,7 @@ def a_fine_tune_of_the_hub_is_refused_unless_it_is_allowed() -> None:
     assert resolved("--kvtuner-strict", id="Owner/llama-chat", revision="c0ffee" * 6) == []
 
 
-def a_quantized_checkpoint_of_the_hub_is_served_with_warnings() -> None:
+def check_that_a_quantized_checkpoint_of_the_hub_is_served_with_warnings() -> None:
     place = Path(PROFILE).parent / "models--Owner--llama-gqa-AWQ" / "snapshots" / ("c0ffee" * 7)[:40]
     place.parent.mkdir(parents=True)
     place.symlink_to(MODEL)
@@ -247,7 +247,7 @@ def a_quantized_checkpoint_of_the_hub_is_served_with_warnings() -> None:
     assert "is for Owner/llama-gqa, but this model is Owner/llama-gqa-AWQ" in refusal(resolved)
 
 
-def weights_are_compared_where_they_are_and_said_where_they_are_not() -> None:
+def check_that_weights_are_compared_where_they_are_and_said_where_they_are_not() -> None:
     from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
 
     known = checkpoint_sha256(Path(MODEL))
@@ -265,7 +265,7 @@ def weights_are_compared_where_they_are_and_said_where_they_are_not() -> None:
     assert refusal(resolved, "--kvtuner-strict", checkpoint_sha256=known).endswith("or drop --kvtuner-strict")
 
 
-def what_is_warned_of_is_refused_strictly() -> None:
+def check_that_what_is_warned_of_is_refused_strictly() -> None:
     for flags, recorded, words in (
         ((), {"rope_sha256": OTHER}, "measured under other rotations"),
         (("--json-model-override-args", YARN), {}, "measured under other rotations"),
@@ -282,19 +282,19 @@ def what_is_warned_of_is_refused_strictly() -> None:
         assert line.endswith("or drop --kvtuner-strict")
 
 
-def an_older_profile_is_served_with_one_line() -> None:
+def check_that_an_older_profile_is_served_with_one_line() -> None:
     older = {"config_sha256": OTHER, "rope_sha256": None, "weight_quantization": None, "max_positions": None}
     ((level, said),) = resolved(**older)
     assert (level, "made by hand or by an older kvtuner" in said) == ("INFO", True)
     assert "or drop --kvtuner-strict" in refusal(resolved, "--kvtuner-strict", **older)
 
 
-def another_architecture_is_refused_whatever_is_allowed() -> None:
+def check_that_another_architecture_is_refused_whatever_is_allowed() -> None:
     line = refusal(resolved, "--kvtuner-allow-derived", architecture="XForCausalLM")
     assert "is for XForCausalLM, but this model is LlamaForCausalLM" in line
 
 
-def a_long_context_is_warned_of() -> None:
+def check_that_a_long_context_is_warned_of() -> None:
     activation.calibrated_positions = lambda _: 256  # type: ignore[assignment]
     assert resolved("--context-length", "256") == []
     ((level, said),) = resolved("--context-length", "512")

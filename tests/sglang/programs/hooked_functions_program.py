@@ -1,4 +1,4 @@
-"""Run by test_refusals.py in a process of its own: every seam lost or changed in turn, each refused by its name."""
+"""Run by test_refusals.py: each function of SGLang that is hooked is refused by name once it is gone or changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SRT = "sglang.srt"
-SEAMS = [
+HOOKED = [
     f"{SRT}.runtime_context.publish",
     f"{SRT}.entrypoints.engine._wait_for_scheduler_ready",
     f"{SRT}.managers.scheduler.Scheduler.get_init_info",
@@ -55,10 +55,10 @@ def install() -> None:
     scheduler.install(packed=True, tiers=True)
 
 
-def refuse(seam: str, fault: Callable[..., None] | None) -> None:
-    path, _, name = seam.rpartition(".")
+def refuse(hooked: str, fault: Callable[..., None] | None) -> None:
+    path, _, name = hooked.rpartition(".")
     owner = pkgutil.resolve_name(path)
-    assert callable(getattr(owner, name)), seam
+    assert callable(getattr(owner, name)), hooked
     if fault is None:
         delattr(owner, name)
     else:
@@ -66,21 +66,21 @@ def refuse(seam: str, fault: Callable[..., None] | None) -> None:
     try:
         install()
     except ServingError as error:
-        assert seam in str(error), (seam, error)
+        assert hooked in str(error), (hooked, error)
         assert "install a version that kvtuner is tested with" in str(error), error
     else:
-        raise AssertionError(f"installed without {seam}, or with another")
+        raise AssertionError(f"installed without {hooked}, or with another")
 
 
-for each in ("managers.scheduler", "entrypoints.engine"):
-    pkgutil.resolve_name(f"{SRT}.{each}")  # what children share
-for seam in SEAMS:
+for module in ("managers.scheduler", "entrypoints.engine"):
+    pkgutil.resolve_name(f"{SRT}.{module}")  # what children share
+for path in HOOKED:
     for fault in (None, changed):
-        name = seam.rpartition(".")[2]
+        name = path.rpartition(".")[2]
         if name != INHERITED if fault is None else name not in FIXED:
             # A process for each: what was hooked before the refusal stays hooked.
-            child = multiprocessing.get_context("fork").Process(target=refuse, args=(seam, fault))
+            child = multiprocessing.get_context("fork").Process(target=refuse, args=(path, fault))
             child.start()
             child.join()
-            assert child.exitcode == 0, (seam, fault)
+            assert child.exitcode == 0, (path, fault)
 install()  # and with all of them
