@@ -1,14 +1,23 @@
 """The file of a signature: a Sigstore bundle that names one file by its SHA-256. Knows nothing of keys or trust.
 
-A bundle may be hostile. Duplicate fields and other spellings of base64 are refused, so that the library that checks the
-signature reads the same statement in the same bytes; it checks the other fields.
+A bundle may be hostile. Unknown and duplicate fields and other spellings of base64 are refused, so that the library
+that checks the signature reads the same statement, by the same signer, in the same bytes.
 """
 
 import base64
 import re
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import AliasPath, BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasPath,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from kvtuner.errors import ProfileError, SignatureError
 from kvtuner.exported_configs.profile.document import DocumentKind, explain, read_document
@@ -25,68 +34,138 @@ def _decode(text: Any) -> bytes:
         raise ValueError(f"must be base64 ({error})") from error
 
 
+def _check_name(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError(f"must name a file, not {ascii(name)[:60]}")
+    return name
+
+
 _Base64 = Annotated[bytes, BeforeValidator(_decode)]
-_One = Annotated[list[Any], Field(min_length=1, max_length=1)]
 _Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_FileName = Annotated[str, Field(max_length=255), AfterValidator(_check_name)]
 
 
-def _at(first: str, *others: str | int, default: Any = ...) -> Any:
-    return Field(default, validation_alias=AliasPath(first, *others))
+class _Signed(BaseModel):
+    """A part that is signed: a later release of the library may add fields to it."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
-class Statement(BaseModel, strict=True, extra="ignore", frozen=True):
+class _Unsigned(BaseModel):
+    """A part that anybody may have edited: a second spelling of a field must not reach a more lenient reader."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class _Resource(_Signed):
+    name: Literal["."]  # the file itself, and not one in a folder
+    algorithm: Literal["sha256"]
+    digest: _Hex
+
+
+class _Serialization(_Signed):
+    method: Literal["files"]
+    hash_type: Literal["sha256"]
+    # The library hands these to its hashing without looking at their types.
+    allow_symlinks: bool
+    ignore_paths: list[str] = []
+
+
+class _Predicate(_Signed):
+    serialization: _Serialization
+    resources: Annotated[list[_Resource], Field(min_length=1, max_length=1)]
+
+
+class _Subject(_Signed):
+    name: _FileName
+    sha256: str = Field(validation_alias=AliasPath("digest", "sha256"))
+
+
+class Statement(_Signed):
     """The signed part of a signature: the name of a file, only for messages, and its SHA-256 in hexadecimal."""
 
-    type: Literal["https://in-toto.io/Statement/v1"] = _at("_type")
-    predicate_type: Literal["https://model_signing/signature/v1.0"] = _at("predicateType")
-    subjects: _One = _at("subject")
-    name: Annotated[str, Field(max_length=255)] = _at("subject", 0, "name")
-    resources: _One = _at("predicate", "resources")
-    algorithm: Literal["sha256"] = _at("predicate", "resources", 0, "algorithm")
-    sha256: _Hex = _at("predicate", "resources", 0, "digest")
+    type: Literal["https://in-toto.io/Statement/v1"] = Field(alias="_type")
+    predicate_type: Literal["https://model_signing/signature/v1.0"] = Field(alias="predicateType")
+    predicate: _Predicate
+    subject: Annotated[list[_Subject], Field(min_length=1, max_length=1)]
+
+    @property
+    def name(self) -> str:
+        """The name of the signed file."""
+        return self.subject[0].name
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of the signed file, in hexadecimal."""
+        return self.predicate.resources[0].digest
 
 
-class Bundle(BaseModel, strict=True, extra="forbid", frozen=True):
-    """The content of a signature that nobody has checked yet.
+class _PublicKey(_Unsigned):
+    hint: _Hex
 
-    Attributes:
-        key_hint: The SHA-256 of the public key's PEM text, hexadecimal; None where a certificate signed.
-        chain_certificate: The signer's certificate in DER, where others stand above it.
-        sigstore_certificate: The signer's certificate in DER, where Sigstore made it.
-    """
 
-    media_type: Any = Field(None, alias="mediaType")
-    material: dict[str, Any] = Field(alias="verificationMaterial")
-    key_hint: _Hex | None = _at("verificationMaterial", "publicKey", "hint", default=None)
-    chain_certificate: _Base64 | None = _at(
-        "verificationMaterial", "x509CertificateChain", "certificates", 0, "rawBytes", default=None
-    )
-    sigstore_certificate: _Base64 | None = _at("verificationMaterial", "certificate", "rawBytes", default=None)
-    statement: Annotated[Statement, BeforeValidator(lambda text: read_document(_decode(text), SIGNATURE))] = _at(
-        "dsseEnvelope", "payload"
-    )
-    payload_type: Literal["application/vnd.in-toto+json"] = _at("dsseEnvelope", "payloadType")
-    signatures: _One = _at("dsseEnvelope", "signatures")
+class _Certificate(_Unsigned):
+    der: _Base64 = Field(alias="rawBytes")
+
+
+class _CertificateChain(_Unsigned):
+    certificates: Annotated[list[_Certificate], Field(min_length=1)]
+
+
+class _Material(_Unsigned):
+    """The signer: a key, a certificate with others above it, or one that Sigstore made."""
+
+    key: _PublicKey | None = Field(None, alias="publicKey")
+    chain: _CertificateChain | None = Field(None, alias="x509CertificateChain")
+    sigstore: _Certificate | None = Field(None, alias="certificate")
+    log_entries: Any = Field(None, alias="tlogEntries")
+    timestamps: Any = Field(None, alias="timestampVerificationData")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        signers = [self.key_hint, self.chain_certificate, self.sigstore_certificate]
-        count = len(signers) - signers.count(None)
+        count = 3 - [self.key, self.chain, self.sigstore].count(None)
         if count != 1:
-            raise ValueError(f"verification material must hold a key's hint or certificates, not {count} of them")
+            raise ValueError(f"must hold a key's hint or certificates, not {count} of them")
         return self
+
+
+class _Envelope(_Unsigned):
+    statement: Annotated[Statement, BeforeValidator(lambda text: read_document(_decode(text), SIGNATURE))] = Field(
+        alias="payload"
+    )
+    type: Literal["application/vnd.in-toto+json"] = Field(alias="payloadType")
+    signatures: Annotated[list[Any], Field(min_length=1, max_length=1)]
+
+
+class Bundle(_Unsigned):
+    """The content of a signature that nobody has checked yet."""
+
+    media_type: Any = Field(None, alias="mediaType")
+    material: _Material = Field(alias="verificationMaterial")
+    envelope: _Envelope = Field(alias="dsseEnvelope")
+
+    @property
+    def statement(self) -> Statement:
+        """The signed part."""
+        return self.envelope.statement
 
     @property
     def kind(self) -> str:
         """The kind of identity that signed: ``key``, ``chain`` or ``sigstore``."""
-        if self.key_hint is not None:
+        if self.material.key is not None:
             return "key"
-        return "sigstore" if self.chain_certificate is None else "chain"
+        return "sigstore" if self.material.chain is None else "chain"
+
+    @property
+    def key_hint(self) -> str | None:
+        """The SHA-256 of the public key's PEM text, in hexadecimal; None where a certificate signed."""
+        return self.material.key.hint if self.material.key else None
 
     @property
     def certificate(self) -> bytes:
         """The signer's certificate in DER; empty where a key signed."""
-        return self.chain_certificate or self.sigstore_certificate or b""
+        signer = self.material.chain.certificates[0] if self.material.chain else self.material.sigstore
+        return signer.der if signer else b""
 
 
 def read_bundle(data: bytes) -> Bundle:

@@ -18,9 +18,10 @@ _UNITS: Final = {None: 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB)?", text)
-    if match is None or not float(match[1]):
+    value = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if value < 1:
         raise OptionError(f"bytes are written 512MiB or 40GiB, not {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return value
 
 
 def _gigabytes(text: str) -> float:

@@ -83,10 +83,12 @@ def benchmark(options: BenchOptions) -> tuple[BenchResult, Path]:
     folder.create()
     with folder.lock("bench.lock", waiting="another benchmark runs in this folder"):
         session = _BenchSession(options, flags, profile, shape, folder, urls)
+        # Before the first server starts, so that a full disk is met before hours of work.
+        served = [(scheme, scheme.server_flags(folder.file(PROFILES))) for scheme in schemes]
         result = BenchResult(
             profile=profile,
             model=session.identity,
-            schemes=tuple(map(session.measure, schemes)),
+            schemes=tuple(session.measure(scheme, scheme_flags) for scheme, scheme_flags in served),
             evaluation=None,
             provenance=session.provenance(command),
             server_args=flags.shareable(),
@@ -150,9 +152,8 @@ class _BenchSession:
         self._bandwidth, self._no_bandwidth = self._find_bandwidth()
         self._served_model: str | None = None
 
-    def measure(self, scheme: CacheScheme) -> SchemeResult:
+    def measure(self, scheme: CacheScheme, flags: Sequence[str]) -> SchemeResult:
         """Serve a scheme, unless it is served already, and put it under load; or state why it could not be."""
-        flags = scheme.server_flags(self._folder.file(PROFILES))
         key = self._key(scheme, flags, {})
         if not self._urls and (record := self._work.server(key)):
             server = ServerRecord(**record)
@@ -252,8 +253,8 @@ class _BenchSession:
         flags = ["--model-path", self._source.path, *scheme_flags]
         flags += ["--kvtuner-allow-derived"] if self._is_derived and scheme.name == PROFILE else []
         flags += ["--trust-remote-code"] if model.trust_remote_code else []
+        flags += ["--revision", model.revision] if model.revision else []
         values = {
-            "--revision": model.revision,
             "--context-length": model.context_length,
             "--device": model.device.partition(":")[0],
             "--dtype": model.dtype,

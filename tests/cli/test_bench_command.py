@@ -68,7 +68,7 @@ def test_bytes_are_read_with_their_units(text: str, expected: int) -> None:
     assert parsed("--kv-memory", text).kv_memory == expected
 
 
-@pytest.mark.parametrize("flags", [("--kv-memory", "40GB"), ("--kv-memory", "0"), ("--memory-bandwidth", "-1")])
+@pytest.mark.parametrize("flags", [("--kv-memory", "40GB"), ("--kv-memory", "0.3"), ("--memory-bandwidth", "-1")])
 def test_amounts_that_say_nothing_are_refused(flags: tuple[str, str]) -> None:
     with pytest.raises(SystemExit):
         parsed(*flags)

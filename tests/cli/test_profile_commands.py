@@ -129,6 +129,17 @@ def test_doctor_checks_the_versions_that_kvtuner_needs(
     assert doctor._package(name, least).status == status
 
 
+def test_doctor_of_a_clone_that_nobody_installed_checks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtuner.cli.commands import doctor
+
+    def missing(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    installed = doctor.needed()
+    monkeypatch.setattr("importlib.metadata.requires", missing)
+    assert {"torch", *installed} <= set(doctor.needed())
+
+
 @pytest.mark.parametrize(
     "code", ["import kvtuner.cli", "from kvtuner.cli.parser import build_parser; build_parser().format_help()"]
 )

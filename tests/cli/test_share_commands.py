@@ -268,6 +268,18 @@ def test_list_shows_what_a_folder_holds_and_what_fits_a_model(
     assert status == 2 and "is no folder" in err
 
 
+def test_list_looks_at_files_alone_and_not_into_what_tools_keep(run: RunCommand, copied: Path) -> None:
+    (copied / "profile-folder.json").mkdir()
+    (copied / "node_modules").mkdir()
+    shutil.copy(copied / "profile.json", copied / "node_modules")
+    (copied / "more").mkdir()
+    (copied / "more" / "profile-cut.json").write_text("{")
+    status, out, err = run("list", copied, "--json")
+    assert status == 0
+    assert [row["name"] for row in json.loads(out) if row["where"] == "folder"] == [str(copied / "profile.json")]
+    assert err.count("not shown") == 1 and "profile-cut.json" in err
+
+
 def kvtuner(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvtuner", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL, check=False)

@@ -9,9 +9,11 @@ import json
 import platform
 import re
 import shutil
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import kvtuner
 from kvtuner.cli.command import Command
 from kvtuner.errors import KVTunerError
 
@@ -26,6 +28,7 @@ OPTIONAL: Final = {
     "triton": "GPU kernels",
 }
 MIN_FREE_BYTES: Final = 256 << 20
+_PYPROJECT: Final = Path(kvtuner.__file__).parents[1] / "pyproject.toml"
 
 
 class DoctorCheck(NamedTuple):
@@ -58,7 +61,7 @@ def needed() -> dict[str, str]:
     try:
         requirements = importlib.metadata.requires("kvtuner") or ()
     except importlib.metadata.PackageNotFoundError:  # a clone that nobody installed
-        return {"kvtuner": ""}
+        requirements = tomllib.loads(_PYPROJECT.read_text())["project"]["dependencies"]
     matches = (re.fullmatch(r"([\w.-]+)(?:>=([\d.]+))?", text) for text in requirements)
     return {match[1]: match[2] or "" for match in matches if match is not None}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtuner.errors import ProfileError
@@ -16,7 +19,6 @@ from kvtuner.report.formatting import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from kvtuner.exported_configs.profile.profile import Profile
 
@@ -47,13 +49,14 @@ def list_profiles(folder: Path | None, *, model: str | None = None) -> list[List
 def _below(top: Path) -> Iterator[ListedProfile]:
     if not top.is_dir():
         raise ProfileError(f"{top} is no folder; name one, or leave it out")
-    for path in sorted(top.rglob("profile*.json"), key=lambda path: (path.parent.parts, path.name)):
-        if not profile_names([path.name]) or not _SKIPPED.isdisjoint(path.relative_to(top).parts):
-            continue
-        try:
-            yield ListedProfile(str(path), "folder", load_profile(path))
-        except ProfileError as error:
-            say(f"not shown: {printable(str(error))}")
+    for folder, folders, files in os.walk(top):
+        folders[:] = sorted(set(folders) - _SKIPPED)
+        for name in sorted(fnmatch.filter(profile_names(files), "profile*.json")):
+            path = Path(folder, name)
+            try:
+                yield ListedProfile(str(path), "folder", load_profile(path))
+            except ProfileError as error:
+                say(f"not shown: {printable(str(error))}")
 
 
 def _fits(profile: Profile, model: str) -> bool:

@@ -181,13 +181,13 @@ def test_changed_file_and_changed_certificates_are_refused(
         (stolen, "that key did not make it, so it is forged or damaged"),
         (
             {"x509CertificateChain": {"certificates": []}, "tlogEntries": []},
-            "a key's hint or certificates, not 0 of them",
+            "certificates: List should have at least 1 item",
         ),
         ({"x509CertificateChain": {"certificates": [{"rawBytes": "AAAA"}]}}, "it is not by chain:"),
-        ({"x509CertificateChain": {"certificates": ["x"]}}, "certificates, not 0 of them"),
+        ({"x509CertificateChain": {"certificates": ["x"]}}, "certificates[0]: must be a valid dictionary"),
         (
             {"x509CertificateChain": {"certificates": [{"raw_bytes": ""}]}},
-            "a key's hint or certificates, not 0 of them",
+            "rawBytes: the field is missing",
         ),
     ):
         signature_path(file).write_text(json.dumps({**bundle, "verificationMaterial": material}))
