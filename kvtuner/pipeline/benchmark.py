@@ -27,17 +27,11 @@ from kvtuner.exported_configs.identity.mismatch import DERIVED
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE, Evaluation, ResultProvenance
 from kvtuner.pipeline.evaluate import check_writable, evaluate
 from kvtuner.pipeline.evaluation_options import EvalOptions
-from kvtuner.pipeline.inputs import (
-    corpus_source,
-    model_source,
-    profile_of,
-    result_provenance,
-    run_folder,
-    warn_of_mismatches,
-    with_profile_defaults,
-)
+from kvtuner.pipeline.profile_files.model_fit import warn_of_mismatches
+from kvtuner.pipeline.profile_lookup import profile_of, with_profile_defaults
 from kvtuner.pipeline.progress import say
-from kvtuner.pipeline.shareable_command import result_command
+from kvtuner.pipeline.provenance import result_command, result_provenance
+from kvtuner.pipeline.sources import corpus_source, model_source, run_folder
 from kvtuner.report.bench_report import write_report
 from kvtuner.report.bench_result import BenchResult, SchemeResult
 from kvtuner.run_folder import RunFolder, sha256_of

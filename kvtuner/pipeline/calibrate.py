@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.calibration.sensitivity import TABLE_FILE, SensitivityTable
-from kvtuner.pipeline.inputs import run_folder
+from kvtuner.pipeline.sources import run_folder
 from kvtuner.pipeline.stages.search_run import checked_shape, measure_sensitivity
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.evaluation.validation import UNIFORM_PAIRS
-from kvtuner.pipeline.inputs import corpus_source
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
+from kvtuner.pipeline.sources import corpus_source
 from kvtuner.pipeline.stages.search_run import checked_shape, row_shape, serving_ranks
 from kvtuner.pipeline.stages.search_targets import SearchTarget, targets_of
 from kvtuner.precision import PACKED_BITS, PrecisionPair, effective_bits, mean_bits, tokens_per_gib

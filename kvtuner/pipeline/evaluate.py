@@ -36,19 +36,13 @@ from kvtuner.exported_configs.profile.evaluation_record import (
     evaluation_path,
 )
 from kvtuner.pipeline.evaluation_options import AGAINST, EvalOptions
-from kvtuner.pipeline.inputs import (
-    corpus_source,
-    model_source,
-    profile_of,
-    result_provenance,
-    run_folder,
-    warn_of_mismatches,
-    with_profile_defaults,
-)
+from kvtuner.pipeline.profile_files.model_fit import warn_of_mismatches
+from kvtuner.pipeline.profile_lookup import profile_of, with_profile_defaults
 from kvtuner.pipeline.progress import say
-from kvtuner.pipeline.record_table import RecordTable, record_table
-from kvtuner.pipeline.shareable_command import result_command
+from kvtuner.pipeline.provenance import result_command, result_provenance
+from kvtuner.pipeline.sources import corpus_source, model_source, run_folder
 from kvtuner.report.evaluation_report import sample_lines
+from kvtuner.report.record_table import RecordTable, record_table
 from kvtuner.run_folder import RunFolder, sha256_of, write_atomically
 from kvtuner.runtime_loader.model_check import check_model
 

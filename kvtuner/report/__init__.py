@@ -7,6 +7,7 @@ Public functions, by module:
 - `evaluation_report`: `evaluation_lines`, `sample_lines`.
 - `bench_report`: `write_report`; `bench_result`: `BenchResult`, `summary_lines`.
 - `profile_report`: `describe`, `summary`, `profile_page`, `strip_html`; `layer_strip`: `profile_strip`, `Terminal`.
-- `profile_difference`: `difference_of`, `difference_lines`, `difference_page`.
+- `profile_difference`: `difference_of`; `difference_report`: `difference_lines`, `difference_page`.
+- `record_table`: a result's table for notebooks.
 - `formatting` for all of them, its `Table` included; `html_page.render` fills ``templates/``.
 """

@@ -13,8 +13,8 @@ from kvtuner.calibration.model_loading import DEMO, ModelShape, load_model, read
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench, calibrate
 from kvtuner.errors import PrecisionError
 from kvtuner.evaluation.cache_scheme import RankLayout
-from kvtuner.pipeline.inputs import corpus_source, model_source
 from kvtuner.pipeline.progress import say
+from kvtuner.pipeline.sources import corpus_source, model_source
 from kvtuner.precision import PACKED_BITS, PrecisionPair, RowShape, check_group_size
 from kvtuner.search_spaces.space import Configuration, uniform
 from kvtuner.search_spaces.written_layers import parse_keep

@@ -1,18 +1,28 @@
-"""Commands as they may be shared: without the paths of this machine, and without options that have their defaults."""
+"""How a result was made: its command and its machine, as they may be shared.
+
+Commands are without the paths of this machine, and without options that have their defaults.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
 import shlex
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtuner import __version__
 from kvtuner.bench.server import ServerFlags
 from kvtuner.exported_configs.identity.model_identity import public_name
+from kvtuner.exported_configs.profile.evaluation_record import ResultProvenance
 from kvtuner.exported_configs.sharing.reference import FileReference, parse_reference
 from kvtuner.pipeline.options import DEFAULT_SAMPLER, DEFAULT_TRIALS, SearchOptions, defaults_of, flag_values
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
+MAX_COMMAND: Final = 2000
 _PATHS: Final = ("model", "data", "include_path")
 # Where a search runs and what else it writes, not what it finds.
 _NOT_OF_SEARCHES: Final = ("out", "device", "report", "storage", "budget")
@@ -64,3 +74,42 @@ def result_command(name: str, options: Any) -> list[str]:
     words = flag_words(values, defaults_of(type(options)), left_out=("profile", "endpoint", "out"))
     servers = [word for scheme, _ in options.endpoint or () for word in ("--endpoint", f"{scheme}=URL")]
     return ["kvtuner", name, shareable_profile(str(options.profile)), *words, *servers]
+
+
+def result_provenance(
+    command: Sequence[str], *, seed: int, device: str, has_endpoints: bool, server_device: str | None = None
+) -> ResultProvenance:
+    """The provenance of a result: the command as it may be shared, and the device of a model loaded here or of servers.
+
+    `has_endpoints` means servers that were there already; `server_device` is that of servers that were started.
+    """
+    import torch
+    import transformers
+
+    is_on_gpu = torch.cuda.is_available() and "cpu" not in (device, server_device) and not has_endpoints
+    asked = "asked from " if has_endpoints else ""
+    cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    return ResultProvenance(
+        kvtuner_version=__version__,
+        command=shlex.join(command)[:MAX_COMMAND].strip(),
+        machine=_gpus(device) if is_on_gpu else f"{asked}{_processor()}, {cores}",
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        seed=seed,
+    )
+
+
+def _gpus(device: str) -> str:
+    import torch
+
+    index = None if device == "auto" else torch.device(device).index
+    count = torch.cuda.device_count() if device == "auto" else 1
+    return f"{count} x {torch.cuda.get_device_name(index or 0)}"
+
+
+def _processor() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
