@@ -38,7 +38,7 @@ from kvtuner.run_folder import RunFolder, sha256_of
 from kvtuner.search_spaces.budget import Budget
 from kvtuner.search_spaces.space import build_space, pairs_of, uniform
 from kvtuner.tuner.exact import solve
-from kvtuner.tuner.objective import MeasuredKL, describe, layer_specs
+from kvtuner.tuner.objective import MeasuredKL, configuration_key, layer_specs
 from kvtuner.tuner.samplers import POPULATION_SIZE
 from kvtuner.tuner.study import refine
 from kvtuner.tuner.warm_starts import warm_starts
@@ -78,7 +78,7 @@ class CalibratedModel:
             rows=self.bench.loaded.shape.geometry.row_shape(),
             pairs=tuple(pairs_of(tuple(configuration))),
             specs=layer_specs(configuration, self.table, self.bench.options.quant),
-            key=describe(configuration),
+            key=configuration_key(configuration),
         )
         sums: SequenceSums = pooled([self.validator.measure(scheme, offsets) for offsets in ("small", "large")])
         return sum(sums.kl) / sum(sums.count)

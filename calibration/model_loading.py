@@ -184,7 +184,7 @@ def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedMo
         UnsupportedModelError: Weights or tokenizer missing, a dtype or device that is not there or too small, no
             attention hook.
     """
-    from kvtuner.calibration.forward.attention_hook import register
+    from kvtuner.calibration.forward.attention_hook import register_hook
 
     shape = shape or read_shape(source)
     tokenizer = load_tokenizer(source)
@@ -194,10 +194,10 @@ def load_model(source: ModelSource, shape: ModelShape | None = None) -> LoadedMo
         name = type(model).__name__
         if model._can_set_attn_implementation():
             try:
-                model.set_attn_implementation(register())
+                model.set_attn_implementation(register_hook())
             except ValueError as error:
                 raise UnsupportedModelError(f"{name} refuses another attention implementation: {error}") from error
-    if model.config._attn_implementation != register():
+    if model.config._attn_implementation != register_hook():
         raise UnsupportedModelError(f"{name} does not go through transformers' AttentionInterface; it has no hook")
     return LoadedModel(source, shape, model, tokenizer)
 

@@ -11,7 +11,7 @@ from kvtuner.errors import PrecisionError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MAX_TEXT: Final = 1 << 16
+MAX_RANGES_TEXT: Final = 1 << 16
 
 # Four digits bound the work that a hostile range can ask for.
 _LAYERS: Final = re.compile(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", re.ASCII)
@@ -27,8 +27,8 @@ class LayerRange(NamedTuple):
 
 def read_ranges(text: str) -> list[LayerRange]:
     """Read the ranges of a text, in its order; `PrecisionError` where an entry is none, or the text is too long."""
-    if len(text) > MAX_TEXT:
-        raise PrecisionError(f"layers are given in at most {MAX_TEXT} characters, not {len(text)}")
+    if len(text) > MAX_RANGES_TEXT:
+        raise PrecisionError(f"layers are given in at most {MAX_RANGES_TEXT} characters, not {len(text)}")
     return [_entry(entry) for entry in text.split(",")]
 
 

@@ -50,7 +50,7 @@ class AttentionBackend:
 _BACKENDS: Final[dict[str, AttentionBackend]] = {}
 
 
-def register(backend: AttentionBackend) -> None:
+def register_backend(backend: AttentionBackend) -> None:
     """Add an attention backend under its own name."""
     assert backend.name not in _BACKENDS, f"there is an attention backend {backend.name} already"
     _BACKENDS[backend.name] = backend
@@ -86,8 +86,8 @@ def _refuse_amd() -> None:
         raise ServingError("the kernels were never tried on a GPU of AMD; serve without a profile")
 
 
-register(AttentionBackend("torch", ("cpu",), lambda _: TorchAttention(), default_on=("cpu",)))
-register(
+register_backend(AttentionBackend("torch", ("cpu",), lambda _: TorchAttention(), default_on=("cpu",)))
+register_backend(
     AttentionBackend(
         kernels.NAME,
         ("cuda", "cpu"),

@@ -17,7 +17,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from kvtuner.errors import CacheError
-from kvtuner.exported_configs.identity.mismatch import Policy, compare, refuse
+from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
 from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id, public_name
 from kvtuner.exported_configs.profile.evidence import ReadPlan
 from kvtuner.geometry import ModelGeometry
@@ -167,7 +167,7 @@ class KVTunerCache(Cache):
         """
         check_model(profile, config, context_length=context_length)
         policy = Policy(allow_derived=allow_derived, allow_flag="allow_derived=True")
-        mismatches = compare(profile.model, _identity(config, profile), policy)
+        mismatches = compare_models(profile.model, _identity(config, profile), policy)
         refuse(mismatches)
         for mismatch in mismatches:
             if mismatch.severity == "warning":

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvtuner.geometry import ModelGeometry
 
-Kind = Literal["mean_bits", "effective_bits", "percent", "bytes_per_token", "memory"]
+BudgetKind = Literal["mean_bits", "effective_bits", "percent", "bytes_per_token", "memory"]
 
 FORMS: Final = "4bit, 4.25bpe, 35%, 18KiB/token or 40GiB@32x64k"
 SMALLEST_PAIR: Final = PrecisionPair(2, 2)
@@ -26,7 +26,7 @@ NATIVE_PAIR: Final = PrecisionPair(16, 16)
 
 _NUMBER = r"(\d{1,12}(?:\.\d{1,15})?)"
 _UNIT = r"([KMGT]I?B|B)"
-_PATTERNS: Final[dict[Kind, re.Pattern[str]]] = {
+_PATTERNS: Final[dict[BudgetKind, re.Pattern[str]]] = {
     "mean_bits": re.compile(rf"{_NUMBER} ?BITS?", re.ASCII),
     "effective_bits": re.compile(rf"{_NUMBER} ?BPE", re.ASCII),
     "percent": re.compile(rf"{_NUMBER} ?%", re.ASCII),
@@ -51,7 +51,7 @@ class Budget:
         unit_bytes: bytes of the unit for one token; 1 for kinds that do not count bytes.
     """
 
-    kind: Kind
+    kind: BudgetKind
     amount: Fraction
     unit: str
     unit_bytes: Fraction = Fraction(1)
@@ -173,7 +173,7 @@ class Constraint:
         return f"{_decimal(_rounded_up(needed))}{self.budget.unit}"
 
 
-def _unit_text(kind: Kind, rest: Sequence[str]) -> str:
+def _unit_text(kind: BudgetKind, rest: Sequence[str]) -> str:
     if kind in ("bytes_per_token", "memory"):
         unit = rest[0].replace("I", "i")
         return f"{unit}/token" if kind == "bytes_per_token" else f"{unit}@{rest[1]}x{rest[2]}{rest[3].lower()}"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 EPS: Final = 0.05
 MIN_SAMPLES: Final = 2
-NOISE: Final = -1
+UNGROUPED: Final = -1
 
 
 def dbscan(points: NDArray[np.float64], eps: float, min_samples: int) -> NDArray[np.int64]:
@@ -30,15 +30,15 @@ def dbscan(points: NDArray[np.float64], eps: float, min_samples: int) -> NDArray
     distances = np.sqrt(((points[:, None, :] - points[None, :, :]) ** 2).sum(axis=2))
     is_neighbour = distances <= eps
     is_core = is_neighbour.sum(axis=1) >= min_samples
-    labels = np.full(len(points), NOISE, dtype=np.int64)
+    labels = np.full(len(points), UNGROUPED, dtype=np.int64)
     cluster = 0
     for start in np.flatnonzero(is_core):
-        if labels[start] != NOISE:
+        if labels[start] != UNGROUPED:
             continue
         frontier = [start]
         labels[start] = cluster
         while frontier:
-            reached = np.flatnonzero(is_neighbour[frontier.pop()] & (labels == NOISE))
+            reached = np.flatnonzero(is_neighbour[frontier.pop()] & (labels == UNGROUPED))
             labels[reached] = cluster
             frontier.extend(reached[is_core[reached]])
         cluster += 1
@@ -62,6 +62,6 @@ def group_layers(
         for menu in {menus[layer] for layer in stage}:
             layers = np.array([layer for layer in stage if menus[layer] == menu])
             labels = dbscan(np.array([features[layer] for layer in layers], dtype=np.float64), EPS, MIN_SAMPLES)
-            groups += [(int(layer),) for layer in layers[labels == NOISE]]
+            groups += [(int(layer),) for layer in layers[labels == UNGROUPED]]
             groups += [tuple(layers[labels == label].tolist()) for label in range(labels.max() + 1)]
     return tuple(sorted(groups))

@@ -11,7 +11,7 @@ from kvtuner.errors import SearchSpaceError
 from kvtuner.precision import ALL_BITS, NATIVE_BITS, PrecisionPair, RowShape
 from kvtuner.run_folder import sha256_of
 from kvtuner.search_spaces.groups import group_layers
-from kvtuner.search_spaces.written_layers import check_layers
+from kvtuner.search_spaces.layer_notation import check_layers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

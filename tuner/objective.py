@@ -25,7 +25,7 @@ RACE: Final = ((6, 1.4), (3, 1.2), (2, 1.05))
 """Pairs of a part and a margin: after 1/part of the sequences a measurement ends whose KL exceeds margin x the best."""
 
 
-def describe(configuration: Sequence[LayerChoice]) -> str:
+def configuration_key(configuration: Sequence[LayerChoice]) -> str:
     """A configuration as text that says everything it decides: ``K4:hadamard V2:none, ...``."""
     return ", ".join(
         f"K{choice.pair.k_bits}:{choice.k_transform} V{choice.pair.v_bits}:{choice.v_transform}"
@@ -108,7 +108,7 @@ class MeasuredKL:
     def _sequence_kls(self, configuration: Sequence[LayerChoice], stages: int | None = None) -> list[float]:
         """The mean KL of every sequence of the first stages, None for all; what is missing runs in one go."""
         last = len(self._ends) - 1 if stages is None else stages
-        key = describe(configuration)
+        key = configuration_key(configuration)
         if len(self._measured.get(key, ())) < self._ends[last]:
             self._read_journal()  # another worker may have measured it meanwhile
         kls = self._measured.get(key, [])
@@ -135,7 +135,7 @@ class MeasuredKL:
 
     def _spec(self, layer: int, choice: LayerChoice) -> LayerSpec:
         """The one object for all layers that are stored alike: by it a simulator knows what it need not run again."""
-        key = layer, describe([choice])
+        key = layer, configuration_key([choice])
         if key not in self._specs:
             self._specs[key] = _layer_spec(layer, choice, self._table, self._options)
         return self._specs[key]

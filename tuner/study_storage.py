@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 LOCK_TIMEOUT_S: Final = 60.0
-IDENTITY: Final = "identity"
+IDENTITY_ATTRIBUTE: Final = "identity"
 JOURNAL: Final = "journal:///"
 STORAGE_ERRORS: Final = (SQLAlchemyError, sqlite3.Error, optuna.exceptions.StorageInternalError)
 
@@ -180,11 +180,11 @@ def bind_identity(study: optuna.Study, identity: Mapping[str, Any], url: str | N
     Raises:
         RunFolderError: It measures something else; names the first field that differs.
     """
-    known = study.user_attrs.get(IDENTITY)
+    known = study.user_attrs.get(IDENTITY_ATTRIBUTE)
     if known is None:
         if study.get_trials(deepcopy=False):
             raise RunFolderError(f"{printable_url(url)} holds a study of another program; choose another name")
-        study.set_user_attr(IDENTITY, dict(identity))
+        study.set_user_attr(IDENTITY_ATTRIBUTE, dict(identity))
         return True
     for key in sorted(set(known) | set(identity)):
         there, here = canonical_json(known.get(key)), canonical_json(identity.get(key))

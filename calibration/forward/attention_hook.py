@@ -35,7 +35,7 @@ def hooked(hook: AttentionHook | None) -> Iterator[None]:
         _hook.reset(token)
 
 
-def register() -> str:
+def register_hook() -> str:
     """Register the attention and mask functions; idempotent. Returns the implementation's name."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface

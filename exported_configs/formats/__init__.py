@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from kvtuner.errors import PrecisionError, ProfileError
 from kvtuner.exported_configs.formats import dtype_ranges, kvtuner_yaml, modelopt, optiq, vllm_skip_layers
 from kvtuner.exported_configs.formats.conversion import refusal
-from kvtuner.exported_configs.formats.kvtuner_yaml import SCHEMES as SCHEMES
+from kvtuner.exported_configs.formats.kvtuner_yaml import PRESETS as PRESETS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
 
-SCHEMES: Final = ("pertoken", "kivi")
+PRESETS: Final = ("pertoken", "kivi")
 KIVI_GROUP: Final = 32
 _SIDES: Final = ("nbits_key", "nbits_value")
 _KIVI_NOTE: Final = (
@@ -46,7 +46,7 @@ def write(profile: Profile) -> Exported:
     }
     lost = {scheme: storage.lost_features(profile) for scheme, storage in schemes.items()}
     nearest = "kivi" if profile.has_per_channel_keys else "pertoken"
-    scheme = next((scheme for scheme in SCHEMES if not lost[scheme]), nearest)
+    scheme = next((scheme for scheme in PRESETS if not lost[scheme]), nearest)
     lines = [
         f"{layer}:\n  nbits_key: {pair.k_bits}\n  nbits_value: {pair.v_bits}\n"
         for layer, pair in enumerate(profile.pairs)

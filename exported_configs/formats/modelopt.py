@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
 
-SCHEMA_VERSION: Final = 1
+MODELOPT_VERSION: Final = 1
 INT8: Final = PrecisionPair(8, 8)
 MIXED: Final = "MIXED_PRECISION"
 
@@ -67,7 +67,7 @@ def write(profile: Profile) -> Exported:
             "quant_algo": None,
             _ALGO: "INT8" if is_whole else MIXED if layers else None,
             _LAYERS: {f"model.layers.{layer}.self_attn": {"quant_algo": "INT8"} for layer in layers},
-            _VERSION: SCHEMA_VERSION,
+            _VERSION: MODELOPT_VERSION,
         },
     }
     return Exported(json.dumps(document, indent=1) + "\n", (_INT8_NOTE,) * bool(layers), tuple(sorted(lost)))
@@ -105,9 +105,9 @@ def _algorithms(section: dict[str, Any], geometry: ModelGeometry) -> dict[int, s
     if algorithm is not None and not isinstance(algorithm, str):
         raise ProfileError(f"{_ALGO} must be a name, not {type(algorithm).__name__}")
     version = section.get(_VERSION)
-    is_known = type(version) is int and version == SCHEMA_VERSION
+    is_known = type(version) is int and version == MODELOPT_VERSION
     if not is_known and (layers is not None or version is not None):
-        raise ProfileError(f"{_VERSION} must be {SCHEMA_VERSION}, not {str(version)[:20]!a}; upgrade kvtuner")
+        raise ProfileError(f"{_VERSION} must be {MODELOPT_VERSION}, not {str(version)[:20]!a}; upgrade kvtuner")
     if layers is not None:
         named = _named_layers(layers)
         _check_agreement(algorithm, named)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SAMPLE_BYTES: Final = 4096
 MAX_HEADER_BYTES: Final = 100 * 2**20
 ONE_FILE: Final = "model.safetensors"
-INDEX: Final = "model.safetensors.index.json"
+WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 
 
 def checkpoint_sha256(folder: Path) -> str | None:
@@ -44,7 +44,7 @@ def _files(folder: Path) -> list[Path]:
     """The one file of a model, or those of its index; adapters and other copies beside them do not count."""
     if (folder / ONE_FILE).is_file():
         return [folder / ONE_FILE]
-    index = folder / INDEX
+    index = folder / WEIGHTS_INDEX
     if not index.is_file():
         return []
     with index.open("rb") as file:

@@ -42,7 +42,7 @@ class IdentityRule(NamedTuple):
 
 _ANOTHER: Final = "use a profile that was searched for this model"
 _ALLOW: Final = f"{_ANOTHER}, or allow a derived one by {{allow}}"
-TABLE: Final[dict[str, IdentityRule]] = {
+IDENTITY_RULES: Final[dict[str, IdentityRule]] = {
     "architecture": IdentityRule("error", "the profile of {id} is for {wanted}, but this model is {actual}", _ANOTHER),
     "configuration": IdentityRule(
         "error", "the profile of {id} is for configuration {wanted}, but {served} has {actual}", _ALLOW
@@ -140,7 +140,7 @@ class Mismatch(NamedTuple):
     text: str
 
 
-def compare(
+def compare_models(
     wanted: ModelIdentity,
     actual: ModelIdentity,
     policy: Policy,
@@ -176,7 +176,7 @@ def refuse(mismatches: Sequence[Mismatch]) -> None:
 
 
 def _judged(kind: str, values: dict[str, str], policy: Policy) -> Mismatch:
-    severity, text, advice = TABLE[kind]
+    severity, text, advice = IDENTITY_RULES[kind]
     if kind in DERIVED and policy.allow_derived:
         severity, advice = "warning", "allowed: {rescore} tells what that costs"
     elif policy.strict and (kind in _STRICT or severity == "warning"):

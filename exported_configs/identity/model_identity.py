@@ -23,7 +23,7 @@ from kvtuner.run_folder import canonical_json, sha256_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-MAX_NAME: Final = 200
+MAX_MODEL_NAME: Final = 200
 NO_QUANTIZATION: Final = "none"
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _SNAPSHOT: Final = re.compile(r"(?:^|/)models--([^/]+)/snapshots/([0-9a-f]{40})(?:/|$)")
@@ -95,7 +95,7 @@ def public_name(text: str) -> str:
     path = _existing(text)
     name = snapshot[1].replace("--", "/") if snapshot else os.path.basename(os.path.realpath(path)) if path else text
     printable = "".join(c if c.isprintable() and c != "\\" else "_" for c in name).lstrip("./~ ")
-    return printable[:MAX_NAME].rstrip(" /") or "unnamed"
+    return printable[:MAX_MODEL_NAME].rstrip(" /") or "unnamed"
 
 
 def is_hub_id(name: str) -> bool:

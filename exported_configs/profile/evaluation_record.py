@@ -15,7 +15,7 @@ from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.document import DocumentKind, naming, read_document, short, validated
 from kvtuner.exported_configs.profile.evidence import ModelIdentity, ReadPlan
 from kvtuner.exported_configs.profile.fields import (
-    Command,
+    CommandText,
     Figure,
     Name,
     Seed,
@@ -28,8 +28,8 @@ from kvtuner.exported_configs.profile.fields import (
 from kvtuner.run_folder import sha256_of
 
 EVALUATION_VERSION: Final = 1
-SUFFIX: Final = ".evaluation-"
-PROFILE: Final = "profile"
+EVALUATION_SUFFIX: Final = ".evaluation-"
+PROFILE_SCHEME: Final = "profile"
 """The name of the profile among the subjects."""
 
 
@@ -83,7 +83,7 @@ class PairedDifference(StrictModel):
     mcnemar: Share | None
 
 
-class Result(StrictModel):
+class CellResult(StrictModel):
     """The mean of one scheme in one cell, with its interval, and the number of answers that never came.
 
     They count as wrong, or as empty where a text is scored; such a likelihood is left out of every scheme's mean.
@@ -115,7 +115,7 @@ class Cell(StrictModel):
     units: TokenCount
     count: TokenCount
     flag: Flag | None
-    results: Annotated[tuple[Result, ...], Records]
+    results: Annotated[tuple[CellResult, ...], Records]
     differences: Annotated[tuple[PairedDifference, ...], Records]
 
     @model_validator(mode="after")
@@ -131,7 +131,7 @@ class Cell(StrictModel):
 
 
 class SchemeRecord(StrictModel):
-    """A scheme of the evaluation: `PROFILE`, ``bf16``, ``fp8``, or a uniform pair without transforms.
+    """A scheme of the evaluation: `PROFILE_SCHEME`, ``bf16``, ``fp8``, or a uniform pair without transforms.
 
     Its bytes are those of all layers on one rank that holds all heads; bf16's for the unquantized cache.
     """
@@ -177,7 +177,7 @@ class ResultProvenance(StrictModel):
     """
 
     kvtuner_version: Text
-    command: Command
+    command: CommandText
     machine: Text
     torch: Text
     transformers: Text
@@ -199,8 +199,8 @@ class Evaluation(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         names = [subject.name for subject in self.subjects]
-        if PROFILE not in names or len(set(names)) < len(names):
-            raise ValueError(f"subjects must be different, and {PROFILE!r} one of them, not {names!a:.99}")
+        if PROFILE_SCHEME not in names or len(set(names)) < len(names):
+            raise ValueError(f"subjects must be different, and {PROFILE_SCHEME!r} one of them, not {names!a:.99}")
         for cell in self.cells:
             results = [result.subject for result in cell.results]
             if len(set(results)) < len(results):
@@ -223,12 +223,12 @@ def evaluation_path(profile: Path, evaluation: Evaluation) -> Path:
         evaluation.making.seed,
     ]
     digits = sha256_of(content).removeprefix("sha256:")[:8]
-    return profile.with_name(f"{profile.stem}{SUFFIX}{kind}-{digits}.json")
+    return profile.with_name(f"{profile.stem}{EVALUATION_SUFFIX}{kind}-{digits}.json")
 
 
 def evaluation_files(profile: Path) -> list[Path]:
     """The files beside a profile's whose names say that they are its evaluations."""
-    return sorted(profile.parent.glob(f"{escape(profile.stem)}{SUFFIX}*.json"))
+    return sorted(profile.parent.glob(f"{escape(profile.stem)}{EVALUATION_SUFFIX}*.json"))
 
 
 def load_evaluation(path: Path) -> Evaluation:

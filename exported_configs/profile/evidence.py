@@ -5,7 +5,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from kvtuner.exported_configs.profile.fields import (
-    Command,
+    CommandText,
     Count,
     Figure,
     HubId,
@@ -187,4 +187,4 @@ class Provenance(StrictModel):
     calibration: CalibrationRecord | None
     search: SearchRecord | None
     libraries: Libraries
-    command: Annotated[Command, Field(min_length=1)] | None = None
+    command: Annotated[CommandText, Field(min_length=1)] | None = None

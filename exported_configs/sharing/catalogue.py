@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.mismatch import is_same_configuration
 from kvtuner.exported_configs.profile.document import DocumentKind, naming, read_document, validated
-from kvtuner.exported_configs.profile.evaluation_record import SUFFIX, evaluation_files, load_evaluation
+from kvtuner.exported_configs.profile.evaluation_record import EVALUATION_SUFFIX, evaluation_files, load_evaluation
 from kvtuner.exported_configs.profile.evidence import IntervalRecord, ModelIdentity
 from kvtuner.exported_configs.profile.fields import Figure, Name, Sha256, StrictModel, Text, TokenCount
 from kvtuner.exported_configs.profile.load import load_profile
@@ -23,7 +23,7 @@ from kvtuner.run_folder import sha256_of, write_atomically
 FOLDER: Final = Path(__file__).parents[1] / "profiles"
 USUAL_BUDGET: Final = "4bit"
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*-[0-9][a-z0-9.]*")
-INDEX: Final = "index.json"
+CATALOGUE_INDEX: Final = "index.json"
 INDEX_SCHEMA: Final = "index.schema.json"
 _KIND: Final = DocumentKind("index", "python -m kvtuner.exported_configs.sharing.catalogue", 2**20)
 
@@ -69,7 +69,7 @@ class Index(StrictModel):
 
 def load_index(folder: Path = FOLDER) -> Index:
     """Read and check the index, or raise `ProfileError`."""
-    path = folder / INDEX
+    path = folder / CATALOGUE_INDEX
     with naming(path, _KIND):
         return validated(Index, read_document(path, _KIND), way_out=_KIND.again)
 
@@ -120,13 +120,15 @@ def _is_called_alike(measured: ModelIdentity, served: ModelIdentity) -> bool:
 
 def make_index(folder: Path = FOLDER) -> Index:
     """The index of a folder's profiles; `ProfileError` for a wrong one, a stray evaluation, or missing evidence."""
-    names = {path.name for path in folder.glob("*.json")} - {INDEX, INDEX_SCHEMA}
-    entries = sorted((_entry(folder / name) for name in names if SUFFIX not in name), key=lambda entry: entry.name)
+    names = {path.name for path in folder.glob("*.json")} - {CATALOGUE_INDEX, INDEX_SCHEMA}
+    entries = sorted(
+        (_entry(folder / name) for name in names if EVALUATION_SUFFIX not in name), key=lambda entry: entry.name
+    )
     if len({(entry.model.id, entry.budget) for entry in entries}) < len(entries):
         raise ProfileError("the catalogue has two profiles of one model by one budget; keep the better one")
     listed = {name for entry in entries for name in entry.evaluations}
     for name in sorted(names - listed):
-        if SUFFIX in name:
+        if EVALUATION_SUFFIX in name:
             raise ProfileError(f"{name} evaluates no profile of the catalogue; remove it")
     return Index(catalogue_version=1, profiles=tuple(entries))
 
@@ -175,7 +177,7 @@ def index_schema_text() -> str:
 
 def main() -> None:
     """Write the index and its schema beside the profiles."""
-    write_atomically(FOLDER / INDEX, index_text(make_index()))
+    write_atomically(FOLDER / CATALOGUE_INDEX, index_text(make_index()))
     write_atomically(FOLDER / INDEX_SCHEMA, index_schema_text())
 
 

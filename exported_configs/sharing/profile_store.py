@@ -53,7 +53,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kvtuner")
 
 
-def store(reference: HubReference, files: Mapping[str, bytes], profile: Profile) -> FetchedProfile:
+def store_profile(reference: HubReference, files: Mapping[str, bytes], profile: Profile) -> FetchedProfile:
     """Keep a commit's files by their names, unless they are there and whole; `RunFolderError` where that fails."""
     assert ORIGIN not in files
     cache = cache_folder()

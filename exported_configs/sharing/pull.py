@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Final
 from huggingface_hub import constants
 
 from kvtuner.errors import HubError, ProfileError, SignatureError
-from kvtuner.exported_configs.profile.evaluation_record import EVALUATION, SUFFIX, parse_evaluation
+from kvtuner.exported_configs.profile.evaluation_record import EVALUATION, EVALUATION_SUFFIX, parse_evaluation
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.sharing.find import profile_names
 from kvtuner.exported_configs.sharing.hub_client import fetch_file, list_files
-from kvtuner.exported_configs.sharing.profile_store import ORIGIN, find_stored, remember, remembered, store
+from kvtuner.exported_configs.sharing.profile_store import ORIGIN, find_stored, remember, remembered, store_profile
 from kvtuner.exported_configs.sharing.reference import HubReference, check_digest
-from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE, read_bundle
-from kvtuner.exported_configs.signing.signature_bundle import SUFFIX as SIGNATURE_SUFFIX
+from kvtuner.exported_configs.sharing.resolution import profile_names
+from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE, SIGNATURE_SUFFIX, read_bundle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -98,11 +97,11 @@ def _fetch(at: HubReference, sizes: Mapping[str, int | None]) -> FetchedProfile:
             notes.append(f"left out {beside}: {error}")
         else:
             files[PurePosixPath(name).name] = content
-    return replace(store(at, files, profile), notes=tuple(notes))
+    return replace(store_profile(at, files, profile), notes=tuple(notes))
 
 
 def _companions(path: str, names: Iterable[str]) -> list[str]:
-    evaluation = re.compile(re.escape(path.removesuffix(".json") + SUFFIX) + r"[^/]*\.json")
+    evaluation = re.compile(re.escape(path.removesuffix(".json") + EVALUATION_SUFFIX) + r"[^/]*\.json")
     evaluations = [name for name in sorted(names) if evaluation.fullmatch(name) and name.isprintable()]
     if len(evaluations) > MAX_COMPANIONS:
         raise HubError(

@@ -69,7 +69,7 @@ class HubReference:
         return f"{self.repo}@{self.revision}" if self.path == PROFILE_FILE else self.full_name
 
 
-Reference = FileReference | CatalogueReference | HubReference
+ProfileReference = FileReference | CatalogueReference | HubReference
 
 
 def is_commit(revision: str) -> bool:
@@ -77,7 +77,7 @@ def is_commit(revision: str) -> bool:
     return _COMMIT.fullmatch(revision) is not None
 
 
-def parse_reference(text: str) -> Reference:
+def parse_reference(text: str) -> ProfileReference:
     """Read a reference, of a file that exists here before one of the hub; `ProfileError` for a bad digest or path."""
     if len(text) > MAX_LENGTH or "\0" in text:
         raise ProfileError(f"a profile is named in at most {MAX_LENGTH} characters, not {ascii(text)[:60]}")

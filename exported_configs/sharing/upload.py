@@ -9,10 +9,10 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from kvtuner.errors import HubError
-from kvtuner.exported_configs.profile.evaluation_record import SUFFIX
-from kvtuner.exported_configs.sharing.find import profile_names
+from kvtuner.exported_configs.profile.evaluation_record import EVALUATION_SUFFIX
 from kvtuner.exported_configs.sharing.hub_client import hub_api, hub_errors, list_files
-from kvtuner.exported_configs.signing.signature_bundle import SUFFIX as SIGNATURE_SUFFIX
+from kvtuner.exported_configs.sharing.resolution import profile_names
+from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,7 +69,7 @@ def plan_upload(
         name
         for name in head.sizes
         if name not in files
-        and any(name == f"{stem}.json{SIGNATURE_SUFFIX}" or name.startswith(stem + SUFFIX) for stem in stems)
+        and any(name == f"{stem}.json{SIGNATURE_SUFFIX}" or name.startswith(stem + EVALUATION_SUFFIX) for stem in stems)
     )
     return Upload(repo, branch, head, files, removed, private, create_pr)
 

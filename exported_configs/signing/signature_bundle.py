@@ -22,7 +22,7 @@ from pydantic import (
 from kvtuner.errors import ProfileError, SignatureError
 from kvtuner.exported_configs.profile.document import DocumentKind, explain, read_document
 
-SUFFIX: Final = ".sig"
+SIGNATURE_SUFFIX: Final = ".sig"
 AGAIN: Final = "sign the profile again"
 SIGNATURE: Final = DocumentKind("signature", AGAIN, 2**20, re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}"))
 

@@ -18,7 +18,7 @@ from kvtuner.errors import RunFolderError, SignatureError
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.signing import signers
-from kvtuner.exported_configs.signing.signature_bundle import AGAIN, SIGNATURE, SUFFIX, Bundle, read_bundle
+from kvtuner.exported_configs.signing.signature_bundle import AGAIN, SIGNATURE, SIGNATURE_SUFFIX, Bundle, read_bundle
 from kvtuner.run_folder import write_atomically
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Verified(NamedTuple):
 
 def signature_path(path: Path) -> Path:
     """The file of a profile's signature."""
-    return path.with_name(path.name + SUFFIX)
+    return path.with_name(path.name + SIGNATURE_SUFFIX)
 
 
 def sign_profile(path: Path, signer: Signer) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvtuner.evaluation.cache_scheme import FP8, PER_CHANNEL, REFERENCE, SYMMETRIC
+from kvtuner.evaluation.cache_scheme import FP8, K4V4_PER_CHANNEL, REFERENCE, SYMMETRIC
 
 GROUPS: Final = {
     REFERENCE: "A",
@@ -12,7 +12,7 @@ GROUPS: Final = {
     "K4V4": "C",
     "K2V2": "D",
     "K8V4": "E",
-    PER_CHANNEL: "F",
+    K4V4_PER_CHANNEL: "F",
     f"K4V4{SYMMETRIC}": "G",
 }
 """The letters of groups by the names of their schemes; each differs in one thing from C, per token and asymmetric."""

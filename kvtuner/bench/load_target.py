@@ -11,7 +11,7 @@ from kvtuner.bench.hardware import Observer
 from kvtuner.bench.loads import Capacity
 from kvtuner.errors import EndpointError
 from kvtuner.exported_configs.identity.model_identity import public_name
-from kvtuner.exported_configs.profile.evaluation_record import PROFILE
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -106,7 +106,7 @@ class LoadTarget:
         self._endpoint, self._server, self._name = endpoint, server, scheme.name
         info = {}
         if endpoint.api == "sglang":
-            is_uniform = scheme.profile is not None and scheme.name != PROFILE
+            is_uniform = scheme.profile is not None and scheme.name != PROFILE_SCHEME
             if server is None and is_uniform and endpoint.facts.digest is None:
                 raise EndpointError(f"{endpoint.url} was named {scheme.name}, but serves no profile")
             # A uniform of a server that was not started here may have groups of its own.

@@ -11,7 +11,7 @@ from kvtuner.errors import CorpusError
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-Kind = Literal["prompt", "output", "concurrency", "batch", "stability"]
+LoadKind = Literal["prompt", "output", "concurrency", "batch", "stability"]
 SHORT_PROMPT: Final = 100
 SHORT_OUTPUT: Final = 16
 MAX_CONCURRENCY: Final = 256
@@ -24,7 +24,7 @@ NUM_PREFIX_TOKENS: Final = 4
 class Load:
     """Requests for one kind of figures, whose outputs are as long as asked; `round` numbers a load that is repeated."""
 
-    kind: Kind
+    kind: LoadKind
     prompt_tokens: int
     output_tokens: int
     concurrency: int

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HOST: Final = "127.0.0.1"
 PORTS: Final = range(12_000, 32_000)
 """Ports below those that systems hand out by themselves, which another program could take before the server does."""
-POLL_S: Final = 0.5
+SERVER_POLL_S: Final = 0.5
 SHUTDOWN_TIMEOUT_S: Final = 20
 """The time that a server has to end by itself."""
 LOG_LINES: Final = 3
@@ -148,7 +148,7 @@ def _wait_until_ready(server: ServerProcess, start_s: float) -> None:
             raise EndpointError(server.log_tail())
         if _is_healthy(server.url):
             return
-        time.sleep(POLL_S)
+        time.sleep(SERVER_POLL_S)
     raise EndpointError(f"the server was not ready within {start_s:g} s; read its log, or give more --start-timeout")
 
 
@@ -171,7 +171,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
             while is_there and time.monotonic() < deadline:
                 process.poll()  # reaps the launcher: until then it counts as a member of its group
-                time.sleep(POLL_S)
+                time.sleep(SERVER_POLL_S)
                 is_there = _signal_group(process.pid, 0)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)

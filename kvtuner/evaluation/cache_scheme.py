@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 REFERENCE: Final = "bf16"
 FP8: Final = "fp8"
-PER_CHANNEL: Final = "K4V4-per-channel"
+K4V4_PER_CHANNEL: Final = "K4V4-per-channel"
 SYMMETRIC: Final = "-symmetric"
 UNQUANTIZED: Final = (None, "auto", "bf16", "bfloat16")
 """SGLang's names of a cache in the model's dtype."""
@@ -214,7 +214,7 @@ class PerChannelScheme(CacheScheme):
     def of(cls, geometry: ModelGeometry) -> Self:
         """The scheme for a model."""
         pairs = (PrecisionPair(4, 4),) * geometry.num_layers
-        return cls(name=PER_CHANNEL, pairs=pairs, rows=geometry.row_shape(), key=PER_CHANNEL)
+        return cls(name=K4V4_PER_CHANNEL, pairs=pairs, rows=geometry.row_shape(), key=K4V4_PER_CHANNEL)
 
     def server_flags(self, folder: Path) -> tuple[str, ...]:
         """The flags of KVTuner's uniform quantization."""

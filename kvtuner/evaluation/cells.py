@@ -18,7 +18,7 @@ from scipy.stats import binomtest, norm, t
 from kvtuner.errors import CorpusError
 from kvtuner.evaluation.cache_scheme import REFERENCE
 from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval, bootstrap_mean
-from kvtuner.exported_configs.profile.evaluation_record import PROFILE, Cell, PairedDifference, Result
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME, Cell, CellResult, PairedDifference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -68,7 +68,7 @@ class PairedScores(ABC):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Means(PairedScores):
+class MeanScores(PairedScores):
     """Means over tokens, or over questions, whole sequences resampled; sums and counts are [num_sequences]."""
 
     sums: NDArray[np.float64]
@@ -90,7 +90,7 @@ class Means(PairedScores):
 
 
 @dataclass(frozen=True, slots=True)
-class Marks(PairedScores):
+class BinaryScores(PairedScores):
     """The marks of each problem's questions, right or wrong; their mean is the accuracy."""
 
     problems: tuple[tuple[bool, ...], ...]
@@ -205,7 +205,7 @@ def _design_effect(shares: NDArray[np.float64], counts: NDArray[np.int64], varia
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CellKey:
     """The place where a metric is measured: contexts, or sequences, of `num_tokens`, if they have one length.
 
     The task is its name and metric, for level ``task``; the flag is one that is known before anything is scored.
@@ -220,10 +220,10 @@ class Place:
     failures: Mapping[str, int] = field(default_factory=dict)
 
 
-def make_cell(measure: Measure, place: Place, scores: Mapping[str, PairedScores], seed: int) -> Cell:
+def make_cell(measure: Measure, place: CellKey, scores: Mapping[str, PairedScores], seed: int) -> Cell:
     """The cell of one metric: every scheme's result by name, and the profile's difference from each other scheme."""
-    profile = scores[PROFILE]
-    others = {name: other for name, other in scores.items() if name != PROFILE}
+    profile = scores[PROFILE_SCHEME]
+    others = {name: other for name, other in scores.items() if name != PROFILE_SCHEME}
     return Cell(
         level=place.level,
         measure=measure,
@@ -234,7 +234,7 @@ def make_cell(measure: Measure, place: Place, scores: Mapping[str, PairedScores]
         count=int(profile.counts.sum()),
         flag=place.flag or (scores[REFERENCE].flag if REFERENCE in scores else None),
         results=tuple(
-            Result(subject=name, **asdict(each.interval(seed)), failures=place.failures.get(name, 0))
+            CellResult(subject=name, **asdict(each.interval(seed)), failures=place.failures.get(name, 0))
             for name, each in scores.items()
         ),
         differences=tuple(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from kvtuner.errors import PrecisionError
 from kvtuner.evaluation.cache_scheme import (
     FP8,
-    PER_CHANNEL,
+    K4V4_PER_CHANNEL,
     REFERENCE,
     SYMMETRIC,
     Fp8Scheme,
@@ -21,7 +21,7 @@ from kvtuner.evaluation.cache_scheme import (
 )
 from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import uniform_profile
-from kvtuner.exported_configs.profile.evaluation_record import PROFILE
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
 from kvtuner.precision import NATIVE_BITS, PrecisionPair
 
 if TYPE_CHECKING:
@@ -67,13 +67,13 @@ def named_scheme(text: str, shape: ModelShape) -> CacheScheme:
 def named_schemes(
     names: Sequence[str], shape: ModelShape, profile: Profile, file: Path | None = None
 ) -> list[CacheScheme]:
-    """The schemes that words name: `PROFILE` the searched profile, others what `named_scheme` knows.
+    """The schemes that words name: `PROFILE_SCHEME` the searched profile, others what `named_scheme` knows.
 
     Raises:
         PrecisionError: A word names no scheme, or two name the same one.
     """
     schemes = [
-        ProfileScheme.of(name, profile, file) if name == PROFILE else named_scheme(name, shape) for name in names
+        ProfileScheme.of(name, profile, file) if name == PROFILE_SCHEME else named_scheme(name, shape) for name in names
     ]
     full_names = [scheme.name for scheme in schemes]
     if twice := [name for name in full_names if full_names.count(name) > 1]:
@@ -83,4 +83,4 @@ def named_schemes(
 
 register_scheme(REFERENCE, UnquantizedScheme.of)
 register_scheme(FP8, Fp8Scheme.of)
-register_scheme(PER_CHANNEL, PerChannelScheme.of)
+register_scheme(K4V4_PER_CHANNEL, PerChannelScheme.of)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.evaluation.cells import Means
+from kvtuner.evaluation.cells import MeanScores
 from kvtuner.journal import Journal
 from kvtuner.precision import PrecisionPair
 
@@ -59,11 +59,11 @@ class SequenceSums:
             kl_p99=float(np.quantile(scores.kl.numpy(), 0.99, method="inverted_cdf")),  # the KL of a token
         )
 
-    def means(self, measure: Measure) -> Means:
+    def means(self, measure: Measure) -> MeanScores:
         """The mean KL, top-1 agreement or negative log-likelihood of a token."""
         sums = {"kl_nats_per_token": self.kl, "top1_agreement": self.agree, "nll_nats_per_token": self.nll}[measure]
         counts = self.nll_count if measure == "nll_nats_per_token" else self.count
-        return Means(np.array(sums, dtype=np.float64), np.array(counts, dtype=np.int64))
+        return MeanScores(np.array(sums, dtype=np.float64), np.array(counts, dtype=np.int64))
 
     def kl_interval(self, seed: int) -> Interval:
         """The mean KL per token with its bootstrap interval."""

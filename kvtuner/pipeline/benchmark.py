@@ -24,7 +24,7 @@ from kvtuner.evaluation.backends.endpoint import Endpoint
 from kvtuner.evaluation.cache_scheme import FP8, REFERENCE, CacheScheme
 from kvtuner.evaluation.scheme_registry import named_schemes
 from kvtuner.exported_configs.identity.mismatch import DERIVED
-from kvtuner.exported_configs.profile.evaluation_record import PROFILE, Evaluation, ResultProvenance
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME, Evaluation, ResultProvenance
 from kvtuner.pipeline.evaluate import check_writable, evaluate
 from kvtuner.pipeline.evaluation_options import EvalOptions
 from kvtuner.pipeline.profile_files.model_fit import warn_of_mismatches
@@ -32,7 +32,7 @@ from kvtuner.pipeline.profile_lookup import profile_of, with_profile_defaults
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.provenance import result_command, result_provenance
 from kvtuner.pipeline.sources import corpus_source, model_source, run_folder
-from kvtuner.report.bench_report import write_report
+from kvtuner.report.bench_report import write_bench_report
 from kvtuner.report.bench_result import BenchResult, SchemeResult
 from kvtuner.run_folder import RunFolder, sha256_of
 from kvtuner.runtime_loader.model_check import check_model
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 LOGS: Final = "logs"
 PROFILES: Final = "ways"
 START_S: Final = 1800
-QUALITY: Final = ("likelihood", "recall")
+QUALITY_LEVELS: Final = ("likelihood", "recall")
 
 
 def benchmark(options: BenchOptions) -> tuple[BenchResult, Path]:
@@ -87,11 +87,11 @@ def benchmark(options: BenchOptions) -> tuple[BenchResult, Path]:
             provenance=session.provenance(command),
             server_args=flags.shareable(),
         )
-        page = write_report(result, folder.path)
+        page = write_bench_report(result, folder.path)
         if options.ablation:
             reference = str(resolved.path) if resolved.is_own else resolved.name
             result = replace(result, evaluation=_quality(options, reference, schemes, folder))
-            page = write_report(result, folder.path)
+            page = write_bench_report(result, folder.path)
     return result, page
 
 
@@ -100,20 +100,22 @@ def _names(options: BenchOptions) -> list[str]:
     if options.endpoint:
         names = [name for name, _ in options.endpoint]
     elif options.ablation:
-        names = [PROFILE, *ABLATION]
+        names = [PROFILE_SCHEME, *ABLATION]
     else:
-        names = [REFERENCE, PROFILE, *(options.against or (FP8,))]
-    return sorted(names, key=lambda name: (name != REFERENCE, name != PROFILE))
+        names = [REFERENCE, PROFILE_SCHEME, *(options.against or (FP8,))]
+    return sorted(names, key=lambda name: (name != REFERENCE, name != PROFILE_SCHEME))
 
 
 def _quality(options: BenchOptions, profile: str, schemes: Sequence[CacheScheme], folder: RunFolder) -> Evaluation:
-    others = tuple(scheme.name for scheme in schemes if scheme.is_local and scheme.name not in (PROFILE, REFERENCE))
+    others = tuple(
+        scheme.name for scheme in schemes if scheme.is_local and scheme.name not in (PROFILE_SCHEME, REFERENCE)
+    )
     quality_options = EvalOptions(
         profile=profile,
         model=options.model,
         data=options.data,
         against=others,
-        levels=options.levels or QUALITY,
+        levels=options.levels or QUALITY_LEVELS,
         out=str(folder.file("quality")),
     )
     return evaluate(quality_options).evaluation
@@ -245,7 +247,7 @@ class _BenchSession:
     def _flags(self, scheme: CacheScheme, scheme_flags: Sequence[str]) -> list[str]:
         options, model = self._options, self._options.model
         flags = ["--model-path", self._source.path, *scheme_flags]
-        flags += ["--kvtuner-allow-derived"] if self._is_derived and scheme.name == PROFILE else []
+        flags += ["--kvtuner-allow-derived"] if self._is_derived and scheme.name == PROFILE_SCHEME else []
         flags += ["--trust-remote-code"] if model.trust_remote_code else []
         flags += ["--revision", model.revision] if model.revision else []
         values = {

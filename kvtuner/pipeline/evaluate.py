@@ -26,9 +26,9 @@ from kvtuner.evaluation.tasks.question_sets import (
     draw_question_sets,
     question_cells,
 )
-from kvtuner.evaluation.token_text import Text
+from kvtuner.evaluation.text_tokenizer import TextTokenizer
 from kvtuner.exported_configs.profile.evaluation_record import (
-    PROFILE,
+    PROFILE_SCHEME,
     DataRecord,
     Evaluation,
     SchemeRecord,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Level
     from kvtuner.exported_configs.profile.evidence import ReadPlan
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.exported_configs.sharing.find import ResolvedProfile
+    from kvtuner.exported_configs.sharing.resolution import ResolvedProfile
 
 LENGTHS: Final = (128, 256, 512, 2048, 8192)
 SAMPLES_FILE: Final = "samples.md"
@@ -116,7 +116,7 @@ def evaluate(options: EvalOptions) -> EvaluationResult:
         model=work.shape.identity(
             model_source(options.model), backends[0].dtype or profile.model.dtype, work.tokenizer
         ),
-        host=next(backend.record() for backend in backends if backend.name == PROFILE),
+        host=next(backend.record() for backend in backends if backend.name == PROFILE_SCHEME),
         data=DataRecord(
             corpus=corpus_source(options.data, options.model, work.shape, seed=work.seed).name,
             token_ids_sha256=hashes["report"],
@@ -169,7 +169,7 @@ class _Work:
     schemes: list[CacheScheme]
     urls: dict[str, str]
     tokenizer: PreTrainedTokenizerBase
-    text: Text
+    text: TextTokenizer
     corpus: Corpus
     question_sets: list[QuestionSet]
 
@@ -188,7 +188,7 @@ class _Work:
         tokenizer = load_tokenizer(source)
         model = shape.identity(source, profile.model.dtype, tokenizer)
         warn_of_mismatches(profile, model, shape.context_length)
-        text = Text(tokenizer)
+        text = TextTokenizer(tokenizer)
         corpus = load_corpus(corpus_source(options.data, options.model, shape, seed=seed), tokenizer)
         filler = "\n".join(tokenizer.batch_decode(corpus.splits["report"].tolist(), skip_special_tokens=True))
         question_sets = _question_sets(options, text, filler, shape.context_length, seed)
@@ -249,10 +249,10 @@ class _Work:
 def _schemes(options: EvalOptions, profile: Profile, shape: ModelShape) -> tuple[list[CacheScheme], dict[str, str]]:
     """The schemes in their order, and the URLs of their servers by name."""
     others = AGAINST if options.against is None else options.against
-    names = [name for name, _ in options.endpoint] if options.endpoint else [REFERENCE, PROFILE, *others]
-    if PROFILE not in names:
-        raise EndpointError(f"none of the endpoints serves the profile; give --endpoint {PROFILE}=URL")
-    names.sort(key=lambda name: (name != REFERENCE, name != PROFILE))
+    names = [name for name, _ in options.endpoint] if options.endpoint else [REFERENCE, PROFILE_SCHEME, *others]
+    if PROFILE_SCHEME not in names:
+        raise EndpointError(f"none of the endpoints serves the profile; give --endpoint {PROFILE_SCHEME}=URL")
+    names.sort(key=lambda name: (name != REFERENCE, name != PROFILE_SCHEME))
     schemes = named_schemes(names, shape, profile)
     if unstored := [scheme.name for scheme in schemes if not scheme.is_local]:
         raise PrecisionError(f"{unstored[0]} is no scheme to evaluate, such as fp8 or K8V8: nothing here stores it")
@@ -260,7 +260,9 @@ def _schemes(options: EvalOptions, profile: Profile, shape: ModelShape) -> tuple
     return schemes, {scheme.name: urls[name] for scheme, name in zip(schemes, names, strict=True) if urls}
 
 
-def _question_sets(options: EvalOptions, text: Text, filler: str, context_length: int, seed: int) -> list[QuestionSet]:
+def _question_sets(
+    options: EvalOptions, text: TextTokenizer, filler: str, context_length: int, seed: int
+) -> list[QuestionSet]:
     levels: list[Level] = [level for level in options.asked_levels if level in QUESTION_LEVELS]  # type: ignore[misc]  # checked by the parser
     lengths = options.lengths or tuple(length for length in LENGTHS if length < context_length - 64)
     if not lengths and set(levels) & {"recall", "needle"}:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _LISTS: Final = {"levels", "against", "lengths", "tasks"}
 """Options of which one value stands for a tuple of one."""
 
-Options = TypeVar("Options")
+_Options = TypeVar("_Options")
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
 
@@ -103,7 +103,7 @@ def evaluate(profile: str | os.PathLike[str], **options: Any) -> EvaluationResul
     return evaluate_with(_options(EvalOptions, {**options, "profile": profile}))
 
 
-def _options(kind: type[Options], values: dict[str, Any]) -> Options:
+def _options(kind: type[_Options], values: dict[str, Any]) -> _Options:
     names = flag_fields(kind)
     for name in values:
         if name not in names:

@@ -16,7 +16,7 @@ from kvtuner.pipeline.stages.search_run import SearchRun, checked_shape, measure
 from kvtuner.pipeline.stages.search_targets import SearchTarget, bind_target, refuse_other_targets, targets_of
 from kvtuner.report.record_table import RecordTable, quality_record, record_table
 from kvtuner.report.search_data import DATA_FILE, ReportData
-from kvtuner.report.search_report import summary_json, write_report
+from kvtuner.report.search_report import summary_json, write_search_report
 from kvtuner.run_folder import RunFolder, sha256_of, write_atomically
 from kvtuner.tuner.objective import MeasuredKL
 
@@ -128,6 +128,6 @@ def _finish(run: SearchRun, target: SearchTarget, outcome: SearchOutcome, valida
     folder = RunFolder(run.folder.file(f"report{target.suffix}")) if target.suffix else run.folder
     folder.create()
     folder.write_checked(DATA_FILE, data.to_json())
-    page = write_report(data, folder.path) if run.options.report else None
+    page = write_search_report(data, folder.path) if run.options.report else None
     run.folder.log("profile", file=file.name, digest=profile.digest, asked=outcome.asked)
     return SearchResult(profile, file, page, data, dict(run.phases.passes))

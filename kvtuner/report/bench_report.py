@@ -7,7 +7,7 @@ import shlex
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.bench.hardware import GPU_BUSY, GPU_MEMORY, GPU_MEMORY_BUSY, MEMORY
-from kvtuner.exported_configs.profile.evaluation_record import PROFILE
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
 from kvtuner.precision import tokens_per_gib
 from kvtuner.report.bench_result import gates_that_passed, milliseconds, overview
 from kvtuner.report.evaluation_report import cell_title, cell_values, versions_text
@@ -27,7 +27,7 @@ JSON: Final = "bench.json"
 NO_ROOM: Final = "does not fit"
 
 
-def write_report(result: BenchResult, folder: Path) -> Path:
+def write_bench_report(result: BenchResult, folder: Path) -> Path:
     """Write all files of the report; returns the path of the page.
 
     Raises:
@@ -98,7 +98,7 @@ def _gates(result: BenchResult) -> list[Table]:
         (scheme.name, gate.name, gate.verdict, gate.detail)
         for scheme in checked
         for gate in scheme.gates
-        if gate.verdict != "passed" or scheme.name == PROFILE
+        if gate.verdict != "passed" or scheme.name == PROFILE_SCHEME
     ]
     headers = ("", "of the profile, and what did not pass", "", "by")
     return [Table(("", *verdicts), rows), Table(headers, details, wrap=True)]

@@ -9,7 +9,7 @@ from pydantic_core import to_jsonable_python
 
 from kvtuner.bench.ablation import GROUPS
 from kvtuner.bench.gates import SKIPPED
-from kvtuner.evaluation.cache_scheme import PER_CHANNEL
+from kvtuner.evaluation.cache_scheme import K4V4_PER_CHANNEL
 from kvtuner.report.formatting import NOT_MEASURED, Table, count, number, percent
 
 if TYPE_CHECKING:
@@ -97,7 +97,9 @@ class BenchResult:
         failed = [f"{scheme.name}: {gate.name}: {gate.detail}" for scheme, gate in gates if gate.verdict == "failed"]
         refused = [(scheme.name, scheme.refused) for scheme in self.schemes if scheme.refused is not None]
         # The ablation's group that no server has yet is expected to be refused for that reason.
-        unexpected = [(name, reason) for name, reason in refused if name != PER_CHANNEL or "per-channel" not in reason]
+        unexpected = [
+            (name, reason) for name, reason in refused if name != K4V4_PER_CHANNEL or "per-channel" not in reason
+        ]
         return failed + [f"{name}: not served: {reason}" for name, reason in unexpected]
 
     def quality(self, name: str, measure: str) -> float | None:

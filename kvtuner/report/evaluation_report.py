@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.exported_configs.identity.mismatch import is_same_configuration
-from kvtuner.exported_configs.profile.evaluation_record import PROFILE
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
 from kvtuner.report.formatting import Table, count, fixed, interval, model_name, number, percent
 
 if TYPE_CHECKING:
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.evaluation_record import (
         Cell,
+        CellResult,
         Evaluation,
         PairedDifference,
-        Result,
         ResultProvenance,
     )
     from kvtuner.exported_configs.profile.profile import Profile
@@ -182,7 +182,7 @@ def _short_title(cell: Cell) -> str:
     return " ".join(filter(None, parts))
 
 
-def _value_text(cell: Cell, result: Result | None) -> str:
+def _value_text(cell: Cell, result: CellResult | None) -> str:
     if result is None:
         return "-"
     if cell.measure in SHARES:
@@ -198,7 +198,11 @@ def _clear_differences(cells: Sequence[Cell]) -> list[str]:
     total = sum(len(cell.differences) for cell in cells)
     chance = f"by chance {SIGNIFICANT * total:.0f} of {total} would look so"
     rows = [
-        (f"  {PROFILE} - {difference.other}", f"{cell.level} {_short_title(cell)}", *_difference(cell, difference))
+        (
+            f"  {PROFILE_SCHEME} - {difference.other}",
+            f"{cell.level} {_short_title(cell)}",
+            *_difference(cell, difference),
+        )
         for cell in cells
         for difference in _clear(cell)
     ]

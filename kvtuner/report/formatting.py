@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtuner.evaluation.statistics import Interval
-    from kvtuner.exported_configs.profile.evaluation_record import PairedDifference, Result
+    from kvtuner.exported_configs.profile.evaluation_record import CellResult, PairedDifference
     from kvtuner.exported_configs.profile.evidence import IntervalRecord, ModelIdentity
 
 NOT_MEASURED: Final = "-"
@@ -30,7 +30,7 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.0f}" if "e" in text else text.removesuffix(".")
 
 
-def interval(value: Interval | IntervalRecord | Result | PairedDifference | None) -> str:
+def interval(value: Interval | IntervalRecord | CellResult | PairedDifference | None) -> str:
     """``mean [low, high]``."""
     return NOT_MEASURED if value is None else f"{number(value.mean)} [{number(value.low)}, {number(value.high)}]"
 

@@ -25,7 +25,7 @@ _SUMMARY: Final = (
 )
 
 
-def write_report(data: ReportData, folder: Path) -> Path:
+def write_search_report(data: ReportData, folder: Path) -> Path:
     """Write the page and, beside it, its pictures as PNG files; returns the path of the page, which needs no other.
 
     Raises:

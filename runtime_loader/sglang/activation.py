@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ServingError
-from kvtuner.exported_configs.identity.mismatch import Policy, compare, refuse
+from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
 from kvtuner.runtime_loader.model_check import calibrated_positions
 from kvtuner.runtime_loader.sglang.compat.hooks import check_alone
 from kvtuner.runtime_loader.sglang.compat.model import model_config_of
@@ -110,7 +110,7 @@ def _refuse_options(arguments: Any, request: ServingRequest) -> None:
 
 def _compare_models(request: ServingRequest, profile: Profile, model_config: Any) -> None:
     # Once, in the launcher: schedulers would log it again for every rank.
-    mismatches = compare(
+    mismatches = compare_models(
         profile.model,
         identity_of_model(model_config),
         Policy(request.strict, request.allow_derived, STRICT_FLAG, ALLOW_FLAG),
@@ -130,7 +130,7 @@ def _start_scheduler(server_args: Any) -> None:
     with refusing():
         check_alone()
         # Imported here because only a scheduler needs pools and attention.
-        from kvtuner.runtime_loader.sglang.scheduler import install
+        from kvtuner.runtime_loader.sglang.scheduler import install_hooks
 
         arguments = resolved(server_args)
         _refuse_options(arguments, loaded.request)  # again: some are decided after all resolution hooks
@@ -138,4 +138,4 @@ def _start_scheduler(server_args: Any) -> None:
             # Otherwise SGLang, by write_back, gives up host pages whose device copy, read back from them, would be
             # quantized again.
             os.environ["SGLANG_HICACHE_SKIP_HOST_DUPLICATE_RECLAIM"] = "1"
-        install(packed=not loaded.request.hicache_only, tiers=arguments.enable_hierarchical_cache)
+        install_hooks(packed=not loaded.request.hicache_only, tiers=arguments.enable_hierarchical_cache)

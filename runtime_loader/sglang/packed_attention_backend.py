@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
-from kvtuner.runtime_loader.sglang.compat.attention import TritonAttnBackend, check_layers, refuse_unserved
+from kvtuner.runtime_loader.sglang.compat.attention import TritonAttnBackend, check_attention_layers, refuse_unserved
 from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
 from kvtuner.runtime_loader.sglang.process_state import refusing
 
@@ -20,7 +20,7 @@ def make_backend(runner: Any) -> PackedAttnBackend | None:
     if not isinstance(runner.token_to_kv_pool, PackedKVPool):
         return None
     with refusing():
-        check_layers(runner.model, runner.model_config.context_len)
+        check_attention_layers(runner.model, runner.model_config.context_len)
     return PackedAttnBackend(runner)
 
 
@@ -36,7 +36,7 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
                 list(zip(self.pool.keys, self.pool.values, strict=True)), self.num_head, runner.req_to_token_pool.size
             )
         self.decode_attention_fwd = self._decode
-        self.sliding_window_size = None  # `check_layers` left none
+        self.sliding_window_size = None  # `check_attention_layers` left none
 
     def _decode(
         self, q: Tensor, keys: PackedRows, values: PackedRows, o: Tensor, kv_indptr: Tensor, kv_indices: Tensor,

@@ -26,7 +26,7 @@ AGREEMENT_VARIABLE: Final = "KVTUNER_AGREEMENT_S"
 """The variable of the seconds that a rank waits for the others' word; 120 by default."""
 
 
-def install(*, packed: bool, tiers: bool) -> None:
+def install_hooks(*, packed: bool, tiers: bool) -> None:
     """Hook this process's pool, capacity and attention if the device pool is `packed`, and its host `tiers` if any."""
     state = process_state()
     on_introduction(

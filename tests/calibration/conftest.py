@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvtuner.calibration.batches import Batch, batches
-from kvtuner.calibration.forward.attention_hook import register
+from kvtuner.calibration.forward.attention_hook import register_hook
 from kvtuner.calibration.forward.chain import DecoderChain
 from kvtuner.geometry import ModelGeometry
 
@@ -39,7 +39,7 @@ def chain_over() -> Callable[[Any], DecoderChain]:
 
     def make(model: Any) -> DecoderChain:
         model.eval().requires_grad_(False)
-        model.set_attn_implementation(register())
+        model.set_attn_implementation(register_hook())
         return DecoderChain(model, ModelGeometry.from_config(model.config))
 
     return make

@@ -182,8 +182,8 @@ def test_an_interrupted_evaluation_goes_on(evaluate: Any, monkeypatch: pytest.Mo
     assert status == 130
     assert "run the same command again to resume" in err
     assert evaluate(*levels)[0] == 0
-    exams, ways, problems = 2 + 3, 4, 3
-    assert len(asked) == exams * ways * problems + 1, "only the problem that was cut short is asked again"
+    question_sets, schemes, problems = 2 + 3, 4, 3
+    assert len(asked) == question_sets * schemes * problems + 1, "only the problem that was cut short is asked again"
 
 
 def test_a_damaged_or_foreign_evaluation_hides_nothing(evaluate: Any, run: RunCommand) -> None:

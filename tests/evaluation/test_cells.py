@@ -11,42 +11,42 @@ import pytest
 from scipy.stats import binom, permutation_test
 
 from kvtuner.errors import CorpusError
-from kvtuner.evaluation.cells import Marks, Means, sign_flip
+from kvtuner.evaluation.cells import BinaryScores, MeanScores, sign_flip
 
 
-def marks(text: str) -> Marks:
+def marks(text: str) -> BinaryScores:
     """The marks of `110 011`: two problems of three questions."""
-    return Marks(tuple(tuple(mark == "1" for mark in problem) for problem in text.split()))
+    return BinaryScores(tuple(tuple(mark == "1" for mark in problem) for problem in text.split()))
 
 
-def of_table(both: int, first: int, second: int, neither: int) -> tuple[Marks, Marks]:
+def of_table(both: int, first: int, second: int, neither: int) -> tuple[BinaryScores, BinaryScores]:
     pairs = [(1, 1)] * both + [(1, 0)] * first + [(0, 1)] * second + [(0, 0)] * neither
     return marks(" ".join(str(a) for a, _ in pairs)), marks(" ".join(str(b) for _, b in pairs))
 
 
-def sequences(num_sequences: int, seed: int = 0) -> Means:
+def sequences(num_sequences: int, seed: int = 0) -> MeanScores:
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, 60, num_sequences)
-    return Means(rng.lognormal(-3, 1, num_sequences) * counts, counts)
+    return MeanScores(rng.lognormal(-3, 1, num_sequences) * counts, counts)
 
 
 def test_what_both_means_share_cancels_in_their_difference() -> None:
     means = sequences(9)
-    difference = Means(means.sums + 0.25 * means.counts, means.counts).minus(means, 1)
+    difference = MeanScores(means.sums + 0.25 * means.counts, means.counts).minus(means, 1)
     assert (difference.mean, difference.low, difference.high) == pytest.approx((0.25, 0.25, 0.25))
     assert difference.excludes_zero
 
 
 def test_swapping_the_sides_mirrors_the_paired_difference() -> None:
     a = sequences(21, seed=1)
-    b = Means(a.sums * np.random.default_rng(2).uniform(0.5, 1.6, 21), a.counts)
+    b = MeanScores(a.sums * np.random.default_rng(2).uniform(0.5, 1.6, 21), a.counts)
     there, back = a.minus(b, 4), b.minus(a, 4)
     assert (there.mean, there.low, there.high) == pytest.approx((-back.mean, -back.high, -back.low))
 
 
 def test_pairing_sees_a_difference_that_two_separate_intervals_hide() -> None:
     a = sequences(25)
-    b = Means(a.sums * 1.05, a.counts)
+    b = MeanScores(a.sums * 1.05, a.counts)
     assert a.interval(0).high > b.interval(0).low
     assert b.minus(a, 0).low > 0
 
@@ -92,7 +92,9 @@ def test_equals_are_called_different_in_one_of_twenty_and_intervals_hold_the_tru
     for _ in range(runs):
         hard = rng.beta(1.6, 0.7, problems)  # 70 % on average, correlated within a context
         first, second = (
-            Marks(tuple(tuple(map(bool, rng.random(questions) < p)) for p in hard + rng.normal(0, 0.05, problems)))
+            BinaryScores(
+                tuple(tuple(map(bool, rng.random(questions) < p)) for p in hard + rng.normal(0, 0.05, problems))
+            )
             for _ in range(2)
         )
         clear += first.p_value(second, 0) < 0.05
@@ -149,4 +151,4 @@ def test_what_cannot_be_paired_is_refused() -> None:
         marks("11").minus(marks("10"))
     for nothing in ((), ((),)):
         with pytest.raises(ValueError, match="every problem a question"):
-            Marks(nothing)
+            BinaryScores(nothing)

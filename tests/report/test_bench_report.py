@@ -19,19 +19,19 @@ from kvtuner.bench.load_metrics import LoadResult, MeasurementCost, SchemeRun
 from kvtuner.bench.load_target import ServerRecord
 from kvtuner.bench.loads import Capacity, LoadOptions, plan_loads
 from kvtuner.calibration.model_loading import DEMO_MODEL, ModelSource, read_shape
-from kvtuner.evaluation.cache_scheme import PER_CHANNEL
+from kvtuner.evaluation.cache_scheme import K4V4_PER_CHANNEL
 from kvtuner.evaluation.scheme_registry import named_schemes
 from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.exported_configs.profile.evaluation_record import (
     BackendRecord,
     Cell,
+    CellResult,
     DataRecord,
     Evaluation,
-    Result,
     ResultProvenance,
     SchemeRecord,
 )
-from kvtuner.report.bench_report import JSON, MARKDOWN, report_tables, write_report
+from kvtuner.report.bench_report import JSON, MARKDOWN, report_tables, write_bench_report
 from kvtuner.report.bench_result import BenchResult, SchemeResult, summary_lines
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def make_result(profile_of: Any) -> Callable[..., BenchResult]:
     def make(*, refusal: str = "per-channel quantization needs tail pages", name: str = "demo") -> BenchResult:
         results = []
         for number, way in enumerate(ways):
-            if way.name == PER_CHANNEL:
+            if way.name == K4V4_PER_CHANNEL:
                 results.append(SchemeResult(way, None, None, (), None, refusal))
                 continue
             run = answered(1 + number / 10)
@@ -103,7 +103,7 @@ def make_result(profile_of: Any) -> Callable[..., BenchResult]:
 
 def kl_cell(names: list[str]) -> Cell:
     results = tuple(
-        Result(subject=name, mean=0.01 * (i + 1), low=0.005, high=0.2, failures=0) for i, name in enumerate(names)
+        CellResult(subject=name, mean=0.01 * (i + 1), low=0.005, high=0.2, failures=0) for i, name in enumerate(names)
     )
     return Cell(
         level="likelihood", measure="kl_nats_per_token", task=None, num_tokens=512, position=0, units=12, count=99,
@@ -114,7 +114,7 @@ def kl_cell(names: list[str]) -> Cell:
 @pytest.mark.slow
 def test_page_markdown_and_json_hold_every_way_and_every_load(make_result: Any, tmp_path: Path) -> None:
     result = make_result()
-    page = Page(write_report(result, tmp_path).read_text())
+    page = Page(write_bench_report(result, tmp_path).read_text())
     text = (tmp_path / MARKDOWN).read_text()
     found = json.loads((tmp_path / JSON).read_text())
     for way in found["ways"]:
@@ -132,7 +132,7 @@ def test_page_markdown_and_json_hold_every_way_and_every_load(make_result: Any, 
 
 @pytest.mark.slow
 def test_tables_in_markdown_have_as_many_cells_as_headers(make_result: Any, tmp_path: Path) -> None:
-    write_report(make_result(), tmp_path)
+    write_bench_report(make_result(), tmp_path)
     widths: list[int] = []
     for line in (tmp_path / MARKDOWN).read_text().splitlines():
         if not line.startswith("|"):
@@ -145,7 +145,7 @@ def test_tables_in_markdown_have_as_many_cells_as_headers(make_result: Any, tmp_
 @pytest.mark.slow
 def test_names_from_outside_are_text_in_all_forms(make_result: Any, tmp_path: Path) -> None:
     result = make_result(refusal=HOSTILE, name=HOSTILE)
-    page = Page(write_report(result, tmp_path).read_text())
+    page = Page(write_bench_report(result, tmp_path).read_text())
     assert "script" not in page.names()
     assert HOSTILE in page.text
     assert "<script" not in (tmp_path / MARKDOWN).read_text().replace("\\<", "")

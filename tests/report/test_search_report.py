@@ -18,7 +18,13 @@ from kvtuner.errors import RunFolderError
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.report.plots.search_plots import PICTURES
 from kvtuner.report.search_data import BudgetOutcome, PairAdditivity, ReportData
-from kvtuner.report.search_report import TERMINAL_COLUMNS, search_page, summary_json, terminal_table, write_report
+from kvtuner.report.search_report import (
+    TERMINAL_COLUMNS,
+    search_page,
+    summary_json,
+    terminal_table,
+    write_search_report,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +67,7 @@ def hostile(data: ReportData) -> ReportData:
 
 @pytest.mark.slow
 def test_the_page_holds_the_very_pictures_that_lie_beside_it(make_report: MakeReport, tmp_path: Path) -> None:
-    page = write_report(make_report(6), tmp_path / "run")
+    page = write_search_report(make_report(6), tmp_path / "run")
     assert page == tmp_path / "run" / "report.html"
     inlined = {
         base64.b64decode(attributes["src"].removeprefix("data:image/png;base64,"), validate=True)
@@ -91,7 +97,7 @@ def test_the_page_loads_and_runs_nothing(make_report: MakeReport, disguise: Call
 def test_every_picture_has_words_and_a_size_and_shrinks_with_the_screen(
     make_report: MakeReport, tmp_path: Path
 ) -> None:
-    text = write_report(make_report(6), tmp_path).read_text()
+    text = write_search_report(make_report(6), tmp_path).read_text()
     images = [attributes for name, attributes in Page(text).tags if name == "img"]
     assert len(images) == len(PICTURES)
     for attributes in images:
@@ -145,7 +151,7 @@ def test_numbers_that_do_not_exist_are_dashes(make_report: MakeReport) -> None:
 @pytest.mark.slow
 def test_the_same_data_gives_the_same_files_byte_for_byte(make_report: MakeReport, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write_report(ReportData.from_json(json.loads(json.dumps(make_report(5).to_json()))), tmp_path / name)
+        write_search_report(ReportData.from_json(json.loads(json.dumps(make_report(5).to_json()))), tmp_path / name)
     files = {name: {p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("a", "b")}
     assert files["a"] == files["b"]
 
@@ -155,7 +161,7 @@ def test_a_full_disk_leaves_the_old_report_whole(
     make_report: MakeReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = make_report(2)
-    write_report(data, tmp_path)
+    write_search_report(data, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def full(descriptor: int) -> None:
@@ -163,7 +169,7 @@ def test_a_full_disk_leaves_the_old_report_whole(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(RunFolderError, match="no space left to write"):
-        write_report(make_report(3), tmp_path)
+        write_search_report(make_report(3), tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

@@ -10,7 +10,7 @@ import torch
 from kvtuner.errors import ServingError
 from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader import attention_backends
-from kvtuner.runtime_loader.attention_backends import AttentionBackend, backend_for, register
+from kvtuner.runtime_loader.attention_backends import AttentionBackend, backend_for, register_backend
 from kvtuner.runtime_loader.host_tier.transfer import TorchMover
 from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling, TorchAttention
 from kvtuner.runtime_loader.row_format import RowFormat
@@ -37,7 +37,7 @@ class FloatRows(TorchAttention):
 @pytest.fixture
 def toy() -> Iterator[AttentionBackend]:
     backend = AttentionBackend("toy", ("cpu", "meta"), lambda _: FloatRows())
-    register(backend)
+    register_backend(backend)
     yield backend
     del attention_backends._BACKENDS["toy"]
 
@@ -69,7 +69,7 @@ def test_a_backend_is_never_taken_unasked_unless_it_says_so(toy: AttentionBacken
     assert backend_for(CPU).name == "torch"
     assert backend_for(torch.device("cuda")).name == "triton"
     with pytest.raises(AssertionError, match="there is an attention backend toy already"):
-        register(toy)
+        register_backend(toy)
 
 
 @pytest.mark.parametrize(

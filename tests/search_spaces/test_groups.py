@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from sklearn.cluster import DBSCAN
 
-from kvtuner.search_spaces.groups import NOISE, dbscan, group_layers
+from kvtuner.search_spaces.groups import UNGROUPED, dbscan, group_layers
 
 
 def same_partition(left: list[int], right: list[int]) -> bool:
     """Whether two labellings agree up to the names of clusters; noise is noise in both."""
     pairs = set(zip(left, right, strict=True))
     is_bijection = len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
-    return is_bijection and all((a == NOISE) == (b == NOISE) for a, b in pairs)
+    return is_bijection and all((a == UNGROUPED) == (b == UNGROUPED) for a, b in pairs)
 
 
 @pytest.mark.parametrize("min_samples", [1, 2, 3, 5])
@@ -27,14 +27,14 @@ def test_dbscan_equals_scikit_learn_on_random_points(num_features: int, min_samp
         ours = dbscan(points, eps, min_samples).tolist()
         theirs = DBSCAN(eps=eps, min_samples=min_samples).fit_predict(points).tolist()
         assert same_partition(ours, theirs)
-        num_clustered += sum(label != NOISE for label in ours)
-        num_noise += ours.count(NOISE)
+        num_clustered += sum(label != UNGROUPED for label in ours)
+        num_noise += ours.count(UNGROUPED)
     assert num_clustered
     assert num_noise or min_samples == 1
 
 
 def test_points_at_exactly_eps_are_neighbours() -> None:
-    assert dbscan(np.array([[0.0], [0.5], [2.0]]), 0.5, 2).tolist() == [0, 0, NOISE]
+    assert dbscan(np.array([[0.0], [0.5], [2.0]]), 0.5, 2).tolist() == [0, 0, UNGROUPED]
 
 
 def test_a_chain_of_near_points_is_one_cluster() -> None:

@@ -15,7 +15,7 @@ from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import PrecisionPair
 from kvtuner.run_folder import RunFolder
 from kvtuner.search_spaces.space import LayerChoice
-from kvtuner.tuner.objective import JOURNAL, RACE, MeasuredKL, describe
+from kvtuner.tuner.objective import JOURNAL, RACE, MeasuredKL, configuration_key
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -125,7 +125,7 @@ def test_a_race_of_few_sequences_has_fewer_stages(num_sequences: int, ends: list
 
 def test_what_other_stages_have_left_is_used_as_far_as_it_reaches_whole_stages(tmp_path: Path) -> None:
     folder, simulator = RunFolder(tmp_path), Simulated({16: [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]})
-    name = describe(WINNER)
+    name = configuration_key(WINNER)
     folder.append(JOURNAL, {"identity": "mine", "configuration": name, "first": 0, "kl": [1.0, 2.0, 3.0, 4.0]})
     assert objective(simulator, folder)(WINNER) == objective(simulator, folder)(WINNER) == 3.5
     assert simulator.run == 3

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.cli.command import Command, add_profile, add_switch
-from kvtuner.exported_configs.formats import SCHEMES, readable, writable
+from kvtuner.exported_configs.formats import PRESETS, readable, writable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -79,7 +79,7 @@ def _add_import_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--from", dest="format", required=True, choices=readable(), help="what the file is")
     parser.add_argument("--model", metavar="ID|FOLDER|demo", required=True, help="only its configuration is read")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
-    parser.add_argument("--scheme", choices=SCHEMES, help="of a preset of KVTuner, if its name does not say it")
+    parser.add_argument("--scheme", choices=PRESETS, help="of a preset of KVTuner, if its name does not say it")
     parser.add_argument("--map", metavar="WORD=BITS,...", help="integers in place of other formats: FP8=8,NVFP4=K8V4")
     parser.add_argument("--group-size", type=int, metavar="N", help="channels per scale, in place of the file's")
     parser.add_argument("--default-dtype", metavar="WORD", help="of layers that ranges do not name")

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def _push(args: Namespace) -> int:
-    from kvtuner.exported_configs.sharing.find import profile_names
     from kvtuner.exported_configs.sharing.reference import HubReference, parse_repo
+    from kvtuner.exported_configs.sharing.resolution import profile_names
     from kvtuner.exported_configs.sharing.upload import plan_upload, push
     from kvtuner.pipeline.profile_files.publication import preview_text, published_files, upload_facts
     from kvtuner.pipeline.progress import say
@@ -52,7 +52,7 @@ def _pull(args: Namespace) -> int:
     from kvtuner.cli.output_file import check_new
     from kvtuner.exported_configs.sharing.pull import pull
     from kvtuner.exported_configs.sharing.reference import HubReference, parse_reference
-    from kvtuner.exported_configs.signing.signature_bundle import SUFFIX
+    from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE_SUFFIX
     from kvtuner.pipeline.profile_files.publication import copy_fetched
     from kvtuner.pipeline.progress import say
     from kvtuner.report.formatting import printable
@@ -62,7 +62,7 @@ def _pull(args: Namespace) -> int:
         is_here = os.path.exists(args.reference.partition("#")[0])
         there = f"; {args.reference} is on this machine, add @main for the hub's" if is_here else ""
         raise ProfileError(f"{args.reference} is no profile of the hub; write owner/name[@revision][:path]{there}")
-    copies = [] if args.out is None else [Path(args.out), Path(args.out + SUFFIX)]
+    copies = [] if args.out is None else [Path(args.out), Path(args.out + SIGNATURE_SUFFIX)]
     for copy in copies:
         check_new(str(copy), force=args.force)
     fetched = pull(reference)

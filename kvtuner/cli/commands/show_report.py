@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 def _report(args: Namespace) -> int:
     from kvtuner.report.search_data import DATA_FILE, ReportData
-    from kvtuner.report.search_report import summary_json, terminal_table, write_report
+    from kvtuner.report.search_report import summary_json, terminal_table, write_search_report
     from kvtuner.run_folder import RunFolder
 
     results = []
     for folder in _report_folders(Path(args.folder)):
         data = ReportData.from_json(RunFolder(folder).read_checked(DATA_FILE))
-        page = write_report(data, folder)
+        page = write_search_report(data, folder)
         results.append({"report": str(page), **summary_json(data)})
         if not args.json:
             print(f"{terminal_table(data)}\n\nreport: {page}")

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def _sign(args: Namespace) -> int:
-    from kvtuner.exported_configs.sharing.find import find_profiles
     from kvtuner.exported_configs.sharing.reference import FileReference, parse_reference
+    from kvtuner.exported_configs.sharing.resolution import find_profiles
     from kvtuner.exported_configs.signing.signature_bundle import read_bundle
     from kvtuner.exported_configs.signing.signatures import sign_profile, signed_by
     from kvtuner.report.formatting import printable
@@ -76,7 +76,7 @@ def _variable(name: str | None, flag: str) -> str | None:
 
 
 def _verify(args: Namespace) -> int:
-    from kvtuner.exported_configs.sharing.find import find_profile
+    from kvtuner.exported_configs.sharing.resolution import find_profile
     from kvtuner.exported_configs.signing.signatures import SignerIdentity, verify_profile
     from kvtuner.pipeline.progress import say
     from kvtuner.report.formatting import printable

@@ -9,7 +9,7 @@ import torch
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.backends.base import Backend, HitCount
-from kvtuner.evaluation.token_text import Text
+from kvtuner.evaluation.text_tokenizer import TextTokenizer
 from kvtuner.exported_configs.profile.evaluation_record import BackendRecord
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class LocalBackend(Backend):
     def __init__(self, loaded: LoadedModel, scheme: CacheScheme, read_plan: ReadPlanName) -> None:
         self.name, self.dtype = scheme.name, loaded.dtype_name
         self._model, self._scheme, self._read_plan = loaded.model, scheme, read_plan
-        self._text, self._context_length = Text(loaded.tokenizer), loaded.shape.context_length
+        self._text, self._context_length = TextTokenizer(loaded.tokenizer), loaded.shape.context_length
         ends = self._model.generation_config.eos_token_id if self._model.generation_config else None
         self._ends = set(ends if isinstance(ends, list) else [ends])
 

@@ -10,14 +10,14 @@ from kvtuner.evaluation.backends.base import Backend, HitCount
 from kvtuner.evaluation.backends.endpoint import NO_ANSWER, Api, Endpoint
 from kvtuner.evaluation.backends.local_backend import until_stop
 from kvtuner.evaluation.backends.next_token import NextToken, from_openai, from_sglang
-from kvtuner.exported_configs.profile.evaluation_record import PROFILE, BackendRecord
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME, BackendRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.evaluation.tasks.recall_and_needles import Problem
-    from kvtuner.evaluation.token_text import Text
+    from kvtuner.evaluation.text_tokenizer import TextTokenizer
 
 LEAST_HITS: Final = 0.5
 """Share of prompts that a server must find in its cache, for its answers to show how it stores them."""
@@ -37,7 +37,7 @@ class ServerBackend(Endpoint, Backend):
 
     dtype = None
 
-    def __init__(self, name: str, url: str, api: Api, text: Text, timeout_s: float) -> None:
+    def __init__(self, name: str, url: str, api: Api, text: TextTokenizer, timeout_s: float) -> None:
         super().__init__(url, api, timeout_s)
         self.name, self._text = name, text
         self.hits: HitCount = HitCount()
@@ -153,7 +153,7 @@ class ServerBackend(Endpoint, Backend):
 
 
 def server_backends(
-    schemes: Sequence[CacheScheme], urls: Mapping[str, str], api: Api, text: Text, timeout_s: float
+    schemes: Sequence[CacheScheme], urls: Mapping[str, str], api: Api, text: TextTokenizer, timeout_s: float
 ) -> list[ServerBackend]:
     """A backend for each scheme, at the URL that has its name.
 
@@ -167,5 +167,5 @@ def server_backends(
         raise EndpointError(f"the endpoints serve different models ({', '.join(sorted(models))}); compare one")
     for scheme, backend in zip(schemes, backends, strict=True):
         if api == "sglang":
-            backend.check_serves(scheme, scheme.profile if scheme.name == PROFILE else None)
+            backend.check_serves(scheme, scheme.profile if scheme.name == PROFILE_SCHEME else None)
     return backends

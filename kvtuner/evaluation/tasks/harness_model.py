@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from transformers import PreTrainedTokenizerBase
 
-    from kvtuner.evaluation.token_text import Text
+    from kvtuner.evaluation.text_tokenizer import TextTokenizer
     from kvtuner.run_folder import RunFolder
 
 JOURNAL: Final = "tasks.jsonl"
@@ -51,7 +51,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
     def __init__(
         self,
         backend: Backend,
-        text: Text,
+        text: TextTokenizer,
         tokenizer: PreTrainedTokenizerBase,
         context_length: int,
         folder: RunFolder,

@@ -13,9 +13,9 @@ from lm_eval.tasks import TaskManager
 
 from kvtuner.errors import CorpusError, EndpointError, KVTunerError
 from kvtuner.evaluation.backends.base import Backend, unread_flag
-from kvtuner.evaluation.cells import Marks, Means, PairedScores, Place, make_cell
+from kvtuner.evaluation.cells import BinaryScores, CellKey, MeanScores, PairedScores, make_cell
 from kvtuner.evaluation.tasks.corpus_score import METRICS, CorpusScore, sentences_of
-from kvtuner.exported_configs.profile.evaluation_record import PROFILE, Cell, Measure
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME, Cell, Measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +65,7 @@ def task_cells(
             "kvtuner: %s asks for sampling, but all schemes answer it greedily, as what is compared must", task
         )
     cells = []
-    for label, of_profile in answers[PROFILE].items():
+    for label, of_profile in answers[PROFILE_SCHEME].items():
         task = of_profile.task
         suffix = GREEDY if task in greedy else ""
         flag = unread_flag(backends, {name: model.hits[task] for name, model in models.items()})
@@ -76,7 +76,7 @@ def task_cells(
                 logger.warning("kvtuner: %s of %s cannot be paired, and is left out", metric, label)
                 continue
             name = f"{label} {metric}"[: 200 - len(suffix)] + suffix
-            place = Place("task", task=name, flag=flag, failures=failures)
+            place = CellKey("task", task=name, flag=flag, failures=failures)
             cells.append(make_cell(measure, place, scores, seed))
     if not cells:
         raise CorpusError(f"{', '.join(tasks)} score no single answer, so that nothing can be paired")
@@ -136,14 +136,14 @@ def _scores(
         return "score", {}
     is_right_or_wrong = all(value in (0, 1) for value in flat)
     if not is_right_or_wrong:
-        _check_scored(metric, answers[PROFILE].task, models)
-    num_questions = len(values[PROFILE])
+        _check_scored(metric, answers[PROFILE_SCHEME].task, models)
+    num_questions = len(values[PROFILE_SCHEME])
     if num_questions < 2:
         raise CorpusError(f"{label} {metric} has one question; intervals need at least 2")
     if is_right_or_wrong:
         return "accuracy", {name: _marks(metric, each, models[name]) for name, each in answers.items()}
     counts = np.ones(num_questions, dtype=np.int64)
-    return "score", {name: Means(np.array(each, dtype=np.float64), counts) for name, each in values.items()}
+    return "score", {name: MeanScores(np.array(each, dtype=np.float64), counts) for name, each in values.items()}
 
 
 def _check_scored(metric: str, task: str, models: Mapping[str, HarnessModel]) -> None:
@@ -155,10 +155,10 @@ def _check_scored(metric: str, task: str, models: Mapping[str, HarnessModel]) ->
             )
 
 
-def _marks(metric: str, answers: TaskAnswers, model: HarnessModel) -> Marks:
+def _marks(metric: str, answers: TaskAnswers, model: HarnessModel) -> BinaryScores:
     """Marks in which an answer that never came is wrong."""
     failed, wrong = model.failed(answers.task), metric in answers.lower_is_better
-    return Marks(tuple((wrong if row["doc_id"] in failed else bool(row[metric]),) for row in answers.rows))
+    return BinaryScores(tuple((wrong if row["doc_id"] in failed else bool(row[metric]),) for row in answers.rows))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from kvtuner.errors import CorpusError, EndpointError
 from kvtuner.evaluation.backends.base import AnswerJournal, HitCount, unread_flag
 from kvtuner.evaluation.backends.next_token import NextToken, from_record, truncated_kl
 from kvtuner.evaluation.cache_scheme import REFERENCE, CacheScheme
-from kvtuner.evaluation.cells import Means, Place, make_cell
+from kvtuner.evaluation.cells import CellKey, MeanScores, make_cell
 from kvtuner.evaluation.validation import OFFSETS, Validator
 from kvtuner.run_folder import RunFolder, sha256_of
 
@@ -35,7 +35,7 @@ SCORING: Final = 1
 """Raised whenever the same tokens would be asked about otherwise."""
 MOST_FAILED: Final = 0.05
 """Share of a scheme's tokens that may stay unscored."""
-MEASURES: Final[tuple[Measure, ...]] = ("kl_nats_per_token", "top1_agreement", "nll_nats_per_token")
+METRICS: Final[tuple[Measure, ...]] = ("kl_nats_per_token", "top1_agreement", "nll_nats_per_token")
 
 logger: Final = logging.getLogger("kvtuner")
 
@@ -59,9 +59,9 @@ def local_likelihood_cells(bench: Workbench, schemes: Sequence[CacheScheme], fol
             for scheme in schemes:
                 sums[scheme.name] = validator.measure(scheme, offsets)
                 bar.update()
-            for measure in MEASURES:
+            for measure in METRICS:
                 means = {name: sums[name].means(measure) for name in _measured(sums, measure)}
-                cells.append(make_cell(measure, Place("likelihood", tokens, position), means, bench.options.seed))
+                cells.append(make_cell(measure, CellKey("likelihood", tokens, position), means, bench.options.seed))
     return cells
 
 
@@ -112,7 +112,7 @@ def server_likelihood_cells(
                 _check_failures(backend, failures[name], scoring)
                 bar.update()
             sequences.append(answers)
-    place = Place("likelihood", num_tokens, flag=unread_flag(backends, hits), failures=failures)
+    place = CellKey("likelihood", num_tokens, flag=unread_flag(backends, hits), failures=failures)
     return [
         make_cell(measure, place, _means(measure, _measured(failures, measure), scoring, sequences), scoring.seed)
         for measure in measures
@@ -177,7 +177,7 @@ def _check_failures(backend: ServerBackend, failed: int, scoring: Scoring) -> No
 
 def _means(
     measure: Measure, names: Sequence[str], scoring: Scoring, sequences: Sequence[Mapping[str, Answers]]
-) -> dict[str, Means]:
+) -> dict[str, MeanScores]:
     """The means of some schemes, over the tokens that all schemes scored."""
     sums: dict[str, list[float]] = {name: [] for name in names}
     counts = []
@@ -192,7 +192,7 @@ def _means(
             for name in names:
                 sums[name].append(sum(_value(measure, name, target, tokens) for target, tokens in rows))
     numbers = np.array(counts, dtype=np.int64)
-    return {name: Means(np.array(values, dtype=np.float64), numbers) for name, values in sums.items()}
+    return {name: MeanScores(np.array(values, dtype=np.float64), numbers) for name, values in sums.items()}
 
 
 def _value(measure: Measure, name: str, target: int, tokens: Mapping[str, NextToken]) -> float:

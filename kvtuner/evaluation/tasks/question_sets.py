@@ -11,13 +11,13 @@ from tqdm import tqdm
 
 from kvtuner.errors import CorpusError
 from kvtuner.evaluation.backends.base import AnswerJournal, Backend, HitCount, unread_flag
-from kvtuner.evaluation.cells import Marks, Place, make_cell
+from kvtuner.evaluation.cells import BinaryScores, CellKey, make_cell
 from kvtuner.evaluation.tasks.recall_and_needles import Problem, arithmetic, needles, recall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtuner.evaluation.token_text import Text
+    from kvtuner.evaluation.text_tokenizer import TextTokenizer
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Level
     from kvtuner.run_folder import RunFolder
 
@@ -36,7 +36,7 @@ class QuestionSet:
     The problems are the same for every scheme; their contexts have about as many tokens as the place says.
     """
 
-    place: Place
+    place: CellKey
     problems: tuple[Problem, ...]
 
 
@@ -57,7 +57,7 @@ class DrawOptions:
     seed: int
 
 
-def draw_question_sets(levels: Sequence[Level], text: Text, options: DrawOptions) -> list[QuestionSet]:
+def draw_question_sets(levels: Sequence[Level], text: TextTokenizer, options: DrawOptions) -> list[QuestionSet]:
     """Recall and needles at every length; arithmetic at several positions, or after text of every length.
 
     Each level and length draws by itself.
@@ -75,11 +75,13 @@ def draw_question_sets(levels: Sequence[Level], text: Text, options: DrawOptions
             problems, room = _draw_problems(level, length, text, options)
             at_positions = level == "arithmetic" and options.counts_positions
             positions = {0, room // 2, room} if at_positions else {0}
-            sets += [QuestionSet(Place(level, length or None, position), problems) for position in sorted(positions)]
+            sets += [QuestionSet(CellKey(level, length or None, position), problems) for position in sorted(positions)]
     return sets
 
 
-def _draw_problems(level: Level, length: int, text: Text, options: DrawOptions) -> tuple[tuple[Problem, ...], int]:
+def _draw_problems(
+    level: Level, length: int, text: TextTokenizer, options: DrawOptions
+) -> tuple[tuple[Problem, ...], int]:
     """The problems of a level and a length, and how many tokens of the context they leave."""
     rng = random.Random(f"{options.seed} {level} {length}")
     if level == "recall":
@@ -118,13 +120,13 @@ def question_cells(
     total = sum(len(questions.problems) for questions in sets) * len(backends)
     with tqdm(desc="questions", total=total, unit="problem", disable=None) as bar:
         for questions in sets:
-            marks: dict[str, Marks] = {}
+            marks: dict[str, BinaryScores] = {}
             failures: dict[str, int] = {}
             hits: dict[str, HitCount] = {}
             for backend in backends:
                 answers, hits[backend.name] = _ask(questions, backend, journal, bar.update)
                 pairs = zip(questions.problems, answers, strict=True)
-                marks[backend.name] = Marks(tuple(problem.marks(texts) for problem, texts in pairs))
+                marks[backend.name] = BinaryScores(tuple(problem.marks(texts) for problem, texts in pairs))
                 failures[backend.name] = sum(texts.count(None) for texts in answers)
             place = replace(questions.place, flag=unread_flag(backends, hits), failures=failures)
             cells.append(make_cell("accuracy", place, marks, seed))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.model_loading import ModelSource, read_config
-from kvtuner.exported_configs.identity.mismatch import Mismatch, Policy, compare, refuse
+from kvtuner.exported_configs.identity.mismatch import Mismatch, Policy, compare_models, refuse
 from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.pipeline.progress import say
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
@@ -19,7 +19,7 @@ def warn_of_mismatches(profile: Profile, model: ModelIdentity, context_length: i
     """Warn where the model that is measured is not quite the profile's; measuring it is right all the same."""
     policy = Policy(allow_derived=True, rescore="this evaluation")
     positions = calibrated_positions(profile)
-    mismatches = compare(profile.model, model, policy, positions=positions, context_length=context_length)
+    mismatches = compare_models(profile.model, model, policy, positions=positions, context_length=context_length)
     refuse(mismatches)
     for mismatch in mismatches:
         if mismatch.severity == "warning":
@@ -34,4 +34,4 @@ def model_mismatches(profile: Profile, model: str, policy: Policy) -> list[Misma
     check_model(profile, config)
     identity = identity_of(config, id=model, revision=None, dtype=profile.model.dtype, files=source.path)
     positions = calibrated_positions(profile)
-    return compare(profile.model, identity, policy, positions=positions, context_length=identity.max_positions)
+    return compare_models(profile.model, identity, policy, positions=positions, context_length=identity.max_positions)

@@ -11,10 +11,9 @@ from kvtuner.exported_configs.profile.evaluation_record import EVALUATION, evalu
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.card import CardProfile, card
-from kvtuner.exported_configs.sharing.find import profile_files
 from kvtuner.exported_configs.sharing.reference import PROFILE_FILE
-from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE, read_bundle
-from kvtuner.exported_configs.signing.signature_bundle import SUFFIX as SIGNATURE_SUFFIX
+from kvtuner.exported_configs.sharing.resolution import profile_files
+from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE, SIGNATURE_SUFFIX, read_bundle
 from kvtuner.report.formatting import printable
 from kvtuner.run_folder import write_atomically
 

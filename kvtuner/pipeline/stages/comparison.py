@@ -13,7 +13,7 @@ from kvtuner.evaluation.validation import OFFSETS, UNIFORM_PAIRS, SequenceSums, 
 from kvtuner.pipeline.progress import say
 from kvtuner.report.search_data import OffsetQuality, QualityRow
 from kvtuner.report.search_rows import quality_row
-from kvtuner.tuner.objective import describe, layer_specs
+from kvtuner.tuner.objective import configuration_key, layer_specs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -105,7 +105,7 @@ def _scheme(run: SearchRun, name: str, configuration: Configuration, *, transfor
         rows=run.rows,
         pairs=tuple(choice.pair for choice in configuration),
         specs=layer_specs(configuration, run.table, run.bench.options.quant),
-        key=describe(configuration),
+        key=configuration_key(configuration),
     )
 
 
@@ -149,15 +149,15 @@ def _overridden(comparison: BaselineComparison) -> SearchOutcome:
     ]
     if outcome.study is None or run.options.nested or not allowed:
         return outcome
-    rival = min(allowed, key=lambda scheme: sum(comparison.pooled(scheme).kl))
-    if kl_difference(comparison.pooled(comparison.winner), comparison.pooled(rival), run.seed).low <= 0:
+    baseline = min(allowed, key=lambda scheme: sum(comparison.pooled(scheme).kl))
+    if kl_difference(comparison.pooled(comparison.winner), comparison.pooled(baseline), run.seed).low <= 0:
         return outcome
-    name = f"{rival.name} with transforms" if rival.has_transforms else rival.name
+    name = f"{baseline.name} with transforms" if baseline.has_transforms else baseline.name
     say(f"uniform {name} beats the searched configuration on the report split and takes its place")
     run.folder.log("override", asked=outcome.asked, uniform=name)
     return replace(
         outcome,
-        configuration=run.uniform(rival.pairs[0], transforms=rival.has_transforms),
-        measured_kl=outcome.uniform_kl.get(rival.pairs[0]) if rival.has_transforms else None,
-        uniform_name=rival.name,
+        configuration=run.uniform(baseline.pairs[0], transforms=baseline.has_transforms),
+        measured_kl=outcome.uniform_kl.get(baseline.pairs[0]) if baseline.has_transforms else None,
+        uniform_name=baseline.name,
     )

@@ -16,8 +16,8 @@ from kvtuner.evaluation.cache_scheme import RankLayout
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.sources import corpus_source, model_source
 from kvtuner.precision import PACKED_BITS, PrecisionPair, RowShape, check_group_size
+from kvtuner.search_spaces.layer_notation import parse_keep
 from kvtuner.search_spaces.space import Configuration, uniform
-from kvtuner.search_spaces.written_layers import parse_keep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

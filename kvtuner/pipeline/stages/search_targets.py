@@ -12,7 +12,7 @@ from kvtuner.layer_ranges import write_ranges
 from kvtuner.pipeline.stages.search_run import kept_pairs, serving_ranks
 from kvtuner.run_folder import RunFolder, refuse_difference, sha256_of
 from kvtuner.search_spaces.budget import SMALLEST_PAIR, Budget, Constraint
-from kvtuner.search_spaces.written_layers import check_layers, parse_ranges
+from kvtuner.search_spaces.layer_notation import check_layers, parse_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

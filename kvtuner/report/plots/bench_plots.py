@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from kvtuner.evaluation.cache_scheme import REFERENCE
-from kvtuner.exported_configs.profile.evaluation_record import PROFILE
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
 from kvtuner.precision import GIB
 from kvtuner.report.plots import style
 from kvtuner.report.plots.label_placement import Label, place_labels
@@ -38,7 +38,7 @@ def charts(result: BenchResult) -> dict[str, bytes]:
 
 def _chart(draw: Callable[[Axes, BenchResult], None], result: BenchResult) -> bytes:
     # Narrow, so that a phone need not shrink it much.
-    return style.render(lambda figure: draw(figure.add_subplot(), result), width=5.0, height=3.9)
+    return style.render_png(lambda figure: draw(figure.add_subplot(), result), width=5.0, height=3.9)
 
 
 def _memory(axes: Axes, result: BenchResult) -> None:
@@ -66,7 +66,7 @@ def _scatter(axes: Axes, result: BenchResult, value: Callable[[SchemeResult], fl
         if (bits := scheme.scheme.effective_bits) is not None and (y := value(scheme)) is not None
     ]
     for label in labels:
-        marker, size = ("D", 8) if label.text == PROFILE else ("o", 6)
+        marker, size = ("D", 8) if label.text == PROFILE_SCHEME else ("o", 6)
         axes.plot(label.x, label.y, marker, color=_colour(result, label.text), ms=size)
     axes.set_xlabel("effective bits of a value, with its scales")
     axes.set_xlim(0, 17.5)
@@ -100,7 +100,7 @@ def _lines(axes: Axes, result: BenchResult, kind: str, x: str, y: Callable[[Mapp
             continue
         xs, ys = zip(*points, strict=True)
         ticks.update(xs)
-        marker, width = MARKERS[index % len(MARKERS)], 2.4 if scheme.name == PROFILE else 1.3
+        marker, width = MARKERS[index % len(MARKERS)], 2.4 if scheme.name == PROFILE_SCHEME else 1.3
         axes.plot(xs, ys, marker=marker, ms=5, lw=width, color=_colour(result, scheme.name), label=scheme.name)
     axes.set_xscale("log")
     shown = _spread(sorted(ticks))
@@ -122,7 +122,7 @@ def _spread(ticks: list[int]) -> list[int]:
 
 def _colour(result: BenchResult, name: str) -> str:
     """The colour of a scheme, its own as long as there are enough."""
-    if name in (PROFILE, REFERENCE):
-        return style.VERMILION if name == PROFILE else style.INK
-    others = [scheme.name for scheme in result.schemes if scheme.name not in (PROFILE, REFERENCE)]
+    if name in (PROFILE_SCHEME, REFERENCE):
+        return style.VERMILION if name == PROFILE_SCHEME else style.INK
+    others = [scheme.name for scheme in result.schemes if scheme.name not in (PROFILE_SCHEME, REFERENCE)]
     return OTHERS[others.index(name) % len(OTHERS)]

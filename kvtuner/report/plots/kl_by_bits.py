@@ -30,7 +30,7 @@ MAX_KL: Final = 1e4
 LEAST_KL: Final = 1e-12
 MAX_NAME: Final = 24
 MAX_LABELS: Final = 40
-WIDTH: Final = 5.2  # inches: its letters can still be read where a narrow screen shrinks it
+PROFILE_WIDTH: Final = 5.2  # inches: its letters can still be read where a narrow screen shrinks it
 _LOOKS: Final[dict[str, dict[str, Any]]] = {
     "plain": {"marker": "s", "mfc": "white", "mec": style.VERMILION, "mew": 1.4, "ms": 10},
     "transforms": {"marker": "s", "mfc": style.VERMILION, "mec": style.VERMILION, "mew": 1.4, "ms": 7},
@@ -75,14 +75,14 @@ def profile_picture(points: Sequence[KlPoint], titles: Mapping[str, str]) -> tup
         labels = {"plain": "uniform or fp8, no transforms", **titles}
         _draw_points(figure, points, labels, xlabel="effective bits per element", margin_bits=0.5)
 
-    png = style.render(draw, width=WIDTH, height=4.4)
+    png = style.render_png(draw, width=PROFILE_WIDTH, height=4.4)
     texts = [f"{point.name} at {point.effective_bits:.2f} bits has {interval(point.kl)}" for point in points]
     return png, f"KL by effective bits: {'; '.join(texts)}"
 
 
 def search_picture(data: ReportData) -> bytes:
     """PNG of the predicted front, the measured configurations, the baselines and the winner."""
-    return style.render(lambda figure: _draw_search(figure, data), height=5.4)
+    return style.render_png(lambda figure: _draw_search(figure, data), height=5.4)
 
 
 def _draw_search(figure: Figure, data: ReportData) -> None:

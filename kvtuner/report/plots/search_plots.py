@@ -34,24 +34,26 @@ _MIN_STRIP_WIDTH: Final = 4.4
 
 def sensitivity_heatmap(data: ReportData) -> bytes:
     """PNG of the allocating score by layer and side, one panel per width, each with its best transform."""
-    return style.render(lambda figure: _draw_sensitivity(figure, data), height=4.6)
+    return style.render_png(lambda figure: _draw_sensitivity(figure, data), height=4.6)
 
 
 def chosen_bits(data: ReportData) -> bytes:
     """PNG of the winner's bits by layer and side; many layers are split over several bands."""
     bands = _bands(data.layers)
     width = min(style.WIDTH, max(_MIN_STRIP_WIDTH, 0.4 + 0.5 * len(bands[0]))) if bands else style.WIDTH
-    return style.render(lambda figure: _draw_bits(figure, bands), width=width, height=0.75 + 0.95 * max(1, len(bands)))
+    return style.render_png(
+        lambda figure: _draw_bits(figure, bands), width=width, height=0.75 + 0.95 * max(1, len(bands))
+    )
 
 
 def uniform_kl_table(data: ReportData) -> bytes:
     """PNG of the KL of every uniform pair, keys down, values across."""
-    return style.render(lambda figure: _draw_uniform(figure, data), width=6.0, height=4.4)
+    return style.render_png(lambda figure: _draw_uniform(figure, data), width=6.0, height=4.4)
 
 
 def optimization_history(data: ReportData) -> bytes:
     """PNG of measured KL by trial: warm starts, sampled, best so far; infeasible ones at the lower edge."""
-    return style.render(lambda figure: _draw_history(figure, data.trials), height=4.6)
+    return style.render_png(lambda figure: _draw_history(figure, data.trials), height=4.6)
 
 
 PICTURES: Final[Mapping[str, Callable[[ReportData], bytes]]] = MappingProxyType(

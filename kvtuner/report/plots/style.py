@@ -57,7 +57,7 @@ _STYLE: Final[dict[Any, object]] = {
 }
 
 
-def render(draw: Callable[[Figure], None], *, width: float = WIDTH, height: float) -> bytes:
+def render_png(draw: Callable[[Figure], None], *, width: float = WIDTH, height: float) -> bytes:
     """PNG bytes of what `draw` puts on a new figure of a width and a height in inches."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()

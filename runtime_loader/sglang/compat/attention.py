@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-__all__ = ["TritonAttnBackend", "check_layers", "on_triton_backend", "refuse_unserved"]
+__all__ = ["TritonAttnBackend", "check_attention_layers", "on_triton_backend", "refuse_unserved"]
 
 logger: Final = logging.getLogger("kvtuner")
 
@@ -62,7 +62,7 @@ def on_triton_backend(make: Callable[[Any], Any | None]) -> None:
     attention_registry.ATTENTION_BACKENDS[name] = create
 
 
-def check_layers(model: Module, context_length: int) -> None:
+def check_attention_layers(model: Module, context_length: int) -> None:
     """Refuse a loaded model unless every attention layer reads its whole past, and nothing else."""
     scaled: set[float | None] = set()
     for name, module in model.named_modules():

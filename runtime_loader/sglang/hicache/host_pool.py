@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.sglang.hicache.page_identity import PageIdentity
     from kvtuner.runtime_loader.sglang.hicache.tier import TierMetrics
 
-ORDERS: Final[dict[str, Order]] = {
+ORDER_OF_LAYOUT: Final[dict[str, Order]] = {
     "layer_first": "layer_first",
     "page_first": "page_first",
     "page_first_direct": "page_first",
@@ -55,7 +55,7 @@ class PackedHostPool(HostKVCache):  # type: ignore[misc]  # sglang is not typed
         self.device_layers, self._make_mover = layers, make_mover
         self.layer_num = self.target_layer_num = len(layers)
         self.transfer_device = torch.device(device_pool.device)
-        self._order = ORDERS[options.layout]
+        self._order = ORDER_OF_LAYOUT[options.layout]
         self._row_bytes = token_bytes(layers)
         self._header_bytes = HEADER_BYTES if zero_copy else 0
         if zero_copy and self._order != "page_first":
@@ -195,7 +195,7 @@ class _TestedPage:
         return cls(layer, side, device, before, rows.cpu(), after)
 
 
-def self_test(pool: PackedHostPool) -> None:
+def check_host_pool(pool: PackedHostPool) -> None:
     """Move a page of each layer down and up again, and refuse what differs from `quant.py`."""
     # The page is the device's padding, which no request owns, and the host's last.
     random, page_size, num_layers = torch.Generator().manual_seed(0), pool.page_size, len(pool.device_layers)

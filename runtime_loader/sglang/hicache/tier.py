@@ -31,7 +31,7 @@ from kvtuner.runtime_loader.sglang.hicache.checked_storage import (
     is_zero_copy,
     prepare_storage,
 )
-from kvtuner.runtime_loader.sglang.hicache.host_pool import PackedHostPool, self_test
+from kvtuner.runtime_loader.sglang.hicache.host_pool import PackedHostPool, check_host_pool
 from kvtuner.runtime_loader.sglang.hicache.page_identity import PageIdentity
 from kvtuner.runtime_loader.sglang.process_state import refusing
 
@@ -142,7 +142,7 @@ class HostTier:
             zero_copy=is_zero_copy(options.storage, storage_options),
             make_mover=source.make_mover,
         )
-        self_test(pool)
+        check_host_pool(pool)
         self._pools.append(pool)
         self._is_starting = options.storage is not None
         _announce(pool, source, here, options.storage)

@@ -10,14 +10,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvtuner.calibration.forward.attention_hook import IMPLEMENTATION, hooked, register
+from kvtuner.calibration.forward.attention_hook import IMPLEMENTATION, hooked, register_hook
 from kvtuner.calibration.forward.read_plan import attend
 from kvtuner.errors import UnsupportedModelError
 
 
 def attention(module=None, tokens: int = 6, mask=None, **arguments):
     """Call the registered function as a layer would."""
-    register()
+    register_hook()
     q, k, v = torch.randn(1, 4, tokens, 8), torch.randn(1, 2, tokens, 8), torch.randn(1, 2, tokens, 8)
     module = SimpleNamespace(layer_idx=3) if module is None else module
     return ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION](module, q, k, v, mask, **arguments)
@@ -89,7 +89,7 @@ def test_scaling_softcap_and_layer_reach_the_hook() -> None:
 
 
 def test_registering_again_changes_nothing() -> None:
-    assert register() == register() == IMPLEMENTATION
+    assert register_hook() == register_hook() == IMPLEMENTATION
 
 
 @pytest.mark.parametrize(

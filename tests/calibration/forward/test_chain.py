@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from kvtuner.calibration.forward.attention_hook import hooked, register
+from kvtuner.calibration.forward.attention_hook import hooked, register_hook
 from kvtuner.calibration.forward.chain import DecoderChain
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
 from kvtuner.errors import NonFiniteActivationError, UnsupportedModelError
@@ -267,7 +267,7 @@ def test_heads_that_differ_from_the_configuration_are_refused(
     changes: dict[str, int], words: str, make_model: Callable[..., Any]
 ) -> None:
     model = make_model("llama-gqa")
-    model.set_attn_implementation(register())
+    model.set_attn_implementation(register_hook())
     with pytest.raises(UnsupportedModelError, match=words):
         DecoderChain(model, replace(ModelGeometry.from_config(model.config), **changes))
 

@@ -12,7 +12,7 @@ from scipy.stats import entropy
 
 from kvtuner.calibration.model_loading import ModelSource, load_tokenizer
 from kvtuner.evaluation.backends.next_token import NextToken, from_openai, from_record, from_sglang, truncated_kl
-from kvtuner.evaluation.token_text import Text
+from kvtuner.evaluation.text_tokenizer import TextTokenizer
 
 
 def two_distributions(size: int, spread: float, seed: int) -> tuple[Any, Any]:
@@ -86,7 +86,7 @@ def test_answers_of_another_form_are_refused(answer: Any) -> None:
 
 def test_texts_that_several_tokens_share_are_not_taken_for_one() -> None:
     tokenizer = load_tokenizer(ModelSource("demo"))
-    text = Text(tokenizer)
+    text = TextTokenizer(tokenizer)
     texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
     shared = next(each for each in texts if texts.count(each) > 1)
     alone = [each for each in texts if texts.count(each) == 1]

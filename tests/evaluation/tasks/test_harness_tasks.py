@@ -21,7 +21,7 @@ from kvtuner.errors import CacheError
 from kvtuner.evaluation.backends.local_backend import LocalBackend
 from kvtuner.evaluation.scheme_registry import named_scheme
 from kvtuner.evaluation.tasks.harness_model import HarnessModel
-from kvtuner.evaluation.token_text import Text
+from kvtuner.evaluation.text_tokenizer import TextTokenizer
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.run_folder import RunFolder
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
@@ -47,7 +47,7 @@ def harness(load_tiny: Any, tmp_path: Path) -> Callable[..., HarnessModel]:
         backend = LocalBackend(loaded, named_scheme(scheme, loaded.shape), read_plan)
         folder = RunFolder(tmp_path / "run")
         folder.create()
-        return HarnessModel(backend, Text(loaded.tokenizer), loaded.tokenizer, context_length, folder, "x")
+        return HarnessModel(backend, TextTokenizer(loaded.tokenizer), loaded.tokenizer, context_length, folder, "x")
 
     return make
 

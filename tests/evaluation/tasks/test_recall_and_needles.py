@@ -12,7 +12,7 @@ import pytest
 from kvtuner.calibration.demo.tasks import recall_problem
 from kvtuner.calibration.model_loading import ModelSource, load_tokenizer
 from kvtuner.evaluation.tasks.recall_and_needles import NUM_EXAMPLES, Problem, Question, arithmetic, needles, recall
-from kvtuner.evaluation.token_text import Text
+from kvtuner.evaluation.text_tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +64,9 @@ LONGEST_OF_TWO_LETTERS = 26**2 // 2
     ("make_count", "lengths"),
     [
         pytest.param(
-            lambda: Text(load_tokenizer(ModelSource("demo"))).count, range(2300, 2700, 50), marks=pytest.mark.slow
+            lambda: TextTokenizer(load_tokenizer(ModelSource("demo"))).count,
+            range(2300, 2700, 50),
+            marks=pytest.mark.slow,
         ),
         (lambda: len, range(2300, 3200, 50)),
         (lambda: lambda text: len(re.findall(r"\d|[a-z]{1,2}|\W", text)), range(1900, 2560, 20)),

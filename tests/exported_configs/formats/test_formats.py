@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.exported_configs.formats import FORMATS, SCHEMES, read, readable, writable, write
+from kvtuner.exported_configs.formats import FORMATS, PRESETS, read, readable, writable, write
 from kvtuner.exported_configs.formats.conversion import ImportOptions, parse_map
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
@@ -129,7 +129,7 @@ def check(profile: Profile, name: str, is_said: bool) -> None:
             write(profile, name)
         return
     exported = write(profile, name)
-    options = ImportOptions(scheme=next((name for name in SCHEMES if f"--scheme {name}" in str(exported.notes)), None))
+    options = ImportOptions(scheme=next((name for name in PRESETS if f"--scheme {name}" in str(exported.notes)), None))
     returned, _ = read(exported.text.encode(), name, profile.to_geometry(), profile.model, options)
     assert returned.digest == profile.digest
     assert write(returned, name) == exported

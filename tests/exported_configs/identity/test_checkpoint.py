@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from kvtuner.exported_configs.identity import checkpoint
-from kvtuner.exported_configs.identity.checkpoint import INDEX, SAMPLE_BYTES, checkpoint_sha256
+from kvtuner.exported_configs.identity.checkpoint import SAMPLE_BYTES, WEIGHTS_INDEX, checkpoint_sha256
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -234,7 +234,7 @@ def test_an_index_names_files_beside_it_only(tmp_path: Path) -> None:
         save_file(TENSORS, folder / place)
 
     def digest_of(index: Any) -> str | None:
-        (folder / INDEX).write_bytes(index if isinstance(index, bytes) else json.dumps(index).encode())
+        (folder / WEIGHTS_INDEX).write_bytes(index if isinstance(index, bytes) else json.dumps(index).encode())
         return checkpoint_sha256(folder)
 
     assert digest_of({"weight_map": {"a": "model-0.safetensors"}}) is not None
@@ -243,7 +243,7 @@ def test_an_index_names_files_beside_it_only(tmp_path: Path) -> None:
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "model-0.safetensors"}}))
+    (tmp_path / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": {"a": "model-0.safetensors"}}))
     os.mkfifo(tmp_path / "model-0.safetensors")
     assert checkpoint_sha256(tmp_path) is None
     os.mkfifo(tmp_path / "model.safetensors")

@@ -15,8 +15,8 @@ from kvtuner.exported_configs.profile.evaluation_record import load_evaluation
 from kvtuner.exported_configs.profile.evidence import ModelIdentity
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import (
+    CATALOGUE_INDEX,
     FOLDER,
-    INDEX,
     INDEX_SCHEMA,
     catalogue_file,
     choose,
@@ -25,7 +25,7 @@ from kvtuner.exported_configs.sharing.catalogue import (
     load_index,
     make_index,
 )
-from kvtuner.exported_configs.sharing.find import find_profile
+from kvtuner.exported_configs.sharing.resolution import find_profile
 from kvtuner.run_folder import sha256_of
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 
 def test_the_committed_index_is_that_of_the_committed_profiles() -> None:
-    assert (FOLDER / INDEX).read_text(encoding="utf-8") == index_text(make_index())
+    assert (FOLDER / CATALOGUE_INDEX).read_text(encoding="utf-8") == index_text(make_index())
     assert (FOLDER / INDEX_SCHEMA).read_text(encoding="utf-8") == index_schema_text()
 
 
 def test_the_index_keeps_its_schema_by_an_independent_reader() -> None:
     schema = json.loads((FOLDER / INDEX_SCHEMA).read_text(encoding="utf-8"))
-    index = json.loads((FOLDER / INDEX).read_text(encoding="utf-8"))
+    index = json.loads((FOLDER / CATALOGUE_INDEX).read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator(schema).validate(index)
     index["profiles"][0]["extra"] = 1
     with pytest.raises(jsonschema.ValidationError, match="extra"):
@@ -93,7 +93,7 @@ def folder(tmp_path: Path, make_profile: Callable[..., Profile]) -> Callable[...
                 evaluation = json.loads(next(FOLDER.glob("demo-4bit.evaluation-*.json")).read_text())
                 evaluation["profile_digest"] = profile.digest
                 (tmp_path / f"{name}-1.evaluation-x-1.json").write_text(json.dumps(evaluation))
-        (tmp_path / INDEX).write_text(index_text(make_index(tmp_path)))
+        (tmp_path / CATALOGUE_INDEX).write_text(index_text(make_index(tmp_path)))
         return tmp_path
 
     return make
@@ -175,7 +175,7 @@ def test_an_index_is_not_made_of_what_does_not_belong_together(folder: Callable[
 )
 def test_a_wrong_index_is_refused(folder: Callable[..., Path], old: str, new: str, words: str) -> None:
     place = folder(a={}, b={"id": "owner/b", "checkpoint_sha256": "sha256:" + "4" * 64})
-    path = place / INDEX
+    path = place / CATALOGUE_INDEX
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(ProfileError, match=words):
         load_index(place)

@@ -33,7 +33,7 @@ from kvtuner.runtime_loader.sglang.hicache import checked_storage as storage
 from kvtuner.runtime_loader.sglang.hicache import host_pool as host_pool_module
 from kvtuner.runtime_loader.sglang.hicache import page_identity as identity_module
 from kvtuner.runtime_loader.sglang.hicache import tier as tier_module
-from kvtuner.runtime_loader.sglang.hicache.host_pool import self_test
+from kvtuner.runtime_loader.sglang.hicache.host_pool import check_host_pool
 from kvtuner.runtime_loader.sglang.process_state import RankState, process_state
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def host_pool(device_pool: object, *, packed: bool = True, zero_copy: bool = Fal
         device_pool, tier_module.layers_of(rank, device_pool), own, Metrics(), options(**changes), page_size=PAGE,
         zero_copy=zero_copy,
     )  # fmt: skip
-    self_test(pool)
+    check_host_pool(pool)
     return pool
 
 

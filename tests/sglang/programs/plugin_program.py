@@ -85,19 +85,19 @@ def check_that_layers_that_do_not_read_their_whole_past_are_refused() -> None:
             setattr(layer, name, value)
         return torch.nn.ModuleDict({"attn": layer})
 
-    attention.check_layers(model(), 512)
+    attention.check_attention_layers(model(), 512)
     assert "attn of this model is not a decoder's" in refusal(
-        attention.check_layers, model(attn_type=AttentionType.ENCODER_ONLY), 512
+        attention.check_attention_layers, model(attn_type=AttentionType.ENCODER_ONLY), 512
     )
-    assert "not a decoder's" in refusal(attention.check_layers, model(is_cross_attention=True), 512)
-    assert "by position" in refusal(attention.check_layers, model(xai_temperature_len=64), 512)
-    assert "sinks" in refusal(attention.check_layers, model(sinks=torch.zeros(2)), 512)
+    assert "not a decoder's" in refusal(attention.check_attention_layers, model(is_cross_attention=True), 512)
+    assert "by position" in refusal(attention.check_attention_layers, model(xai_temperature_len=64), 512)
+    assert "sinks" in refusal(attention.check_attention_layers, model(sinks=torch.zeros(2)), 512)
     assert "window of 511 tokens, shorter than the context of 512" in refusal(
-        attention.check_layers, model(sliding_window_size=510), 512
+        attention.check_attention_layers, model(sliding_window_size=510), 512
     )
-    assert "sinks" in refusal(attention.check_layers, model(attention_sink_bias=torch.zeros(2)), 512)
+    assert "sinks" in refusal(attention.check_attention_layers, model(attention_sink_bias=torch.zeros(2)), 512)
     covering = model(sliding_window_size=511)
-    attention.check_layers(covering, 512)
+    attention.check_attention_layers(covering, 512)
     assert covering["attn"].sliding_window_size == -1
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvtuner.evaluation.tasks.recall_and_needles import Problem
 
 
-class Text:
+class TextTokenizer:
     """Texts as token ids of a model's tokenizer, and back."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.profile.evaluation_record import SUFFIX
+from kvtuner.exported_configs.profile.evaluation_record import EVALUATION_SUFFIX
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import catalogue_file
 from kvtuner.exported_configs.sharing.reference import (
@@ -89,4 +89,4 @@ def profile_files(path: Path) -> list[Path]:
 
 def profile_names(names: Iterable[str]) -> list[str]:
     """The names of profiles among those of files."""
-    return [name for name in names if name.endswith(".json") and SUFFIX not in name]
+    return [name for name in names if name.endswith(".json") and EVALUATION_SUFFIX not in name]

@@ -7,7 +7,7 @@ import pytest
 from kvtuner.errors import KVTunerError, SearchSpaceError
 from kvtuner.layer_ranges import write_ranges
 from kvtuner.precision import PrecisionPair
-from kvtuner.search_spaces.written_layers import parse_keep, parse_ranges
+from kvtuner.search_spaces.layer_notation import parse_keep, parse_ranges
 
 K4V2, NATIVE = PrecisionPair(4, 2), PrecisionPair(16, 16)
 
