@@ -43,14 +43,16 @@ def batches(
     own, at 0, or as late as it fits.
     """
     num_sequences, tokens = ids.shape
-    last = max(0, context_length - tokens)
+    last_start = max(0, context_length - tokens)
     generator = torch.Generator().manual_seed(seed)
     # One sequence from each of num_sequences equal parts of the context: few sequences would leave most of it unseen.
     parts = torch.randperm(num_sequences, generator=generator)
     within = torch.rand(num_sequences, generator=generator, dtype=torch.float64)
-    drawn = ((parts + within) * (last + 1) / num_sequences).long().clamp(max=last)
-    starts = {"random": drawn, "small": torch.zeros_like(drawn), "large": torch.full_like(drawn, last)}[offsets]
-    positions = starts.unsqueeze(1) + torch.arange(tokens)
+    random = ((parts + within) * (last_start + 1) / num_sequences).long().clamp(max=last_start)
+    starts = {"random": random, "small": torch.zeros_like(random), "large": torch.full_like(random, last_start)}[
+        offsets
+    ]
+    positions = starts.unsqueeze(1) + torch.arange(tokens)  # [num_sequences, tokens]
     for index, first in enumerate(range(0, num_sequences, batch_size)):
         rows = slice(first, first + batch_size)
         yield Batch(index, ids[rows].to(device), positions[rows].to(device))

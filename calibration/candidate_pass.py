@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.chain import DecoderChain, Trace
 
-SCORES_IN_FLIGHT = 1 << 23
+SCORES_IN_FLIGHT = 1 << 23  # float32 attention scores of all widths: 32 MiB, and several temporaries of that size
 MAX_SPAN = 128  # tokens between a block's first and last row: early rows see few keys that causality hides from them
-TINY = 1e-12
+TINY = 1e-12  # keeps the relative error of a zero finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +109,11 @@ class CandidateMeasurement:
             rows = slice(first, min(first + step, tokens))
             leaf = hidden[:, rows].detach().requires_grad_()
             logits = self.chain.logits(self.chain.finish(leaf))
-            p = logits.detach().softmax(dim=-1)
-            by_row = p.flatten(0, 1).to(generator.device)
-            labels = torch.multinomial(by_row, self.num_draws, replacement=True, generator=generator)
+            p = logits.detach().softmax(dim=-1)  # [batch, rows, vocab_size]
+            p_by_row = p.flatten(0, 1).to(generator.device)
+            labels = torch.multinomial(p_by_row, self.num_draws, replacement=True, generator=generator)
             for draw, gradient in enumerate(gradients):
+                # The gradient of -log p[label] by the logits is p minus one at the label.
                 by_logits = p.clone()
                 index = labels[:, draw].reshape(*p.shape[:-1], 1).to(p.device)
                 by_logits.scatter_add_(-1, index, torch.full_like(index, -1.0, dtype=p.dtype))
@@ -144,6 +145,7 @@ class CandidateMeasurement:
             by_input.append(g_input)
         self.chain.count.add(backward_layer_tokens=len(gradients) * leaf.shape[0] * leaf.shape[1])
         detached = AttentionCall(call.q.detach(), call.k.detach(), call.v.detach(), call.scaling, call.softcap)
+        # The graph of the whole layer hangs on these: it is freed before 24 candidates are held.
         del output, attended, call
         attention_calls.clear()
         with torch.no_grad():
@@ -161,6 +163,7 @@ class CandidateMeasurement:
             )
         keys = dict(self._readings(layer_id, "k", call.k))
         values = dict(self._readings(layer_id, "v", call.v))
+        # Scaled before squaring, so that small gradients do not underflow; only ratios of importance count.
         largest = gradients.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
         importance = (gradients / largest).square().sum(dim=(0, 1, 2, -1))
         rows = sample_rows(importance, self.plan.split, generator)
@@ -203,6 +206,7 @@ class CandidateMeasurement:
         """Score the attention of a block of `rows`."""
         tokens = rows.tokens[block].to(call.q.device)
         visible = slice(None, int(rows.tokens[block][-1]) + 1)
+        # q: [batch, num_kv_heads, group, rows, head_dim]; g: the same with draws before it and v_head_dim channels.
         q = call.grouped_query(tokens)
         v = call.v[:, :, visible].float()
         g = gradients.unflatten(2, (call.k.shape[1], -1))
@@ -211,13 +215,13 @@ class CandidateMeasurement:
         weights, sequences = rows.weights[block].to(exact_o.device), call.k.shape[0]
         share = sequences / float(rows.weights.sum())
         # The (row, key) pairs of all blocks, so that a mean does not depend on how rows are cut into blocks.
-        cells = exact_a.shape[1] * exact_a.shape[2] * float((rows.weights * (rows.tokens + 1)).sum())
+        num_probabilities = exact_a.shape[1] * exact_a.shape[2] * float((rows.weights * (rows.tokens + 1)).sum())
 
         def add_outputs(side: Side, name: str, read_o: Tensor) -> None:
             self._add(layer_id, side, name, "e_o", share * (_relative_errors(exact_o, read_o) @ weights))
             delta = (read_o - exact_o).unsqueeze(1)
-            along = (g * delta).sum(dim=(3, 4, -1))  # by width, draw, sequence and token
-            fisher = 0.5 * along.square().mean(dim=(1, 2)) @ weights
+            directional = (g * delta).sum(dim=(3, 4, -1))  # [widths, draws, batch, rows]
+            fisher = 0.5 * directional.square().mean(dim=(1, 2)) @ weights
             self._add(layer_id, side, name, "fisher", sequences / rows.population * fisher)
 
         for name in keys:
@@ -225,8 +229,10 @@ class CandidateMeasurement:
             add_outputs("k", name, _read(read_a, v))
             if self.with_pairs and name == "none":
                 self._score_pairs(layer_id, read_a, values[name][..., visible, :], exact_o, share * weights)
-            moved = read_a.sub_(exact_a).abs_().sum(dim=(1, 2, 3, -1))
-            self._add(layer_id, "k", name, "e_a", moved @ weights / cells)
+            differences = (
+                read_a.sub_(exact_a).abs_().sum(dim=(1, 2, 3, -1))
+            )  # [widths, rows]; read_a is not needed again
+            self._add(layer_id, "k", name, "e_a", differences @ weights / num_probabilities)
         for name in values:
             # Widths side by side in the channels: one product reads them all.
             read_v = torch.cat(tuple(values[name][..., visible, :]), dim=-1)

@@ -26,7 +26,7 @@ SPLITS: tuple[SplitName, ...] = ("calibrate", "select", "report")
 DEMO_CORPUS = Path(__file__).parent / "demo" / "corpus.jsonl"
 MAX_DOCUMENTS = 20_000
 MIN_SEQUENCE_LENGTH = 4  # the first quarter is read exactly, and of the rest one token at least predicts another
-OVERLAP_WINDOW = 48
+OVERLAP_WINDOW = 48  # tokens, long enough that phrases which many texts share do not count
 MAX_OVERLAP = 0.10
 _ENCODING = "utf-8-sig"  # with or without a byte order mark
 Message = Mapping[str, Any]
@@ -148,13 +148,13 @@ def _file_documents(path: Path, text_field: str) -> Iterator[Document]:
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     """The rows of a JSON list or of JSON lines, numbered from 1."""
-    with path.open(encoding=_ENCODING) as handle:
-        if path.suffix == ".jsonl":
+    if path.suffix == ".jsonl":
+        with path.open(encoding=_ENCODING) as handle:
             for number, line in enumerate(handle, 1):
                 if line.strip():
                     yield number, _parsed(line.rstrip("\n"), f"{path}, line {number}")
-            return
-        rows = _parsed(handle.read(), str(path))
+        return
+    rows = _parsed(path.read_text(encoding=_ENCODING), str(path))
     if not isinstance(rows, list):
         raise CorpusError(f"{path} must hold a JSON list of objects")
     yield from enumerate(rows, 1)
@@ -243,14 +243,15 @@ def _pack(
 ) -> Iterator[list[int]]:
     length = source.sequence_length
     start = start_tokens(tokenizer)
-    held: list[int] = []
+    pending: list[int] = []
     for document in documents:
-        held.extend(_tokens(document, tokenizer, source))
-        while len(held) >= length:
-            yield held[:length]
-            held = held[length:]
-            if held and held[: len(start)] != start:
-                held = start + held
+        pending.extend(_tokens(document, tokenizer, source))
+        while len(pending) >= length:
+            yield pending[:length]
+            pending = pending[length:]
+            # The rest of a cut document begins like a text, as what a model is trained and served with.
+            if pending and pending[: len(start)] != start:
+                pending = start + pending
 
 
 def _tokens(document: Document, tokenizer: PreTrainedTokenizerBase, source: CorpusSource) -> list[int]:
@@ -271,7 +272,7 @@ def _tokens(document: Document, tokenizer: PreTrainedTokenizerBase, source: Corp
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that a tokenizer puts before a text: one or none."""
-    ids = list(tokenizer("a")["input_ids"])
+    ids = list(tokenizer("a")["input_ids"])  # many tokenizers have a token for it that they do not put there
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and ids and ids[0] == bos else []
 
@@ -292,6 +293,7 @@ def _refuse_overlap(corpus: Corpus, source: CorpusSource) -> None:
 
 def _window_hashes(ids: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """A hash of every window of a split's token stream, which sequences cut but do not break."""
+    # A sum of products with odd weights, modulo 2**64: windows that collide would only make splits look more alike.
     tokens = ids.astype(np.uint64)
     hashes = np.zeros(max(0, tokens.size - OVERLAP_WINDOW + 1), dtype=np.uint64)
     weights = np.random.default_rng(0).integers(1, 2**63, size=OVERLAP_WINDOW, dtype=np.uint64) | np.uint64(1)

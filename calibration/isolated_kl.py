@@ -7,7 +7,7 @@ over the sequences that run in parallel. Knows no budgets.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from kvtuner.journal import Journal
 from kvtuner.precision import PACKED_BITS, SIDES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.candidate_pass import QuantizationOptions
@@ -35,12 +35,12 @@ JOURNAL = "isolated.jsonl"
 
 def isolated_candidates(scores: Mapping[Candidate, CandidateScores]) -> list[Candidate]:
     """All transforms at 2 bits, where the Fisher score is no guide, and the best by Fisher score at 4 and 8."""
-    chosen: list[Candidate] = []
+    isolated: list[Candidate] = []
     for place in product(sorted({candidate.layer for candidate in scores}), SIDES, PACKED_BITS):
         rivals = [c for c in scores if (c.layer, c.side, c.bits) == place]
         best = min(rivals, key=lambda c: scores[c].fisher)
-        chosen.extend(rivals if best.bits == min(PACKED_BITS) else [best])
-    return chosen
+        isolated.extend(rivals if best.bits == min(PACKED_BITS) else [best])
+    return isolated
 
 
 def spec_of(candidate: Candidate, constants: Sequence[LayerConstants], options: QuantizationOptions) -> LayerSpec:
@@ -73,49 +73,74 @@ def measure_isolated(
             infinity.
     """
     journal = Journal(folder, JOURNAL, identity, key_of=_key_of)
-    totals = dict.fromkeys(candidates, 0.0)
-    broken: set[Candidate] = set()
-    num_tokens = 0
-    waiting = iter(batches)
-    while together := list(islice(waiting, num_workers(chain.model))):
-        runs: dict[int, _Run] = {}
-        num_tokens += sum(batch.input_ids.shape[0] * (batch.input_ids.shape[1] - plan.split) for batch in together)
-        for candidate in candidates:
-            if candidate not in broken:
-                missing = [batch for batch in together if journal.get((batch.index, candidate)) is None]
-                _run_exactly(chain, missing, plan, runs, KEPT_BYTES // len(together))
-                spec = spec_of(candidate, constants, options)
-                kls = _kl_sums(chain, [runs[batch.index] for batch in missing], candidate.layer, spec, plan)
-                measured = zip(missing, kls, strict=True)
-                journal.append(*({**asdict(candidate), "batch": batch.index, "kl_sum": kl} for batch, kl in measured))
-            for batch in together:
-                if candidate not in broken:
-                    record = journal.get((batch.index, candidate))
-                    assert record is not None
-                    kl: float | None = record["kl_sum"]
-                    if kl is None:  # it was not finite
-                        broken.add(candidate)
-                        _check_rivals(candidate, candidates, broken)
-                    else:
-                        totals[candidate] += kl
-                if on_forward is not None:
-                    on_forward()
-    return {candidate: total / num_tokens for candidate, total in totals.items() if candidate not in broken}
+    measurement = _Measurement(chain, candidates, constants, plan, options, journal)
+    remaining = iter(batches)
+    while together := list(islice(remaining, num_workers(chain.model))):
+        measurement.add(together, on_forward)
+    return {candidate: total / measurement.num_tokens for candidate, total in measurement.totals.items()}
 
 
 def _key_of(record: Mapping[str, Any]) -> tuple[int, Candidate]:
     return record["batch"], Candidate(record["layer"], record["side"], record["bits"], record["transform"])
 
 
-def _check_rivals(candidate: Candidate, candidates: Sequence[Candidate], broken: Set[Candidate]) -> None:
-    """Refuse a model that stays finite under no candidate of this layer, side and width."""
-    place = (candidate.layer, candidate.side, candidate.bits)
-    if all(other in broken for other in candidates if (other.layer, other.side, other.bits) == place):
-        side = "keys" if candidate.side == "k" else "values"
-        raise NonFiniteActivationError(
-            f"layer {candidate.layer}: its {side} at {candidate.bits} bits make the predictions NaN or infinity;"
-            " try --dtype float32 or bfloat16, or check the checkpoint"
-        )
+@dataclass(slots=True)
+class _Measurement:
+    """The KL of candidates, summed over the scored tokens of batch after batch; `totals` drops what is not finite."""
+
+    chain: DecoderChain
+    candidates: Sequence[Candidate]
+    constants: Sequence[LayerConstants]
+    plan: ReadPlan
+    options: QuantizationOptions
+    journal: Journal
+    totals: dict[Candidate, float] = field(init=False)
+    num_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.totals = dict.fromkeys(self.candidates, 0.0)
+
+    def add(self, batches: Sequence[Batch], on_forward: Callable[[], None] | None) -> None:
+        """Measure all candidates on batches that run together."""
+        runs: dict[int, _Run] = {}
+        self.num_tokens += sum(len(batch.input_ids) * (batch.input_ids.shape[1] - self.plan.split) for batch in batches)
+        for candidate in self.candidates:
+            if candidate in self.totals:
+                self._measure_missing(candidate, batches, runs)
+                self._add_up(candidate, batches)
+            if on_forward is not None:
+                for _ in batches:
+                    on_forward()
+
+    def _measure_missing(self, candidate: Candidate, batches: Sequence[Batch], runs: dict[int, _Run]) -> None:
+        """Journal a candidate's KL on the batches that the journal lacks; their exact runs are kept in `runs`."""
+        missing = [batch for batch in batches if self.journal.get((batch.index, candidate)) is None]
+        _run_exactly(self.chain, missing, self.plan, runs, KEPT_BYTES // len(batches))
+        spec = spec_of(candidate, self.constants, self.options)
+        kls = _kl_sums(self.chain, [runs[batch.index] for batch in missing], candidate.layer, spec, self.plan)
+        measured = zip(missing, kls, strict=True)
+        self.journal.append(*({**asdict(candidate), "batch": batch.index, "kl_sum": kl} for batch, kl in measured))
+
+    def _add_up(self, candidate: Candidate, batches: Sequence[Batch]) -> None:
+        """Add a candidate's journalled KL to its total, or drop the candidate where it is not finite."""
+        for batch in batches:
+            record = self.journal.get((batch.index, candidate))
+            assert record is not None
+            if record["kl_sum"] is None:
+                del self.totals[candidate]
+                self._refuse_if_last(candidate)
+                return
+            self.totals[candidate] += record["kl_sum"]
+
+    def _refuse_if_last(self, candidate: Candidate) -> None:
+        """Refuse a model that stays finite under no candidate of this layer, side and width."""
+        place = (candidate.layer, candidate.side, candidate.bits)
+        if not any((other.layer, other.side, other.bits) == place for other in self.totals):
+            side = "keys" if candidate.side == "k" else "values"
+            raise NonFiniteActivationError(
+                f"layer {candidate.layer}: its {side} at {candidate.bits} bits make the predictions NaN or infinity;"
+                " try --dtype float32 or bfloat16, or check the checkpoint"
+            )
 
 
 @dataclass(frozen=True, slots=True)

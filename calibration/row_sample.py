@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHARE = 4
+TOKENS_PER_SAMPLE = 4
 MIN_ROWS = 64
 
 
@@ -33,10 +33,10 @@ class RowSample:
 
 
 def sample_rows(importance: Tensor, start: int, generator: torch.Generator) -> RowSample:
-    """Draw one token of `SHARE`, and `MIN_ROWS` at least, with chances in proportion to their importance.
+    """Draw one token of `TOKENS_PER_SAMPLE`, `MIN_ROWS` at least, with chances in proportion to their importance.
 
-    Systematic sampling: a comb of equal teeth over the running sum of the chances, so that tokens are drawn all along
-    the sequence and never twice. What would have a chance above one is taken for certain. Sums over the drawn tokens,
+    Systematic sampling: evenly spaced points on the running sum of the chances, so that tokens are drawn all along the
+    sequence and never twice. What would have a chance above one is taken for certain. Sums over the drawn tokens,
     each times its weight, are without bias (Horvitz and Thompson, 1952), and vary least for what goes with the
     importance.
 
@@ -44,24 +44,25 @@ def sample_rows(importance: Tensor, start: int, generator: torch.Generator) -> R
     """
     importance = importance.detach().to("cpu", torch.float64)
     population = len(importance)
-    rows = min(population, max(MIN_ROWS, population // SHARE))
+    rows = min(population, max(MIN_ROWS, population // TOKENS_PER_SAMPLE))
     if rows == population:
         return RowSample(torch.arange(start, start + population), torch.ones(population), population)
     chances = _chances(importance, rows)
-    teeth = torch.arange(rows, dtype=torch.float64) + torch.rand(1, generator=generator, dtype=torch.float64)
-    drawn = torch.searchsorted(chances.cumsum(0), teeth).clamp_(max=population - 1).unique()
+    points = torch.arange(rows, dtype=torch.float64) + torch.rand(1, generator=generator, dtype=torch.float64)
+    drawn = torch.searchsorted(chances.cumsum(0), points).clamp_(max=population - 1).unique()
     return RowSample(start + drawn, (1.0 / chances[drawn]).float(), population)
 
 
 def _chances(importance: Tensor, rows: int) -> Tensor:
     """Chances of being drawn, in proportion to importance as far as none is above one; their sum is `rows`."""
-    floor = 1e-6 * importance.max() if bool(importance.max() > 0) else 1.0  # no weight beyond all bounds
+    # A weight is one over a chance: without a floor a token of next to no importance could outweigh all others.
+    floor = 1e-6 * importance.max() if bool(importance.max() > 0) else 1.0
     importance = importance.clamp_min(floor)
     certain = torch.zeros(len(importance), dtype=torch.bool)
     while True:
         left = rows - int(certain.sum())
         chances = torch.where(certain, 1.0, left * importance / importance[~certain].sum())
-        more = (chances >= 1.0) & ~certain
-        if not bool(more.any()):
+        newly_certain = (chances >= 1.0) & ~certain
+        if not bool(newly_certain.any()):
             return chances
-        certain |= more
+        certain |= newly_certain

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from kvtuner.calibration.forward.chain import DecoderChain
     from kvtuner.geometry import ModelGeometry
 
-LAMBDA_MIN = 1 / 64
-LAMBDA_MAX = 64.0
+LAMBDA_MIN, LAMBDA_MAX = 1 / 64, 64.0  # far inside fp16, in which profiles store lambda
 
 
 @dataclass
@@ -35,7 +34,7 @@ class LayerSums:
 
     @classmethod
     def zeros(cls, geometry: ModelGeometry) -> LayerSums:
-        """The sums of no tokens."""
+        """The sums of a layer before any token is seen."""
         shape = (geometry.num_kv_heads, geometry.head_dim)
         key, key_squared, query_squared = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
         return cls(key, key_squared, query_squared)
@@ -53,7 +52,7 @@ class LayerSums:
         """The layer's mu and both lambdas."""
         mean = (self.key / self.num_tokens).clamp(-FP16_MAX, FP16_MAX)
         mu = mean.to(torch.float16)
-        shift = mu.to(torch.float64)
+        shift = mu.to(torch.float64)  # rounded to fp16, as it will be subtracted
         power = self.key_squared / self.num_tokens
         centered_power = (power - 2 * shift * (self.key / self.num_tokens) + shift.square()).clamp_min(0)
         query_rms = (self.query_squared / self.num_tokens).sqrt()
@@ -66,11 +65,11 @@ def balance(key_rms: Tensor, query_rms: Tensor) -> Tensor:
     The root mean squares are those of (centred) keys and of the queries that read them, [num_kv_heads, head_dim]; so is
     the result, in fp16.
     """
-    alive = (key_rms > 0) & (query_rms > 0)
-    ratio = torch.where(alive, key_rms / torch.where(alive, query_rms, 1.0), 1.0)
-    logs = torch.where(alive, 0.5 * ratio.log(), 0.0)
-    mean = logs.sum(dim=-1, keepdim=True) / alive.sum(dim=-1, keepdim=True).clamp_min(1)
-    lam = torch.where(alive, (logs - mean).exp(), 1.0)
+    is_live = (key_rms > 0) & (query_rms > 0)
+    ratio = torch.where(is_live, key_rms / torch.where(is_live, query_rms, 1.0), 1.0)
+    logs = torch.where(is_live, 0.5 * ratio.log(), 0.0)
+    mean = logs.sum(dim=-1, keepdim=True) / is_live.sum(dim=-1, keepdim=True).clamp_min(1)
+    lam = torch.where(is_live, (logs - mean).exp(), 1.0)
     return lam.clamp(LAMBDA_MIN, LAMBDA_MAX).to(torch.float16)
 
 

@@ -57,7 +57,7 @@ class Front:
         return self.configuration(self.point(cap))
 
     def point(self, cap: int) -> int:
-        """Position of `best`."""
+        """The position of the configuration that `best` returns."""
         point = int(np.searchsorted(self.costs, cap, side="right")) - 1
         if point < 0:
             raise BudgetError(f"the cheapest configuration costs {self.costs[0]}, more than {cap}; raise the budget")
@@ -77,12 +77,13 @@ def solve_front(space: SearchSpace, cost: Callable[[PrecisionPair], int], layers
     indices = np.zeros((1, 0), dtype=np.int16)
     for group in groups:
         menu_costs, menu_scores = menu_of_group(space, group, cost)
-        all_costs = (costs[:, None] + menu_costs).ravel()
+        all_costs = (costs[:, None] + menu_costs).ravel()  # [num_points * num_choices]
         all_scores = (scores[:, None] + menu_scores).ravel()
-        kept = _pareto(all_costs, all_scores)
-        costs, scores = all_costs[kept], all_scores[kept]
-        before, choice = np.divmod(kept, len(menu_costs))
-        indices = np.column_stack([indices[before], choice.astype(np.int16)])
+        best = _pareto(all_costs, all_scores)
+        costs, scores = all_costs[best], all_scores[best]
+        # ravel() puts the choices of the group side by side, for one point of the front before after another.
+        point, choice = np.divmod(best, len(menu_costs))
+        indices = np.column_stack([indices[point], choice.astype(np.int16)])
     return Front(costs, scores, indices, space, groups)
 
 
@@ -101,8 +102,8 @@ def _pareto(costs: NDArray[np.int64], scores: NDArray[np.float64]) -> NDArray[np
     order: NDArray[np.intp] = np.lexsort((scores, costs))
     best_so_far = np.minimum.accumulate(scores[order])
     is_better = np.append(True, best_so_far[1:] < best_so_far[:-1])
-    kept: NDArray[np.intp] = order[is_better]
-    return kept
+    pareto: NDArray[np.intp] = order[is_better]
+    return pareto
 
 
 def solve(space: SearchSpace, constraint: Constraint) -> Configuration:
@@ -150,11 +151,14 @@ def _family(
         above.append(solve(space.between(lower=above[-1]), constraint))
     for constraint in reversed(constraints[:start]):
         below.append(solve(space.between(upper=below[-1]), constraint))
+    # Both lists start with `configuration`: it is dropped from `below`, which descends and so is reversed.
     return below[:0:-1] + above
 
 
 def _loss(family: Sequence[Configuration], independent: Sequence[Configuration]) -> float:
-    """Sum of relative losses; the floor keeps budgets that lose nothing at all comparable."""
-    floor = 1e-12
-    pairs = zip(family, independent, strict=True)
-    return sum((predicted_score(a) + floor) / (predicted_score(b) + floor) for a, b in pairs)
+    """The sum of the predicted scores, each relative to that of its budget solved on its own."""
+    floor = 1e-12  # keeps budgets that lose nothing at all comparable
+    return sum(
+        (predicted_score(nested_one) + floor) / (predicted_score(alone) + floor)
+        for nested_one, alone in zip(family, independent, strict=True)
+    )

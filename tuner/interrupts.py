@@ -53,7 +53,7 @@ class InterruptGate:
             signal.signal(signal.SIGINT, self._hold)
 
     def _hold(self, number: int, frame: Any) -> None:
-        if self._pending:
+        if self._pending:  # the second one: whoever sends it does not want to wait
             self._pending = False
             self._previous(number, frame)
         self._pending = True

@@ -57,6 +57,7 @@ def _start_of(pid: int) -> str:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "?"
+    # Fields 3 and 22 of proc(5): the state, a zombie or dead, and the start. The name before them may hold spaces.
     return "" if fields[0] in "ZX" else fields[19]
 
 
@@ -89,7 +90,7 @@ class LivenessMonitor:
     """Tells lost trials by heartbeats that this process has seen, so that clocks need not agree."""
 
     def __init__(self) -> None:
-        """Start with nothing seen."""
+        """Start without having seen any trial."""
         self._seen: dict[int, tuple[object, float]] = {}
 
     def is_lost(self, trial: optuna.trial.FrozenTrial) -> bool:
@@ -97,9 +98,10 @@ class LivenessMonitor:
         worker = trial.user_attrs.get(WORKER)
         if worker is not None and has_ended(worker):
             return True
-        sign = (worker, trial.user_attrs.get(HEARTBEAT), len(trial.params))
-        before, since = self._seen.get(trial.number, (None, 0.0))
-        if before != sign:
-            self._seen[trial.number] = (sign, time.monotonic())
+        # Whatever changes shows life: a worker without a heartbeat yet is choosing parameters one by one.
+        state = (worker, trial.user_attrs.get(HEARTBEAT), len(trial.params))
+        last_state, seen_at = self._seen.get(trial.number, (None, 0.0))
+        if last_state != state:
+            self._seen[trial.number] = (state, time.monotonic())
             return False
-        return time.monotonic() - since > (UNNAMED_GRACE_S if worker is None else GRACE_S)
+        return time.monotonic() - seen_at > (UNNAMED_GRACE_S if worker is None else GRACE_S)

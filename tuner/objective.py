@@ -64,10 +64,12 @@ class MeasuredKL:
         self._options = options
         self._specs: dict[tuple[int, str], LayerSpec] = {}
         sizes = [len(item.batch.input_ids) for item in simulator.prepared]
-        stages = {-(-len(sizes) // part): margin for part, margin in RACE}  # of equals the strictest
-        stages.pop(len(sizes), None)
-        self._batches = [0, *stages, len(sizes)]
-        self._margins = list(enumerate(stages.values(), start=1))
+        # The margin by the number of batches after which it is applied; with few batches the later one takes its place.
+        margins = {-(-len(sizes) // part): margin for part, margin in RACE}
+        margins.pop(len(sizes), None)  # after the last batch nothing is left to save
+        self._margins = list(enumerate(margins.values(), start=1))
+        # Batches, and sequences, that have run after each stage of the race; none after stage 0.
+        self._batches = [0, *margins, len(sizes)]
         self._ends = [sum(sizes[:batches]) for batches in self._batches]
         self.num_sequences = 0
         """The number of sequences that all returned values together are means of."""
@@ -113,6 +115,7 @@ class MeasuredKL:
             self._read_journal()  # another worker may have measured it meanwhile
         kls = self._measured.get(key, [])
         if len(kls) < self._ends[last]:
+            # An interrupted or another worker's measurement may end within a stage: that stage runs whole.
             done = bisect_right(self._ends, len(kls)) - 1
             kls = kls[: self._ends[done]]
             more = self._run(configuration, slice(self._batches[done], self._batches[last]))

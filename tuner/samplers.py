@@ -19,7 +19,7 @@ SamplerName = Literal["nsga2", "tpe", "random", "none"]
 POPULATION_SIZE: Final = 24
 """Individuals in a generation of NSGA-II. Of Optuna's default of 50, 100 trials would make two generations."""
 
-# A proposal of TPE takes a hundred times as long as one of the others.
+# Proposals for one trial at most. One of TPE takes a hundred times as long as one of the others.
 _NUM_PROPOSALS: Final[dict[SamplerName, int]] = {"nsga2": 20, "tpe": 5, "random": 20, "none": 1}
 
 FIXED_PARAMS: Final = "fixed_params"

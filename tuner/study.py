@@ -13,13 +13,14 @@ from kvtuner.errors import NonFiniteActivationError, SearchSpaceError
 from kvtuner.tuner.interrupts import InterruptGate
 from kvtuner.tuner.samplers import POPULATION_SIZE, SamplerName, make_sampler
 from kvtuner.tuner.study_storage import bind_identity, open_storage, opening_lock, storage_errors
-from kvtuner.tuner.worker import TrialRecord, Worker
+from kvtuner.tuner.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvtuner.search_spaces.budget import Constraint
     from kvtuner.search_spaces.space import Configuration, SearchSpace
+    from kvtuner.tuner.trials import TrialRecord
 
 Guidance = Literal["none", "budget", "surrogate"]
 

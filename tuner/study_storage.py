@@ -25,6 +25,7 @@ JOURNAL: Final = "journal:///"
 STORAGE_ERRORS: Final = (SQLAlchemyError, sqlite3.Error, optuna.exceptions.StorageInternalError)
 
 _OPTUNA_TABLES: Final = {"studies", "version_info"}
+# By part of the message of SQLite or of the operating system.
 _REMEDIES: Final = {
     "locked": "another program holds it; end that and run the same command again",
     "No space": "free some space and run the same command again to resume",
@@ -49,7 +50,7 @@ def storage_errors(url: str | None) -> Iterator[None]:
         is_journal = url is not None and url.startswith(JOURNAL)
         if isinstance(error, OSError) and not is_journal:
             raise
-        cause: BaseException = error
+        cause: BaseException = error  # SQLAlchemy's and Optuna's errors wrap the one that says what is wrong
         while cause.__cause__ is not None:
             cause = cause.__cause__
         reason = str(getattr(cause, "orig", None) or cause).split("\n")[0]

@@ -27,9 +27,9 @@ FACTOR_DEVIATION: Final = 0.5
 """Prior deviation of a factor of one width of one side of one group from 1."""
 NOISE: Final = 0.1
 """The error that additive factors cannot explain, relative to the measured value."""
-SMALLEST_FACTOR: Final = 0.05
+SMALLEST_FACTOR: Final = 0.05  # above 0, so that no error looks like a gain
 NUM_DRAWS: Final = 12
-WIDENING: Final = 1.4
+WIDENING: Final = 1.4  # of the spread of draws, after each one that is not wanted
 
 
 class Surrogate:
@@ -60,6 +60,7 @@ class Surrogate:
             return None
         mean, root = self._posterior(measured)
         for draw in range(NUM_DRAWS):
+            # With precision = root @ root.T, solving root.T turns white noise into draws of that precision's inverse.
             noise = WIDENING**draw * rng.standard_normal(len(mean))
             indices = self._best(mean + np.linalg.solve(root.T, noise))
             if is_wanted(indices):
@@ -67,7 +68,8 @@ class Surrogate:
         return None
 
     def _posterior(self, measured: Mapping[tuple[int, ...], float]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Mean of the factors' deviations, and the Cholesky root of their precision."""
+        """Mean of the factors' deviations, [num_factors], and the Cholesky root of their precision."""
+        # [num_measured, num_factors]: what each factor adds to the prediction; column 0 is the whole prediction.
         rows = np.stack([self._features(indices) for indices in measured])
         values = np.array(list(measured.values()), dtype=np.float64)
         # Cheap scores are in units of their own. Factors are on the score, whatever its unit.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvtuner.search_spaces.budget import Constraint
     from kvtuner.search_spaces.space import Configuration, SearchSpace
 
-NUM_SMALLER: Final = 6
+NUM_SMALLER: Final = 6  # steps down the front: predictions of neighbours on it differ by less than their error
 
 
 def warm_starts(
@@ -67,6 +67,7 @@ def neighbours(
     moves = _moves(space, constraint, start)
     costs = constraint.stage_costs(pairs_of(space.configuration(start)))
     room = np.array([constraint.cap(stage) for stage in range(len(costs))]) - np.array(costs)
+    # Two moves at once: all pairs of different groups.
     first, second = np.triu_indices(len(moves.groups), k=1)
     is_pair = moves.groups[first] != moves.groups[second]
     first, second = first[is_pair], second[is_pair]
@@ -76,7 +77,7 @@ def neighbours(
     nearest = []
     for position in fitting[np.argsort(scores[fitting], kind="stable")[:limit]]:
         changed = list(start)
-        pair = position - len(moves.groups)
+        pair = position - len(moves.groups)  # pairs of moves stand behind the single ones
         for move in [position] if pair < 0 else [first[pair], second[pair]]:
             changed[moves.groups[move]] = int(moves.indices[move])
         nearest.append(space.configuration(changed))

@@ -38,12 +38,12 @@ def add_outliers(model: PreTrainedModel, *, factor: float, pairs_per_head: int, 
     decoder: Any = model.get_decoder()
     with torch.no_grad():
         for layer in decoder.layers:
-            keys = torch.ones(config.num_key_value_heads, head_dim)
-            for head in range(config.num_key_value_heads):
-                for pair in rng.sample(range(head_dim // 2), pairs_per_head):
-                    keys[head, [pair, pair + head_dim // 2]] = factor
-            _scale(layer.self_attn.k_proj, keys.flatten())
-            _scale(layer.self_attn.q_proj, 1 / keys.repeat_interleave(group, dim=0).flatten())
+            factors = torch.ones(config.num_key_value_heads, head_dim)
+            for head_factors in factors:
+                channels = torch.tensor(rng.sample(range(head_dim // 2), pairs_per_head))
+                head_factors[torch.cat((channels, channels + head_dim // 2))] = factor
+            _scale(layer.self_attn.k_proj, factors.flatten())
+            _scale(layer.self_attn.q_proj, 1 / factors.repeat_interleave(group, dim=0).flatten())
 
 
 def _scale(projection: torch.nn.Linear, factors: torch.Tensor) -> None:

@@ -179,34 +179,38 @@ def recall_accuracy(model: PreTrainedModel, data: TrainingText, num_pairs: int, 
     return right / max(total, 1)
 
 
-def train(args: argparse.Namespace) -> None:
-    """Train; evaluate and save the checkpoint in bf16 every 250 steps and at the end."""
-    torch.manual_seed(args.seed)
-    out = Path(args.out)
+def train(out: Path, *, steps: int, long_from: float, peak_lr: float, key_bias: float, seed: int) -> None:
+    """Train; evaluate and save the checkpoint in bf16 every 250 steps and at the end.
+
+    Sequences have 256 tokens for the share `long_from` of the steps, then 512. The keys of the first and the last layer
+    get `key_bias`.
+    """
+    torch.manual_seed(seed)
     out.mkdir(parents=True, exist_ok=True)
     trained_on, _ = source_files()
     texts = read_sources(trained_on)
-    rng = random.Random(args.seed)
+    rng = random.Random(seed)
     recall_texts = [recall_problem(rng, 16, 16).answered for _ in range(200)]
     tokenizer = train_tokenizer(texts[::4] + recall_texts)
-    data = TrainingText(tokenizer, texts, args.seed)
+    data = TrainingText(tokenizer, texts, seed)
     model = build_model()
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}], lr=args.lr, betas=(0.9, 0.98)
+        [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}], lr=peak_lr, betas=(0.9, 0.98)
     )
     save_tokenizer(tokenizer, out)
     print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters, {data.source.numel():,} source tokens", flush=True
     )
     start, losses = time.monotonic(), []
-    for step in range(args.steps):
-        progress = step / args.steps
-        lr = args.lr * min(1.0, (step + 1) / 200) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+    for step in range(steps):
+        progress = step / steps
+        # A warm-up of 200 steps, then half a cosine down to 2 %.
+        lr = peak_lr * min(1.0, (step + 1) / 200) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
         for group in optimizer.param_groups:
             group["lr"] = lr
-        length, size, max_pairs = (256, 16, 14) if progress < args.long_from else (512, 8, 32)
+        length, size, max_pairs = (256, 16, 14) if progress < long_from else (512, 8, 32)
         ids = data.batch(size, length, max_pairs)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = model(ids).logits
@@ -216,16 +220,16 @@ def train(args: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
-        if (step + 1) % 50 == 0 or step + 1 == args.steps:
-            rate = (step + 1) * 4096 / (time.monotonic() - start)
+        if (step + 1) % 50 == 0 or step + 1 == steps:
+            rate = (step + 1) * 4096 / (time.monotonic() - start)  # 16 * 256 tokens in a step, or 8 * 512
             line: dict[str, Any] = {
                 "step": step + 1,
                 "loss": round(statistics.fmean(losses[-50:]), 4),
                 "tokens_per_s": round(rate),
             }
-            if (step + 1) % 250 == 0 or step + 1 == args.steps:
+            if (step + 1) % 250 == 0 or step + 1 == steps:
                 line["recall"] = {n: round(recall_accuracy(model, data, n), 3) for n in (4, 10, 20, 30)}
-                save_model(model, out, args.key_bias)
+                save_model(model, out, key_bias)
             print(json.dumps(line), flush=True)
 
 
@@ -253,18 +257,27 @@ def save_model(model: PreTrainedModel, out: Path, key_bias: float) -> None:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument(
         "--long-from", type=float, default=0.6, help="share of the steps with 256-token sequences; then 512"
     )
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--key-bias", type=float, default=KEY_BIAS, help="of the first and the last layer; 0 for none")
+    parser.add_argument(
+        "--key-bias", type=float, default=KEY_BIAS, help="key bias of the first and the last layer; 0 for none"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    train(args)
+    train(
+        args.out,
+        steps=args.steps,
+        long_from=args.long_from,
+        peak_lr=args.lr,
+        key_bias=args.key_bias,
+        seed=args.seed,
+    )
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ from kvtuner.search_spaces.space import Configuration, LayerChoice, LayerMenu, S
 from kvtuner.tuner.exact import solve
 from kvtuner.tuner.samplers import POPULATION_SIZE, SamplerName
 from kvtuner.tuner.study import Guidance, refine
+from kvtuner.tuner.trials import OUTCOME
 from kvtuner.tuner.warm_starts import warm_starts
-from kvtuner.tuner.worker import OUTCOME
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvtuner.tuner.worker import TrialRecord
+    from kvtuner.tuner.trials import TrialRecord
 
 Space = Callable[..., SearchSpace]
 Limit = Callable[..., Constraint]

@@ -24,7 +24,8 @@ from kvtuner.tuner import liveness
 from kvtuner.tuner.samplers import FIXED_PARAMS, make_sampler
 from kvtuner.tuner.study import StudyResult, refine
 from kvtuner.tuner.study_storage import open_storage
-from kvtuner.tuner.worker import OUTCOME, TICKET, TrialRecord, Worker
+from kvtuner.tuner.trials import OUTCOME, TICKET, TrialRecord
+from kvtuner.tuner.worker import Worker
 
 if TYPE_CHECKING:
     from pathlib import Path

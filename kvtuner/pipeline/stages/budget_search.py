@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvtuner.pipeline.stages.search_targets import SearchTarget
     from kvtuner.search_spaces.budget import Constraint
     from kvtuner.tuner.objective import MeasuredKL
-    from kvtuner.tuner.worker import TrialRecord
+    from kvtuner.tuner.trials import TrialRecord
 
 STUDY_FILE: Final = "study.db"
 
