@@ -1,5 +1,6 @@
 """Measures what a scheme costs in quality. Knows nothing of how a profile was found, and writes no report.
 
-Other packages use `cache_scheme` (`CacheScheme`, `named_schemes`, and the names of schemes), `validation`
-(`Validator`, `SequenceSums`), `statistics`, `token_text` (`Text`), `backends` and `tasks`. `cells` is private.
+Other packages use `cache_scheme` (`CacheScheme`, the names of schemes), `scheme_registry` (`named_schemes`),
+`validation` (`Validator`, `SequenceSums`), `statistics`, `token_text` (`Text`), `backends` and `tasks`. `cells` is
+private.
 """

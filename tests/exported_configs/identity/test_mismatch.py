@@ -302,7 +302,7 @@ REACHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def test_the_documented_table_is_what_happens() -> None:
-    words = {"error": "refused", "warning": "warning", "info": "said"}
+    words = {"error": "refused", "warning": "warning", "info": "logged"}
     happens = {"geometry": ["refused"] * 3}  # before anything here is asked
     for kind, (wanted, actual) in REACHED.items():
         served = {"positions": 1, "context_length": 2} if kind == "context" else {}
