@@ -29,7 +29,7 @@ from greedy import greedy
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.calibration.isolated_kl import isolated_candidates
 from kvtuner.calibration.model_loading import ModelSource, load_model
-from kvtuner.calibration.workbench import CalibrationOptions, Workbench, calibrate
+from kvtuner.calibration.workbench import CalibrationOptions, Workbench, measure_table
 from kvtuner.errors import SearchSpaceError
 from kvtuner.evaluation.cache_scheme import CacheScheme
 from kvtuner.evaluation.validation import SequenceSums, Validator, pooled
@@ -126,7 +126,7 @@ def prepare(source: str, out: Path, args: argparse.Namespace) -> CalibratedModel
     )
     bench = Workbench.prepare(loaded, corpus, CalibrationOptions())
     folder = RunFolder(out)
-    table = calibrate(bench, folder)
+    table = measure_table(bench, folder)
     identity = sha256_of(table.identity)
     objective = MeasuredKL(bench.simulator("select", reuse=True), table, bench.options.quant, folder, identity)
     return CalibratedModel(bench, table, objective, Validator(bench, folder, identity))

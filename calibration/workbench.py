@@ -11,7 +11,7 @@ from tqdm import tqdm
 from kvtuner.calibration.batches import Batch, Offsets, batches
 from kvtuner.calibration.candidate_pass import CandidateMeasurement, QuantizationOptions
 from kvtuner.calibration.forward.chain import DecoderChain
-from kvtuner.calibration.forward.read_plan import ReadPlan, ReadPlanName
+from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import Simulator
 from kvtuner.calibration.isolated_kl import isolated_candidates, measure_isolated
 from kvtuner.calibration.sensitivity import TABLE_FILE, ScoreName, SensitivityTable, missing_candidates
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.corpus import Corpus, SplitName
     from kvtuner.calibration.model_loading import LoadedModel
+    from kvtuner.read_plan_names import ReadPlanName
 
 IDENTITY_FILE = "run.json"
 MEASUREMENT = 4
@@ -134,7 +135,7 @@ def _refuse_unknown_tokens(loaded: LoadedModel, corpus: Corpus) -> None:
         )
 
 
-def calibrate(
+def measure_table(
     bench: Workbench, folder: RunFolder, on_left_out: Callable[[str], None] | None = None
 ) -> SensitivityTable:
     """Measure the table, or read what an earlier run measured of it in `folder`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, Self, cast, get_args
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from transformers.cache_utils import CacheLayerMixin
 from kvtuner.errors import CacheError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
 from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id, public_name
-from kvtuner.exported_configs.profile.evidence import ReadPlan
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import QuantSpec
+from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 from kvtuner.runtime_loader.packed_layer import PackedSide
 from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_formats
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.evidence import ModelIdentity
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ConfigLike
-
-READ_PLANS: Final[tuple[ReadPlan, ...]] = get_args(ReadPlan)
 
 
 class KVTunerLayer(CacheLayerMixin):
@@ -63,7 +61,7 @@ class KVTunerLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, read_plan: ReadPlan = "decode", **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: Any, read_plan: ReadPlanName = "decode", **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store a chunk and return what its queries read, both [batch, num_kv_heads, tokens, channels].
 
@@ -140,7 +138,7 @@ class KVTunerCache(Cache):
             warns once. None if no layer centres or the profile does not say.
     """
 
-    def __init__(self, layers: Sequence[KVTunerLayer], read_plan: ReadPlan = "decode") -> None:
+    def __init__(self, layers: Sequence[KVTunerLayer], read_plan: ReadPlanName = "decode") -> None:
         super().__init__(layers=[*layers])
         self._read_plan = _checked(read_plan)
         self.num_calibrated_positions: int | None = None
@@ -150,7 +148,7 @@ class KVTunerCache(Cache):
         cls,
         profile: Profile,
         config: ConfigLike,
-        read_plan: ReadPlan = "decode",
+        read_plan: ReadPlanName = "decode",
         *,
         context_length: int | None = None,
         allow_derived: bool = False,
@@ -175,14 +173,14 @@ class KVTunerCache(Cache):
         return cls.stored_by(profile, read_plan)
 
     @classmethod
-    def stored_by(cls, profile: Profile, read_plan: ReadPlan = "decode") -> Self:
+    def stored_by(cls, profile: Profile, read_plan: ReadPlanName = "decode") -> Self:
         """An empty cache for the model of a profile, which nobody checks."""
         cache = cls([KVTunerLayer(layer) for layer in rank_formats(profile, range(len(profile.pairs)))], read_plan)
         cache.num_calibrated_positions = calibrated_positions(profile) if _is_centered(profile) else None
         return cache
 
     @classmethod
-    def fp8(cls, config: ConfigLike, read_plan: ReadPlan = "decode", *, context_length: int | None = None) -> Self:
+    def fp8(cls, config: ConfigLike, read_plan: ReadPlanName = "decode", *, context_length: int | None = None) -> Self:
         """An empty cache that stores every layer in e4m3fn with scale 1, as SGLang's fp8 does: what to compare with.
 
         It will hold `context_length` tokens; all positions of the model by default.
@@ -203,12 +201,12 @@ class KVTunerCache(Cache):
         return f"{type(self).__name__}(layers={self.layers}, read_plan={self.read_plan!r})"
 
     @property
-    def read_plan(self) -> ReadPlan:
+    def read_plan(self) -> ReadPlanName:
         """The plan of what the next chunk reads."""
         return self._read_plan
 
     @contextmanager
-    def reading(self, read_plan: ReadPlan) -> Iterator[Self]:
+    def reading(self, read_plan: ReadPlanName) -> Iterator[Self]:
         """Read by another plan inside the block."""
         before, self._read_plan = self._read_plan, _checked(read_plan)
         try:
@@ -262,7 +260,7 @@ def _is_centered(profile: Profile) -> bool:
     return any(spec is not None and spec.transform.kind.centered for spec in specs)
 
 
-def _checked(read_plan: ReadPlan) -> ReadPlan:
+def _checked(read_plan: ReadPlanName) -> ReadPlanName:
     if read_plan not in READ_PLANS:
         raise CacheError(f"read_plan must be one of {', '.join(READ_PLANS)}, not {read_plan!r}")
     return read_plan

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvtuner.exported_configs.profile import evidence
 from kvtuner.quant import saturated
 
-ReadPlanName = evidence.ReadPlan
+if TYPE_CHECKING:
+    from kvtuner.read_plan_names import ReadPlanName
+
 ROWS_AT_A_TIME = 128  # under a mask: all rows at once would read the keys that causality hides from the early ones
-READ_PLANS: tuple[ReadPlanName, ...] = get_args(ReadPlanName)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.document import DocumentKind, naming, read_document, short, validated
-from kvtuner.exported_configs.profile.evidence import ModelIdentity, ReadPlan
+from kvtuner.exported_configs.profile.evidence import ModelIdentity
 from kvtuner.exported_configs.profile.fields import (
     CommandText,
     Figure,
@@ -25,6 +25,7 @@ from kvtuner.exported_configs.profile.fields import (
     Text,
     TokenCount,
 )
+from kvtuner.read_plan_names import ReadPlanName
 from kvtuner.run_folder import sha256_of
 
 EVALUATION_VERSION: Final = 1
@@ -152,7 +153,7 @@ class BackendRecord(StrictModel):
     """
 
     kind: Literal["transformers", "sglang", "openai"]
-    read_plan: ReadPlan | None
+    read_plan: ReadPlanName | None
     reads: Literal["fresh", "cache", "below"] | None
     version: Text | None
     hit_share: Share | None

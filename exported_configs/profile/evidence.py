@@ -17,8 +17,7 @@ from kvtuner.exported_configs.profile.fields import (
     Text,
     TokenCount,
 )
-
-ReadPlan = Literal["decode", "hit", "cache"]
+from kvtuner.read_plan_names import ReadPlanName
 
 MAX_BASELINES: Final = 256
 
@@ -106,7 +105,7 @@ class QualityRecord(StrictModel):
     """
 
     metric: Literal["kl_nats_per_token"]
-    read_plan: ReadPlan
+    read_plan: ReadPlanName
     split_tokens: TokenCount
     predicted_kl: Figure | None
     measured_kl: IntervalRecord

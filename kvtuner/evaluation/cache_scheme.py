@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from kvtuner.exported_configs.profile.evidence import ReadPlan
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
+    from kvtuner.read_plan_names import ReadPlanName
     from kvtuner.search_spaces.budget import Constraint
 
 REFERENCE: Final = "bf16"
@@ -86,7 +86,7 @@ class CacheScheme:
         stages = enumerate(constraint.stages)
         return all(self._layer_bytes(layers, constraint.shape) <= constraint.cap(stage) for stage, layers in stages)
 
-    def cache(self, config: Any, read_plan: ReadPlan, context_length: int) -> Any:
+    def cache(self, config: Any, read_plan: ReadPlanName, context_length: int) -> Any:
         """An empty transformers cache that stores by this scheme, and can hold so many tokens.
 
         Raises:
@@ -125,7 +125,7 @@ class UnquantizedScheme(CacheScheme):
         pairs = (PrecisionPair(NATIVE_BITS, NATIVE_BITS),) * geometry.num_layers
         return cls(name=REFERENCE, pairs=pairs, rows=geometry.row_shape(), key="exact")
 
-    def cache(self, config: Any, read_plan: ReadPlan, context_length: int) -> Any:
+    def cache(self, config: Any, read_plan: ReadPlanName, context_length: int) -> Any:
         """Transformers' own cache."""
         return DynamicCache(config=config)
 
@@ -148,7 +148,7 @@ class Fp8Scheme(CacheScheme):
         specs = {layer: LayerSpec(spec, spec) for layer in range(layers)}
         return cls(name=FP8, pairs=(PrecisionPair(8, 8),) * layers, rows=geometry.row_shape(), key=FP8, specs=specs)
 
-    def cache(self, config: Any, read_plan: ReadPlan, context_length: int) -> Any:
+    def cache(self, config: Any, read_plan: ReadPlanName, context_length: int) -> Any:
         """A cache that rounds to fp8."""
         return KVTunerCache.fp8(config, read_plan, context_length=context_length)
 
@@ -192,7 +192,7 @@ class ProfileScheme(CacheScheme):
         """The bits that the profile states, which are rounded."""
         return float(self.profile.budget.effective_bits)
 
-    def cache(self, config: Any, read_plan: ReadPlan, context_length: int) -> Any:
+    def cache(self, config: Any, read_plan: ReadPlanName, context_length: int) -> Any:
         """A cache that packs rows as the profile says."""
         check_model(self.profile, config, context_length=context_length)
         return KVTunerCache.stored_by(self.profile, read_plan)

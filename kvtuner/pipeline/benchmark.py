@@ -25,7 +25,7 @@ from kvtuner.evaluation.cache_scheme import FP8, REFERENCE, CacheScheme
 from kvtuner.evaluation.scheme_registry import named_schemes
 from kvtuner.exported_configs.identity.mismatch import DERIVED
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME, Evaluation, ResultProvenance
-from kvtuner.pipeline.evaluate import check_writable, evaluate
+from kvtuner.pipeline.evaluate import check_writable, run_evaluation
 from kvtuner.pipeline.evaluation_options import EvalOptions
 from kvtuner.pipeline.profile_files.model_fit import warn_of_mismatches
 from kvtuner.pipeline.profile_lookup import profile_of, with_profile_defaults
@@ -118,7 +118,7 @@ def _quality(options: BenchOptions, profile: str, schemes: Sequence[CacheScheme]
         levels=options.levels or QUALITY_LEVELS,
         out=str(folder.file("quality")),
     )
-    return evaluate(quality_options).evaluation
+    return run_evaluation(quality_options).evaluation
 
 
 class _BenchSession:

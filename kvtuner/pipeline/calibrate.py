@@ -33,7 +33,7 @@ class CalibrationResult:
         }
 
 
-def calibrate(options: CalibrateOptions) -> CalibrationResult:
+def run_calibration(options: CalibrateOptions) -> CalibrationResult:
     """Measure the sensitivity of every layer, or go on where the same calibration was interrupted."""
     shape = checked_shape(options)
     folder = run_folder(options.model, options.out, "calibration")

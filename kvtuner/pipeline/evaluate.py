@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
     from kvtuner.evaluation.backends.base import Backend
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Level
-    from kvtuner.exported_configs.profile.evidence import ReadPlan
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.sharing.resolution import ResolvedProfile
+    from kvtuner.read_plan_names import ReadPlanName
 
 LENGTHS: Final = (128, 256, 512, 2048, 8192)
 SAMPLES_FILE: Final = "samples.md"
@@ -88,7 +88,7 @@ class EvaluationResult:
         )
 
 
-def evaluate(options: EvalOptions) -> EvaluationResult:
+def run_evaluation(options: EvalOptions) -> EvaluationResult:
     """Evaluate a profile beside other schemes, and write the result beside it.
 
     Raises:
@@ -181,7 +181,7 @@ class _Work:
         shape = read_shape(source)
         check_model(profile, shape.config, context_length=shape.context_length)
         schemes, urls = _schemes(options, profile, shape)
-        searched: ReadPlan = profile.quality.read_plan if profile.quality else "decode"
+        searched: ReadPlanName = profile.quality.read_plan if profile.quality else "decode"
         options = replace(options, read_plan=None if urls else options.read_plan or searched)
         for scheme in schemes:
             scheme.cache(shape.config, options.read_plan or "decode", shape.context_length)  # refuses what it cannot

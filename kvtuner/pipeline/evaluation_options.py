@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvtuner.errors import CorpusError, EndpointError
 from kvtuner.pipeline.option_types import counts, endpoint, positive, seed, several, words
-from kvtuner.pipeline.options import READ_PLANS, DataOptions, ModelOptions, check_options, option
+from kvtuner.pipeline.options import DataOptions, ModelOptions, check_options, option
+from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtuner.calibration.forward.read_plan import ReadPlanName
 
 LEVELS: Final = ("likelihood", "recall", "needle", "arithmetic", "samples")
 AGAINST: Final = ("fp8", "K8V8")

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from kvtuner.errors import BudgetError, OptionError, SearchSpaceError
 from kvtuner.pipeline.option_types import MIN_REPORT_SEQUENCES, positive, seed, sequences
+from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvtuner.calibration.forward.read_plan import ReadPlanName
     from kvtuner.calibration.sensitivity import ScoreName
     from kvtuner.tuner.samplers import SamplerName
 
 SCORES: Final = ("kl", "fisher", "e_o")
-READ_PLANS: Final = ("decode", "hit", "cache")
 SAMPLERS: Final = ("nsga2", "tpe", "random", "none")
 DEFAULT_SAMPLER: Final = "nsga2"
 DEFAULT_TRIALS: Final = 100

@@ -63,10 +63,10 @@ def search(
     Raises:
         KVTunerError: Something that is asked for cannot be done; the message says what would work.
     """
-    from kvtuner.pipeline.search import search as search_with
+    from kvtuner.pipeline.search import run_search
 
     budgets = () if budget is None else (budget,) if isinstance(budget, str) else tuple(budget)
-    results = search_with(_options(SearchOptions, {**options, "model": model, "budget": budgets}))
+    results = run_search(_options(SearchOptions, {**options, "model": model, "budget": budgets}))
     return results[0] if budget is None or isinstance(budget, str) else results
 
 
@@ -81,9 +81,9 @@ def calibrate(model: str | os.PathLike[str], **options: Any) -> CalibrationResul
     Raises:
         KVTunerError: Something that is asked for cannot be done; the message says what would work.
     """
-    from kvtuner.pipeline.calibrate import calibrate as calibrate_with
+    from kvtuner.pipeline.calibrate import run_calibration
 
-    return calibrate_with(_options(CalibrateOptions, {**options, "model": model}))
+    return run_calibration(_options(CalibrateOptions, {**options, "model": model}))
 
 
 @_takes(EvalOptions)
@@ -98,9 +98,9 @@ def evaluate(profile: str | os.PathLike[str], **options: Any) -> EvaluationResul
     Raises:
         KVTunerError: Something that is asked for cannot be done; the message says what would work.
     """
-    from kvtuner.pipeline.evaluate import evaluate as evaluate_with
+    from kvtuner.pipeline.evaluate import run_evaluation
 
-    return evaluate_with(_options(EvalOptions, {**options, "profile": profile}))
+    return run_evaluation(_options(EvalOptions, {**options, "profile": profile}))
 
 
 def _options(kind: type[_Options], values: dict[str, Any]) -> _Options:

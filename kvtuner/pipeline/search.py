@@ -82,7 +82,9 @@ class SearchResult:
         }
 
 
-def search(options: SearchOptions, *, on_result: Callable[[SearchResult], None] | None = None) -> list[SearchResult]:
+def run_search(
+    options: SearchOptions, *, on_result: Callable[[SearchResult], None] | None = None
+) -> list[SearchResult]:
     """Search, or go on where the same search was interrupted; returns one result for each budget, in their order.
 
     `on_result` is called with every result as soon as its files are written.

@@ -2,10 +2,10 @@
 
 Public functions, by module:
 
-- `search_report`: `write_report`, `terminal_table`, `summary_json`; their data is `search_data.ReportData`, which
-  `search_rows` makes of measurements.
+- `search_report`: `write_search_report`, `terminal_table`, `summary_json`; their data is `search_data.ReportData`,
+  which `search_rows` makes of measurements.
 - `evaluation_report`: `evaluation_lines`, `sample_lines`.
-- `bench_report`: `write_report`; `bench_result`: `BenchResult`, `summary_lines`.
+- `bench_report`: `write_bench_report`; `bench_result`: `BenchResult`, `summary_lines`.
 - `profile_report`: `describe`, `summary`, `profile_page`, `strip_html`; `layer_strip`: `profile_strip`, `Terminal`.
 - `profile_difference`: `difference_of`; `difference_report`: `difference_lines`, `difference_page`.
 - `record_table`: a result's table for notebooks.

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvtuner.calibration import candidate_pass as measure_module
 from kvtuner.calibration import row_sample
 from kvtuner.calibration.candidate_pass import CandidateMeasurement, QuantizationOptions
-from kvtuner.calibration.forward.read_plan import READ_PLANS, AttentionCall, ReadPlan, attend
+from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend
 from kvtuner.calibration.isolated_kl import measure_isolated
 from kvtuner.calibration.row_sample import RowSample
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
@@ -21,6 +21,7 @@ from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import PACKED_BITS, PrecisionPair
 from kvtuner.quant import QuantSpec
+from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.run_folder import RunFolder
 from kvtuner.transforms import candidate_transforms
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvtuner.calibration import isolated_kl as isolated
 from kvtuner.calibration.candidate_pass import QuantizationOptions
-from kvtuner.calibration.forward.read_plan import READ_PLANS, ReadPlan
+from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
 from kvtuner.calibration.isolated_kl import JOURNAL, isolated_candidates, measure_isolated, spec_of
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
@@ -22,6 +22,7 @@ from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import PACKED_BITS
 from kvtuner.quant import QuantSpec
+from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.run_folder import RunFolder
 from kvtuner.transforms import candidate_transforms
 

@@ -13,13 +13,13 @@ import torch
 from kvtuner.calibration import workbench as calibrate_module
 from kvtuner.calibration.candidate_pass import CandidateMeasurement, QuantizationOptions
 from kvtuner.calibration.corpus import MIN_SEQUENCE_LENGTH, Corpus, CorpusSource, load_corpus
-from kvtuner.calibration.forward.read_plan import READ_PLANS
 from kvtuner.calibration.isolated_kl import JOURNAL
 from kvtuner.calibration.model_loading import ModelSource, load_model
 from kvtuner.calibration.sensitivity import TABLE_FILE, SensitivityTable, missing_candidates
-from kvtuner.calibration.workbench import IDENTITY_FILE, CalibrationOptions, Workbench, calibrate
+from kvtuner.calibration.workbench import IDENTITY_FILE, CalibrationOptions, Workbench, measure_table
 from kvtuner.errors import CorpusError, NonFiniteActivationError, RunFolderError
 from kvtuner.precision import PACKED_BITS
+from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.run_folder import EVENTS, RunFolder
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fixture_types import LoadTiny, ModelFolder
 
     from kvtuner.calibration.corpus import SplitName
-    from kvtuner.calibration.forward.read_plan import ReadPlanName
+    from kvtuner.read_plan_names import ReadPlanName
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def bench_of(load_tiny: LoadTiny, corpus_file: Path) -> Callable[..., Workbench]
 @pytest.fixture(scope="module")
 def whole(bench_of: Callable[..., Workbench], tmp_path_factory: pytest.TempPathFactory) -> SensitivityTable:
     """The table of a run that nobody interrupts."""
-    return calibrate(bench_of(), RunFolder(tmp_path_factory.mktemp("whole")))
+    return measure_table(bench_of(), RunFolder(tmp_path_factory.mktemp("whole")))
 
 
 def assert_tables_equal(first: SensitivityTable, second: SensitivityTable) -> None:
@@ -87,14 +87,14 @@ def test_a_second_call_runs_no_layer_at_all(
     bench_of: Callable[..., Workbench], whole: SensitivityTable, tmp_path: Path
 ) -> None:
     folder, bench = RunFolder(tmp_path / "run"), bench_of()
-    first = calibrate(bench, folder)
+    first = measure_table(bench, folder)
     assert_tables_equal(first, whole)
     done = bench.chain.count.layer_tokens
     assert done > 0
-    assert_tables_equal(calibrate(bench, folder), first)
+    assert_tables_equal(measure_table(bench, folder), first)
     assert bench.chain.count.layer_tokens == done
     fresh = bench_of()
-    assert_tables_equal(calibrate(fresh, folder), first)
+    assert_tables_equal(measure_table(fresh, folder), first)
     assert fresh.chain.count.layer_tokens == 0
 
 
@@ -102,7 +102,7 @@ def test_the_table_holds_every_candidate_and_every_width_has_a_kl(
     bench_of: Callable[..., Workbench], tmp_path: Path
 ) -> None:
     bench = bench_of("qwen2-bias")
-    table = calibrate(bench, RunFolder(tmp_path))
+    table = measure_table(bench, RunFolder(tmp_path))
     assert len(table.scores) == 2 * (6 + 2) * len(PACKED_BITS)
     assert list(missing_candidates(table, "kl")) == []
     with_kl = [candidate for candidate, scores in table.scores.items() if scores.kl is not None]
@@ -117,19 +117,19 @@ def test_scores_that_need_no_isolated_kl_skip_it_and_a_later_run_adds_only_that(
 ) -> None:
     folder = RunFolder(tmp_path)
     cheap = bench_of(score="fisher")
-    first = calibrate(cheap, folder)
+    first = measure_table(cheap, folder)
     assert all(scores.kl is None for scores in first.scores.values())
     assert not folder.file(JOURNAL).exists()
-    assert_tables_equal(calibrate(bench_of(score="e_o"), folder), first)
+    assert_tables_equal(measure_table(bench_of(score="e_o"), folder), first)
     full = bench_of(score="kl")
-    second = calibrate(full, folder)
+    second = measure_table(full, folder)
     assert_tables_equal(second, whole)
     assert {c: replace(s, kl=None) for c, s in second.scores.items()} == dict(first.scores)
     # Per sequence: a trace of all 32 tokens, and of the 24 after the prompt another, and each of 12 candidates of a
     # layer from that layer on.
     assert full.chain.count.layer_tokens == 2 * (32 * 3 + 24 * (3 + 12 * (3 + 2 + 1)))
     after = bench_of(score="fisher")
-    assert_tables_equal(calibrate(after, folder), second)
+    assert_tables_equal(measure_table(after, folder), second)
     assert after.chain.count.layer_tokens == 0
 
 
@@ -144,10 +144,10 @@ def test_a_run_interrupted_among_isolated_forwards_resumes_with_what_is_left(
     folder, cut = RunFolder(tmp_path), bench_of()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupt_after(patch, appends)
-        calibrate(cut, folder)
+        measure_table(cut, folder)
     assert len(list(folder.records(JOURNAL))) == appends
     resumed = bench_of()
-    assert_tables_equal(calibrate(resumed, folder), whole)
+    assert_tables_equal(measure_table(resumed, folder), whole)
     # What is left, and two traces of each sequence that is not finished; a layer has 12 candidates.
     left = [3 - n % 36 // 12 for n in range(appends, 72)]
     traces = 2 - appends // 36
@@ -168,18 +168,18 @@ def test_a_run_interrupted_in_the_candidate_pass_starts_that_pass_again(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(CandidateMeasurement, "_measure_layer", stop)
-        calibrate(bench_of(), folder)
+        measure_table(bench_of(), folder)
     assert not folder.file(TABLE_FILE).exists()
-    assert_tables_equal(calibrate(bench_of(), folder), whole)
+    assert_tables_equal(measure_table(bench_of(), folder), whole)
 
 
 def test_pairs_asked_for_later_are_added_without_isolated_forwards(
     bench_of: Callable[..., Workbench], tmp_path: Path
 ) -> None:
     folder = RunFolder(tmp_path)
-    first = calibrate(bench_of(), folder)
+    first = measure_table(bench_of(), folder)
     journal = folder.file(JOURNAL).read_bytes()
-    second = calibrate(bench_of(with_pairs=True), folder)
+    second = measure_table(bench_of(with_pairs=True), folder)
     assert len(second.pairs) == 3 * 9
     assert second.scores == first.scores
     assert folder.file(JOURNAL).read_bytes() == journal
@@ -187,7 +187,7 @@ def test_pairs_asked_for_later_are_added_without_isolated_forwards(
 
 def test_each_phase_is_logged(bench_of: Callable[..., Workbench], tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    calibrate(bench_of(), folder)
+    measure_table(bench_of(), folder)
     assert [record["event"] for record in folder.records(EVENTS)] == ["statistics", "candidates", "isolated"]
 
 
@@ -214,7 +214,7 @@ def test_a_folder_of_another_measurement_is_refused_by_the_field_that_differs(
     folder.check_identity(IDENTITY_FILE, bench_of().identity(), "measurements")
     other = bench_of(**changes)
     with pytest.raises(RunFolderError, match=rf"holds the measurements of another run: {field} is .* there and"):
-        calibrate(other, folder)
+        measure_table(other, folder)
     assert other.chain.count.layer_tokens == 0
 
 
@@ -228,7 +228,7 @@ def test_measurements_of_another_version_of_the_code_are_refused(
         folder.file(IDENTITY_FILE).unlink(missing_ok=True)
         folder.check_identity(IDENTITY_FILE, {**identity, **older}, "measurements")
         with pytest.raises(RunFolderError, match="measurement is"):
-            calibrate(bench_of(), folder)
+            measure_table(bench_of(), folder)
 
 
 def test_a_folder_of_another_dtype_is_refused_by_the_dtype_and_not_by_the_weights(
@@ -238,7 +238,7 @@ def test_a_folder_of_another_dtype_is_refused_by_the_dtype_and_not_by_the_weight
     folder.check_identity(IDENTITY_FILE, bench.identity(), "measurements")
     half = load_model(ModelSource(str(model_folder()), device="cpu", dtype="bfloat16"))
     with pytest.raises(RunFolderError, match=r"dtype is .*float32.* there and .*bfloat16"):
-        calibrate(replace(bench, loaded=half), folder)
+        measure_table(replace(bench, loaded=half), folder)
 
 
 def test_tokens_that_the_model_has_no_embedding_of_are_refused(bench_of: Callable[..., Workbench]) -> None:
@@ -291,12 +291,12 @@ def test_every_measurement_setting_is_part_of_the_identity(bench_of: Callable[..
 
 
 def test_a_table_copied_from_another_run_is_refused(bench_of: Callable[..., Workbench], tmp_path: Path) -> None:
-    calibrate(bench_of(score="fisher"), RunFolder(tmp_path / "theirs"))
+    measure_table(bench_of(score="fisher"), RunFolder(tmp_path / "theirs"))
     mine = RunFolder(tmp_path / "mine")
     mine.create()
     shutil.copy(tmp_path / "theirs" / TABLE_FILE, mine.file(TABLE_FILE))
     with pytest.raises(RunFolderError, match="was measured on something else: model_weights is"):
-        calibrate(bench_of(score="fisher", model_seed=1), mine)
+        measure_table(bench_of(score="fisher", model_seed=1), mine)
 
 
 @pytest.mark.parametrize("name", [TABLE_FILE, IDENTITY_FILE])
@@ -305,7 +305,7 @@ def test_a_damaged_file_is_refused_and_nothing_is_overwritten(
     name: str, damage: str, bench_of: Callable[..., Workbench], tmp_path: Path
 ) -> None:
     folder = RunFolder(tmp_path)
-    calibrate(bench_of(score="fisher"), folder)
+    measure_table(bench_of(score="fisher"), folder)
     good = folder.file(name).read_bytes()
     middle = good.index(b'"seed": ') + len('"seed": ')
     bad = {
@@ -315,7 +315,7 @@ def test_a_damaged_file_is_refused_and_nothing_is_overwritten(
     }[damage]
     folder.file(name).write_bytes(bad)
     with pytest.raises(RunFolderError, match=f"{name} is damaged"):
-        calibrate(bench_of(), folder)
+        measure_table(bench_of(), folder)
     assert folder.file(name).read_bytes() == bad
 
 
@@ -342,7 +342,7 @@ def test_counts_that_are_reported_stand_in_the_table(whole: SensitivityTable) ->
 
 @pytest.mark.slow
 def test_every_family_calibrates_from_disk(family: str, bench_of: Callable[..., Workbench], tmp_path: Path) -> None:
-    table = calibrate(bench_of(family, length=64, batch_size=2), RunFolder(tmp_path))
+    table = measure_table(bench_of(family, length=64, batch_size=2), RunFolder(tmp_path))
     for layer in range(table.geometry.num_layers):
         for side in ("k", "v"):
             by_bits = [table.best(layer, side, bits, "kl")[1] for bits in PACKED_BITS]

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
-from kvtuner.calibration.forward.read_plan import ReadPlanName
 from kvtuner.calibration.sensitivity import ScoreName
 from kvtuner.cli.parser import build_parser, parse
 from kvtuner.evaluation.backends.endpoint import Api
@@ -25,7 +24,7 @@ def parsed(tmp_path: Path, text: str, *flags: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("copy", "known"),
-    [(options.SCORES, ScoreName), (options.READ_PLANS, ReadPlanName), (options.SAMPLERS, SamplerName)],
+    [(options.SCORES, ScoreName), (options.SAMPLERS, SamplerName)],
 )
 def test_the_choices_of_options_are_those_of_the_modules_that_they_do_not_import(
     copy: tuple[str, ...], known: object

@@ -17,7 +17,8 @@ from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import ALL_BITS, NATIVE_BITS
 from kvtuner.quant import IDENTITY, QuantSpec, Transform
-from kvtuner.runtime_loader.transformers_cache import READ_PLANS, KVTunerCache
+from kvtuner.read_plan_names import READ_PLANS
+from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 ModelOf = Callable[[str, torch.dtype], PreTrainedModel]
 ProfileOf = Callable[..., Profile]

@@ -24,10 +24,10 @@ def _add_flags(parser: ArgumentParser, options: type) -> None:
 
 
 def _evaluate(args: Namespace) -> int:
-    from kvtuner.pipeline.evaluate import evaluate
+    from kvtuner.pipeline.evaluate import run_evaluation
     from kvtuner.report.evaluation_report import evaluation_lines
 
-    result = evaluate(options_from(EvalOptions, vars(args)))
+    result = run_evaluation(options_from(EvalOptions, vars(args)))
     if args.json:
         print(json.dumps({"evaluation": str(result.file), **result.evaluation.model_dump(mode="json")}, indent=1))
         return 0

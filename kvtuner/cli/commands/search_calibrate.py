@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def _search(args: Namespace) -> int:
-    from kvtuner.pipeline.search import search
+    from kvtuner.pipeline.search import run_search
 
     options = options_from(SearchOptions, vars(args))
     if args.dry_run:
         return _dry_run(options, as_json=args.json)
-    results = search(options, on_result=None if args.json else _print_result)
+    results = run_search(options, on_result=None if args.json else _print_result)
     if args.json:
         printed = [result.to_json() for result in results]
         print(json.dumps(printed[0] if len(printed) == 1 else printed, indent=1))
@@ -36,13 +36,13 @@ def _print_result(result: SearchResult) -> None:
 
 
 def _calibrate(args: Namespace) -> int:
-    from kvtuner.pipeline.calibrate import calibrate
+    from kvtuner.pipeline.calibrate import run_calibration
     from kvtuner.pipeline.progress import say
 
     options = options_from(CalibrateOptions, vars(args))
     if args.dry_run:
         return _dry_run(options, as_json=args.json)
-    result = calibrate(options).to_json()
+    result = run_calibration(options).to_json()
     if args.json:
         print(json.dumps(result, indent=1))
     else:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvtuner.calibration.model_loading import LoadedModel
     from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.evaluation.tasks.recall_and_needles import Problem
-    from kvtuner.exported_configs.profile.evidence import ReadPlan as ReadPlanName
+    from kvtuner.read_plan_names import ReadPlanName
 
 
 class LocalBackend(Backend):

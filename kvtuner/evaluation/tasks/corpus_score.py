@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.evaluation_record import Measure
 
-METRICS: Final[Mapping[str, tuple[Measure, Callable[[], Any]]]] = {
+CORPUS_METRICS: Final[Mapping[str, tuple[Measure, Callable[[], Any]]]] = {
     "bleu": ("bleu", BLEU),
     "chrf": ("chrf", CHRF),
     "chrf++": ("chrf", partial(CHRF, word_order=2)),
@@ -64,7 +64,7 @@ def sentences_of(values: Sequence[Any]) -> list[Sentence] | None:
 
 
 class CorpusScore(PairedScores):
-    """The score of one scheme in one of `METRICS`; other schemes' sentences have the same references.
+    """The score of one scheme in one of `CORPUS_METRICS`; other schemes' sentences have the same references.
 
     Raises:
         CorpusError: A single sentence, which says nothing of the spread between sentences.
@@ -73,7 +73,7 @@ class CorpusScore(PairedScores):
     def __init__(self, metric: str, sentences: Sequence[Sentence]) -> None:
         if len(sentences) < 2:
             raise CorpusError("a corpus of one sentence has no interval; ask for more with --limit")
-        self.measure, make_metric = METRICS[metric]
+        self.measure, make_metric = CORPUS_METRICS[metric]
         self._metric = make_metric()
         columns = list(zip_longest(*(sentence.references for sentence in sentences)))
         statistics = self._metric._extract_corpus_statistics([sentence.text for sentence in sentences], columns)

@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 from kvtuner.errors import CorpusError, EndpointError, KVTunerError
 from kvtuner.evaluation.backends.base import Backend, unread_flag
 from kvtuner.evaluation.cells import BinaryScores, CellKey, MeanScores, PairedScores, make_cell
-from kvtuner.evaluation.tasks.corpus_score import METRICS, CorpusScore, sentences_of
+from kvtuner.evaluation.tasks.corpus_score import CORPUS_METRICS, CorpusScore, sentences_of
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME, Cell, Measure
 
 if TYPE_CHECKING:
@@ -126,11 +126,11 @@ def _scores(
 ) -> tuple[Measure, Mapping[str, PairedScores]]:
     """The scores of all schemes: of a corpus, right or wrong, or any numbers; none where they cannot be paired."""
     values = {name: [row.get(metric) for row in each.rows] for name, each in answers.items()}
-    if metric in METRICS:
+    if metric in CORPUS_METRICS:
         corpora = {name: sentences_of(each) for name, each in values.items()}
         scores = {name: CorpusScore(metric, corpus) for name, corpus in corpora.items() if corpus is not None}
         if len(scores) == len(answers):
-            return METRICS[metric][0], scores
+            return CORPUS_METRICS[metric][0], scores
     flat = [value for each in values.values() for value in each]
     if not all(isinstance(value, int | float | np.number) for value in flat):
         return "score", {}

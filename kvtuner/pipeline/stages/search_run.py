@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvtuner.calibration.candidate_pass import QuantizationOptions
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.calibration.model_loading import DEMO, ModelShape, load_model, read_shape
-from kvtuner.calibration.workbench import CalibrationOptions, Workbench, calibrate
+from kvtuner.calibration.workbench import CalibrationOptions, Workbench, measure_table
 from kvtuner.errors import PrecisionError
 from kvtuner.evaluation.cache_scheme import RankLayout
 from kvtuner.pipeline.progress import say
@@ -119,7 +119,7 @@ def measure_sensitivity(
     folder.create()
     phases = Phases(bench, folder)
     with phases.phase(phase):
-        return phases, calibrate(bench, folder, say)
+        return phases, measure_table(bench, folder, say)
 
 
 @dataclass(frozen=True, slots=True)

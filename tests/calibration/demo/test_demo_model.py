@@ -36,7 +36,7 @@ from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 if TYPE_CHECKING:
     from fixture_types import ProfileOf
 
-    from kvtuner.calibration.forward.read_plan import ReadPlanName
+    from kvtuner.read_plan_names import ReadPlanName
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -12,12 +12,13 @@ from kvtuner.calibration import isolated_kl
 from kvtuner.calibration.candidate_pass import QuantizationOptions
 from kvtuner.calibration.forward import simulator
 from kvtuner.calibration.forward.continuation import NO_PROMPT, prompt_bytes, run_prompt
-from kvtuner.calibration.forward.read_plan import READ_PLANS, AttentionCall, ReadPlan, attend
+from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend
 from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
 from kvtuner.calibration.isolated_kl import measure_isolated
 from kvtuner.calibration.sensitivity import Candidate
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.quant import QuantSpec
+from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.run_folder import RunFolder
 
 if TYPE_CHECKING:

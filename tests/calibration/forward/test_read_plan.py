@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from kvtuner.calibration.forward.read_plan import (
-    READ_PLANS,
     AttentionCall,
     ReadPlan,
     attend,
     attend_by_plan,
     probabilities,
 )
+from kvtuner.read_plan_names import READ_PLANS
 
 TOKENS, SPLIT = 13, 5
 SHAPES = {"mha": (1, 3, 3, 8, 8), "gqa": (2, 6, 2, 8, 8), "mqa-wider-values": (1, 4, 1, 16, 24)}

@@ -13,12 +13,13 @@ from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
 
 from kvtuner.calibration.forward import simulator as simulate
-from kvtuner.calibration.forward.read_plan import READ_PLANS, ReadPlan
+from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import LayerSpec, Simulator, read_back
 from kvtuner.calibration.kl import TokenScores
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.quant import QuantSpec
+from kvtuner.read_plan_names import READ_PLANS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -16,7 +16,8 @@ from kvtuner.evaluation.scheme_registry import named_scheme
 from kvtuner.evaluation.tasks.recall_and_needles import Problem, Question
 from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.quant import QuantSpec
-from kvtuner.runtime_loader.transformers_cache import READ_PLANS, KVTunerCache
+from kvtuner.read_plan_names import READ_PLANS
+from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 CONTEXT = "a table that says nothing of what is asked, but a model says something\n"
 ASKED = ("one", "and two", "one")

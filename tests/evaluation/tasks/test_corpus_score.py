@@ -11,7 +11,7 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.significance import PairedTest
 
 from kvtuner.errors import CorpusError
-from kvtuner.evaluation.tasks.corpus_score import METRICS, CorpusScore, Sentence, sentences_of
+from kvtuner.evaluation.tasks.corpus_score import CORPUS_METRICS, CorpusScore, Sentence, sentences_of
 
 OWN = {
     "bleu": sacrebleu.corpus_bleu,
@@ -60,7 +60,7 @@ def columns(sentences: list[Sentence]) -> tuple[list[str], list[list[str]]]:
 
 
 @pytest.mark.parametrize("references", [1, 2])
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", CORPUS_METRICS)
 def test_scores_are_sacrebleus(metric: str, references: int) -> None:
     corpora = {changed: corpus(changed, references=references) for changed in (0.0, 0.1, 0.5)}
     scores = {changed: CorpusScore(metric, sentences) for changed, sentences in corpora.items()}
