@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+READMES = ("README.md", "benchmarks/README.md", "calibration/demo/model/README.md")
+PAGES = [*(ROOT / name for name in (*READMES, "CONTRIBUTING.md", "CHANGELOG.md")), *DOCS]
 WIDTH = 120
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -20,7 +22,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_relative_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
     for link in LINK.findall(FENCED.sub("", page.read_text(encoding="utf-8"))):
         if link.startswith(("http://", "https://")):
@@ -31,7 +33,7 @@ def test_relative_links_lead_to_files_and_headings_that_exist(page: Path) -> Non
         assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_lines_of_prose_fit_a_screen(page: Path) -> None:
     prose = FENCED.sub("", page.read_text(encoding="utf-8")).splitlines()
     too_wide = [line for line in prose if len(line) >= WIDTH and not line.startswith(("|", "    "))]
@@ -40,4 +42,4 @@ def test_lines_of_prose_fit_a_screen(page: Path) -> None:
 
 def test_readme_links_to_every_page_of_the_documentation() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [page.name for page in PAGES[3:] if f"(docs/{page.name})" not in readme] == []
+    assert [page.name for page in DOCS if f"(docs/{page.name})" not in readme] == []
