@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvtuner.quant import STEPS
 from kvtuner.transforms import TRANSFORMS, candidate_transforms, transform_names
 
@@ -31,6 +33,7 @@ def test_candidates_stand_in_the_order_that_breaks_ties() -> None:
     assert candidate_transforms("v") == transform_names("v") == ("none", "hadamard")
 
 
+@pytest.mark.slow
 def test_a_new_key_transform_is_measured_chosen_written_and_read() -> None:
     done = subprocess.run([sys.executable, PROGRAM], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

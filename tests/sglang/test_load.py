@@ -7,7 +7,6 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import openai
 import psutil
 import pytest
 from transformers import AutoConfig
@@ -79,6 +78,8 @@ def test_sglangs_own_benchmark_runs_against_it(
 
 
 def test_the_openai_client_is_answered(server: Server) -> None:
+    import openai  # a second to import, which every collection of tests would take
+
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     answer = client.completions.create(model="tiny", prompt="The baker counts", max_tokens=5, temperature=0)
     assert answer.usage is not None

@@ -18,6 +18,7 @@ from kvtuner.search_spaces.space import Configuration, LayerChoice, LayerMenu, S
 from kvtuner.tuner.exact import solve
 from kvtuner.tuner.samplers import POPULATION_SIZE, SamplerName
 from kvtuner.tuner.study import Guidance, refine
+from kvtuner.tuner.study_storage import open_storage
 from kvtuner.tuner.trials import OUTCOME
 from kvtuner.tuner.warm_starts import warm_starts
 
@@ -177,12 +178,12 @@ def test_forced_layers_stay_forced(make_space: Space, make_constraint: Limit) ->
 
 def test_tied_layers_are_one_parameter(make_space: Space, make_constraint: Limit, tmp_path: Path) -> None:
     space = make_space(4, lambda layer, pair: 1.0 / pair.k_bits, pairs=[LOW, MID, HIGH], groups=((0, 2), (1,), (3,)))
-    storage = f"sqlite:///{tmp_path}/study.db"
+    storage = f"journal:///{tmp_path}/study"
     landscape = Landscape(make_constraint("5bit", 4))
     warm = [solve(space, landscape.constraint)]
     result = refine(space, landscape.constraint, landscape, warm=warm, num_trials=20, storage=storage)
     assert all(trial.configuration[0].pair == trial.configuration[2].pair for trial in result.trials)
-    study = optuna.load_study(study_name="kvtuner", storage=storage)
+    study = optuna.load_study(study_name="kvtuner", storage=open_storage(storage))
     assert set(study.trials[0].params) == {"group_000", "layer_001", "layer_003"}
 
 
@@ -274,12 +275,12 @@ def test_a_study_without_a_trial_inside_the_budget_says_so(make_space: Space, ma
 def test_warm_starts_are_the_first_population_of_nsga2(
     space: SearchSpace, constraint: Constraint, landscape: Landscape, tmp_path: Path
 ) -> None:
-    storage = f"sqlite:///{tmp_path}/study.db"
+    storage = f"journal:///{tmp_path}/study"
     warm = warm_starts(space, constraint, [], POPULATION_SIZE)
     refine(space, constraint, landscape, warm=warm, num_trials=2 * POPULATION_SIZE + 1, storage=storage)
     generations = [
         value
-        for trial in optuna.load_study(study_name="kvtuner", storage=storage).trials
+        for trial in optuna.load_study(study_name="kvtuner", storage=open_storage(storage)).trials
         for name, value in trial.system_attrs.items()
         if name.lower().endswith("generation")
     ]
@@ -289,11 +290,11 @@ def test_warm_starts_are_the_first_population_of_nsga2(
 def test_trials_carry_what_a_dashboard_shows(
     space: SearchSpace, constraint: Constraint, landscape: Landscape, tmp_path: Path
 ) -> None:
-    storage = f"sqlite:///{tmp_path}/study.db"
+    storage = f"journal:///{tmp_path}/study"
     result = refine(
         space, constraint, landscape, warm=[solve(space, constraint)], num_trials=30, storage=storage, guidance="none"
     )
-    trials = optuna.load_study(study_name="kvtuner", storage=storage).trials
+    trials = optuna.load_study(study_name="kvtuner", storage=open_storage(storage)).trials
     for trial, record in zip(trials, result.trials, strict=True):
         pairs = pairs_of(record.configuration)
         outcome = trial.user_attrs[OUTCOME]
@@ -308,11 +309,11 @@ def test_trials_carry_what_a_dashboard_shows(
 def test_samplers_are_told_which_trials_break_the_budget(
     space: SearchSpace, constraint: Constraint, landscape: Landscape, tmp_path: Path, sampler: SamplerName
 ) -> None:
-    storage = f"sqlite:///{tmp_path}/study.db"
+    storage = f"journal:///{tmp_path}/study"
     result = refine(
         space, constraint, landscape, warm=[], sampler=sampler, num_trials=25, storage=storage, guidance="none"
     )
-    trials = optuna.load_study(study_name="kvtuner", storage=storage).trials
+    trials = optuna.load_study(study_name="kvtuner", storage=open_storage(storage)).trials
     for trial, record in zip(trials, result.trials, strict=True):
         # One number in Optuna 5, a list in Optuna 4.
         told = [value for name, value in trial.system_attrs.items() if name.startswith("constraints")]

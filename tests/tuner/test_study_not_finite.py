@@ -67,7 +67,7 @@ class Faulty:
 def test_what_is_not_finite_is_tried_once_and_the_study_goes_on(
     space: SearchSpace, constraint: Constraint, tmp_path: Path, sampler: SamplerName, bad: float
 ) -> None:
-    warm, url = warm_starts(space, constraint, [], 6), f"sqlite:///{tmp_path}/study.db"
+    warm, url = warm_starts(space, constraint, [], 6), f"journal:///{tmp_path}/study"
     # The first warm start, which all others are to be compared with, and about half of what is sampled.
     faulty = Faulty(constraint, lambda c: bad if c == warm[0] or c[2] != warm[1][2] else None)
 

@@ -152,7 +152,7 @@ def test_ten_thousand_random_page_trips_against_a_byte_oracle(page_size: int, or
             pages.set(target, torch.frombuffer(bytearray(out_of_process[source]), dtype=torch.uint8))
             on_host[target] = out_of_process.pop(source)
             made += 1
-        if made % 16 == 0:
+        if made % 64 == 0:
             check(layers, pages, on_device, on_host, page_size)
     check(layers, pages, on_device, on_host, page_size)
     assert made >= trips

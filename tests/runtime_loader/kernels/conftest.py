@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +18,18 @@ if TYPE_CHECKING:
 
 SPARE = 255
 """The byte of rows that nobody wrote: their scale words are NaN."""
+QUICK_PAIRS = ((2, 4), (4, 8), (8, 16), (16, 2))
+"""The pairs of `make check`, every width once on each side; `make test` takes all sixteen."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that asks for `k_bits` and `v_bits` on every pair of widths."""
+    if {"k_bits", "v_bits"} <= set(metafunc.fixturenames):
+        pairs = [
+            pytest.param(*pair, marks=() if pair in QUICK_PAIRS else pytest.mark.slow)
+            for pair in itertools.product((2, 4, 8, 16), repeat=2)
+        ]
+        metafunc.parametrize(("k_bits", "v_bits"), pairs)
 
 
 @pytest.fixture

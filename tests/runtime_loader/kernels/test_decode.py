@@ -62,8 +62,6 @@ def assert_agrees(keys: PackedRows, values: PackedRows, gqa: int, cap: float = 0
     assert error < TOLERANCE
 
 
-@pytest.mark.parametrize("k_bits", [2, 4, 8, 16])
-@pytest.mark.parametrize("v_bits", [2, 4, 8, 16])
 def test_every_pair(k_bits: int, v_bits: int, row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
     keys = poisoned(row_format(2, 64, k_bits, "centered+balanced+hadamard"), 130)
     assert_agrees(keys, poisoned(row_format(2, 64, v_bits, "hadamard"), 130), 4)

@@ -54,8 +54,6 @@ def assert_agrees(
     torch.testing.assert_close(found[: fresh[0]], expected[: fresh[0]], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("k_bits", [2, 4, 8, 16])
-@pytest.mark.parametrize("v_bits", [2, 4, 8, 16])
 def test_every_pair(k_bits: int, v_bits: int, row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
     keys = poisoned(row_format(2, 64, k_bits, "centered+balanced+hadamard"), 90)
     assert_agrees(keys, poisoned(row_format(2, 64, v_bits, "hadamard"), 90), 4)

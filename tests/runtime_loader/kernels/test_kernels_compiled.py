@@ -100,6 +100,7 @@ def test_pages_move_sixteen_bytes_at_a_time(found: Any) -> None:
         assert {move for move in moves if move.startswith("st")} == {"st.global.v2.b64"}
 
 
+@compiling
 def test_other_vendors_have_a_kernel(found: Any) -> None:
     assert found["amd"] == [True] * 2
 
