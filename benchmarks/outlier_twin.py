@@ -23,7 +23,7 @@ def row(model: CalibratedModel, args: argparse.Namespace) -> dict[str, float]:
     space, constraint = model.problem("4bit")
     kl = {}
     for name, transforms in (("K4V4 plain", False), ("K4V4", True)):
-        configuration = model.uniform(PrecisionPair(4, 4), constraint, transforms=transforms)
+        configuration = model.run.uniform(PrecisionPair(4, 4), transforms=transforms)
         kl[name] = model.report_kl(configuration, name, transforms=transforms)
     settings = {"sampler": "nsga2", "guidance": "surrogate", "num_trials": args.trials, "seed": args.seed}
     warm = model.starts(space, constraint, args.trials)

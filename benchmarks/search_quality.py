@@ -19,32 +19,30 @@ import json
 import math
 import statistics
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import optuna
 from greedy import greedy
 
-from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.calibration.isolated_kl import isolated_candidates
-from kvtuner.calibration.model_loading import ModelSource, load_model
-from kvtuner.calibration.workbench import CalibrationOptions, Workbench, measure_table
 from kvtuner.errors import SearchSpaceError
-from kvtuner.evaluation.cache_scheme import CacheScheme
 from kvtuner.evaluation.validation import SequenceSums, Validator, pooled
-from kvtuner.precision import ALL_BITS, PrecisionPair
+from kvtuner.pipeline.options import DataOptions, ModelOptions, SearchOptions
+from kvtuner.pipeline.stages.budget_search import BudgetSearch
+from kvtuner.pipeline.stages.comparison import scheme_of
+from kvtuner.pipeline.stages.search_run import SearchRun, checked_shape, measure_sensitivity
+from kvtuner.report.formatting import Table
 from kvtuner.run_folder import RunFolder, sha256_of
 from kvtuner.search_spaces.budget import Budget
-from kvtuner.search_spaces.space import build_space, pairs_of, uniform
+from kvtuner.search_spaces.space import pairs_of
 from kvtuner.tuner.exact import solve
-from kvtuner.tuner.objective import MeasuredKL, configuration_key, layer_specs
+from kvtuner.tuner.objective import MeasuredKL
 from kvtuner.tuner.samplers import POPULATION_SIZE
 from kvtuner.tuner.study import refine
 from kvtuner.tuner.warm_starts import warm_starts
 
 if TYPE_CHECKING:
-    from kvtuner.calibration.sensitivity import SensitivityTable
     from kvtuner.search_spaces.budget import Constraint
     from kvtuner.search_spaces.space import Configuration, SearchSpace
 
@@ -58,44 +56,28 @@ SEARCHES: Final = {
 }
 """The sampler and the guidance of each method that measures configurations; with a surrogate it starts warm."""
 METHODS: Final = ("exact", "greedy", *SEARCHES)
-ALL_PAIRS: Final = [PrecisionPair(*bits) for bits in product(ALL_BITS, ALL_BITS)]
 
 
-@dataclass
-class CalibratedModel:
+@dataclass(frozen=True)
+class CalibratedModel(BudgetSearch):
     """A calibrated model on which search methods are compared."""
 
-    bench: Workbench
-    table: SensitivityTable
-    objective: MeasuredKL
     validator: Validator
 
     def report_kl(self, configuration: Configuration, name: str, *, transforms: bool = True) -> float:
         """The mean KL on the report split over small and large position offsets."""
-        scheme = CacheScheme(
-            name=name,
-            has_transforms=transforms,
-            rows=self.bench.loaded.shape.geometry.row_shape(),
-            pairs=tuple(pairs_of(tuple(configuration))),
-            specs=layer_specs(configuration, self.table, self.bench.options.quant),
-            key=configuration_key(configuration),
-        )
+        scheme = scheme_of(self.run, name, configuration, transforms=transforms)
         sums: SequenceSums = pooled([self.validator.measure(scheme, offsets) for offsets in ("small", "large")])
         return sum(sums.kl) / sum(sums.count)
 
     def problem(self, budget: str) -> tuple[SearchSpace, Constraint]:
         """The search space and the constraint of a budget."""
-        constraint = Budget.parse(budget).constraint(self.bench.loaded.shape.geometry)
-        return build_space(self.table, "kl", constraint.shape), constraint
-
-    def uniform(self, pair: PrecisionPair, constraint: Constraint, *, transforms: bool) -> Configuration:
-        """The configuration of one pair in every layer, with the best transforms or without any."""
-        return uniform(self.table, pair, "kl", constraint.shape, transforms=transforms)
+        constraint = Budget.parse(budget).constraint(self.run.shape.geometry)
+        return self.space(constraint), constraint
 
     def starts(self, space: SearchSpace, constraint: Constraint, trials: int) -> list[Configuration]:
         """The warm starts of `kvtuner search`: the exact front, and the uniforms inside the budget."""
-        uniforms = [self.uniform(pair, constraint, transforms=True) for pair in ALL_PAIRS]
-        return warm_starts(space, constraint, uniforms, min(trials, POPULATION_SIZE))
+        return warm_starts(space, constraint, list(self.uniforms().values()), min(trials, POPULATION_SIZE))
 
     def searched(
         self, space: SearchSpace, constraint: Constraint, warm: list[Configuration], **settings: Any
@@ -119,24 +101,22 @@ class CalibratedModel:
 
 def prepare(source: str, out: Path, args: argparse.Namespace) -> CalibratedModel:
     """Load a model, calibrate it, and open the journals in its own folder."""
-    loaded = load_model(ModelSource(source))
-    corpus = load_corpus(
-        CorpusSource(data=args.data, sequence_length=args.sequence_length, num_sequences=tuple(args.sequences)),
-        loaded.tokenizer,
-    )
-    bench = Workbench.prepare(loaded, corpus, CalibrationOptions())
+    data = DataOptions(data=args.data, sequence_length=args.sequence_length, sequences=tuple(args.sequences))
+    # Each comparison sets budgets of its own; that of the options is not read.
+    options = SearchOptions(model=ModelOptions(model=source), data=data, budget=("4bit",))
     folder = RunFolder(out)
-    table = measure_table(bench, folder)
-    identity = sha256_of(table.identity)
+    phases, table = measure_sensitivity(options, checked_shape(options), folder, phase="calibration")
+    bench, identity = phases.bench, sha256_of(table.identity)
     objective = MeasuredKL(bench.simulator("select", reuse=True), table, bench.options.quant, folder, identity)
-    return CalibratedModel(bench, table, objective, Validator(bench, folder, identity))
+    run = SearchRun(options, bench, folder, phases, table)
+    return CalibratedModel(run, objective, Validator(bench, folder, identity))
 
 
 def best_uniform(model: CalibratedModel, constraint: Constraint, *, transforms: bool) -> tuple[str, float]:
     """The uniform inside the budget that is best on the report split itself: the strongest baseline."""
     measured = []
-    for pair in ALL_PAIRS:
-        configuration = model.uniform(pair, constraint, transforms=transforms)
+    for pair in model.uniforms():
+        configuration = model.run.uniform(pair, transforms=transforms)
         if constraint.is_met(pairs_of(configuration)):
             measured.append((model.report_kl(configuration, str(pair), transforms=transforms), str(pair)))
     kl, name = min(measured)
@@ -153,7 +133,7 @@ def compare(model: CalibratedModel, budget: str, args: argparse.Namespace) -> di
         row[f"{name}_name"] = pair
     row["exact"] = model.report_kl(solve(space, constraint), "exact")
     row["greedy"] = model.report_kl(greedy(space, constraint), "greedy")
-    isolated = len(isolated_candidates(model.table.scores)) * args.sequences[0] // 2
+    isolated = len(isolated_candidates(model.run.table.scores)) * args.sequences[0] // 2
     more = args.trials + -(-isolated // args.sequences[1])
     for name, (sampler, guidance) in SEARCHES.items():
         start, trials = warm if guidance == "surrogate" else [], more if guidance == "budget" else args.trials
@@ -174,18 +154,17 @@ def cell(value: float | dict[str, list[float]]) -> str:
 def markdown(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     """The table in Markdown."""
     header = ["budget", "best plain uniform", "best uniform", *METHODS, "exact+refined / best plain uniform"]
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    cells = []
     for row in rows:
         ratio = statistics.median(row["exact+refined"]["kl"]) / row["uniform"]
         uniforms = [f"{row[name]:.3g} ({row[f'{name}_name']})" for name in ("uniform", "uniform+t")]
-        cells = [row["budget"], *uniforms, *(cell(row[method]) for method in METHODS), f"{ratio:.2f}"]
-        lines.append("| " + " | ".join(cells) + " |")
+        cells.append([row["budget"], *uniforms, *(cell(row[method]) for method in METHODS), f"{ratio:.2f}"])
     note = (
         f"KL, nats per token, on the report split, small and large offsets pooled. Model {args.model};"
         f" sequences {args.sequences} of {args.sequence_length} tokens; {args.trials} trials;"
         f" seeds {args.seeds}; NSGA-II population {POPULATION_SIZE}."
     )
-    return "\n".join([*lines, "", note, ""])
+    return "\n".join([*Table(header, cells).markdown(), "", note, ""])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

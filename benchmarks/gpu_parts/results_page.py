@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtuner.report.formatting import NOT_MEASURED, Table
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
 Row = dict[str, Any]
@@ -49,11 +53,17 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
     yield from _correct(results["correct"])
     yield f"A large copy moves {copied / 1e12:.2f} TB/s, read and written."
     yield from _decode(results["decode"], copied)
-    yield from _model(results["model"])
-    yield from _stores(results["stores"])
-    yield from _pages(results["pages"])
-    yield from _plain("Extend", results["extends"], ("pair", "prefix", "tokens", "way"), copied)
-    yield from _plain("Launch settings", results["sweep"], ("pair", "batch", "length", "launch", "splits"), copied)
+    model, stores, pages, timed = results["model"], results["stores"], results["pages"], {"us": partial(_time, copied)}
+    columns = ("what", "kind", "kernel", "batch", "length", "bytes_per_token")
+    speeds = {"tokens per second": _tokens_per_s, "of the fastest bf16": partial(_of_bf16_step, model)}
+    yield from _section("A decoding step of all layers", model, columns, speeds)
+    ratio = {"of the fastest bf16 store": partial(_of_bf16_store, stores)}
+    title = "Store, keys and values in one launch"
+    yield from _section(title, stores, ("tokens", "pair", "kind", "kernel"), timed | ratio)
+    share = {"speed of page size 16": partial(_of_wide_pages, pages)}
+    yield from _section("Pages anywhere in the pool", pages, ("pair", "batch", "length", "page_size"), timed | share)
+    yield from _section("Extend", results["extends"], ("pair", "prefix", "tokens", "way"), timed)
+    yield from _section("Launch settings", results["sweep"], ("pair", "batch", "length", "launch", "splits"), timed)
 
 
 def fastest(rows: Iterable[Row]) -> Row | None:
@@ -66,7 +76,7 @@ def goal(value: float, limit: float | None, *, at_most: bool = False) -> str:
     if limit is None:
         return f"{value:.2f}x"
     met = value <= limit if at_most else value >= limit
-    return f"{value:.2f}x, {'met' if met else '**missed**'}: {limit}x"
+    return f"{value:.2f}x, {'met' if met else 'MISSED'}: {limit}x"
 
 
 def _correct(rows: list[Row]) -> Iterator[str]:
@@ -85,84 +95,68 @@ def _correct(rows: list[Row]) -> Iterator[str]:
     yield ""
 
 
-def _section(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """A title and a table; nothing without rows."""
-    table = [headers, ["---"] * len(headers), *rows]
-    cells = ["| " + " | ".join(map(str, row)) + " |" for row in table]
-    return [f"\n## {title}\n", cells[0], cells[1].replace(" ", ""), *cells[2:]] if rows else []
+def _section(
+    title: str, rows: list[Row], columns: tuple[str, ...], figures: Mapping[str, Callable[[Row], str]]
+) -> list[str]:
+    """A title and a table of fields and of figures, a line for each row; nothing without rows."""
+    cells = [[*(_cell(row[name]) for name in columns), *(text(row) for text in figures.values())] for row in rows]
+    return [f"\n## {title}\n", *Table([*columns, *figures], cells).markdown()] if rows else []
 
 
 def _decode(rows: list[Row], copied: float) -> list[str]:
+    """A line for each load, a column for each kernel over packed rows."""
     columns = list(dict.fromkeys((row["pair"], row["kernel"], row["kind"]) for row in rows if row["pair"] != "K16V16"))
-    heads = [pair + ("" if kernel == "ours" else f", {kernel}") + ("" if kind == "none" else f", {kind}")
-             for pair, kernel, kind in columns]  # fmt: skip
-    by_load: dict[tuple[str, int, int], list[Row]] = {}
-    for row in rows:
-        by_load.setdefault((row["shape"], row["batch"], row["length"]), []).append(row)
-    cells = [[*load, *row] for load, listed in by_load.items() if (row := _decode_row(load, listed, columns, copied))]
-    title = (
-        "Decode: one layer, random slots, page size 1, rows from memory\n\n"
-        "Times as fast as the fastest bf16 of the same batch, in brackets TB/s and the share of the copy's."
-    )
-    return _section(title, ["shape", "batch", "length", "fastest bf16", *heads, "did not run"], cells)
-
-
-def _decode_row(
-    load: tuple[str, int, int], rows: list[Row], columns: list[tuple[str, str, str]], copied: float
-) -> list[str]:
-    """The cells of one load; none where no bf16 kernel ran."""
-    best = fastest(row for row in rows if row["pair"] == "K16V16")
-    if best is None:
+    heads = [", ".join(part for part in column if part not in ("ours", "none")) for column in columns]
+    cells = []
+    for load, group in groupby(rows, key=lambda row: (row["shape"], row["batch"], row["length"])):
+        listed = list(group)
+        best = fastest(row for row in listed if row["pair"] == "K16V16")
+        if best is not None:
+            figures = (_against(best, listed, load, column, copied) for column in columns)
+            bf16 = f"{best['seconds'] * 1e6:.1f} us, {best['kernel']} ({_rate(best, copied)})"
+            failed = ", ".join(f"{row['kernel']} ({row['why']})" for row in listed if not row["seconds"])
+            cells.append([*map(str, load), bf16, *figures, failed])
+    if not cells:
         return []
-    cells = [f"{best['seconds'] * 1e6:.1f} us, {best['kernel']} ({_rate(best, copied)})"]
-    for column in columns:
-        row = fastest(row for row in rows if (row["pair"], row["kernel"], row["kind"]) == column)
-        floor = FLOOR if load[2] <= SHORT else None
-        wanted = GOALS.get(load, {}).get(column[0], floor) if column[1] == "ours" else None
-        cells.append(f"{goal(best['seconds'] / row['seconds'], wanted)} ({_rate(row, copied)})" if row else "-")
-    return [*cells, ", ".join(f"{row['kernel']} ({row['why']})" for row in rows if not row["seconds"])]
+    return [
+        "\n## Decode: one layer, random slots, page size 1, rows from memory\n",
+        "Times as fast as the fastest bf16 of the same batch, in brackets TB/s and the share of the copy's.\n",
+        *Table(["shape", "batch", "length", "fastest bf16", *heads, "did not run"], cells).markdown(),
+    ]
 
 
-def _model(rows: list[Row]) -> list[str]:
-    columns = ("what", "kind", "kernel", "batch", "length", "bytes_per_token")
-    cells = []
-    for row in rows:
-        best = fastest(other for other in rows if (other["what"], other["kind"]) == (row["what"], "bf16"))
-        speed, ratio = row.get("why", "-"), "-"
-        if row["seconds"] and best is not None:
-            wanted = MODEL_GOALS[row["what"]] if row["kind"] == "K4V4" else None
-            speed, ratio = f"{row['tokens_per_s']:,.0f}", goal(row["tokens_per_s"] / best["tokens_per_s"], wanted)
-        cells.append([*(row[column] for column in columns), speed, ratio])
-    return _section("A decoding step of all layers", [*columns, "tokens per second", "of the fastest bf16"], cells)
+def _against(
+    best: Row, rows: list[Row], load: tuple[str, int, int], column: tuple[str, str, str], copied: float
+) -> str:
+    row = fastest(row for row in rows if (row["pair"], row["kernel"], row["kind"]) == column)
+    if row is None:
+        return NOT_MEASURED
+    floor = FLOOR if load[2] <= SHORT else None
+    limit = GOALS.get(load, {}).get(column[0], floor) if column[1] == "ours" else None
+    return f"{goal(best['seconds'] / row['seconds'], limit)} ({_rate(row, copied)})"
 
 
-def _stores(rows: list[Row]) -> list[str]:
-    cells = []
-    for row in rows:
-        best = fastest(other for other in rows if (other["tokens"], other["pair"]) == (row["tokens"], "K16V16"))
-        limit = None if row["pair"] == "K16V16" else STORE_GOAL
-        ratio = goal(row["seconds"] / best["seconds"], limit, at_most=True) if best and row["seconds"] else "-"
-        cells.append([row["tokens"], row["pair"], row["kind"], row["kernel"], _us(row), ratio])
-    headers = ["tokens", "pair", "kind", "kernel", "us", "of the fastest bf16 store"]
-    return _section("Store, keys and values in one launch", headers, cells)
+def _tokens_per_s(row: Row) -> str:
+    return f"{row['tokens_per_s']:,.0f}" if row["seconds"] else str(row.get("why", NOT_MEASURED))
 
 
-def _pages(rows: list[Row]) -> list[str]:
-    cells = []
-    for row in rows:
-        wide = next((other for other in rows if other["pair"] == row["pair"] and other["page_size"] == 16), row)
-        share = f"{wide['seconds'] / row['seconds']:.2f}x"
-        cells.append([row["pair"], row["batch"], row["length"], row["page_size"], _us(row), share])
-    headers = ["pair", "batch", "length", "page size", "us", "speed of page size 16"]
-    return _section("Pages anywhere in the pool", headers, cells)
+def _of_bf16_step(rows: list[Row], row: Row) -> str:
+    best = fastest(other for other in rows if (other["what"], other["kind"]) == (row["what"], "bf16"))
+    if best is None or not row["seconds"]:
+        return NOT_MEASURED
+    return goal(row["tokens_per_s"] / best["tokens_per_s"], MODEL_GOALS[row["what"]] if row["kind"] == "K4V4" else None)
 
 
-def _plain(title: str, rows: list[Row], columns: tuple[str, ...], copied: float) -> list[str]:
-    cells = []
-    for row in rows:
-        rate = f" ({_rate(row, copied)})" if "bytes" in row and row["seconds"] else ""
-        cells.append([*(_cell(row[column]) for column in columns), f"{_us(row)}{rate}"])
-    return _section(title, [*columns, "us"], cells)
+def _of_bf16_store(rows: list[Row], row: Row) -> str:
+    best = fastest(other for other in rows if (other["tokens"], other["pair"]) == (row["tokens"], "K16V16"))
+    if best is None or not row["seconds"]:
+        return NOT_MEASURED
+    return goal(row["seconds"] / best["seconds"], None if row["pair"] == "K16V16" else STORE_GOAL, at_most=True)
+
+
+def _of_wide_pages(rows: list[Row], row: Row) -> str:
+    wide = next((other for other in rows if other["pair"] == row["pair"] and other["page_size"] == 16), row)
+    return f"{wide['seconds'] / row['seconds']:.2f}x"
 
 
 def _rate(row: Row, copied: float) -> str:
@@ -170,11 +164,13 @@ def _rate(row: Row, copied: float) -> str:
     return f"{rate / 1e12:.2f} TB/s, {rate / copied:.0%}"
 
 
-def _us(row: Row) -> str:
-    return f"{row['seconds'] * 1e6:.1f}" if row["seconds"] else str(row.get("why", "-"))
+def _time(copied: float, row: Row) -> str:
+    if not row["seconds"]:
+        return str(row.get("why", NOT_MEASURED))
+    return f"{row['seconds'] * 1e6:.1f}" + (f" ({_rate(row, copied)})" if "bytes" in row else "")
 
 
 def _cell(value: Any) -> str:
     if isinstance(value, dict):
         return "/".join(str(value[name]) for name in ("tokens", "warps", "stages"))
-    return "-" if value is None else str(value)
+    return NOT_MEASURED if value is None else str(value)

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 from kvtuner.bench.loads import LoadOptions
 from kvtuner.errors import EndpointError, OptionError
 from kvtuner.pipeline.evaluation_options import LEVELS
-from kvtuner.pipeline.option_types import counts, endpoint, positive, seed, words
+from kvtuner.pipeline.option_types import counts, endpoint, names, positive, seed
 from kvtuner.pipeline.options import DataOptions, ModelOptions, check_options, option
 
 LOADS: Final = LoadOptions()
@@ -50,14 +50,14 @@ class BenchOptions:
         None,
         "beside bf16: fp8, or pairs such as K8V8; fp8 by default",
         group="what is compared",
-        type=words(),
+        type=names(),
         metavar="SCHEME[,...]",
     )
     ablation: bool = option(False, "bf16, K8V8, K4V4, K2V2, K8V4, per channel, symmetric, fp8: quality and speed")
     levels: tuple[str, ...] | None = option(
         None,
         "of kvtuner eval, for the ablation's quality; likelihood,recall by default",
-        type=words(LEVELS),
+        type=names(LEVELS),
         metavar="LEVEL[,...]",
     )
     server_args: str = option(

@@ -10,6 +10,7 @@ from kvtuner.pipeline.sources import corpus_source
 from kvtuner.pipeline.stages.search_run import checked_shape, row_shape, serving_ranks
 from kvtuner.pipeline.stages.search_targets import SearchTarget, targets_of
 from kvtuner.precision import PACKED_BITS, PrecisionPair, effective_bits, mean_bits, tokens_per_gib
+from kvtuner.report.formatting import Table, count
 from kvtuner.report.search_data import rank_text
 from kvtuner.transforms import candidate_transforms
 
@@ -84,15 +85,22 @@ def plan_lines(plan: dict[str, Any]) -> list[str]:
     lines = [
         f"{plan['model']} ({plan['architecture']}), context {plan['context_length']}",
         f"{geometry}\n",
-        f"{'uniform':<14}{'mean bits':>10}{'effective':>11}{'bytes/token':>13}{'tokens/GiB':>12}  inside",
+        *_sizes(plan).lines(),
     ]
-    for row in [*plan["uniform"], *({**row, "name": "hand-written"} for row in plan["hand_written"])]:
-        lines.append(
-            f"{row['name']:<14}{row['mean_bits']:>10.2f}{row['effective_bits']:>11.3f}{row['bytes_per_token']:>13,}"
-            f"{row['tokens_per_gib']:>12,}  {' '.join(row['inside'])}"
-        )
     if text := rank_text(plan["tp_size"], plan["pp_size"]):
         lines.append(f"bytes and tokens are those{text}")
     lines += [f"budget {row['asked']}: the smallest possible is {row['smallest']}" for row in plan["budgets"]]
-    lines.append("\nforward tokens, at most:")
-    return [*lines, *(f"  {name:<14}{tokens:>14,}" for name, tokens in plan["forward_tokens"].items())]
+    work = [(f"  {name}", count(tokens)) for name, tokens in plan["forward_tokens"].items()]
+    return [*lines, "\nforward tokens, at most:", *Table(("", ""), work).lines()]
+
+
+def _sizes(plan: dict[str, Any]) -> Table:
+    rows = [
+        (
+            *(row["name"], f"{row['mean_bits']:.2f}", f"{row['effective_bits']:.3f}"),
+            *(count(row["bytes_per_token"]), count(row["tokens_per_gib"]), " ".join(row["inside"])),
+        )
+        for row in [*plan["uniform"], *({**row, "name": "hand-written"} for row in plan["hand_written"])]
+    ]
+    headers = ("uniform", "mean bits", "effective", "bytes/token", "tokens/GiB", "inside")
+    return Table(headers, rows, left=(0, 5))

@@ -123,7 +123,7 @@ def run_evaluation(options: EvalOptions) -> EvaluationResult:
             is_unseen=_is_unseen(profile, hashes),
         ),
         subjects=tuple(
-            SchemeRecord(name=each.name, bytes_per_token=each.bytes_per_token or 0) for each in work.schemes
+            SchemeRecord(name=scheme.name, bytes_per_token=scheme.bytes_per_token or 0) for scheme in work.schemes
         ),
         cells=tuple(cells),
         making=result_provenance(

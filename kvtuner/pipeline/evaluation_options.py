@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvtuner.errors import CorpusError, EndpointError
-from kvtuner.pipeline.option_types import counts, endpoint, positive, seed, several, words
+from kvtuner.pipeline.option_types import counts, endpoint, names, positive, seed, several
 from kvtuner.pipeline.options import DataOptions, ModelOptions, check_options, option
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 
@@ -56,7 +56,7 @@ class EvalOptions:
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
     levels: tuple[str, ...] | None = option(
-        None, f"{', '.join(LEVELS)}; all, by default", type=words(LEVELS), group="evaluation", metavar="LEVEL[,...]"
+        None, f"{', '.join(LEVELS)}; all, by default", type=names(LEVELS), group="evaluation", metavar="LEVEL[,...]"
     )
     read_plan: ReadPlanName | None = option(
         None, "which tokens read quantized keys and values; the search's by default", choices=READ_PLANS
@@ -64,7 +64,7 @@ class EvalOptions:
     against: tuple[str, ...] | None = option(
         None,
         "other schemes to store the cache: fp8, or pairs such as K8V8, which is int8; these two by default",
-        type=words(),
+        type=names(),
         metavar="SCHEME[,...]",
     )
     lengths: tuple[int, ...] | None = option(
@@ -82,7 +82,7 @@ class EvalOptions:
         None,
         "such as gsm8k; names in --include-path too",
         group="tasks of lm-evaluation-harness (pip install 'kvtuner[eval]')",
-        type=words(),
+        type=names(),
         metavar="NAME[,...]",
     )
     include_path: str | None = option(None, "of task files; they may run code of their own", metavar="FOLDER")
@@ -150,10 +150,10 @@ class EvalOptions:
                 f"{_flag(name)} is for a model loaded here; what servers read is set when they are started, and"
                 " other schemes are other endpoints, such as fp8=URL"
             )
-        given = ["batch_size"] if self.batch_size is not None else []
-        given += [name for name in ("device", "dtype") if getattr(self.model, name) != "auto"]
-        if given:
-            flag = _flag(given[0])
+        refused = ["batch_size"] if self.batch_size is not None else []
+        refused += [name for name in ("device", "dtype") if getattr(self.model, name) != "auto"]
+        if refused:
+            flag = _flag(refused[0])
             raise EndpointError(f"{flag} is for a model loaded here, not for servers; leave out {flag} or --endpoint")
 
     def _first_given(self, names: Sequence[str]) -> str | None:

@@ -55,8 +55,8 @@ def sequences(text: str) -> tuple[int, int, int]:
     return splits[0], splits[1], splits[2]
 
 
-def words(known: Sequence[str] = ()) -> Callable[[str], tuple[str, ...]]:
-    """A function that reads words between commas, each of them known where any are."""
+def names(known: Sequence[str] = ()) -> Callable[[str], tuple[str, ...]]:
+    """A function that reads names between commas, each of them known where any are."""
 
     def parse(text: str) -> tuple[str, ...]:
         parts = tuple(part.strip() for part in text.split(",") if part.strip())

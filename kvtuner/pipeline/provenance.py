@@ -34,8 +34,8 @@ def search_command(options: SearchOptions) -> str:
     All budgets are named: what was measured for one guides the search for the others.
     """
     usual = {**defaults_of(SearchOptions), "sampler": DEFAULT_SAMPLER, "trials": DEFAULT_TRIALS}
-    words = ["kvtuner", "search", *(["--budget", *options.budget] if options.budget else [])]
-    return shlex.join(words + flag_words(flag_values(options), usual, left_out=_NOT_OF_SEARCHES))
+    command = ["kvtuner", "search", *(["--budget", *options.budget] if options.budget else [])]
+    return shlex.join(command + _flags(flag_values(options), usual, left_out=_NOT_OF_SEARCHES))
 
 
 def shareable_profile(text: str) -> str:
@@ -48,32 +48,33 @@ def shareable_profile(text: str) -> str:
     return (public_name(str(path)) if path.exists() else path.name) + pin
 
 
-def flag_words(values: Mapping[str, Any], usual: Mapping[str, Any], *, left_out: Collection[str]) -> list[str]:
+def _flags(values: Mapping[str, Any], usual: Mapping[str, Any], *, left_out: Collection[str]) -> list[str]:
     """Flags in the order of their names, with the last parts of paths only.
 
     Values are those of `flag_values`; the usual ones, of `defaults_of`, need no flag.
     """
-    words: list[str] = []
+    flags: list[str] = []
     for name, value in sorted(values.items()):
         if name in left_out or value in (None, usual[name]):
             continue
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words += [f"--{flag}", public_name(text) if name in _PATHS else text]
-    return words
+            flags += [f"--{flag}", public_name(text) if name in _PATHS else text]
+    return flags
 
 
 def result_command(name: str, options: Any) -> list[str]:
-    """The words of a command about a profile; the URLs of its servers are left out."""
+    """The arguments of a command about a profile; the URLs of its servers are left out."""
     values = flag_values(options)
     if server_args := values.get("server_args"):
         values["server_args"] = shlex.join(ServerFlags.parse(server_args).shareable())
-    words = flag_words(values, defaults_of(type(options)), left_out=("profile", "endpoint", "out"))
+    flags = _flags(values, defaults_of(type(options)), left_out=("profile", "endpoint", "out"))
+    # Where the servers were is nobody's business: URLs name machines, and may hold keys.
     servers = [word for scheme, _ in options.endpoint or () for word in ("--endpoint", f"{scheme}=URL")]
-    return ["kvtuner", name, shareable_profile(str(options.profile)), *words, *servers]
+    return ["kvtuner", name, shareable_profile(str(options.profile)), *flags, *servers]
 
 
 def result_provenance(

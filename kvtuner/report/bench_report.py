@@ -228,14 +228,14 @@ def _left_out(result: BenchResult) -> Table:
 
 
 def _provenance(result: BenchResult) -> Table:
-    made = result.provenance
+    provenance = result.provenance
     rows = [
-        ("command", made.command),
-        ("machine", made.machine),
+        ("command", provenance.command),
+        ("machine", provenance.machine),
         ("model", model_name(result.model)),
         ("profile", result.profile.digest),
         ("flags of all servers", shlex.join(result.server_args) or "none"),
-        ("versions", versions_text(made)),
+        ("versions", versions_text(provenance)),
     ]
     for scheme in result.schemes:
         if (server := scheme.server) is not None:

@@ -45,13 +45,13 @@ MAX_EXPONENT: Final = 700
 
 def evaluation_lines(evaluation: Evaluation, profile: Profile) -> list[str]:
     """A table for each level, every scheme beside the others, and which differences of the profile are clear."""
-    record, host = evaluation.making, evaluation.host
+    provenance, host = evaluation.making, evaluation.host
     facts = [
         ("evaluation", f"of {_model(evaluation, profile)}"),
         ("host", f"{host.kind} {host.version or ''}".rstrip() + f", {_reads(evaluation)}"),
         ("text", f"of {_data(evaluation)}"),
-        ("made by", record.command),
-        ("on", f"{record.machine}; {versions_text(record)}"),
+        ("made by", provenance.command),
+        ("on", f"{provenance.machine}; {versions_text(provenance)}"),
     ]
     lines = Table.of_facts(facts).lines()
     for level in dict.fromkeys(cell.level for cell in evaluation.cells):
@@ -74,7 +74,7 @@ def sample_lines(prompt: str, answers: Mapping[str, str | None]) -> list[str]:
 
 def evaluation_part(evaluation: Evaluation, profile: Profile) -> dict[str, Any]:
     """The part of ``templates/profile.html`` about an evaluation: its tables, and how to read them."""
-    cells, record = evaluation.cells, evaluation.making
+    cells, provenance = evaluation.cells, evaluation.making
     remarks = [f"{flag}: {text[2:]}" for flag, text in FLAGS.items() if any(cell.flag == flag for cell in cells)]
     if total := sum(len(cell.differences) for cell in cells):
         remarks.append(
@@ -86,9 +86,9 @@ def evaluation_part(evaluation: Evaluation, profile: Profile) -> dict[str, Any]:
         ("model", _model(evaluation, profile)),
         ("text", _data(evaluation)),
         *([("answers that never came", count(failures))] if failures else []),
-        ("made by", record.command),
-        ("on", record.machine),
-        ("with", versions_text(record)),
+        ("made by", provenance.command),
+        ("on", provenance.machine),
+        ("with", versions_text(provenance)),
     ]
     return {
         "title": f"By {evaluation.host.kind}, {_reads(evaluation)}",
@@ -112,9 +112,9 @@ def cell_values(cell: Cell, names: Sequence[str]) -> list[str]:
     return [_value_text(cell, results.get(name)) for name in names]
 
 
-def versions_text(made: ResultProvenance) -> str:
+def versions_text(provenance: ResultProvenance) -> str:
     """The versions of the packages that measured."""
-    return f"kvtuner {made.kvtuner_version}, torch {made.torch}, transformers {made.transformers}"
+    return f"kvtuner {provenance.kvtuner_version}, torch {provenance.torch}, transformers {provenance.transformers}"
 
 
 def _model(evaluation: Evaluation, profile: Profile) -> str:

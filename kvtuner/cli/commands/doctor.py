@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import kvtuner
 from kvtuner.cli.command import Command
 from kvtuner.errors import KVTunerError
+from kvtuner.report.formatting import Table
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -51,8 +52,8 @@ def _run(args: Namespace) -> int:
     if args.json:
         print(json.dumps([check._asdict() for check in checks], indent=1))
     else:
-        for check in checks:
-            print(f"{check.status:<5}{check.name:<16}{check.detail}")
+        rows = [(check.status, check.name, check.detail) for check in checks]
+        print("\n".join(Table(("", "", ""), rows, left=(0, 1, 2)).lines()))
     return int(any(check.status == "bad" for check in checks))
 
 

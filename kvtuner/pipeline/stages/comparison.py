@@ -94,11 +94,12 @@ def _baselines(run: SearchRun) -> list[CacheScheme]:
             configuration = run.uniform(pair, transforms=transforms)
             if transforms and all(c.k_transform == c.v_transform == "none" for c in configuration):
                 continue
-            schemes.append(_scheme(run, str(pair), configuration, transforms=transforms))
+            schemes.append(scheme_of(run, str(pair), configuration, transforms=transforms))
     return [*schemes, Fp8Scheme.of(run.shape.geometry)]
 
 
-def _scheme(run: SearchRun, name: str, configuration: Configuration, *, transforms: bool) -> CacheScheme:
+def scheme_of(run: SearchRun, name: str, configuration: Configuration, *, transforms: bool) -> CacheScheme:
+    """A configuration as a scheme under the run's group sizes; `transforms` is what a report says of it."""
     return CacheScheme(
         name=name,
         has_transforms=transforms,
@@ -112,7 +113,7 @@ def _scheme(run: SearchRun, name: str, configuration: Configuration, *, transfor
 def _winner(run: SearchRun, outcome: SearchOutcome) -> CacheScheme:
     name = outcome.uniform_name or (HAND_WRITTEN if outcome.study is None else outcome.asked)
     transforms = outcome.uniform_name is not None and outcome.has_transforms
-    return _scheme(run, name, outcome.configuration, transforms=transforms)
+    return scheme_of(run, name, outcome.configuration, transforms=transforms)
 
 
 def _measure_all(
