@@ -32,6 +32,8 @@ BANNED: Final = {
     "seams", "finder",
 }  # fmt: skip
 """Words that earlier versions gave to schemes, backends, tasks and the attention hook; see CONTRIBUTING's glossary."""
+SHARED: Final = {"COMMANDS", "JOURNAL", "hadamard", "logger", "main", "read", "write"}
+"""Names that every command, journal, script or export format has of its own; and a step's kernel beside the step."""
 FRAGMENT: Final = re.compile(
     r"(of|that|by|for|in|with|where|to|from|on|at|as|which|such as|what it|it|the same(?=[,;.])|one of them|one for"
     r"|none|them|its own|likewise|and|or|but|under|after|before|between|per|until|behind|like|within|without)\b",
@@ -63,6 +65,28 @@ def classes_of_one_name(files: dict[Path, str]) -> list[str]:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(path)
     return repeated(places)
+
+
+def definitions_of_one_name(files: dict[Path, str]) -> list[str]:
+    """Name the public classes, functions, constants and type aliases that two modules define."""
+    places = defaultdict(list)
+    for path, text in files.items():
+        for name in set(defined_names(tree_of(text).body)) - SHARED:
+            if not name.startswith("_"):
+                places[name].append(path)
+    return repeated(places)
+
+
+def defined_names(body: list[ast.stmt]) -> Iterator[str]:
+    """Yield the names that a module's statements define, those for the type checker alone included."""
+    for node in body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.If):
+            yield from defined_names(node.body)
 
 
 def modules_of_one_name(files: dict[Path, str]) -> list[str]:
@@ -156,6 +180,7 @@ def misplaced_tests(files: dict[Path, str]) -> list[str]:
 
 RULES: Final[list[tuple[Rule, tuple[str, ...]]]] = [
     (classes_of_one_name, PRODUCT),
+    (definitions_of_one_name, PACKAGES),
     (modules_of_one_name, PRODUCT),
     (docstring_fragments, (*PRODUCT, "examples", "tests")),
     (banned_names, PRODUCT),
@@ -174,6 +199,10 @@ def test_the_tree_keeps_the_rule(rule: Rule, folders: tuple[str, ...]) -> None:
 
 WRONG: Final[list[tuple[Rule, dict[str, str]]]] = [
     (classes_of_one_name, {"one.py": "class Table: ...\n", "two.py": "class Table: ...\n"}),
+    (definitions_of_one_name, {"one.py": "Kind = str\n", "two.py": "Kind = int\n"}),
+    (definitions_of_one_name, {"one.py": "LIMIT: Final = 1\n", "two.py": "LIMIT: Final = 2\n"}),
+    (definitions_of_one_name, {"one.py": "def compare(): ...\n", "two.py": "def compare(): ...\n"}),
+    (definitions_of_one_name, {"one.py": "class Text: ...\n", "two.py": "if TYPE_CHECKING:\n    Text = str\n"}),
     (modules_of_one_name, {"bench/server.py": "", "evaluation/server.py": ""}),
     (docstring_fragments, {"one.py": '"""Of a server, its address."""\n'}),
     (docstring_fragments, {"one.py": 'PORT = 30000\n"""Of a server, where none is named."""\n'}),
