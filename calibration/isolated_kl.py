@@ -37,9 +37,9 @@ def isolated_candidates(scores: Mapping[Candidate, CandidateScores]) -> list[Can
     """All transforms at 2 bits, where the Fisher score is no guide, and the best by Fisher score at 4 and 8."""
     isolated: list[Candidate] = []
     for place in product(sorted({candidate.layer for candidate in scores}), SIDES, PACKED_BITS):
-        rivals = [c for c in scores if (c.layer, c.side, c.bits) == place]
-        best = min(rivals, key=lambda c: scores[c].fisher)
-        isolated.extend(rivals if best.bits == min(PACKED_BITS) else [best])
+        alternatives = [c for c in scores if (c.layer, c.side, c.bits) == place]
+        best = min(alternatives, key=lambda c: scores[c].fisher)
+        isolated.extend(alternatives if best.bits == min(PACKED_BITS) else [best])
     return isolated
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 IDENTITY_FILE = "run.json"
 MEASUREMENT = 4
-"""Raised whenever the same model, data and options give other numbers: what was measured otherwise is not mixed in."""
+"""The version of the measurement; increase it when the same model, data and options would give other numbers."""
 _SPLIT_SEEDS: dict[SplitName, int] = {"calibrate": 11, "select": 12, "report": 13}
 
 

@@ -28,29 +28,25 @@ NO_QUANTIZATION: Final = "none"
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _SNAPSHOT: Final = re.compile(r"(?:^|/)models--([^/]+)/snapshots/([0-9a-f]{40})(?:/|$)")
 _POSITIONS: Final = (
-    *("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len", "seq_length"),
-)
+    "max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "max_seq_len", "seq_length",
+)  # fmt: skip
 _ROTARY: Final = (
-    *("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"),
-    *("rotary_emb_base", "rotary_pct", "original_max_position_embeddings"),
-)
+    "rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor",
+    "rotary_emb_base", "rotary_pct", "original_max_position_embeddings",
+)  # fmt: skip
 _WINDOWS: Final = ("sliding_window", "max_window_layers", "use_sliding_window")
 _WEIGHTS: Final = ("quantization_config", "compression_config")
-_NOT_OF_THE_NETWORK: Final = frozenset(
-    (
-        *_POSITIONS,
-        *_ROTARY,
-        *_WEIGHTS,
-        # Names and versions.
-        *("architectures", "transformers_version", "auto_map", "dtype", "torch_dtype", "id2label", "label2id"),
-        *("num_labels", "problem_type", "task_specific_params", "tokenizer_class", "finetuning_task"),
-        # How it is called, trained and generates.
-        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
-        *("pretraining_tp", "initializer_range", "initializer_factor", "router_aux_loss_coef"),
-        *("gradient_checkpointing",),
-        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "chunk_size_feed_forward"),
-    )
-)
+_NAMES: Final = (
+    "architectures", "transformers_version", "auto_map", "dtype", "torch_dtype", "id2label", "label2id",
+    "num_labels", "problem_type", "task_specific_params", "tokenizer_class", "finetuning_task",
+)  # fmt: skip
+_USE: Final = (
+    "use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits",
+    "pretraining_tp", "initializer_range", "initializer_factor", "router_aux_loss_coef", "gradient_checkpointing",
+    "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "chunk_size_feed_forward",
+)  # fmt: skip
+"""The fields of how a model is called, trained and generates."""
+_NOT_OF_THE_NETWORK: Final = frozenset((*_POSITIONS, *_ROTARY, *_WEIGHTS, *_NAMES, *_USE))
 _PRIVATE_OR_TOKEN: Final = re.compile(r"_.*|.*_token_(id|ids|index)", re.DOTALL)
 
 
@@ -93,7 +89,11 @@ def public_name(text: str) -> str:
     """
     snapshot = _snapshot(text)
     path = _existing(text)
-    name = snapshot[1].replace("--", "/") if snapshot else os.path.basename(os.path.realpath(path)) if path else text
+    name = text
+    if snapshot:
+        name = snapshot[1].replace("--", "/")
+    elif path:
+        name = os.path.basename(os.path.realpath(path))
     printable = "".join(c if c.isprintable() and c != "\\" else "_" for c in name).lstrip("./~ ")
     return printable[:MAX_MODEL_NAME].rstrip(" /") or "unnamed"
 

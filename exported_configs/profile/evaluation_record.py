@@ -5,9 +5,10 @@ making. Knows nothing of how figures are measured.
 """
 
 import json
+from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -27,6 +28,9 @@ from kvtuner.exported_configs.profile.fields import (
 )
 from kvtuner.read_plan_names import ReadPlanName
 from kvtuner.run_folder import sha256_of
+
+if TYPE_CHECKING:
+    from kvtuner.exported_configs.profile.profile import Profile
 
 EVALUATION_VERSION: Final = 1
 EVALUATION_SUFFIX: Final = ".evaluation-"
@@ -210,6 +214,15 @@ class Evaluation(StrictModel):
                 if name not in names:
                     raise ValueError(f"results of {name!a}, which is none of the subjects")
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedProfile:
+    """A profile by the name of its file, with the evaluations that stand beside it."""
+
+    name: str
+    profile: "Profile"
+    evaluations: tuple[Evaluation, ...] = ()
 
 
 def evaluation_path(profile: Path, evaluation: Evaluation) -> Path:

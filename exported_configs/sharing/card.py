@@ -6,7 +6,6 @@ Knows nothing of hubs and files. ``templates/card.txt`` has its text. It is show
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +18,7 @@ from kvtuner.errors import HubError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtuner.exported_configs.profile.evaluation_record import Cell, Evaluation
+    from kvtuner.exported_configs.profile.evaluation_record import Cell, EvaluatedProfile
     from kvtuner.exported_configs.profile.profile import Profile
 
 TAGS: Final = ("kv-cache", "kv-cache-quantization", "sglang", "kvtuner")
@@ -27,16 +26,7 @@ _SAFE: Final = str.maketrans({character: f"&#{ord(character)};" for character in
 _LETTERS: Final = {2: "2", 4: "4", 8: "8", 16: "F"}
 
 
-@dataclass(frozen=True, slots=True)
-class CardProfile:
-    """A profile of the repository, with the path of its file there and its evaluations."""
-
-    file: str
-    profile: Profile
-    evaluations: Sequence[Evaluation] = ()
-
-
-def card(repo: str, entries: Sequence[CardProfile], *, license_id: str, pictures: Sequence[str] = ()) -> str:
+def card(repo: str, entries: Sequence[EvaluatedProfile], *, license_id: str, pictures: Sequence[str] = ()) -> str:
     """The README.md of a repository, with pictures by their paths there; `HubError` for profiles of several models."""
     models = {entry.profile.model.id for entry in entries}
     if len(models) != 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.evaluation_record import EVALUATION_SUFFIX
@@ -31,15 +31,20 @@ class ResolvedProfile:
 
     Attributes:
         name: The name that finds the same profile again: a file's name, or a reference with its commit.
-        is_own: Whether it is the user's file, beside which results may stand; not a cache's or the catalogue's.
+        where: The place: the user's folder, the cache of the hub's, or the catalogue.
         notes: Advice to the user on how it was found.
     """
 
     path: Path
     profile: Profile
     name: str
-    is_own: bool
+    where: Literal["folder", "cache", "catalogue"]
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the user's file, beside which results may stand."""
+        return self.where == "folder"
 
 
 def find_profile(text: str) -> ResolvedProfile:
@@ -63,13 +68,13 @@ def find_profiles(text: str) -> list[ResolvedProfile]:
         from kvtuner.exported_configs.sharing.pull import pull  # with what a hub needs
 
         fetched = pull(reference)
-        profiles = [ResolvedProfile(fetched.path, fetched.profile, str(fetched.reference), False, fetched.notes)]
+        profiles = [ResolvedProfile(fetched.path, fetched.profile, str(fetched.reference), "cache", fetched.notes)]
     elif isinstance(reference, CatalogueReference):
         path = catalogue_file(reference.name)
-        profiles = [ResolvedProfile(path, load_profile(path), f"{CATALOGUE_PREFIX}{reference.name}", False)]
+        profiles = [ResolvedProfile(path, load_profile(path), f"{CATALOGUE_PREFIX}{reference.name}", "catalogue")]
     else:
         files = profile_files(reference.path)
-        profiles = [ResolvedProfile(path, load_profile(path), path.name, True) for path in files]
+        profiles = [ResolvedProfile(path, load_profile(path), path.name, "folder") for path in files]
     if reference.digest is not None and len(profiles) > 1:
         profiles = [resolved for resolved in profiles if resolved.profile.digest == reference.digest] or profiles
     for resolved in profiles:

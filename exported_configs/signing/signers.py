@@ -62,7 +62,7 @@ class Signer:
             seconds = PERSON_SECONDS if self.identity_token is None else NETWORK_SECONDS
             token = self.identity_token
             use_sigstore = partial(config.use_sigstore_signer, identity_token=token, use_ambient_credentials=True)
-            return bounded(lambda: use_sigstore().sign(file, signature), seconds)
+            return call_with_timeout(lambda: use_sigstore().sign(file, signature), seconds)
         advice = (
             f"give the PEM file of a key {_CURVES}, and name its password's variable with --password-env if it has one"
         )
@@ -102,7 +102,7 @@ def check_signature(file: Path, signature: Path, identity: SignerIdentity, certi
         _check_file(path)
     with _refusing(f"it is not by {identity}", f"trust only whom the publisher names, by a key {_CURVES}"):
         if identity.kind == "sigstore":
-            return bounded(check_sigstore, NETWORK_SECONDS)
+            return call_with_timeout(check_sigstore, NETWORK_SECONDS)
         if identity.kind == "key":
             config.use_elliptic_key_verifier(public_key=identity.paths[0])
         else:
@@ -139,7 +139,7 @@ def require_library() -> None:
         raise SignatureError(f"signatures need a library ({error}): pip install 'kvtuner[sign]'") from error
 
 
-def bounded(call: Callable[[], object], seconds: float) -> None:
+def call_with_timeout(call: Callable[[], object], seconds: float) -> None:
     """Call Sigstore's servers; `SignatureError` where that fails or takes longer."""
     result: Future[object] = Future()
 

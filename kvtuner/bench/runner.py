@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 JOURNAL: Final = "requests.jsonl"
 MEASUREMENT_VERSION: Final = 2
-"""Raised whenever the same load would be sent, or timed, otherwise."""
+"""The version of the measurement; increase it when the same load would be sent, or timed, otherwise."""
 MAX_WARM_UP_TOKENS: Final = 8
 """The tokens that an unmeasured request generates at most."""
 UNLIMITED: Final = Capacity(sys.maxsize, None, None)
@@ -60,7 +60,7 @@ class BenchWork:
     def put_server(self, server_key: str, name: str, server: dict[str, Any]) -> None:
         """Keep a server's record, plain JSON values."""
         if self.server(server_key) != server:
-            self._journal.append({"key": _key(server_key), "way": name, "server": server})
+            self._journal.append({"key": _key(server_key), "scheme": name, "server": server})
 
     def result(self, server_key: str, load: Load) -> LoadResult | None:
         """The result of a load; None before it was sent."""
@@ -74,7 +74,7 @@ class BenchWork:
         """Keep the result of a load."""
         record = asdict(result)
         key, cost = _key(server_key, record["load"], self.seed), record.pop("cost")
-        self._journal.append({"key": key, "way": name, **record, "harness": cost._asdict()})
+        self._journal.append({"key": key, "scheme": name, **record, "harness": cost._asdict()})
 
 
 def _key(server_key: str, *load: Any) -> str:

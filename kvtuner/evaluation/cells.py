@@ -52,7 +52,7 @@ class PairedScores(ABC):
 
     @abstractmethod
     def interval(self, seed: int) -> Interval:
-        """The result."""
+        """The mean of the scores, with its confidence interval."""
 
     @abstractmethod
     def minus(self, other: Self, seed: int) -> Interval:
@@ -185,6 +185,7 @@ def randomization_p_value(
     """
     if not num_units:
         return 1.0
+    # Flips that give the same value up to rounding, the observed one's opposite among them, count as large as it.
     observed = abs(statistic(np.zeros((1, num_units)))[0]) * (1 - 1e-12)
     if num_units <= MAX_EXACT:
         return float((abs(statistic(np.array(list(product((0.0, 1.0), repeat=num_units))))) >= observed).mean())
@@ -220,21 +221,21 @@ class CellKey:
     failures: Mapping[str, int] = field(default_factory=dict)
 
 
-def make_cell(measure: Measure, place: CellKey, scores: Mapping[str, PairedScores], seed: int) -> Cell:
+def make_cell(measure: Measure, key: CellKey, scores: Mapping[str, PairedScores], seed: int) -> Cell:
     """The cell of one metric: every scheme's result by name, and the profile's difference from each other scheme."""
     profile = scores[PROFILE_SCHEME]
     others = {name: other for name, other in scores.items() if name != PROFILE_SCHEME}
     return Cell(
-        level=place.level,
+        level=key.level,
         measure=measure,
-        task=place.task,
-        num_tokens=place.num_tokens,
-        position=place.position,
+        task=key.task,
+        num_tokens=key.num_tokens,
+        position=key.position,
         units=len(profile.counts),
         count=int(profile.counts.sum()),
-        flag=place.flag or (scores[REFERENCE].flag if REFERENCE in scores else None),
+        flag=key.flag or (scores[REFERENCE].flag if REFERENCE in scores else None),
         results=tuple(
-            CellResult(subject=name, **asdict(each.interval(seed)), failures=place.failures.get(name, 0))
+            CellResult(subject=name, **asdict(each.interval(seed)), failures=key.failures.get(name, 0))
             for name, each in scores.items()
         ),
         differences=tuple(

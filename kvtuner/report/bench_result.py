@@ -9,7 +9,6 @@ from pydantic_core import to_jsonable_python
 
 from kvtuner.bench.ablation import GROUPS
 from kvtuner.bench.gates import SKIPPED
-from kvtuner.evaluation.cache_scheme import K4V4_PER_CHANNEL
 from kvtuner.report.formatting import NOT_MEASURED, Table, count, number, percent
 
 if TYPE_CHECKING:
@@ -95,12 +94,13 @@ class BenchResult:
         """The gates that fail, and the schemes that should have been served."""
         gates = [(scheme, gate) for scheme in self.schemes for gate in scheme.gates]
         failed = [f"{scheme.name}: {gate.name}: {gate.detail}" for scheme, gate in gates if gate.verdict == "failed"]
-        refused = [(scheme.name, scheme.refused) for scheme in self.schemes if scheme.refused is not None]
-        # The ablation's group that no server has yet is expected to be refused for that reason.
-        unexpected = [
-            (name, reason) for name, reason in refused if name != K4V4_PER_CHANNEL or "per-channel" not in reason
+        refused = [(scheme, scheme.refused) for scheme in self.schemes if scheme.refused is not None]
+        # A scheme that nothing here stores is expected to be refused: servers do not have it yet either.
+        return failed + [
+            f"{result.name}: not served: {reason}"
+            for result, reason in refused
+            if result.scheme.is_local or "per-channel" not in reason
         ]
-        return failed + [f"{name}: not served: {reason}" for name, reason in unexpected]
 
     def quality(self, name: str, measure: str) -> float | None:
         """A scheme's mean of a measure: of likelihoods, of those at the beginning of the context; None without one."""

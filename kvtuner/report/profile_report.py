@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
@@ -15,19 +15,10 @@ from kvtuner.report.layer_strip import layer_table, profile_layers
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtuner.exported_configs.profile.evaluation_record import Evaluation
+    from kvtuner.exported_configs.profile.evaluation_record import EvaluatedProfile
     from kvtuner.exported_configs.profile.evidence import QualityRecord
     from kvtuner.exported_configs.profile.layer_storage import KeyDefaults, ValueDefaults
     from kvtuner.exported_configs.profile.profile import Profile
-
-
-@dataclass(frozen=True, slots=True)
-class ShownProfile:
-    """A profile, the name of its file without folders, and the evaluations that stand beside it on a page."""
-
-    name: str
-    profile: Profile
-    evaluations: tuple[Evaluation, ...] = ()
 
 
 def summary(profile: Profile) -> dict[str, Any]:
@@ -69,7 +60,7 @@ def describe(profile: Profile) -> str:
     return "\n".join(Table.of_facts(facts).lines())
 
 
-def profile_page(profiles: Sequence[ShownProfile]) -> str:
+def profile_page(profiles: Sequence[EvaluatedProfile]) -> str:
     """The page of one or several profiles, with an article for each."""
     from kvtuner.report.html_page import render  # brings matplotlib, which not every look needs
 
@@ -101,7 +92,7 @@ def _grid_text(defaults: KeyDefaults | ValueDefaults) -> str:
     return text + ", symmetric" * defaults.symmetric
 
 
-def _overview(profiles: Sequence[ShownProfile]) -> Table:
+def _overview(profiles: Sequence[EvaluatedProfile]) -> Table:
     headers = ("profile", "asked", "mean_bits", "bytes per token", "tokens per GiB", "against bf16")
     return Table((*headers, "KL nats per token"), [_overview_row(shown.name, shown.profile) for shown in profiles])
 
@@ -115,7 +106,7 @@ def _overview_row(name: str, profile: Profile) -> tuple[str, ...]:
     )
 
 
-def _article(shown: ShownProfile) -> dict[str, Any]:
+def _article(shown: EvaluatedProfile) -> dict[str, Any]:
     """The context of ``templates/profile.html`` for one profile, besides the profile itself."""
     from kvtuner.report.plots.kl_by_bits import profile_picture, profile_points
 
@@ -221,7 +212,7 @@ def _provenance(profile: Profile) -> list[tuple[str, str]]:
     return rows + list(provenance.libraries)
 
 
-def _serve_command(shown: ShownProfile) -> str:
+def _serve_command(shown: EvaluatedProfile) -> str:
     model = shown.profile.model
     revision = ["--revision", model.revision] if model.revision else []
     return shlex.join(["sglang", "serve", "--model-path", model.id, *revision, "--kvtuner-profile", shown.name])

@@ -29,12 +29,12 @@ from profile_samples import (
 )
 
 from kvtuner.exported_configs.profile.build import AskedBudget, dump_profile
-from kvtuner.exported_configs.profile.evaluation_record import dump_evaluation, evaluation_path
+from kvtuner.exported_configs.profile.evaluation_record import EvaluatedProfile, dump_evaluation, evaluation_path
 from kvtuner.exported_configs.profile.evidence import BaselineRecord, ModelIdentity, Provenance, QualityRecord
 from kvtuner.report.difference_report import difference_page
 from kvtuner.report.plots.kl_by_bits import profile_points
 from kvtuner.report.profile_difference import difference_of
-from kvtuner.report.profile_report import ShownProfile, profile_page
+from kvtuner.report.profile_report import profile_page
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 def test_a_page_shows_the_layers_of_the_profile_in_cells_and_in_words() -> None:
     profile = make_profile(layers_of(28))
-    page = check_harmless(profile_page([ShownProfile("profile.json", profile)]))
+    page = check_harmless(profile_page([EvaluatedProfile("profile.json", profile)]))
     codes = {name: letter for letter, name in LETTERS.items()}
     assert [cells[1:] for cells in page.layers] == [
         [str(layer), str(k), str(v), codes[k_kind], codes[v_kind]]
@@ -59,7 +59,7 @@ def test_a_page_shows_the_layers_of_the_profile_in_cells_and_in_words() -> None:
 
 def test_a_page_says_identity_capacity_quality_provenance_and_how_to_serve_it() -> None:
     profile = make_profile(layers_of(9))
-    page = Page(profile_page([ShownProfile("profile-4bit.json", profile)]))
+    page = Page(profile_page([EvaluatedProfile("profile-4bit.json", profile)]))
     size = profile.bytes_per_token()
     bf16 = 9 * 2 * HEADS * CHANNELS * 2
     assert {
@@ -81,20 +81,20 @@ def test_a_page_says_identity_capacity_quality_provenance_and_how_to_serve_it() 
 
 def test_a_page_of_what_was_not_measured_says_so() -> None:
     made = Provenance.model_validate({**PROVENANCE, "calibration": None, "search": None})
-    page = Page(profile_page([ShownProfile("p.json", make_profile(layers_of(2), quality=None, provenance=made))]))
+    page = Page(profile_page([EvaluatedProfile("p.json", make_profile(layers_of(2), quality=None, provenance=made))]))
     assert "Not measured." in page.text and "img" not in page.names()
     assert "nothing says what it was chosen on" in page.text
 
 
 def test_a_page_of_keys_per_channel_gives_no_command_to_serve_them() -> None:
     profile = make_profile([choice()], k_granularity="per_channel", k_group_size=32)
-    page = Page(profile_page([ShownProfile("p.json", profile)]))
+    page = Page(profile_page([EvaluatedProfile("p.json", profile)]))
     assert "sglang serve" not in page.text and "tail pages" in page.text
 
 
 def test_hostile_text_adds_no_tag_to_a_page() -> None:
     profile = make_profile(layers_of(3))
-    plain_page = check_harmless(profile_page([ShownProfile("p.json", profile, (evaluation_of(profile),))]))
+    plain_page = check_harmless(profile_page([EvaluatedProfile("p.json", profile, (evaluation_of(profile),))]))
     said = evaluation_of(profile)
     evil = said.model_copy(
         update={
@@ -103,7 +103,7 @@ def test_hostile_text_adds_no_tag_to_a_page() -> None:
             "cells": tuple(cell.model_copy(update={"task": HOSTILE, "level": "task"}) for cell in said.cells),
         }
     )
-    attacked = check_harmless(profile_page([ShownProfile(HOSTILE, hostile(profile), (evil,))]))
+    attacked = check_harmless(profile_page([EvaluatedProfile(HOSTILE, hostile(profile), (evil,))]))
     assert attacked.names() == plain_page.names()
     assert "alert(1)" in attacked.text
     one = difference_of(profile, profile)
@@ -114,7 +114,7 @@ def test_hostile_text_adds_no_tag_to_a_page() -> None:
 
 def test_the_command_to_serve_is_one_command_whatever_the_names() -> None:
     identity = ModelIdentity.model_validate({**MODEL, "id": "x; touch $(id) `id`'", "revision": "a && b"})
-    page = Page(profile_page([ShownProfile("my profile;.json", make_profile(layers_of(1), model=identity))]))
+    page = Page(profile_page([EvaluatedProfile("my profile;.json", make_profile(layers_of(1), model=identity))]))
     _, line = page.text.split("sglang serve")
     words = ["--model-path", identity.id, "--revision", "a && b", "--kvtuner-profile", "my profile;.json"]
     assert shlex.split(line.split("Where it comes from")[0]) == words
@@ -135,7 +135,7 @@ def test_figures_that_no_cache_has_are_listed_and_not_drawn() -> None:
     profile = make_profile(layers_of(2), quality=QualityRecord.model_validate({**QUALITY, "baselines": odd}))
     drawn = [point.name for point in profile_points(profile, "this")]
     assert drawn == ["this", "?? $x$ _a", "zero", "below"]
-    page = check_harmless(profile_page([ShownProfile("p.json", profile)]))
+    page = check_harmless(profile_page([EvaluatedProfile("p.json", profile)]))
     assert {"huge", "wide", "upside down"} <= set(page.cells)
 
 
@@ -149,7 +149,7 @@ def test_as_many_baselines_as_a_profile_may_hold_are_drawn() -> None:
         for n, name in enumerate(names)
     )
     quality = QualityRecord.model_validate(QUALITY).model_copy(update={"baselines": many})
-    page = Page(profile_page([ShownProfile("p.json", make_profile(layers_of(2), quality=quality))]))
+    page = Page(profile_page([EvaluatedProfile("p.json", make_profile(layers_of(2), quality=quality))]))
     assert set(names) <= set(page.cells)
 
 
@@ -214,5 +214,5 @@ def test_a_full_disk_leaves_the_old_page_whole(
 
 
 def test_several_profiles_are_listed_by_their_files(tmp_path: Path) -> None:
-    shown = ShownProfile("profile.json", make_profile(layers_of(2)))
+    shown = EvaluatedProfile("profile.json", make_profile(layers_of(2)))
     assert "other.json" in Page(profile_page([replace(shown, name="other.json"), shown])).cells

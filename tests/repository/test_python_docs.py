@@ -22,7 +22,7 @@ def test_the_blocks_run_one_after_another(tmp_path: Path, monkeypatch: pytest.Mo
         exec(compile(block, str(PAGE), "exec"), names)
     assert names["result"].profile == names["profile"]
     assert (tmp_path / "runs" / "demo" / "profile.json").exists()
-    assert set(names["evaluation"].cells["subject"]) == {"bf16", "profile", "fp8", "K8V8"}
+    assert set(names["evaluation"].cells["scheme"]) == {"bf16", "profile", "fp8", "K8V8"}
     assert repr(names["profile"]) in repr(names["evaluation"])
     assert names["output"].shape[1] == names["prompt"]["input_ids"].shape[1] + 16
 

@@ -11,7 +11,7 @@ from kvtuner.cli.command import Command
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from kvtuner.pipeline.profile_files.listing import ListedProfile
+    from kvtuner.exported_configs.sharing.resolution import ResolvedProfile
 
 _COLUMNS: Final = ("profile", "model", "budget", "bits", "B/token", "of bf16", "KL", "digest")
 
@@ -32,7 +32,7 @@ def _run(args: Namespace) -> int:
     return 0
 
 
-def _facts(listed: ListedProfile) -> dict[str, Any]:
+def _facts(listed: ResolvedProfile) -> dict[str, Any]:
     profile = listed.profile
     return {
         "name": listed.name,

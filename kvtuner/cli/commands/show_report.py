@@ -46,12 +46,13 @@ def _report_folders(path: Path) -> list[Path]:
 
 def _show(args: Namespace) -> int:
     from kvtuner.cli.output_file import write_page
+    from kvtuner.exported_configs.profile.evaluation_record import EvaluatedProfile
     from kvtuner.pipeline.profile_lookup import profiles_of
-    from kvtuner.report.profile_report import ShownProfile, profile_page, summary
+    from kvtuner.report.profile_report import profile_page, summary
 
     profiles = [(resolved, _evaluations(resolved.path, resolved.profile)) for resolved in profiles_of(args.path)]
     if args.html:
-        shown = [ShownProfile(file.name, file.profile, tuple(evaluations)) for file, evaluations in profiles]
+        shown = [EvaluatedProfile(file.name, file.profile, tuple(evaluations)) for file, evaluations in profiles]
         write_page(Path(args.html), profile_page(shown))
     if args.json:
         page = {"page": args.html} if args.html else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.evaluation.cache_scheme import REFERENCE
 from kvtuner.journal import Journal
@@ -97,15 +97,19 @@ def unread_flag(backends: Sequence[Backend], hits: Mapping[str, HitCount]) -> Fl
     return "unread" if any(backend.is_unread(hits[backend.name]) for backend in quantized) else None
 
 
+_FORMER_FIELD: Final = "said"
+"""The field of the answer in journals that earlier versions wrote."""
+
+
 class AnswerJournal:
     """The answers that a run folder keeps; an answer that never came is not kept, and asked for again.
 
     The identity is the hash of everything that decides answers besides the backend and what is asked. Another version
-    of how answers are made finds none of the others'. A record holds the answer in the field.
+    of how answers are made finds none of the others'.
     """
 
-    def __init__(self, folder: RunFolder, name: str, identity: str, *, version: int, field: str) -> None:
-        self._journal, self._version, self._field = Journal(folder, name, identity), version, field
+    def __init__(self, folder: RunFolder, name: str, identity: str, *, version: int) -> None:
+        self._journal, self._version = Journal(folder, name, identity), version
 
     def ask(
         self, backend: Backend, question: Sequence[Any], ask: Callable[[], Any], **facts: Any
@@ -120,12 +124,12 @@ class AnswerJournal:
             hits = HitCount(*record.get("hits", ()))
             if backend.hits is not None:
                 backend.hits += hits
-            return record[self._field], hits
+            return record["answer" if "answer" in record else _FORMER_FIELD], hits
         before = backend.hits
         answer = ask()
         hits = HitCount() if backend.hits is None or before is None else backend.hits - before
         is_whole = answer is not None and not (isinstance(answer, list | tuple) and None in answer)
         if key is not None and is_whole:
             counted = {} if backend.hits is None else {"hits": [hits.prompt, hits.cached]}
-            self._journal.append({"key": key, **facts, self._field: answer, **counted})
+            self._journal.append({"key": key, **facts, "answer": answer, **counted})
         return answer, hits

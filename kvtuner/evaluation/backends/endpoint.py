@@ -31,7 +31,7 @@ KEY_VARIABLE: Final = "KVTUNER_API_KEY"
 MAX_ANSWER_BYTES: Final = 64 << 20
 FLUSH_S: Final = 60
 KEPT: Final = 3
-"""Raised whenever more is kept of an answer, or of the server that gave it, than before."""
+"""The version of the facts that are kept of an answer and of its server; increase it when more are kept."""
 STARTED_WITH: Final = (
     "dtype",
     "quantization",

@@ -60,7 +60,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
         super().__init__()
         self._backend, self._text, self._tokenizer = backend, text, tokenizer
         self._context_length, self._has_warned = context_length, False
-        self._journal = AnswerJournal(folder, JOURNAL, identity, version=ANSWERING, field="answer")
+        self._journal = AnswerJournal(folder, JOURNAL, identity, version=ANSWERING)
         self.hits: defaultdict[str, HitCount] = defaultdict(HitCount)
         self.failed_texts: defaultdict[str, set[int]] = defaultdict(set)
         self.failed_scores: defaultdict[str, set[int]] = defaultdict(set)

@@ -76,8 +76,8 @@ def task_cells(
                 logger.warning("kvtuner: %s of %s cannot be paired, and is left out", metric, label)
                 continue
             name = f"{label} {metric}"[: 200 - len(suffix)] + suffix
-            place = CellKey("task", task=name, flag=flag, failures=failures)
-            cells.append(make_cell(measure, place, scores, seed))
+            key = CellKey("task", task=name, flag=flag, failures=failures)
+            cells.append(make_cell(measure, key, scores, seed))
     if not cells:
         raise CorpusError(f"{', '.join(tasks)} score no single answer, so that nothing can be paired")
     return cells

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 JOURNAL: Final = "next-tokens.jsonl"
 SCORING: Final = 1
-"""Raised whenever the same tokens would be asked about otherwise."""
+"""The version of the requests and what is kept of them; increase it when the same tokens would be asked otherwise."""
 MOST_FAILED: Final = 0.05
 """Share of a scheme's tokens that may stay unscored."""
 METRICS: Final[tuple[Measure, ...]] = ("kl_nats_per_token", "top1_agreement", "nll_nats_per_token")
@@ -97,7 +97,7 @@ def server_likelihood_cells(
             " has nothing before it; give fewer --positions"
         )
     measures = _measures_of(backends)
-    journal = AnswerJournal(folder, JOURNAL, identity, version=SCORING, field="said")
+    journal = AnswerJournal(folder, JOURNAL, identity, version=SCORING)
     failures = {backend.name: 0 for backend in backends}
     hits = {backend.name: HitCount() for backend in backends}
     sequences: list[dict[str, Answers]] = []
@@ -112,9 +112,9 @@ def server_likelihood_cells(
                 _check_failures(backend, failures[name], scoring)
                 bar.update()
             sequences.append(answers)
-    place = CellKey("likelihood", num_tokens, flag=unread_flag(backends, hits), failures=failures)
+    key = CellKey("likelihood", num_tokens, flag=unread_flag(backends, hits), failures=failures)
     return [
-        make_cell(measure, place, _means(measure, _measured(failures, measure), scoring, sequences), scoring.seed)
+        make_cell(measure, key, _means(measure, _measured(failures, measure), scoring, sequences), scoring.seed)
         for measure in measures
     ]
 
@@ -144,8 +144,8 @@ def _ask(
     backend: ServerBackend, ids: Sequence[int], reference: Answers | None, scoring: Scoring, journal: AnswerJournal
 ) -> tuple[Answers, HitCount]:
     start = len(ids) - scoring.positions
-    beside = [None] * scoring.positions if reference is None else reference
-    asked = [_tokens_to_name(target, token) for target, token in zip(ids[start:], beside, strict=True)]
+    reference_tokens = [None] * scoring.positions if reference is None else reference
+    asked = [_tokens_to_name(target, token) for target, token in zip(ids[start:], reference_tokens, strict=True)]
     top = scoring.top if backend.name == REFERENCE or backend.api == "openai" else 1
 
     def ask() -> list[Any]:
@@ -156,7 +156,7 @@ def _ask(
         ]
         return [None if answer is None else answer.record() for answer in answers]
 
-    records, hits = journal.ask(backend, [list(ids), top, asked], ask, way=backend.name)
+    records, hits = journal.ask(backend, [list(ids), top, asked], ask, scheme=backend.name)
     return [None if record is None else from_record(record) for record in records], hits
 
 

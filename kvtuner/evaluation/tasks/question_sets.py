@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 JOURNAL: Final = "answers.jsonl"
 ANSWERING: Final = 1
-"""Raised whenever the same questions would be answered otherwise."""
+"""The version of the answers; increase it when the same questions would be answered otherwise."""
 QUESTION_LEVELS: Final = ("recall", "needle", "arithmetic")
 MOST_OVER: Final = 2.0
 """The times that a context may exceed its length where its few lines need it: short tables are rough."""
@@ -36,7 +36,7 @@ class QuestionSet:
     The problems are the same for every scheme; their contexts have about as many tokens as the place says.
     """
 
-    place: CellKey
+    key: CellKey
     problems: tuple[Problem, ...]
 
 
@@ -115,7 +115,7 @@ def question_cells(
     Raises:
         EndpointError: A server is gone.
     """
-    journal = AnswerJournal(folder, JOURNAL, identity, version=ANSWERING, field="said")
+    journal = AnswerJournal(folder, JOURNAL, identity, version=ANSWERING)
     cells = []
     total = sum(len(questions.problems) for questions in sets) * len(backends)
     with tqdm(desc="questions", total=total, unit="problem", disable=None) as bar:
@@ -128,25 +128,25 @@ def question_cells(
                 pairs = zip(questions.problems, answers, strict=True)
                 marks[backend.name] = BinaryScores(tuple(problem.marks(texts) for problem, texts in pairs))
                 failures[backend.name] = sum(texts.count(None) for texts in answers)
-            place = replace(questions.place, flag=unread_flag(backends, hits), failures=failures)
-            cells.append(make_cell("accuracy", place, marks, seed))
+            key = replace(questions.key, flag=unread_flag(backends, hits), failures=failures)
+            cells.append(make_cell("accuracy", key, marks, seed))
     return cells
 
 
 def _ask(
     questions: QuestionSet, backend: Backend, journal: AnswerJournal, on_problem: Callable[[], object]
 ) -> tuple[list[list[str | None]], HitCount]:
-    answers, hits, place = [], HitCount(), questions.place
+    answers, hits, key = [], HitCount(), questions.key
     for problem in questions.problems:
         wanted = [[question.text, question.answer] for question in problem.questions]
         texts, more_hits = journal.ask(
             backend,
-            [place.position, [problem.context, wanted]],
-            partial(backend.answers, problem, offset=place.position),
-            level=place.level,
-            tokens=place.num_tokens,
-            position=place.position,
-            way=backend.name,
+            [key.position, [problem.context, wanted]],
+            partial(backend.answers, problem, offset=key.position),
+            level=key.level,
+            tokens=key.num_tokens,
+            position=key.position,
+            scheme=backend.name,
         )
         answers.append(texts)
         hits += more_hits

@@ -5,14 +5,14 @@ from __future__ import annotations
 import fnmatch
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.mismatch import Policy
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.sharing.catalogue import catalogue_file, load_index
+from kvtuner.exported_configs.sharing.catalogue import load_index
 from kvtuner.exported_configs.sharing.profile_store import all_stored
-from kvtuner.exported_configs.sharing.resolution import profile_names
+from kvtuner.exported_configs.sharing.resolution import ResolvedProfile, find_profile, profile_names
 from kvtuner.pipeline.profile_files.model_fit import model_mismatches
 from kvtuner.pipeline.progress import say
 from kvtuner.report.formatting import printable
@@ -25,28 +25,22 @@ if TYPE_CHECKING:
 _SKIPPED: Final = {".git", "node_modules", "__pycache__"}
 
 
-class ListedProfile(NamedTuple):
-    """A profile at hand, the name by which commands find it, and where: ``catalogue``, ``cache`` or ``folder``."""
-
-    name: str
-    where: str
-    profile: Profile
-
-
-def list_profiles(folder: Path | None, *, model: str | None = None) -> list[ListedProfile]:
+def list_profiles(folder: Path | None, *, model: str | None = None) -> list[ResolvedProfile]:
     """Profiles at hand, and of a folder, that fit a model; a file that is no valid profile is named on stderr.
 
     Raises:
         ProfileError: There is no such folder.
     """
     names = [entry.name for entry in load_index().profiles]
-    profiles = [ListedProfile(f"catalogue:{name}", "catalogue", load_profile(catalogue_file(name))) for name in names]
-    profiles += [ListedProfile(stored.reference.full_name, "cache", stored.profile) for stored in all_stored()]
+    profiles = [find_profile(f"catalogue:{name}") for name in names]
+    profiles += [
+        ResolvedProfile(stored.path, stored.profile, stored.reference.full_name, "cache") for stored in all_stored()
+    ]
     profiles += _below(folder) if folder else ()
     return profiles if model is None else [listed for listed in profiles if _fits(listed.profile, model)]
 
 
-def _below(top: Path) -> Iterator[ListedProfile]:
+def _below(top: Path) -> Iterator[ResolvedProfile]:
     if not top.is_dir():
         raise ProfileError(f"{top} is no folder; name one, or leave it out")
     for folder, folders, files in os.walk(top):
@@ -54,7 +48,7 @@ def _below(top: Path) -> Iterator[ListedProfile]:
         for name in sorted(fnmatch.filter(profile_names(files), "profile*.json")):
             path = Path(folder, name)
             try:
-                yield ListedProfile(str(path), "folder", load_profile(path))
+                yield ResolvedProfile(path, load_profile(path), str(path), "folder")
             except ProfileError as error:
                 say(f"not shown: {printable(str(error))}")
 

@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ProfileError, SignatureError
 from kvtuner.exported_configs.profile.document import naming
-from kvtuner.exported_configs.profile.evaluation_record import EVALUATION, evaluation_files, parse_evaluation
+from kvtuner.exported_configs.profile.evaluation_record import (
+    EVALUATION,
+    EvaluatedProfile,
+    evaluation_files,
+    parse_evaluation,
+)
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.sharing.card import CardProfile, card
+from kvtuner.exported_configs.sharing.card import card
 from kvtuner.exported_configs.sharing.reference import PROFILE_FILE
 from kvtuner.exported_configs.sharing.resolution import profile_files
 from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE, SIGNATURE_SUFFIX, read_bundle
@@ -93,7 +98,7 @@ def copy_fetched(fetched: FetchedProfile, profile: Path, signature: Path) -> Non
         signature.unlink(missing_ok=True)
 
 
-def _add_profile(files: dict[str, bytes], source: Path, name: str) -> CardProfile:
+def _add_profile(files: dict[str, bytes], source: Path, name: str) -> EvaluatedProfile:
     """Add a profile with its evaluations and its signature; returns its part of the card."""
     data = files[name] = _read(source, MAX_PROFILE_BYTES)
     profile = load_profile(data, source)
@@ -116,7 +121,7 @@ def _add_profile(files: dict[str, bytes], source: Path, name: str) -> CardProfil
             raise SignatureError(
                 f"{signature} signs another content than the profile has now; sign it again, or remove it"
             )
-    return CardProfile(name, profile, evaluations)
+    return EvaluatedProfile(name, profile, tuple(evaluations))
 
 
 def _add_report(files: dict[str, bytes], run: Path, profile: str) -> list[str]:

@@ -28,7 +28,7 @@ from kvtuner.exported_configs.signing.signatures import (
     signed_by,
     verify_profile,
 )
-from kvtuner.exported_configs.signing.signers import Signer, bounded
+from kvtuner.exported_configs.signing.signers import Signer, call_with_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -175,12 +175,12 @@ def test_what_sigstore_raises_is_known_and_all_else_goes_through() -> None:
     for kind in (*known, Derived, OSError, EOFError, requests.RequestException, requests.ConnectTimeout):
         error = kind.__new__(kind, "no luck")  # whatever else its constructor wants
         with pytest.raises(SignatureError, match=r"cannot be reached: .*; check the network"):
-            bounded(lambda error=error: fail(error), 10)
+            call_with_timeout(lambda error=error: fail(error), 10)
         refused.append(kind)
     assert len(refused) == len(known) + 5 >= 15
     for other in (ZeroDivisionError("1"), ValueError("2"), RuntimeError("3"), AttributeError("4")):
         with pytest.raises(type(other), match=str(other)):
-            bounded(lambda other=other: fail(other), 10)
+            call_with_timeout(lambda other=other: fail(other), 10)
     ran: list[int] = []
-    bounded(lambda: ran.append(1), 10)
+    call_with_timeout(lambda: ran.append(1), 10)
     assert ran == [1]
