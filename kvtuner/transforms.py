@@ -20,13 +20,20 @@ if TYPE_CHECKING:
 class TransformKind:
     """A transform without its constants: its steps joined by ``+``, or ``none``, and its letter in a strip of layers.
 
-    Keys may have any transform, values some (`has_values`); calibration measures the candidates.
+    Keys may have any transform, values some (`has_values`); calibration measures the candidates. What readers could not
+    undo is a `PrecisionError`: they add q . mu in model space, and to sums of values they have no constants.
     """
 
     name: str
     letter: str
     has_values: bool = False
     is_candidate: bool = True
+
+    def __post_init__(self) -> None:
+        if "centered" in self.steps[1:]:
+            raise PrecisionError(f"transform {self.name}: only the first step can be centered")
+        if self.has_values and (self.centered or self.balanced):
+            raise PrecisionError(f"transform {self.name} is not for values, which have no mu and no lambda")
 
     @classmethod
     def parse(cls, name: str) -> TransformKind:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kvtuner.errors import CacheError
-from kvtuner.quant import IDENTITY, hadamard, saturated
+from kvtuner.quant import IDENTITY, saturated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -150,7 +150,7 @@ class TorchAttention:
         out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """See `PackedAttention.decode`."""
-        # In stored space: one query is transformed, and the history never transformed back.
+        # In stored space: one query is transformed, and the sums of values back, never the history.
         k_transform, v_transform = _transform(keys), _transform(values)
         num_kv_heads = keys.format.num_heads
         queries = k_transform.apply_to_query(q, num_kv_heads)
@@ -165,7 +165,7 @@ class TorchAttention:
                 products = products + _products(q[request : request + 1].float(), k_transform.mu.float().unsqueeze(0))
             weights = torch.softmax(scores(products), dim=-1)
             output[request] = _weighted(weights, values.read_stored(read))[0]
-        output = saturated(hadamard(output) if v_transform.kind.hadamard else output, q.dtype)
+        output = saturated(v_transform.invert(output), q.dtype)
         return output if out is None else out.copy_(output)
 
     def extend(

@@ -20,6 +20,7 @@ from kvtuner.runtime_loader.kernels.unpack_codes import (
     ONE,
     codes_of,
     factor_of,
+    for_each,
     fp16_saturated,
     log2_and_inverse,
     scale_and_minimum,
@@ -27,29 +28,18 @@ from kvtuner.runtime_loader.kernels.unpack_codes import (
 
 
 @triton.jit
-def _zeros(COUNT: tl.constexpr, SHAPE: tl.constexpr):
-    """COUNT float32 tensors of zeros."""
-    # One for each slot or group, since Triton takes no slice of a tensor.
-    tensors = ()
-    for _ in tl.static_range(COUNT):
-        tensors = tensors + (tl.zeros(SHAPE, tl.float32),)
-    return tensors
+def _zeros(_, SHAPE: tl.constexpr):
+    return tl.zeros(SHAPE, tl.float32)
 
 
 @triton.jit
-def _scales_of(words_ptr, slots, live, ROW: tl.constexpr, FIRST, GROUPS: tl.constexpr):
-    """Scales and minima of the groups of a head, a tuple of [TOKENS] each, 0 where there is no token.
+def _stored_grid(group, words_ptr, slots, mask_tokens, FIRST, ROW: tl.constexpr):
+    """The scale and the minimum of a group of a head, [TOKENS] each, 0 where there is no token.
 
     FIRST is the head's first word in a row; ROW is in units, two to a word.
     """
-    scales = ()
-    minima = ()
-    for group in tl.static_range(GROUPS):
-        words = tl.load(words_ptr + (FIRST + group) + slots * (ROW // 2), mask=live, other=0)  # [TOKENS]
-        scale, minimum = scale_and_minimum(words)
-        scales = scales + (scale,)
-        minima = minima + (minimum,)
-    return scales, minima
+    words = tl.load(words_ptr + (FIRST + group) + slots * (ROW // 2), mask=mask_tokens, other=0)  # [TOKENS]
+    return scale_and_minimum(words)
 
 
 @triton.jit
@@ -64,96 +54,132 @@ def _split_of(indptr_ptr, request, split, num_splits, MIN_SPLIT: tl.constexpr, T
 
 
 @triton.jit
-def _sliced_queries(
-    q_base, mine, k_real, TILE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, IN_GROUP: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
-    """Queries cut as codes lie, [TILE, K_UNITS] for each slot, and their sums over each group, [TILE]."""
-    q = ()
-    q_sums = ()
-    for group in tl.static_range(GROUPS):
-        q_sum = tl.zeros([TILE], tl.float32)
+def _sliced_query(slot, q_base, mask, BITS: tl.constexpr, WIDE: tl.constexpr):
+    """Queries [TILE, K_UNITS] at the channels of a slot, divided by the factor of its codes."""
+    q = tl.load(q_base + slot * WIDE, mask=mask, other=0.0)  # [TILE, K_UNITS]
+    if BITS != 16:
+        # Here, once, where it costs nothing in the loop.
+        q = fp16_saturated(q.to(tl.float32) * (1 / factor_of(slot, BITS)))
+    return q
+
+
+@triton.jit
+def _query_sum(group, q, TILE: tl.constexpr, BITS: tl.constexpr, IN_GROUP: tl.constexpr):
+    """The sum of queries over the channels of a group, [TILE]."""
+    q_sum = tl.zeros([TILE], tl.float32)  # [TILE]
+    if BITS != 16:
         for slot in tl.static_range(IN_GROUP):
-            channels = q_base + (group * IN_GROUP + slot) * WIDE  # [TILE, K_UNITS]
-            part = tl.load(channels, mask=mine[:, None] & k_real[None, :], other=0.0)
-            if BITS != 16:
-                # Divided by the factor of the slot's codes here, once, where it costs nothing in the loop.
-                part = part.to(tl.float32) * (1 / factor_of(group * IN_GROUP + slot, BITS))
-                part = fp16_saturated(part)
-                # Summed after the rounding, so that the minimum is weighted by the queries that the codes meet.
-                q_sum += tl.sum(part.to(tl.float32), 1) * factor_of(group * IN_GROUP + slot, BITS)
-            q = q + (part,)
-        q_sums = q_sums + (q_sum,)
-    return q, q_sums
+            # Summed after the rounding, so that the minimum is weighted by the queries that the codes meet.
+            part = q[group * IN_GROUP + slot].to(tl.float32)  # [TILE, K_UNITS]
+            q_sum += tl.sum(part, 1) * factor_of(group * IN_GROUP + slot, BITS)
+    return q_sum
 
 
 @triton.jit
 def _scores_of(
-    q, q_sums, rows_ptr, words_ptr, slots, live, louder, kv_head, unit, real, scale,
+    q, q_sums, rows_ptr, words_ptr, slots, mask_tokens, log2_v_scale, kv_head, unit, mask_units, scale,
     TILE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr,
     BITS: tl.constexpr, GROUPS: tl.constexpr, CAPPED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Scores [TILE, TOKENS] of a block of keys; of codes, and without a cap, `louder` is in them already."""
+    """Scores [TILE, TOKENS] of a block of keys; of codes, and without a cap, `log2_v_scale` is in them already."""
     IN_GROUP: tl.constexpr = 16 // BITS // GROUPS
+    key_ptrs = rows_ptr + slots[None, :] * ROW + kv_head * WIDE + unit[:, None]  # [K_UNITS, TOKENS]
     if BITS == 16:
-        keys = tl.load(
-            rows_ptr + slots[None, :] * ROW + kv_head * WIDE + unit[:, None],
-            mask=live[None, :] & real[:, None], other=0.0,
-        )  # fmt: skip  # [K_UNITS, TOKENS]
-        scores = tl.dot(q[0], keys.to(q[0].dtype), input_precision="ieee") * scale
+        keys = tl.load(key_ptrs, mask=mask_tokens[None, :] & mask_units[:, None], other=0.0)  # [K_UNITS, TOKENS]
+        scores = tl.dot(q[0], keys.to(q[0].dtype), input_precision="ieee") * scale  # [TILE, TOKENS]
     else:
-        units = tl.load(
-            rows_ptr + slots[None, :] * ROW + kv_head * WIDE + unit[:, None], mask=real[:, None], other=0
-        )  # [K_UNITS, TOKENS]
+        units = tl.load(key_ptrs, mask=mask_units[:, None], other=0)  # [K_UNITS, TOKENS]
         codes = codes_of(units, BITS, ASM)  # [K_UNITS, TOKENS] for each slot
-        steps, minima = _scales_of(words_ptr, slots, live, ROW, HEADS * WIDE // 2 + kv_head * GROUPS, GROUPS)
-        scores = tl.zeros([TILE, TOKENS], tl.float32)
+        first_word = HEADS * WIDE // 2 + kv_head * GROUPS
+        grids = for_each(_stored_grid, GROUPS, (words_ptr, slots, mask_tokens, first_word, ROW))  # [TOKENS] twice
+        scores = tl.zeros([TILE, TOKENS], tl.float32)  # [TILE, TOKENS]
         for group in tl.static_range(GROUPS):
             # Slots of a group share a scale, so that their codes add up before it is applied.
-            products = tl.zeros([TILE, TOKENS], tl.float32)
+            products = tl.zeros([TILE, TOKENS], tl.float32)  # [TILE, TOKENS]
             for slot in tl.static_range(IN_GROUP):
                 products = tl.dot(q[group * IN_GROUP + slot], codes[group * IN_GROUP + slot], products)
-            low = q_sums[group][:, None] * (minima[group] * scale)[None, :]
+            k_scale, minimum = grids[group]  # [TOKENS] each
+            low = q_sums[group][:, None] * (minimum * scale)[None, :]  # [TILE, TOKENS]
             if group == 0 and not CAPPED:
-                low += louder[None, :]  # in a sum that is made anyway
-            scores += products * (steps[group] * (scale / ONE))[None, :] + low
+                low += log2_v_scale[None, :]  # in a sum that is made anyway
+            scores += products * (k_scale * (scale / ONE))[None, :] + low
     return scores
 
 
 @triton.jit
-def _weighted(
-    u, acc, lows, shrink, steps, minima, inverse, rows_ptr, slots, live, kv_head, unit, real,
+def _value_grids(
+    words_ptr, slots, mask_tokens, first_word,
+    TOKENS: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Grids of values, a pair of [TOKENS] for each group, and the log2 and inverse of a token's largest scale."""
+    grids = ()
+    log2_v_scale = tl.zeros([TOKENS], tl.float32)  # [TOKENS]
+    inverse = tl.full([TOKENS], 1.0, tl.float32)  # [TOKENS]
+    if BITS != 16:
+        grids = for_each(_stored_grid, GROUPS, (words_ptr, slots, mask_tokens, first_word, ROW))
+        largest = tl.full([TOKENS], 2.0**-24, tl.float32)  # [TOKENS]
+        for group in tl.static_range(GROUPS):
+            largest = tl.maximum(largest, grids[group][0])
+        log2_v_scale, inverse = log2_and_inverse(largest, ASM)
+    # Added to scores, it hides what was read where there is no token.
+    return grids, tl.where(mask_tokens, log2_v_scale, float("-inf")), inverse
+
+
+@triton.jit
+def _group_weights(group, scaled_weights, grids, inverse, GROUPS: tl.constexpr):
+    """The weights of a group's codes, fp16 [TILE, TOKENS]."""
+    if GROUPS > 1:  # in them is the largest scale of the groups; this group's is at most that
+        scaled_weights = scaled_weights * (grids[group][0] * inverse)[None, :]
+    return scaled_weights.to(tl.float16)
+
+
+@triton.jit
+def _shrunk_min_sum(group, scaled_weights, grids, inverse, min_sums, shrink):
+    """The sum of weights times minima of a group, [TILE], with those of a block."""
+    return min_sums[group] * shrink + tl.sum(scaled_weights * (inverse * grids[group][1])[None, :], 1)
+
+
+@triton.jit
+def _shrunk_code_sum(slot, weights, codes, acc, shrink, IN_GROUP: tl.constexpr):
+    """The sum of weights times codes of a slot, [TILE, V_UNITS], with those of a block."""
+    return tl.dot(weights[slot // IN_GROUP], codes[slot], acc[slot] * shrink[:, None])
+
+
+@triton.jit
+def _add_values(
+    scaled_weights, acc, min_sums, shrink, grids, inverse, rows_ptr, slots, mask_tokens, kv_head, unit, mask_units,
     ROW: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The sums over tokens, shrunk to the new maximum, with a block of values by its weights [TILE, TOKENS].
 
     Returns sums over codes, [TILE, V_UNITS] for each slot, and over minima, [TILE] for each group.
     """
-    IN_GROUP: tl.constexpr = 16 // BITS // GROUPS
-    new_acc = ()
-    new_lows = ()
+    value_ptrs = rows_ptr + slots[:, None] * ROW + kv_head * WIDE + unit[None, :]  # [TOKENS, V_UNITS]
     if BITS == 16:
-        values = tl.load(
-            rows_ptr + slots[:, None] * ROW + kv_head * WIDE + unit[None, :],
-            mask=live[:, None] & real[None, :], other=0.0,
-        )  # fmt: skip  # [TOKENS, V_UNITS]
-        new_acc = (tl.dot(u.to(values.dtype), values, acc[0] * shrink[:, None], input_precision="ieee"),)
-        new_lows = lows
+        values = tl.load(value_ptrs, mask=mask_tokens[:, None] & mask_units[None, :], other=0.0)  # [TOKENS, V_UNITS]
+        shrunk = acc[0] * shrink[:, None]  # [TILE, V_UNITS]
+        acc = (tl.dot(scaled_weights.to(values.dtype), values, shrunk, input_precision="ieee"),)
     else:
-        units = tl.load(
-            rows_ptr + slots[:, None] * ROW + kv_head * WIDE + unit[None, :], mask=real[None, :], other=0
-        )  # [TOKENS, V_UNITS]
+        units = tl.load(value_ptrs, mask=mask_units[None, :], other=0)  # [TOKENS, V_UNITS]
         codes = codes_of(units, BITS, ASM)  # [TOKENS, V_UNITS] for each slot
-        for group in tl.static_range(GROUPS):
-            if GROUPS == 1:
-                w = u.to(tl.float16)  # [TILE, TOKENS]
-            else:  # u has the largest scale of the groups in it; this group's is at most that
-                w = (u * (steps[group] * inverse)[None, :]).to(tl.float16)
-            new_lows = new_lows + (lows[group] * shrink + tl.sum(u * (inverse * minima[group])[None, :], 1),)
-            for slot in tl.static_range(IN_GROUP):
-                shrunk = acc[group * IN_GROUP + slot] * shrink[:, None]
-                new_acc = new_acc + (tl.dot(w, codes[group * IN_GROUP + slot], shrunk),)
-    return new_acc, new_lows
+        weights = for_each(_group_weights, GROUPS, (scaled_weights, grids, inverse, GROUPS))
+        min_sums = for_each(_shrunk_min_sum, GROUPS, (scaled_weights, grids, inverse, min_sums, shrink))
+        acc = for_each(_shrunk_code_sum, 16 // BITS, (weights, codes, acc, shrink, 16 // BITS // GROUPS))
+    return acc, min_sums
+
+
+@triton.jit
+def _store_partial(
+    out, acc, min_sums, total, mask, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Store a partial output at the channels of the first slot, `out` [TILE, V_UNITS], and of the others."""
+    SLOTS: tl.constexpr = 16 // BITS
+    for slot in tl.static_range(SLOTS):
+        output = acc[slot]  # [TILE, V_UNITS]
+        if BITS != 16:
+            output = output * (1 / (ONE * factor_of(slot, BITS))) + min_sums[slot // (SLOTS // GROUPS)][:, None]
+        # Slot j of unit u is channel j * DIM / SLOTS + u.
+        tl.store(out + slot * (DIM // SLOTS), output / total[:, None], mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_requests"])
@@ -175,79 +201,66 @@ def decode_split(
     """
     K_SLOTS: tl.constexpr = 16 // K_BITS
     V_SLOTS: tl.constexpr = 16 // V_BITS
-    K_IN_GROUP: tl.constexpr = K_SLOTS // K_GROUPS
-    V_IN_GROUP: tl.constexpr = V_SLOTS // V_GROUPS
     K_WIDE: tl.constexpr = K_DIM // K_SLOTS
     V_WIDE: tl.constexpr = V_DIM // V_SLOTS
     split = tl.program_id(1)
-    request, kv_head, queries, heads, mine, any_mine = queries_of(q_indptr_ptr, num_requests, HEADS, GQA, TILE, EXTEND)
-    if not any_mine:
+    # Queries, heads and their mask are [TILE].
+    request, kv_head, queries, heads, mask_pairs, any_pair = queries_of(
+        q_indptr_ptr, num_requests, HEADS, GQA, TILE, EXTEND
+    )
+    if not any_pair:
         return
     begin, first, last = _split_of(indptr_ptr, request, split, num_splits, MIN_SPLIT, TOKENS)
-    of_head = queries * (HEADS * GQA) + heads  # [TILE]
-    place = of_head * (num_splits + 1 if EXTEND else num_splits) + split  # [TILE]
+    pairs = queries * (HEADS * GQA) + heads  # [TILE]
+    place = pairs * (num_splits + 1 if EXTEND else num_splits) + split  # [TILE]
     if last <= first:
-        tl.store(lse_ptr + place, tl.full([TILE], float("-inf"), tl.float32), mask=mine)
+        tl.store(lse_ptr + place, tl.full([TILE], float("-inf"), tl.float32), mask=mask_pairs)
         return
-    k_unit = tl.arange(0, K_UNITS)
-    v_unit = tl.arange(0, V_UNITS)
-    k_real = k_unit < K_WIDE
-    v_real = v_unit < V_WIDE
-    # [TILE, K_UNITS]
-    q_base = q_ptr + queries[:, None] * q_stride_t + heads[:, None] * q_stride_h + k_unit[None, :]
-    q, q_sums = _sliced_queries(q_base, mine, k_real, TILE, K_BITS, K_GROUPS, K_IN_GROUP, K_WIDE)
-    bias = tl.zeros([TILE], tl.float32)
+    k_unit = tl.arange(0, K_UNITS)  # [K_UNITS]
+    v_unit = tl.arange(0, V_UNITS)  # [V_UNITS]
+    mask_k = k_unit < K_WIDE  # [K_UNITS]
+    mask_v = v_unit < V_WIDE  # [V_UNITS]
+    q_base = q_ptr + queries[:, None] * q_stride_t + heads[:, None] * q_stride_h + k_unit[None, :]  # [TILE, K_UNITS]
+    mask_q = mask_pairs[:, None] & mask_k[None, :]  # [TILE, K_UNITS]
+    q = for_each(_sliced_query, K_SLOTS, (q_base, mask_q, K_BITS, K_WIDE))  # [TILE, K_UNITS] for each slot
+    q_sums = for_each(_query_sum, K_GROUPS, (q, TILE, K_BITS, K_SLOTS // K_GROUPS))  # [TILE] for each group
+    bias = tl.zeros([TILE], tl.float32)  # [TILE]
     if BIASED:
-        bias = scale * tl.load(bias_ptr + of_head, mask=mine, other=0.0)
-    acc = _zeros(V_SLOTS, [TILE, V_UNITS])  # sums of weights times codes, by slot
-    lows = _zeros(V_GROUPS, [TILE])  # sums of weights times minima, by group
+        bias = scale * tl.load(bias_ptr + pairs, mask=mask_pairs, other=0.0)
+    acc = for_each(_zeros, V_SLOTS, ([TILE, V_UNITS],))  # sums of weights times codes, [TILE, V_UNITS] for each slot
+    min_sums = for_each(_zeros, V_GROUPS, ([TILE],))  # sums of weights times minima, [TILE] for each group
     # Not -inf: where no score is finite yet, exp2(-inf - -inf) would be NaN.
-    top = tl.full([TILE], -1e30, tl.float32)
-    total = tl.zeros([TILE], tl.float32)
+    top = tl.full([TILE], -1e30, tl.float32)  # [TILE]
+    total = tl.zeros([TILE], tl.float32)  # [TILE]
     for start in tl.range(first, last, TOKENS):
         tokens = start + tl.arange(0, TOKENS)  # [TOKENS]
-        live = tokens < last
-        # Past the end slot 0 is read, whatever it holds: `louder` hides it, so that codes need no mask of tokens.
-        slots = tl.load(slots_ptr + begin + tokens, mask=live, other=0).to(tl.int64)
-        # Added to scores in units of log2: the value's scale, and whether there is a token at all.
-        louder = tl.zeros([TOKENS], tl.float32)
-        inverse = tl.full([TOKENS], 1.0, tl.float32)
-        steps = ()
-        minima = ()
-        if V_BITS != 16:
-            steps, minima = _scales_of(
-                v_words_ptr, slots, live, V_ROW, HEADS * V_WIDE // 2 + kv_head * V_GROUPS, V_GROUPS
-            )
-            largest = tl.full([TOKENS], 2.0**-24, tl.float32)
-            for group in tl.static_range(V_GROUPS):
-                largest = tl.maximum(largest, steps[group])
-            louder, inverse = log2_and_inverse(largest, ASM)
-        louder = tl.where(live, louder, float("-inf"))
+        mask_tokens = tokens < last  # [TOKENS]
+        # Past the end slot 0 is read, whatever it holds: the log2 hides it, so that codes need no mask of tokens.
+        slots = tl.load(slots_ptr + begin + tokens, mask=mask_tokens, other=0).to(tl.int64)  # [TOKENS]
+        v_grids, log2_v_scale, inverse = _value_grids(
+            v_words_ptr, slots, mask_tokens, HEADS * V_WIDE // 2 + kv_head * V_GROUPS,
+            TOKENS, V_ROW, V_BITS, V_GROUPS, ASM,
+        )  # fmt: skip  # [TOKENS] each
         scores = _scores_of(
-            q, q_sums, k_rows_ptr, k_words_ptr, slots, live, louder, kv_head, k_unit, k_real, scale,
+            q, q_sums, k_rows_ptr, k_words_ptr, slots, mask_tokens, log2_v_scale, kv_head, k_unit, mask_k, scale,
             TILE, TOKENS, HEADS, K_ROW, K_WIDE, K_BITS, K_GROUPS, CAPPED, ASM,
         )  # fmt: skip  # [TILE, TOKENS]
         if CAPPED:
             scores = softcap(scores + bias[:, None], cap)
         if CAPPED or K_BITS == 16:
-            scores += louder[None, :]
+            scores += log2_v_scale[None, :]
         # The online softmax: what was summed shrinks to the new maximum.
         new_top = tl.maximum(top, tl.max(scores, 1))  # [TILE]
-        shrink = tl.exp2(top - new_top)
+        shrink = tl.exp2(top - new_top)  # [TILE]
         top = new_top
-        u = tl.exp2(scores - top[:, None])  # [TILE, TOKENS]: weights times the value's scale, at most 1
-        total = total * shrink + tl.sum(u * inverse[None, :], 1)
-        acc, lows = _weighted(
-            u, acc, lows, shrink, steps, minima, inverse, v_rows_ptr, slots, live, kv_head, v_unit, v_real,
-            V_ROW, V_WIDE, V_BITS, V_GROUPS, ASM,
+        scaled_weights = tl.exp2(scores - top[:, None])  # [TILE, TOKENS]: weights times the value's scale, at most 1
+        total = total * shrink + tl.sum(scaled_weights * inverse[None, :], 1)
+        acc, min_sums = _add_values(
+            scaled_weights, acc, min_sums, shrink, v_grids, inverse, v_rows_ptr, slots, mask_tokens, kv_head, v_unit,
+            mask_v, V_ROW, V_WIDE, V_BITS, V_GROUPS, ASM,
         )  # fmt: skip
-    # Slot j of unit u is channel j * V_WIDE + u.
     out = partial_ptr + place[:, None] * V_DIM + v_unit[None, :]  # [TILE, V_UNITS]
-    for slot in tl.static_range(V_SLOTS):
-        outcome = acc[slot]
-        if V_BITS != 16:
-            outcome = outcome * (1 / (ONE * factor_of(slot, V_BITS))) + lows[slot // V_IN_GROUP][:, None]
-        tl.store(out + slot * V_WIDE, outcome / total[:, None], mask=mine[:, None] & v_real[None, :])
+    _store_partial(out, acc, min_sums, total, mask_pairs[:, None] & mask_v[None, :], V_DIM, V_BITS, V_GROUPS)
     if not CAPPED:
         top += bias  # what every score of this split has more
-    tl.store(lse_ptr + place, top + tl.log2(total), mask=mine)
+    tl.store(lse_ptr + place, top + tl.log2(total), mask=mask_pairs)

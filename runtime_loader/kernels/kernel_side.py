@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
 from kvtuner.errors import PrecisionError
-from kvtuner.quant import IDENTITY, hadamard_block
+from kvtuner.quant import IDENTITY
+from kvtuner.runtime_loader.kernels.transform_steps import KERNEL_STEPS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.packed_attention import PackedRows
 
 Facts = dict[str, Any]
-KERNEL_STEPS: Final = {"centered", "balanced", "hadamard"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class KernelSide:
     Attributes:
         rows: The int16 units [slots, row units]; native rows as they are.
         words: The rows viewed as int32.
-        mu: The mean keys, float32 [num_heads, head_dim]; any tensor where the transform is not `centered`.
-        lam: The factors lambda, likewise where it is not `balanced`.
+        mu: The mean keys, float32 [num_heads, head_dim]; any tensor where the transform has none.
+        lam: The factors lambda, likewise.
         inverse: The inverse 1 / lambda, by IEEE division.
         row: The stride of a row, in elements of `rows`.
         groups: The scales of a head.
-        stages: The stages of the Hadamard's butterfly; 0 for none.
+        steps: The steps of the transform, in their order.
         symmetric: Whether the grid that is written is symmetric.
     """
 
@@ -46,9 +46,7 @@ class KernelSide:
     head_dim: int
     bits: int
     groups: int
-    stages: int
-    centered: bool
-    balanced: bool
+    steps: tuple[str, ...]
     symmetric: bool
 
     @classmethod
@@ -56,12 +54,12 @@ class KernelSide:
         """Prepare a pool's rows."""
         row_format, spec = stored.format, stored.format.spec
         transform = IDENTITY if spec is None else spec.transform
-        if missing := set(transform.kind.steps) - KERNEL_STEPS:
-            raise PrecisionError(f"the kernels have no step {min(missing)!r} of transform {transform.kind}")
+        for step in transform.kind.steps:
+            if step not in KERNEL_STEPS:
+                raise PrecisionError(f"the kernels have no step {step!r} of transform {transform.kind}")
         rows = stored.rows if spec is None else stored.rows.view(torch.int16)
         mu = rows if transform.mu is None else _constant(transform.mu, rows)
         lam = rows if transform.lam is None else _constant(transform.lam, rows)
-        stages = hadamard_block(row_format.head_dim).bit_length() - 1 if transform.kind.hadamard else 0
         return cls(
             rows=rows,
             words=rows if spec is None else stored.rows.view(torch.int32),
@@ -73,11 +71,14 @@ class KernelSide:
             head_dim=row_format.head_dim,
             bits=row_format.bits,
             groups=1 if spec is None or spec.group_size is None else row_format.head_dim // spec.group_size,
-            stages=stages,
-            centered=transform.kind.centered,
-            balanced=transform.kind.balanced,
+            steps=transform.kind.steps,
             symmetric=spec is not None and spec.symmetric,
         )
+
+    @property
+    def centered(self) -> bool:
+        """Whether stored keys lack their mean, whose product with a query a caller may have to add."""
+        return "centered" in self.steps
 
     @property
     def padded(self) -> int:

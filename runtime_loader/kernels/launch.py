@@ -12,6 +12,7 @@ from kvtuner.runtime_loader.kernels.decode import decode_split
 from kvtuner.runtime_loader.kernels.extend_and_merge import attend_fresh, merge_splits
 from kvtuner.runtime_loader.kernels.queries import prepare_queries
 from kvtuner.runtime_loader.kernels.store_and_read_rows import read_side, store_rows
+from kvtuner.runtime_loader.kernels.transform_steps import changes_queries
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,11 +76,11 @@ def store_facts(keys: KernelSide, values: KernelSide) -> Facts:
     facts: Facts = {"HEADS": keys.num_heads, "TOKENS": STORED_TOKENS}
     for name, side in (("K", keys), ("V", values)):
         own = {
-            "ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups, "STAGES": side.stages,
+            "ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups, "STEPS": side.steps,
             "SYMMETRIC": side.symmetric, "PADDED": side.padded,
         }  # fmt: skip
         facts |= {f"{name}_{key}": value for key, value in own.items()}
-    return {**facts, "K_CENTERED": keys.centered, "K_BALANCED": keys.balanced}
+    return facts
 
 
 def decode_facts(keys: KernelSide, values: KernelSide, gqa: int, launch: DecodeLaunch) -> Facts:
@@ -121,7 +122,7 @@ def extend(
     gets zeros for tokens of no request.
     """
     # The two are merged by the sums of their exponents, so that q . mu, which cached keys alone have lost, is added to
-    # what rows say; the values' Hadamard is undone on their part alone.
+    # what rows say; the values' transform is undone on their part alone.
     queries, bias = _prepare(q, keys, scratch, biased=keys.centered)
     num_requests = len(bounds.tokens) - 1
     partial, lse = _attend_rows(
@@ -164,21 +165,20 @@ def read_facts(side: KernelSide) -> Facts:
     """The read kernel's constants."""
     return {
         "HEADS": side.num_heads, "ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups,
-        "CENTERED": side.centered, "BALANCED": side.balanced, "STAGES": side.stages, "PADDED": side.padded,
-        "TOKENS": READ_TOKENS,
+        "STEPS": side.steps, "PADDED": side.padded, "TOKENS": READ_TOKENS,
     }  # fmt: skip
 
 
 def _prepare(q: Tensor, keys: KernelSide, scratch: Scratch, *, biased: bool) -> tuple[Tensor, Tensor]:
     """Queries in the space of stored keys, and q . mu; `q` itself where it is both."""
-    if not (keys.stages or keys.balanced or biased):
+    if not (biased or changes_queries(keys.steps)):
         return q, q
     queries = scratch.take(q.shape, torch.float16)
     bias = scratch.take(q.shape[:2], torch.float32) if biased else q
     prepare_queries[(len(q), keys.num_heads)](
         q, q.stride(0), q.stride(1), keys.lam, keys.mu, queries, bias, HEADS=keys.num_heads,
-        GQA=q.shape[1] // keys.num_heads, DIM=keys.head_dim, PADDED=keys.padded, BALANCED=keys.balanced,
-        STAGES=keys.stages, BIASED=biased,
+        GQA=q.shape[1] // keys.num_heads, DIM=keys.head_dim, PADDED=keys.padded, STEPS=keys.steps,
+        BIASED=biased,
     )  # fmt: skip
     return queries, bias
 
@@ -214,5 +214,5 @@ def _merge(
 ) -> None:  # fmt: skip
     merge_splits[(len(out), out.shape[1])](
         partial, lse, q_indptr, out, out.stride(0), out.stride(1), num_splits, num_requests, DIM=values.head_dim,
-        PADDED=values.padded, SPLITS=MERGED_SPLITS, STAGES=values.stages, EXTEND=extend,
+        PADDED=values.padded, SPLITS=MERGED_SPLITS, STEPS=values.steps, EXTEND=extend,
     )  # fmt: skip

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.unpack_codes import fp16_saturated, hadamard
+from kvtuner.runtime_loader.kernels.transform_steps import apply_steps_to_queries
+from kvtuner.runtime_loader.kernels.unpack_codes import fp16_saturated
 
 
 @triton.jit
@@ -19,7 +20,7 @@ def _first_tile(request, q_indptr_ptr, GQA: tl.constexpr, TILE: tl.constexpr):
 def queries_of(
     q_indptr_ptr, num_requests, HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, EXTEND: tl.constexpr
 ):
-    """Return a program's request, KV head, queries and heads [TILE], which of these are real, and whether any is."""
+    """Return a program's request, KV head, queries and heads [TILE], the mask of these, and whether any is real."""
     # The first axis of the grid is KV heads, and tiles of each; where requests have one query, the third is requests.
     # Heads of a query lie side by side, so that a tile is full where many queries share a KV head.
     tiles = tl.num_programs(0) // HEADS
@@ -34,56 +35,55 @@ def queries_of(
             later = _first_tile(middle, q_indptr_ptr, GQA, TILE) > tile
             low = tl.where(later, low, middle)
             high = tl.where(later, middle - 1, high)
-        any_mine = low < num_requests
+        any_pair = low < num_requests
         request = tl.minimum(low, num_requests - 1).to(tl.int64)
         tile -= _first_tile(request.to(tl.int32), q_indptr_ptr, GQA, TILE)
         first = tl.load(q_indptr_ptr + request).to(tl.int64)
         num_queries = (tl.load(q_indptr_ptr + request + 1) - first).to(tl.int32)
         pairs = tile * TILE + tl.arange(0, TILE)  # [TILE]
         queries = first + pairs // GQA  # [TILE]
-        any_mine = any_mine & (tile * TILE < num_queries * GQA)
+        any_pair = any_pair & (tile * TILE < num_queries * GQA)
     else:
         request = tl.program_id(2).to(tl.int64)
         num_queries = 1
         pairs = tile * TILE + tl.arange(0, TILE)  # [TILE]
         queries = request + tl.zeros([TILE], tl.int64)  # [TILE]
-        any_mine = tile * TILE < GQA
-    return request, kv_head, queries, kv_head * GQA + pairs % GQA, pairs < num_queries * GQA, any_mine
+        any_pair = tile * TILE < GQA
+    return request, kv_head, queries, kv_head * GQA + pairs % GQA, pairs < num_queries * GQA, any_pair
 
 
 @triton.jit
 def softcap(x, cap):
     """Cap * tanh(x / cap) of scores in units of log2."""
     # By exp2 of what is never positive, so that it cannot overflow.
-    y = tl.exp2(-2.0 * tl.abs(x) / cap * 1.4426950408889634)
-    z = cap * (1.0 - y) / (1.0 + y)
+    y = tl.exp2(-2.0 * tl.abs(x) / cap * 1.4426950408889634)  # the shape of x
+    z = cap * (1.0 - y) / (1.0 + y)  # the shape of x
     return tl.where(x < 0, -z, z)
 
 
 @triton.jit
 def prepare_queries(
     q_ptr, q_stride_t, q_stride_h, lam_ptr, mu_ptr, out_ptr, bias_ptr,
-    HEADS: tl.constexpr, GQA: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BALANCED: tl.constexpr,
-    STAGES: tl.constexpr, BIASED: tl.constexpr,
+    HEADS: tl.constexpr, GQA: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, STEPS: tl.constexpr,
+    BIASED: tl.constexpr,
 ):  # fmt: skip
     """Write the queries of one KV head in the space of its keys, [queries, num_heads, DIM]; with BIASED also q . mu."""
     TILE: tl.constexpr = triton.next_power_of_2(GQA)
     query = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    in_group = tl.arange(0, TILE)
-    channels = tl.arange(0, PADDED)[None, :]
-    heads = kv_head * GQA + in_group[:, None]
-    mask = (in_group[:, None] < GQA) & (channels < DIM)
-    q = tl.load(q_ptr + query * q_stride_t + heads * q_stride_h + channels, mask=mask, other=0.0).to(tl.float32)
-    constants = kv_head * DIM + channels  # [1, PADDED]: a KV head's queries share its mu and lambda
+    in_group = tl.arange(0, TILE)  # [TILE]
+    channels = tl.arange(0, PADDED)  # [PADDED]
+    mask_heads = in_group < GQA  # [TILE]
+    mask_channels = channels < DIM  # [PADDED]
+    mask = mask_heads[:, None] & mask_channels[None, :]  # [TILE, PADDED]
+    heads = kv_head * GQA + in_group  # [TILE]
+    q_ptrs = q_ptr + query * q_stride_t + heads[:, None] * q_stride_h + channels[None, :]  # [TILE, PADDED]
+    q = tl.load(q_ptrs, mask=mask, other=0.0).to(tl.float32)  # [TILE, PADDED]
+    places = query * (HEADS * GQA) + heads  # [TILE]
     if BIASED:
-        mu = tl.load(mu_ptr + constants, mask=channels < DIM, other=0.0)
-        bias = tl.sum(q * mu, 1)
-        tl.store(bias_ptr + query * (HEADS * GQA) + kv_head * GQA + in_group, bias, mask=in_group < GQA)
-    if BALANCED:
-        q = q * tl.load(lam_ptr + constants, mask=channels < DIM, other=0.0)
-    if STAGES > 0:
-        q = hadamard(q, TILE, PADDED, STAGES)
+        mu = tl.load(mu_ptr + kv_head * DIM + channels, mask=mask_channels, other=0.0)  # [PADDED]
+        tl.store(bias_ptr + places, tl.sum(q * mu[None, :], 1), mask=mask_heads)
+    q = apply_steps_to_queries(q, kv_head, channels, mask_channels, lam_ptr, STEPS, DIM)
     if out_ptr.dtype.element_ty == tl.float16:
         q = fp16_saturated(q)
-    tl.store(out_ptr + (query * (HEADS * GQA) + heads) * DIM + channels, q.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + places[:, None] * DIM + channels[None, :], q.to(out_ptr.dtype.element_ty), mask=mask)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.unpack_codes import fp16_saturated, hadamard, scale_and_minimum
+from kvtuner.runtime_loader.kernels.transform_steps import apply_steps, invert_steps, mixes_channels
+from kvtuner.runtime_loader.kernels.unpack_codes import fp16_saturated, scale_and_minimum
 
 
 @triton.jit
 def _fp16_down(x):
     """Largest fp16 at or below float32 x, as its bits."""
-    nearest = x.to(tl.float16)
+    nearest = x.to(tl.float16)  # the shape of x, as all below
     # The next fp16 below is one bit pattern lower, or higher where the sign bit is set.
     word = nearest.to(tl.int16, bitcast=True)
     step = tl.where(word < 0, 1, -1).to(tl.int16)
@@ -28,31 +29,98 @@ def _saturated(x):
 
 
 @triton.jit
-def _stored(x, mu_ptr, inverse_ptr, constants, live, CENTERED: tl.constexpr, BALANCED: tl.constexpr):
-    """(x - mu) * (1 / lambda), channels last."""
-    y = x.to(tl.float32)
-    constants = tl.broadcast_to(constants, x.shape)
-    live = tl.broadcast_to(live, x.shape)
-    if CENTERED:
-        y = y - tl.load(mu_ptr + constants, mask=live, other=0.0)
-    if BALANCED:
-        y = y * tl.load(inverse_ptr + constants, mask=live, other=0.0)
+def _load_transformed(
+    x_ptr, x_stride_t, mu_ptr, inverse_ptr, tokens, mask_tokens, head, channel, mask_units,
+    STEPS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Keys or values of one head in stored space, [SLOTS, TOKENS, SPREAD], where `channel` [SLOTS, 1, SPREAD] lies."""
+    if mixes_channels(STEPS):
+        channels = tl.arange(0, PADDED)[None, :]  # [1, PADDED]
+        mask = channels < DIM  # [1, PADDED]
+        x_ptrs = x_ptr + tokens[:, None] * x_stride_t + channels  # [TOKENS, PADDED]
+        x = tl.load(x_ptrs, mask=mask_tokens[:, None] & mask, other=0.0)  # [TOKENS, PADDED]
+        y = apply_steps(x, head, channels, mask, mu_ptr, inverse_ptr, STEPS, DIM)  # [TOKENS, PADDED]
+        if PADDED != DIM:
+            # Padding lies behind all channels, and is wanted behind those of each slot.
+            index = tl.reshape(tl.permute(channel, (1, 0, 2)), (1, PADDED))  # [1, PADDED]
+            y = tl.gather(y, tl.broadcast_to(index, (TOKENS, PADDED)), 1)
+        y = tl.permute(tl.reshape(y, (TOKENS, SLOTS, PADDED // SLOTS)), (1, 0, 2))  # [SLOTS, TOKENS, SPREAD]
+    else:
+        mask = mask_tokens[None, :, None]  # [1, TOKENS, 1 or SPREAD]
+        if PADDED != DIM:
+            mask = mask & mask_units
+        x = tl.load(x_ptr + tokens[None, :, None] * x_stride_t + channel, mask=mask, other=0.0)
+        y = apply_steps(x, head, channel, mask_units, mu_ptr, inverse_ptr, STEPS, DIM)
     return y
 
 
 @triton.jit
+def _range_of(y, mask_units, IS_PADDED: tl.constexpr):
+    """The least and the largest of groups [GROUPS, slots, TOKENS, SPREAD], and whether one held NaN or infinity.
+
+    All are [GROUPS, TOKENS], and the range is 0 to 0 of a group that did.
+    """
+    # Padding must neither be the least nor the largest; y - y is 0, but for NaN and infinity.
+    lowest, highest, nan_probe = y, y, y - y  # [GROUPS, slots, TOKENS, SPREAD] each
+    if IS_PADDED:
+        lowest = tl.where(mask_units, y, 65504.0)
+        highest = tl.where(mask_units, y, -65504.0)
+        nan_probe = tl.where(mask_units, nan_probe, 0.0)
+    not_finite = tl.sum(tl.sum(nan_probe, 1), 2) != 0.0  # [GROUPS, TOKENS]; NaN and infinity minus themselves are NaN
+    # Adding 0 makes a minimum of -0 the 0 that `quant.py` stores.
+    low = tl.where(not_finite, 0.0, _saturated(tl.min(tl.min(lowest, 1), 2))) + 0.0  # [GROUPS, TOKENS]
+    high = tl.where(not_finite, 0.0, _saturated(tl.max(tl.max(highest, 1), 2))) + 0.0  # [GROUPS, TOKENS]
+    return low, high, not_finite
+
+
+@triton.jit
+def _grid_of(low, high, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """The scale, as the bits of an fp16, and the minimum, fp16, of ranges [GROUPS, TOKENS]."""
+    if SYMMETRIC:
+        # The scale is rounded up, so that the largest value stays inside the grid; its half must be an fp16 too.
+        HALF: tl.constexpr = 1 << (BITS - 1)
+        largest = tl.maximum(tl.abs(low), tl.abs(high))  # [GROUPS, TOKENS], as all below
+        wanted = tl.minimum(tl.div_rn(largest, tl.full(largest.shape, HALF - 1, tl.float32)), 65504.0 / HALF)
+        scale = (-_fp16_down(-wanted).to(tl.float16, bitcast=True)).to(tl.int16, bitcast=True)
+        minimum = (scale.to(tl.float16, bitcast=True).to(tl.float32) * (-HALF)).to(tl.float16)
+    else:
+        # Rounded down, and the scale up where the range would fall short: every value lies inside the grid.
+        LEVELS: tl.constexpr = (1 << BITS) - 1
+        minimum = _fp16_down(low).to(tl.float16, bitcast=True)  # [GROUPS, TOKENS], as all below
+        span = high - minimum.to(tl.float32)
+        nearest = tl.div_rn(span, tl.full(span.shape, LEVELS, tl.float32)).to(tl.float16)
+        short = nearest.to(tl.float32) * LEVELS < span
+        scale = nearest.to(tl.int16, bitcast=True)
+        scale = tl.where(short, scale + 1, scale)
+    return scale, minimum
+
+
+@triton.jit
+def _units_of(y, slot, scale, minimum, not_finite, BITS: tl.constexpr):
+    """The int16 units [TOKENS, SPREAD] of groups [GROUPS, slots, TOKENS, SPREAD] with grids [GROUPS, TOKENS]."""
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    step = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # [GROUPS, TOKENS]
+    inverse = tl.where(step == 0.0, 0.0, tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step))  # [GROUPS, TOKENS]
+    y = (y - minimum.to(tl.float32)[:, None, :, None]) * inverse[:, None, :, None]
+    # Half to even; the low 16 bits of a float32 near 1.5 * 2**23 are those of the integer that it is.
+    codes = (tl.minimum(tl.maximum(y, 0.0), LEVELS) + 12582912.0).to(tl.int32, bitcast=True)  # the shape of y
+    # The sum of codes in their places is their union; each group's slots first, [GROUPS, TOKENS, SPREAD].
+    codes = tl.sum(codes << tl.reshape(slot * BITS, (y.shape[0], y.shape[1], 1, 1)), 1)
+    return tl.sum(tl.where(not_finite[:, :, None], 0, codes), 0).to(tl.int16)
+
+
+@triton.jit
 def _store_side(
-    x_ptr, x_stride_t, x_stride_h, rows_ptr, mu_ptr, inverse_ptr, tokens, slots, live, head,
+    x_ptr, x_stride_t, x_stride_h, rows_ptr, mu_ptr, inverse_ptr, tokens, slots, mask_tokens, head,
     ROW: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-    CENTERED: tl.constexpr, BALANCED: tl.constexpr, STAGES: tl.constexpr, SYMMETRIC: tl.constexpr,
-    PADDED: tl.constexpr, TOKENS: tl.constexpr,
+    STEPS: tl.constexpr, SYMMETRIC: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Store one head's keys or values of TOKENS tokens; ROW is the stride of a row in elements of `rows_ptr`."""
     x_ptr += head * x_stride_h
-    channels = tl.arange(0, PADDED)[None, :]
     if BITS == 16:
-        mask = live[:, None] & (channels < DIM)
-        x = tl.load(x_ptr + tokens[:, None] * x_stride_t + channels, mask=mask, other=0.0)
+        channels = tl.arange(0, PADDED)[None, :]  # [1, PADDED]
+        mask = mask_tokens[:, None] & (channels < DIM)  # [TOKENS, PADDED]
+        x = tl.load(x_ptr + tokens[:, None] * x_stride_t + channels, mask=mask, other=0.0)  # [TOKENS, PADDED]
         tl.store(rows_ptr + slots[:, None] * ROW + head * DIM + channels, x, mask=mask)
     else:
         # Slot j of unit u is channel j * UNITS + u; units are padded to a power of two. Slots come first, so that a
@@ -60,75 +128,30 @@ def _store_side(
         SLOTS: tl.constexpr = 16 // BITS
         UNITS: tl.constexpr = DIM // SLOTS
         SPREAD: tl.constexpr = PADDED // SLOTS
-        LEVELS: tl.constexpr = (1 << BITS) - 1
-        unit = tl.arange(0, SPREAD)[None, None, :]
-        slot = tl.arange(0, SLOTS)[:, None, None]
-        real = unit < UNITS
-        channel = slot * UNITS + unit
+        unit = tl.arange(0, SPREAD)[None, None, :]  # [1, 1, SPREAD]
+        slot = tl.arange(0, SLOTS)[:, None, None]  # [SLOTS, 1, 1]
+        mask_units = unit < UNITS  # [1, 1, SPREAD]
+        channel = slot * UNITS + unit  # [SLOTS, 1, SPREAD]
         if PADDED != DIM:
-            channel = tl.where(real, channel, 0)  # which hides from the compiler that channels lie side by side
-        if STAGES > 0:
-            mask = channels < DIM
-            x = tl.load(x_ptr + tokens[:, None] * x_stride_t + channels, mask=live[:, None] & mask, other=0.0)
-            y = _stored(x, mu_ptr, inverse_ptr, head * DIM + channels, mask, CENTERED, BALANCED)
-            y = hadamard(tl.where(mask, y, 0.0), TOKENS, PADDED, STAGES)  # [TOKENS, PADDED]
-            if PADDED != DIM:
-                # Padding lies behind all channels, and is wanted behind those of each slot.
-                index = tl.reshape(tl.permute(channel, (1, 0, 2)), (1, PADDED))
-                y = tl.gather(y, tl.broadcast_to(index, (TOKENS, PADDED)), 1)
-            y = tl.permute(tl.reshape(y, (TOKENS, SLOTS, SPREAD)), (1, 0, 2))
-        else:
-            mask = live[None, :, None]
-            if PADDED != DIM:
-                mask = mask & real
-            x = tl.load(x_ptr + tokens[None, :, None] * x_stride_t + channel, mask=mask, other=0.0)
-            y = _stored(x, mu_ptr, inverse_ptr, head * DIM + channel, real, CENTERED, BALANCED)
-        y = tl.reshape(y, (GROUPS, SLOTS // GROUPS, TOKENS, SPREAD))  # a group is whole slots
-        # Padding must neither be the least nor the largest; y - y is 0, but for NaN and infinity.
-        if PADDED == DIM:
-            lowest, highest, spoilt = y, y, y - y
-        else:
-            real = tl.reshape(real, (1, 1, 1, SPREAD))
-            lowest, highest, spoilt = (
-                tl.where(real, y, 65504.0),
-                tl.where(real, y, -65504.0),
-                tl.where(real, y - y, 0.0),
-            )
-        wrong = tl.sum(tl.sum(spoilt, 1), 2) != 0.0  # NaN - NaN and infinity - infinity are NaN
-        # [GROUPS, TOKENS]; adding 0 makes a minimum of -0 the 0 that `quant.py` stores.
-        low = tl.where(wrong, 0.0, _saturated(tl.min(tl.min(lowest, 1), 2))) + 0.0
-        high = tl.where(wrong, 0.0, _saturated(tl.max(tl.max(highest, 1), 2))) + 0.0
-        if SYMMETRIC:
-            # The scale is rounded up, so that the largest value stays inside the grid; its half must be an fp16 too.
-            HALF: tl.constexpr = 1 << (BITS - 1)
-            largest = tl.maximum(tl.abs(low), tl.abs(high))
-            wanted = tl.minimum(tl.div_rn(largest, tl.full(largest.shape, HALF - 1, tl.float32)), 65504.0 / HALF)
-            scale = (-_fp16_down(-wanted).to(tl.float16, bitcast=True)).to(tl.int16, bitcast=True)
-            minimum = (scale.to(tl.float16, bitcast=True).to(tl.float32) * (-HALF)).to(tl.float16)
-        else:
-            # Rounded down, and the scale up where the range would fall short: every value lies inside the grid.
-            minimum = _fp16_down(low).to(tl.float16, bitcast=True)
-            span = high - minimum.to(tl.float32)
-            nearest = tl.div_rn(span, tl.full(span.shape, LEVELS, tl.float32)).to(tl.float16)
-            short = nearest.to(tl.float32) * LEVELS < span
-            scale = nearest.to(tl.int16, bitcast=True)
-            scale = tl.where(short, scale + 1, scale)
-        step = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        inverse = tl.where(step == 0.0, 0.0, tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step))
-        y = (y - minimum.to(tl.float32)[:, None, :, None]) * inverse[:, None, :, None]
-        # Half to even; the low 16 bits of a float32 near 1.5 * 2**23 are those of the integer that it is.
-        codes = (tl.minimum(tl.maximum(y, 0.0), LEVELS) + 12582912.0).to(tl.int32, bitcast=True)
-        # The sum of codes in their places is their union; each group's slots first, [GROUPS, TOKENS, SPREAD].
-        codes = tl.sum(codes << tl.reshape(slot * BITS, (GROUPS, SLOTS // GROUPS, 1, 1)), 1)
-        units = tl.sum(tl.where(wrong[:, :, None], 0, codes), 0).to(tl.int16)
-        row = rows_ptr + slots * ROW
-        unit = tl.arange(0, SPREAD)[None, :]
-        tl.store(row[:, None] + head * UNITS + unit, units, mask=live[:, None] & (unit < UNITS))
-        words = row[None, :] + HEADS * UNITS + 2 * (head * GROUPS + tl.arange(0, GROUPS)[:, None])
+            channel = tl.where(mask_units, channel, 0)  # which hides from the compiler that channels lie side by side
+        y = _load_transformed(
+            x_ptr, x_stride_t, mu_ptr, inverse_ptr, tokens, mask_tokens, head, channel, mask_units,
+            STEPS, DIM, PADDED, SLOTS, TOKENS,
+        )  # fmt: skip  # [SLOTS, TOKENS, SPREAD]
+        # A group is whole slots.
+        y = tl.reshape(y, (GROUPS, SLOTS // GROUPS, TOKENS, SPREAD))  # [GROUPS, slots, TOKENS, SPREAD]
+        low, high, not_finite = _range_of(y, tl.reshape(mask_units, (1, 1, 1, SPREAD)), PADDED != DIM)
+        scale, minimum = _grid_of(low, high, BITS, SYMMETRIC)  # [GROUPS, TOKENS] each
+        units = _units_of(y, slot, scale, minimum, not_finite, BITS)  # [TOKENS, SPREAD]
+        row = rows_ptr + slots * ROW  # [TOKENS]
+        unit = tl.arange(0, SPREAD)[None, :]  # [1, SPREAD]
+        tl.store(row[:, None] + head * UNITS + unit, units, mask=mask_tokens[:, None] & (unit < UNITS))
+        group = tl.arange(0, GROUPS)[:, None]  # [GROUPS, 1]
+        words = row[None, :] + HEADS * UNITS + 2 * (head * GROUPS + group)  # [GROUPS, TOKENS]
         # NaN marks a group that held one; its bits are torch's.
-        minimum = tl.where(wrong, 0x7E00, minimum.to(tl.int16, bitcast=True)).to(tl.int16)
-        tl.store(words, scale.to(tl.int16), mask=live[None, :])
-        tl.store(words + 1, minimum, mask=live[None, :])
+        minimum = tl.where(not_finite, 0x7E00, minimum.to(tl.int16, bitcast=True)).to(tl.int16)
+        tl.store(words, scale.to(tl.int16), mask=mask_tokens[None, :])
+        tl.store(words + 1, minimum, mask=mask_tokens[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -136,25 +159,26 @@ def store_rows(
     k_ptr, k_stride_t, k_stride_h, k_rows_ptr, k_mu_ptr, k_inverse_ptr,
     v_ptr, v_stride_t, v_stride_h, v_rows_ptr, slots_ptr, num_tokens,
     HEADS: tl.constexpr, TOKENS: tl.constexpr,
-    K_ROW: tl.constexpr, K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUPS: tl.constexpr, K_CENTERED: tl.constexpr,
-    K_BALANCED: tl.constexpr, K_STAGES: tl.constexpr, K_SYMMETRIC: tl.constexpr, K_PADDED: tl.constexpr,
-    V_ROW: tl.constexpr, V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUPS: tl.constexpr, V_STAGES: tl.constexpr,
+    K_ROW: tl.constexpr, K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUPS: tl.constexpr, K_STEPS: tl.constexpr,
+    K_SYMMETRIC: tl.constexpr, K_PADDED: tl.constexpr,
+    V_ROW: tl.constexpr, V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUPS: tl.constexpr, V_STEPS: tl.constexpr,
     V_SYMMETRIC: tl.constexpr, V_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Store the keys or the values, by the third axis of the grid, of one head and a block of tokens."""
     head = tl.program_id(1)
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    live = tokens < num_tokens
-    slots = tl.load(slots_ptr + tokens, mask=live, other=0).to(tl.int64)
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
+    mask_tokens = tokens < num_tokens  # [TOKENS]
+    slots = tl.load(slots_ptr + tokens, mask=mask_tokens, other=0).to(tl.int64)  # [TOKENS]
     if tl.program_id(2) == 0:
         _store_side(
-            k_ptr, k_stride_t, k_stride_h, k_rows_ptr, k_mu_ptr, k_inverse_ptr, tokens, slots, live, head,
-            K_ROW, HEADS, K_DIM, K_BITS, K_GROUPS, K_CENTERED, K_BALANCED, K_STAGES, K_SYMMETRIC, K_PADDED, TOKENS,
+            k_ptr, k_stride_t, k_stride_h, k_rows_ptr, k_mu_ptr, k_inverse_ptr, tokens, slots, mask_tokens, head,
+            K_ROW, HEADS, K_DIM, K_BITS, K_GROUPS, K_STEPS, K_SYMMETRIC, K_PADDED, TOKENS,
         )  # fmt: skip
     else:
+        # Values have no constants, for which any pointer stands.
         _store_side(
-            v_ptr, v_stride_t, v_stride_h, v_rows_ptr, v_ptr, v_ptr, tokens, slots, live, head,
-            V_ROW, HEADS, V_DIM, V_BITS, V_GROUPS, False, False, V_STAGES, V_SYMMETRIC, V_PADDED, TOKENS,
+            v_ptr, v_stride_t, v_stride_h, v_rows_ptr, v_ptr, v_ptr, tokens, slots, mask_tokens, head,
+            V_ROW, HEADS, V_DIM, V_BITS, V_GROUPS, V_STEPS, V_SYMMETRIC, V_PADDED, TOKENS,
         )  # fmt: skip
 
 
@@ -162,42 +186,37 @@ def store_rows(
 def read_side(
     rows_ptr, words_ptr, mu_ptr, lam_ptr, slots_ptr, out_ptr, out_stride_t, out_stride_h, count_ptr,
     HEADS: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-    CENTERED: tl.constexpr, BALANCED: tl.constexpr, STAGES: tl.constexpr, PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
+    STEPS: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Read one head of the first `count` tokens back to [tokens, heads, DIM], with the roundings of `QuantSpec`."""
     SLOTS: tl.constexpr = 16 // BITS
     UNITS: tl.constexpr = DIM // SLOTS
     head = tl.program_id(1)
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
-    live = tokens < tl.load(count_ptr)
-    slots = tl.load(slots_ptr + tokens, mask=live, other=0).to(tl.int64)
+    mask_tokens = tokens < tl.load(count_ptr)  # [TOKENS]
+    slots = tl.load(slots_ptr + tokens, mask=mask_tokens, other=0).to(tl.int64)  # [TOKENS]
     channels = tl.arange(0, PADDED)  # [PADDED], a power of two
-    real = channels < DIM
-    mask = live[:, None] & real[None, :]
+    mask_channels = channels < DIM  # [PADDED]
+    mask = mask_tokens[:, None] & mask_channels[None, :]  # [TOKENS, PADDED]
     if BITS == 16:
+        # All tiles of these branches are [TOKENS, PADDED].
         y = tl.load(rows_ptr + slots[:, None] * ROW + head * DIM + channels[None, :], mask=mask, other=0.0)
     else:
         # A unit is loaded once for every slot: rows lie in the nearest cache by then.
-        unit = channels % UNITS
+        unit = channels % UNITS  # [PADDED]
         units = tl.load(rows_ptr + slots[:, None] * ROW + head * UNITS + unit[None, :], mask=mask, other=0)
         # Slot j of unit u is channel j * UNITS + u.
         codes = (units.to(tl.int32) >> (channels // UNITS * BITS)[None, :]) & ((1 << BITS) - 1)
-        group = channels // (DIM // GROUPS)
+        group = channels // (DIM // GROUPS)  # [PADDED]
         words = tl.load(
             words_ptr + slots[:, None] * (ROW // 2) + HEADS * UNITS // 2 + head * GROUPS + group[None, :],
             mask=mask, other=0,
-        )  # fmt: skip
-        step, minimum = scale_and_minimum(words)
-        # Padding channels hold zeros, so that the Hadamard of those beside them adds nothing.
-        y = tl.where(mask, codes.to(tl.float32) * step + minimum, 0.0)
-        if STAGES > 0:
-            y = hadamard(y, TOKENS, PADDED, STAGES)
-        if BALANCED:
-            y = y * tl.load(lam_ptr + head * DIM + channels, mask=real, other=0.0)[None, :]
-        if CENTERED:
-            y = y + tl.load(mu_ptr + head * DIM + channels, mask=real, other=0.0)[None, :]
-    out = out_ptr + tokens[:, None] * out_stride_t + head * out_stride_h + channels[None, :]
+        )  # fmt: skip  # [TOKENS, PADDED]
+        scale, minimum = scale_and_minimum(words)
+        # Zeros in padding, which steps that mix channels need.
+        y = tl.where(mask, codes.to(tl.float32) * scale + minimum, 0.0)
+        y = invert_steps(y, head, channels, mask_channels, mu_ptr, lam_ptr, STEPS, DIM)
+    out = out_ptr + tokens[:, None] * out_stride_t + head * out_stride_h + channels[None, :]  # [TOKENS, PADDED]
     if BITS != 16 and out_ptr.dtype.element_ty == tl.float16:
         y = fp16_saturated(y)  # half a step above the largest key, or a Hadamard of such
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)
@@ -220,9 +239,9 @@ def copy_pages(
     device_page, host_page = device_ptr + 2 * device, host_ptr + 2 * host
     words = 2 * tl.load(span + 4)
     for start in range(0, words, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
-        live = offsets < words
+        offsets = start + tl.arange(0, BLOCK)  # [BLOCK]
+        mask = offsets < words  # [BLOCK]
         if TO_HOST:
-            tl.store(host_page + offsets, tl.load(device_page + offsets, mask=live), mask=live)
+            tl.store(host_page + offsets, tl.load(device_page + offsets, mask=mask), mask=mask)
         else:
-            tl.store(device_page + offsets, tl.load(host_page + offsets, mask=live), mask=live)
+            tl.store(device_page + offsets, tl.load(host_page + offsets, mask=mask), mask=mask)

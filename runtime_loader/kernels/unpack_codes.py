@@ -1,4 +1,4 @@
-"""Arithmetic inside kernels: codes of units as numbers that a tensor core takes, scales, fp16 and the Hadamard.
+"""Arithmetic inside kernels: codes of units as numbers that a tensor core takes, scales, and fp16.
 
 The bits of a code, alone in a halfword, are a subnormal fp16: 2 ** -24 for every one of the integer that they are.
 Where the code lies higher than in the lowest bits it is larger by a power of two, which saves the shift. Tensor cores
@@ -23,6 +23,16 @@ def factor_of(slot, bits):
     return 2.0 ** (slot * bits % 8)
 
 
+@triton.jit
+def for_each(function: tl.constexpr, COUNT: tl.constexpr, arguments):
+    """Return the tuple of ``function(index, *arguments)`` for each index below COUNT."""
+    # Slots and groups lie in tuples, since Triton takes no slice of a tensor.
+    results = ()
+    for index in tl.static_range(COUNT):
+        results = results + (function(index, *arguments),)
+    return results
+
+
 # One result for each piece of assembly: of several, Triton 3.8 gives all but the first another layout, and moves them
 # through shared memory.
 
@@ -40,15 +50,19 @@ def _high_bytes(units):
 
 
 @triton.jit
+def _plain_codes(slot, units, BITS: tl.constexpr):
+    """Mask the codes of one slot without assembly."""
+    byte = units >> (slot * BITS // 8 * 8)
+    code = byte & (((1 << BITS) - 1) << (slot * BITS % 8))
+    return code.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def codes_of(units, BITS: tl.constexpr, ASM: tl.constexpr):
     """Unpack int16 units to 16 / BITS float16 tensors of ONE * factor_of(slot, BITS) * code, one for each slot."""
     if not ASM:
         # The same numbers in plain Triton, for interpreters and other vendors.
-        codes = ()
-        for slot in tl.static_range(16 // BITS):
-            byte = units >> (slot * BITS // 8 * 8)
-            code = byte & (((1 << BITS) - 1) << (slot * BITS % 8))
-            codes = codes + (code.to(tl.int16).to(tl.float16, bitcast=True),)
+        codes = for_each(_plain_codes, 16 // BITS, (units, BITS))
     elif BITS == 8:
         # A register holds two units; a byte of each moves to the low half of its halfword.
         codes = (_codes(units, "prmt.b32 $0, $1, 0, 0x4240;"), _codes(units, "prmt.b32 $0, $1, 0, 0x4341;"))
@@ -103,14 +117,3 @@ def fp16_saturated(x):
     """Return the nearest fp16, at most 65504."""
     # NaN stays NaN, which minimum and maximum of a GPU would lose.
     return tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x)).to(tl.float16)
-
-
-@triton.jit
-def hadamard(x, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr):
-    """Orthonormal Hadamard of [TOKENS, CHANNELS] in blocks of 2 ** STAGES, in the order of `quant.hadamard`."""
-    BLOCK: tl.constexpr = 1 << STAGES
-    # A stage adds neighbours and moves their sums before their differences, so that the next one finds its pairs there.
-    for _ in tl.static_range(STAGES):
-        a, b = tl.split(tl.reshape(x, (TOKENS, CHANNELS // BLOCK, BLOCK // 2, 2)))
-        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (TOKENS, CHANNELS))
-    return x * (BLOCK**-0.5)

@@ -245,7 +245,8 @@ def test_all_transforms_are_measured_at_2_bits_and_the_fisher_scores_choice_abov
                     fisher = rank if layer == 0 else -rank
                     scores[Candidate(layer, side, bits, transform)] = CandidateScores(1.0, 1.0, -fisher, fisher)
     chosen = isolated_candidates(scores)
-    assert len(chosen) == len(set(chosen)) == 2 * (6 + 2 + 2 * 2)
+    num_candidates = len(candidate_transforms("k")) + len(candidate_transforms("v"))
+    assert len(chosen) == len(set(chosen)) == 2 * (num_candidates + 2 * 2)
     for layer, choice in ((0, 0), (1, -1)):
         for side, transforms in (("k", candidate_transforms("k")), ("v", candidate_transforms("v"))):
             of = [c for c in chosen if (c.layer, c.side) == (layer, side)]

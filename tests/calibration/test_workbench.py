@@ -21,6 +21,7 @@ from kvtuner.errors import CorpusError, NonFiniteActivationError, RunFolderError
 from kvtuner.precision import PACKED_BITS
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.run_folder import EVENTS, RunFolder
+from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.corpus import SplitName
     from kvtuner.read_plan_names import ReadPlanName
+
+NUM_CANDIDATES = len(candidate_transforms("k")) + len(candidate_transforms("v"))
+"""Of a layer at one width."""
+NUM_ISOLATED = NUM_CANDIDATES + 2 * (len(PACKED_BITS) - 1)
+"""The candidates of a layer whose KL is measured: all at 2 bits, and one of each side at each width above."""
 
 
 @pytest.fixture(scope="module")
@@ -103,10 +109,10 @@ def test_the_table_holds_every_candidate_and_every_width_has_a_kl(
 ) -> None:
     bench = bench_of("qwen2-bias")
     table = measure_table(bench, RunFolder(tmp_path))
-    assert len(table.scores) == 2 * (6 + 2) * len(PACKED_BITS)
+    assert len(table.scores) == 2 * NUM_CANDIDATES * len(PACKED_BITS)
     assert list(missing_candidates(table, "kl")) == []
     with_kl = [candidate for candidate, scores in table.scores.items() if scores.kl is not None]
-    assert len(with_kl) == 2 * ((6 + 2) + 2 * 2)
+    assert len(with_kl) == 2 * NUM_ISOLATED
     assert table.geometry == bench.loaded.shape.geometry
     assert table.identity == json.loads(json.dumps(bench.identity()))
     assert_tables_equal(SensitivityTable.load(RunFolder(tmp_path)), table)
@@ -125,15 +131,15 @@ def test_scores_that_need_no_isolated_kl_skip_it_and_a_later_run_adds_only_that(
     second = measure_table(full, folder)
     assert_tables_equal(second, whole)
     assert {c: replace(s, kl=None) for c, s in second.scores.items()} == dict(first.scores)
-    # Per sequence: a trace of all 32 tokens, and of the 24 after the prompt another, and each of 12 candidates of a
-    # layer from that layer on.
-    assert full.chain.count.layer_tokens == 2 * (32 * 3 + 24 * (3 + 12 * (3 + 2 + 1)))
+    # Per sequence: a trace of all 32 tokens, and of the 24 after the prompt another, and each isolated candidate of
+    # a layer from that layer on.
+    assert full.chain.count.layer_tokens == 2 * (32 * 3 + 24 * (3 + NUM_ISOLATED * (3 + 2 + 1)))
     after = bench_of(score="fisher")
     assert_tables_equal(measure_table(after, folder), second)
     assert after.chain.count.layer_tokens == 0
 
 
-@pytest.mark.parametrize("appends", [1, 13, 40])
+@pytest.mark.parametrize("appends", [1, NUM_ISOLATED + 1, 3 * NUM_ISOLATED + 4])
 def test_a_run_interrupted_among_isolated_forwards_resumes_with_what_is_left(
     appends: int,
     bench_of: Callable[..., Workbench],
@@ -148,12 +154,13 @@ def test_a_run_interrupted_among_isolated_forwards_resumes_with_what_is_left(
     assert len(list(folder.records(JOURNAL))) == appends
     resumed = bench_of()
     assert_tables_equal(measure_table(resumed, folder), whole)
-    # What is left, and two traces of each sequence that is not finished; a layer has 12 candidates.
-    left = [3 - n % 36 // 12 for n in range(appends, 72)]
-    traces = 2 - appends // 36
+    # What is left of each sequence's three layers, and two traces of each sequence that is not finished.
+    of_sequence = 3 * NUM_ISOLATED
+    left = [3 - n % of_sequence // NUM_ISOLATED for n in range(appends, 2 * of_sequence)]
+    traces = 2 - appends // of_sequence
     assert resumed.chain.count.layer_tokens == 24 * (sum(left) + 3 * traces) + 32 * 3 * traces
     lines = [json.dumps(record, sort_keys=True) for record in folder.records(JOURNAL)]
-    assert len(lines) == len(set(lines)) == 72
+    assert len(lines) == len(set(lines)) == 2 * of_sequence
 
 
 def test_a_run_interrupted_in_the_candidate_pass_starts_that_pass_again(

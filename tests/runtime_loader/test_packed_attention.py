@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtuner.errors import CacheError
-from kvtuner.quant import QuantSpec, Transform
+from kvtuner.quant import STEPS, QuantSpec, Step, Transform
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling, TorchAttention
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.transforms import TransformKind, candidate_transforms
@@ -85,6 +85,30 @@ def test_decode_is_attention_over_what_the_rows_mean(heads: tuple[int, int], nam
             continue
         expected = exact(q[request : request + 1], k_one, v_one, scale=0.11, logit_cap=logit_cap, causal=False)[0]
         torch.testing.assert_close(found[request].double(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
+
+
+def flip(x: Tensor, _: Tensor | None) -> Tensor:
+    """Negate every other channel, and double the first: a step that the Hadamard does not commute with."""
+    signs = 1.0 - 2.0 * (torch.arange(x.shape[-1]) % 2)
+    return x * signs.index_fill(0, torch.tensor([0]), 2.0)
+
+
+def unflip(x: Tensor, _: Tensor | None) -> Tensor:
+    return flip(x, None) * torch.ones(x.shape[-1]).index_fill(0, torch.tensor([0]), 0.25)
+
+
+@pytest.mark.parametrize("name", ["none", "hadamard", "flipped", "flipped+hadamard", "hadamard+flipped"])
+def test_decode_undoes_whatever_transform_values_have(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STEPS, "flipped", Step(flip, unflip, unflip))
+    heads, lengths = HEADS["gqa"], [7, 0, 12]
+    v_spec = QuantSpec(4, Transform(TransformKind(name, "f", has_values=True)))
+    keys, values, slots, k, v = filled(heads, 64, None, v_spec, lengths)
+    q, indptr = random(3, heads[0], 64, seed=9), torch.tensor([0, 7, 7, 19])
+    found = TorchAttention().decode(q, keys, values, indptr, torch.cat(slots), ScoreScaling(0.11))
+    assert not found[1].any()
+    for request, tokens in ((0, slice(0, 7)), (2, slice(7, 19))):
+        exactly = exact(q[request : request + 1], k[tokens], v[tokens], scale=0.11, logit_cap=0.0, causal=False)[0]
+        torch.testing.assert_close(found[request].double(), exactly, rtol=1e-5, atol=1e-5 * exactly.abs().max())
 
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)

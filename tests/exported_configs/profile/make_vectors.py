@@ -14,7 +14,7 @@ import json
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, dump_profile
 from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.evidence import ModelIdentity, Provenance, QualityRecord
-from kvtuner.exported_configs.profile.layer_storage import KeyTransform
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.geometry import ModelGeometry
 from kvtuner.quant import Transform, pack_rows, quantize
@@ -66,7 +65,9 @@ QUALITY = {
         {"name": "K4V4", "mean_bits": 4.0, "effective_bits": 4.25, "kl_mean": 0.05, "kl_low": 0.04, "kl_high": 0.06}
     ],
 }
-KEY_KINDS: tuple[str, ...] = get_args(KeyTransform)
+# Those of schema version 1's first release: a later transform leaves published vectors as they are.
+KEY_KINDS = ("none", "hadamard", "balanced", "balanced+hadamard", "centered", "centered+hadamard",
+             "centered+balanced", "centered+balanced+hadamard")  # fmt: skip
 
 
 def ramp(heads: int, head_dim: int, scale: float = 1.0) -> torch.Tensor:

@@ -39,6 +39,7 @@ from kvtuner.transforms import TransformKind
 
 HOPPER, AMD = 90, GPUTarget("hip", "gfx942", 64)
 HEADS, GQA = 8, 4
+VALUE_STEPS = ("hadamard",)
 WHOLE = [(bits, head_dim) for bits in (2, 4, 8) for head_dim in (64, 80, 96, 256) if head_dim * bits // 8 % 16 == 0]
 """Widths and head dimensions whose codes of a head are whole pieces of 16 bytes."""
 
@@ -84,7 +85,7 @@ def around(head_dim: int) -> list[Any]:
     """What runs before and after it."""
     side = transformed(4, head_dim)
     size = {"DIM": head_dim, "PADDED": side.padded}
-    prepare = {"HEADS": HEADS, "GQA": GQA, "BALANCED": True, "STAGES": side.stages, "BIASED": True, **size}
+    prepare = {"HEADS": HEADS, "GQA": GQA, "STEPS": side.steps, "BIASED": True, **size}
     fresh = {"HEADS": HEADS, "GQA": GQA, "K_DIM": head_dim, "K_PADDED": side.padded, "V_DIM": head_dim}
     fresh |= {"V_PADDED": side.padded, "CAPPED": True, **FRESH}
     kernels = [
@@ -92,7 +93,7 @@ def around(head_dim: int) -> list[Any]:
         sass.compiled(extend_and_merge.attend_fresh, fresh, HOPPER, **fresh_options(side, side)),
     ]
     for extending in (True, False):
-        merge = {"SPLITS": MERGED_SPLITS, "STAGES": side.stages, "EXTEND": extending, **size}
+        merge = {"SPLITS": MERGED_SPLITS, "STEPS": VALUE_STEPS, "EXTEND": extending, **size}
         kernels.append(sass.compiled(extend_and_merge.merge_splits, merge, HOPPER))
     return kernels
 
