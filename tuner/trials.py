@@ -79,7 +79,7 @@ class TrialReader:
         return all_params(trial).keys() == self.distributions.keys()
 
     def values_of(self, trials: Iterable[FrozenTrial]) -> dict[tuple[int, ...], float | None]:
-        """What trials have measured, inf if not finite; None for what others are to measure or breaks the budget."""
+        """The KLs of trials, inf if not finite; None for a trial that is yet to be measured or breaks the budget."""
         values: dict[tuple[int, ...], float | None] = {}
         for trial in trials:
             if trial.state != TrialState.FAIL and self.is_decided(trial):

@@ -1,4 +1,4 @@
-"""How a result was made: its command and its machine, as they may be shared.
+"""The provenance of a result: its command and its machine, as they may be shared.
 
 Commands are without the paths of this machine, and without options that have their defaults.
 """

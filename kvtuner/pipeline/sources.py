@@ -1,4 +1,4 @@
-"""What options name: the model, its text, and the run folder. Reads neither."""
+"""The sources that options name: the model, its text, and the run folder. Reads none of them."""
 
 from __future__ import annotations
 

@@ -39,6 +39,8 @@ FRAGMENT: Final = re.compile(
     r"|none|them|its own|likewise|and|or|but|under|after|before|between|per|until|behind|like|within|without)\b",
     re.IGNORECASE,
 )
+LISTED: Final = re.compile(r"`([a-z_.]+)`\s+\(((?:`\w+`(?:,\s+)?)+)\)")
+"""A module in a package's docstring, with the names that other packages use of it."""
 FIELD: Final = re.compile(r"    \*{0,2}\w+(?:, \w+)*: (.*)$")
 
 
@@ -128,6 +130,29 @@ def docstrings(text: str) -> Iterator[str]:
             yield node.value.value
 
 
+def names_that_packages_lack(files: dict[Path, str]) -> list[str]:
+    """Name the modules, and the names in them, that a package's docstring lists but that are not there."""
+    lacking = []
+    for path, text in files.items():
+        listed = LISTED.findall(ast.get_docstring(tree_of(text)) or "") if path.name == "__init__.py" else []
+        for module, names in listed:
+            file = path.parent / f"{module.replace('.', '/')}.py"
+            defined = top_level_names(files.get(file, ""))
+            lacking += [f"{path}: {module} has no {name}" for name in re.findall(r"\w+", names) if name not in defined]
+    return lacking
+
+
+def top_level_names(text: str) -> set[str]:
+    """Return the functions, classes and constants that a module defines."""
+    names = set()
+    for node in tree_of(text).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names.add(node.name)
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
 def banned_names(files: dict[Path, str]) -> list[str]:
     """Name the modules, classes and functions whose names have a banned word."""
     found = []
@@ -183,6 +208,7 @@ RULES: Final[list[tuple[Rule, tuple[str, ...]]]] = [
     (definitions_of_one_name, PACKAGES),
     (modules_of_one_name, PRODUCT),
     (docstring_fragments, (*PRODUCT, "examples", "tests")),
+    (names_that_packages_lack, PRODUCT),
     (banned_names, PRODUCT),
     (misplaced_tests, (*PRODUCT, "tests")),
     (full_folders, (*PRODUCT, "examples", "tests")),
@@ -214,6 +240,8 @@ WRONG: Final[list[tuple[Rule, dict[str, str]]]] = [
         docstring_fragments,
         {"one.py": 'def f(a):\n    """Do it.\n\n    Args:\n        a: That it must serve.\n    """\n'},
     ),
+    (names_that_packages_lack, {"bench/__init__.py": '"""Use `server` (`run`)."""', "bench/server.py": "RUN = 1\n"}),
+    (names_that_packages_lack, {"bench/__init__.py": '"""Use `server` (`run`)."""'}),
     (banned_names, {"examiner.py": ""}),
     (banned_names, {"one.py": "class _ChoosySampler: ...\n"}),
     (banned_names, {"one.py": "class A:\n    def said_until(self): ...\n"}),
