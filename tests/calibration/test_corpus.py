@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fixture_types import MakeTokenizer
+    from transformers import PreTrainedTokenizerFast as Tokenizer
 
 LENGTH = 48
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def tokenizer(make_tokenizer: MakeTokenizer) -> Any:
+def tokenizer(make_tokenizer: MakeTokenizer) -> Tokenizer:
     return make_tokenizer()
 
 
@@ -44,7 +45,7 @@ def write_jsonl(path: Path, rows: Iterable[object]) -> Path:
     return path
 
 
-def refusal(data: CorpusSource, tokenizer: Any) -> str:
+def refusal(data: CorpusSource, tokenizer: Tokenizer) -> str:
     with pytest.raises(CorpusError) as caught:
         load_corpus(data, tokenizer)
     assert "\n" not in str(caught.value)
@@ -55,7 +56,7 @@ def joined(corpus: Corpus) -> torch.Tensor:
     return torch.cat([corpus.splits[name] for name in SPLITS])
 
 
-def test_every_kind_of_file_gives_the_same_documents(texts: list[str], tokenizer: Any, tmp_path: Path) -> None:
+def test_every_kind_of_file_gives_the_same_documents(texts: list[str], tokenizer: Tokenizer, tmp_path: Path) -> None:
     lines = write_jsonl(tmp_path / "data.jsonl", ({"text": text} for text in texts))
     (tmp_path / "list.json").write_text(json.dumps([{"text": text} for text in texts]))
     folder = tmp_path / "folder"
@@ -75,7 +76,7 @@ def test_every_kind_of_file_gives_the_same_documents(texts: list[str], tokenizer
     assert read == {"lines": expected, "list": expected, "folder": expected}
 
 
-def test_one_text_file_is_cut_in_its_own_order(texts: list[str], tokenizer: Any, tmp_path: Path) -> None:
+def test_one_text_file_is_cut_in_its_own_order(texts: list[str], tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text("\n".join(texts), encoding="utf-8")
     ids = tokenizer("\n".join(texts))["input_ids"]
@@ -83,7 +84,9 @@ def test_one_text_file_is_cut_in_its_own_order(texts: list[str], tokenizer: Any,
     assert torch.equal(joined(load_corpus(source(path), tokenizer)), expected)
 
 
-def test_splits_are_disjoint_in_order_and_leave_no_token_out(texts: list[str], tokenizer: Any, tmp_path: Path) -> None:
+def test_splits_are_disjoint_in_order_and_leave_no_token_out(
+    texts: list[str], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", ({"text": text} for text in texts))
     corpus = load_corpus(source(path, num_sequences=(30, 20, 40)), tokenizer)
     assert {name: tuple(ids.shape) for name, ids in corpus.splits.items()} == {
@@ -101,7 +104,7 @@ def test_splits_are_disjoint_in_order_and_leave_no_token_out(texts: list[str], t
     assert len(remaining) < len(texts) - 5
 
 
-def test_the_seed_alone_decides_the_order(texts: list[str], tokenizer: Any, tmp_path: Path) -> None:
+def test_the_seed_alone_decides_the_order(texts: list[str], tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", ({"text": text} for text in texts))
     first, again = (load_corpus(source(path), tokenizer) for _ in range(2))
     assert first.hashes() == again.hashes()
@@ -116,7 +119,7 @@ def test_hashes_are_those_of_little_endian_token_ids() -> None:
     assert corpus.hashes() == dict.fromkeys(SPLITS, "sha256:" + hashlib.sha256(data).hexdigest())
 
 
-def test_another_field_can_hold_the_text(texts: list[str], tokenizer: Any, tmp_path: Path) -> None:
+def test_another_field_can_hold_the_text(texts: list[str], tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", ({"body": text, "id": 7} for text in texts))
     assert load_corpus(source(path, text_field="body"), tokenizer).splits["report"].shape == (4, LENGTH)
     message = refusal(source(path), tokenizer)
@@ -137,7 +140,7 @@ def test_conversations_go_through_the_chat_template(
     assert "<|assistant|>Yes.<|user|>" in read
 
 
-def test_conversations_without_a_chat_template_are_refused(tokenizer: Any, tmp_path: Path) -> None:
+def test_conversations_without_a_chat_template_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": "Hello"}]}])
     assert "no chat template; give 'text'" in refusal(source(path), tokenizer)
 
@@ -160,13 +163,13 @@ def test_a_tokenizer_that_adds_a_first_token_has_it_in_front_of_every_sequence(
     assert 0 < begins < len(texts)
 
 
-def test_a_tokenizer_that_adds_no_first_token_gets_none(texts: list[str], tokenizer: Any, tmp_path: Path) -> None:
+def test_a_tokenizer_that_adds_no_first_token_gets_none(texts: list[str], tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", ({"text": text} for text in texts))
     assert not (joined(load_corpus(source(path), tokenizer)) == 0).any()
 
 
 def test_no_more_documents_are_read_than_the_limit(
-    texts: list[str], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    texts: list[str], tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus_module, "MAX_DOCUMENTS", 2)
     path = write_jsonl(tmp_path / "data.jsonl", ({"text": text} for text in texts))
@@ -184,14 +187,14 @@ def test_the_name_is_the_last_part_of_a_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n{"text": "  "}\n'])
-def test_data_without_text_is_refused(content: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_data_without_text_is_refused(content: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(content)
     assert "holds no text" in refusal(source(path), tokenizer)
 
 
 def test_data_too_short_for_three_splits_says_how_much_is_there(
-    texts: list[str], tokenizer: Any, tmp_path: Path
+    texts: list[str], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", ({"text": text} for text in texts[:2]))
     tokens = sum(len(tokenizer(text)["input_ids"]) for text in texts[:2])
@@ -213,7 +216,7 @@ def test_data_too_short_for_three_splits_says_how_much_is_there(
     ],
 )
 def test_a_row_of_another_form_is_refused_with_its_line(
-    row: object, words: str, tokenizer: Any, tmp_path: Path
+    row: object, words: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "A good line."}, row])
     assert words in refusal(source(path), tokenizer)
@@ -244,7 +247,7 @@ def test_a_row_of_another_form_is_refused_with_its_line(
     ],
 )
 def test_a_damaged_file_is_refused_by_name(
-    name: str, content: bytes, words: str, tokenizer: Any, tmp_path: Path
+    name: str, content: bytes, words: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(content)
     message = refusal(source(tmp_path / name), tokenizer)
@@ -263,7 +266,7 @@ def test_a_conversation_of_any_depth_is_read_or_refused(
 
 
 @pytest.mark.parametrize("name", ["data.txt", "data.jsonl", "data.json"])
-def test_a_byte_order_mark_is_no_text(name: str, texts: list[str], tokenizer: Any, tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_no_text(name: str, texts: list[str], tokenizer: Tokenizer, tmp_path: Path) -> None:
     rows = [{"text": text} for text in texts]
     content = {
         "data.txt": "\n".join(texts),
@@ -279,20 +282,20 @@ def test_a_byte_order_mark_is_no_text(name: str, texts: list[str], tokenizer: An
 
 
 @pytest.mark.parametrize("data", ["d" * 5000, "/" + "d" * 5000, "d" * 300 + ".jsonl"])
-def test_data_of_a_name_that_no_file_can_have_is_refused(data: str, tokenizer: Any) -> None:
+def test_data_of_a_name_that_no_file_can_have_is_refused(data: str, tokenizer: Tokenizer) -> None:
     message = refusal(source(data), tokenizer)
     assert f"cannot read {data[:60]}: File name too long" in message
     assert len(message) < 200
 
 
-def test_data_that_does_not_exist_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+def test_data_that_does_not_exist_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     assert "does not exist" in refusal(source(tmp_path / "absent.jsonl"), tokenizer)
     assert "does not exist" in refusal(source("absent.txt"), tokenizer)
     (tmp_path / "empty").mkdir()
     assert "holds no .txt, .md, .jsonl or .json file" in refusal(source(tmp_path / "empty"), tokenizer)
 
 
-def test_repeated_documents_are_refused_or_dropped(texts: list[str], tokenizer: Any, tmp_path: Path) -> None:
+def test_repeated_documents_are_refused_or_dropped(texts: list[str], tokenizer: Tokenizer, tmp_path: Path) -> None:
     rows = [*texts, "  " + texts[0].replace(" ", "\n"), texts[7]]
     repeated = write_jsonl(tmp_path / "repeated.jsonl", ({"text": text} for text in rows))
     message = refusal(source(repeated), tokenizer)
@@ -304,7 +307,7 @@ def test_repeated_documents_are_refused_or_dropped(texts: list[str], tokenizer: 
 
 
 def test_documents_that_share_long_passages_are_refused_even_when_deduplicated(
-    texts: list[str], tokenizer: Any, tmp_path: Path
+    texts: list[str], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     letterhead = texts[0]
     rows = [{"text": f"Letter {number}. {letterhead} {text}"} for number, text in enumerate(texts)]
@@ -313,14 +316,14 @@ def test_documents_that_share_long_passages_are_refused_even_when_deduplicated(
     assert "-token windows of the select split also stand in the calibrate split" in message
 
 
-def test_short_phrases_in_common_are_no_overlap(texts: list[str], tokenizer: Any, tmp_path: Path) -> None:
+def test_short_phrases_in_common_are_no_overlap(texts: list[str], tokenizer: Tokenizer, tmp_path: Path) -> None:
     rows = [{"text": f"Dear reader, {text} Yours truly."} for text in texts]
     path = write_jsonl(tmp_path / "letters.jsonl", rows)
     corpus = load_corpus(source(path, num_sequences=(20, 20, 20)), tokenizer)
     assert [len(ids) for ids in corpus.splits.values()] == [20, 20, 20]
 
 
-def test_a_datasets_id_that_cannot_be_reached_is_one_line(tokenizer: Any) -> None:
+def test_a_datasets_id_that_cannot_be_reached_is_one_line(tokenizer: Tokenizer) -> None:
     message = refusal(source("nobody/no-such-data"), tokenizer)
     assert message.startswith("cannot load data 'nobody/no-such-data': no such file, and as a datasets id: ")
 
@@ -328,7 +331,7 @@ def test_a_datasets_id_that_cannot_be_reached_is_one_line(tokenizer: Any) -> Non
 @pytest.mark.parametrize("name", ["DatasetGenerationError", "ManualDownloadError", "DefunctDatasetError"])
 @pytest.mark.parametrize("is_late", [False, True])
 def test_what_datasets_itself_refuses_is_one_line(
-    name: str, is_late: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, is_late: bool, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets
 
@@ -338,7 +341,7 @@ def test_what_datasets_itself_refuses_is_one_line(
         yield {"text": "one good row"}
         raise error
 
-    def load_dataset(*_: Any, **__: Any) -> Any:
+    def load_dataset(*_: object, **__: object) -> Any:
         if is_late:
             return datasets.IterableDataset.from_generator(fail)
         raise error
@@ -350,7 +353,9 @@ def test_what_datasets_itself_refuses_is_one_line(
 
 
 @pytest.mark.parametrize("length", [-1, 0, 1, 3])
-def test_sequences_that_leave_nothing_to_score_are_refused(length: int, tokenizer: Any, corpus_file: Path) -> None:
+def test_sequences_that_leave_nothing_to_score_are_refused(
+    length: int, tokenizer: Tokenizer, corpus_file: Path
+) -> None:
     message = refusal(source(corpus_file, sequence_length=length), tokenizer)
     assert f"at least 4 tokens, a prompt and predictions to score, but would have {length}" in message
     assert "--sequence-length" in message
@@ -358,7 +363,7 @@ def test_sequences_that_leave_nothing_to_score_are_refused(length: int, tokenize
 
 
 def test_a_datasets_id_is_read_with_its_revision_configuration_and_split(
-    texts: list[str], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    texts: list[str], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets
 

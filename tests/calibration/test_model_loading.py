@@ -192,7 +192,7 @@ def test_quantized_weights_are_never_moved(device: str, placed: Any, model_folde
 def test_a_gpu_that_is_too_small_is_refused_with_the_way_out(
     model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def from_pretrained(*_: Any, **__: Any) -> Any:
+    def from_pretrained(*_: object, **__: object) -> Any:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)

@@ -16,7 +16,11 @@ from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
-    from fixture_types import LoadTiny, ModelFolder, RunCommand
+    from collections.abc import Callable
+
+    from fixture_types import Json, LoadTiny, ModelFolder, RunCommand
+
+    Evaluate = Callable[..., tuple[int, Json, str, Path]]
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +30,7 @@ FEW = (*TABLES, "--samples", "2")
 
 
 @pytest.fixture
-def evaluate(run: RunCommand, finished: Path, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path) -> Any:
+def evaluate(run: RunCommand, finished: Path, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path) -> Evaluate:
     """Evaluate a copy of the finished search's profile; status, JSON or text, stderr and the profile's path."""
     profile = tmp_path / "profile.json"
     if not profile.exists():
@@ -49,7 +53,7 @@ def evaluate(run: RunCommand, finished: Path, model_folder: ModelFolder, corpus_
     return call
 
 
-def results(evaluation: Any, level: str, measure: str) -> dict[tuple[int | None, int], dict[str, Any]]:
+def results(evaluation: Json, level: str, measure: str) -> dict[tuple[int | None, int], dict[str, Any]]:
     return {
         (cell["num_tokens"], cell["position"]): {result["subject"]: result for result in cell["results"]}
         for cell in evaluation["cells"]
@@ -57,13 +61,13 @@ def results(evaluation: Any, level: str, measure: str) -> dict[tuple[int | None,
     }
 
 
-def differences(evaluation: Any, measure: str, position: int = 0) -> dict[str, Any]:
+def differences(evaluation: Json, measure: str, position: int = 0) -> dict[str, Any]:
     (cell,) = (item for item in evaluation["cells"] if (item["measure"], item["position"]) == (measure, position))
     return {difference["other"]: difference for difference in cell["differences"]}
 
 
 def test_figures_are_those_of_the_cache_itself(
-    evaluate: Any, model_folder: ModelFolder, corpus_file: Path, load_tiny: LoadTiny
+    evaluate: Evaluate, model_folder: ModelFolder, corpus_file: Path, load_tiny: LoadTiny
 ) -> None:
     """KL, agreement and likelihood from logits of transformers' own attention over a packed cache."""
     status, evaluation, _, path = evaluate("--levels", "likelihood", "--read-plan", "cache")
@@ -87,7 +91,7 @@ def test_figures_are_those_of_the_cache_itself(
     assert differences(evaluation, "nll_nats_per_token")["bf16"]["mean"] == pytest.approx(float(nll) - base, abs=1e-5)
 
 
-def test_the_file_stands_beside_the_profile_and_is_shown(evaluate: Any, run: RunCommand) -> None:
+def test_the_file_stands_beside_the_profile_and_is_shown(evaluate: Evaluate, run: RunCommand) -> None:
     status, evaluation, _, path = evaluate(*FEW)
     assert status == 0
     file = Path(evaluation.pop("evaluation"))
@@ -109,7 +113,7 @@ def test_the_file_stands_beside_the_profile_and_is_shown(evaluate: Any, run: Run
 
 
 def test_nothing_of_this_machine_or_of_anybodys_text_is_in_the_file(
-    evaluate: Any, tmp_path: Path, corpus_file: Path, model_folder: ModelFolder, load_tiny: LoadTiny
+    evaluate: Evaluate, tmp_path: Path, corpus_file: Path, model_folder: ModelFolder, load_tiny: LoadTiny
 ) -> None:
     _, evaluation, _, path = evaluate(*FEW, f"--model={model_folder('llama-gqa')}")
     text = Path(evaluation["evaluation"]).read_text()
@@ -130,7 +134,9 @@ def test_nothing_of_this_machine_or_of_anybodys_text_is_in_the_file(
 
 
 @pytest.mark.parametrize("level", ["recall", "needle"])
-def test_a_length_that_the_questions_alone_exceed_is_refused_and_not_shown_as_it(level: str, evaluate: Any) -> None:
+def test_a_length_that_the_questions_alone_exceed_is_refused_and_not_shown_as_it(
+    level: str, evaluate: Evaluate
+) -> None:
     status, _, err, _ = evaluate("--levels", level, "--lengths", "8", "--problems", "2", "--questions", "9")
     assert status == 2
     assert f"{level} of 8 tokens takes " in err
@@ -148,14 +154,14 @@ def test_a_model_that_was_a_folder_is_asked_for_and_not_guessed(
     assert err.endswith(f"the profile is for a model of a folder called {name}; give --model FOLDER\n")
 
 
-def test_what_was_asked_is_not_asked_again(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_asked_is_not_asked_again(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtuner.calibration.forward.simulator import Simulator
     from kvtuner.evaluation.backends.local_backend import LocalBackend
 
     levels = ("--levels", "likelihood,recall", *TABLES)
     first = evaluate(*levels)[1]
 
-    def unwanted(*_: Any, **__: Any) -> None:
+    def unwanted(*_: object, **__: object) -> None:
         raise AssertionError("asked again")
 
     monkeypatch.setattr(Simulator, "measure", unwanted)
@@ -165,7 +171,7 @@ def test_what_was_asked_is_not_asked_again(evaluate: Any, monkeypatch: pytest.Mo
         evaluate(*levels, "--seed", "5")
 
 
-def test_an_interrupted_evaluation_goes_on(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_evaluation_goes_on(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtuner.evaluation.backends.local_backend import LocalBackend
 
     levels = ("--levels", "recall,arithmetic", *TABLES)
@@ -186,7 +192,7 @@ def test_an_interrupted_evaluation_goes_on(evaluate: Any, monkeypatch: pytest.Mo
     assert len(asked) == question_sets * schemes * problems + 1, "only the problem that was cut short is asked again"
 
 
-def test_a_damaged_or_foreign_evaluation_hides_nothing(evaluate: Any, run: RunCommand) -> None:
+def test_a_damaged_or_foreign_evaluation_hides_nothing(evaluate: Evaluate, run: RunCommand) -> None:
     _, evaluation, _, path = evaluate("--levels", "arithmetic", *QUESTIONS)
     file = Path(evaluation["evaluation"])
     document = json.loads(file.read_text())
@@ -213,7 +219,7 @@ def test_a_damaged_or_foreign_evaluation_hides_nothing(evaluate: Any, run: RunCo
         assert complaint in err, change
 
 
-def test_a_profile_with_any_name_finds_its_evaluations(evaluate: Any, run: RunCommand, tmp_path: Path) -> None:
+def test_a_profile_with_any_name_finds_its_evaluations(evaluate: Evaluate, run: RunCommand, tmp_path: Path) -> None:
     _, evaluation, _, path = evaluate("--levels", "arithmetic", *QUESTIONS)
     odd = path.with_name("profile[1].json")
     path.rename(odd)
@@ -222,7 +228,7 @@ def test_a_profile_with_any_name_finds_its_evaluations(evaluate: Any, run: RunCo
     assert len(json.loads(run("show", odd, "--json")[1])["evaluations"]) == 1
 
 
-def test_refusals(evaluate: Any, run: RunCommand, model_folder: ModelFolder, tmp_path: Path) -> None:
+def test_refusals(evaluate: Evaluate, run: RunCommand, model_folder: ModelFolder, tmp_path: Path) -> None:
     for flags, complaint in (
         (("--against", "K3V3"), "K3V3"),
         (("--against", "K16V16"), "compared with anyway"),
@@ -274,7 +280,7 @@ SERVER = ("--endpoint", "http://127.0.0.1:9")
     ((*SERVER, "--dtype", "float32"), "--dtype is for a model loaded here, not for servers"),
 ])  # fmt: skip
 def test_a_flag_that_nothing_would_read_is_refused_in_one_line(
-    evaluate: Any, tmp_path: Path, flags: tuple[str, ...], complaint: str
+    evaluate: Evaluate, tmp_path: Path, flags: tuple[str, ...], complaint: str
 ) -> None:
     status, out, err, _ = evaluate(*flags, as_json=False)
     assert (status, out) == (2, "")
@@ -287,13 +293,13 @@ def test_a_flag_that_nothing_would_read_is_refused_in_one_line(
     (*SERVER, "--levels", "arithmetic", "--lengths", "64", "--timeout", "1", "--device", "auto"),
     (*SERVER, "--levels", "likelihood", "--positions", "4", "--no-apply-chat-template"),
 ])  # fmt: skip
-def test_a_flag_that_is_read_is_not(evaluate: Any, flags: tuple[str, ...]) -> None:
+def test_a_flag_that_is_read_is_not(evaluate: Evaluate, flags: tuple[str, ...]) -> None:
     status, _, err, _ = evaluate(*flags, as_json=False)
     assert status == (2 if "--endpoint" in flags else 0)
     assert status == 0 or "does not answer as sglang servers do" in err
 
 
-def test_the_weights_are_hashed_once(evaluate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_weights_are_hashed_once(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtuner.calibration import model_loading as model
 
     healthy, hashed = model.fingerprint, []
@@ -307,7 +313,7 @@ def test_the_weights_are_hashed_once(evaluate: Any, monkeypatch: pytest.MonkeyPa
     assert len(hashed) == 1
 
 
-def test_intervals_are_those_of_numpy(evaluate: Any) -> None:
+def test_intervals_are_those_of_numpy(evaluate: Evaluate) -> None:
     """Resamples of the same seed, over per-sequence sums that the journal keeps."""
     _, evaluation, _, path = evaluate("--levels", "likelihood")
     records = [json.loads(line) for line in (path.parent / "out" / "validation.jsonl").read_text().splitlines()]

@@ -24,7 +24,7 @@ from kvtuner.search_spaces.budget import Budget
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fixture_types import ModelFolder
+    from fixture_types import ModelFolder, ProfileOf
 
     from kvtuner.geometry import ModelGeometry
 
@@ -101,7 +101,7 @@ def test_schemes_have_the_flags_that_ask_sglang_for_them(tmp_path: Path) -> None
     assert "--kvtuner-axis-key" in named_scheme("K4V4-per-channel", shape).server_flags(tmp_path)
 
 
-def test_a_scheme_is_named_once_however_it_is_written(profile_of: Any) -> None:
+def test_a_scheme_is_named_once_however_it_is_written(profile_of: ProfileOf) -> None:
     shape = read_shape(ModelSource("demo"))
     profile = named_scheme("K4V4", shape).profile
     assert profile is not None

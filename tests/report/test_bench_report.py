@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from page_reader import Page
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from fixture_types import ProfileOf
+
+    MakeResult = Callable[..., BenchResult]
+
 HOSTILE = """"'><script src="//evil.example/x.js">alert(1)</script>|`*"""
 RECORD = ServerRecord(
     "demo", 1, "0.5.23", "bfloat16", "auto", None, None, "cpu", 1, 1, 9_000, 16, 8_000, None, False
@@ -68,7 +72,7 @@ def answered(slowness: float) -> SchemeRun:
 
 
 @pytest.fixture(scope="module")
-def make_result(profile_of: Any) -> Callable[..., BenchResult]:
+def make_result(profile_of: ProfileOf) -> Callable[..., BenchResult]:
     config = AutoConfig.from_pretrained(DEMO_MODEL)
     profile = profile_of(config, [LayerQuantization(4, 4)] * config.num_hidden_layers)
     shape = read_shape(ModelSource(model="demo"))
@@ -112,7 +116,7 @@ def kl_cell(names: list[str]) -> Cell:
 
 
 @pytest.mark.slow
-def test_page_markdown_and_json_hold_every_way_and_every_load(make_result: Any, tmp_path: Path) -> None:
+def test_page_markdown_and_json_hold_every_way_and_every_load(make_result: MakeResult, tmp_path: Path) -> None:
     result = make_result()
     page = Page(write_bench_report(result, tmp_path).read_text())
     text = (tmp_path / MARKDOWN).read_text()
@@ -131,7 +135,7 @@ def test_page_markdown_and_json_hold_every_way_and_every_load(make_result: Any, 
 
 
 @pytest.mark.slow
-def test_tables_in_markdown_have_as_many_cells_as_headers(make_result: Any, tmp_path: Path) -> None:
+def test_tables_in_markdown_have_as_many_cells_as_headers(make_result: MakeResult, tmp_path: Path) -> None:
     write_bench_report(make_result(), tmp_path)
     widths: list[int] = []
     for line in (tmp_path / MARKDOWN).read_text().splitlines():
@@ -143,7 +147,7 @@ def test_tables_in_markdown_have_as_many_cells_as_headers(make_result: Any, tmp_
 
 
 @pytest.mark.slow
-def test_names_from_outside_are_text_in_all_forms(make_result: Any, tmp_path: Path) -> None:
+def test_names_from_outside_are_text_in_all_forms(make_result: MakeResult, tmp_path: Path) -> None:
     result = make_result(refusal=HOSTILE, name=HOSTILE)
     page = Page(write_bench_report(result, tmp_path).read_text())
     assert "script" not in page.names()
@@ -151,7 +155,7 @@ def test_names_from_outside_are_text_in_all_forms(make_result: Any, tmp_path: Pa
     assert "<script" not in (tmp_path / MARKDOWN).read_text().replace("\\<", "")
 
 
-def test_a_way_that_should_have_been_served_is_a_problem(make_result: Any) -> None:
+def test_a_way_that_should_have_been_served_is_a_problem(make_result: MakeResult) -> None:
     result = make_result()
     fp8 = next(each for each in result.schemes if each.name == "fp8")
     broken = replace(fp8, server=None, run=None, gates=(), refused="out of memory")
@@ -177,7 +181,7 @@ BOTH = {**HOST, GPU_MEMORY: 7 * 2.0**20}
     ],
 )
 def test_memory_is_of_one_kind_in_all_rounds(
-    make_result: Any, usages: list[dict[str, float]], kind: str, expected: str
+    make_result: MakeResult, usages: list[dict[str, float]], kind: str, expected: str
 ) -> None:
     result = make_result()
     ways = []
@@ -190,7 +194,7 @@ def test_memory_is_of_one_kind_in_all_rounds(
     assert [row[-1] for row in table.rows] == [expected, "5 / 5" if kind == "host" else "- / -"]
 
 
-def test_the_ablation_has_every_group_of_its_design(make_result: Any, tmp_path: Path) -> None:
+def test_the_ablation_has_every_group_of_its_design(make_result: MakeResult, tmp_path: Path) -> None:
     groups = {letter: each.scheme for each in make_result().schemes if (letter := GROUPS.get(each.name))}
     assert sorted(groups) == list("ABCDEFG")
     assert groups["G"].profile.defaults.k.symmetric

@@ -81,6 +81,12 @@ def test_a_backend_that_does_not_run_there_is_refused(toy: AttentionBackend, dev
         backend_for(torch.device(device), name)
 
 
+def test_the_kernels_are_refused_on_a_processor_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ServingError, match="the Triton kernels do not run on cpu"):
+        backend_for(CPU, "triton").make(CPU)
+
+
 def test_the_kernels_are_refused_on_a_gpu_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with pytest.raises(ServingError, match="never tried on a GPU of AMD"):

@@ -20,6 +20,8 @@ from kvtuner.quant import IDENTITY, QuantSpec, Transform
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
+ChoicesOf = Callable[..., list[LayerQuantization]]
+
 ModelOf = Callable[[str, torch.dtype], PreTrainedModel]
 ProfileOf = Callable[..., Profile]
 TransformOf = Callable[[str, ModelGeometry, int], Transform]
@@ -147,7 +149,7 @@ NATIVE = [LayerQuantization(16, 16), LayerQuantization(16, 16)]
 
 @pytest.mark.parametrize("read_plan", READ_PLANS)
 def test_logits_of_every_pair_are_those_of_an_uncached_forward(
-    read_plan: str, model_name: str, model_of: ModelOf, profile_of: ProfileOf, choices_of: Any
+    read_plan: str, model_name: str, model_of: ModelOf, profile_of: ProfileOf, choices_of: ChoicesOf
 ) -> None:
     model = model_of(model_name, torch.float64)
     geometry = ModelGeometry.from_config(model.config)
@@ -275,7 +277,7 @@ def test_sixteen_bits_everywhere_generate_what_the_usual_cache_generates(
 @pytest.mark.parametrize("read_plan", READ_PLANS)
 @pytest.mark.parametrize("mode", MODES)
 def test_packed_rows_generate_what_a_cache_of_exact_rows_and_quantized_reads_generates(
-    mode: str, read_plan: str, model_of: ModelOf, profile_of: ProfileOf, choices_of: Any
+    mode: str, read_plan: str, model_of: ModelOf, profile_of: ProfileOf, choices_of: ChoicesOf
 ) -> None:
     model, tokens = model_of("llama-gqa-64", torch.float64), prompt(2, 13)
     layers = choices_of(ModelGeometry.from_config(model.config), [(2, 4), (4, 16)], first=6)
@@ -333,7 +335,7 @@ def test_eight_bits_stay_close_to_the_usual_cache_and_two_do_not(model_of: Model
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_stored_bytes_are_the_profile_s_bytes_of_every_token(
-    dtype: torch.dtype, model_name: str, model_of: ModelOf, profile_of: ProfileOf, choices_of: Any
+    dtype: torch.dtype, model_name: str, model_of: ModelOf, profile_of: ProfileOf, choices_of: ChoicesOf
 ) -> None:
     model = model_of(model_name, dtype)
     for pairs in TWO_LAYERS:

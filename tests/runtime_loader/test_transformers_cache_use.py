@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,8 @@ from kvtuner.geometry import ModelGeometry
 from kvtuner.quant import Transform
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
+Filled = Callable[[int, Tensor], KVTunerCache]
+
 ModelOf = Callable[[str, torch.dtype], PreTrainedModel]
 ProfileOf = Callable[..., Profile]
 TransformOf = Callable[[str, ModelGeometry, int], Transform]
@@ -31,7 +32,7 @@ def prompt(batch: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def logits_in_chunks(model: PreTrainedModel, cache: Any, tokens: Tensor, cuts: Sequence[int]) -> Tensor:
+def logits_in_chunks(model: PreTrainedModel, cache: KVTunerCache, tokens: Tensor, cuts: Sequence[int]) -> Tensor:
     chunks = [model(tokens[:, a:b], past_key_values=cache).logits for a, b in pairwise(cuts)]
     return torch.cat(chunks, dim=1)
 
@@ -65,7 +66,7 @@ def assert_same_rows(found: KVTunerCache, expected: KVTunerCache) -> None:
 
 @pytest.mark.parametrize("tokens_to_remove", [-8, 12], ids=["count removed", "count kept"])
 def test_a_cropped_cache_goes_on_as_if_the_tokens_had_never_come(
-    tokens_to_remove: int, filled: Any, model_of: ModelOf
+    tokens_to_remove: int, filled: Filled, model_of: ModelOf
 ) -> None:
     tokens, other = prompt(2, 20), prompt(2, 20, seed=1)
     cache = filled(13, tokens)
@@ -75,7 +76,7 @@ def test_a_cropped_cache_goes_on_as_if_the_tokens_had_never_come(
     assert_same_rows(cache, filled(12, torch.cat((tokens[:, :12], other[:, 12:]), dim=1)))
 
 
-def test_crop_of_nothing_keeps_all_and_of_too_much_leaves_none(filled: Any) -> None:
+def test_crop_of_nothing_keeps_all_and_of_too_much_leaves_none(filled: Filled) -> None:
     cache = filled(13, prompt(2, 20))
     cache.crop(0)
     assert cache.get_seq_length() == 20
@@ -83,7 +84,7 @@ def test_crop_of_nothing_keeps_all_and_of_too_much_leaves_none(filled: Any) -> N
     assert (cache.get_seq_length(), cache.stored_bytes) == (0, 0)
 
 
-def test_beams_repeats_and_selections_turn_all_rows_of_the_batch(filled: Any) -> None:
+def test_beams_repeats_and_selections_turn_all_rows_of_the_batch(filled: Filled) -> None:
     tokens = prompt(2, 20)
     for turn, rows in (
         (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
@@ -108,7 +109,7 @@ def test_an_empty_cache_takes_every_operation(model_of: ModelOf, profile_of: Pro
     assert (cache.is_compileable, cache.is_sliding) == (False, [False, False])
 
 
-def test_a_reset_cache_is_new_for_a_batch_of_any_size(filled: Any, model_of: ModelOf) -> None:
+def test_a_reset_cache_is_new_for_a_batch_of_any_size(filled: Filled, model_of: ModelOf) -> None:
     cache, tokens = filled(13, prompt(2, 20)), prompt(3, 20)
     cache.reset()
     assert (cache.get_seq_length(), cache.allocated_bytes) == (0, 0)
@@ -116,7 +117,7 @@ def test_a_reset_cache_is_new_for_a_batch_of_any_size(filled: Any, model_of: Mod
     assert_same_rows(cache, filled(13, tokens))
 
 
-def test_copies_of_a_prefilled_prompt_go_separate_ways(filled: Any, model_of: ModelOf) -> None:
+def test_copies_of_a_prefilled_prompt_go_separate_ways(filled: Filled, model_of: ModelOf) -> None:
     model, tokens = model_of("llama-gqa-64", torch.float64), prompt(1, 20)
     prefix = filled(6, tokens[:, :12])
     copied = copy.deepcopy(prefix)
@@ -126,14 +127,14 @@ def test_copies_of_a_prefilled_prompt_go_separate_ways(filled: Any, model_of: Mo
     assert_same_rows(copied, filled(12, tokens))
 
 
-def test_masks_are_sized_for_lengths_and_for_the_positions_of_early_releases(filled: Any) -> None:
+def test_masks_are_sized_for_lengths_and_for_the_positions_of_early_releases(filled: Filled) -> None:
     layer = filled(13, prompt(1, 20)).layers[0]
     assert layer.get_mask_sizes(3) == layer.get_mask_sizes(torch.arange(20, 23)) == (23, 0)
     assert layer.get_max_cache_shape() == layer.get_max_length() == -1
     assert layer.is_croppable
 
 
-def test_a_repr_shows_widths_and_read_plan_and_no_outsider_gets_rows_for_keys(filled: Any) -> None:
+def test_a_repr_shows_widths_and_read_plan_and_no_outsider_gets_rows_for_keys(filled: Filled) -> None:
     cache = filled(13, prompt(1, 20))
     expected = "KVTunerCache(layers=[KVTunerLayer(K4V16), KVTunerLayer(K16V2)], read_plan='cache')"
     assert repr(cache) == expected

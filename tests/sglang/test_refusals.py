@@ -411,6 +411,7 @@ def test_an_implementation_that_there_is_not(tiny: Path, refused: Refused, fitti
     assert line == "KVTUNER_ATTENTION=flash is no implementation of attention on cpu; unset it"
 
 
+@pytest.mark.full
 def test_kernels_on_a_processor_without_the_interpreter(tiny: Path, refused: Refused, fitting: Path) -> None:
     line = refused(tiny, "--kvtuner-profile", str(fitting), KVTUNER_ATTENTION="triton", TRITON_INTERPRET="0")
     assert "the Triton kernels do not run on cpu" in line

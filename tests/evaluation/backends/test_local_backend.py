@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,12 +19,17 @@ from kvtuner.quant import QuantSpec
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
+if TYPE_CHECKING:
+    from fixture_types import Json, LoadTiny, ModelFolder, ProfileOf
+
+    Schemes = dict[str, CacheScheme]
+
 CONTEXT = "a table that says nothing of what is asked, but a model says something\n"
 ASKED = ("one", "and two", "one")
 
 
 @pytest.fixture(scope="module")
-def schemes(load_tiny: Any, profile_of: Any) -> dict[str, CacheScheme]:
+def schemes(load_tiny: LoadTiny, profile_of: ProfileOf) -> Schemes:
     loaded = load_tiny("llama-gqa")
     profile = profile_of(
         loaded.shape.config, [LayerQuantization(4, 2), LayerQuantization(8, 4), LayerQuantization(2, 16)]
@@ -39,7 +44,7 @@ def asking(*texts: str) -> Problem:
 
 
 @pytest.mark.parametrize("read_plan", READ_PLANS)
-def test_answers_do_not_depend_on_what_was_asked_before(read_plan: Any, load_tiny: Any, schemes: Any) -> None:
+def test_answers_do_not_depend_on_what_was_asked_before(read_plan: Any, load_tiny: LoadTiny, schemes: Schemes) -> None:
     for scheme in schemes.values():
         backend = LocalBackend(load_tiny("llama-gqa"), scheme, read_plan)
         answers = backend.answers(asking(*ASKED))
@@ -49,7 +54,7 @@ def test_answers_do_not_depend_on_what_was_asked_before(read_plan: Any, load_tin
 
 @pytest.mark.parametrize("made", [{"name": "llama-gqa"}, {"name": "qwen2-bias", "adds_bos": True}], ids=["", "bos"])
 @pytest.mark.parametrize("name", ["bf16", "fp8", "K4V2"])
-def test_answers_are_those_of_generate(name: str, made: Any, load_tiny: Any, model_folder: Any) -> None:
+def test_answers_are_those_of_generate(name: str, made: Json, load_tiny: LoadTiny, model_folder: ModelFolder) -> None:
     """The expected texts are of transformers' own loop and attention, prompt and question in chunks of their own."""
     loaded = load_tiny(**made)
     model = AutoModelForCausalLM.from_pretrained(model_folder(**made), dtype=torch.float32).eval()
@@ -70,7 +75,7 @@ def test_answers_are_those_of_generate(name: str, made: Any, load_tiny: Any, mod
         assert answer == expected or Question(text, "123").is_answered(answer)
 
 
-def test_exact_answers_are_the_same_wherever_a_context_begins(load_tiny: Any, schemes: Any) -> None:
+def test_exact_answers_are_the_same_wherever_a_context_begins(load_tiny: LoadTiny, schemes: Schemes) -> None:
     def logits(name: str, read_plan: Any, offset: int) -> torch.Tensor:
         backend = LocalBackend(load_tiny("llama-gqa"), schemes[name], read_plan)
         return backend._step([9, 3, 5, 8], schemes[name].cache(backend._model.config, read_plan, 512), offset)
@@ -83,7 +88,7 @@ def test_exact_answers_are_the_same_wherever_a_context_begins(load_tiny: Any, sc
     )
 
 
-def test_schemes_take_the_bytes_that_their_caches_hold(load_tiny: Any, schemes: Any) -> None:
+def test_schemes_take_the_bytes_that_their_caches_hold(load_tiny: LoadTiny, schemes: Schemes) -> None:
     loaded = load_tiny("llama-gqa")
     for name in ("fp8", "K4V2"):
         cache = schemes[name].cache(loaded.shape.config, "decode", 512)
@@ -94,12 +99,12 @@ def test_schemes_take_the_bytes_that_their_caches_hold(load_tiny: Any, schemes: 
 
 
 @pytest.mark.parametrize("name", ["K16V16", "int4", "K3V3"])
-def test_schemes_that_there_are_not(name: str, load_tiny: Any) -> None:
+def test_schemes_that_there_are_not(name: str, load_tiny: LoadTiny) -> None:
     with pytest.raises(PrecisionError, match=name):
         named_scheme(name, load_tiny("llama-gqa").shape)
 
 
-def test_windows_that_cover_the_context_are_none(model_folder: Any) -> None:
+def test_windows_that_cover_the_context_are_none(model_folder: ModelFolder) -> None:
     shape = read_shape(ModelSource(str(model_folder("mistral-no-window", sliding_window=128)), context_length=128))
     for name in ("fp8", "K8V8"):
         scheme = named_scheme(name, shape)
@@ -108,14 +113,16 @@ def test_windows_that_cover_the_context_are_none(model_folder: Any) -> None:
             scheme.cache(shape.config, "decode", 129)
 
 
-def test_logits_that_are_no_numbers_are_no_wrong_answers(load_tiny: Any, schemes: Any, monkeypatch: Any) -> None:
+def test_logits_that_are_no_numbers_are_no_wrong_answers(
+    load_tiny: LoadTiny, schemes: Schemes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = LocalBackend(load_tiny("llama-gqa"), schemes["fp8"], "decode")
     monkeypatch.setattr(backend._model.lm_head, "forward", lambda x: x.new_full((*x.shape[:-1], 320), torch.nan))
     with pytest.raises(NonFiniteActivationError, match="fp8"):
         backend.answers(asking("one"))
 
 
-def test_arithmetic_begins_where_it_is_asked_to(load_tiny: Any, schemes: Any) -> None:
+def test_arithmetic_begins_where_it_is_asked_to(load_tiny: LoadTiny, schemes: Schemes) -> None:
     seen = []
     backend = LocalBackend(load_tiny("llama-gqa"), schemes["bf16"], "decode")
     handle = backend._model.register_forward_pre_hook(

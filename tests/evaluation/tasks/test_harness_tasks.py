@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from fixture_types import Json, LoadTiny, ModelFolder
+
+    Evaluate = Callable[..., tuple[int, Json, str]]
+    MakeHarness = Callable[..., HarnessModel]
+
 # The harness's and its libraries', in every process that imports them.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -39,10 +44,10 @@ MODELS = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def harness(load_tiny: Any, tmp_path: Path) -> Callable[..., HarnessModel]:
+def harness(load_tiny: LoadTiny, tmp_path: Path) -> MakeHarness:
     """`harness(made, scheme, read_plan="decode", context_length=512)`."""
 
-    def make(made: Any, scheme: str, read_plan: Any = "decode", context_length: int = 512) -> HarnessModel:
+    def make(made: Json, scheme: str, read_plan: Any = "decode", context_length: int = 512) -> HarnessModel:
         loaded = load_tiny(**made)
         backend = LocalBackend(loaded, named_scheme(scheme, loaded.shape), read_plan)
         folder = RunFolder(tmp_path / "run")
@@ -57,7 +62,9 @@ def asking(*arguments: Any) -> list[Any]:
 
 
 @MODELS
-def test_log_likelihoods_are_those_of_one_forward(made: Any, harness: Any, load_tiny: Any, model_folder: Any) -> None:
+def test_log_likelihoods_are_those_of_one_forward(
+    made: Json, harness: MakeHarness, load_tiny: LoadTiny, model_folder: ModelFolder
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_folder(**made), dtype=torch.float32).eval()
     tokenizer = load_tiny(**made).tokenizer
     pairs = [("a table of words", " and more"), ("words end in a space ", "more"), ("one", " two three four five")]
@@ -72,7 +79,7 @@ def test_log_likelihoods_are_those_of_one_forward(made: Any, harness: Any, load_
 
 
 @MODELS
-def test_an_answer_reads_its_context_as_it_is_stored(made: Any, harness: Any, load_tiny: Any) -> None:
+def test_an_answer_reads_its_context_as_it_is_stored(made: Json, harness: MakeHarness, load_tiny: LoadTiny) -> None:
     loaded = load_tiny(**made)
     context, continuation = "a table of words that is stored in four bits", " and"
     ((log_p, _),) = harness(made, "K4V2").loglikelihood(asking((context, continuation)))
@@ -91,7 +98,7 @@ def test_an_answer_reads_its_context_as_it_is_stored(made: Any, harness: Any, lo
 
 @MODELS
 def test_long_texts_are_scored_in_pieces_each_token_once(
-    made: Any, harness: Any, load_tiny: Any, model_folder: Any
+    made: Json, harness: MakeHarness, load_tiny: LoadTiny, model_folder: ModelFolder
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_folder(**made), dtype=torch.float32).eval()
     tokenizer = load_tiny(**made).tokenizer
@@ -111,7 +118,7 @@ def test_long_texts_are_scored_in_pieces_each_token_once(
     assert found == pytest.approx(expected, abs=1e-3)
 
 
-def test_an_empty_continuation_is_certain_and_takes_nothing_from_its_neighbours(harness: Any) -> None:
+def test_an_empty_continuation_is_certain_and_takes_nothing_from_its_neighbours(harness: MakeHarness) -> None:
     model = harness({"name": "llama-gqa"}, "bf16")
     alone = model.loglikelihood(asking(("one", " two")))
     found = model.loglikelihood(asking(("abc", ""), ("one", " two"), ("", ""), ("abc ", "")))
@@ -124,7 +131,7 @@ def test_an_empty_continuation_is_certain_and_takes_nothing_from_its_neighbours(
     ({"do_sample": True}, True), ({"do_sample": True, "temperature": 1.5}, True), ({"temperature": 0.7}, True),
 ])  # fmt: skip
 def test_a_task_that_asks_for_sampling_is_noted_and_answered_greedily(
-    harness: Any, options: dict[str, Any], is_sampled: bool
+    harness: MakeHarness, options: dict[str, Any], is_sampled: bool
 ) -> None:
     model = harness({"name": "llama-gqa"}, "bf16")
     (greedy,) = model.generate_until(asking(("one two", {"max_gen_toks": 12})))
@@ -133,7 +140,9 @@ def test_a_task_that_asks_for_sampling_is_noted_and_answered_greedily(
     assert model.greedy == ({"a"} if is_sampled else set())
 
 
-def test_generations_stop_where_the_task_says(harness: Any, load_tiny: Any, model_folder: Any) -> None:
+def test_generations_stop_where_the_task_says(
+    harness: MakeHarness, load_tiny: LoadTiny, model_folder: ModelFolder
+) -> None:
     made = {"name": "llama-gqa"}
     model = AutoModelForCausalLM.from_pretrained(model_folder(**made), dtype=torch.float32).eval()
     tokenizer = load_tiny(**made).tokenizer
@@ -191,7 +200,7 @@ def tasks(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any, str]]:
+def evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Evaluate:
     """A K2V2 profile of the demo model by tasks alone, in effect: exit status, JSON, stderr."""
     path = tmp_path / "two.json"
     profile = named_scheme("K2V2", read_shape(ModelSource("demo"))).profile
@@ -208,7 +217,7 @@ def evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[...
     return call
 
 
-def test_local_tasks_show_what_two_bits_lose(evaluate: Any, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_tasks_show_what_two_bits_lose(evaluate: Evaluate, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = ("--tasks", "demo_sums,demo_lines", "--include-path", str(tasks))
     flags = (*own, "--limit", "6", "--against", "K8V8")
     status, found, err = evaluate(*flags)
@@ -224,7 +233,7 @@ def test_local_tasks_show_what_two_bits_lose(evaluate: Any, tasks: Path, monkeyp
         assert {each["other"]: each["mean"] for each in cell["differences"]}["bf16"] < 0
     assert str(tasks) not in json.dumps(found)
 
-    def unwanted(*_: Any, **__: Any) -> None:
+    def unwanted(*_: object, **__: object) -> None:
         raise AssertionError("asked twice")
 
     monkeypatch.setattr(LocalBackend, "log_likelihood", unwanted)
@@ -232,7 +241,7 @@ def test_local_tasks_show_what_two_bits_lose(evaluate: Any, tasks: Path, monkeyp
     assert evaluate(*flags)[1] == found
 
 
-def test_a_corpus_has_one_score_that_is_sacrebleus(evaluate: Any, tasks: Path, tmp_path: Path) -> None:
+def test_a_corpus_has_one_score_that_is_sacrebleus(evaluate: Evaluate, tasks: Path, tmp_path: Path) -> None:
     flags = ("--tasks", "demo_texts", "--include-path", str(tasks), "--against", "K8V8")
     status, found, err = evaluate(*flags)
     assert status == 0, err
@@ -259,7 +268,7 @@ def test_a_corpus_has_one_score_that_is_sacrebleus(evaluate: Any, tasks: Path, t
     assert 2 / 2**8 <= differences["bf16"]["p_value"] < 0.2, "every swap of eight texts"
 
 
-def test_tasks_that_cannot_be_asked(evaluate: Any, tasks: Path) -> None:
+def test_tasks_that_cannot_be_asked(evaluate: Evaluate, tasks: Path) -> None:
     (tasks / "broken.yaml").write_text(
         "task: broken\ndataset_path: json\ndataset_kwargs: {data_files: nowhere.jsonl}\n"
     )
@@ -278,7 +287,7 @@ def test_tasks_that_cannot_be_asked(evaluate: Any, tasks: Path) -> None:
 
 
 def test_sampling_is_left_out_with_a_warning_and_the_result_says_so(
-    evaluate: Any, tasks: Path, caplog: pytest.LogCaptureFixture
+    evaluate: Evaluate, tasks: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tasks / "sums.yaml"
     drawn = file.read_text().replace("max_gen_toks: 8", "max_gen_toks: 8, do_sample: true, temperature: 1.5")
@@ -294,9 +303,9 @@ def test_sampling_is_left_out_with_a_warning_and_the_result_says_so(
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), KeyError("a bug of ours"), OSError("the disk")])
 def test_what_fails_in_the_model_is_not_blamed_on_the_task(
-    evaluate: Any, tasks: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    evaluate: Evaluate, tasks: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def failing(*_: Any, **__: Any) -> None:
+    def failing(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(LocalBackend, "log_likelihood", failing)
@@ -305,8 +314,10 @@ def test_what_fails_in_the_model_is_not_blamed_on_the_task(
     assert raised.value is error
 
 
-def test_a_refusal_of_the_model_keeps_its_words(evaluate: Any, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusing(*_: Any, **__: Any) -> None:
+def test_a_refusal_of_the_model_keeps_its_words(
+    evaluate: Evaluate, tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(*_: object, **__: object) -> None:
         raise CacheError("the cache is of another batch")
 
     monkeypatch.setattr(LocalBackend, "generate_until", refusing)

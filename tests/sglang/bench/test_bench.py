@@ -153,15 +153,14 @@ def test_a_server_of_something_else_is_refused(
 
 
 @pytest.mark.parametrize(
-    "size",
+    "loads",
     [
-        ("--lengths", "50,300", "--outputs", "4,16", "--sequences", "2,2,4"),
-        pytest.param(("--lengths", "100,1000", "--outputs", "16,64"), marks=pytest.mark.full),
+        (*SHORT, "--lengths", "50,300", "--outputs", "4,16", "--sequences", "2,2,4", "--rounds", "1", "--repeats", "1"),
+        pytest.param((*SHORT, "--lengths", "100,1000", "--outputs", "16,64"), marks=pytest.mark.full),
     ],
     ids=["small", "whole"],
 )
-def test_the_ablation_serves_every_group_or_says_why_not(size: tuple[str, ...], bench: Bench, tmp_path: Path) -> None:
-    loads = (*size, *SHORT)
+def test_the_ablation_serves_every_group_or_says_why_not(loads: tuple[str, ...], bench: Bench, tmp_path: Path) -> None:
     common = ("--ablation", "--levels", "likelihood", "--kv-memory", "32MiB", "--server-args", ON_A_PROCESSOR)
     status, found, said = bench(*common, *loads)
     assert found, said[-3000:]
