@@ -1,4 +1,4 @@
-"""Ranges of layers with a word each, as people type them: ``0-1:bf16,62:int8``. Knows no model and no word."""
+"""Ranges of layers with a precision each, as people type them: ``0-1:bf16,62:int8``. Knows neither models nor bits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _LAYERS: Final = re.compile(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", re.ASCII)
 
 
 class LayerRange(NamedTuple):
-    """A range of layers with its word."""
+    """A range of layers with the text of its precision."""
 
     first: int
     last: int
-    word: str
+    precision: str
 
 
 def read_ranges(text: str) -> list[LayerRange]:
@@ -32,39 +32,39 @@ def read_ranges(text: str) -> list[LayerRange]:
     return [_entry(entry) for entry in text.split(",")]
 
 
-def read_layers(layers: str, word: str) -> LayerRange:
-    """Read one range, its layers, ``0`` or ``2-27``, apart from its word; `PrecisionError` where they are none."""
-    return _entry(f"{layers}:{word}")
+def read_layers(layers: str, precision: str) -> LayerRange:
+    """Read one range, its layers, ``0`` or ``2-27``, apart from its precision; `PrecisionError` where they are none."""
+    return _entry(f"{layers}:{precision}")
 
 
-def words_by_layer(ranges: Iterable[LayerRange]) -> dict[int, str]:
-    """The word of every layer in the ranges; `PrecisionError` where a layer is named twice."""
-    words: dict[int, str] = {}
-    for first, last, word in ranges:
+def precisions_by_layer(ranges: Iterable[LayerRange]) -> dict[int, str]:
+    """The precision of every layer in the ranges; `PrecisionError` where a layer is named twice."""
+    precisions: dict[int, str] = {}
+    for first, last, precision in ranges:
         for layer in range(first, last + 1):
-            if layer in words:
+            if layer in precisions:
                 raise PrecisionError(f"each layer may be given once, but layer {layer} is twice")
-            words[layer] = word
-    return words
+            precisions[layer] = precision
+    return precisions
 
 
-def write_ranges(words: Iterable[object], *, start: int = 0) -> str:
-    """Write the words of the layers from `start` on; neighbours with the same word are one range."""
+def write_ranges(precisions: Iterable[object], *, start: int = 0) -> str:
+    """Write the precisions of the layers from `start` on; neighbours with the same precision are one range."""
     entries = []
-    for word, members in groupby(enumerate(words, start), key=lambda item: item[1]):
+    for precision, members in groupby(enumerate(precisions, start), key=lambda item: item[1]):
         layers = [layer for layer, _ in members]
         name = f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
-        entries.append(f"{name}:{word}")
+        entries.append(f"{name}:{precision}")
     return ",".join(entries)
 
 
 def _entry(entry: str) -> LayerRange:
-    layers, _, word = entry.partition(":")
+    layers, _, precision = entry.partition(":")
     match = _LAYERS.fullmatch(layers)
-    if match is None or not word.strip():
+    if match is None or not precision.strip():
         raise PrecisionError(f"an entry is written 0:K8V8 or 2-27:K4V2, not {entry.strip()[:60]!r}")
     first = int(match[1])
     last = first if match[2] is None else int(match[2])
     if last < first:
         raise PrecisionError(f"a range goes from its lower to its higher layer, not {entry.strip()[:60]!r}")
-    return LayerRange(first, last, word.strip())
+    return LayerRange(first, last, precision.strip())

@@ -52,12 +52,12 @@ class PrecisionPair:
         Raises:
             PrecisionError: Any other text.
         """
-        word = text.strip()
-        if word.lower() in ("bf16", "fp16", "float16", "bfloat16", "auto"):
+        name = text.strip()
+        if name.lower() in ("bf16", "fp16", "float16", "bfloat16", "auto"):
             return cls(NATIVE_BITS, NATIVE_BITS)
-        if _UNIFORM.fullmatch(word):
-            return cls(int(word), int(word))
-        match = _PAIR.fullmatch(word.upper())
+        if _UNIFORM.fullmatch(name):
+            return cls(int(name), int(name))
+        match = _PAIR.fullmatch(name.upper())
         if match is None:
             raise PrecisionError(f"a precision is written K8V4, 8 or bf16, not {text!r}")
         return cls(int(match[1]), int(match[2]))

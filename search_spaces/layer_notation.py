@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import PrecisionError, SearchSpaceError
-from kvtuner.layer_ranges import read_ranges, words_by_layer
+from kvtuner.layer_ranges import precisions_by_layer, read_ranges
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def parse_keep(text: str) -> dict[int, PrecisionPair]:
         SearchSpaceError: An entry that cannot be read, or a layer named twice.
     """
     try:
-        return {layer: _pair(layer, word) for layer, word in words_by_layer(read_ranges(text)).items()}
+        return {layer: _pair(layer, precision) for layer, precision in precisions_by_layer(read_ranges(text)).items()}
     except PrecisionError as error:
         raise SearchSpaceError(f"{error}, in {text[:200]!r}") from error
 
@@ -52,8 +52,8 @@ def check_layers(layers: Iterable[int], num_layers: int) -> None:
             raise SearchSpaceError(f"the model has layers 0-{num_layers - 1}, so layer {layer} cannot be given")
 
 
-def _pair(layer: int, word: str) -> PrecisionPair:
+def _pair(layer: int, precision: str) -> PrecisionPair:
     try:
-        return PrecisionPair.parse(word)
+        return PrecisionPair.parse(precision)
     except PrecisionError as error:
         raise PrecisionError(f"layer {layer}: {error}") from error

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtuner.errors import PrecisionError
-from kvtuner.layer_ranges import LayerRange, read_layers, read_ranges, words_by_layer, write_ranges
+from kvtuner.layer_ranges import LayerRange, precisions_by_layer, read_layers, read_ranges, write_ranges
 
 WORDS = st.text(alphabet="abKV48:-", min_size=1, max_size=6)
 
 
 def test_ranges_keep_their_order_and_words() -> None:
     assert read_ranges(" 2 - 3 : k4 v2 ,0:a:b") == [LayerRange(2, 3, "k4 v2"), LayerRange(0, 0, "a:b")]
-    assert words_by_layer(read_ranges("1-2:x,0:y")) == {1: "x", 2: "x", 0: "y"}
+    assert precisions_by_layer(read_ranges("1-2:x,0:y")) == {1: "x", 2: "x", 0: "y"}
     assert read_layers("4-7", "bf16") == LayerRange(4, 7, "bf16")
 
 
@@ -28,7 +28,7 @@ def test_neighbours_with_the_same_word_are_one_range() -> None:
 @settings(deadline=None, derandomize=True, database=None)
 @given(st.lists(WORDS, min_size=1, max_size=40))
 def test_what_is_written_is_read_back(words: list[str]) -> None:
-    assert words_by_layer(read_ranges(write_ranges(words))) == dict(enumerate(words))
+    assert precisions_by_layer(read_ranges(write_ranges(words))) == dict(enumerate(words))
 
 
 @settings(deadline=None, derandomize=True, database=None)
@@ -46,7 +46,7 @@ def test_no_text_ends_in_anything_but_ranges_or_a_precision_error(text: str) -> 
 def test_hostile_text_is_refused_in_no_time(text: str) -> None:
     start = time.perf_counter()
     with pytest.raises(PrecisionError):
-        words_by_layer(read_ranges(text))
+        precisions_by_layer(read_ranges(text))
     assert time.perf_counter() - start < 2
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import PrecisionError, ProfileError
 from kvtuner.exported_configs.formats.conversion import Exported, Imported, Storage, refusal, uneven_layers
-from kvtuner.layer_ranges import read_layers, read_ranges, words_by_layer, write_ranges
+from kvtuner.layer_ranges import precisions_by_layer, read_layers, read_ranges, write_ranges
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _words(data: bytes) -> dict[int, str]:
     text = read_text(data)
     try:
         if text.strip()[:1].isdigit() and "\n" not in text.strip():
-            return words_by_layer(read_ranges(text.strip()))
+            return precisions_by_layer(read_ranges(text.strip()))
         return _of_yaml(read_yaml(text))
     except PrecisionError as error:
         raise ProfileError(str(error)) from error
@@ -64,13 +64,13 @@ def _of_yaml(document: Any) -> dict[int, str]:
         raise ProfileError(f"must be ranges like 0-1:bf16,2-27:int8, or YAML with {FIELD} and nothing else")
     layers = document[FIELD]
     if isinstance(layers, str):
-        return words_by_layer(read_ranges(layers))
+        return precisions_by_layer(read_ranges(layers))
     if not isinstance(layers, dict):
         raise ProfileError(f"{FIELD} must map layers to dtypes, or be ranges in quotes, not {type(layers).__name__}")
     for layer, word in layers.items():
         if type(layer) not in (int, str) or type(word) not in (int, str):
             raise ProfileError(f"{FIELD} maps layers to dtypes, such as 0: bf16, not {str(layer)[:20]!a}")
-    return words_by_layer(read_layers(str(layer), str(word)) for layer, word in layers.items())
+    return precisions_by_layer(read_layers(str(layer), str(word)) for layer, word in layers.items())
 
 
 def _pair(place: str, word: str, options: ImportOptions) -> PrecisionPair:

@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
         )
         command.add_flags(sub_parser)
         add_switch(sub_parser, "--json", "print the result as JSON on stdout")
-        add_switch(sub_parser, "--debug", "traceback instead of one line")
+        add_switch(sub_parser, "--debug", "print a traceback instead of one line")
     return parser
 
 

@@ -48,60 +48,71 @@ class BenchOptions:
     data: DataOptions = field(default_factory=DataOptions)
     against: tuple[str, ...] | None = option(
         None,
-        "beside bf16: fp8, or pairs such as K8V8; fp8 by default",
+        "schemes beside bf16: fp8, or pairs such as K8V8; fp8 by default",
         group="what is compared",
         type=names(),
         metavar="SCHEME[,...]",
     )
-    ablation: bool = option(False, "bf16, K8V8, K4V4, K2V2, K8V4, per channel, symmetric, fp8: quality and speed")
+    ablation: bool = option(
+        False, "compare bf16, K8V8, K4V4, K2V2, K8V4, per channel, symmetric, fp8: quality and speed"
+    )
     levels: tuple[str, ...] | None = option(
         None,
-        "of kvtuner eval, for the ablation's quality; likelihood,recall by default",
+        "levels of kvtuner eval, for the ablation's quality; likelihood,recall by default",
         type=names(LEVELS),
         metavar="LEVEL[,...]",
     )
     server_args: str = option(
         "",
-        "of sglang.launch_server, the same for every scheme",
+        "flags of sglang.launch_server, the same for every scheme",
         group="servers, started here one after another",
         metavar="'FLAGS'",
     )
     kv_memory: int | None = option(
-        None, "for the KV pool of every scheme, such as 40GiB; SGLang decides", type=_bytes, metavar="BYTES"
+        None, "size of every scheme's KV pool, such as 40GiB; SGLang decides by default", type=_bytes, metavar="BYTES"
     )
-    start_timeout: int | None = option(None, "for a start; 1800 by default", type=positive, metavar="SECONDS")
+    start_timeout: int | None = option(
+        None, "seconds for a server's start; 1800 by default", type=positive, metavar="SECONDS"
+    )
     endpoint: tuple[tuple[str, str], ...] | None = option(
         None,
-        "of servers that are there already, in place of starting any",
+        "URL of a server that is there already, in place of starting any",
         type=endpoint,
         action="append",
         metavar="[SCHEME=]URL",
     )
     api: Literal["sglang", "openai"] | None = option(
-        None, "how endpoints are spoken to; sglang by default", choices=("sglang", "openai")
+        None, "interface of the endpoints; sglang by default", choices=("sglang", "openai")
     )
-    lengths: tuple[int, ...] | None = _counts("of prompts; those of 10 to 32,000 that fit, by default", group="load")
-    outputs: tuple[int, ...] | None = _counts("generated; 16, 64 and 256 by default")
+    lengths: tuple[int, ...] | None = _counts("prompt tokens; those of 10 to 32,000 that fit, by default", group="load")
+    outputs: tuple[int, ...] | None = _counts("generated tokens; 16, 64 and 256 by default")
     concurrency: tuple[int, ...] | None = option(
         None, "requests in flight; doubled to what fits, by default", type=counts, metavar="N[,...]"
     )
     batches: tuple[int, ...] | None = option(
-        None, "sent at one moment; 1 to 16 by default", type=counts, metavar="N[,...]"
+        None, "requests sent at one moment; 1 to 16 by default", type=counts, metavar="N[,...]"
     )
-    rounds: int = option(LOADS.rounds, "of the same load, for stability", type=positive)
+    rounds: int = option(LOADS.rounds, "rounds of the same load, for stability", type=positive)
     repeats: int = option(LOADS.repeats, "requests, or batches, at each point", type=positive)
-    prompt: int = option(LOADS.prompt, "of loads not about lengths", type=positive, metavar="TOKENS")
-    output: int = option(LOADS.output, "of loads not about outputs", type=positive, metavar="TOKENS")
-    timeout: int = option(600, "for one request", type=positive, metavar="SECONDS")
+    prompt: int = option(LOADS.prompt, "prompt tokens of loads that do not vary them", type=positive, metavar="TOKENS")
+    output: int = option(
+        LOADS.output, "generated tokens of loads that do not vary them", type=positive, metavar="TOKENS"
+    )
+    timeout: int = option(600, "seconds for one request", type=positive, metavar="SECONDS")
     memory_bandwidth: float | None = option(
         None,
-        "of one GPU, for the gate on tokens per second; measured where servers are started here",
+        "bandwidth of one GPU's memory, for the gate on tokens per second; measured where servers are started here",
         type=_gigabytes,
         metavar="GB/S",
     )
-    seed: int | None = option(None, "of where prompts are cut from the text; the search's by default", type=seed)
+    seed: int | None = option(
+        None, "seed of the places where prompts are cut from the text; the search's by default", type=seed
+    )
     out: str | None = option(
-        None, "report and raw figures; runs/<model>-bench-... by default", group="run", metavar="FOLDER"
+        None,
+        "folder of the report and the raw figures; runs/<model>-bench-... by default",
+        group="run",
+        metavar="FOLDER",
     )
 
     def __post_init__(self) -> None:

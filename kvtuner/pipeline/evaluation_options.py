@@ -56,10 +56,14 @@ class EvalOptions:
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
     levels: tuple[str, ...] | None = option(
-        None, f"{', '.join(LEVELS)}; all, by default", type=names(LEVELS), group="evaluation", metavar="LEVEL[,...]"
+        None,
+        f"levels: {', '.join(LEVELS)}; all, by default",
+        type=names(LEVELS),
+        group="evaluation",
+        metavar="LEVEL[,...]",
     )
     read_plan: ReadPlanName | None = option(
-        None, "which tokens read quantized keys and values; the search's by default", choices=READ_PLANS
+        None, "read plan: which tokens read quantized keys and values; the search's by default", choices=READ_PLANS
     )
     against: tuple[str, ...] | None = option(
         None,
@@ -69,43 +73,47 @@ class EvalOptions:
     )
     lengths: tuple[int, ...] | None = option(
         None,
-        "of recall's and needles' contexts; those of 128, 256, 512, 2048 and 8192 that fit, by default",
+        "lengths of recall's and needles' contexts; those of 128, 256, 512, 2048 and 8192 that fit, by default",
         type=counts,
         metavar="TOKENS[,...]",
     )
     problems: int | None = _number("problems", "contexts of every length", type=several)
-    questions: int | None = _number("questions", "after each context")
+    questions: int | None = _number("questions", "questions after each context")
     samples: int | None = _number("samples", "prompts that all schemes continue")
     batch_size: int | None = _number("batch_size", "sequences in flight, of likelihood")
-    seed: int | None = option(None, "of documents, questions and bootstrap; the search's by default", type=seed)
+    seed: int | None = option(None, "seed of documents, questions and bootstrap; the search's by default", type=seed)
     tasks: tuple[str, ...] | None = option(
         None,
-        "such as gsm8k; names in --include-path too",
+        "tasks, such as gsm8k; those of --include-path too",
         group="tasks of lm-evaluation-harness (pip install 'kvtuner[eval]')",
         type=names(),
         metavar="NAME[,...]",
     )
-    include_path: str | None = option(None, "of task files; they may run code of their own", metavar="FOLDER")
+    include_path: str | None = option(None, "folder of task files; they may run code of their own", metavar="FOLDER")
     limit: int | None = option(None, "questions of each task; all, by default", type=several)
     num_fewshot: int | None = option(None, "examples before a question; the task's own, by default", type=int)
-    apply_chat_template: bool = option(False, "prompts go through the tokenizer's chat template")
+    apply_chat_template: bool = option(False, "put prompts through the tokenizer's chat template")
     endpoint: tuple[tuple[str, str], ...] | None = option(
         None,
-        "of the server that serves the profile; others as bf16=URL, fp8=URL, K8V8=URL",
+        "URL of the server that serves the profile; others as bf16=URL, fp8=URL, K8V8=URL",
         group="servers, in place of a model loaded here",
         type=endpoint,
         action="append",
         metavar="[SCHEME=]URL",
     )
     api: Literal["sglang", "openai"] | None = option(
-        None, "how they are spoken to; sglang by default", choices=("sglang", "openai")
+        None, "interface of the servers; sglang by default", choices=("sglang", "openai")
     )
-    timeout: int | None = _number("timeout", "for one answer", metavar="SECONDS")
-    positions: int | None = _number("positions", "last ones of each sequence, that they score", metavar="TOKENS")
-    scored_sequences: int | None = _number("scored_sequences", "that they score at most", type=several, metavar="N")
+    timeout: int | None = _number("timeout", "seconds for one answer", metavar="SECONDS")
+    positions: int | None = _number(
+        "positions", "last positions of each sequence, which servers score", metavar="TOKENS"
+    )
+    scored_sequences: int | None = _number(
+        "scored_sequences", "sequences that servers score at most", type=several, metavar="N"
+    )
     top_logprobs: int | None = _number("top_logprobs", "likely tokens that a truncated KL tells apart", metavar="K")
     out: str | None = option(
-        None, "what is asked once is kept here; runs/<model>-eval-... by default", group="run", metavar="FOLDER"
+        None, "folder that keeps what is asked once; runs/<model>-eval-... by default", group="run", metavar="FOLDER"
     )
 
     def __post_init__(self) -> None:

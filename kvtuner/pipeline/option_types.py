@@ -55,16 +55,16 @@ def sequences(text: str) -> tuple[int, int, int]:
     return splits[0], splits[1], splits[2]
 
 
-def names(known: Sequence[str] = ()) -> Callable[[str], tuple[str, ...]]:
-    """A function that reads names between commas, each of them known where any are."""
+def names(choices: Sequence[str] = ()) -> Callable[[str], tuple[str, ...]]:
+    """A function that reads names between commas, each of them one of the choices where there are any."""
 
     def parse(text: str) -> tuple[str, ...]:
         parts = tuple(part.strip() for part in text.split(",") if part.strip())
         if not parts:
             raise OptionError("name one at least")
         for part in parts:
-            if known and part not in known:
-                raise OptionError(f"{part!r} is none of {', '.join(known)}")
+            if choices and part not in choices:
+                raise OptionError(f"{part!r} is none of {', '.join(choices)}")
         return parts
 
     return parse

@@ -48,11 +48,11 @@ class ModelOptions:
 
     model: str | None = option(None, "hub id, local folder, or the shipped demo model", metavar="ID|FOLDER|demo")
     revision: str | None = option(None, "commit, tag or branch on the hub")
-    device: str = option("auto", "auto (every GPU, else the CPU), cpu, cuda, cuda:N")
-    dtype: str = option("auto", "auto, float32, float16 or bfloat16")
+    device: str = option("auto", "torch device: auto (every GPU, else the CPU), cpu, cuda, cuda:N")
+    dtype: str = option("auto", "dtype of the model: auto, float32, float16 or bfloat16")
     trust_remote_code: bool = option(False, "run code that comes with the checkpoint")
     context_length: int | None = option(
-        None, "what will be served; the model's maximum by default", type=positive, metavar="TOKENS"
+        None, "context that will be served; the model's maximum by default", type=positive, metavar="TOKENS"
     )
 
     def __post_init__(self) -> None:
@@ -72,7 +72,10 @@ class DataOptions:
     data_split: str = option("train", "split of the datasets id")
     text_field: str = option("text", "field that holds the text")
     sequence_length: int | None = option(
-        None, "512 for demo, else 2048 or the context if that is less", type=positive, metavar="TOKENS"
+        None,
+        "tokens per sequence; 512 for demo, else 2048 or the context if that is less",
+        type=positive,
+        metavar="TOKENS",
     )
     sequences: tuple[int, int, int] | None = option(
         None,
@@ -98,9 +101,11 @@ class MeasurementOptions:
     """The options of a measurement of sensitivity."""
 
     score: ScoreName = option(
-        "kl", "what bits are allocated by; fisher and e_o skip the isolated forwards", choices=SCORES
+        "kl", "score that bits are allocated by; fisher and e_o skip the isolated forwards", choices=SCORES
     )
-    read_plan: ReadPlanName = option("decode", "which tokens read quantized keys and values", choices=READ_PLANS)
+    read_plan: ReadPlanName = option(
+        "decode", "read plan: which tokens read quantized keys and values", choices=READ_PLANS
+    )
     fisher_draws: int = option(4, "sampled labels per token", type=positive, metavar="R")
     batch_size: int = option(1, "sequences in flight", type=positive)
     k_group_size: int | None = option(
@@ -111,7 +116,7 @@ class MeasurementOptions:
     )
     symmetric: bool = option(False, "one grid around zero instead of minimum and scale")
     pairs: bool = option(False, "also measure the paper's e_o of all K/V pairs")
-    seed: int = option(0, "of documents, offsets, labels, sampler and bootstrap", type=seed)
+    seed: int = option(0, "seed of documents, offsets, labels, sampler and bootstrap", type=seed)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -133,7 +138,7 @@ class SearchOptions(CalibrateOptions):
 
     budget: tuple[str, ...] = option(
         (),
-        "4bit, 4.25bpe, 35%%, 18KiB/token, 40GiB@32x64k; several make several profiles",
+        "limits on the cache: 4bit, 4.25bpe, 35%%, 18KiB/token, 40GiB@32x64k; several make several profiles",
         group="search",
         nargs="+",
         action="extend",
@@ -142,17 +147,17 @@ class SearchOptions(CalibrateOptions):
     layers: str | None = option(
         None, "write this configuration instead of searching: 0-1:bf16,2-27:K4V2", metavar="RANGES"
     )
-    keep: str | None = option(None, "force layers: 0:K8V8,27:16", metavar="LAYERS")
+    keep: str | None = option(None, "layers to keep as given: 0:K8V8,27:16", metavar="LAYERS")
     groups: bool = option(False, "tie layers by DBSCAN as the KVTuner paper does")
     sampler: SamplerName | None = option(
         None,
-        f"of the refinement; none measures the warm starts only; {DEFAULT_SAMPLER} by default",
+        f"sampler of the refinement; none measures the warm starts only; {DEFAULT_SAMPLER} by default",
         choices=SAMPLERS,
     )
     trials: int | None = option(
-        None, f"of the refinement, warm starts included; {DEFAULT_TRIALS} by default", type=positive
+        None, f"trials of the refinement, warm starts included; {DEFAULT_TRIALS} by default", type=positive
     )
-    nested: bool = option(False, "a larger budget never takes bits away; needs --sampler none")
+    nested: bool = option(False, "nested budgets: a larger one never takes bits away; needs --sampler none")
     tp_size: int = option(1, "tensor-parallel ranks that will serve", type=positive)
     pp_size: int = option(1, "pipeline stages that will serve; each keeps the budget", type=positive)
     report: bool = option(True, "write report.html and its pictures (`kvtuner report` does so later)")

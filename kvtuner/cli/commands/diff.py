@@ -45,7 +45,7 @@ def _names(first: ResolvedProfile, second: ResolvedProfile) -> tuple[str, str]:
 
 def _add_flags(parser: ArgumentParser) -> None:
     add_profile(parser, "first")
-    add_profile(parser, "second", help="the other one")
+    add_profile(parser, "second", help="profile to compare with the first")
     parser.add_argument("--exit-code", action="store_true", help="exit 1 if the layers differ")
     parser.add_argument("--html", metavar="FILE", help="write a page that needs nothing else")
 

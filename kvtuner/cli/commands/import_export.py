@@ -75,14 +75,18 @@ def _say_notes(notes: tuple[str, ...]) -> None:
 
 
 def _add_import_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help="the file; of ranges also the text, such as 0-1:bf16,2-27:8")
-    parser.add_argument("--from", dest="format", required=True, choices=readable(), help="what the file is")
-    parser.add_argument("--model", metavar="ID|FOLDER|demo", required=True, help="only its configuration is read")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="file to read; for ranges also the text, such as 0-1:bf16,2-27:8"
+    )
+    parser.add_argument("--from", dest="format", required=True, choices=readable(), help="format of the file")
+    parser.add_argument(
+        "--model", metavar="ID|FOLDER|demo", required=True, help="model of the profile; only its configuration is read"
+    )
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
-    parser.add_argument("--scheme", choices=PRESETS, help="of a preset of KVTuner, if its name does not say it")
+    parser.add_argument("--scheme", choices=PRESETS, help="scheme of a preset of KVTuner, if its name does not say it")
     parser.add_argument("--map", metavar="WORD=BITS,...", help="integers in place of other formats: FP8=8,NVFP4=K8V4")
     parser.add_argument("--group-size", type=int, metavar="N", help="channels per scale, in place of the file's")
-    parser.add_argument("--default-dtype", metavar="WORD", help="of layers that ranges do not name")
+    parser.add_argument("--default-dtype", metavar="WORD", help="precision of layers that ranges do not name")
     grid = parser.add_mutually_exclusive_group()
     for flag, value, text in (
         ("--symmetric", True, "grids around zero, where the file does not say"),
@@ -95,7 +99,7 @@ def _add_import_flags(parser: ArgumentParser) -> None:
 
 def _add_export_flags(parser: ArgumentParser) -> None:
     add_profile(parser, "profile")
-    parser.add_argument("--to", dest="format", required=True, choices=writable(), help="what to write")
+    parser.add_argument("--to", dest="format", required=True, choices=writable(), help="format to write")
     parser.add_argument("--out", metavar="FILE", help="write it there; to stdout by default")
     add_switch(parser, "--force", "overwrite the file that --out names")
     add_switch(parser, "--lossy", "drop what the format cannot say, and say what; for ranges and vllm-skip-layers")

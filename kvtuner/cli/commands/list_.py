@@ -61,8 +61,8 @@ def _row(facts: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", help="also the profiles of this folder and those below it")
-    parser.add_argument("--model", metavar="ID|FOLDER|demo", help="those that fit this model only")
+    parser.add_argument("folder", nargs="?", help="folder whose profiles are listed too, with those below it")
+    parser.add_argument("--model", metavar="ID|FOLDER|demo", help="list only those that fit this model")
 
 
 COMMANDS: Final = (Command("list", "profiles at hand: the catalogue, the local cache, a folder", _add_flags, _run),)

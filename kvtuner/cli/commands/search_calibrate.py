@@ -66,8 +66,8 @@ def _add_flags(parser: ArgumentParser, options: type) -> None:
         metavar="FOLDER",
         help="run folder; runs/<model>-<budget> by default. The same command resumes",
     )
-    group.add_argument("--config", metavar="FILE.yaml", help="flags by name, overlaid by the command line")
-    add_switch(group, "--dry-run", "geometry, bytes per token and forward tokens; loads no weights")
+    group.add_argument("--config", metavar="FILE.yaml", help="file of flags by name, overlaid by the command line")
+    add_switch(group, "--dry-run", "print geometry, bytes per token and forward tokens; load no weights")
 
 
 COMMANDS: Final = (

@@ -76,11 +76,11 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
 def _add_flags(parser: ArgumentParser) -> None:
     add_profile(parser, "file", nargs="+")
     parser.add_argument("--model", metavar="ID|FOLDER|demo", help="also check that it fits this model")
-    parser.add_argument("--strict", action="store_true", help="nothing may differ: what is warned of is an error")
+    parser.add_argument("--strict", action="store_true", help="allow no difference: what is warned of is an error")
     parser.add_argument(
         "--allow-derived",
         action="store_true",
-        help="a fine-tune, or another configuration with the same geometry, is warned of",
+        help="warn only of a fine-tune, or of another configuration with the same geometry",
     )
 
 
