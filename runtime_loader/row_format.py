@@ -82,7 +82,7 @@ def _pack(spec: QuantSpec, states: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerFormat:
-    """The storage of one layer on one rank."""
+    """The formats of the rows of one layer on one rank."""
 
     k: RowFormat
     v: RowFormat

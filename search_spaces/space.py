@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerChoice:
-    """The bits and transforms of one layer.
+    """The bits and transforms that a search picks for one layer, with what they cost.
 
     Attributes:
-        cost_bytes: stored bytes of one token in this layer, on one rank.
+        cost_bytes: The stored bytes of one token in this layer, on one rank.
         score: The predicted loss of quality, additive over layers; NaN where that of a baseline was not measured.
     """
 

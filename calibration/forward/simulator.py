@@ -27,7 +27,7 @@ REUSE_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSpec:
-    """The storage of one layer's keys and values; None keeps a side in the served dtype.
+    """The quantization by which one layer is simulated; None keeps a side in the served dtype.
 
     Only an object equals itself: configurations that share layers share their objects.
     """

@@ -33,7 +33,7 @@ _NO_TRANSFORM: Final = str(IDENTITY.kind)
 
 @dataclass(frozen=True, slots=True)
 class LayerQuantization:
-    """The storage of one layer: its widths, and its transforms with their constants for all KV heads.
+    """One layer that a profile is built from: its widths, and its transforms with their constants for all KV heads.
 
     A side of 16 bits has the identity. Values have no transform, or hadamard.
     """

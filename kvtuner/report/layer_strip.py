@@ -52,7 +52,7 @@ def wants_colour(stream: TextIO, environment: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """The bits and transforms of one layer; keys per channel have `PER_CHANNEL` in place of a transform."""
+    """One layer as reports show it; keys per channel have `PER_CHANNEL` in place of a transform."""
 
     layer: int
     k_bits: int

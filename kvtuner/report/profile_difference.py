@@ -22,7 +22,7 @@ DEFAULTS: Final = ("granularity", "group_size", "symmetric")
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """The storage of one layer: keys of 16 bits have no granularity; constants are the base64 of mu and lambda."""
+    """One layer of a compared profile: 16-bit keys have no granularity; constants are the base64 of mu and lambda."""
 
     pair: str
     k_transform: str
