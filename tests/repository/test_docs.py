@@ -43,3 +43,12 @@ def test_lines_of_prose_fit_a_screen(page: Path) -> None:
 def test_readme_links_to_every_page_of_the_documentation() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [page.name for page in DOCS if f"(docs/{page.name})" not in readme] == []
+
+
+@pytest.mark.parametrize(
+    "page", [*DOCS, *(ROOT / name for name in READMES)], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_python_files_that_a_page_names_are_there(page: Path) -> None:
+    files = [f"/{path.relative_to(ROOT).as_posix()}" for path in ROOT.glob("[!.]*/**/*.py")]
+    named = set(re.findall(r"\b[\w/]+\.py\b", page.read_text(encoding="utf-8")))
+    assert [name for name in sorted(named) if not any(file.endswith(f"/{name}") for file in files)] == []
