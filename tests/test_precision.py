@@ -228,11 +228,7 @@ def test_more_bits_never_take_fewer_bytes(num_heads: int, head_dim: int) -> None
 def test_bytes_per_token_add_up_over_layers_sides_and_group_sizes() -> None:
     shape = RowShape(num_kv_heads=2, head_dim=80, v_head_dim=96, k_group_size=40, v_group_size=48)
     pairs = [PrecisionPair(8, 4), PrecisionPair(2, 16), PrecisionPair(16, 8)]
-    by_hand = [
-        (160 + 16) + (96 + 16),
-        (40 + 16 + 8) + 2 * 96 * 2,
-        2 * 80 * 2 + (192 + 16),
-    ]
+    by_hand = [(160 + 16) + (96 + 16), (40 + 16 + 8) + 2 * 96 * 2, 2 * 80 * 2 + (192 + 16)]
     assert [shape.pair_bytes(pair) for pair in pairs] == by_hand
     assert bytes_per_token(pairs, shape) == sum(by_hand)
     assert bytes_per_token([], shape) == 0

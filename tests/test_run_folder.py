@@ -15,14 +15,7 @@ import pytest
 
 from kvtuner import run_folder
 from kvtuner.errors import RunFolderError
-from kvtuner.run_folder import (
-    EVENTS,
-    RunFolder,
-    canonical_json,
-    refuse_difference,
-    sha256_of,
-    write_atomically,
-)
+from kvtuner.run_folder import EVENTS, RunFolder, canonical_json, refuse_difference, sha256_of, write_atomically
 
 
 @pytest.fixture

@@ -45,10 +45,7 @@ def remote_config(*, is_encoder_decoder: bool = False, **fields: Any) -> Any:
         (remote_config(sliding_window=64, max_position_embeddings=65), "sliding_attention in layer 0"),
         (remote_config(attention_chunk_size=64), "chunked_attention in layer 0"),
         (remote_config(layer_types=["full_attention", "conv"]), "conv in layer 1"),
-        (
-            remote_config(model_type="x", num_kv_shared_layers=2),
-            "'x' has layers that read another layer's keys",
-        ),
+        (remote_config(model_type="x", num_kv_shared_layers=2), "'x' has layers that read another layer's keys"),
         (remote_config(model_type="y", is_encoder_decoder=True), "'y' has an encoder"),
         (remote_config(cross_attention_layers=[3]), "has cross-attention layers"),
     ],

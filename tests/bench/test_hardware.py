@@ -51,8 +51,7 @@ def test_an_untied_embedding_is_only_looked_up() -> None:
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "only_looked_up"),
-    [(GPT2Config, ["wpe"]), (OPTConfig, ["embed_positions"]), (LlamaConfig, [])],
+    ("kind", "only_looked_up"), [(GPT2Config, ["wpe"]), (OPTConfig, ["embed_positions"]), (LlamaConfig, [])]
 )
 def test_tables_of_positions_are_only_looked_up(kind: Any, only_looked_up: list[str], is_tied: bool) -> None:
     config = kind(**{**SMALL, "hidden_size": 48}, word_embed_proj_dim=48, tie_word_embeddings=is_tied)

@@ -209,11 +209,7 @@ def test_ctrl_c_while_a_library_executes_text_ends_with_130_too(tmp_path: Path) 
 
 
 def test_a_full_disk_is_said_in_one_line_and_nothing_is_lost(
-    run: RunCommand,
-    model_folder: ModelFolder,
-    corpus_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run: RunCommand, model_folder: ModelFolder, corpus_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
     command = ("calibrate", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--out", out)

@@ -22,10 +22,7 @@ def parsed(tmp_path: Path, text: str, *flags: str) -> dict[str, Any]:
     return vars(parse(build_parser(), ["search", "--config", str(file), *flags]))
 
 
-@pytest.mark.parametrize(
-    ("copy", "known"),
-    [(options.SCORES, ScoreName), (options.SAMPLERS, SamplerName)],
-)
+@pytest.mark.parametrize(("copy", "known"), [(options.SCORES, ScoreName), (options.SAMPLERS, SamplerName)])
 def test_the_choices_of_options_are_those_of_the_modules_that_they_do_not_import(
     copy: tuple[str, ...], known: object
 ) -> None:

@@ -244,11 +244,7 @@ def test_a_missing_data_file_is_named(refused_search: Refused, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_run_folder_of_another_model_or_data_is_refused_by_field(
-    refused_search: Refused,
-    search: Search,
-    model_folder: ModelFolder,
-    sentences: Any,
-    tmp_path: Path,
+    refused_search: Refused, search: Search, model_folder: ModelFolder, sentences: Any, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     search(out, "--budget", "3bit")

@@ -63,11 +63,7 @@ def test_verification_fails_in_one_line_with_status_2(run: RunCommand, folder: P
     identity, stranger = f"key:{folder / 'public.pem'}", f"key:{folder / 'stranger.pem'}"
     for prepare, asked, words in (
         (lambda: None, identity, "profile.json.sig: there is no such signature; fetch it with the profile, or sign"),
-        (
-            lambda: run("sign", profile, "--private-key", folder / "key.pem"),
-            stranger,
-            "Key mismatch",
-        ),
+        (lambda: run("sign", profile, "--private-key", folder / "key.pem"), stranger, "Key mismatch"),
         (lambda: None, "me@example.org", "an identity is key:PUBLIC.pem, chain:"),
         (lambda: profile.write_bytes(profile.read_bytes() + b" "), identity, "was changed after it was signed"),
     ):

@@ -48,14 +48,7 @@ QUALITY = {
     "perplexity": 12.5,
     "reference_perplexity": 12.25,
     "baselines": [
-        {
-            "name": "K4V4",
-            "mean_bits": 4.0,
-            "effective_bits": 4.25,
-            "kl_mean": 0.05,
-            "kl_low": 0.04,
-            "kl_high": 0.06,
-        }
+        {"name": "K4V4", "mean_bits": 4.0, "effective_bits": 4.25, "kl_mean": 0.05, "kl_low": 0.04, "kl_high": 0.06}
     ],
 }
 PROVENANCE = {

@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvtuner.errors import PrecisionError
-from kvtuner.quant import (
-    Quantized,
-    QuantSpec,
-    Transform,
-    TransformKind,
-    fp16_down,
-    fp16_up,
-    quantize,
-)
+from kvtuner.quant import Quantized, QuantSpec, Transform, TransformKind, fp16_down, fp16_up, quantize
 
 F32 = np.float32
 

@@ -14,12 +14,7 @@ from scipy.linalg import hadamard as scipy_hadamard
 from torch import Tensor
 
 from kvtuner.errors import PrecisionError
-from kvtuner.quant import (
-    IDENTITY,
-    Transform,
-    hadamard,
-    hadamard_block,
-)
+from kvtuner.quant import IDENTITY, Transform, hadamard, hadamard_block
 from kvtuner.transforms import TransformKind, candidate_transforms, transform_names
 
 BLOCKS = {1: 1, 5: 1, 6: 2, 40: 8, 64: 64, 72: 8, 80: 16, 96: 32, 128: 128, 192: 64, 256: 256}

@@ -40,9 +40,7 @@ def test_a_window_as_long_as_the_profile_s_context_is_no_window(profile_of: Prof
     assert len(KVTunerCache.from_profile(profile, windowed(128)).layers) == 2
 
 
-def test_a_window_shorter_than_the_profile_s_context_is_refused_with_a_way_out(
-    profile_of: ProfileOf,
-) -> None:
+def test_a_window_shorter_than_the_profile_s_context_is_refused_with_a_way_out(profile_of: ProfileOf) -> None:
     profile = profile_of(windowed(128), LAYERS, last_position=127)
     with pytest.raises(UnsupportedModelError, match=r"window of 127 .* 128; search with --context-length 127"):
         KVTunerCache.from_profile(profile, windowed(127))
@@ -55,9 +53,7 @@ def test_without_a_calibration_the_model_s_positions_are_the_context(profile_of:
         check_model(profile, windowed(128))
 
 
-def test_keys_per_channel_are_refused_by_every_host_until_there_are_tail_pages(
-    profile_of: ProfileOf,
-) -> None:
+def test_keys_per_channel_are_refused_by_every_host_until_there_are_tail_pages(profile_of: ProfileOf) -> None:
     config = windowed(512)
     served = profile_of(config, [LayerQuantization(4, 4), LayerQuantization(16, 4)])
 
@@ -87,9 +83,7 @@ def recorded(profile: Profile, config: MistralConfig, **changes: Any) -> Profile
     return profile.model_copy(update={"model": model})
 
 
-def test_a_cache_takes_the_configuration_that_was_searched_in_whatever_words(
-    profile_of: ProfileOf,
-) -> None:
+def test_a_cache_takes_the_configuration_that_was_searched_in_whatever_words(profile_of: ProfileOf) -> None:
     profile = recorded(profile_of(windowed(128), LAYERS, last_position=127), windowed(128))
     config = windowed(128)
     config._name_or_path, config.dtype, config.eos_token_id = "somewhere/deep/else", "float16", 7

@@ -49,9 +49,7 @@ def test_rows_read_back_as_quant_simulates_them_in_the_dtype_of_the_keys(dtype: 
     assert torch.equal(read, spec.simulate(keys.transpose(1, 2)).transpose(1, 2).to(dtype))
 
 
-def test_long_chunks_are_packed_and_read_in_blocks_with_the_same_result(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_long_chunks_are_packed_and_read_in_blocks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = states(2, 3, 23, 64)
     whole, in_blocks = stored(QuantSpec(2)), stored(QuantSpec(2))
     expected = whole.extend(keys, fresh_is_exact=False)

@@ -156,13 +156,7 @@ def test_a_profile_of_another_geometry_is_refused(
     config = model_of("llama-gqa-64", torch.float64).config
     profile = profile_of(config, NATIVE)
     other = LlamaConfig(
-        **{
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            **change,
-        }
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, **change}
     )
     with pytest.raises(ProfileError, match=named):
         KVTunerCache.from_profile(profile, other)

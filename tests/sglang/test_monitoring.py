@@ -44,11 +44,7 @@ if TYPE_CHECKING:
 
 PAGE_SIZE: Final = 16
 
-DCGM: Final = (
-    ("DCGM_FI_DEV_GPU_UTIL", 12.0),
-    ("DCGM_FI_DEV_FB_USED", 60_000.0),
-    ("DCGM_FI_DEV_FB_FREE", 20_000.0),
-)
+DCGM: Final = (("DCGM_FI_DEV_GPU_UTIL", 12.0), ("DCGM_FI_DEV_FB_USED", 60_000.0), ("DCGM_FI_DEV_FB_FREE", 20_000.0))
 """Metrics as the default counters of NVIDIA's exporter have them, with a value each.
 
 Source: etc/default-counters.csv of https://github.com/NVIDIA/dcgm-exporter; labels of its README's sample.

@@ -8,13 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtuner.calibration.forward.read_plan import (
-    AttentionCall,
-    ReadPlan,
-    attend,
-    attend_by_plan,
-    probabilities,
-)
+from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend, attend_by_plan, probabilities
 from kvtuner.read_plan_names import READ_PLANS
 
 TOKENS, SPLIT = 13, 5

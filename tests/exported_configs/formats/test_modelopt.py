@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 def section(algorithm: Any = "MIXED_PRECISION", version: Any = 1, **layers: Any) -> dict[str, Any]:
     """The three fields; ``L0="INT8"`` is layer 0."""
     named = {f"model.layers.{name[1:]}.self_attn": {"quant_algo": word} for name, word in layers.items()}
-    return {
-        "kv_cache_quant_algo": algorithm,
-        "kv_cache_quantized_layers": named,
-        "kv_cache_schema_version": version,
-    }
+    return {"kv_cache_quant_algo": algorithm, "kv_cache_quantized_layers": named, "kv_cache_schema_version": version}
 
 
 def document(**arguments: Any) -> dict[str, Any]:
@@ -102,8 +98,7 @@ def test_int8_beside_mapped_layers_needs_a_word_on_the_grid(
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["layers.2.self_attn", "model.layers.2.attn", "transformer.layers.2.attention", "backbone.layers.2.mixer"],
+    "name", ["layers.2.self_attn", "model.layers.2.attn", "transformer.layers.2.attention", "backbone.layers.2.mixer"]
 )
 def test_names_of_attention_modules(take: Callable[..., Any], name: str) -> None:
     fields = {**section("INT8"), "kv_cache_quantized_layers": {name: {"quant_algo": "INT8"}}}

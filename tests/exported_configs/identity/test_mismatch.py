@@ -46,18 +46,8 @@ ROWS: list[tuple[str, dict[str, Any], Outcome, Outcome, Outcome]] = [
     # what is found, by default, --strict, --allow-derived
     ("architecture", {"architecture": "LlamaForCausalLM"}, *[("architecture", "error")] * 3),
     ("no architecture", {"architecture": "Qwen2Config"}, None, None, None),
-    (
-        "configuration",
-        {"config_sha256": B},
-        *[("configuration", "error")] * 2,
-        ("configuration", "warning"),
-    ),
-    (
-        "fine-tune",
-        {"id": "Other/Name-Chat"},
-        *[("fine-tune", "error")] * 2,
-        ("fine-tune", "warning"),
-    ),
+    ("configuration", {"config_sha256": B}, *[("configuration", "error")] * 2, ("configuration", "warning")),
+    ("fine-tune", {"id": "Other/Name-Chat"}, *[("fine-tune", "error")] * 2, ("fine-tune", "warning")),
     ("another owner", {"id": "Other/Name"}, *[("fine-tune", "error")] * 2, ("fine-tune", "warning")),
     ("case", {"id": "owner/NAME"}, None, None, None),
     ("folder", {"id": "name", "revision": None}, None, None, None),
@@ -112,13 +102,7 @@ def test_every_row_of_the_table_is_reached() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"id": "Other/Name-Chat", "revision": None},
-        {"id": "chat"},
-        {"id": "demo"},
-        {"revision": "decade0decade0"},
-        {},
-    ],
+    [{"id": "Other/Name-Chat", "revision": None}, {"id": "chat"}, {"id": "demo"}, {"revision": "decade0decade0"}, {}],
 )
 def test_the_same_weights_are_the_same_model_whatever_it_is_called(changes: dict[str, Any]) -> None:
     assert compare_models(other(**KNOWN), other(**KNOWN, **changes), Policy(strict=True)) == []

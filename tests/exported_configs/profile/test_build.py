@@ -85,11 +85,7 @@ def test_file_is_readable_and_in_the_order_of_the_format(profile: Profile) -> No
         "schema_version", "digest", "layout", "model", "geometry", "defaults", "layers", "budget", "quality",
         "provenance",
     ]  # fmt: skip
-    assert document["layers"][0] == {
-        "layer": 0,
-        "k": {"bits": 8, "transform": "none"},
-        "v": {"bits": 4},
-    }
+    assert document["layers"][0] == {"layer": 0, "k": {"bits": 8, "transform": "none"}, "v": {"bits": 4}}
     assert list(document["layers"][1]["k"]) == ["bits", "transform", "mu", "lambda"]
     assert document["layers"][1]["v"] == {"bits": 2, "transform": "hadamard"}
     assert document["layers"][2] == {"layer": 2, "k": {"bits": 16}, "v": {"bits": 16}}
@@ -108,12 +104,7 @@ def test_floats_keep_six_significant_digits(make_profile: Callable[..., Profile]
     built = make_profile(quality=QualityRecord.model_validate({**profile.quality.model_dump(), **values}))
     quality = json.loads(dump_profile(built))["quality"]
     kept = {name: quality[name] for name in values}
-    assert kept == {
-        "predicted_kl": 0.00123457,
-        "kl_p99": 0.333333,
-        "perplexity": 123457.0,
-        "top1_agreement": 1.0,
-    }
+    assert kept == {"predicted_kl": 0.00123457, "kl_p99": 0.333333, "perplexity": 123457.0, "top1_agreement": 1.0}
     assert load_profile(dump_profile(built)) == built
 
 
@@ -146,10 +137,7 @@ def test_default_transform_is_the_most_common_of_packed_layers_and_alphabetical_
     [
         ({"k_bits": 16}, "layers\\[3\\].k: 16 bits are stored as they are, but transform is 'hadamard'"),
         ({"k_bits": 16, "k_transform": "balanced"}, "layers\\[3\\].k: 16 bits are stored as they are"),
-        (
-            {"v_transform": "balanced"},
-            "layers\\[3\\].v.transform: must be 'none' or 'hadamard', not 'balanced'",
-        ),
+        ({"v_transform": "balanced"}, "layers\\[3\\].v.transform: must be 'none' or 'hadamard', not 'balanced'"),
     ],
 )
 def test_choices_that_a_profile_cannot_hold_name_the_layer(
@@ -201,38 +189,18 @@ def test_constants_of_other_heads_are_refused(
     ("changes", "error", "message"),
     [
         ({"k_group_size": 20}, PrecisionError, "group_size 20 must divide head_dim 48"),
-        (
-            {"k_group_size": 0},
-            ProfileError,
-            "defaults.k.group_size: must be greater than or equal to 1, not 0",
-        ),
-        (
-            {"budget": AskedBudget("4bit", tp_size=2)},
-            ProfileError,
-            "tp_size 2 does not divide num_kv_heads 3",
-        ),
+        ({"k_group_size": 0}, ProfileError, "defaults.k.group_size: must be greater than or equal to 1, not 0"),
+        ({"budget": AskedBudget("4bit", tp_size=2)}, ProfileError, "tp_size 2 does not divide num_kv_heads 3"),
         ({"budget": AskedBudget("4bit", pp_size=6)}, ProfileError, "pp_size 6 does not fit 5 layers"),
         ({"budget": AskedBudget("4bit\n")}, ProfileError, "budget.asked: must be printable"),
-        (
-            {"geometry": ModelGeometry(4, 6, 3, 48, 32)},
-            ProfileError,
-            "num_layers 4, but 5 layers were chosen",
-        ),
+        ({"geometry": ModelGeometry(4, 6, 3, 48, 32)}, ProfileError, "num_layers 4, but 5 layers were chosen"),
         (
             {"geometry": ModelGeometry(5, 2048, 1, 48, 32)},
             ProfileError,
             "geometry.num_attention_heads: must be less than",
         ),
-        (
-            {"geometry": ModelGeometry(5, 6, 3, 48, 32), "layers": []},
-            ProfileError,
-            "but 0 layers were chosen",
-        ),
-        (
-            {"layers": [LayerQuantization(3, 4)] * 5},
-            ProfileError,
-            r"layers\[0\].k.bits: must be 2, 4, 8 or 16, not 3",
-        ),
+        ({"geometry": ModelGeometry(5, 6, 3, 48, 32), "layers": []}, ProfileError, "but 0 layers were chosen"),
+        ({"layers": [LayerQuantization(3, 4)] * 5}, ProfileError, r"layers\[0\].k.bits: must be 2, 4, 8 or 16, not 3"),
     ],
 )
 def test_what_rows_or_the_format_cannot_hold_is_refused(

@@ -42,9 +42,7 @@ def nudge(tensor: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float16)
 
 
-def test_canonical_text_of_a_tiny_profile_is_the_one_written_by_hand(
-    make_profile: Callable[..., Profile],
-) -> None:
+def test_canonical_text_of_a_tiny_profile_is_the_one_written_by_hand(make_profile: Callable[..., Profile]) -> None:
     ones, zeros = torch.ones(1, 8, dtype=torch.float16), torch.zeros(1, 8, dtype=torch.float16)
     kind = TransformKind.parse("centered+balanced")
     profile = make_profile(
@@ -125,10 +123,7 @@ def test_every_change_of_storage_changes_the_digest(
         for choice in alternatives
     ]
     variants += [{"k_group_size": 48}, {"v_group_size": 16}, {"symmetric": True}]
-    variants += [
-        {"geometry": ModelGeometry(5, 3, 3, 48, 32)},
-        {"geometry": ModelGeometry(5, 6, 3, 48, 32, 1)},
-    ]
+    variants += [{"geometry": ModelGeometry(5, 3, 3, 48, 32)}, {"geometry": ModelGeometry(5, 6, 3, 48, 32, 1)}]
     variants += [{"layers": [choices[1], choices[0], *choices[2:]]}]
     digests = [make_profile(**changes).digest for changes in variants]
     assert len({profile.digest, *digests}) == len(variants) + 1

@@ -142,11 +142,7 @@ def test_mutated_bytes_are_refused_or_store_the_same(profile: Profile, edits: li
         data = data[:start] + inserted + data[start + removed :]
     accepted = load_or_refuse(data)
     if accepted is not None:
-        assert (accepted.digest, accepted.geometry, accepted.pairs) == (
-            profile.digest,
-            profile.geometry,
-            profile.pairs,
-        )
+        assert (accepted.digest, accepted.geometry, accepted.pairs) == (profile.digest, profile.geometry, profile.pairs)
 
 
 @BOUNDED

@@ -144,8 +144,7 @@ def test_tokens_per_scale_outside_the_set_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("numbers", "place"),
-    [((0, 0, 1), r"layers\[2\].k"), ((0, 0, 3), r"layers\[2\].k"), ((3, 4, 0), r"defaults.k")],
+    ("numbers", "place"), [((0, 0, 1), r"layers\[2\].k"), ((0, 0, 3), r"layers\[2\].k"), ((3, 4, 0), r"defaults.k")]
 )
 def test_transforms_of_keys_per_channel_are_refused(
     make_profile: Callable[..., Profile], choices: tuple[LayerQuantization, ...], numbers: tuple[int, ...], place: str

@@ -17,12 +17,7 @@ from kvtuner.errors import ProfileError, SignatureError
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.signing import signers
-from kvtuner.exported_configs.signing.signatures import (
-    SignerIdentity,
-    sign_profile,
-    signature_path,
-    verify_profile,
-)
+from kvtuner.exported_configs.signing.signatures import SignerIdentity, sign_profile, signature_path, verify_profile
 from kvtuner.exported_configs.signing.signers import Signer
 
 if TYPE_CHECKING:
@@ -173,10 +168,7 @@ def test_files_that_hold_no_key_are_refused(signed: Path, keys: Keys, tmp_path: 
         assert words in why(signed, f"key:{path}")
     for path, words in (
         (public, "pub.pem cannot sign: .*; give the PEM file of a key of P-256"),
-        (
-            tmp_path / "absent.pem",
-            "absent.pem cannot be read \\(No such file or directory\\); give a PEM file",
-        ),
+        (tmp_path / "absent.pem", "absent.pem cannot be read \\(No such file or directory\\); give a PEM file"),
     ):
         with pytest.raises(SignatureError, match=words):
             sign_profile(signed, Signer(path))

@@ -17,12 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvtuner.errors import SignatureError
-from kvtuner.exported_configs.signing.signatures import (
-    SignerIdentity,
-    sign_profile,
-    signature_path,
-    verify_profile,
-)
+from kvtuner.exported_configs.signing.signatures import SignerIdentity, sign_profile, signature_path, verify_profile
 from kvtuner.exported_configs.signing.signers import Signer
 
 if TYPE_CHECKING:
@@ -35,8 +30,7 @@ if TYPE_CHECKING:
 
 NOW = datetime.datetime.now(datetime.UTC)
 USES = dict.fromkeys(
-    ("content_commitment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"),
-    False,
+    ("content_commitment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only"), False
 )
 
 
@@ -185,10 +179,7 @@ def test_changed_file_and_changed_certificates_are_refused(
         ),
         ({"x509CertificateChain": {"certificates": [{"rawBytes": "AAAA"}]}}, "it is not by chain:"),
         ({"x509CertificateChain": {"certificates": ["x"]}}, "certificates[0]: must be a valid dictionary"),
-        (
-            {"x509CertificateChain": {"certificates": [{"raw_bytes": ""}]}},
-            "rawBytes: the field is missing",
-        ),
+        ({"x509CertificateChain": {"certificates": [{"raw_bytes": ""}]}}, "rawBytes: the field is missing"),
     ):
         signature_path(file).write_text(json.dumps({**bundle, "verificationMaterial": material}))
         assert words in why(file, root)
@@ -218,10 +209,7 @@ def test_certificate_that_is_not_for_signing_is_refused(file: Path, folder: Path
 
 def test_certificate_with_another_kind_of_key_is_refused(file: Path, folder: Path, root: Holder) -> None:
     odd = certify(folder, "odd", root, key=rsa.generate_private_key(65537, 1024))
-    with pytest.raises(
-        SignatureError,
-        match=r"odd.key.pem cannot sign: .*; give the key of .*odd.pem, of P-256, P-",
-    ):
+    with pytest.raises(SignatureError, match=r"odd.key.pem cannot sign: .*; give the key of .*odd.pem, of P-256, P-"):
         sign(file, odd, root)
     sign(file, certify(folder, "signer", root), root)
     put_certificate(file, odd)

@@ -24,14 +24,7 @@ from kvtuner.report.plots.search_plots import (
     uniform_kl_table,
 )
 from kvtuner.report.plots.style import BITS_COLOURS
-from kvtuner.report.search_data import (
-    SAMPLED,
-    MeasuredPoint,
-    ReportData,
-    ScoreSet,
-    TrialPoint,
-    UniformKl,
-)
+from kvtuner.report.search_data import SAMPLED, MeasuredPoint, ReportData, ScoreSet, TrialPoint, UniformKl
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -56,10 +56,7 @@ def test_pages_move_as_in_torch(
     def note(done: list[str]) -> Any:
         return lambda work: done.append(work) or nullcontext()
 
-    movers = (
-        TorchMover(by_torch, pages, note(works[0])),
-        TritonMover(by_kernels, other, note(works[1])),
-    )
+    movers = (TorchMover(by_torch, pages, note(works[0])), TritonMover(by_kernels, other, note(works[1])))
 
     def slots(chosen: list[int]) -> torch.Tensor:
         return torch.tensor([page * page_size + token for page in chosen for token in range(page_size)])
