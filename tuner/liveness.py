@@ -21,9 +21,9 @@ WORKER: Final = "worker"
 HEARTBEAT: Final = "heartbeat"
 HEARTBEAT_S: Final = 20.0
 GRACE_S: Final = 90.0
-"""A trial whose worker shows no heartbeat for so long is taken for lost."""
+"""The silence of a worker after which its trial counts as lost."""
 UNNAMED_GRACE_S: Final = 10.0
-"""The same for a trial that has no worker yet: naming it is the first thing that a worker does."""
+"""The same of a trial without a worker: to name itself is the first thing that a worker does."""
 
 
 def worker_id() -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 EXCERPT_CHARACTERS = 800
-"""About as long as a recall table: a few sequences of 512 tokens then hold something of everything."""
+"""The length of an excerpt, about a recall table's: a few sequences of 512 tokens then hold something of everything."""
 
 
 def excerpts(text: str) -> Iterator[str]:

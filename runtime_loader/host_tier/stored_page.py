@@ -28,13 +28,13 @@ VERSION: Final = 1
 _FIELDS: Final = struct.Struct("<8sHH4xQ32s16s")
 _CHECKSUM_BYTES: Final = 16
 HEADER_BYTES: Final = 96
-"""A multiple of the rows' alignment; what the fields do not fill is zero and checked with them."""
+"""The size of a header, a multiple of the rows' alignment; bytes beyond its fields are zero and checked with them."""
 _CHECKSUM_AT: Final = HEADER_BYTES - _CHECKSUM_BYTES
 _WORDS: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 _BLOCK_BYTES: Final = 1 << 25
-"""Bounds the copies that are made on the device."""
+"""The bytes that are copied on the device at a time."""
 _MIX: Final = -0x61C8864680B583EB
-"""2**64 / golden ratio, odd, as int64: multiples of it are spread over all bits."""
+"""The odd integer at 2**64 / golden ratio, as int64: multiples of it are spread over all bits."""
 
 
 def identity_digest(fields: Mapping[str, Any]) -> bytes:

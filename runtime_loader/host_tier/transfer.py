@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.row_format import RowFormat
 
 Work = Literal["backup", "load", "quantize", "dequantize"]
-"""A transfer down or up, and what of it is more than copying."""
+"""The kinds of work: a transfer down or up, and the parts of it that are more than copying."""
 Timed = Callable[[Work], AbstractContextManager[None]]
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.sglang.process_state import RankState
 
 TESTED_TOKENS: Final = 16
-"""More than one, whatever the page size: attention over one token is that token's value."""
+"""The tokens of the test, more than one whatever the page size: attention over one token is that token's value."""
 MANY_TOKENS: Final = 1 << 14
 """The number of new tokens for which a prefix is worth reading back."""
 

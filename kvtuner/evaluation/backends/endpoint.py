@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Api = Literal["sglang", "openai"]
 Reads = Literal["fresh", "cache", "below"]
 KEY_VARIABLE: Final = "KVTUNER_API_KEY"
-"""Sent as a bearer token where it is set; never a flag, so that it is in no file's command."""
+"""The variable whose value is sent as a bearer token; never a flag, so that it is in no file's command."""
 MAX_ANSWER_BYTES: Final = 64 << 20
 FLUSH_S: Final = 60
 KEPT: Final = 3

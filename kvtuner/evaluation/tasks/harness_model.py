@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 JOURNAL: Final = "tasks.jsonl"
 DEFAULT_MAX_TOKENS: Final = 256
 UNSCORED: Final = -700.0
-"""Stands for a log-likelihood that never came, nats; its question is marked wrong, and metrics take no infinity."""
+"""The log-likelihood of an answer that never came, nats: it is marked wrong, and metrics take no infinity."""
 
 logger: Final = logging.getLogger("kvtuner")
 

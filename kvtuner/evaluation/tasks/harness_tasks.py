@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SEED: Final = 1234
 GREEDY: Final = " (greedy)"
-"""Stands behind the name of a task that asks for sampling."""
+"""The suffix of the name of a task that asks for sampling."""
 
 logger: Final = logging.getLogger("kvtuner")
 

@@ -26,7 +26,7 @@ ANSWERING: Final = 1
 """The version of the answers; increase it when the same questions would be answered otherwise."""
 QUESTION_LEVELS: Final = ("recall", "needle", "arithmetic")
 MOST_OVER: Final = 2.0
-"""The times that a context may exceed its length where its few lines need it: short tables are rough."""
+"""The factor by which a context may exceed its length where its few lines need it: short tables are rough."""
 
 
 @dataclass(frozen=True, slots=True)
