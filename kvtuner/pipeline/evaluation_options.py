@@ -26,7 +26,7 @@ EVALUATION_DEFAULTS: Final = {
     "scored_sequences": 8,
     "top_logprobs": 20,
 }
-"""The defaults of numbers. A number that nothing would read is refused, so options keep None where the user has none."""
+"""The defaults of numbers. A number that nothing would read is refused, so options keep None where there is none."""
 _OF_SERVERS: Final = ("positions", "scored_sequences", "top_logprobs", "timeout")
 _OF_TASKS: Final = ("include_path", "limit", "num_fewshot", "apply_chat_template")
 _OF_LEVELS: Final[dict[str, tuple[str, ...]]] = {

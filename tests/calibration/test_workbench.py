@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvtuner.read_plan_names import ReadPlanName
 
 NUM_CANDIDATES = len(candidate_transforms("k")) + len(candidate_transforms("v"))
-"""Of a layer at one width."""
+"""The candidates of a layer at one width."""
 NUM_ISOLATED = NUM_CANDIDATES + 2 * (len(PACKED_BITS) - 1)
 """The candidates of a layer whose KL is measured: all at 2 bits, and one of each side at each width above."""
 
