@@ -43,17 +43,9 @@ SPARE_SLOTS: Final = 7
 class Case:
     """One operation on one layer; values are rotated where keys are.
 
-    Attributes:
-        what: The operation: store, read, decode, extend, graph (decode, captured and replayed), or the baseline kernel.
-        pair: The widths.
-        shape: The heads.
-        kind: The transform of keys.
-        symmetric: Whether grids are symmetric.
-        logit_cap: The cap of the scores; 0 for none.
-        lengths: The tokens in the pool, by request.
-        fresh: The new tokens, by request.
-        num_splits: The number of splits; None for what fills the device.
-        dtype: The dtype; None for the machine's.
+    The operation `what` is store, read, decode, extend, graph (decode, captured and replayed), or the baseline kernel.
+    The kind is the transform of keys; the tokens in the pool and the new ones are by request. As many splits as fill
+    the device are None, and so is the machine's dtype.
     """
 
     what: str

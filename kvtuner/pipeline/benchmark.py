@@ -63,17 +63,16 @@ def benchmark(options: BenchOptions) -> tuple[BenchResult, Path]:
     resolved = profile_of(options.profile)
     profile = resolved.profile
     flags = ServerFlags.parse(options.server_args)
-    model, data, seed = with_profile_defaults(options.model, options.data, options.seed, profile)
-    options = replace(options, model=model, data=data, seed=seed)
+    options = with_profile_defaults(options, profile)
     if options.ablation:
         check_writable(resolved)
-    shape = read_shape(model_source(model))
+    shape = read_shape(model_source(options.model))
     check_model(profile, shape.config, context_length=shape.context_length)
     names = _names(options)
     schemes = named_schemes(names, shape, profile, resolved.path)
     endpoints = dict(options.endpoint or ())
     urls = {scheme.name: endpoints[name] for scheme, name in zip(schemes, names, strict=True) if endpoints}
-    folder = run_folder(model, options.out, f"bench-{profile.digest.removeprefix('sha256:')[:12]}")
+    folder = run_folder(options.model, options.out, f"bench-{profile.digest.removeprefix('sha256:')[:12]}")
     folder.create()
     with folder.lock("bench.lock", waiting="another benchmark runs in this folder"):
         session = _BenchSession(options, flags, profile, shape, folder, urls)
@@ -88,6 +87,7 @@ def benchmark(options: BenchOptions) -> tuple[BenchResult, Path]:
             server_args=flags.shareable(),
         )
         page = write_bench_report(result, folder.path)
+        # The report of speed is there even where the evaluation is interrupted.
         if options.ablation:
             reference = str(resolved.path) if resolved.is_own else resolved.name
             result = replace(result, evaluation=_quality(options, reference, schemes, folder))
@@ -167,13 +167,7 @@ class _BenchSession:
 
     def provenance(self, command: Sequence[str] = (), device: str | None = None) -> ResultProvenance:
         """The command, machine and software that figures come from; the servers' device is in their flags, or given."""
-        return result_provenance(
-            command,
-            seed=self._options.seed or 0,
-            device=self._options.model.device,
-            has_endpoints=bool(self._urls),
-            server_device=device or self._flags_of_all.value("--device"),
-        )
+        return result_provenance(command, self._options, device or self._flags_of_all.value("--device"))
 
     def _run(self, scheme: CacheScheme, flags: Sequence[str], target: LoadTarget) -> SchemeRun:
         work, facts = self._work, {}
@@ -213,6 +207,7 @@ class _BenchSession:
     def _key(self, scheme: CacheScheme, flags: Sequence[str], facts: Mapping[str, Any]) -> str:
         """The hash of all that decides answers and times besides the load, a running server's own facts included."""
         options, model = self._options, self._options.model
+        # A profile is its digest: the path in its flags differs from run to run.
         digest = None if scheme.profile is None else scheme.profile.digest
         served = {"name": scheme.name, "digest": digest, "flags": [] if digest else list(flags)}
         requested = [options.server_args, options.kv_memory, model.context_length, model.device, model.dtype]
@@ -288,6 +283,7 @@ class _BenchSession:
         device = self._flags_of_all.value("--device") or self._options.model.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        # SGLang begins to count its GPUs there.
         index = self._flags_of_all.value("--base-gpu-id")
         return f"{device}:{index}" if index and device == "cuda" else device
 

@@ -72,8 +72,10 @@ def _forward_tokens(options: CalibrateOptions, shape: ModelShape, targets: Seque
     }
     if isinstance(options, SearchOptions):
         trials = sum(1 if target.constraint is None else options.refinement_trials for target in targets)
+        # Four widths of keys by four of values.
         planned["uniform table"] = select * 16
         planned["refinement" if targets[0].pairs is None else "hand-written"] = select * trials
+        # Every scheme at small and at large position offsets.
         planned["validation"] = 2 * report * (schemes + len(targets))
     planned["total"] = sum(planned.values())
     return planned

@@ -100,8 +100,7 @@ def run_evaluation(options: EvalOptions) -> EvaluationResult:
     check_writable(resolved)
     if not options.levels and options.lacks_likelihood:
         say(f"OpenAI's API gives no likelihoods without --endpoint {REFERENCE}=URL: the level likelihood is left out")
-    model, data, seed = with_profile_defaults(options.model, options.data, options.seed, profile)
-    work = _Work.prepare(replace(options, model=model, data=data, seed=seed), profile)
+    work = _Work.prepare(with_profile_defaults(options, profile), profile)
     options = work.options
     folder = run_folder(options.model, options.out, f"eval-{profile.digest.removeprefix('sha256:')[:12]}")
     folder.create()
@@ -109,6 +108,7 @@ def run_evaluation(options: EvalOptions) -> EvaluationResult:
     cells += question_cells(work.question_sets, backends, folder, sha256_of(identity), work.seed)
     if options.tasks:
         cells += work.task_cells(backends, folder, sha256_of(identity))
+    # Hashes stand in for the text: a result may be shared, the text may be private.
     hashes = work.corpus.hashes()
     evaluation = Evaluation(
         evaluation_version=1,
@@ -126,9 +126,7 @@ def run_evaluation(options: EvalOptions) -> EvaluationResult:
             SchemeRecord(name=scheme.name, bytes_per_token=scheme.bytes_per_token or 0) for scheme in work.schemes
         ),
         cells=tuple(cells),
-        making=result_provenance(
-            command, seed=work.seed, device=options.model.device, has_endpoints=bool(options.endpoint)
-        ),
+        making=result_provenance(command, options),
     )
     path = resolved.path
     if not resolved.is_own:  # the catalogue's and the cache's are as they came: a copy gets the evaluation
@@ -151,6 +149,7 @@ def check_writable(resolved: ResolvedProfile) -> None:
 
 def _is_unseen(profile: Profile, hashes: dict[str, str]) -> bool:
     record = profile.provenance.calibration
+    # Two equal hashes mean the same text, cut alike: its report split took no part in the search.
     seen = record.token_ids_sha256 if record else None
     return seen is not None and (seen.calibrate, seen.select) == (hashes["calibrate"], hashes["select"])
 
@@ -265,6 +264,7 @@ def _question_sets(
 ) -> list[QuestionSet]:
     levels: list[Level] = [level for level in options.asked_levels if level in QUESTION_LEVELS]  # type: ignore[misc]  # checked by the parser
     lengths = options.lengths or tuple(length for length in LENGTHS if length < context_length - 64)
+    # Arithmetic needs no length of its own.
     if not lengths and set(levels) & {"recall", "needle"}:
         raise CorpusError(f"a context of {context_length} tokens is too short for recall and needles; leave them out")
     how = DrawOptions(

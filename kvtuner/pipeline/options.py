@@ -200,6 +200,7 @@ def options_from(kind: type[Options], values: Mapping[str, Any]) -> Options:
             plain[item.name] = options_from(nested, values)
         elif item.name in values:
             value = values[item.name]
+            # argparse collects lists; frozen options hold tuples.
             plain[item.name] = tuple(value) if isinstance(value, list) else value
     return kind(**plain)
 
@@ -234,6 +235,7 @@ def check_options(options: object) -> None:
         choices = item.metadata.get("choices")
         if choices and value is not None and value not in choices:
             raise OptionError(f"{item.name} must be one of {', '.join(choices)}, not {value!r}")
+        # From Python a number arrives as it is: the reader of the flag's text checks it too.
         if read and isinstance(value, int):
             try:
                 read(str(value))

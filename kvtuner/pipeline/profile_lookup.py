@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvtuner.calibration.model_loading import DEMO
 from kvtuner.errors import ProfileError
@@ -14,7 +14,10 @@ from kvtuner.pipeline.progress import say
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.pipeline.options import DataOptions, ModelOptions
+    from kvtuner.pipeline.bench_options import BenchOptions
+    from kvtuner.pipeline.evaluation_options import EvalOptions
+
+Options = TypeVar("Options", "EvalOptions", "BenchOptions")
 
 
 def profile_of(text: str) -> ResolvedProfile:
@@ -34,13 +37,12 @@ def _with_notes(profiles: list[ResolvedProfile]) -> list[ResolvedProfile]:
     return profiles
 
 
-def with_profile_defaults(
-    model: ModelOptions, data: DataOptions, seed: int | None, profile: Profile
-) -> tuple[ModelOptions, DataOptions, int]:
+def with_profile_defaults(options: Options, profile: Profile) -> Options:
     """Options whose gaps the profile's search fills: the model, the cut of the corpus and so its unseen part, the seed.
 
     A model of a folder must be named again: nothing finds it by the profile's name for it.
     """
+    model, data, seed = options.model, options.data, options.seed
     if model.model is None:
         name, revision = profile.model.id, model.revision or profile.model.revision
         if name != DEMO and not is_hub_id(name) and revision is None:
@@ -49,17 +51,18 @@ def with_profile_defaults(
         say(f"no --model given: taking {name}{f'@{revision}' if revision else ''}")
     record = profile.provenance.calibration
     if record is None:
-        return model, data, seed or 0
+        return replace(options, model=model, seed=seed or 0)
     if seed is None:
+        # The seed of a file may be larger than generators take.
         seed = record.seed if record.seed < MAX_SEED else 0
     counts = record.num_sequences
     sequences = data.sequences
+    # A file may have counts that no search takes.
     if sequences is None and min(counts.calibrate, counts.select, counts.report - 1) > 0:
         sequences = (counts.calibrate, counts.select, counts.report)
     if data.data is None and record.corpus != DEMO:
         say(f"the search read {record.corpus}; without --data the shipped demo corpus is taken")
-    return (
-        replace(model, context_length=model.context_length or record.position_range[1] + 1),
-        replace(data, sequence_length=data.sequence_length or record.sequence_length, sequences=sequences),
-        seed,
-    )
+    model = replace(model, context_length=model.context_length or record.position_range[1] + 1)
+    # Cut as the search cut it, the same sequences are those that no layer was chosen on.
+    data = replace(data, sequence_length=data.sequence_length or record.sequence_length, sequences=sequences)
+    return replace(options, model=model, data=data, seed=seed)

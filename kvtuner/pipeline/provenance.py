@@ -22,6 +22,9 @@ from kvtuner.pipeline.options import DEFAULT_SAMPLER, DEFAULT_TRIALS, SearchOpti
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from kvtuner.pipeline.bench_options import BenchOptions
+    from kvtuner.pipeline.evaluation_options import EvalOptions
+
 MAX_COMMAND: Final = 2000
 _PATHS: Final = ("model", "data", "include_path")
 # Where a search runs and what else it writes, not what it finds.
@@ -78,15 +81,17 @@ def result_command(name: str, options: Any) -> list[str]:
 
 
 def result_provenance(
-    command: Sequence[str], *, seed: int, device: str, has_endpoints: bool, server_device: str | None = None
+    command: Sequence[str], options: EvalOptions | BenchOptions, server_device: str | None = None
 ) -> ResultProvenance:
     """The provenance of a result: the command as it may be shared, and the device of a model loaded here or of servers.
 
-    `has_endpoints` means servers that were there already; `server_device` is that of servers that were started.
+    The options are those after the profile's search filled them in; `server_device` is that of servers started here.
     """
     import torch
     import transformers
 
+    # Servers that were there already may be anywhere: this machine only asked them.
+    device, has_endpoints = options.model.device, bool(options.endpoint)
     is_on_gpu = torch.cuda.is_available() and "cpu" not in (device, server_device) and not has_endpoints
     asked = "asked from " if has_endpoints else ""
     cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
@@ -96,7 +101,7 @@ def result_provenance(
         machine=_gpus(device) if is_on_gpu else f"{asked}{_processor()}, {cores}",
         torch=torch.__version__,
         transformers=transformers.__version__,
-        seed=seed,
+        seed=options.seed or 0,
     )
 
 

@@ -37,6 +37,7 @@ def _takes(kind: type) -> Callable[[Function], Function]:
             for name, default in defaults_of(kind).items()
             if name not in names
         ]
+        # Notebooks complete names by it, and help() shows it.
         function.__signature__ = Signature([*own, *rest])  # type: ignore[attr-defined]  # what inspect reads first
         return function
 

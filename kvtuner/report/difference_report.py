@@ -82,6 +82,7 @@ def _page_tables(difference: ProfileDifference, names: tuple[str, str]) -> dict[
         (str(change.layer), str(change.first), str(change.second), ", ".join(change.changed))
         for change in difference.layers or ()
     ]
+    # Turned from columns of profiles into rows of figures.
     columns = zip(_quality_column(first.quality), _quality_column(second.quality), strict=True)
     headers = ("", "first", "second")
     return {

@@ -189,6 +189,7 @@ def _value_text(cell: Cell, result: CellResult | None) -> str:
         return f"{percent(result.mean)} [{100 * result.low:.1f}, {100 * result.high:.1f}]"
     if cell.measure != "nll_nats_per_token":
         return interval(result)
+    # exp of more overflows a float.
     mean, low, high = (fixed(math.exp(min(x, MAX_EXPONENT))) for x in (result.mean, result.low, result.high))
     return f"{mean} [{low}, {high}]"
 

@@ -39,6 +39,7 @@ def environment() -> Environment:
     templates = Environment(
         loader=PackageLoader("kvtuner.report"),
         autoescape=True,
+        # A name that the context lacks is an error, not an empty place on the page.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -136,6 +136,7 @@ def profile_strip(profile: Profile, terminal: Terminal) -> list[str]:
 def strip_lines(rows: Sequence[Track], terminal: Terminal) -> list[str]:
     """Tracks under a ruler, in bands as wide as the terminal allows; a bar stands at every tenth layer."""
     indent = max(len(row.name) for row in rows) + 1
+    # Whole bands of ten, so that every line of the ruler begins at a round number.
     size = max(BAND, (terminal.width - indent) // BAND * BAND)
     total, lines = len(rows[0].cells), []
     for first in range(0, total, size):

@@ -253,6 +253,7 @@ class ReportData:
         """
         from pydantic import TypeAdapter, ValidationError
 
+        # The version first: fields of another version would be called damaged.
         fields = dict(payload)
         version = fields.pop("version", None)
         if version != REPORT_VERSION:

@@ -90,6 +90,7 @@ def front_points(fronts: Sequence[Front], shape: RowShape) -> tuple[FrontPoint, 
         return ()
     (front,) = fronts
     last = len(front) - 1
+    # The ceiling of the quotient; the last point, all at 16 bits, always stays.
     step = max(1, -(-last // (MAX_FRONT_POINTS - 1)))
     points = []
     for index in (*range(0, last, step), last):

@@ -176,6 +176,7 @@ class BudgetSearch:
         self, target: SearchTarget, constraint: Constraint, space: SearchSpace, warm: Sequence[Configuration]
     ) -> StudyResult:
         options = self.run.options
+        # Workers that share a storage must search for the same thing, or they would count one another's trials.
         identity = {"measurements": sha256_of(self.run.table.identity), **target.identity}
         storage = options.storage or sqlite_url(self.run.folder.file(STUDY_FILE).resolve())
         with tqdm(total=options.refinement_trials, desc=f"refine {target.asked}", unit="trial", disable=None) as bar:

@@ -83,6 +83,7 @@ def compare_with_baselines(run: SearchRun, outcome: SearchOutcome, validator: Va
     comparison = BaselineComparison(run, outcome, winner, reference, baselines, measured)
     outcome = _overridden(comparison)
     winner = _winner(run, outcome)
+    # Nothing is run twice: the validator keeps what it measured.
     measured |= _measure_all(run, validator, [winner], [])
     return replace(comparison, outcome=outcome, winner=winner, measured=measured)
 
