@@ -95,7 +95,8 @@ class Transform:
 class Step:
     """The arithmetic of one step of a transform, on float32 [..., num_heads, head_dim].
 
-    Each function takes the tensor and the step's constant, float32 [num_heads, head_dim]; None where it has none.
+    Each function takes the tensor and the step's constant, float32 [num_heads, head_dim]; None where it has none. It is
+    linear, but for a constant: readers sum values in stored space, and only then take the sum back.
 
     Attributes:
         apply: The step itself, on keys or values before they are quantized.
@@ -298,14 +299,7 @@ def pack_rows(quantized: Quantized) -> Tensor:
 
 
 def unpack_rows(rows: Tensor, bits: int, num_heads: int, head_dim: int, group_size: int | None = None) -> Quantized:
-    """Read rows that `pack_rows` wrote.
-
-    Args:
-        rows: uint8 [..., row_bytes].
-        bits: 2, 4 or 8.
-        num_heads: heads in a row.
-        head_dim: channels per head.
-        group_size: channels per scale; head_dim by default.
+    """Read rows that `pack_rows` wrote, uint8 [..., row_bytes]; `group_size` is head_dim by default.
 
     Raises:
         PrecisionError: A row of another length, or what `check_group_size` refuses.

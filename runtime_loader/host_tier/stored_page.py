@@ -104,6 +104,6 @@ def _weighted_sum(tensor: Tensor) -> int:
         words = flat.view(word).to(torch.int64)
         # A factor for every place, so that words that trade places change the sum.
         factors = torch.arange(begun, begun + len(words), device=tensor.device) * _MIX
-        total += (words * (factors ^ (factors >> 29) | 1)).sum()
+        total += (words * ((factors ^ (factors >> 29)) | 1)).sum()
         begun += len(words)
     return int(total)

@@ -104,8 +104,8 @@ class TorchMover:
         for host, device in in_blocks(host_slots, device_slots, page_size):
             host_pages, device_pages = pages_of(host, page_size), pages_of(device, page_size)
             for layer, sides in enumerate(self._layers):
-                for name, side in enumerate(sides):
-                    target = self._pages.rows(layer, name)
+                for side_index, side in enumerate(sides):
+                    target = self._pages.rows(layer, side_index)
                     # Whole pages, [pages, page_size, row_bytes // 8].
                     if side.moves_as_it_is:
                         pages = _words(side.raw.view(-1, *target.shape[1:]))[device_pages]
@@ -118,8 +118,8 @@ class TorchMover:
         """See `PageMover.load`."""
         page_size = self._pages.layout.page_size
         for host, device in in_blocks(host_slots, device_slots, page_size):
-            for name, side in enumerate(self._layers[layer]):
-                source = self._pages.rows(layer, name)
+            for side_index, side in enumerate(self._layers[layer]):
+                source = self._pages.rows(layer, side_index)
                 pages = _words(source)[pages_of(host, page_size)]
                 if side.moves_as_it_is:
                     _words(side.raw.view(-1, *source.shape[1:]))[pages_of(device, page_size)] = pages

@@ -112,7 +112,7 @@ def _value_grids(
     TOKENS: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grids of values, a pair of [TOKENS] for each group, and the log2 and inverse of a token's largest scale."""
-    grids = ()
+    grids = ()  # a pair of [TOKENS] for each group
     log2_v_scale = tl.zeros([TOKENS], tl.float32)  # [TOKENS]
     inverse = tl.full([TOKENS], 1.0, tl.float32)  # [TOKENS]
     if BITS != 16:
@@ -120,7 +120,7 @@ def _value_grids(
         largest = tl.full([TOKENS], 2.0**-24, tl.float32)  # [TOKENS]
         for group in tl.static_range(GROUPS):
             largest = tl.maximum(largest, grids[group][0])
-        log2_v_scale, inverse = log2_and_inverse(largest, ASM)
+        log2_v_scale, inverse = log2_and_inverse(largest, ASM)  # [TOKENS] each
     # Added to scores, it hides what was read where there is no token.
     return grids, tl.where(mask_tokens, log2_v_scale, float("-inf")), inverse
 
@@ -129,7 +129,7 @@ def _value_grids(
 def _group_weights(group, scaled_weights, grids, inverse, GROUPS: tl.constexpr):
     """The weights of a group's codes, fp16 [TILE, TOKENS]."""
     if GROUPS > 1:  # in them is the largest scale of the groups; this group's is at most that
-        scaled_weights = scaled_weights * (grids[group][0] * inverse)[None, :]
+        scaled_weights = scaled_weights * (grids[group][0] * inverse)[None, :]  # [TILE, TOKENS]
     return scaled_weights.to(tl.float16)
 
 
@@ -162,7 +162,7 @@ def _add_values(
     else:
         units = tl.load(value_ptrs, mask=mask_units[None, :], other=0)  # [TOKENS, V_UNITS]
         codes = codes_of(units, BITS, ASM)  # [TOKENS, V_UNITS] for each slot
-        weights = for_each(_group_weights, GROUPS, (scaled_weights, grids, inverse, GROUPS))
+        weights = for_each(_group_weights, GROUPS, (scaled_weights, grids, inverse, GROUPS))  # [TILE, TOKENS]
         min_sums = for_each(_shrunk_min_sum, GROUPS, (scaled_weights, grids, inverse, min_sums, shrink))
         acc = for_each(_shrunk_code_sum, 16 // BITS, (weights, codes, acc, shrink, 16 // BITS // GROUPS))
     return acc, min_sums

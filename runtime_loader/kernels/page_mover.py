@@ -108,15 +108,15 @@ class _Staging:
         self._page_size, self._block = layout.page_size, block_tokens(layout.page_size)
         shared: dict[Any, Tensor] = {}
 
-        def staging(side: DeviceSide, name: int) -> Tensor:
+        def staging(side: DeviceSide, side_index: int) -> Tensor:
             spec = side.format.spec
-            kind = (name, side.row_bytes, spec and spec.bits, spec and spec.group_size)
+            kind = (side_index, side.row_bytes, spec and spec.bits, spec and spec.group_size)
             if kind not in shared:
                 # Zeros, which bytes of a row stay that no kernel writes: layers of one format may share a buffer.
                 shared[kind] = torch.zeros(self._block, side.row_bytes, dtype=torch.uint8, device=device)
             return shared[kind]
 
-        rows = [[staging(side, name) for name, side in enumerate(sides)] for sides in layers]
+        rows = [[staging(side, side_index) for side_index, side in enumerate(sides)] for sides in layers]
         self._sides = [
             [_kernel_side(side, staged) for side, staged in zip(sides, of_layer, strict=True)]
             for sides, of_layer in zip(layers, rows, strict=True)

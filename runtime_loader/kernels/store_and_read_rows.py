@@ -16,10 +16,10 @@ from kvtuner.runtime_loader.kernels.unpack_codes import fp16_saturated, scale_an
 @triton.jit
 def _fp16_down(x):
     """Largest fp16 at or below float32 x, as its bits."""
-    nearest = x.to(tl.float16)  # the shape of x, as all below
+    nearest = x.to(tl.float16)  # the shape of x
     # The next fp16 below is one bit pattern lower, or higher where the sign bit is set.
-    word = nearest.to(tl.int16, bitcast=True)
-    step = tl.where(word < 0, 1, -1).to(tl.int16)
+    word = nearest.to(tl.int16, bitcast=True)  # the shape of x
+    step = tl.where(word < 0, 1, -1).to(tl.int16)  # the shape of x
     return tl.where(nearest.to(tl.float32) > x, word + step, word)
 
 
@@ -79,18 +79,18 @@ def _grid_of(low, high, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
     if SYMMETRIC:
         # The scale is rounded up, so that the largest value stays inside the grid; its half must be an fp16 too.
         HALF: tl.constexpr = 1 << (BITS - 1)
-        largest = tl.maximum(tl.abs(low), tl.abs(high))  # [GROUPS, TOKENS], as all below
+        largest = tl.maximum(tl.abs(low), tl.abs(high))  # [GROUPS, TOKENS]
         wanted = tl.minimum(tl.div_rn(largest, tl.full(largest.shape, HALF - 1, tl.float32)), 65504.0 / HALF)
         scale = (-_fp16_down(-wanted).to(tl.float16, bitcast=True)).to(tl.int16, bitcast=True)
         minimum = (scale.to(tl.float16, bitcast=True).to(tl.float32) * (-HALF)).to(tl.float16)
     else:
         # Rounded down, and the scale up where the range would fall short: every value lies inside the grid.
         LEVELS: tl.constexpr = (1 << BITS) - 1
-        minimum = _fp16_down(low).to(tl.float16, bitcast=True)  # [GROUPS, TOKENS], as all below
-        span = high - minimum.to(tl.float32)
-        nearest = tl.div_rn(span, tl.full(span.shape, LEVELS, tl.float32)).to(tl.float16)
-        short = nearest.to(tl.float32) * LEVELS < span
-        scale = nearest.to(tl.int16, bitcast=True)
+        minimum = _fp16_down(low).to(tl.float16, bitcast=True)  # [GROUPS, TOKENS]
+        span = high - minimum.to(tl.float32)  # [GROUPS, TOKENS]
+        nearest = tl.div_rn(span, tl.full(span.shape, LEVELS, tl.float32)).to(tl.float16)  # [GROUPS, TOKENS]
+        short = nearest.to(tl.float32) * LEVELS < span  # [GROUPS, TOKENS]
+        scale = nearest.to(tl.int16, bitcast=True)  # [GROUPS, TOKENS]
         scale = tl.where(short, scale + 1, scale)
     return scale, minimum
 
@@ -101,7 +101,7 @@ def _units_of(y, slot, scale, minimum, not_finite, BITS: tl.constexpr):
     LEVELS: tl.constexpr = (1 << BITS) - 1
     step = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # [GROUPS, TOKENS]
     inverse = tl.where(step == 0.0, 0.0, tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step))  # [GROUPS, TOKENS]
-    y = (y - minimum.to(tl.float32)[:, None, :, None]) * inverse[:, None, :, None]
+    y = (y - minimum.to(tl.float32)[:, None, :, None]) * inverse[:, None, :, None]  # the shape of y
     # Half to even; the low 16 bits of a float32 near 1.5 * 2**23 are those of the integer that it is.
     codes = (tl.minimum(tl.maximum(y, 0.0), LEVELS) + 12582912.0).to(tl.int32, bitcast=True)  # the shape of y
     # The sum of codes in their places is their union; each group's slots first, [GROUPS, TOKENS, SPREAD].
@@ -199,20 +199,20 @@ def read_side(
     mask_channels = channels < DIM  # [PADDED]
     mask = mask_tokens[:, None] & mask_channels[None, :]  # [TOKENS, PADDED]
     if BITS == 16:
-        # All tiles of these branches are [TOKENS, PADDED].
+        # As all tiles of both branches, [TOKENS, PADDED].
         y = tl.load(rows_ptr + slots[:, None] * ROW + head * DIM + channels[None, :], mask=mask, other=0.0)
     else:
         # A unit is loaded once for every slot: rows lie in the nearest cache by then.
         unit = channels % UNITS  # [PADDED]
         units = tl.load(rows_ptr + slots[:, None] * ROW + head * UNITS + unit[None, :], mask=mask, other=0)
         # Slot j of unit u is channel j * UNITS + u.
-        codes = (units.to(tl.int32) >> (channels // UNITS * BITS)[None, :]) & ((1 << BITS) - 1)
+        codes = (units.to(tl.int32) >> (channels // UNITS * BITS)[None, :]) & ((1 << BITS) - 1)  # [TOKENS, PADDED]
         group = channels // (DIM // GROUPS)  # [PADDED]
         words = tl.load(
             words_ptr + slots[:, None] * (ROW // 2) + HEADS * UNITS // 2 + head * GROUPS + group[None, :],
             mask=mask, other=0,
         )  # fmt: skip  # [TOKENS, PADDED]
-        scale, minimum = scale_and_minimum(words)
+        scale, minimum = scale_and_minimum(words)  # [TOKENS, PADDED] each
         # Zeros in padding, which steps that mix channels need.
         y = tl.where(mask, codes.to(tl.float32) * scale + minimum, 0.0)
         y = invert_steps(y, head, channels, mask_channels, mu_ptr, lam_ptr, STEPS, DIM)
@@ -236,7 +236,7 @@ def copy_pages(
     span = spans_ptr + (first_span + tl.program_id(1)) * FIELDS
     device = tl.load(span) + tl.load(device_pages_ptr + page).to(tl.int64) * tl.load(span + 1)
     host = tl.load(span + 2) + tl.load(host_pages_ptr + page).to(tl.int64) * tl.load(span + 3)
-    device_page, host_page = device_ptr + 2 * device, host_ptr + 2 * host
+    device_page, host_page = device_ptr + 2 * device, host_ptr + 2 * host  # numbers, as all above
     words = 2 * tl.load(span + 4)
     for start in range(0, words, BLOCK):
         offsets = start + tl.arange(0, BLOCK)  # [BLOCK]

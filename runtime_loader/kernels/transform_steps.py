@@ -29,9 +29,9 @@ def changes_queries(steps: tuple[str, ...]) -> bool:
 @triton.jit
 def apply_steps(x, head, channels, mask, mu_ptr, inverse_ptr, STEPS: tl.constexpr, DIM: tl.constexpr):
     """Take keys or values of a head to stored space, float32; `channels` and their `mask` can be broadcast to `x`."""
-    y = x.to(tl.float32)  # the shape of x, as all below
-    constants = tl.broadcast_to(head * DIM + channels, x.shape)
-    mask = tl.broadcast_to(mask, x.shape)
+    y = x.to(tl.float32)  # the shape of x
+    constants = tl.broadcast_to(head * DIM + channels, x.shape)  # the shape of x
+    mask = tl.broadcast_to(mask, x.shape)  # the shape of x
     for index in tl.static_range(len(STEPS)):
         if STEPS[index] == "centered":
             y = y - tl.load(mu_ptr + constants, mask=mask, other=0.0)

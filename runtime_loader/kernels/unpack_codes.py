@@ -52,8 +52,8 @@ def _high_bytes(units):
 @triton.jit
 def _plain_codes(slot, units, BITS: tl.constexpr):
     """Mask the codes of one slot without assembly."""
-    byte = units >> (slot * BITS // 8 * 8)
-    code = byte & (((1 << BITS) - 1) << (slot * BITS % 8))
+    byte = units >> (slot * BITS // 8 * 8)  # the shape of units
+    code = byte & (((1 << BITS) - 1) << (slot * BITS % 8))  # the shape of units
     return code.to(tl.int16).to(tl.float16, bitcast=True)
 
 
