@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.candidate_pass import QuantizationOptions
+    from kvtuner.calibration.forward.attention_hook import AttentionHook
     from kvtuner.calibration.forward.chain import DecoderChain, Trace
     from kvtuner.calibration.forward.continuation import Prompt
     from kvtuner.calibration.forward.read_plan import ReadPlan
@@ -84,6 +85,16 @@ def _key_of(record: Mapping[str, Any]) -> tuple[int, Candidate]:
     return record["batch"], Candidate(record["layer"], record["side"], record["bits"], record["transform"])
 
 
+@dataclass(frozen=True, slots=True)
+class _ExactRun:
+    """One batch, run exactly."""
+
+    batch: Batch
+    prompt: Prompt
+    trace: Trace
+    reference: Reference
+
+
 @dataclass(slots=True)
 class _Measurement:
     """The KL of candidates, summed over the scored tokens of batch after batch; `totals` drops what is not finite."""
@@ -102,7 +113,7 @@ class _Measurement:
 
     def add(self, batches: Sequence[Batch], on_forward: Callable[[], None] | None) -> None:
         """Measure all candidates on batches that run together."""
-        runs: dict[int, _Run] = {}
+        runs: dict[int, _ExactRun] = {}
         self.num_tokens += sum(len(batch.input_ids) * (batch.input_ids.shape[1] - self.plan.split) for batch in batches)
         for candidate in self.candidates:
             if candidate in self.totals:
@@ -112,14 +123,34 @@ class _Measurement:
                 for _ in batches:
                     on_forward()
 
-    def _measure_missing(self, candidate: Candidate, batches: Sequence[Batch], runs: dict[int, _Run]) -> None:
+    def _measure_missing(self, candidate: Candidate, batches: Sequence[Batch], runs: dict[int, _ExactRun]) -> None:
         """Journal a candidate's KL on the batches that the journal lacks; their exact runs are kept in `runs`."""
         missing = [batch for batch in batches if self.journal.get((batch.index, candidate)) is None]
-        _run_exactly(self.chain, missing, self.plan, runs, KEPT_BYTES // len(batches))
+        for batch in missing:
+            if batch.index not in runs:
+                prompt_limit = PROMPT_BYTES - sum(run.prompt.num_bytes for run in runs.values())
+                runs[batch.index] = self._run_exactly(batch, prompt_limit, KEPT_BYTES // len(batches))
         spec = spec_of(candidate, self.constants, self.options)
-        kls = _kl_sums(self.chain, [runs[batch.index] for batch in missing], candidate.layer, spec, self.plan)
-        measured = zip(missing, kls, strict=True)
+        hook = quantized_attention({candidate.layer: spec}, self.plan)
+
+        def kl_sum(batch: Batch) -> float | None:
+            return self._kl_sum(runs[batch.index], candidate.layer, hook)
+
+        measured = zip(missing, run_in_parallel(kl_sum, missing, num_workers(self.chain.model)), strict=True)
         self.journal.append(*({**asdict(candidate), "batch": batch.index, "kl_sum": kl} for batch, kl in measured))
+
+    def _run_exactly(self, batch: Batch, prompt_limit: int, kept_limit: int) -> _ExactRun:
+        prompt, trace = run_prompt(self.chain, batch, self.plan.split, prompt_limit)
+        scored = trace.final[:, self.plan.split - prompt.num_tokens :]
+        return _ExactRun(batch, prompt, trace, Reference(self.chain, scored, kept_limit))
+
+    def _kl_sum(self, run: _ExactRun, layer: int, hook: AttentionHook) -> float | None:
+        """The KL of a run from `layer` on, with attention by `hook`, summed over scored tokens; None if not finite."""
+        final = self.chain.run(run.trace.residual[layer], run.trace.calls, run.prompt.before(hook), start=layer)
+        scored = final[:, self.plan.split - run.prompt.num_tokens :]
+        next_ids = following(run.batch.input_ids, self.plan.split)
+        kl = float(compare(self.chain, run.reference, scored, next_ids).kl.sum())
+        return kl if math.isfinite(kl) else None
 
     def _add_up(self, candidate: Candidate, batches: Sequence[Batch]) -> None:
         """Add a candidate's journalled KL to its total, or drop the candidate where it is not finite."""
@@ -141,40 +172,3 @@ class _Measurement:
                 f"layer {candidate.layer}: its {side} at {candidate.bits} bits make the predictions NaN or infinity;"
                 " try --dtype float32 or bfloat16, or check the checkpoint"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One batch, run exactly."""
-
-    batch: Batch
-    prompt: Prompt
-    trace: Trace
-    reference: Reference
-
-
-def _run_exactly(
-    chain: DecoderChain, batches: Iterable[Batch], plan: ReadPlan, runs: dict[int, _Run], kept_limit: int
-) -> None:
-    """Put the exact run of every batch that has none yet into `runs`, by the batch's index."""
-    for batch in batches:
-        if batch.index not in runs:
-            prompt_limit = PROMPT_BYTES - sum(run.prompt.num_bytes for run in runs.values())
-            prompt, trace = run_prompt(chain, batch, plan.split, prompt_limit)
-            scored = trace.final[:, plan.split - prompt.num_tokens :]
-            runs[batch.index] = _Run(batch, prompt, trace, Reference(chain, scored, kept_limit))
-
-
-def _kl_sums(
-    chain: DecoderChain, runs: Sequence[_Run], layer: int, spec: LayerSpec, plan: ReadPlan
-) -> list[float | None]:
-    """KL of each run, summed over the scored tokens, when one layer is stored as `spec` says; None if not finite."""
-
-    def kl_sum(run: _Run) -> float | None:
-        hook = run.prompt.before(quantized_attention({layer: spec}, plan))
-        final = chain.run(run.trace.residual[layer], run.trace.calls, hook, start=layer)
-        scored = final[:, plan.split - run.prompt.num_tokens :]
-        kl = float(compare(chain, run.reference, scored, following(run.batch.input_ids, plan.split)).kl.sum())
-        return kl if math.isfinite(kl) else None
-
-    return list(run_in_parallel(kl_sum, runs, num_workers(chain.model)))

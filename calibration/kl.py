@@ -73,7 +73,7 @@ def compare(chain: DecoderChain, reference: Reference, other: Tensor, next_ids: 
         next_ids.flatten().split(chain.rows_in_flight()),
         strict=True,
     )
-    for (log_p, top), other_rows, targets in rows:
+    for (log_p, top), other_rows, targets in rows:  # [rows, vocab_size], [rows]; [rows, hidden_size]; [rows]
         log_q = chain.logits(other_rows).log_softmax(dim=-1)
         difference = log_q - log_p
         p = log_p.exp()

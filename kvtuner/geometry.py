@@ -84,7 +84,7 @@ class ModelGeometry:
             return range(tp_rank * share, (tp_rank + 1) * share)
         if tp_size % heads:
             raise GeometryError(f"tp_size {tp_size} is no multiple of num_kv_heads {heads}")
-        head = tp_rank * heads // tp_size
+        head = tp_rank * heads // tp_size  # neighbouring ranks hold copies of one head
         return range(head, head + 1)
 
     def layers_of_stage(self, pp_rank: int, pp_size: int) -> range:
@@ -95,7 +95,7 @@ class ModelGeometry:
         """
         if not 0 <= pp_rank < pp_size or pp_size > self.num_layers:
             raise GeometryError(f"pp_rank {pp_rank} of pp_size {pp_size} does not fit {self.num_layers} layers")
-        share, remainder = divmod(self.num_layers, pp_size)
+        share, remainder = divmod(self.num_layers, pp_size)  # as sglang.srt.distributed.utils.get_pp_indices
         sizes = [share + (stage >= pp_size - remainder) for stage in range(pp_size)]
         start = sum(sizes[:pp_rank])
         return range(start, start + sizes[pp_rank])

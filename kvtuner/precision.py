@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 PACKED_BITS: Final = (2, 4, 8)
 NATIVE_BITS: Final = 16
 ALL_BITS: Final = (*PACKED_BITS, NATIVE_BITS)
-ROW_ALIGNMENT_BYTES: Final = 16
-SCALE_WORD_BYTES: Final = 4
+ROW_ALIGNMENT_BYTES: Final = 16  # of the widest load of a GPU thread
+SCALE_WORD_BYTES: Final = 4  # a scale and a minimum, fp16 each
 LAYOUT_ID: Final = "halfword-sliced-v1"
 GIB: Final = 1 << 30
 

@@ -24,6 +24,7 @@ FORMS: Final = "4bit, 4.25bpe, 35%, 18KiB/token or 40GiB@32x64k"
 SMALLEST_PAIR: Final = PrecisionPair(2, 2)
 NATIVE_PAIR: Final = PrecisionPair(16, 16)
 
+# Numbers of bounded length: exact arithmetic on any text that a user gives stays quick.
 _NUMBER = r"(\d{1,12}(?:\.\d{1,15})?)"
 _UNIT = r"([KMGT]I?B|B)"
 _PATTERNS: Final[dict[BudgetKind, re.Pattern[str]]] = {
@@ -137,10 +138,12 @@ class Constraint:
 
     def cap(self, stage: int) -> int:
         """The cost that the layers of one stage may have together."""
+        # Costs are integers, so that rounding down refuses no configuration.
         return math.floor(self.budget.amount * self._cost_of_unit(stage))
 
     def _cost_of_unit(self, stage: int) -> Fraction:
         """Cost that one unit of the budget allows a stage: one bit per element, one percent, one KiB."""
+        # Elements of one token in the stage's layers, per KV head.
         channels = len(self.stages[stage]) * (self.shape.head_dim + self.shape.v_head_dim)
         match self.budget.kind:
             case "mean_bits":
@@ -188,7 +191,7 @@ def _decimal(value: Fraction) -> str:
 
 def _rounded_up(value: Fraction) -> Fraction:
     """Up to at least three significant digits and two decimals."""
-    decimals = 2
+    decimals = 2  # rounded up: the budget that a message names must be enough
     while value * 10**decimals < 100:
         decimals += 1
     return Fraction(math.ceil(value * 10**decimals), 10**decimals)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-EPS: Final = 0.05
+EPS: Final = 0.05  # distance of e_o, and with it the number of neighbours, as the paper has them
 MIN_SAMPLES: Final = 2
 UNGROUPED: Final = -1
 
@@ -28,7 +28,7 @@ def dbscan(points: NDArray[np.float64], eps: float, min_samples: int) -> NDArray
     Source: Ester et al., KDD 1996.
     """
     distances = np.sqrt(((points[:, None, :] - points[None, :, :]) ** 2).sum(axis=2))
-    is_neighbour = distances <= eps
+    is_neighbour = distances <= eps  # [num_points, num_points]
     is_core = is_neighbour.sum(axis=1) >= min_samples
     labels = np.full(len(points), UNGROUPED, dtype=np.int64)
     cluster = 0
@@ -39,7 +39,7 @@ def dbscan(points: NDArray[np.float64], eps: float, min_samples: int) -> NDArray
         labels[start] = cluster
         while frontier:
             reached = np.flatnonzero(is_neighbour[frontier.pop()] & (labels == UNGROUPED))
-            labels[reached] = cluster
+            labels[reached] = cluster  # a point between two clusters stays with the one that reaches it first
             frontier.extend(reached[is_core[reached]])
         cluster += 1
     return labels
@@ -59,7 +59,7 @@ def group_layers(
     """
     groups: list[tuple[int, ...]] = []
     for stage in stages:
-        for menu in {menus[layer] for layer in stage}:
+        for menu in {menus[layer] for layer in stage}:  # in any order: the groups are sorted at the end
             layers = np.array([layer for layer in stage if menus[layer] == menu])
             labels = dbscan(np.array([features[layer] for layer in layers], dtype=np.float64), EPS, MIN_SAMPLES)
             groups += [(int(layer),) for layer in layers[labels == UNGROUPED]]

@@ -98,6 +98,7 @@ class SearchSpace:
 
     def _project_group(self, group: tuple[int, ...], configuration: Configuration) -> int:
         pairs = self.menus[group[0]].pairs
+        # The group's own pair, where all its layers have one and pruning left it.
         wanted = {configuration[layer].pair for layer in group}
         if len(wanted) == 1 and (pair := next(iter(wanted))) in pairs:
             return pairs.index(pair)
@@ -106,6 +107,7 @@ class SearchSpace:
             for index in range(len(pairs))
             if all(self._takes_no_more(self.menus[layer].choices[index], configuration[layer]) for layer in group)
         ]
+        # Nothing fits under a pair below that of a forced layer, which has one choice only.
         return min(fitting or [0], key=lambda i: sum(self.menus[layer].choices[i].score for layer in group))
 
     def _takes_no_more(self, choice: LayerChoice, other: LayerChoice) -> bool:
@@ -227,6 +229,7 @@ def _pareto(choices: Sequence[LayerChoice], shape: RowShape) -> list[LayerChoice
     """The choices that none beats in bytes, payload bits and score at once; the first of equals."""
     kept: list[LayerChoice] = []
     for choice in sorted(choices, key=lambda c: (c.cost_bytes, payload_bits(c.pair, shape), c.score, c.pair)):
+        # Those before it take no more bytes: only payload and score are left to compare.
         payload = payload_bits(choice.pair, shape)
         if not any(other.score <= choice.score and payload_bits(other.pair, shape) <= payload for other in kept):
             kept.append(choice)
@@ -255,6 +258,7 @@ def _plain_score(table: SensitivityTable, layer: int, side: Side, bits: int, sco
         return 0.0
     scores = table.of(layer, side, bits).get("none")
     value = None if scores is None else scores.get(score)
+    # Isolated KL at 4 and 8 bits is measured for one transform, which may be another one.
     return math.nan if value is None else value
 
 

@@ -14,7 +14,7 @@ from sqlalchemy import URL, event, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from kvtuner.errors import RunFolderError
-from kvtuner.run_folder import RunFolder, canonical_json
+from kvtuner.run_folder import RunFolder, refuse_difference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -187,11 +187,5 @@ def bind_identity(study: optuna.Study, identity: Mapping[str, Any], url: str | N
             raise RunFolderError(f"{printable_url(url)} holds a study of another program; choose another name")
         study.set_user_attr(IDENTITY_ATTRIBUTE, dict(identity))
         return True
-    for key in sorted(set(known) | set(identity)):
-        there, here = canonical_json(known.get(key)), canonical_json(identity.get(key))
-        if there != here:
-            raise RunFolderError(
-                f"the study {study.study_name!r} in {printable_url(url)} is of another run: {key} is"
-                f" {there[:60]} there and {here[:60]} here; choose another folder with --out"
-            )
+    refuse_difference(known, identity, f"the study {study.study_name!r} in {printable_url(url)} is of another run")
     return False

@@ -182,8 +182,7 @@ def recall_accuracy(model: PreTrainedModel, data: TrainingText, num_pairs: int, 
 def train(out: Path, *, steps: int, long_from: float, peak_lr: float, key_bias: float, seed: int) -> None:
     """Train; evaluate and save the checkpoint in bf16 every 250 steps and at the end.
 
-    Sequences have 256 tokens for the share `long_from` of the steps, then 512. The keys of the first and the last layer
-    get `key_bias`.
+    Sequences have 256 tokens for the share `long_from` of the steps, then 512. For `key_bias` see `add_key_biases`.
     """
     torch.manual_seed(seed)
     out.mkdir(parents=True, exist_ok=True)
@@ -270,14 +269,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    train(
-        args.out,
-        steps=args.steps,
-        long_from=args.long_from,
-        peak_lr=args.lr,
-        key_bias=args.key_bias,
-        seed=args.seed,
-    )
+    train(args.out, steps=args.steps, long_from=args.long_from, peak_lr=args.lr, key_bias=args.key_bias, seed=args.seed)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvtuner.geometry import ModelGeometry
 
-LOGITS_IN_FLIGHT = 1 << 23
+LOGITS_IN_FLIGHT = 1 << 23  # 32 MiB of float32, of which a comparison holds several
 MAX_LOGIT_ROWS = 128  # of a small vocabulary: what is done to logits then stays in a core's cache
 
 
@@ -203,6 +203,7 @@ class DecoderChain:
 
     def _check_on_probe(self) -> None:
         device = self.input_device
+        # Eight tokens that differ, past those that vocabularies begin with.
         ids = torch.arange(2, 10, device=device).unsqueeze(0) % self.model.config.get_text_config().vocab_size
         positions = torch.arange(8, device=device).unsqueeze(0)
         attention_calls: list[tuple[int, AttentionCall]] = []

@@ -53,9 +53,7 @@ class BenchOptions:
         type=names(),
         metavar="SCHEME[,...]",
     )
-    ablation: bool = option(
-        False, "compare bf16, K8V8, K4V4, K2V2, K8V4, per channel, symmetric, fp8: quality and speed"
-    )
+    ablation: bool = option(False, "bf16, K8V8, K4V4, K2V2, K8V4, per channel, symmetric, fp8: quality and speed")
     levels: tuple[str, ...] | None = option(
         None,
         "levels of kvtuner eval, for the ablation's quality; likelihood,recall by default",
@@ -71,9 +69,7 @@ class BenchOptions:
     kv_memory: int | None = option(
         None, "size of every scheme's KV pool, such as 40GiB; SGLang decides by default", type=_bytes, metavar="BYTES"
     )
-    start_timeout: int | None = option(
-        None, "seconds for a server's start; 1800 by default", type=positive, metavar="SECONDS"
-    )
+    start_timeout: int | None = option(None, "seconds for a start; 1800 by default", type=positive, metavar="SECONDS")
     endpoint: tuple[tuple[str, str], ...] | None = option(
         None,
         "URL of a server that is there already, in place of starting any",
@@ -95,9 +91,7 @@ class BenchOptions:
     rounds: int = option(LOADS.rounds, "rounds of the same load, for stability", type=positive)
     repeats: int = option(LOADS.repeats, "requests, or batches, at each point", type=positive)
     prompt: int = option(LOADS.prompt, "prompt tokens of loads that do not vary them", type=positive, metavar="TOKENS")
-    output: int = option(
-        LOADS.output, "generated tokens of loads that do not vary them", type=positive, metavar="TOKENS"
-    )
+    output: int = option(LOADS.output, "output tokens of loads that do not vary them", type=positive, metavar="TOKENS")
     timeout: int = option(600, "seconds for one request", type=positive, metavar="SECONDS")
     memory_bandwidth: float | None = option(
         None,
@@ -105,14 +99,9 @@ class BenchOptions:
         type=_gigabytes,
         metavar="GB/S",
     )
-    seed: int | None = option(
-        None, "seed of the places where prompts are cut from the text; the search's by default", type=seed
-    )
+    seed: int | None = option(None, "seed of the prompts' places in the text; the search's by default", type=seed)
     out: str | None = option(
-        None,
-        "folder of the report and the raw figures; runs/<model>-bench-... by default",
-        group="run",
-        metavar="FOLDER",
+        None, "folder of report and figures; runs/<model>-bench-... by default", group="run", metavar="FOLDER"
     )
 
     def __post_init__(self) -> None:

@@ -56,11 +56,7 @@ class EvalOptions:
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
     levels: tuple[str, ...] | None = option(
-        None,
-        f"levels: {', '.join(LEVELS)}; all, by default",
-        type=names(LEVELS),
-        group="evaluation",
-        metavar="LEVEL[,...]",
+        None, f"{', '.join(LEVELS)}; all, by default", type=names(LEVELS), group="evaluation", metavar="LEVEL[,...]"
     )
     read_plan: ReadPlanName | None = option(
         None, "read plan: which tokens read quantized keys and values; the search's by default", choices=READ_PLANS
@@ -105,12 +101,8 @@ class EvalOptions:
         None, "interface of the servers; sglang by default", choices=("sglang", "openai")
     )
     timeout: int | None = _number("timeout", "seconds for one answer", metavar="SECONDS")
-    positions: int | None = _number(
-        "positions", "last positions of each sequence, which servers score", metavar="TOKENS"
-    )
-    scored_sequences: int | None = _number(
-        "scored_sequences", "sequences that servers score at most", type=several, metavar="N"
-    )
+    positions: int | None = _number("positions", "last positions of a sequence, which servers score", metavar="TOKENS")
+    scored_sequences: int | None = _number("scored_sequences", "sequences scored at most", type=several, metavar="N")
     top_logprobs: int | None = _number("top_logprobs", "likely tokens that a truncated KL tells apart", metavar="K")
     out: str | None = option(
         None, "folder that keeps what is asked once; runs/<model>-eval-... by default", group="run", metavar="FOLDER"

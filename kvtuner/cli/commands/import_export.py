@@ -75,13 +75,9 @@ def _say_notes(notes: tuple[str, ...]) -> None:
 
 
 def _add_import_flags(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "source", metavar="SOURCE", help="file to read; for ranges also the text, such as 0-1:bf16,2-27:8"
-    )
+    parser.add_argument("source", metavar="SOURCE", help="file; for ranges also the text, such as 0-1:bf16,2-27:8")
     parser.add_argument("--from", dest="format", required=True, choices=readable(), help="format of the file")
-    parser.add_argument(
-        "--model", metavar="ID|FOLDER|demo", required=True, help="model of the profile; only its configuration is read"
-    )
+    parser.add_argument("--model", metavar="ID|FOLDER|demo", required=True, help="model whose configuration is read")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--scheme", choices=PRESETS, help="scheme of a preset of KVTuner, if its name does not say it")
     parser.add_argument("--map", metavar="WORD=BITS,...", help="integers in place of other formats: FP8=8,NVFP4=K8V4")

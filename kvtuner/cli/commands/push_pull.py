@@ -87,16 +87,10 @@ def _pull(args: Namespace) -> int:
 
 def _add_push_flags(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PROFILE|RUN", help="profile.json or run folder")
-    parser.add_argument(
-        "--repo", metavar="OWNER/NAME", required=True, help="repository of the hub; made if it is not there"
-    )
-    parser.add_argument(
-        "--revision", metavar="BRANCH", help="branch to commit to; the repository's main one by default"
-    )
+    parser.add_argument("--repo", metavar="OWNER/NAME", required=True, help="hub repository; made if it is not there")
+    parser.add_argument("--revision", metavar="BRANCH", help="branch to commit to; the repository's main by default")
     parser.add_argument("--message", metavar="TEXT", help="message of the commit")
-    parser.add_argument(
-        "--license", default="cc0-1.0", metavar="ID", help="license of the profile, as the hub spells it"
-    )
+    parser.add_argument("--license", default="cc0-1.0", metavar="ID", help="profile's license, as the hub spells it")
     add_switch(parser, "--private", "make a new repository private")
     add_switch(parser, "--create-pr", "open a pull request instead of committing")
     add_switch(parser, "--report", "upload report.html and its pictures too, where the run has them", default=True)
@@ -105,9 +99,7 @@ def _add_push_flags(parser: ArgumentParser) -> None:
 
 
 def _add_pull_flags(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "reference", metavar="OWNER/NAME[@REVISION][:PATH]", help="profile of the hub; #sha256:... pins its digest"
-    )
+    parser.add_argument("reference", metavar="OWNER/NAME[@REVISION][:PATH]", help="profile; #sha256:... pins a digest")
     parser.add_argument("--out", metavar="FILE", help="also copy the profile there, with its signature")
     parser.add_argument("--force", action="store_true", help="overwrite --out")
 

@@ -108,12 +108,8 @@ def _add_sign_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--private-key", metavar="FILE", help="PEM of a key of P-256, P-384 or P-521")
     parser.add_argument("--password-env", metavar="NAME", help="environment variable with the key's password")
     parser.add_argument("--certificate", metavar="FILE", help="PEM of the key's certificate; the key is not encrypted")
-    parser.add_argument(
-        "--certificate-chain", metavar="FILE", nargs="+", help="PEMs of the certificates above it, the root's too"
-    )
-    parser.add_argument(
-        "--sigstore", action="store_true", help="sign without a key: log in with a browser; needs the network"
-    )
+    parser.add_argument("--certificate-chain", metavar="FILE", nargs="+", help="PEMs of its issuers, the root's too")
+    parser.add_argument("--sigstore", action="store_true", help="log in with a browser, no key; needs the network")
     parser.add_argument("--identity-token-env", metavar="NAME", help="variable with an OpenID token for --sigstore")
 
 

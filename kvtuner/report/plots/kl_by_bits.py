@@ -141,7 +141,7 @@ def _draw_points(
     if min(kl for _, kl in places) <= 0:
         style.mark_zero(axes, floor)
     figure.legend(loc="outside lower center", ncols=2)
-    marks = _raised(_ends(points), floor)[1::3]
+    marks = _raised(_ends(points), floor)[1::3]  # the means: each point has a low end, a mean and a high end
     place_labels(axes, _labels(points, marks), marks, [*measured, *front])
 
 
