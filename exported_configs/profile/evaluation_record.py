@@ -1,7 +1,7 @@
 """The evaluation of a profile beside other schemes: the file that stands beside the profile's.
 
-The file names the profile by its digest. In its JSON, schemes are called subjects, the backend host, and the provenance
-making. Knows nothing of how figures are measured.
+The file names the profile by its digest. Its JSON, and so the constructors, have older names for three things: subjects
+for schemes, host for the backend, and making for the provenance. Knows nothing of how figures are measured.
 """
 
 import json
@@ -94,7 +94,7 @@ class CellResult(StrictModel):
     They count as wrong, or as empty where a text is scored; such a likelihood is left out of every scheme's mean.
     """
 
-    subject: Text
+    scheme: Text = Field(alias="subject")
     mean: Figure
     low: Figure
     high: Figure
@@ -128,7 +128,7 @@ class Cell(StrictModel):
         least, most = LIMITS[self.measure]
         for result in self.results:
             if not least <= result.low <= result.mean <= result.high <= most:
-                raise ValueError(f"{self.measure} of {result.subject!a} must ascend within {least} and {most}")
+                raise ValueError(f"{self.measure} of {result.scheme!a} must ascend within {least} and {most}")
         for difference in self.differences:
             if not difference.low <= difference.mean <= difference.high:
                 raise ValueError(f"the difference from {difference.other!a} must ascend")
@@ -195,25 +195,29 @@ class Evaluation(StrictModel):
     evaluation_version: Literal[1]
     profile_digest: Sha256
     model: ModelIdentity
-    host: BackendRecord
+    backend: BackendRecord = Field(alias="host")
     data: DataRecord
-    subjects: Annotated[tuple[SchemeRecord, ...], Records]
+    schemes: Annotated[tuple[SchemeRecord, ...], Records] = Field(alias="subjects")
     cells: Annotated[tuple[Cell, ...], Records]
-    making: ResultProvenance
+    provenance: ResultProvenance = Field(alias="making")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = [subject.name for subject in self.subjects]
+        names = [scheme.name for scheme in self.schemes]
         if PROFILE_SCHEME not in names or len(set(names)) < len(names):
             raise ValueError(f"subjects must be different, and {PROFILE_SCHEME!r} one of them, not {names!a:.99}")
         for cell in self.cells:
-            results = [result.subject for result in cell.results]
+            results = [result.scheme for result in cell.results]
             if len(set(results)) < len(results):
                 raise ValueError("a subject has two results in one cell")
             for name in (*results, *(difference.other for difference in cell.differences)):
                 if name not in names:
                     raise ValueError(f"results of {name!a}, which is none of the subjects")
         return self
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values, as in the file."""
+        return self.model_dump(mode="json", by_alias=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +231,14 @@ class EvaluatedProfile:
 
 def evaluation_path(profile: Path, evaluation: Evaluation) -> Path:
     """The file of an evaluation beside a profile's: another one for other models, data, schemes, cells or seeds."""
-    host = evaluation.host
-    kind = host.kind if host.read_plan is None else f"{host.kind}-{host.read_plan}"
+    backend = evaluation.backend
+    kind = backend.kind if backend.read_plan is None else f"{backend.kind}-{backend.read_plan}"
     content = [
         evaluation.model.model_dump(mode="json"),
         evaluation.data.model_dump(mode="json"),
-        [subject.name for subject in evaluation.subjects],
+        [scheme.name for scheme in evaluation.schemes],
         [[cell.level, cell.task, cell.num_tokens, cell.position, cell.units, cell.count] for cell in evaluation.cells],
-        evaluation.making.seed,
+        evaluation.provenance.seed,
     ]
     digits = sha256_of(content).removeprefix("sha256:")[:8]
     return profile.with_name(f"{profile.stem}{EVALUATION_SUFFIX}{kind}-{digits}.json")
@@ -258,7 +262,7 @@ def parse_evaluation(source: Path | bytes) -> Evaluation:
 
 def dump_evaluation(evaluation: Evaluation) -> bytes:
     """The bytes of an evaluation's file; `ProfileError` where it would be larger than `load_evaluation` reads."""
-    data = (json.dumps(evaluation.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n").encode()
+    data = (json.dumps(evaluation.to_json(), indent=1, ensure_ascii=False) + "\n").encode()
     if len(data) > EVALUATION.max_bytes:
         raise ProfileError(f"the evaluation has {len(data)} bytes, above {EVALUATION.max_bytes}; ask for less at once")
     return data

@@ -81,7 +81,7 @@ class EvaluationResult:
         return record_table(
             {
                 **cell.model_dump(mode="json", exclude={"results", "differences"}),
-                **{"scheme" if name == "subject" else name: value for name, value in result.model_dump().items()},
+                **result.model_dump(mode="json"),
             }
             for cell in self.evaluation.cells
             for result in cell.results

@@ -105,7 +105,7 @@ class BenchResult:
     def quality(self, name: str, measure: str) -> float | None:
         """A scheme's mean of a measure: of likelihoods, of those at the beginning of the context; None without one."""
         cells = [] if self.evaluation is None else [cell for cell in self.evaluation.cells if cell.measure == measure]
-        return next((result.mean for cell in cells for result in cell.results if result.subject == name), None)
+        return next((result.mean for cell in cells for result in cell.results if result.scheme == name), None)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -117,7 +117,7 @@ class BenchResult:
                 "server_args": list(self.server_args),
                 "ways": [scheme.to_json() for scheme in self.schemes],
                 "problems": self.problems(),
-                "evaluation": None if self.evaluation is None else self.evaluation.model_dump(mode="json"),
+                "evaluation": None if self.evaluation is None else self.evaluation.to_json(),
                 "making": self.provenance.model_dump(mode="json"),
             },
             inf_nan_mode="null",

@@ -45,10 +45,10 @@ MAX_EXPONENT: Final = 700
 
 def evaluation_lines(evaluation: Evaluation, profile: Profile) -> list[str]:
     """A table for each level, every scheme beside the others, and which differences of the profile are clear."""
-    provenance, host = evaluation.making, evaluation.host
+    provenance, backend = evaluation.provenance, evaluation.backend
     facts = [
         ("evaluation", f"of {_model(evaluation, profile)}"),
-        ("host", f"{host.kind} {host.version or ''}".rstrip() + f", {_reads(evaluation)}"),
+        ("host", f"{backend.kind} {backend.version or ''}".rstrip() + f", {_reads(evaluation)}"),
         ("text", f"of {_data(evaluation)}"),
         ("made by", provenance.command),
         ("on", f"{provenance.machine}; {versions_text(provenance)}"),
@@ -74,7 +74,7 @@ def sample_lines(prompt: str, answers: Mapping[str, str | None]) -> list[str]:
 
 def evaluation_part(evaluation: Evaluation, profile: Profile) -> dict[str, Any]:
     """The part of ``templates/profile.html`` about an evaluation: its tables, and how to read them."""
-    cells, provenance = evaluation.cells, evaluation.making
+    cells, provenance = evaluation.cells, evaluation.provenance
     remarks = [f"{flag}: {text[2:]}" for flag, text in FLAGS.items() if any(cell.flag == flag for cell in cells)]
     if total := sum(len(cell.differences) for cell in cells):
         remarks.append(
@@ -91,7 +91,7 @@ def evaluation_part(evaluation: Evaluation, profile: Profile) -> dict[str, Any]:
         ("with", versions_text(provenance)),
     ]
     return {
-        "title": f"By {evaluation.host.kind}, {_reads(evaluation)}",
+        "title": f"By {evaluation.backend.kind}, {_reads(evaluation)}",
         "cells": _page_table(evaluation),
         "remarks": remarks,
         "facts": Table.of_facts(facts),
@@ -108,7 +108,7 @@ def cell_title(cell: Cell) -> str:
 
 def cell_values(cell: Cell, names: Sequence[str]) -> list[str]:
     """The results of the named schemes, with intervals; ``-`` where a scheme has none."""
-    results = {result.subject: result for result in cell.results}
+    results = {result.scheme: result for result in cell.results}
     return [_value_text(cell, results.get(name)) for name in names]
 
 
@@ -123,9 +123,11 @@ def _model(evaluation: Evaluation, profile: Profile) -> str:
 
 
 def _reads(evaluation: Evaluation) -> str:
-    host = evaluation.host
-    reads = f"read plan {host.read_plan}" if host.read_plan else f"reads {host.reads or 'what it does not say'}"
-    hits = "" if host.hit_share is None else f", {percent(host.hit_share)} of prompts found in its cache"
+    backend = evaluation.backend
+    reads = (
+        f"read plan {backend.read_plan}" if backend.read_plan else f"reads {backend.reads or 'what it does not say'}"
+    )
+    hits = "" if backend.hit_share is None else f", {percent(backend.hit_share)} of prompts found in its cache"
     return f"{reads}{hits}"
 
 
@@ -154,8 +156,8 @@ def _units(level: str, cells: Sequence[Cell]) -> str:
 
 def _page_table(evaluation: Evaluation) -> Table:
     """All levels in one table, with the clear differences behind them."""
-    names = [scheme.name for scheme in evaluation.subjects]
-    sizes = [count(scheme.bytes_per_token) for scheme in evaluation.subjects]
+    names = [scheme.name for scheme in evaluation.schemes]
+    sizes = [count(scheme.bytes_per_token) for scheme in evaluation.schemes]
     rows = [["bytes per token", "", *sizes, ""]]
     for cell in evaluation.cells:
         clear = [f"{other.other}: {interval(other)}, p {number(other.p_value, 2)}" for other in _clear(cell)]
@@ -164,8 +166,8 @@ def _page_table(evaluation: Evaluation) -> Table:
 
 
 def _level_table(evaluation: Evaluation, cells: Sequence[Cell]) -> Table:
-    names = [scheme.name for scheme in evaluation.subjects]
-    sizes = [f"{scheme.bytes_per_token:,}" for scheme in evaluation.subjects]
+    names = [scheme.name for scheme in evaluation.schemes]
+    sizes = [f"{scheme.bytes_per_token:,}" for scheme in evaluation.schemes]
     rows = [[f"{FLAGS.get(cell.flag or '', ' ')[0]} {_short_title(cell)}", *cell_values(cell, names)] for cell in cells]
     return Table(["", *names], [["bytes per token", *sizes], *rows])
 

@@ -98,7 +98,7 @@ def test_hostile_text_adds_no_tag_to_a_page() -> None:
     said = evaluation_of(profile)
     evil = said.model_copy(
         update={
-            "making": said.making.model_copy(update={"command": HOSTILE, "machine": HOSTILE}),
+            "provenance": said.provenance.model_copy(update={"command": HOSTILE, "machine": HOSTILE}),
             "data": said.data.model_copy(update={"corpus": HOSTILE}),
             "cells": tuple(cell.model_copy(update={"task": HOSTILE, "level": "task"}) for cell in said.cells),
         }
@@ -162,10 +162,12 @@ def test_show_writes_every_profile_and_evaluation_of_a_run_on_one_page(run: RunC
     mine, stranger = evaluation_of(profiles[0]), evaluation_of(profiles[0], profile_digest=OTHER_HASH)
     for evaluation in (
         mine,
-        stranger.model_copy(update={"making": mine.making.model_copy(update={"machine": "other"})}),
+        stranger.model_copy(update={"provenance": mine.provenance.model_copy(update={"machine": "other"})}),
     ):
         place = evaluation_path(folder / "profile-4bit.json", evaluation)
-        place.with_name(f"{place.stem}-{evaluation.making.machine[0]}.json").write_bytes(dump_evaluation(evaluation))
+        place.with_name(f"{place.stem}-{evaluation.provenance.machine[0]}.json").write_bytes(
+            dump_evaluation(evaluation)
+        )
     target = tmp_path / "new" / "page.html"
     status, out, _ = run("show", folder, "--html", target)
     assert status == 0 and out.splitlines()[-1] == f"page: {target}"

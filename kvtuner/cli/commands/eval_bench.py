@@ -29,7 +29,7 @@ def _evaluate(args: Namespace) -> int:
 
     result = run_evaluation(options_from(EvalOptions, vars(args)))
     if args.json:
-        print(json.dumps({"evaluation": str(result.file), **result.evaluation.model_dump(mode="json")}, indent=1))
+        print(json.dumps({"evaluation": str(result.file), **result.evaluation.to_json()}, indent=1))
         return 0
     print("\n".join(evaluation_lines(result.evaluation, result.profile)))
     say(f"\nwritten to {result.file}; `kvtuner show {result.file.parent}` shows it again")

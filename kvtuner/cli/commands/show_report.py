@@ -59,7 +59,7 @@ def _show(args: Namespace) -> int:
         facts = [
             {
                 **summary(resolved.profile),
-                "evaluations": [evaluation.model_dump(mode="json") for evaluation in evaluations],
+                "evaluations": [evaluation.to_json() for evaluation in evaluations],
                 **page,
             }
             for resolved, evaluations in profiles

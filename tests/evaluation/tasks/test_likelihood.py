@@ -63,7 +63,7 @@ def cells(folder: Path, *endpoints: Stub, positions: int = 4, top: int = 5) -> d
 
 
 def means(cell: Any) -> dict[str, float]:
-    return {result.subject: result.mean for result in cell.results}
+    return {result.scheme: result.mean for result in cell.results}
 
 
 def test_figures_are_means_over_the_last_tokens(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_one_token_that_never_came_is_left_out_of_all_schemes_and_asked_again(tm
     found = cells(tmp_path, exact, mine)
     for cell in found.values():
         assert cell.count == 23
-        assert {each.subject: each.failures for each in cell.results}["profile"] == 1
+        assert {each.scheme: each.failures for each in cell.results}["profile"] == 1
     nll = [-exact.log_p(ids[:p])[ids[p]] for ids in SEQUENCES for p in range(8, 12) if (ids, p) != (SEQUENCES[2], 9)]
     assert means(found["nll_nats_per_token"])["bf16"] == pytest.approx(sum(nll) / 23, rel=1e-5)
     exact, mine = Stub("bf16", 0.0), Stub("profile", 0.6)
