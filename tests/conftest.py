@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from fixture_types import LoadTiny, MakeKeys, MakeTokenizer, ModelFolder, ProfileOf
+    from fixture_types import LoadTiny, MakeKeys, MakeTokenizer, ModelFolder, ProfileOf, RunCommand
 
     from kvtuner.exported_configs.profile.build import LayerQuantization
     from kvtuner.exported_configs.profile.profile import Profile
@@ -266,6 +266,24 @@ def profile_of() -> ProfileOf:
         )
 
     return make
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> RunCommand:
+    """Run the command line in this process; returns exit status, stdout, stderr."""
+
+    from kvtuner.cli import main
+
+    def call(*args: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            status = main([str(arg) for arg in args])
+        except SystemExit as error:  # argparse
+            status = int(error.code or 0)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return call
 
 
 @pytest.fixture

@@ -285,22 +285,38 @@ def test_a_context_that_the_model_does_not_have_is_refused(length: int, words: s
     assert words in refusal(lambda: read_shape(ModelSource(str(model_folder()), context_length=length)))
 
 
-def test_multi_head_latent_attention_is_refused(tmp_path: Path) -> None:
-    source = config_folder(
-        tmp_path, "DeepseekV3", **DECODER, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, v_head_dim=16
-    )
-    assert "multi-head latent attention (MLA)" in refusal(lambda: read_shape(source))
-
-
-@pytest.mark.parametrize("name", ["Qwen3Next", "Mamba"])
-def test_linear_attention_is_refused(name: str, tmp_path: Path) -> None:
-    source = config_folder(tmp_path, name, **({} if name == "Mamba" else DECODER))
-    assert "without a KV cache" in refusal(lambda: read_shape(source))
-
-
-def test_a_model_that_reads_images_is_refused_before_its_weights_are_asked_for(tmp_path: Path) -> None:
-    source = config_folder(tmp_path, "Qwen2VL")
-    assert "is a 'qwen2_vl'" in refusal(lambda: read_shape(source))
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        (
+            "DeepseekV3",
+            {**DECODER, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+            "multi-head latent attention (MLA)",
+        ),
+        ("Qwen3Next", DECODER, "without a KV cache"),
+        ("Mamba", {}, "without a KV cache"),
+        ("Qwen2VL", {}, "is a 'qwen2_vl'"),
+        ("EfficientNet", {}, "is a 'efficientnet'"),
+        ("T5", {"num_layers": 2}, "encoder-decoder"),
+        ("Llama", {**DECODER, "num_kv_shared_layers": 1}, "layers that read another layer's keys"),
+        (
+            "Qwen2",
+            {
+                **DECODER,
+                "num_hidden_layers": 4,
+                "use_sliding_window": True,
+                "sliding_window": 64,
+                "max_window_layers": 2,
+            },
+            "in layer 2: a window of 64 tokens",
+        ),
+    ],
+)
+def test_a_model_that_is_not_supported_is_refused_before_its_weights_are_asked_for(
+    name: str, values: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    source = config_folder(tmp_path, name, **values)
+    assert words in refusal(lambda: read_shape(source))
 
 
 def test_a_window_shorter_than_the_context_is_refused_and_says_how_to_serve(tmp_path: Path) -> None:
@@ -309,18 +325,6 @@ def test_a_window_shorter_than_the_context_is_refused_and_says_how_to_serve(tmp_
     assert "in layer 0: a window of 128 tokens, shorter than the context of 512" in message
     assert "--context-length 128" in message
     assert read_shape(ModelSource(source.model, context_length=128)).context_length == 128
-
-
-def test_the_first_layer_with_a_window_is_named(tmp_path: Path) -> None:
-    source = config_folder(
-        tmp_path,
-        "Qwen2",
-        **{**DECODER, "num_hidden_layers": 4},
-        use_sliding_window=True,
-        sliding_window=64,
-        max_window_layers=2,
-    )
-    assert "in layer 2: a window of 64 tokens" in refusal(lambda: read_shape(source))
 
 
 def test_a_window_that_no_layer_uses_is_no_window(tmp_path: Path) -> None:
@@ -332,24 +336,9 @@ def test_a_window_as_long_as_the_context_is_no_window(tmp_path: Path) -> None:
     assert read_shape(config_folder(tmp_path, "Mistral", **DECODER, sliding_window=512)).context_length == 512
 
 
-def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
-    source = config_folder(tmp_path, "T5", num_layers=2)
-    assert "encoder-decoder" in refusal(lambda: read_shape(source))
-
-
-def test_layers_that_share_keys_are_refused(tmp_path: Path) -> None:
-    source = config_folder(tmp_path, "Llama", **DECODER, num_kv_shared_layers=1)
-    assert "layers that read another layer's keys" in refusal(lambda: read_shape(source))
-
-
 def test_a_head_dim_that_cannot_be_packed_is_refused(tmp_path: Path) -> None:
     source = config_folder(tmp_path, "Llama", **DECODER, head_dim=20)
     assert "head_dim 20 cannot be packed at 2 bits" in refusal(lambda: read_shape(source), PrecisionError)
-
-
-def test_a_model_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
-    source = config_folder(tmp_path, "EfficientNet")
-    assert "is a 'efficientnet'" in refusal(lambda: read_shape(source))
 
 
 def test_a_model_that_does_not_say_its_context_must_be_told(tmp_path: Path) -> None:

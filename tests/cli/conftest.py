@@ -19,22 +19,6 @@ SMALL = ("--sequence-length", "64", "--sequences", "2,2,3", "--fisher-draws", "1
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> RunCommand:
-    """Run the command line in this process; returns exit status, stdout, stderr."""
-
-    def call(*args: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            status = main([str(arg) for arg in args])
-        except SystemExit as error:  # argparse
-            status = int(error.code or 0)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return call
-
-
-@pytest.fixture
 def run_search(run: RunCommand, model_folder: ModelFolder, corpus_file: Path) -> RunCommand:
     """Run a small search of a tiny model in this process; a flag that is given takes the place of the small one."""
 

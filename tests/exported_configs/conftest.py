@@ -7,6 +7,7 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
+import profile_samples
 import pytest
 import torch
 
@@ -38,32 +39,11 @@ MODEL = {
     "dtype": "bfloat16",
 }
 QUALITY = {
-    "metric": "kl_nats_per_token",
-    "read_plan": "decode",
-    "split_tokens": 4096,
+    **profile_samples.QUALITY,
     "predicted_kl": 0.01234567,
-    "measured_kl": {"mean": 0.0125, "low": 0.011, "high": 0.014},
-    "kl_p99": 0.2,
-    "top1_agreement": 0.97,
-    "perplexity": 12.5,
-    "reference_perplexity": 12.25,
     "baselines": [
         {"name": "K4V4", "mean_bits": 4.0, "effective_bits": 4.25, "kl_mean": 0.05, "kl_low": 0.04, "kl_high": 0.06}
     ],
-}
-PROVENANCE = {
-    "kvtuner_version": "0.1.0",
-    "calibration": {
-        "corpus": "demo",
-        "token_ids_sha256": {"calibrate": HASH, "select": HASH, "report": HASH},
-        "num_sequences": {"calibrate": 8, "select": 4, "report": 16},
-        "sequence_length": 512,
-        "position_range": [0, 8191],
-        "seed": 7,
-        "score": "kl",
-    },
-    "search": {"sampler": "nsga2", "trials": 100, "seed": 7},
-    "libraries": {"torch": "2.13.0+cpu", "transformers": "5.0.0", "optuna": "5.0.0"},
 }
 
 
@@ -110,7 +90,7 @@ def make_profile(choices: tuple[LayerQuantization, ...]) -> Callable[..., Profil
             "model": ModelIdentity.model_validate(MODEL),
             "budget": AskedBudget("4bit", tp_size=3, pp_size=2),
             "quality": QualityRecord.model_validate(QUALITY),
-            "provenance": Provenance.model_validate(PROVENANCE),
+            "provenance": Provenance.model_validate(profile_samples.PROVENANCE),
         }
         return build_profile(**{**arguments, **changes})
 

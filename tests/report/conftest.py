@@ -1,4 +1,4 @@
-"""Plausible data of a search, and the command line in this process."""
+"""Plausible data of a search."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from kvtuner.cli import main
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.report.layer_strip import LayerRow
 from kvtuner.report.search_data import (
@@ -149,15 +148,3 @@ def build_report(num_layers: int = 6, **changes: Any) -> ReportData:
 def make_report() -> Callable[..., ReportData]:
     """Plausible data of a search: `make_report(num_layers, field=value, ...)`."""
     return build_report
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run the command line in this process; returns exit status, stdout, stderr."""
-
-    def call(*args: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = main([str(arg) for arg in args])
-        return status, *capsys.readouterr()
-
-    return call
