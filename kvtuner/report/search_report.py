@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvtuner.evaluation.statistics import Interval
-    from kvtuner.report.search_data import OffsetQuality, QualityRow, ReportData, SensitivityRow
+    from kvtuner.report.search_data import OffsetQuality, ReportData, SensitivityRow
 
 TERMINAL_COLUMNS: Final = 100
 _SUMMARY: Final = (
@@ -128,7 +128,7 @@ def _headline(data: ReportData) -> str:
 
 
 def _page_tables(data: ReportData) -> dict[str, Table]:
-    budget, layers = data.budget, layer_table(data.layers, "transform of keys", "transform of values")
+    budget = data.budget
     stored, bf16 = budget.bytes_per_token, budget.bf16_bytes_per_token
     outcome = [
         ("budget asked", budget.asked, ""),
@@ -145,7 +145,7 @@ def _page_tables(data: ReportData) -> dict[str, Table]:
     ]
     return {
         "outcome": Table(("", "this profile", "bf16"), outcome),
-        "layers": layers,
+        "layers": layer_table(data.layers, "transform of keys", "transform of values"),
         "additivity": Table(("configuration", "predicted KL", "measured KL", "measured / predicted"), checks),
         "gains": Table(("side", "bits", "score", "ratio", "layers"), _transform_gains(data.sensitivity)),
         "correlations": Table(("score", "side", "rho"), correlations),
@@ -169,21 +169,16 @@ def _quality_table(quality: OffsetQuality, level: str) -> Table:
 
 def _terminal_quality(quality: OffsetQuality, level: str) -> Table:
     """The page's table in 100 columns: fewer digits, and the comparison with the winner in a word."""
+    rows = [
+        (
+            ("* " if row.fits_budget else "  ") + row.name + (" +t" if row.transforms else ""),
+            *(fixed(row.mean_bits), fixed(row.effective_bits), interval(row.kl), _comparison(row.difference)),
+            *(number(row.kl_p99), percent(row.top1), fixed(row.perplexity)),
+        )
+        for row in quality.rows()
+    ]
     headers = ("", "bits", "stored", f"KL nats/token [{level}]", "vs winner", "p99", "top-1", "perplexity")
-    return Table(headers, [_terminal_cells(row) for row in quality.rows()], left=(0, 3, 4))
-
-
-def _terminal_cells(row: QualityRow) -> tuple[str, ...]:
-    return (
-        ("* " if row.fits_budget else "  ") + row.name + (" +t" if row.transforms else ""),
-        fixed(row.mean_bits),
-        fixed(row.effective_bits),
-        interval(row.kl),
-        _comparison(row.difference),
-        number(row.kl_p99),
-        percent(row.top1),
-        fixed(row.perplexity),
-    )
+    return Table(headers, rows, left=(0, 3, 4))
 
 
 def _comparison(difference: Interval | None) -> str:
