@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvtuner.pipeline.bench_options import BenchOptions
     from kvtuner.pipeline.evaluation_options import EvalOptions
 
-Options = TypeVar("Options", "EvalOptions", "BenchOptions")
+MeasuringOptions = TypeVar("MeasuringOptions", "EvalOptions", "BenchOptions")
 
 
 def profile_of(text: str) -> ResolvedProfile:
@@ -37,7 +37,7 @@ def _with_notes(profiles: list[ResolvedProfile]) -> list[ResolvedProfile]:
     return profiles
 
 
-def with_profile_defaults(options: Options, profile: Profile) -> Options:
+def with_profile_defaults(options: MeasuringOptions, profile: Profile) -> MeasuringOptions:
     """Options whose gaps the profile's search fills: the model, the cut of the corpus and so its unseen part, the seed.
 
     A model of a folder must be named again: nothing finds it by the profile's name for it.
