@@ -148,16 +148,16 @@ def _file_documents(path: Path, text_field: str) -> Iterator[Document]:
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     """The rows of a JSON list or of JSON lines, numbered from 1."""
-    if path.suffix == ".jsonl":
-        with path.open(encoding=_ENCODING) as handle:
-            for number, line in enumerate(handle, 1):
-                if line.strip():
-                    yield number, _parsed(line.rstrip("\n"), f"{path}, line {number}")
+    if path.suffix == ".json":
+        rows = _parsed(path.read_text(encoding=_ENCODING), str(path))
+        if not isinstance(rows, list):
+            raise CorpusError(f"{path} must hold a JSON list of objects")
+        yield from enumerate(rows, 1)
         return
-    rows = _parsed(path.read_text(encoding=_ENCODING), str(path))
-    if not isinstance(rows, list):
-        raise CorpusError(f"{path} must hold a JSON list of objects")
-    yield from enumerate(rows, 1)
+    with path.open(encoding=_ENCODING) as handle:
+        for number, line in enumerate(handle, 1):
+            if line.strip():
+                yield number, _parsed(line.rstrip("\n"), f"{path}, line {number}")
 
 
 def _parsed(text: str, where: str) -> Any:

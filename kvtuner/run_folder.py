@@ -175,14 +175,14 @@ class RunFolder:
                 fcntl.flock(handle, fcntl.LOCK_UN)
 
 
-def refuse_difference(known: Mapping[str, Any], identity: Mapping[str, Any], complaint: str) -> None:
+def refuse_difference(recorded: Mapping[str, Any], identity: Mapping[str, Any], complaint: str) -> None:
     """Refuse identities that differ with `RunFolderError`, which names the first field that does."""
-    order = dict.fromkeys([*identity, *known])
-    known, identity = _as_read_back(known), _as_read_back(identity)
+    order = dict.fromkeys([*identity, *recorded])
+    recorded, identity = _as_read_back(recorded), _as_read_back(identity)
     for key in order:
-        if known.get(key) != identity.get(key):
+        if recorded.get(key) != identity.get(key):
             raise RunFolderError(
-                f"{complaint}: {key} is {_short(known.get(key))} there and {_short(identity.get(key))} here;"
+                f"{complaint}: {key} is {_short(recorded.get(key))} there and {_short(identity.get(key))} here;"
                 " choose another folder with --out"
             )
 

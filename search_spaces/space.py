@@ -227,13 +227,13 @@ def _menu(
 
 def _pareto(choices: Sequence[LayerChoice], shape: RowShape) -> list[LayerChoice]:
     """The choices that none beats in bytes, payload bits and score at once; the first of equals."""
-    kept: list[LayerChoice] = []
+    pareto: list[LayerChoice] = []
     for choice in sorted(choices, key=lambda c: (c.cost_bytes, payload_bits(c.pair, shape), c.score, c.pair)):
         # Those before it take no more bytes: only payload and score are left to compare.
         payload = payload_bits(choice.pair, shape)
-        if not any(other.score <= choice.score and payload_bits(other.pair, shape) <= payload for other in kept):
-            kept.append(choice)
-    return kept
+        if not any(other.score <= choice.score and payload_bits(other.pair, shape) <= payload for other in pareto):
+            pareto.append(choice)
+    return pareto
 
 
 def _choice(table: SensitivityTable, score: ScoreName, shape: RowShape, layer: int, pair: PrecisionPair) -> LayerChoice:

@@ -181,11 +181,11 @@ def bind_identity(study: optuna.Study, identity: Mapping[str, Any], url: str | N
     Raises:
         RunFolderError: It measures something else; names the first field that differs.
     """
-    known = study.user_attrs.get(IDENTITY_ATTRIBUTE)
-    if known is None:
+    bound = study.user_attrs.get(IDENTITY_ATTRIBUTE)
+    if bound is None:
         if study.get_trials(deepcopy=False):
             raise RunFolderError(f"{printable_url(url)} holds a study of another program; choose another name")
         study.set_user_attr(IDENTITY_ATTRIBUTE, dict(identity))
         return True
-    refuse_difference(known, identity, f"the study {study.study_name!r} in {printable_url(url)} is of another run")
+    refuse_difference(bound, identity, f"the study {study.study_name!r} in {printable_url(url)} is of another run")
     return False

@@ -170,18 +170,18 @@ class Worker:
         configuration = self._space.configuration(indices)
         pairs = pairs_of(configuration)
         violation = self._constraint.violation(pairs)
-        known = self._tried.get(indices)
+        twin_kl = self._tried.get(indices)
         outcome: dict[str, Any] = {
             "mean_bits": float(mean_bits(pairs, self._constraint.shape)),
             "bytes_per_token": bytes_per_token(pairs, self._constraint.shape),
             "is_feasible": violation <= 0,
-            "is_measured": violation <= 0 and known is None,
+            "is_measured": violation <= 0 and twin_kl is None,
         }
         # A finished trial needs a value; its constraint keeps one that has no KL from winning.
         value = predicted_score(configuration)
         if violation <= 0:
             try:
-                value = self._measure(trial, indices) if known is None else _finite(known)
+                value = self._measure(trial, indices) if twin_kl is None else _finite(twin_kl)
             except NonFiniteActivationError as error:
                 violation, outcome[FAILURE] = FAILURE_VIOLATION, str(error)
         set_violation(trial, violation)
@@ -254,7 +254,7 @@ class Worker:
         return self._study.get_trials(deepcopy=False)
 
 
-def _finite(known: float) -> float:
-    if not math.isfinite(known):
+def _finite(kl: float) -> float:
+    if not math.isfinite(kl):
         raise NonFiniteActivationError("it repeats a configuration whose KL is not finite")
-    return known
+    return kl

@@ -62,11 +62,13 @@ def all_gates(results: Sequence[LoadResult], bound: float | None, no_bound: str)
     ]
 
 
-def kv_pool_gate(asked: int, tokens_that_fit: int | None) -> Gate:
+def kv_pool_gate(tokens_asked: int, tokens_that_fit: int | None) -> Gate:
     """Check that a server's KV pool is as large as asked: SGLang takes less where memory is short."""
     outcome = _skipped("the server does not say how large it is")
     if tokens_that_fit is not None:
-        outcome = _checked(tokens_that_fit >= LEAST_OF_POOL * asked, f"{tokens_that_fit:,} tokens of {asked:,} asked")
+        outcome = _checked(
+            tokens_that_fit >= LEAST_OF_POOL * tokens_asked, f"{tokens_that_fit:,} tokens of {tokens_asked:,} asked"
+        )
     return Gate("the KV pool is as large as asked", *outcome)
 
 

@@ -99,11 +99,11 @@ def _apply_config_file(command: argparse.ArgumentParser, path: Path, *, keep_bud
     The file's budgets count with `keep_budget` only: beside ``--budget`` they would be added to its list.
     """
     values = _config_values(command, path)
-    known = {action.dest: action for action in command._actions if action.dest not in ("help", "config")}
+    actions = {action.dest: action for action in command._actions if action.dest not in ("help", "config")}
     for key, value in values.items():
-        action = known.get(str(key).replace("-", "_"))
+        action = actions.get(str(key).replace("-", "_"))
         if action is None:
-            command.error(f"--config {path}: unknown flag {key!r}; known: {', '.join(sorted(known))}")
+            command.error(f"--config {path}: unknown flag {key!r}; known: {', '.join(sorted(actions))}")
         if value is None:  # the flag's default, as if the line were absent
             continue
         if action.dest != "budget" or keep_budget:

@@ -24,7 +24,7 @@ from kvtuner.tuner import liveness
 from kvtuner.tuner.samplers import FIXED_PARAMS, make_sampler
 from kvtuner.tuner.study import StudyResult, refine
 from kvtuner.tuner.study_storage import open_storage
-from kvtuner.tuner.trials import OUTCOME, TICKET, TrialRecord
+from kvtuner.tuner.trials import OUTCOME, TICKET, TrialReader, TrialRecord
 from kvtuner.tuner.worker import Worker
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def test_only_what_would_be_measured_waits_for_others(
 ) -> None:
     study = optuna.create_study()
     worker = Worker(study, space, constraint if is_known else make_constraint("2bit", NUM_LAYERS), predicted_score)
-    params = worker._params([1, 1, 1, 1])
+    params = TrialReader(space).params([1, 1, 1, 1])
     if is_known:
         study.enqueue_trial(params)
         assert worker._run_trial(10, is_sampling=False) is not None
