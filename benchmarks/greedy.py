@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from kvtuner.tuner.exact import menu_of_group, solve_front
+from kvtuner.tuner.exact_solver import menu_of_group, solve_front
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -26,7 +26,7 @@ import torch
 from gpu_parts.pools import ALL_TRANSFORMS, QWEN, empty_rows, row_format, value_kind
 
 from kvtuner.precision import PrecisionPair
-from kvtuner.report.formatting import Table
+from kvtuner.report.table import Table
 from kvtuner.runtime_loader.host_tier.pages import HostPages, PageLayout
 from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES, fault_of, identity_digest, seal
 from kvtuner.runtime_loader.host_tier.transfer import DeviceSide, TorchMover, token_bytes

@@ -24,7 +24,7 @@ from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import dump_profile, uniform_profile
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
-from kvtuner.report.formatting import Table
+from kvtuner.report.table import Table
 
 PREFIXES: Final = (512, 2048, 6144)
 PLACES: Final = ("computed", "device", "host", "storage")

@@ -38,7 +38,7 @@ from gpu_parts.baselines import SGLANG_LAUNCH
 from gpu_parts.pools import ALL_TRANSFORMS, LLAMA, HeadShape, empty_rows, row_format
 
 from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, effective_bits
-from kvtuner.report.formatting import Table
+from kvtuner.report.table import Table
 from kvtuner.runtime_loader.kernels import decode, launch
 from kvtuner.runtime_loader.kernels import store_and_read_rows as row_kernels
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide

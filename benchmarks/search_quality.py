@@ -29,14 +29,14 @@ from kvtuner.calibration.isolated_kl import isolated_candidates
 from kvtuner.errors import SearchSpaceError
 from kvtuner.evaluation.validation import SequenceSums, Validator, pooled
 from kvtuner.pipeline.options import DataOptions, ModelOptions, SearchOptions
+from kvtuner.pipeline.stages.baseline_comparison import scheme_of
 from kvtuner.pipeline.stages.budget_search import BudgetSearch
-from kvtuner.pipeline.stages.comparison import scheme_of
 from kvtuner.pipeline.stages.search_run import SearchRun, checked_shape, measure_sensitivity
-from kvtuner.report.formatting import Table
+from kvtuner.report.table import Table
 from kvtuner.run_folder import RunFolder, sha256_of
 from kvtuner.search_spaces.budget import Budget
 from kvtuner.search_spaces.space import pairs_of
-from kvtuner.tuner.exact import solve
+from kvtuner.tuner.exact_solver import solve
 from kvtuner.tuner.objective import MeasuredKL
 from kvtuner.tuner.samplers import POPULATION_SIZE
 from kvtuner.tuner.study import refine

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from kvtuner.exported_configs.profile.evidence import ModelIdentity
+    from kvtuner.exported_configs.profile.records import ModelIdentity
 
 DEMO = "demo"
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"

@@ -31,8 +31,8 @@ from kvtuner.supported_models import refuse_other_caches
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvtuner.exported_configs.profile.evidence import ModelIdentity
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.exported_configs.profile.records import ModelIdentity
     from kvtuner.geometry import ConfigLike
 
 

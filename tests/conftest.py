@@ -219,17 +219,17 @@ def load_tiny(model_folder: ModelFolder) -> LoadTiny:
 @pytest.fixture(scope="session")
 def profile_of() -> ProfileOf:
     """A profile of layer choices for a configuration, as if calibrated up to `last_position`, or not at all."""
-    from kvtuner.exported_configs.profile import evidence
+    from kvtuner.exported_configs.profile import records
     from kvtuner.exported_configs.profile.build import AskedBudget, build_profile
     from kvtuner.geometry import ModelGeometry
 
     digest = "sha256:" + 64 * "0"
 
-    def calibrated_up_to(last_position: int) -> evidence.CalibrationRecord:
-        return evidence.CalibrationRecord(
+    def calibrated_up_to(last_position: int) -> records.CalibrationRecord:
+        return records.CalibrationRecord(
             corpus="none",
-            token_ids_sha256=evidence.SplitHashes(calibrate=digest, select=digest, report=digest),
-            num_sequences=evidence.SplitCounts(calibrate=1, select=1, report=1),
+            token_ids_sha256=records.SplitHashes(calibrate=digest, select=digest, report=digest),
+            num_sequences=records.SplitCounts(calibrate=1, select=1, report=1),
             sequence_length=8,
             position_range=(0, last_position),
             seed=0,
@@ -252,16 +252,16 @@ def profile_of() -> ProfileOf:
             k_group_size=group_size or geometry.head_dim,
             v_group_size=group_size or geometry.v_head_dim,
             symmetric=symmetric,
-            model=evidence.ModelIdentity(
+            model=records.ModelIdentity(
                 id="tiny", revision=None, config_sha256=digest, architecture=architecture, dtype="bfloat16"
             ),
             budget=AskedBudget("by hand"),
             quality=None,
-            provenance=evidence.Provenance(
+            provenance=records.Provenance(
                 kvtuner_version="0",
                 calibration=None if last_position is None else calibrated_up_to(last_position),
                 search=None,
-                libraries=evidence.Libraries(torch="0", transformers="0", optuna="0"),
+                libraries=records.Libraries(torch="0", transformers="0", optuna="0"),
             ),
         )
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvtuner.search_spaces.space import LayerChoice, LayerMenu, SearchSpace
-from kvtuner.tuner.exact import solve
+from kvtuner.tuner.exact_solver import solve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

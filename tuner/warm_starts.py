@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvtuner.search_spaces.space import pairs_of, predicted_score
-from kvtuner.tuner.exact import menu_of_group, solve, solve_front
+from kvtuner.tuner.exact_solver import menu_of_group, solve, solve_front
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,7 +7,8 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.report.formatting import NOT_MEASURED, Table
+from kvtuner.report.formatting import NOT_MEASURED
+from kvtuner.report.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtuner.exported_configs.formats.conversion import Exported, Imported, ImportOptions, Storage
-    from kvtuner.exported_configs.profile.evidence import ModelIdentity
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.exported_configs.profile.records import ModelIdentity
     from kvtuner.geometry import ModelGeometry
     from kvtuner.precision import PrecisionPair
 

@@ -15,7 +15,7 @@ from kvtuner.exported_configs.identity.model_identity import is_hub_id
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvtuner.exported_configs.profile.evidence import ModelIdentity
+    from kvtuner.exported_configs.profile.records import ModelIdentity
 
 Severity = Literal["info", "warning", "error"]
 Difference = tuple[str, str, str]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
 from kvtuner.exported_configs.profile.document import validated
-from kvtuner.exported_configs.profile.evidence import ModelIdentity
+from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.run_folder import canonical_json, sha256_of
 
 if TYPE_CHECKING:

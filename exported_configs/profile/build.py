@@ -13,10 +13,10 @@ from kvtuner import __version__
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.document import validated
-from kvtuner.exported_configs.profile.evidence import BudgetRecord, Libraries, Provenance
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.layer_storage import Defaults, GeometryRecord, LayerRecord, encode_fp16
 from kvtuner.exported_configs.profile.profile import SCHEMA_VERSION, Profile, reached_figures
+from kvtuner.exported_configs.profile.records import BudgetRecord, Libraries, Provenance
 from kvtuner.precision import LAYOUT_ID, NATIVE_BITS, Granularity, PrecisionPair, Side
 from kvtuner.quant import IDENTITY, Transform
 from kvtuner.run_folder import sha256_of
@@ -25,7 +25,7 @@ from kvtuner.transforms import transform_names
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtuner.exported_configs.profile.evidence import ModelIdentity, QualityRecord
+    from kvtuner.exported_configs.profile.records import ModelIdentity, QualityRecord
     from kvtuner.geometry import ModelGeometry
 
 _NO_TRANSFORM: Final = str(IDENTITY.kind)

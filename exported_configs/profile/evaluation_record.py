@@ -14,7 +14,6 @@ from pydantic import Field, model_validator
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.document import DocumentKind, naming, read_document, short, validated
-from kvtuner.exported_configs.profile.evidence import ModelIdentity
 from kvtuner.exported_configs.profile.fields import (
     CommandText,
     Figure,
@@ -26,6 +25,7 @@ from kvtuner.exported_configs.profile.fields import (
     Text,
     TokenCount,
 )
+from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.read_plan_names import ReadPlanName
 from kvtuner.run_folder import sha256_of
 

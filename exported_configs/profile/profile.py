@@ -8,7 +8,6 @@ from pydantic import Field, WithJsonSchema, model_validator
 
 from kvtuner.errors import GeometryError, PrecisionError, ProfileError
 from kvtuner.exported_configs.profile.digest import hashed_content
-from kvtuner.exported_configs.profile.evidence import BudgetRecord, ModelIdentity, Provenance, QualityRecord
 from kvtuner.exported_configs.profile.fields import MAX_COUNT, Sha256, StrictModel, round_figure
 from kvtuner.exported_configs.profile.layer_storage import (
     Defaults,
@@ -20,6 +19,7 @@ from kvtuner.exported_configs.profile.layer_storage import (
     SideRecord,
     resolve_transform,
 )
+from kvtuner.exported_configs.profile.records import BudgetRecord, ModelIdentity, Provenance, QualityRecord
 from kvtuner.geometry import ConfigLike, ModelGeometry
 from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, Side, bytes_per_token, effective_bits, mean_bits
 from kvtuner.quant import QuantSpec, Transform

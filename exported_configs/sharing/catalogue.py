@@ -15,9 +15,9 @@ from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.mismatch import is_same_configuration
 from kvtuner.exported_configs.profile.document import DocumentKind, naming, read_document, validated
 from kvtuner.exported_configs.profile.evaluation_record import EVALUATION_SUFFIX, evaluation_files, load_evaluation
-from kvtuner.exported_configs.profile.evidence import IntervalRecord, ModelIdentity
 from kvtuner.exported_configs.profile.fields import Figure, Name, Sha256, StrictModel, Text, TokenCount
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.exported_configs.profile.records import IntervalRecord, ModelIdentity
 from kvtuner.run_folder import sha256_of, write_atomically
 
 FOLDER: Final = Path(__file__).parents[1] / "profiles"

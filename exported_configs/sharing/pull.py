@@ -14,9 +14,9 @@ from kvtuner.exported_configs.profile.evaluation_record import EVALUATION, EVALU
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.hub_client import fetch_file, list_files
+from kvtuner.exported_configs.sharing.profile_resolution import profile_names
 from kvtuner.exported_configs.sharing.profile_store import ORIGIN, find_stored, remember, remembered, store_profile
 from kvtuner.exported_configs.sharing.reference import HubReference, check_digest
-from kvtuner.exported_configs.sharing.resolution import profile_names
 from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE, SIGNATURE_SUFFIX, read_bundle
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from kvtuner.pipeline.sources import corpus_source
 from kvtuner.pipeline.stages.search_run import checked_shape, row_shape, serving_ranks
 from kvtuner.pipeline.stages.search_targets import SearchTarget, targets_of
 from kvtuner.precision import PACKED_BITS, PrecisionPair, effective_bits, mean_bits, tokens_per_gib
-from kvtuner.report.formatting import Table, count
+from kvtuner.report.formatting import count
 from kvtuner.report.search_data import rank_text
+from kvtuner.report.table import Table
 from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.provenance import result_command, result_provenance
 from kvtuner.pipeline.sources import corpus_source, model_source, run_folder
 from kvtuner.report.evaluation_report import sample_lines
-from kvtuner.report.record_table import RecordTable, record_table
+from kvtuner.report.notebook_table import RecordTable, record_table
 from kvtuner.run_folder import RunFolder, sha256_of, write_atomically
 from kvtuner.runtime_loader.model_check import check_model
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from kvtuner.evaluation.backends.base import Backend
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Level
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.exported_configs.sharing.resolution import ResolvedProfile
+    from kvtuner.exported_configs.sharing.profile_resolution import ResolvedProfile
     from kvtuner.read_plan_names import ReadPlanName
 
 LENGTHS: Final = (128, 256, 512, 2048, 8192)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvtuner.calibration.model_loading import DEMO
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.model_identity import is_hub_id
-from kvtuner.exported_configs.sharing.resolution import ResolvedProfile, find_profile, find_profiles
+from kvtuner.exported_configs.sharing.profile_resolution import ResolvedProfile, find_profile, find_profiles
 from kvtuner.pipeline.option_types import MAX_SEED
 from kvtuner.pipeline.progress import say
 

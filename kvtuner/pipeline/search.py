@@ -9,12 +9,12 @@ from kvtuner.evaluation.validation import Validator
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.pipeline.provenance import search_command
 from kvtuner.pipeline.sources import run_folder
+from kvtuner.pipeline.stages.baseline_comparison import compare_with_baselines
 from kvtuner.pipeline.stages.budget_search import BudgetSearch, SearchOutcome
-from kvtuner.pipeline.stages.comparison import compare_with_baselines
 from kvtuner.pipeline.stages.run_exports import make_profile, make_report_data
 from kvtuner.pipeline.stages.search_run import SearchRun, checked_shape, measure_sensitivity
 from kvtuner.pipeline.stages.search_targets import SearchTarget, bind_target, refuse_other_targets, targets_of
-from kvtuner.report.record_table import RecordTable, quality_record, record_table
+from kvtuner.report.notebook_table import RecordTable, quality_record, record_table
 from kvtuner.report.search_data import DATA_FILE, ReportData
 from kvtuner.report.search_report import summary_json, write_search_report
 from kvtuner.run_folder import RunFolder, sha256_of, write_atomically

@@ -8,6 +8,6 @@ Public functions, by module:
 - `bench_report`: `write_bench_report`; `bench_result`: `BenchResult`, `summary_lines`.
 - `profile_report`: `describe`, `summary`, `profile_page`, `strip_html`; `layer_strip`: `profile_strip`, `Terminal`.
 - `profile_difference`: `difference_of`; `difference_report`: `difference_lines`, `difference_page`.
-- `record_table`: a result's table for notebooks.
-- `formatting` for all of them, its `Table` included; `html_page.render` fills ``templates/``.
+- `notebook_table`: `record_table`, a result's table for notebooks.
+- `table` (`Table`) and `formatting` for all of them; `html_page.render` fills ``templates/``.
 """

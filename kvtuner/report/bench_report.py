@@ -11,7 +11,8 @@ from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
 from kvtuner.precision import tokens_per_gib
 from kvtuner.report.bench_result import gates_that_passed, milliseconds, overview
 from kvtuner.report.evaluation_report import cell_title, cell_values, versions_text
-from kvtuner.report.formatting import NOT_MEASURED, Table, count, markdown_text, model_name, number, percent
+from kvtuner.report.formatting import NOT_MEASURED, count, model_name, number, percent
+from kvtuner.report.table import Table, markdown_text
 from kvtuner.run_folder import write_atomically
 
 if TYPE_CHECKING:

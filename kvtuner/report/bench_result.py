@@ -9,7 +9,8 @@ from pydantic_core import to_jsonable_python
 
 from kvtuner.bench.ablation import GROUPS
 from kvtuner.bench.gates import SKIPPED
-from kvtuner.report.formatting import NOT_MEASURED, Table, count, number, percent
+from kvtuner.report.formatting import NOT_MEASURED, count, number, percent
+from kvtuner.report.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from kvtuner.bench.load_target import ServerRecord
     from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.exported_configs.profile.evaluation_record import Evaluation, ResultProvenance
-    from kvtuner.exported_configs.profile.evidence import ModelIdentity
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.exported_configs.profile.records import ModelIdentity
 
 RESULT_VERSION: Final = 1
 

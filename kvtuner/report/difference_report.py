@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.report.formatting import NOT_MEASURED, Table, count, fixed, interval, percent, printable
+from kvtuner.report.formatting import NOT_MEASURED, count, fixed, interval, percent, printable
 from kvtuner.report.layer_strip import Track, indented, legend, profile_layers, strip_lines, tracks
 from kvtuner.report.profile_difference import CONSTANTS
+from kvtuner.report.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvtuner.exported_configs.profile.evidence import QualityRecord
+    from kvtuner.exported_configs.profile.records import QualityRecord
     from kvtuner.report.layer_strip import Terminal
     from kvtuner.report.profile_difference import LayerChange, ProfileDifference
 

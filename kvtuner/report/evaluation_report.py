@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.exported_configs.identity.mismatch import is_same_configuration
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
-from kvtuner.report.formatting import Table, count, fixed, interval, model_name, number, percent
+from kvtuner.report.formatting import count, fixed, interval, model_name, number, percent
+from kvtuner.report.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,9 +10,10 @@ from typing import Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.colors import to_rgba
 
-from kvtuner.report.formatting import fixed, markdown_text
+from kvtuner.report.formatting import fixed
 from kvtuner.report.layer_strip import BAND, KIND_CODES, bits_used, kinds_used
 from kvtuner.report.plots.style import BITS_COLOURS, ink_on
+from kvtuner.report.table import markdown_text
 
 _CSS_PIXELS_PER_PIXEL: Final = 0.625  # pictures have 160 dots per inch; 100 CSS pixels are an inch here
 

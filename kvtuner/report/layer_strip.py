@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Final, TextIO
 
 from kvtuner.precision import NATIVE_BITS
-from kvtuner.report.formatting import Table
+from kvtuner.report.table import Table
 from kvtuner.transforms import TRANSFORMS
 
 if TYPE_CHECKING:

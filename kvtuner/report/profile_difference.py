@@ -13,8 +13,8 @@ from kvtuner.report.layer_strip import PER_CHANNEL
 from kvtuner.report.profile_report import ratio_to_bf16
 
 if TYPE_CHECKING:
-    from kvtuner.exported_configs.profile.evidence import QualityRecord
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.exported_configs.profile.records import QualityRecord
 
 CONSTANTS: Final = ("constants",)
 DEFAULTS: Final = ("granularity", "group_size", "symmetric")

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
 from kvtuner.precision import tokens_per_gib
 from kvtuner.report.evaluation_report import evaluation_part
-from kvtuner.report.formatting import Table, count, fixed, interval, model_name, number, percent, printable
+from kvtuner.report.formatting import count, fixed, interval, model_name, number, percent, printable
 from kvtuner.report.layer_strip import layer_table, profile_layers
+from kvtuner.report.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtuner.exported_configs.profile.evaluation_record import EvaluatedProfile
-    from kvtuner.exported_configs.profile.evidence import QualityRecord
     from kvtuner.exported_configs.profile.layer_storage import KeyDefaults, ValueDefaults
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.exported_configs.profile.records import QualityRecord
 
 
 def summary(profile: Profile) -> dict[str, Any]:

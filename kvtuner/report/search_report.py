@@ -6,9 +6,10 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.precision import tokens_per_gib
-from kvtuner.report.formatting import Table, ascii_text, count, fixed, interval, number, percent
+from kvtuner.report.formatting import ascii_text, count, fixed, interval, number, percent
 from kvtuner.report.layer_strip import layer_table
 from kvtuner.report.search_data import SCORE_TITLES
+from kvtuner.report.table import Table
 from kvtuner.run_folder import write_atomically
 
 if TYPE_CHECKING:

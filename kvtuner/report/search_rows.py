@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvtuner.evaluation.validation import SequenceSums
     from kvtuner.precision import RowShape
     from kvtuner.search_spaces.space import LayerChoice
-    from kvtuner.tuner.exact import Front
+    from kvtuner.tuner.exact_solver import Front
 
 MAX_FRONT_POINTS: Final = 400
 _CHEAP_SCORES: Final[dict[str, Callable[[CandidateScores], float]]] = {

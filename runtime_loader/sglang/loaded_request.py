@@ -13,8 +13,8 @@ from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import choose
+from kvtuner.exported_configs.sharing.profile_resolution import find_profile
 from kvtuner.exported_configs.sharing.reference import FileReference, check_digest, parse_reference
-from kvtuner.exported_configs.sharing.resolution import find_profile
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.model_check import check_model
@@ -23,8 +23,8 @@ from kvtuner.runtime_loader.sglang.request import PROFILE_VARIABLE, REQUEST_VARI
 from kvtuner.supported_models import refuse_other_caches
 
 if TYPE_CHECKING:
-    from kvtuner.exported_configs.profile.evidence import ModelIdentity
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.exported_configs.profile.records import ModelIdentity
     from kvtuner.runtime_loader.sglang.request import ServingRequest
 
 _AUTO: Final = re.compile(r"auto(?::(?P<budget>[^#]*))?(?:#.*)?", re.DOTALL)
@@ -71,7 +71,7 @@ class LoadedRequest:
         if request.signed_by is None:
             profile = load_profile(reference.path)
         else:
-            from kvtuner.exported_configs.signing.signatures import SignerIdentity, verify_profile
+            from kvtuner.exported_configs.signing.profile_signature import SignerIdentity, verify_profile
 
             profile = verify_profile(reference.path, SignerIdentity.parse(request.signed_by)).profile
         check_digest(profile.digest, reference.digest, str(reference.path))

@@ -330,10 +330,10 @@ def test_a_uniform_that_may_not_be_better_takes_no_place(
     search: Search, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
     from kvtuner.evaluation.statistics import Interval
-    from kvtuner.pipeline.stages import comparison
+    from kvtuner.pipeline.stages import baseline_comparison
 
     low = 0.5 if flags else 0.0
-    monkeypatch.setattr(comparison, "kl_difference", lambda *_: Interval(1.0, low, 2.0))
+    monkeypatch.setattr(baseline_comparison, "kl_difference", lambda *_: Interval(1.0, low, 2.0))
     assert search(tmp_path / "run", "--budget", "4bit", *flags, trials=2)["uniform_winner"] is None
 
 
@@ -415,12 +415,14 @@ def test_a_uniform_that_takes_the_place_of_the_winner_says_so(
     search: Search, run: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transforms: bool
 ) -> None:
     from kvtuner.evaluation.statistics import Interval
-    from kvtuner.pipeline.stages import comparison
+    from kvtuner.pipeline.stages import baseline_comparison
 
-    real = comparison._baselines
-    monkeypatch.setattr(comparison, "kl_difference", lambda *_: Interval(1.0, 0.5, 1.5))
+    real = baseline_comparison._baselines
+    monkeypatch.setattr(baseline_comparison, "kl_difference", lambda *_: Interval(1.0, 0.5, 1.5))
     monkeypatch.setattr(
-        comparison, "_baselines", lambda run: [c for c in real(run) if not c.specs or c.has_transforms == transforms]
+        baseline_comparison,
+        "_baselines",
+        lambda run: [c for c in real(run) if not c.specs or c.has_transforms == transforms],
     )
     result = search(tmp_path / "run", "--budget", "4bit", trials=2)
     winner = result["quality"][0]["winner"]

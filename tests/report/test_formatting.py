@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kvtuner.evaluation.statistics import Interval
-from kvtuner.report.formatting import Table, fixed, interval, markdown_text, number, percent
+from kvtuner.report.formatting import fixed, interval, number, percent
 
 
 @pytest.mark.parametrize(
@@ -39,25 +39,3 @@ def test_intervals_shares_and_decimals_read_as_in_the_tables() -> None:
     assert percent(0.98765) == "98.8%"
     assert fixed(1234.5678, 1) == "1,234.6"
     assert fixed(4.2e17) == "4.20e+17"
-
-
-def test_numbers_stand_to_the_right_and_names_to_the_left() -> None:
-    table = Table(("", "bits", "note"), [("bf16", "16", "a"), ("K4V4", "4.5", "longer")], left=(0, 2))
-    assert table.lines() == ["      bits  note", "bf16    16  a", "K4V4   4.5  longer"]
-
-
-def test_a_table_without_headers_has_rows_alone() -> None:
-    assert Table(("", ""), [("seed", "7"), ("k", "12")]).lines() == ["seed   7", "k     12"]
-    assert Table(("", ""), []).lines() == []
-
-
-def test_markdown_has_a_rule_under_its_headers_and_a_cell_for_each_header() -> None:
-    assert Table(("", "KL"), [("fp8", "0.1 [0, 1]")]).markdown() == [
-        "|  | KL |",
-        "| --- | --- |",
-        "| fp8 | 0.1 \\[0, 1\\] |",
-    ]
-
-
-def test_text_in_markdown_is_one_line_of_plain_text() -> None:
-    assert markdown_text("a|b\n*c* <script>  `d`") == "a\\|b \\*c\\* \\<script\\> \\`d\\`"

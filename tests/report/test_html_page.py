@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jinja2 import UndefinedError
 from page_reader import Page
 
-from kvtuner.report.formatting import Table
 from kvtuner.report.html_page import environment, render
+from kvtuner.report.table import Table
 
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
 

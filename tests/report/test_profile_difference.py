@@ -28,7 +28,7 @@ from profile_samples import (
 )
 
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
-from kvtuner.exported_configs.profile.evidence import ModelIdentity, Provenance
+from kvtuner.exported_configs.profile.records import ModelIdentity, Provenance
 from kvtuner.report.difference_report import difference_lines, difference_page
 from kvtuner.report.layer_strip import Terminal
 from kvtuner.report.profile_difference import difference_of

@@ -20,7 +20,7 @@ from kvtuner.report.search_rows import (
     sensitivity_rows,
 )
 from kvtuner.search_spaces.space import LayerChoice, LayerMenu, SearchSpace
-from kvtuner.tuner.exact import Front
+from kvtuner.tuner.exact_solver import Front
 
 GEOMETRY = ModelGeometry(num_layers=5, num_attention_heads=8, num_kv_heads=4, head_dim=32, v_head_dim=32)
 

@@ -243,7 +243,7 @@ WRONG: Final[list[tuple[Rule, dict[str, str]]]] = [
     (banned_names, {"examiner.py": ""}),
     (banned_names, {"one.py": "class _ChoosySampler: ...\n"}),
     (banned_names, {"one.py": "class A:\n    def said_until(self): ...\n"}),
-    (misplaced_tests, {"tuner/exact.py": "", "tests/test_exact.py": ""}),
+    (misplaced_tests, {"tuner/exact_solver.py": "", "tests/test_exact.py": ""}),
     (misplaced_tests, {"kvtuner/bench/loads.py": "def burst(): ...\n", "tests/bench/test_waves.py": ""}),
     (full_folders, {f"kernels/file_{number}.py": "" for number in range(MOST_FILES + 1)}),
     (long_files, {"one.py": "\n" * (MOST_LINES + 1)}),

@@ -12,7 +12,7 @@ import pytest
 from kvtuner.errors import BudgetError
 from kvtuner.search_spaces.budget import Constraint
 from kvtuner.search_spaces.space import Configuration, SearchSpace, pairs_of, predicted_score
-from kvtuner.tuner.exact import nested, solve
+from kvtuner.tuner.exact_solver import nested, solve
 
 if TYPE_CHECKING:
     from kvtuner.precision import PrecisionPair

@@ -15,7 +15,7 @@ from kvtuner.errors import SearchSpaceError
 from kvtuner.precision import PrecisionPair, mean_bits
 from kvtuner.search_spaces.budget import Constraint
 from kvtuner.search_spaces.space import Configuration, LayerChoice, LayerMenu, SearchSpace, pairs_of, predicted_score
-from kvtuner.tuner.exact import solve
+from kvtuner.tuner.exact_solver import solve
 from kvtuner.tuner.samplers import POPULATION_SIZE, SamplerName
 from kvtuner.tuner.study import Guidance, refine
 from kvtuner.tuner.study_storage import open_storage

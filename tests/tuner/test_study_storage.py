@@ -18,7 +18,7 @@ from kvtuner.errors import RunFolderError
 from kvtuner.search_spaces.budget import Constraint
 from kvtuner.search_spaces.space import Configuration, SearchSpace
 from kvtuner.tuner import study_storage as storage_module
-from kvtuner.tuner.exact import solve
+from kvtuner.tuner.exact_solver import solve
 from kvtuner.tuner.study import StudyResult, refine
 from kvtuner.tuner.study_storage import open_storage, printable_url, sqlite_url, storage_errors
 

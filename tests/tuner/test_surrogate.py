@@ -11,7 +11,7 @@ import pytest
 from kvtuner.precision import PrecisionPair
 from kvtuner.search_spaces.budget import Constraint
 from kvtuner.search_spaces.space import Configuration, SearchSpace, pairs_of
-from kvtuner.tuner.exact import solve
+from kvtuner.tuner.exact_solver import solve
 from kvtuner.tuner.surrogate import Surrogate
 
 Space = Callable[..., SearchSpace]

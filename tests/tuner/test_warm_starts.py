@@ -9,7 +9,7 @@ import pytest
 from kvtuner.precision import PrecisionPair
 from kvtuner.search_spaces.budget import Constraint
 from kvtuner.search_spaces.space import Configuration, SearchSpace, pairs_of, predicted_score
-from kvtuner.tuner.exact import solve
+from kvtuner.tuner.exact_solver import solve
 from kvtuner.tuner.warm_starts import neighbours, warm_starts
 
 Space = Callable[..., SearchSpace]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import kvtuner
 from kvtuner.cli.command import Command
 from kvtuner.errors import KVTunerError
-from kvtuner.report.formatting import Table
+from kvtuner.report.table import Table
 
 if TYPE_CHECKING:
     from argparse import Namespace

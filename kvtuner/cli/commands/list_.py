@@ -11,14 +11,14 @@ from kvtuner.cli.command import Command
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from kvtuner.exported_configs.sharing.resolution import ResolvedProfile
+    from kvtuner.exported_configs.sharing.profile_resolution import ResolvedProfile
 
 _COLUMNS: Final = ("profile", "model", "budget", "bits", "B/token", "of bf16", "KL", "digest")
 
 
 def _run(args: Namespace) -> int:
     from kvtuner.pipeline.profile_files.listing import list_profiles
-    from kvtuner.report.formatting import Table
+    from kvtuner.report.table import Table
 
     profiles = [
         _facts(listed) for listed in list_profiles(Path(args.folder) if args.folder else None, model=args.model)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def _push(args: Namespace) -> int:
+    from kvtuner.exported_configs.sharing.profile_resolution import profile_names
     from kvtuner.exported_configs.sharing.reference import HubReference, parse_repo
-    from kvtuner.exported_configs.sharing.resolution import profile_names
     from kvtuner.exported_configs.sharing.upload import plan_upload, push
     from kvtuner.pipeline.profile_files.publication import preview_text, published_files, upload_facts
     from kvtuner.pipeline.progress import say

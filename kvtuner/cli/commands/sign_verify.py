@@ -13,14 +13,14 @@ from kvtuner.errors import SignatureError
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from kvtuner.exported_configs.signing.signers import Signer
+    from kvtuner.exported_configs.signing.file_signature import Signer
 
 
 def _sign(args: Namespace) -> int:
+    from kvtuner.exported_configs.sharing.profile_resolution import find_profiles
     from kvtuner.exported_configs.sharing.reference import FileReference, parse_reference
-    from kvtuner.exported_configs.sharing.resolution import find_profiles
+    from kvtuner.exported_configs.signing.profile_signature import sign_profile, signed_by
     from kvtuner.exported_configs.signing.signature_bundle import read_bundle
-    from kvtuner.exported_configs.signing.signatures import sign_profile, signed_by
     from kvtuner.report.formatting import printable
 
     signer = _signer(args)
@@ -37,7 +37,7 @@ def _sign(args: Namespace) -> int:
 
 
 def _signer(args: Namespace) -> Signer:
-    from kvtuner.exported_configs.signing.signers import Signer
+    from kvtuner.exported_configs.signing.file_signature import Signer
 
     if bool(args.sigstore) == bool(args.private_key):
         raise SignatureError("give --private-key FILE (alone, or with --certificate), or --sigstore; one of the two")
@@ -76,8 +76,8 @@ def _variable(name: str | None, flag: str) -> str | None:
 
 
 def _verify(args: Namespace) -> int:
-    from kvtuner.exported_configs.sharing.resolution import find_profile
-    from kvtuner.exported_configs.signing.signatures import SignerIdentity, verify_profile
+    from kvtuner.exported_configs.sharing.profile_resolution import find_profile
+    from kvtuner.exported_configs.signing.profile_signature import SignerIdentity, verify_profile
     from kvtuner.pipeline.progress import say
     from kvtuner.report.formatting import printable
 

@@ -11,8 +11,8 @@ from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.mismatch import Policy
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import load_index
+from kvtuner.exported_configs.sharing.profile_resolution import ResolvedProfile, find_profile, profile_names
 from kvtuner.exported_configs.sharing.profile_store import all_stored
-from kvtuner.exported_configs.sharing.resolution import ResolvedProfile, find_profile, profile_names
 from kvtuner.pipeline.profile_files.model_fit import model_mismatches
 from kvtuner.pipeline.progress import say
 from kvtuner.report.formatting import printable

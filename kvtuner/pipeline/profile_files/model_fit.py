@@ -11,8 +11,8 @@ from kvtuner.pipeline.progress import say
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 
 if TYPE_CHECKING:
-    from kvtuner.exported_configs.profile.evidence import ModelIdentity
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.exported_configs.profile.records import ModelIdentity
 
 
 def warn_of_mismatches(profile: Profile, model: ModelIdentity, context_length: int) -> list[Mismatch]:

@@ -20,7 +20,7 @@ from kvtuner.search_spaces.space import (
     configuration_from_pairs,
     predicted_score,
 )
-from kvtuner.tuner.exact import Front, nested, solve, solve_front
+from kvtuner.tuner.exact_solver import Front, nested, solve, solve_front
 from kvtuner.tuner.samplers import POPULATION_SIZE
 from kvtuner.tuner.study import StudyResult, refine
 from kvtuner.tuner.study_storage import sqlite_url

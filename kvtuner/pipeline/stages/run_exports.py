@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvtuner import __version__
 from kvtuner.evaluation.validation import UNIFORM_PAIRS
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile
-from kvtuner.exported_configs.profile.evidence import (
+from kvtuner.exported_configs.profile.records import (
     BaselineRecord,
     CalibrationRecord,
     IntervalRecord,
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.pipeline.stages.baseline_comparison import BaselineComparison
     from kvtuner.pipeline.stages.budget_search import SearchOutcome
-    from kvtuner.pipeline.stages.comparison import BaselineComparison
     from kvtuner.pipeline.stages.search_run import SearchRun
     from kvtuner.report.search_data import QualityRow
 

@@ -10,7 +10,7 @@ import pytest
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.formats import read
 from kvtuner.exported_configs.formats.conversion import ImportOptions
-from kvtuner.exported_configs.profile.evidence import ModelIdentity
+from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.geometry import ModelGeometry
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from kvtuner.exported_configs.identity.mismatch import (
     is_same_configuration,
     refuse,
 )
-from kvtuner.exported_configs.profile.evidence import ModelIdentity
+from kvtuner.exported_configs.profile.records import ModelIdentity
 
 A, B = ("sha256:" + letter * 64 for letter in "ab")
 WANTED = ModelIdentity(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from fixture_types import MakeTokenizer
 
-    from kvtuner.exported_configs.profile.evidence import ModelIdentity
+    from kvtuner.exported_configs.profile.records import ModelIdentity
 
 BOUNDED = settings(
     max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]

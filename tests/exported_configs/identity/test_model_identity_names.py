@@ -13,7 +13,7 @@ from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvtuner.exported_configs.profile.evidence import ModelIdentity
+    from kvtuner.exported_configs.profile.records import ModelIdentity
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER_COMMIT = "89abcdef" * 5

@@ -22,8 +22,8 @@ import torch
 from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, dump_profile
 from kvtuner.exported_configs.profile.digest import hashed_content
-from kvtuner.exported_configs.profile.evidence import ModelIdentity, Provenance, QualityRecord
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.exported_configs.profile.records import ModelIdentity, Provenance, QualityRecord
 from kvtuner.geometry import ModelGeometry
 from kvtuner.quant import Transform, pack_rows, quantize
 from kvtuner.run_folder import canonical_json

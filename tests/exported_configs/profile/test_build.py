@@ -13,8 +13,8 @@ import torch
 from kvtuner.errors import PrecisionError, ProfileError
 from kvtuner.exported_configs.profile import build
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, dump_profile
-from kvtuner.exported_configs.profile.evidence import QualityRecord
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.exported_configs.profile.records import QualityRecord
 from kvtuner.geometry import ModelGeometry
 from kvtuner.quant import Transform
 

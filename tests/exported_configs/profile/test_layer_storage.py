@@ -12,9 +12,9 @@ import torch
 
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.digest import hashed_content
-from kvtuner.exported_configs.profile.evidence import QualityRecord
 from kvtuner.exported_configs.profile.layer_storage import Fp16Array, encode_fp16
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.exported_configs.profile.records import QualityRecord
 from kvtuner.geometry import ModelGeometry
 from kvtuner.quant import Transform
 from kvtuner.run_folder import canonical_json

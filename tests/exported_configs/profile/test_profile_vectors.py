@@ -18,11 +18,11 @@ from safetensors.torch import load as load_tensors
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
-from kvtuner.exported_configs.profile import document, evidence, fields
+from kvtuner.exported_configs.profile import document, fields, records
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.signing import signature_bundle, signers
+from kvtuner.exported_configs.signing import file_signature, signature_bundle
 from kvtuner.quant import unpack_rows
 from kvtuner.run_folder import canonical_json
 
@@ -208,14 +208,17 @@ def test_page_gives_the_limits_of_the_code() -> None:
     assert numbers(passage("`geometry`, integers:", "\n`num_layers`")) == [1, fields.MAX_COUNT, 0, fields.MAX_COUNT]
     assert numbers(passage("`group_size` | integer,", "|")) == [1, fields.MAX_COUNT]
     assert numbers(passage("`tp_size`, `pp_size` | integer,", "|")) == [1, fields.MAX_COUNT]
-    assert numbers(passage("`baselines` | list, at most", "|")) == [evidence.MAX_BASELINES]
+    assert numbers(passage("`baselines` | list, at most", "|")) == [records.MAX_BASELINES]
     (command,) = numbers(passage("`command` | text, at most", "|"))
     sections = json.loads((ROOT / "exported_configs" / "schema.json").read_bytes())["$defs"]
     assert command == sections["Provenance"]["properties"]["command"]["anyOf"][0]["maxLength"]
     figure = sections["IntervalRecord"]["properties"]["mean"]
     assert [float(bound) for bound in re.findall(r"within \+-(1e\d+),", PAGE)] == [figure["maximum"]]
     assert numbers(passage("damaged, above", "MiB")) == [signature_bundle.SIGNATURE.max_bytes // 2**20]
-    assert numbers(passage("It gets", "where somebody")) == [signers.NETWORK_SECONDS, signers.PERSON_SECONDS]
+    assert numbers(passage("It gets", "where somebody")) == [
+        file_signature.NETWORK_SECONDS,
+        file_signature.PERSON_SECONDS,
+    ]
 
 
 def test_page_names_every_field() -> None:

@@ -12,8 +12,8 @@ import pytest
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.profile.evaluation_record import load_evaluation
-from kvtuner.exported_configs.profile.evidence import ModelIdentity
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.exported_configs.sharing.catalogue import (
     CATALOGUE_INDEX,
     FOLDER,
@@ -25,7 +25,7 @@ from kvtuner.exported_configs.sharing.catalogue import (
     load_index,
     make_index,
 )
-from kvtuner.exported_configs.sharing.resolution import find_profile
+from kvtuner.exported_configs.sharing.profile_resolution import find_profile
 from kvtuner.run_folder import sha256_of
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvtuner.exported_configs.profile.build import uniform_profile
-from kvtuner.exported_configs.profile.evidence import ModelIdentity
+from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.row_format import rank_formats

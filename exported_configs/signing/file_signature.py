@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from cryptography import x509
 
-    from kvtuner.exported_configs.signing.signatures import SignerIdentity
+    from kvtuner.exported_configs.signing.profile_signature import SignerIdentity
 
 MAX_PEM_BYTES: Final = 2**20
 NETWORK_SECONDS: Final = 60.0

@@ -12,7 +12,7 @@ from kvtuner.errors import BudgetError
 from kvtuner.precision import PrecisionPair
 from kvtuner.search_spaces.budget import Budget, Constraint
 from kvtuner.search_spaces.space import Configuration, LayerChoice, LayerMenu, SearchSpace, pairs_of, predicted_score
-from kvtuner.tuner.exact import solve, solve_front
+from kvtuner.tuner.exact_solver import solve, solve_front
 
 Space = Callable[..., SearchSpace]
 Limit = Callable[..., Constraint]

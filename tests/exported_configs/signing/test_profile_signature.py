@@ -16,9 +16,14 @@ from signature_checks import dsse, edit, why
 from kvtuner.errors import ProfileError, SignatureError
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.signing import signers
-from kvtuner.exported_configs.signing.signatures import SignerIdentity, sign_profile, signature_path, verify_profile
-from kvtuner.exported_configs.signing.signers import Signer
+from kvtuner.exported_configs.signing import file_signature
+from kvtuner.exported_configs.signing.file_signature import Signer
+from kvtuner.exported_configs.signing.profile_signature import (
+    SignerIdentity,
+    sign_profile,
+    signature_path,
+    verify_profile,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -197,14 +202,14 @@ def test_signed_bytes_that_are_no_profile_are_refused_as_such(file: Path, keys: 
 def test_what_is_loaded_is_what_was_verified(
     signed: Path, keys: Keys, profile: Profile, make_profile: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, other = signers.check_signature, dump_profile(make_profile(symmetric=True))
+    real, other = file_signature.check_signature, dump_profile(make_profile(symmetric=True))
 
     def swap_then_check(*args: Any) -> None:
         signed.write_bytes(other)
         real(*args)
         signature_path(signed).write_bytes(b"gone")
 
-    monkeypatch.setattr(signers, "check_signature", swap_then_check)
+    monkeypatch.setattr(file_signature, "check_signature", swap_then_check)
     assert verify_profile(signed, SignerIdentity.parse(f"key:{keys()[1]}")).profile.digest == profile.digest
     assert load_profile(signed).digest != profile.digest
 

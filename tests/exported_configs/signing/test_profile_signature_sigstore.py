@@ -19,16 +19,16 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from kvtuner.errors import SignatureError
-from kvtuner.exported_configs.signing import signers
-from kvtuner.exported_configs.signing.signature_bundle import read_bundle
-from kvtuner.exported_configs.signing.signatures import (
+from kvtuner.exported_configs.signing import file_signature
+from kvtuner.exported_configs.signing.file_signature import Signer, call_with_timeout
+from kvtuner.exported_configs.signing.profile_signature import (
     SignerIdentity,
     sign_profile,
     signature_path,
     signed_by,
     verify_profile,
 )
-from kvtuner.exported_configs.signing.signers import Signer, call_with_timeout
+from kvtuner.exported_configs.signing.signature_bundle import read_bundle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,7 +120,7 @@ def test_signing_without_a_network_is_refused_soon(file: Path) -> None:
 
 def test_servers_that_never_answer_are_given_up(file: Path, deaf: None, monkeypatch: pytest.MonkeyPatch) -> None:
     signature_path(file).write_bytes(self_made(file))
-    monkeypatch.setattr(signers, "NETWORK_SECONDS", 0.5)
+    monkeypatch.setattr(file_signature, "NETWORK_SECONDS", 0.5)
     start = time.monotonic()
     with pytest.raises(SignatureError, match=r"Sigstore did not answer within 0.5 s"):
         verify_profile(file, ME)

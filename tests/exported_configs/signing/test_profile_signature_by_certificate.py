@@ -17,8 +17,13 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvtuner.errors import SignatureError
-from kvtuner.exported_configs.signing.signatures import SignerIdentity, sign_profile, signature_path, verify_profile
-from kvtuner.exported_configs.signing.signers import Signer
+from kvtuner.exported_configs.signing.file_signature import Signer
+from kvtuner.exported_configs.signing.profile_signature import (
+    SignerIdentity,
+    sign_profile,
+    signature_path,
+    verify_profile,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path

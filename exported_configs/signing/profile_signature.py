@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvtuner.errors import RunFolderError, SignatureError
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.signing import signers
+from kvtuner.exported_configs.signing import file_signature
 from kvtuner.exported_configs.signing.signature_bundle import AGAIN, SIGNATURE, SIGNATURE_SUFFIX, Bundle, read_bundle
 from kvtuner.run_folder import write_atomically
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.exported_configs.signing.signers import Signer
+    from kvtuner.exported_configs.signing.file_signature import Signer
 
 _FORMS: Final = "an identity is key:PUBLIC.pem, chain:ROOT.pem[,MORE.pem] or sigstore:NAME,https://ISSUER"
 _MEANS: Final[dict[str, str]] = {"key": "a key", "chain": "a certificate", "sigstore": "Sigstore"}
@@ -87,7 +87,7 @@ def sign_profile(path: Path, signer: Signer) -> Path:
         raise SignatureError(f"{path} is a link, and {place}")
     data = _read(path, MAX_PROFILE_BYTES, "profile")
     load_profile(data, path)
-    signers.require_library()
+    file_signature.require_library()
     target = signature_path(path)
     try:
         with _private_copy(data, path.name) as (copy, signature):
@@ -116,10 +116,10 @@ def verify_profile(path: Path, identity: SignerIdentity) -> Verified:
                 f"it is signed with {_MEANS[bundle.kind]}, but one with {_MEANS[identity.kind]} was asked for:"
                 f" {identity}; ask its publisher how it is signed"
             )
-        signers.require_library()
+        file_signature.require_library()
         with _private_copy(data, path.name) as (copy, copied_signature):
             copied_signature.write_bytes(signature)
-            signers.check_signature(copy, copied_signature, identity, bundle.certificate)
+            file_signature.check_signature(copy, copied_signature, identity, bundle.certificate)
         return Verified(signed_by(bundle), load_profile(data, path))
     except SignatureError as error:
         raise SignatureError(f"{signature_path(path)}: {error}") from error
@@ -129,7 +129,7 @@ def verify_profile(path: Path, identity: SignerIdentity) -> Verified:
 
 def signed_by(bundle: Bundle) -> str:
     """The fingerprint of a key, or the name in a certificate: true only of a signature that was verified."""
-    return f"key {bundle.key_hint}" if bundle.kind == "key" else signers.certificate_name(bundle.certificate)
+    return f"key {bundle.key_hint}" if bundle.kind == "key" else file_signature.certificate_name(bundle.certificate)
 
 
 @contextmanager

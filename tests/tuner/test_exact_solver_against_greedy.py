@@ -11,7 +11,7 @@ from kvtuner.errors import BudgetError
 from kvtuner.precision import PrecisionPair
 from kvtuner.search_spaces.budget import Constraint
 from kvtuner.search_spaces.space import SearchSpace, pairs_of, predicted_score
-from kvtuner.tuner.exact import solve
+from kvtuner.tuner.exact_solver import solve
 
 Space = Callable[..., SearchSpace]
 Limit = Callable[..., Constraint]
