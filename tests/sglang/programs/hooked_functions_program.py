@@ -52,7 +52,7 @@ def install() -> None:
     """All that a launcher and a scheduler hook."""
     on_scheduler(lambda _: None)
     on_ready(lambda _: None)
-    scheduler.install(packed=True, tiers=True)
+    scheduler.install_hooks(packed=True, tiers=True)
 
 
 def refuse(hooked: str, fault: Callable[..., None] | None) -> None:
