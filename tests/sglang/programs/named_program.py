@@ -25,7 +25,8 @@ def serve_nothing(answers: Connection) -> None:
     from kvtuner.runtime_loader.sglang.process_state import process_state
 
     active = process_state().active()
-    answers.send(json.dumps({"digest": active.named_profile and active.named_profile.digest, "profile": active.request.profile}))
+    digest = active.named_profile and active.named_profile.digest
+    answers.send(json.dumps({"digest": digest, "profile": active.request.profile}))
 
 
 def main(model: str, *flags: str) -> None:
