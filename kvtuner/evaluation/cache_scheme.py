@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 from transformers import DynamicCache
 
 from kvtuner.calibration.forward.simulator import LayerSpec
+from kvtuner.errors import OptionError
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.precision import NATIVE_BITS, SIDES, PrecisionPair, RowShape, bytes_per_token, mean_bits
 from kvtuner.quant import QuantSpec
@@ -92,18 +93,18 @@ class CacheScheme:
         Raises:
             UnsupportedModelError: Layers whose cache is not one key and value per token and head.
             ProfileError: The profile belongs to another model.
-            NotImplementedError: The scheme is only simulated, or only served.
+            OptionError: The scheme is only simulated, or only served.
         """
-        raise NotImplementedError(self.name)
+        raise OptionError(f"no cache here stores {self.name}; leave it out, or out of recall, needles and tasks")
 
     def server_flags(self, folder: Path) -> tuple[str, ...]:
         """SGLang's flags for this scheme; a file that the server reads, if there must be one, goes to the folder.
 
         Raises:
             RunFolderError: The file cannot be written.
-            NotImplementedError: The scheme is only simulated.
+            OptionError: The scheme is only simulated.
         """
-        raise NotImplementedError(self.name)
+        raise OptionError(f"no server stores {self.name}, which is only simulated; leave it out of --against")
 
     def contradiction(self, kv_cache_dtype: str | None, digest: str | None) -> str | None:
         """Report what a server that was named like this scheme stores instead; None where it stores this.

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from kvtuner.calibration.forward.simulator import LayerSpec, read_back
 from kvtuner.calibration.model_loading import ModelSource, read_shape
 from kvtuner.cli import main
-from kvtuner.errors import PrecisionError
+from kvtuner.errors import OptionError, PrecisionError
 from kvtuner.evaluation import scheme_registry
 from kvtuner.evaluation.cache_scheme import CacheScheme, RankLayout
 from kvtuner.evaluation.scheme_registry import named_scheme, named_schemes, register_scheme
@@ -68,6 +68,16 @@ def test_a_toy_scheme_is_sized_simulated_and_served(tmp_path: Path) -> None:
     assert not scheme.keeps(Budget.parse("9bit").constraint(geometry))
     assert scheme.server_flags(tmp_path) == ("--kv-cache-dtype", "toy")
     assert isinstance(scheme.cache(shape.config, "decode", 512), DynamicCache)
+
+
+def test_a_scheme_that_is_only_simulated_is_refused_by_name_where_it_would_be_stored(tmp_path: Path) -> None:
+    geometry = read_shape(ModelSource("demo")).geometry
+    pairs = (PrecisionPair(4, 16),) * geometry.num_layers
+    scheme = CacheScheme(name="paper", pairs=pairs, rows=geometry.row_shape(), key="paper", specs={})
+    with pytest.raises(OptionError, match="no server stores paper"):
+        scheme.server_flags(tmp_path)
+    with pytest.raises(OptionError, match="no cache here stores paper"):
+        scheme.cache(None, "decode", 512)
 
 
 @pytest.mark.slow
