@@ -6,11 +6,12 @@ The library does both; what it leaves out is here: bounds, and refusals in one l
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import SignatureError
@@ -18,11 +19,8 @@ from kvtuner.exported_configs.profile.document import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from cryptography import x509
-
-    from kvtuner.exported_configs.signing.profile_signature import SignerIdentity
 
 MAX_PEM_BYTES: Final = 2**20
 NETWORK_SECONDS: Final = 60.0
@@ -41,7 +39,6 @@ class Signer:
 
     Attributes:
         private_key: The key, of P-256, P-384 or P-521; beside a certificate it may not be encrypted.
-        password: The password of the key's file; None where it is not encrypted.
         chain: The files of the certificates above it, the root's at least.
         identity_token: The token of OpenID Connect for Sigstore; None for the one of a CI job, or else a browser.
     """
@@ -57,58 +54,86 @@ class Signer:
         from cryptography import x509
         from model_signing import signing
 
-        config = signing.Config()
-        if self.private_key is None:
+        config, key, certificate = signing.Config(), self.private_key, self.certificate
+        if key is None:
             seconds = PERSON_SECONDS if self.identity_token is None else NETWORK_SECONDS
-            token = self.identity_token
-            use_sigstore = partial(config.use_sigstore_signer, identity_token=token, use_ambient_credentials=True)
-            return call_with_timeout(lambda: use_sigstore().sign(file, signature), seconds)
-        advice = (
-            f"give the PEM file of a key {_CURVES}, and name its password's variable with --password-env if it has one"
-        )
-        if self.certificate is not None:
-            if not self.chain:
-                raise SignatureError("a certificate needs those above it: add --certificate-chain")
-            advice = f"give the key of {self.certificate}, {_CURVES}"
-        for path in filter(None, (self.private_key, self.certificate, *self.chain)):
-            _check_file(path)
-        with _refusing(f"{self.private_key} cannot sign", advice):
-            if self.certificate is None:
-                config.use_elliptic_key_signer(private_key=self.private_key, password=self.password)
+            account = {"identity_token": self.identity_token, "use_ambient_credentials": True}
+            return call_with_timeout(lambda: config.use_sigstore_signer(**account).sign(file, signature), seconds)
+        if certificate is None:
+            password = "name its password's variable with --password-env if it has one"
+            advice = f"give the PEM file of a key {_CURVES}, and {password}"
+        elif self.chain:
+            advice = f"give the key of {certificate}, {_CURVES}"
+        else:
+            raise SignatureError("a certificate needs those above it: add --certificate-chain")
+        with _refusing(f"{key} cannot sign", advice):
+            if certificate is None:
+                config.use_elliptic_key_signer(private_key=_bounded(key), password=self.password)
             else:
-                _check_use(x509.load_pem_x509_certificate(self.certificate.read_bytes()))
+                _check_use(x509.load_pem_x509_certificate(_bounded(certificate).read_bytes()))
                 config.use_certificate_signer(
-                    private_key=self.private_key, signing_certificate=self.certificate, certificate_chain=self.chain
+                    private_key=_bounded(key),
+                    signing_certificate=certificate,
+                    certificate_chain=[*map(_bounded, self.chain)],
                 )
             config.sign(file, signature)
 
 
-def check_signature(file: Path, signature: Path, identity: SignerIdentity, certificate: bytes) -> None:
-    """Check that a signature of a file is by an identity, or raise `SignatureError`; Sigstore's servers check theirs.
+@dataclass(frozen=True, slots=True)
+class SignerIdentity:
+    """Whose signature a file must have.
 
-    The library takes a chain of certificates as of the day on which the signer's certificate began, so a certificate
-    that has expired since is good, and none is looked up as revoked. `certificate` is the signer's in DER, for a chain.
+    Attributes:
+        kind: The kind of the signature: ``key``, ``chain`` or ``sigstore``.
+        parts: The path of a public key, or those of trusted certificates; for Sigstore a name, such as a mail address,
+            and the service that vouched for it, such as ``https://accounts.google.com``.
     """
-    from cryptography import x509
-    from model_signing import verifying
 
-    config = verifying.Config()
+    kind: str
+    parts: tuple[str, ...]
 
-    def check_sigstore() -> None:
-        name, issuer = identity.parts
-        config.use_sigstore_verifier(identity=name, oidc_issuer=issuer).verify(file, signature)
+    @classmethod
+    def parse(cls, text: str) -> SignerIdentity:
+        """Read ``key:PATH``, ``chain:PATH[,PATH]`` or ``sigstore:NAME,ISSUER``, or raise `SignatureError`."""
+        kind, _, rest = text.partition(":")
+        parts = tuple(rest.split(","))
+        if "\0" not in text and all(part.strip() for part in parts):
+            if (kind == "key" and len(parts) == 1) or kind == "chain":
+                return cls(kind, tuple(map(os.path.expanduser, parts)))
+            if kind == "sigstore" and len(parts) == 2 and parts[1].startswith("https://"):
+                return cls(kind, parts)
+        forms = "key:PUBLIC.pem, chain:ROOT.pem[,MORE.pem] or sigstore:NAME,https://ISSUER"
+        raise SignatureError(f"an identity is {forms}, not {ascii(text)[:100]}")
 
-    for path in identity.paths:
-        _check_file(path)
-    with _refusing(f"it is not by {identity}", f"trust only whom the publisher names, by a key {_CURVES}"):
-        if identity.kind == "sigstore":
-            return call_with_timeout(check_sigstore, NETWORK_SECONDS)
-        if identity.kind == "key":
-            config.use_elliptic_key_verifier(public_key=identity.paths[0])
-        else:
-            _check_use(x509.load_der_x509_certificate(certificate))
-            config.use_certificate_verifier(certificate_chain=identity.paths)
-        config.verify(file, signature)
+    def __str__(self) -> str:
+        return f"{self.kind}:{','.join(self.parts)}"
+
+    def verify(self, file: Path, signature: Path, certificate: bytes) -> None:
+        """Check that this identity signed a file, or raise `SignatureError`; Sigstore's servers check theirs.
+
+        The library takes a chain of certificates as of the day on which the signer's certificate began, so a
+        certificate that has expired since is good, and none is looked up as revoked. `certificate` is the signer's in
+        DER, for a chain.
+        """
+        from cryptography import x509
+        from model_signing import verifying
+
+        config = verifying.Config()
+
+        def check_sigstore() -> None:
+            name, issuer = self.parts
+            config.use_sigstore_verifier(identity=name, oidc_issuer=issuer).verify(file, signature)
+
+        with _refusing(f"it is not by {self}", f"trust only whom the publisher names, by a key {_CURVES}"):
+            if self.kind == "sigstore":
+                return call_with_timeout(check_sigstore, NETWORK_SECONDS)
+            paths = [_bounded(Path(part)) for part in self.parts]
+            if self.kind == "key":
+                config.use_elliptic_key_verifier(public_key=paths[0])
+            else:
+                _check_use(x509.load_der_x509_certificate(certificate))
+                config.use_certificate_verifier(certificate_chain=paths)
+            config.verify(file, signature)
 
 
 def certificate_name(der: bytes) -> str:
@@ -185,15 +210,24 @@ def _refusing(refusal: str, advice: str) -> Iterator[None]:
         raise SignatureError(f"{refusal}: {one_line(error)}; {advice}") from error
 
 
-def _check_file(path: Path) -> None:
-    """Bound what the library will read whole."""
+def _bounded(path: Path) -> Path:
+    """The path of a PEM file that the library may read whole."""
+    read_bounded(path, MAX_PEM_BYTES, "PEM file")
+    return path
+
+
+def read_bounded(path: Path, max_bytes: int, noun: str, *, if_absent: str = "give its path") -> bytes:
+    """The content of a file, or `SignatureError` where it is absent, unreadable or too large."""
     try:
         with path.open("rb") as handle:
-            size = len(handle.read(MAX_PEM_BYTES + 1))
+            data = handle.read(max_bytes + 1)
+    except FileNotFoundError as error:
+        raise SignatureError(f"{path}: there is no such {noun}; {if_absent}") from error
     except OSError as error:
-        raise SignatureError(f"{path} cannot be read ({error.strerror}); give a PEM file") from error
-    if size > MAX_PEM_BYTES:
-        raise SignatureError(f"{path} has more than {MAX_PEM_BYTES} bytes; give a PEM file")
+        raise SignatureError(f"{path}: the {noun} cannot be read ({error.strerror}); give a file") from error
+    if len(data) > max_bytes:
+        raise SignatureError(f"{path}: a {noun} has at most {max_bytes} bytes, but this is larger; give another file")
+    return data
 
 
 def _check_use(certificate: x509.Certificate) -> None:
@@ -201,8 +235,10 @@ def _check_use(certificate: x509.Certificate) -> None:
     from cryptography import x509
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
-    values = [extension.value for extension in certificate.extensions]
-    uses = [value.digital_signature for value in values if isinstance(value, x509.KeyUsage)]
-    uses += [ExtendedKeyUsageOID.CODE_SIGNING in value for value in values if isinstance(value, x509.ExtendedKeyUsage)]
-    if not any(uses):
-        raise SignatureError("the certificate is not for signing; use one with digital signature among its uses")
+    for extension in certificate.extensions:
+        match extension.value:
+            case x509.KeyUsage(digital_signature=True):
+                return
+            case x509.ExtendedKeyUsage() as uses if ExtendedKeyUsageOID.CODE_SIGNING in uses:
+                return
+    raise SignatureError("the certificate is not for signing; use one with digital signature among its uses")

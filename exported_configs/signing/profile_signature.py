@@ -7,17 +7,15 @@ bytes that were read once, and the profile is loaded from these: nobody can chan
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtuner.errors import RunFolderError, SignatureError
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.signing import file_signature
+from kvtuner.exported_configs.signing.file_signature import certificate_name, read_bounded, require_library
 from kvtuner.exported_configs.signing.signature_bundle import AGAIN, SIGNATURE, SIGNATURE_SUFFIX, Bundle, read_bundle
 from kvtuner.run_folder import write_atomically
 
@@ -25,44 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.exported_configs.signing.file_signature import Signer
+    from kvtuner.exported_configs.signing.file_signature import Signer, SignerIdentity
 
-_FORMS: Final = "an identity is key:PUBLIC.pem, chain:ROOT.pem[,MORE.pem] or sigstore:NAME,https://ISSUER"
 _MEANS: Final[dict[str, str]] = {"key": "a key", "chain": "a certificate", "sigstore": "Sigstore"}
-
-
-@dataclass(frozen=True, slots=True)
-class SignerIdentity:
-    """Whose signature a profile must have.
-
-    Attributes:
-        kind: The kind of the signature: ``key``, ``chain`` or ``sigstore``.
-        parts: The path of a public key, or those of trusted certificates; for Sigstore a name, such as a mail address,
-            and the service that vouched for it, such as ``https://accounts.google.com``.
-    """
-
-    kind: str
-    parts: tuple[str, ...]
-
-    @classmethod
-    def parse(cls, text: str) -> SignerIdentity:
-        """Read ``key:PATH``, ``chain:PATH[,PATH]`` or ``sigstore:NAME,ISSUER``, or raise `SignatureError`."""
-        kind, _, rest = text.partition(":")
-        parts = tuple(rest.split(","))
-        if "\0" not in text and all(part.strip() for part in parts):
-            if (kind == "key" and len(parts) == 1) or kind == "chain":
-                return cls(kind, tuple(map(os.path.expanduser, parts)))
-            if kind == "sigstore" and len(parts) == 2 and parts[1].startswith("https://"):
-                return cls(kind, parts)
-        raise SignatureError(f"{_FORMS}, not {ascii(text)[:100]}")
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The files of a public key or of trusted certificates."""
-        return () if self.kind == "sigstore" else tuple(map(Path, self.parts))
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{','.join(self.parts)}"
 
 
 class Verified(NamedTuple):
@@ -83,16 +46,17 @@ def sign_profile(path: Path, signer: Signer) -> Path:
     A file that is no profile is a `ProfileError`; what cannot be signed or written is a `SignatureError`.
     """
     if path.is_symlink():
-        place = f"its signature would not stand beside the file; sign {path.resolve()}"
-        raise SignatureError(f"{path} is a link, and {place}")
-    data = _read(path, MAX_PROFILE_BYTES, "profile")
+        raise SignatureError(
+            f"{path} is a link, and its signature would not stand beside the file; sign {path.resolve()}"
+        )
+    data = read_bounded(path, MAX_PROFILE_BYTES, "profile")
     load_profile(data, path)
-    file_signature.require_library()
+    require_library()
     target = signature_path(path)
     try:
         with _private_copy(data, path.name) as (copy, signature):
             signer.sign(copy, signature)
-            bundle = _read(signature, SIGNATURE.max_bytes, "signature")
+            bundle = signature.read_bytes()
         _check_content(read_bundle(bundle), data, path)
         write_atomically(target, bundle)
     except (OSError, RunFolderError) as error:
@@ -106,8 +70,9 @@ def verify_profile(path: Path, identity: SignerIdentity) -> Verified:
 
     A `SignatureError` says why it is not; a file that is signed, and no profile, is a `ProfileError`.
     """
-    data = _read(path, MAX_PROFILE_BYTES, "profile")
-    signature = _read(signature_path(path), SIGNATURE.max_bytes, "signature")
+    data = read_bounded(path, MAX_PROFILE_BYTES, "profile")
+    if_absent = "fetch it with the profile, or sign with `kvtuner sign`"
+    signature = read_bounded(signature_path(path), SIGNATURE.max_bytes, "signature", if_absent=if_absent)
     try:
         bundle = read_bundle(signature)
         _check_content(bundle, data, path)
@@ -116,10 +81,10 @@ def verify_profile(path: Path, identity: SignerIdentity) -> Verified:
                 f"it is signed with {_MEANS[bundle.kind]}, but one with {_MEANS[identity.kind]} was asked for:"
                 f" {identity}; ask its publisher how it is signed"
             )
-        file_signature.require_library()
+        require_library()
         with _private_copy(data, path.name) as (copy, copied_signature):
             copied_signature.write_bytes(signature)
-            file_signature.check_signature(copy, copied_signature, identity, bundle.certificate)
+            identity.verify(copy, copied_signature, bundle.certificate)
         return Verified(signed_by(bundle), load_profile(data, path))
     except SignatureError as error:
         raise SignatureError(f"{signature_path(path)}: {error}") from error
@@ -129,7 +94,7 @@ def verify_profile(path: Path, identity: SignerIdentity) -> Verified:
 
 def signed_by(bundle: Bundle) -> str:
     """The fingerprint of a key, or the name in a certificate: true only of a signature that was verified."""
-    return f"key {bundle.key_hint}" if bundle.kind == "key" else file_signature.certificate_name(bundle.certificate)
+    return f"key {bundle.key_hint}" if bundle.kind == "key" else certificate_name(bundle.certificate)
 
 
 @contextmanager
@@ -150,17 +115,3 @@ def _check_content(bundle: Bundle, data: bytes, path: Path) -> None:
     if name != path.name:
         raise SignatureError(f"it is the signature of another file, {name!a} ({hashes}); fetch this file's own")
     raise SignatureError(f"{path.name} was changed after it was signed: {hashes}; fetch both again, or {AGAIN}")
-
-
-def _read(path: Path, max_bytes: int, noun: str) -> bytes:
-    try:
-        with path.open("rb") as handle:
-            data = handle.read(max_bytes + 1)
-    except FileNotFoundError as error:
-        advice = "give its path" if noun == "profile" else "fetch it with the profile, or sign with `kvtuner sign`"
-        raise SignatureError(f"{path}: there is no such {noun}; {advice}") from error
-    except OSError as error:
-        raise SignatureError(f"{path}: the {noun} cannot be read ({error.strerror}); give a file") from error
-    if len(data) > max_bytes:
-        raise SignatureError(f"{path}: a {noun} has at most {max_bytes} bytes, but this is larger; fetch it again")
-    return data

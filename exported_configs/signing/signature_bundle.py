@@ -8,19 +8,11 @@ import base64
 import re
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    AliasPath,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, AliasPath, BeforeValidator, Field, ValidationError, model_validator
 
 from kvtuner.errors import ProfileError, SignatureError
 from kvtuner.exported_configs.profile.document import DocumentKind, explain, read_document
+from kvtuner.exported_configs.profile.fields import StrictModel
 
 SIGNATURE_SUFFIX: Final = ".sig"
 AGAIN: Final = "sign the profile again"
@@ -45,16 +37,10 @@ _Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _FileName = Annotated[str, Field(max_length=255), AfterValidator(_check_name)]
 
 
-class _Signed(BaseModel):
+# What is not signed anybody may have edited, and a `StrictModel` lets no second spelling of a field through to a more
+# lenient reader.
+class _Signed(StrictModel, extra="ignore"):
     """A part that is signed: a later release of the library may add fields to it."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
-
-
-class _Unsigned(BaseModel):
-    """A part that anybody may have edited: a second spelling of a field must not reach a more lenient reader."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class _Resource(_Signed):
@@ -68,7 +54,7 @@ class _Serialization(_Signed):
     hash_type: Literal["sha256"]
     # The library hands these to its hashing without looking at their types.
     allow_symlinks: bool
-    ignore_paths: list[str] = []
+    ignore_paths: list[str] = Field(default=[])
 
 
 class _Predicate(_Signed):
@@ -100,19 +86,19 @@ class Statement(_Signed):
         return self.predicate.resources[0].digest
 
 
-class _PublicKey(_Unsigned):
+class _PublicKey(StrictModel):
     hint: _Hex
 
 
-class _Certificate(_Unsigned):
+class _Certificate(StrictModel):
     der: _Base64 = Field(alias="rawBytes")
 
 
-class _CertificateChain(_Unsigned):
+class _CertificateChain(StrictModel):
     certificates: Annotated[list[_Certificate], Field(min_length=1)]
 
 
-class _Material(_Unsigned):
+class _Material(StrictModel):
     """The signer: a key, a certificate with others above it, or one that Sigstore made."""
 
     key: _PublicKey | None = Field(None, alias="publicKey")
@@ -129,7 +115,7 @@ class _Material(_Unsigned):
         return self
 
 
-class _Envelope(_Unsigned):
+class _Envelope(StrictModel):
     statement: Annotated[Statement, BeforeValidator(lambda text: read_document(_decode(text), SIGNATURE))] = Field(
         alias="payload"
     )
@@ -137,7 +123,7 @@ class _Envelope(_Unsigned):
     signatures: Annotated[list[Any], Field(min_length=1, max_length=1)]
 
 
-class Bundle(_Unsigned):
+class Bundle(StrictModel):
     """The content of a signature that nobody has checked yet."""
 
     media_type: Any = Field(None, alias="mediaType")

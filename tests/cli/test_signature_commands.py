@@ -104,7 +104,7 @@ def test_password_comes_from_the_environment(run: RunCommand, folder: Path, monk
         (("--private-key", "k", "--identity-token-env", "T"), "--private-key does not take --identity-token-env"),
         (("--private-key", "k", "--certificate-chain", "c"), "without --certificate does not take --certificate-chain"),
         (("--private-key", "k", "--certificate", "c", "--password-env", "P"), "no encrypted key beside a certificate"),
-        (("--private-key", "absent.pem"), "absent.pem cannot be read (No such file or directory)"),
+        (("--private-key", "absent.pem"), "absent.pem: there is no such PEM file; give its path"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(run: RunCommand, folder: Path, flags: Any, words: str) -> None:

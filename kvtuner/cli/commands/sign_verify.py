@@ -77,7 +77,8 @@ def _variable(name: str | None, flag: str) -> str | None:
 
 def _verify(args: Namespace) -> int:
     from kvtuner.exported_configs.sharing.profile_resolution import find_profile
-    from kvtuner.exported_configs.signing.profile_signature import SignerIdentity, verify_profile
+    from kvtuner.exported_configs.signing.file_signature import SignerIdentity
+    from kvtuner.exported_configs.signing.profile_signature import verify_profile
     from kvtuner.pipeline.progress import say
     from kvtuner.report.formatting import printable
 

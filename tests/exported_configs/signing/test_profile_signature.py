@@ -16,10 +16,8 @@ from signature_checks import dsse, edit, why
 from kvtuner.errors import ProfileError, SignatureError
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.signing import file_signature
-from kvtuner.exported_configs.signing.file_signature import Signer
+from kvtuner.exported_configs.signing.file_signature import Signer, SignerIdentity
 from kvtuner.exported_configs.signing.profile_signature import (
-    SignerIdentity,
     sign_profile,
     signature_path,
     verify_profile,
@@ -164,16 +162,16 @@ def test_files_that_hold_no_key_are_refused(signed: Path, keys: Keys, tmp_path: 
     junk.write_bytes(b"\xffnothing")
     huge.write_bytes(public.read_bytes() + b"\n" * 2**20)
     for path, words in (
-        (tmp_path / "absent.pem", "cannot be read (No such file or directory); give a PEM file"),
+        (tmp_path / "absent.pem", "there is no such PEM file; give its path"),
         (tmp_path, "Is a directory"),
         (junk, "it is not by key:"),
         (private, "it is not by key:"),
-        (huge, "has more than 1048576 bytes"),
+        (huge, "a PEM file has at most 1048576 bytes"),
     ):
         assert words in why(signed, f"key:{path}")
     for path, words in (
         (public, "pub.pem cannot sign: .*; give the PEM file of a key of P-256"),
-        (tmp_path / "absent.pem", "absent.pem cannot be read \\(No such file or directory\\); give a PEM file"),
+        (tmp_path / "absent.pem", "absent.pem: there is no such PEM file; give its path"),
     ):
         with pytest.raises(SignatureError, match=words):
             sign_profile(signed, Signer(path))
@@ -202,14 +200,14 @@ def test_signed_bytes_that_are_no_profile_are_refused_as_such(file: Path, keys: 
 def test_what_is_loaded_is_what_was_verified(
     signed: Path, keys: Keys, profile: Profile, make_profile: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, other = file_signature.check_signature, dump_profile(make_profile(symmetric=True))
+    real, other = SignerIdentity.verify, dump_profile(make_profile(symmetric=True))
 
     def swap_then_check(*args: Any) -> None:
         signed.write_bytes(other)
         real(*args)
         signature_path(signed).write_bytes(b"gone")
 
-    monkeypatch.setattr(file_signature, "check_signature", swap_then_check)
+    monkeypatch.setattr(SignerIdentity, "verify", swap_then_check)
     assert verify_profile(signed, SignerIdentity.parse(f"key:{keys()[1]}")).profile.digest == profile.digest
     assert load_profile(signed).digest != profile.digest
 

@@ -17,9 +17,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvtuner.errors import SignatureError
-from kvtuner.exported_configs.signing.file_signature import Signer
+from kvtuner.exported_configs.signing.file_signature import Signer, SignerIdentity
 from kvtuner.exported_configs.signing.profile_signature import (
-    SignerIdentity,
     sign_profile,
     signature_path,
     verify_profile,
@@ -276,6 +275,6 @@ def test_files_that_do_not_fit_are_refused(file: Path, folder: Path, root: Holde
             sign_profile(file, wrong)
         assert not signature_path(file).exists()
     sign(file, signer, root)
-    for path, words in ((folder / "absent.pem", "No such file"), (key_file, "it is not by chain:")):
+    for path, words in ((folder / "absent.pem", "there is no such PEM file"), (key_file, "it is not by chain:")):
         with pytest.raises(SignatureError, match=words):
             verify_profile(file, SignerIdentity.parse(f"chain:{path}"))

@@ -20,9 +20,8 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from kvtuner.errors import SignatureError
 from kvtuner.exported_configs.signing import file_signature
-from kvtuner.exported_configs.signing.file_signature import Signer, call_with_timeout
+from kvtuner.exported_configs.signing.file_signature import Signer, SignerIdentity, call_with_timeout
 from kvtuner.exported_configs.signing.profile_signature import (
-    SignerIdentity,
     sign_profile,
     signature_path,
     signed_by,
