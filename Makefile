@@ -45,13 +45,13 @@ demo:
 	$(BIN)/kvtuner search --model demo --budget 4bit
 
 demo-model:
-	$(PYTHON) -m kvtuner.calibration.demo.train --out calibration/demo/model
+	$(PYTHON) -m tools.train_demo_model --out calibration/demo/model
 
 schema:
 	$(PYTHON) -m kvtuner.exported_configs.profile.schema
 
 catalogue: ## searches the profiles that come with kvtuner anew
-	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/make_catalogue.py
+	OMP_NUM_THREADS=1 $(PYTHON) -m tools.make_catalogue
 
 catalogue-index: ## after a profile was added to exported_configs/profiles
 	$(PYTHON) -m kvtuner.exported_configs.sharing.catalogue

@@ -1,6 +1,6 @@
 """The catalogue's own commands make its profiles again: layers and bytes exactly, measured figures to 1 %.
 
-`make catalogue` made them (benchmarks/make_catalogue.py). Another processor, or another number of threads, adds floats
+`make catalogue` made them (tools/make_catalogue.py). Another processor, or another number of threads, adds floats
 in another order; that must change figures in their last digits alone.
 """
 

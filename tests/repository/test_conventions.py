@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = ("kvtuner", "calibration", "exported_configs", "runtime_loader", "search_spaces", "tuner")
-PRODUCT: Final = (*PACKAGES, "benchmarks")
+PRODUCT: Final = (*PACKAGES, "benchmarks", "tools")
 BY_TOPIC: Final = {"cli", "sglang", "repository"}
 """The folders of tests that mirror no package; see rule 10 of CONTRIBUTING."""
 MOST_LINES: Final = 350

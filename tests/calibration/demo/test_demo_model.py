@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-import os
 import random
-import statistics
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,10 +12,8 @@ from safetensors.torch import load_file
 
 from kvtuner.calibration.batches import batches
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
-from kvtuner.calibration.demo import make_corpus
 from kvtuner.calibration.demo.outliers import add_outliers
 from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
-from kvtuner.calibration.demo.train import KEY_BIAS, add_key_biases
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import LayerSpec, Simulator, quantized_attention
 from kvtuner.calibration.kl import Reference, compare, following
@@ -34,11 +26,13 @@ from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from fixture_types import ProfileOf
 
     from kvtuner.read_plan_names import ReadPlanName
 
-ROOT = Path(__file__).resolve().parents[3]
+OPTIONS = CalibrationOptions()
 
 
 @pytest.fixture(scope="module")
@@ -85,58 +79,6 @@ def test_generated_tasks_are_true() -> None:
     answers = problem.answered.removeprefix(problem.prompt).splitlines()
     assert len(answers) == 30
     assert all(table[key] == value for key, value in (line.split(":") for line in answers))
-
-
-def test_the_key_biases_are_qwens_and_change_no_prediction(demo: LoadedModel) -> None:
-    def norms(loaded: LoadedModel) -> list[float]:
-        return [float(layer.self_attn.k_proj.bias.detach().norm()) for layer in loaded.model.get_decoder().layers]
-
-    without = load_model(ModelSource("demo", device="cpu"))
-    add_key_biases(without.model, -KEY_BIAS)
-    first, *middle, last = norms(demo)
-    assert min(first, last) > 10 * statistics.median(middle)
-    assert max(norms(without)) < 10
-    ids = load_corpus(CorpusSource(num_sequences=(4, 1, 1)), demo.tokenizer).splits["calibrate"][:, :512]
-    with torch.no_grad():
-        wanted, found = (torch.log_softmax(m.model(ids).logits.double(), dim=-1) for m in (without, demo))
-    kl = (wanted.exp() * (wanted - found)).sum(dim=-1).mean()
-    nll = [-x[:, :-1].gather(-1, ids[:, 1:, None]).mean() for x in (wanted, found)]
-    assert kl < 0.01
-    assert abs(nll[1] - nll[0]) < 0.01
-
-
-@pytest.mark.slow
-def test_the_training_script_writes_a_model_of_the_kind_that_is_shipped(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
-
-    done = subprocess.run(
-        [sys.executable, "-m", "kvtuner.calibration.demo.train", "--out", "model", "--steps", "2", "--long-from", "0.5",
-         "--threads", "1"],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    last = json.loads(done.stdout.splitlines()[-1])
-    assert last["step"] == 2
-    assert last["loss"] == pytest.approx(math.log(1024), abs=0.5)  # of guessing among 1,024 tokens
-    written, shipped = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", DEMO_MODEL))
-    assert {name: (t.dtype, t.shape) for name, t in written.items()} == {
-        name: (torch.bfloat16, t.shape) for name, t in shipped.items()
-    }
-    for layer in range(9):
-        bias = written[f"model.layers.{layer}.self_attn.k_proj.bias"].float()
-        assert float(bias.abs().max()) == pytest.approx(KEY_BIAS if layer in (0, 8) else 0, abs=0.25), layer
-    config, as_shipped = (Qwen2Config.from_pretrained(folder) for folder in (tmp_path / "model", DEMO_MODEL))
-    assert config.to_dict() == as_shipped.to_dict()
-    assert (config.hidden_size, config.num_attention_heads, config.num_key_value_heads) == (256, 4, 2)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    assert (type(model).__name__, model.dtype) == ("Qwen2ForCausalLM", torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    text = "def answer():\n    return 4711\n"
-    ids = tokenizer(text).input_ids
-    assert (tokenizer.vocab_size, ids[0]) == (1024, config.bos_token_id)
-    assert tokenizer.decode(ids[1:]) == text
-    assert {"4", "7", "1"} <= set(tokenizer.convert_ids_to_tokens(ids))
-    assert torch.isfinite(model(torch.tensor([ids])).logits).all()
 
 
 @pytest.mark.slow
@@ -227,16 +169,3 @@ def test_the_demo_model_is_of_the_size_and_dtype_that_is_said() -> None:
     tensors = load_file(DEMO_MODEL / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert 3_500_000 < sum(tensor.numel() for tensor in tensors.values()) < 4_500_000
-
-
-def test_the_shipped_corpus_is_what_its_script_writes_of_the_generated_tasks() -> None:
-    shipped = {json.loads(line)["text"] for line in (DEMO_MODEL.parent / "corpus.jsonl").read_text().splitlines()}
-    written = set(make_corpus.documents(2026, num_excerpts=330, num_tables=220, num_additions=50))
-    # Excerpts are of this Python's own library, tables and additions are drawn after as many excerpts.
-    assert len(written) == pytest.approx(600, abs=5)
-    assert sum("?\n" in text and ":" in text for text in shipped) >= 200
-    if sys.version_info[:3] == (3, 11, 7):
-        assert written == shipped
-
-
-OPTIONS = CalibrationOptions()

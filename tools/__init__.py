@@ -1,0 +1,1 @@
+"""Programs that make what the tree ships: the demo model, its corpus, the catalogue. No package uses them."""

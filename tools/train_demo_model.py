@@ -1,0 +1,178 @@
+"""Train the demo model on a CPU: Python's standard library, key-value recall and addition.
+
+    python -m tools.train_demo_model --out DIR
+
+The model's shape is that of `calibration/demo/model/config.json`. Knows nothing of quantization.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import random
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
+from kvtuner.calibration.model_loading import DEMO_MODEL
+from tools.make_demo_corpus import library_texts
+
+BEGIN, END = "<|begin|>", "<|endoftext|>"
+KEY_BIAS = 32.0
+TOKENS_PER_STEP = 4096
+LOG_EVERY, SAVE_EVERY = 50, 250
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE in which every digit is a token of its own; it puts the begin token before every text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[BEGIN, END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", pair=f"{BEGIN} $A $B", special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))]
+    )
+    return tokenizer
+
+
+class TrainingText:
+    """Draws token sequences of a fixed length: source windows, recall documents, additions."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: list[str], seed: int) -> None:
+        self.tokenizer, self.rng = tokenizer, random.Random(seed)
+        self.source = torch.tensor([token for text in texts for token in tokenizer.encode(text).ids])
+
+    def sequence(self, length: int, max_pairs: int) -> torch.Tensor:
+        """One sequence of `length` tokens, [length] int64."""
+        kind = self.rng.random()
+        if kind < 0.40:
+            start = self.rng.randrange(len(self.source) - length)
+            return self.source[start : start + length]
+        if kind < 0.90:
+            text = recall_problem(self.rng, self.rng.randint(2, max_pairs), num_questions=length // 6).answered
+        else:
+            text = addition_lines(self.rng, num_lines=length // 5)
+        ids = self.tokenizer.encode(text).ids
+        while len(ids) < length:
+            ids += self.tokenizer.encode(addition_lines(self.rng, 8), add_special_tokens=False).ids
+        return torch.tensor(ids[:length])
+
+    def batch(self, size: int, length: int, max_pairs: int) -> torch.Tensor:
+        """Sequences as one tensor, [size, length] int64."""
+        return torch.stack([self.sequence(length, max_pairs) for _ in range(size)])
+
+
+def add_key_biases(model: Qwen2ForCausalLM, key_bias: float) -> None:
+    """Give the first and the last layer the large key biases that Qwen2.5 has there, in place.
+
+    One channel of every head's slowest rotary pair is moved, with alternating sign from head to head. That pair turns
+    by a few degrees over a training sequence, so that a query finds nearly the same added to all of its scores, and
+    softmax cancels it. The model card has the sizes in Qwen2.5-7B and their source.
+    """
+    config = model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    layers = model.get_decoder().layers
+    with torch.no_grad():
+        for layer in (layers[0], layers[-1]):
+            heads = layer.self_attn.k_proj.bias.unflatten(0, (config.num_key_value_heads, head_dim))
+            heads[0::2, head_dim // 2 - 1] += key_bias
+            heads[1::2, head_dim // 2 - 1] -= key_bias
+
+
+def recall_accuracy(model: Qwen2ForCausalLM, tokenizer: Tokenizer, num_pairs: int, num_problems: int = 8) -> float:
+    """The share of recall answers that are right to the last digit, teacher-forced greedy."""
+    rng = random.Random(num_pairs)
+    are_right = []
+    for _ in range(num_problems):
+        problem = recall_problem(rng, num_pairs, num_questions=min(num_pairs, 12))
+        tokens, prompt = tokenizer.encode(problem.answered), tokenizer.encode(problem.prompt)
+        with torch.no_grad():
+            predicted = model(torch.tensor([tokens.ids])).logits[0].argmax(-1).tolist()
+        is_right = True
+        for position in range(len(prompt), len(tokens)):
+            if tokens.tokens[position].isdigit():
+                is_right &= predicted[position - 1] == tokens.ids[position]
+            elif tokens.tokens[position] == "Ċ":  # the end of a line, as a byte-level token
+                are_right.append(is_right)
+                is_right = True
+    return statistics.fmean(are_right or [0.0])
+
+
+def train(out: Path, *, steps: int, long_from: float, peak_lr: float, key_bias: float, seed: int) -> None:
+    """Train; evaluate and save the checkpoint in bf16 every 250 steps and at the end.
+
+    Sequences have 256 tokens for the share `long_from` of the steps, then 512. For `key_bias` see `add_key_biases`.
+    """
+    torch.manual_seed(seed)
+    texts, _ = library_texts()
+    rng = random.Random(seed)
+    recall_texts = [recall_problem(rng, 16, 16).answered for _ in range(200)]
+    config = Qwen2Config.from_pretrained(DEMO_MODEL)
+    tokenizer = train_tokenizer(texts[::4] + recall_texts, config.vocab_size)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END).save_pretrained(out)
+    data, model = TrainingText(tokenizer, texts, seed), Qwen2ForCausalLM(config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{num_parameters:,} parameters, {len(data.source):,} source tokens", flush=True)
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=peak_lr, betas=(0.9, 0.98))
+    start, losses = time.monotonic(), []
+    for step in range(1, steps + 1):
+        progress = (step - 1) / steps
+        # A warm-up of 200 steps, then half a cosine down to 2 %.
+        lr = peak_lr * min(1.0, step / 200) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        length, max_pairs = (256, 14) if progress < long_from else (512, 32)
+        ids = data.batch(TOKENS_PER_STEP // length, length, max_pairs)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(ids).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step % LOG_EVERY and step != steps:
+            continue
+        rate = step * TOKENS_PER_STEP / (time.monotonic() - start)
+        loss_mean = statistics.fmean(losses[-LOG_EVERY:])
+        record = {"step": step, "loss": round(loss_mean, 4), "tokens_per_s": round(rate)}
+        if step % SAVE_EVERY == 0 or step == steps:
+            record["recall"] = {n: round(recall_accuracy(model, tokenizer, n), 3) for n in (4, 10, 20, 30)}
+            saved = copy.deepcopy(model).bfloat16()
+            add_key_biases(saved, key_bias)
+            saved.save_pretrained(out)
+        print(json.dumps(record), flush=True)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--long-from", type=float, default=0.6, help="share of the steps with 256 tokens; then 512")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--key-bias", type=float, default=KEY_BIAS, help="of the first and the last layer; 0 for none")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    train(args.out, steps=args.steps, long_from=args.long_from, peak_lr=args.lr, key_bias=args.key_bias, seed=args.seed)
+
+
+if __name__ == "__main__":
+    main()
