@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import NullFormatter
 
 from kvtuner.evaluation.cache_scheme import REFERENCE
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
     from kvtuner.report.bench_result import BenchResult, SchemeResult
 
@@ -36,9 +37,10 @@ def charts(result: BenchResult) -> dict[str, bytes]:
     return {name: _chart(draw, result) for name, (is_measured, draw) in drawn.items() if is_measured}
 
 
-def _chart(draw: Callable[[Axes, BenchResult], None], result: BenchResult) -> bytes:
-    # Narrow, so that a phone need not shrink it much.
-    return style.render_png(lambda figure: draw(figure.add_subplot(), result), width=5.0, height=3.9)
+@style.picture
+def _chart(figure: Figure, draw: Callable[[Axes, BenchResult], None], result: BenchResult) -> None:
+    figure.set_size_inches(5.0, 3.9)  # narrow, so that a phone need not shrink it much
+    draw(figure.add_subplot(), result)
 
 
 def _memory(axes: Axes, result: BenchResult) -> None:
@@ -87,7 +89,7 @@ def _first_token(axes: Axes, result: BenchResult) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("prompt tokens (log scale)")
     axes.set_ylabel("median s to the first token (log scale)")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 

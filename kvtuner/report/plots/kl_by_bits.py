@@ -70,39 +70,39 @@ def profile_points(profile: Profile, name: str, kind: Kind = "first") -> list[Kl
 
 def profile_picture(points: Sequence[KlPoint], titles: Mapping[str, str]) -> tuple[bytes, str]:
     """PNG of at least one point and its description; titles name the kinds ``first`` and ``second`` in the legend."""
-
-    def draw(figure: Figure) -> None:
-        labels = {"plain": "uniform or fp8, no transforms", **titles}
-        _draw_points(figure, points, labels, xlabel="effective bits per element", margin_bits=0.5)
-
-    png = style.render_png(draw, width=PROFILE_WIDTH, height=4.4)
     texts = [f"{point.name} at {point.effective_bits:.2f} bits has {interval(point.kl)}" for point in points]
-    return png, f"KL by effective bits: {'; '.join(texts)}"
+    return _profile_png(points, titles), f"KL by effective bits: {'; '.join(texts)}"
 
 
-def search_picture(data: ReportData) -> bytes:
-    """PNG of the predicted front, the measured configurations, the baselines and the winner."""
-    return style.render_png(lambda figure: _draw_search(figure, data), height=5.4)
+@style.picture
+def _profile_png(figure: Figure, points: Sequence[KlPoint], titles: Mapping[str, str]) -> None:
+    figure.set_size_inches(PROFILE_WIDTH, 4.4)
+    labels = {"plain": "uniform or fp8, no transforms", **titles}
+    _draw_points(figure, points, labels, xlabel="effective bits per element", margin_bits=0.5)
 
 
-def _draw_search(figure: Figure, data: ReportData) -> None:
+@style.picture
+def search_picture(figure: Figure, data: ReportData) -> None:
+    """The predicted front, the measured configurations, the baselines and the winner."""
+    figure.set_size_inches(style.WIDTH, 5.4)
     points = _search_points(data)
     measured = [(p.effective_bits, p.kl) for p in data.measured if p.kl is not None and math.isfinite(p.kl)]
     # The front ends at 16 bits, far beyond all that was measured.
-    end = max((bits for bits, _ in [*measured, *_ends(points)]), default=math.inf) + 0.3
+    end = max((*(bits for bits, _ in measured), *(p.effective_bits for p in points)), default=math.inf) + 0.3
     front = [(p.effective_bits, p.predicted_kl) for p in data.front if p.predicted_kl > 0 and p.effective_bits <= end]
     if not (points or measured or front):
-        return style.say_nothing_measured(figure.add_subplot())
+        return style.say_nothing_measured(figure)
     titles, xlabel = {"first": "searched (winner)"}, "effective bits per element (codes, scales and padding)"
     _draw_points(figure, points, titles, xlabel=xlabel, margin_bits=0.3, measured=measured, front=sorted(front))
 
 
 def _search_points(data: ReportData) -> list[KlPoint]:
     """The winner and its baselines at the first kind of offsets, as far as they were measured."""
-    rows: list[tuple[str, Kind, QualityRow]] = []
-    for quality in data.quality[:1]:
-        rows.append(("winner", "first", quality.winner))
-        rows += [(row.name, "transforms" if row.transforms else "plain", row) for row in quality.baselines]
+    if not data.quality:
+        return []
+    winner, baselines = data.quality[0].winner, data.quality[0].baselines
+    rows: list[tuple[str, Kind, QualityRow]] = [("winner", "first", winner)]
+    rows += [(row.name, "transforms" if row.transforms else "plain", row) for row in baselines]
     return [KlPoint(name, row.effective_bits, row.kl, kind) for name, kind, row in rows if row.kl]
 
 
@@ -117,42 +117,34 @@ def _draw_points(
     front: Sequence[Place] = (),
 ) -> None:
     """Points with their intervals and names, over a front and dots; on a logarithmic axis, zero and less is a line."""
-    axes = figure.add_subplot()
-    axes.set_xlabel(xlabel)
-    places = [*front, *measured, *_ends(points)]
-    floor = style.log_floor(kl for _, kl in places)
+    axes = figure.add_subplot(xlabel=xlabel)
+    bits = np.array([point.effective_bits for point in points])
+    ends = np.array([(point.kl.low, point.kl.mean, point.kl.high) for point in points]).reshape(-1, 3)
+    ends[np.abs(ends) <= LEAST_KL] = 0  # a logarithmic scale need not bend for the least KL
+    all_bits, all_kls = zip(*zip(bits.repeat(3), ends.flat, strict=True), *measured, *front, strict=True)
+    floor = style.log_floor(all_kls)
     style.log_kl_axis(axes)
-    measured = _raised(measured, floor)
+    measured = [(x, max(kl, floor)) for x, kl in measured]
     if front:
         line: dict[str, Any] = {"drawstyle": "steps-post", "color": style.BLUE, "lw": 1.6, "zorder": 1}
-        axes.plot(*np.array(front).T, label="predicted exact front", **line)
+        axes.plot(*zip(*front, strict=True), label="predicted exact front", **line)
     if measured:
-        axes.plot(*np.array(measured).T, "o", ms=4, color=style.SKY, alpha=0.7, mew=0, label="measured, select split")
+        dots: dict[str, Any] = {"ms": 4, "color": style.SKY, "alpha": 0.7, "mew": 0}
+        axes.plot(*zip(*measured, strict=True), "o", label="measured, select split", **dots)
+    lows, means, highs = np.maximum(ends, floor).T
     for kind, look in _LOOKS.items():
-        if chosen := [point for point in points if point.kind == kind]:
-            lows, means, highs = zip(*(_raised(_ends([point]), floor) for point in chosen), strict=True)
-            bits, low_kls = zip(*lows, strict=True)
-            axes.vlines(bits, low_kls, [kl for _, kl in highs], color=style.INK, lw=1.2, zorder=4)
-            axes.plot(*zip(*means, strict=True), ls="", zorder=5, label=titles.get(kind) or _BASELINES[kind], **look)
-    bits, kls = zip(*_raised(places, floor), strict=True)
-    axes.set_xlim(min(bits) - margin_bits, max(bits) + margin_bits)
-    axes.set_ylim(min(kls) / 1.8, max(kls) * 1.8)
+        if (chosen := np.array([point.kind == kind for point in points], dtype=bool)).any():
+            axes.vlines(bits[chosen], lows[chosen], highs[chosen], color=style.INK, lw=1.2, zorder=4)
+            label = titles.get(kind) or _BASELINES[kind]
+            axes.plot(bits[chosen], means[chosen], ls="", zorder=5, label=label, **look)
+    axes.set_xlim(min(all_bits) - margin_bits, max(all_bits) + margin_bits)
+    axes.set_ylim(max(min(all_kls), floor) / 1.8, max(*all_kls, floor) * 1.8)
     style.plain_log_ticks(axes.yaxis)
-    if min(kl for _, kl in places) <= 0:
+    if min(all_kls) <= 0:
         style.mark_zero(axes, floor)
     figure.legend(loc="outside lower center", ncols=2)
-    marks = _raised(_ends(points), floor)[1::3]  # the means: each point has a low end, a mean and a high end
+    marks = list(zip(bits.tolist(), means.tolist(), strict=True))
     place_labels(axes, _labels(points, marks), marks, [*measured, *front])
-
-
-def _ends(points: Sequence[KlPoint]) -> list[Place]:
-    """The low end, the mean and the high end of each point; a logarithmic scale need not bend for the least KL."""
-    kls = [(point.effective_bits, kl) for point in points for kl in (point.kl.low, point.kl.mean, point.kl.high)]
-    return [(bits, kl if abs(kl) > LEAST_KL else 0.0) for bits, kl in kls]
-
-
-def _raised(places: Sequence[Place], floor: float) -> list[Place]:
-    return [(bits, max(kl, floor)) for bits, kl in places]
 
 
 def _labels(points: Sequence[KlPoint], marks: Sequence[Place]) -> list[Label]:

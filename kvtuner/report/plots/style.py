@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import math
-from typing import TYPE_CHECKING, Any, Final
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
-import matplotlib
+import matplotlib.style
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from kvtuner.report.formatting import number
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
+
+P = ParamSpec("P")
 
 # Okabe and Ito's palette: told apart with any kind of colour vision.
 BLUE: Final = "#0072B2"
@@ -30,17 +33,17 @@ GREEN: Final = "#009E73"
 PURPLE: Final = "#CC79A7"
 GREY: Final = "#8A8A8A"
 INK: Final = "#222222"
-NOT_MEASURED_FILL: Final = "#E4E4E4"
 # Darker is wider, so the order also survives a grey print.
 BITS_COLOURS: Final = {2: "#F6D98F", 4: "#7CC3B0", 8: "#2B7BA8", 16: "#1C2B5A"}
-SCORE_COLOURS: Final = "magma_r"
 
 WIDTH: Final = 7.6
-_DPI: Final = 160
 _MAX_DECADES: Final = 6
 _STYLE: Final[dict[Any, object]] = {
     "font.family": "DejaVu Sans",
     "font.size": 11,
+    "figure.dpi": 160,
+    "figure.figsize": (WIDTH, 4.6),
+    "figure.constrained_layout.use": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#666666",
@@ -57,16 +60,19 @@ _STYLE: Final[dict[Any, object]] = {
 }
 
 
-def render_png(draw: Callable[[Figure], None], *, width: float = WIDTH, height: float) -> bytes:
-    """PNG bytes of what `draw` puts on a new figure of a width and a height in inches."""
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_STYLE)
-        figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained", facecolor="white")
-        draw(figure)
+def picture(draw: Callable[Concatenate[Figure, P], None]) -> Callable[P, bytes]:
+    """Turn a function that draws on a new figure into one that returns the figure's PNG."""
+
+    @wraps(draw)
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> bytes:
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+        with matplotlib.style.context(_STYLE, after_reset=True):
+            figure = Figure()
+            draw(figure, *args, **kwargs)
+            figure.savefig(buffer, format="png", metadata={"Software": None})
+        return buffer.getvalue()
+
+    return drawn
 
 
 def is_positive(value: float | None) -> bool:
@@ -101,7 +107,7 @@ def mark_zero(axes: Axes, floor: float) -> None:
     """Call the floor zero, which it stands for, and leave out the ticks that it would contradict."""
     axes.axhline(floor, color=GREY, lw=0.8, ls=(0, (2, 3)), zorder=0)
     axes.text(-0.01, floor, "0", ha="right", va="center", transform=axes.get_yaxis_transform())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick_text(value) if value > 2 * floor else ""))
+    axes.yaxis.set_major_formatter(lambda value, _: _tick_text(value) if value > 2 * floor else "")
 
 
 def plain_log_ticks(axis: Axis) -> None:
@@ -109,7 +115,7 @@ def plain_log_ticks(axis: Axis) -> None:
     low, high = sorted(axis.get_view_interval())
     subdivisions = (1.0, 2.0, 5.0) if low > 0 and high / low < 100 else (1.0,)
     axis.set_major_locator(LogLocator(subs=subdivisions, numticks=9))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: _tick_text(value)))
+    axis.set_major_formatter(lambda value, _: _tick_text(value))
     axis.set_minor_formatter(NullFormatter())
 
 
@@ -120,17 +126,15 @@ def _tick_text(value: float) -> str:
 def integer_axis(axis: Axis, *, max_ticks: int = 10) -> None:
     """Ticks at whole numbers only."""
     axis.set_major_locator(MaxNLocator(max_ticks, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+    axis.set_major_formatter("{x:.0f}")
 
 
-def say_nothing_measured(axes: Axes) -> None:
-    """An empty panel that says so."""
-    axes.set_axis_off()
-    axes.text(0.5, 0.5, "not measured in this run", ha="center", va="center", transform=axes.transAxes, color=GREY)
+def say_nothing_measured(figure: Figure) -> None:
+    """An empty picture that says so."""
+    figure.text(0.5, 0.5, "not measured in this run", ha="center", va="center", color=GREY)
 
 
-def ink_on(colour: tuple[float, float, float, float]) -> str:
-    """Black or white, whichever reads better on an RGBA colour."""
-    channels = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3]]
-    luminance = 0.2126 * channels[0] + 0.7152 * channels[1] + 0.0722 * channels[2]
+def ink_on(colour: ArrayLike) -> str:
+    """Black or white, whichever reads better on an RGB or RGBA colour."""
+    luminance = np.dot((0.2126, 0.7152, 0.0722), np.asarray(colour)[:3] ** 2.2)
     return "white" if luminance < 0.18 else INK
