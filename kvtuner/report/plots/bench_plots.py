@@ -11,7 +11,6 @@ from kvtuner.evaluation.cache_scheme import REFERENCE
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
 from kvtuner.precision import GIB
 from kvtuner.report.plots import style
-from kvtuner.report.plots.label_placement import Label, place_labels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -63,7 +62,7 @@ def _kl(result: BenchResult, scheme: SchemeResult) -> float | None:
 def _scatter(axes: Axes, result: BenchResult, value: Callable[[SchemeResult], float | None]) -> None:
     """A named point for each scheme that has bits and a value."""
     labels = [
-        Label(scheme.name, bits, y)
+        style.Label(scheme.name, bits, y)
         for scheme in result.schemes
         if (bits := scheme.scheme.effective_bits) is not None and (y := value(scheme)) is not None
     ]
@@ -74,7 +73,7 @@ def _scatter(axes: Axes, result: BenchResult, value: Callable[[SchemeResult], fl
     axes.set_xlim(0, 17.5)
     axes.margins(y=0.15)
     axes.grid(axis="x")
-    place_labels(axes, labels, [(label.x, label.y) for label in labels])
+    style.place_labels(axes, labels, [(label.x, label.y) for label in labels])
 
 
 def _throughput(axes: Axes, result: BenchResult) -> None:

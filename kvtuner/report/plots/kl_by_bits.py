@@ -11,7 +11,6 @@ import numpy as np
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.report.formatting import ascii_text, interval
 from kvtuner.report.plots import style
-from kvtuner.report.plots.label_placement import Label, place_labels
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -144,16 +143,16 @@ def _draw_points(
         style.mark_zero(axes, floor)
     figure.legend(loc="outside lower center", ncols=2)
     marks = list(zip(bits.tolist(), means.tolist(), strict=True))
-    place_labels(axes, _labels(points, marks), marks, [*measured, *front])
+    style.place_labels(axes, _labels(points, marks), [*marks, *measured, *front])
 
 
-def _labels(points: Sequence[KlPoint], marks: Sequence[Place]) -> list[Label]:
+def _labels(points: Sequence[KlPoint], marks: Sequence[Place]) -> list[style.Label]:
     """Profiles' first; a baseline with and without transforms takes the same bytes and is named once."""
-    labels: dict[tuple[str, float], Label] = {}
+    labels: dict[tuple[str, float], style.Label] = {}
     for point, (x, y) in sorted(zip(points, marks, strict=True), key=lambda pair: pair[0].kind in _BASELINES):
         is_baseline = point.kind in _BASELINES
         name = point.name.removesuffix(WITH_TRANSFORMS) if is_baseline else point.name
-        labels.setdefault((name, x), Label(name, x, y, bold=not is_baseline))
+        labels.setdefault((name, x), style.Label(name, x, y, bold=not is_baseline))
     return list(labels.values())[:MAX_LABELS]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
 
@@ -11,12 +12,14 @@ import matplotlib.style
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from textalloc import allocate
 
 from kvtuner.report.formatting import number
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
@@ -127,6 +130,39 @@ def integer_axis(axis: Axis, *, max_ticks: int = 10) -> None:
     """Ticks at whole numbers only."""
     axis.set_major_locator(MaxNLocator(max_ticks, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     axis.set_major_formatter("{x:.0f}")
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Text and the point that it names, in data coordinates."""
+
+    text: str
+    x: float
+    y: float
+    bold: bool = False
+
+
+def place_labels(axes: Axes, labels: Sequence[Label], obstacles: Sequence[tuple[float, float]]) -> None:
+    """Write labels, the most important first, beside their points, where they hide neither others nor the obstacles.
+
+    The limits and scales of the axes must be final.
+    """
+    if not labels:
+        return
+    axes.set_autoscale_on(False)  # the lines from labels to their points change no limits
+    xs, ys = np.transpose([(label.x, label.y) for label in labels])
+    obstacle_xs, obstacle_ys = np.transpose(obstacles)
+    texts = [label.text for label in labels]
+    weights = ["bold" if label.bold else "normal" for label in labels]
+    spacing: dict[str, Any] = {
+        "x_scatter": obstacle_xs,
+        "y_scatter": obstacle_ys,
+        "margin": 0.012,
+        "min_distance": 0.02,
+    }
+    look: dict[str, Any] = {"linecolor": "#999999", "linewidth": 0.7, "zorder": 10, "in_layout": False}
+    outline = [withStroke(linewidth=2.5, foreground="white")]
+    allocate(axes, xs, ys, texts, fontweight=weights, path_effects=outline, **spacing, **look)
 
 
 def say_nothing_measured(figure: Figure) -> None:
