@@ -1,20 +1,20 @@
-"""The options and results of readers and writers, and what a format cannot say. Knows no format."""
+"""The conversion of profiles from and to other tools' files: options, results, and what a format cannot say.
 
-from __future__ import annotations
+Knows formats by the rows of `FORMATS` alone.
+"""
 
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import import_module
+from typing import Any, Final, NamedTuple
 
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.precision import NATIVE_BITS, PrecisionPair
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-
-    from kvtuner.exported_configs.profile.layer_storage import SideDefaults
-    from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.geometry import ModelGeometry
-    from kvtuner.precision import Granularity, Side
+from kvtuner.exported_configs import formats
+from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, unsearched
+from kvtuner.exported_configs.profile.profile import Profile
+from kvtuner.exported_configs.profile.records import ModelIdentity
+from kvtuner.geometry import ModelGeometry
+from kvtuner.precision import NATIVE_BITS, Granularity, PrecisionPair, Side
 
 NATIVE: Final = PrecisionPair(NATIVE_BITS, NATIVE_BITS)
 _OWN_MODEL: Final = "give the file's own model"
@@ -42,25 +42,25 @@ class Storage:
 
     def lost_features(self, profile: Profile) -> list[LostFeature]:
         """The features of a profile that the storage lacks, by the first layer of each; 16 bits lose nothing."""
-        lost = []
-        sides: tuple[tuple[Side, str, SideDefaults, int, Granularity], ...] = (
-            ("k", "keys", profile.defaults.k, self.k_group_size, self.k_granularity),
-            ("v", "values", profile.defaults.v, self.v_group_size, "per_token"),
-        )
-        for side, noun, defaults, group_size, granularity in sides:
-            bits = [pair.k_bits if side == "k" else pair.v_bits for pair in profile.pairs]
-            packed = [layer for layer, width in enumerate(bits) if width != NATIVE_BITS]
-            if not packed:
-                continue
-            if defaults.granularity != granularity:
-                lost.append(LostFeature(packed[0], f"{noun} are {defaults.granularity.replace('_', ' ')}"))
-            elif defaults.group_size != group_size:
-                lost.append(LostFeature(packed[0], f"{noun} are in groups of {defaults.group_size}, not {group_size}"))
-            if defaults.symmetric != self.symmetric:
-                lost.append(LostFeature(packed[0], f"{noun} are {'symmetric' if defaults.symmetric else 'asymmetric'}"))
-            names = ((layer, profile.transform_name(layer, side)) for layer in packed)
-            lost += [LostFeature(layer, f"{noun} are {name}") for layer, name in names if name != "none"][:1]
-        return sorted(lost)
+        return sorted([*self._lost_of(profile, "k"), *self._lost_of(profile, "v")])
+
+    def _lost_of(self, profile: Profile, side: Side) -> Iterator[LostFeature]:
+        is_key = side == "k"
+        noun, defaults = ("keys", profile.defaults.k) if is_key else ("values", profile.defaults.v)
+        group_size = self.k_group_size if is_key else self.v_group_size
+        granularity = self.k_granularity if is_key else "per_token"
+        bits = [pair.k_bits if is_key else pair.v_bits for pair in profile.pairs]
+        packed = [layer for layer, width in enumerate(bits) if width != NATIVE_BITS]
+        if not packed:
+            return
+        if defaults.granularity != granularity:
+            yield LostFeature(packed[0], f"{noun} are {defaults.granularity.replace('_', ' ')}")
+        elif defaults.group_size != group_size:
+            yield LostFeature(packed[0], f"{noun} are in groups of {defaults.group_size}, not {group_size}")
+        if defaults.symmetric != self.symmetric:
+            yield LostFeature(packed[0], f"{noun} are {'symmetric' if defaults.symmetric else 'asymmetric'}")
+        names = ((layer, profile.transform_name(layer, side)) for layer in packed)
+        yield from [LostFeature(layer, f"{noun} are {name}") for layer, name in names if name != "none"][:1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +161,59 @@ def parse_map(text: str) -> dict[str, PrecisionPair]:
         except PrecisionError as error:
             raise ProfileError(f"--map {entry.strip()[:60]!a}: {error}") from error
     return words
+
+
+def read(
+    data: bytes, name: str, geometry: ModelGeometry, model: ModelIdentity, options: ImportOptions
+) -> tuple[Profile, tuple[str, ...]]:
+    """Read the content of another tool's file for a model, by the name of its format.
+
+    The profile has no transforms and measurements, and the notes say what the file left open. A file that is wrong, or
+    an option that means nothing to the format, is a `ProfileError`.
+    """
+    for flag in options.flags_beyond(formats.FORMATS[name].options or ()):
+        raise ProfileError(f"{name} files say that themselves, or do not have it; leave {flag} out")
+    imported: Imported = _module(name).read(data, geometry, options)
+    pairs = imported.all_pairs(geometry.num_layers)
+    _check_groups(pairs, imported.storage, geometry)
+    profile = build_profile(
+        geometry=geometry,
+        layers=[LayerQuantization(pair.k_bits, pair.v_bits) for pair in pairs],
+        **asdict(imported.storage),
+        model=model,
+        budget=AskedBudget(f"imported from {name}"),
+        quality=None,
+        provenance=unsearched(),
+    )
+    return profile, imported.notes
+
+
+def write(profile: Profile, name: str, *, lossy: bool = False) -> Exported:
+    """Write a profile as another tool's file; `ProfileError` for what it cannot say, unless `lossy` drops it."""
+    can_lose = formats.FORMATS[name].can_lose
+    if lossy and not can_lose:
+        raise ProfileError(f"{name} is never written with a loss; leave --lossy out")
+    exported: Exported = _module(name).write(profile)
+    if exported.lost and not lossy:
+        lost = [feature._replace(way_out="--lossy drops that") for feature in exported.lost]
+        raise refusal(name, lost if can_lose else exported.lost)
+    dropped = (f"dropped, from layer {feature.layer} on: {feature.what}" for feature in exported.lost)
+    return replace(exported, notes=(*exported.notes, *dropped))
+
+
+def _module(name: str) -> Any:
+    return import_module(f"{formats.__name__}.{formats.FORMATS[name].module}")
+
+
+def _check_groups(pairs: Sequence[PrecisionPair], storage: Storage, geometry: ModelGeometry) -> None:
+    shape = geometry.row_shape(k_group_size=storage.k_group_size, v_group_size=storage.v_group_size)
+    shape = replace(shape, k_granularity=storage.k_granularity)
+    for layer, pair in enumerate(pairs):
+        for noun, row_bytes, bits in (("keys", shape.k_bytes, pair.k_bits), ("values", shape.v_bytes, pair.v_bits)):
+            try:
+                row_bytes(bits)
+            except PrecisionError as error:
+                raise ProfileError(f"layer {layer}, {noun}: {error}; say so with --group-size") from error
 
 
 def uneven_layers(profile: Profile) -> list[LostFeature]:

@@ -3,20 +3,23 @@
 The layers and ranges are `layer_ranges`'; what the words mean is read here.
 """
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.exported_configs.formats.conversion import Exported, Imported, Storage, refusal, uneven_layers
+from kvtuner.exported_configs.formats.conversion import (
+    Exported,
+    Imported,
+    ImportOptions,
+    Storage,
+    refusal,
+    uneven_layers,
+)
+from kvtuner.exported_configs.formats.foreign_file import read_text, read_yaml
+from kvtuner.exported_configs.profile.profile import Profile
+from kvtuner.geometry import ModelGeometry
 from kvtuner.layer_ranges import precisions_by_layer, read_layers, read_ranges, write_ranges
 from kvtuner.precision import PrecisionPair
-
-if TYPE_CHECKING:
-    from kvtuner.exported_configs.formats.conversion import ImportOptions
-    from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.geometry import ModelGeometry
 
 FIELD: Final = "kv_cache_per_layer_dtype"
 WORDS: Final = {2: "int2", 4: "int4", 8: "int8", 16: "bf16"}
@@ -48,8 +51,6 @@ def write(profile: Profile) -> Exported:
 
 
 def _words(data: bytes) -> dict[int, str]:
-    from kvtuner.exported_configs.formats.foreign_file import read_text, read_yaml  # loads PyYAML
-
     text = read_text(data)
     try:
         if text.strip()[:1].isdigit() and "\n" not in text.strip():

@@ -1,7 +1,5 @@
 """Foreign JSON and YAML, bounded in size and depth, plain values alone. Knows nothing of what it holds."""
 
-from __future__ import annotations
-
 import codecs
 import re
 from typing import Any, Final

@@ -1,19 +1,16 @@
 """The paper's presets, ``{layer: {nbits_key, nbits_value}}``; their scheme stands in the file's name alone."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.formats import PRESETS
 from kvtuner.exported_configs.formats.conversion import Exported, Imported, ImportOptions, Storage
+from kvtuner.exported_configs.formats.foreign_file import read_text, read_yaml
+from kvtuner.exported_configs.profile.profile import Profile
+from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import ALL_BITS, PrecisionPair
 
-if TYPE_CHECKING:
-    from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.geometry import ModelGeometry
-
-PRESETS: Final = ("pertoken", "kivi")
 KIVI_GROUP: Final = 32
 _SIDES: Final = ("nbits_key", "nbits_value")
 _KIVI_NOTE: Final = (
@@ -25,8 +22,6 @@ _FILE_NAME: Final = re.compile(r"(.{1,200})_(kivi|pertoken)_KVTuner[46]_[01]\.ya
 
 def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Imported:
     """Read a preset."""
-    from kvtuner.exported_configs.formats.foreign_file import read_text, read_yaml  # loads PyYAML
-
     pairs = _pairs(read_yaml(read_text(data)))
     scheme, notes = _scheme(options)
     storage = options.storage(geometry)

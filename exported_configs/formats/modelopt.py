@@ -1,20 +1,16 @@
 """NVIDIA ModelOpt's map of layers, schema version 1, as it stands in ``hf_quant_config.json`` or ``config.json``."""
 
-from __future__ import annotations
-
 import json
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvtuner import __version__
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.conversion import NATIVE, Exported, Imported, LostFeature, Storage
+from kvtuner.exported_configs.formats.conversion import NATIVE, Exported, Imported, ImportOptions, LostFeature, Storage
+from kvtuner.exported_configs.formats.foreign_file import read_json
+from kvtuner.exported_configs.profile.profile import Profile
+from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
-
-if TYPE_CHECKING:
-    from kvtuner.exported_configs.formats.conversion import ImportOptions
-    from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.geometry import ModelGeometry
 
 MODELOPT_VERSION: Final = 1
 INT8: Final = PrecisionPair(8, 8)
@@ -31,8 +27,6 @@ _INT8_NOTE: Final = (
 
 def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Imported:
     """Read ModelOpt's map; layers that it does not name are not quantized."""
-    from kvtuner.exported_configs.formats.foreign_file import read_json  # loads PyYAML and pydantic
-
     algorithms = _algorithms(_section(read_json(data)), geometry)
     pairs = {layer: options.words.get(name.upper()) for layer, name in algorithms.items()}
     kept = sorted(layer for layer, pair in pairs.items() if pair is None)

@@ -1,21 +1,23 @@
 """mlx-optiq's ``kv_config.json``: bits and groups of some layers, keys and values alike."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.exported_configs.formats.conversion import Exported, Imported, LostFeature, Storage, uneven_layers
+from kvtuner.exported_configs.formats.conversion import (
+    Exported,
+    Imported,
+    ImportOptions,
+    LostFeature,
+    Storage,
+    uneven_layers,
+)
+from kvtuner.exported_configs.formats.foreign_file import read_json
+from kvtuner.exported_configs.profile.profile import Profile
+from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import NATIVE_BITS, PACKED_BITS, PrecisionPair, bytes_per_token
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvtuner.exported_configs.formats.conversion import ImportOptions
-    from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.geometry import ModelGeometry
 
 DEFAULT_GROUP: Final = 64
 FULL_PRECISION: Final = 0
@@ -26,8 +28,6 @@ _FIELDS: Final = ("layer_idx", "bits", "group_size")
 
 def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Imported:
     """Read a file; layers that it does not name are not quantized."""
-    from kvtuner.exported_configs.formats.foreign_file import read_json  # loads PyYAML and pydantic
-
     entries = _entries(read_json(data))
     groups = {group: layer for layer, (bits, group) in reversed(entries.items()) if bits != FULL_PRECISION}
     if options.group_size is None and len(groups) > 1:

@@ -1,15 +1,11 @@
 """vLLM's ``--kv-cache-dtype-skip-layers``: the layers that keep the model's dtype; the dtype of the rest is a flag."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.formats.conversion import NATIVE, Exported, LostFeature
+from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.precision import PrecisionPair
-
-if TYPE_CHECKING:
-    from kvtuner.exported_configs.profile.profile import Profile
 
 DTYPES: Final = {PrecisionPair(8, 8): "int8_per_token_head", PrecisionPair(4, 4): "int4_per_token_head"}
 

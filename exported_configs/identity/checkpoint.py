@@ -4,25 +4,31 @@ It is cheap for any size, and the same however tensors are split into files. A f
 a few kilobytes of each tell it from its base; this is no checksum against damage.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib
+from collections.abc import Iterator
 from os import SEEK_END
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Final
+
+from pydantic import BaseModel, FailFast, Field, NonNegativeInt, TypeAdapter
 
 from kvtuner.run_folder import canonical_json
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-    from typing import BinaryIO
 
 SAMPLE_BYTES: Final = 4096
 MAX_HEADER_BYTES: Final = 100 * 2**20
 ONE_FILE: Final = "model.safetensors"
 WEIGHTS_INDEX: Final = "model.safetensors.index.json"
+_OBJECT: Final = TypeAdapter(dict[str, Any])
+# pydantic would collect an error for each of millions of items.
+_Counts = Annotated[list[NonNegativeInt], FailFast()]
+
+
+class _Tensor(BaseModel, strict=True):
+    dtype: str
+    shape: _Counts
+    data_offsets: Annotated[_Counts, Field(min_length=2, max_length=2)]
 
 
 def checkpoint_sha256(folder: Path) -> str | None:
@@ -35,7 +41,7 @@ def checkpoint_sha256(folder: Path) -> str | None:
         files = _files(folder)
         tensors = dict(sorted(tensor for file in files for tensor in _tensors(file)))
         text = canonical_json(tensors).encode()
-    except (OSError, ValueError, KeyError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return None  # another format, or damage that the loader of weights will name
     return "sha256:" + hashlib.sha256(text).hexdigest() if tensors else None
 
@@ -51,7 +57,7 @@ def _files(folder: Path) -> list[Path]:
         text = file.read(MAX_HEADER_BYTES + 1)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError("no index of weights")
-    names = _mapping(_mapping(json.loads(text))["weight_map"]).values()
+    names = _OBJECT.validate_python(_OBJECT.validate_python(json.loads(text)).get("weight_map")).values()
     if not all(isinstance(name, str) and name.endswith(".safetensors") and not {*"/\\"} & {*name} for name in names):
         raise ValueError("an index names files beside it")
     return [folder / name for name in sorted(set(names))]
@@ -64,29 +70,15 @@ def _tensors(path: Path) -> Iterator[tuple[str, list[Any]]]:
         size = int.from_bytes(file.read(8), "little")
         if not 0 < size <= MAX_HEADER_BYTES:
             raise ValueError("no safetensors file")
-        header = _mapping(json.loads(file.read(size)))
+        header = _OBJECT.validate_python(json.loads(file.read(size)))
         num_bytes = file.seek(0, SEEK_END) - 8 - size
+        header.pop("__metadata__", None)
         for name, fields in header.items():
-            if name == "__metadata__":
-                continue
-            entry = _mapping(fields)
-            dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-            if not isinstance(dtype, str) or not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-                raise ValueError("no tensor of a safetensors file")
-            start, end = offsets
+            tensor = _Tensor.model_validate(fields)
+            start, end = tensor.data_offsets
             if not start <= end <= num_bytes:
                 raise ValueError("a tensor reversed, or beyond the end of its file")
-            yield name, [dtype, shape, _sample(file, 8 + size + start, end - start)]
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError("no JSON object")
-    return value
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+            yield name, [tensor.dtype, tensor.shape, _sample(file, 8 + size + start, end - start)]
 
 
 def _sample(file: BinaryIO, start: int, size: int) -> int:

@@ -3,19 +3,14 @@
 Another geometry is refused before, by `Profile.check_model`: no flag allows it.
 """
 
-from __future__ import annotations
-
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.model_identity import is_hub_id
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from kvtuner.exported_configs.profile.records import ModelIdentity
+from kvtuner.exported_configs.profile.records import ModelIdentity
 
 Severity = Literal["info", "warning", "error"]
 Difference = tuple[str, str, str]

@@ -5,23 +5,19 @@ fields that the configuration's class knows and that differ from its defaults. R
 quantized weights are recorded beside it, since they change without another network.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
 import os.path
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
 from kvtuner.exported_configs.profile.document import validated
 from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.run_folder import canonical_json, sha256_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MAX_MODEL_NAME: Final = 200
 NO_QUANTIZATION: Final = "none"

@@ -1,11 +1,10 @@
 """A profile built from a search's choices, and its file. Knows nothing of how the choices were made."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
@@ -16,17 +15,12 @@ from kvtuner.exported_configs.profile.document import validated
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.layer_storage import Defaults, GeometryRecord, LayerRecord, encode_fp16
 from kvtuner.exported_configs.profile.profile import SCHEMA_VERSION, Profile, reached_figures
-from kvtuner.exported_configs.profile.records import BudgetRecord, Libraries, Provenance
+from kvtuner.exported_configs.profile.records import BudgetRecord, Libraries, ModelIdentity, Provenance, QualityRecord
+from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import LAYOUT_ID, NATIVE_BITS, Granularity, PrecisionPair, Side
 from kvtuner.quant import IDENTITY, Transform
 from kvtuner.run_folder import sha256_of
 from kvtuner.transforms import transform_names
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvtuner.exported_configs.profile.records import ModelIdentity, QualityRecord
-    from kvtuner.geometry import ModelGeometry
 
 _NO_TRANSFORM: Final = str(IDENTITY.kind)
 

@@ -1,22 +1,17 @@
 """The content that the digest of a profile covers: how every layer is stored, with all defaults written out."""
 
-from __future__ import annotations
+from collections.abc import Sequence
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
-from kvtuner.exported_configs.profile.layer_storage import resolve_transform
+from kvtuner.exported_configs.profile.layer_storage import (
+    Defaults,
+    GeometryRecord,
+    LayerRecord,
+    SideDefaults,
+    SideRecord,
+    resolve_transform,
+)
 from kvtuner.precision import NATIVE_BITS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvtuner.exported_configs.profile.layer_storage import (
-        Defaults,
-        GeometryRecord,
-        LayerRecord,
-        SideDefaults,
-        SideRecord,
-    )
 
 
 def hashed_content(

@@ -3,23 +3,18 @@
 Knows nothing of hubs and files. ``templates/card.txt`` has its text. It is shown as HTML, so every value is escaped.
 """
 
-from __future__ import annotations
-
 import shlex
+from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from kvtuner.errors import HubError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvtuner.exported_configs.profile.evaluation_record import Cell, EvaluatedProfile
-    from kvtuner.exported_configs.profile.profile import Profile
+from kvtuner.exported_configs.profile.evaluation_record import Cell, EvaluatedProfile
+from kvtuner.exported_configs.profile.profile import Profile
 
 TAGS: Final = ("kv-cache", "kv-cache-quantization", "sglang", "kvtuner")
 _SAFE: Final = str.maketrans({character: f"&#{ord(character)};" for character in "&<>|`[]*_"})

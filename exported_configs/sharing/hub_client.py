@@ -4,14 +4,13 @@ It speaks the hub's protocol, redirects, retries and logs in; nothing of that is
 a password.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -33,14 +32,13 @@ from kvtuner.errors import HubError
 from kvtuner.exported_configs.profile.document import one_line
 from kvtuner.exported_configs.sharing.reference import HubReference, is_commit
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
 ANSWER_S: Final = 60.0
 """The longest wait for a piece of an answer: a silent hub would otherwise be waited for without end."""
 LOG_IN: Final = "log in (hf auth login) or set HF_TOKEN"
 ABSENT: Final = f"there is no such repository, or it is private; check the name, or {LOG_IN}"
-_REASONS: Final[tuple[tuple[type[Exception], str], ...]] = (
+# An answer that is not JSON, or JSON but not the hub's: the library takes it apart and trips.
+_TRIPS: Final = (KeyError, TypeError, AttributeError, IndexError, RecursionError)
+_REASONS: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...]] = (
     (GatedRepoError, f"is gated; accept its terms on its page, then {LOG_IN}"),
     (RepositoryNotFoundError, ABSENT),
     (
@@ -49,11 +47,24 @@ _REASONS: Final[tuple[tuple[type[Exception], str], ...]] = (
     ),
     (EntryNotFoundError, "the repository has no such file there; name another as owner/name@revision:path"),
     (DisabledRepoError, "the hub has disabled this repository"),
+    (HfHubHTTPError, ""),
+    (HFValidationError, "the hub does not allow this name ({error})"),
+    (
+        (FileMetadataError, json.JSONDecodeError, *_TRIPS),
+        "{endpoint} does not answer as a hub does; check HF_ENDPOINT and proxies",
+    ),
+    # Its text may hold half of a password.
+    (httpx.InvalidURL, "HF_ENDPOINT is no address; set it to one such as https://huggingface.co, or to nothing"),
+    (httpx.HTTPError, "{endpoint} cannot be reached ({error}); check the network and HF_ENDPOINT"),
+    # A download had another size than announced, or the disk failed.
+    (OSError, "{error}; run the same command again"),
+    # The library refuses some requests before it sends them, such as a card's metadata.
+    (Exception, "{error}"),
 )
-"""The message for an error of the library; the first class that fits counts, since some are kinds of others."""
-# An answer that is not JSON, or JSON but not the hub's: the library takes it apart and trips.
-_TRIPS: Final = (KeyError, TypeError, AttributeError, IndexError, RecursionError)
-_OF_ANSWERS: Final = (FileMetadataError, json.JSONDecodeError, *_TRIPS)
+"""The message for an error of the library, by `_status` where it is empty.
+
+The first class that fits counts, since some are kinds of others.
+"""
 _ADDRESS: Final = re.compile(r"https?://\S+", re.IGNORECASE)
 
 
@@ -138,23 +149,10 @@ def _reason(error: Exception, conflict: str) -> str:
     # The library uploads in threads and wraps their errors.
     if isinstance(error, LocalEntryNotFoundError | RuntimeError) and isinstance(cause, Exception):
         return _reason(cause, conflict)
-    for kind, reason in _REASONS:
-        if isinstance(error, kind):
-            return reason
-    if isinstance(error, HfHubHTTPError):
+    reason = next(reason for kinds, reason in _REASONS if isinstance(error, kinds))
+    if not reason and isinstance(error, HfHubHTTPError):
         return _status(error, conflict)
-    if isinstance(error, HFValidationError):
-        return f"the hub does not allow this name ({_short(error)})"
-    if isinstance(error, _OF_ANSWERS):
-        return f"{_public(constants.ENDPOINT)} does not answer as a hub does; check HF_ENDPOINT and proxies"
-    if isinstance(error, httpx.InvalidURL):  # its text may hold half of a password
-        return "HF_ENDPOINT is no address; set it to one such as https://huggingface.co, or to nothing"
-    if isinstance(error, httpx.HTTPError):
-        endpoint = _public(constants.ENDPOINT)
-        return f"{endpoint} cannot be reached ({_short(error)}); check the network and HF_ENDPOINT"
-    if isinstance(error, OSError):  # a download had another size than announced, or the disk failed
-        return f"{_short(error)}; run the same command again"
-    return _short(error)  # the library refuses some requests before it sends them, such as a card's metadata
+    return reason.format(error=_short(error), endpoint=_public(constants.ENDPOINT))
 
 
 def _status(error: HfHubHTTPError, conflict: str) -> str:

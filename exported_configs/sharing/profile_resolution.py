@@ -1,14 +1,15 @@
 """A profile found by its reference: in files, run folders, the catalogue or the hub. Knows nothing of its use."""
 
-from __future__ import annotations
-
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.evaluation_record import EVALUATION_SUFFIX
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.exported_configs.sharing.catalogue import catalogue_file
 from kvtuner.exported_configs.sharing.reference import (
     CATALOGUE_PREFIX,
@@ -17,12 +18,6 @@ from kvtuner.exported_configs.sharing.reference import (
     check_digest,
     parse_reference,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
-    from kvtuner.exported_configs.profile.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)

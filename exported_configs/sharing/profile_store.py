@@ -5,29 +5,24 @@
 ``refs`` holds the commit that a branch or a tag was when it was pulled last.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import re
 import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from kvtuner.errors import ProfileError, RunFolderError
 from kvtuner.exported_configs.profile.document import DocumentKind, read_document
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.exported_configs.sharing.reference import HubReference, is_commit
 from kvtuner.run_folder import RunFolder, write_atomically
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from kvtuner.exported_configs.profile.profile import Profile
 
 CACHE_VARIABLE: Final = "KVTUNER_CACHE"
 ORIGIN: Final = "origin.json"

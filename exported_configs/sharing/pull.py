@@ -1,11 +1,10 @@
 """Profiles of the hub: fetched by commit, checked, and kept. Knows nothing of the hub's protocol."""
 
-from __future__ import annotations
-
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from huggingface_hub import constants
 
@@ -15,14 +14,16 @@ from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.hub_client import fetch_file, list_files
 from kvtuner.exported_configs.sharing.profile_resolution import profile_names
-from kvtuner.exported_configs.sharing.profile_store import ORIGIN, find_stored, remember, remembered, store_profile
+from kvtuner.exported_configs.sharing.profile_store import (
+    ORIGIN,
+    FetchedProfile,
+    find_stored,
+    remember,
+    remembered,
+    store_profile,
+)
 from kvtuner.exported_configs.sharing.reference import HubReference, check_digest
 from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE, SIGNATURE_SUFFIX, read_bundle
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from kvtuner.exported_configs.sharing.profile_store import FetchedProfile
 
 MAX_COMPANIONS: Final = 32
 

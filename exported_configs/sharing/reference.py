@@ -4,13 +4,11 @@
 file or a folder of this machine. ``#sha256:...`` after any of them pins the profile's digest.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from kvtuner.errors import ProfileError
 
@@ -56,7 +54,7 @@ class HubReference:
         """Whether the revision can never mean something else."""
         return is_commit(self.revision)
 
-    def at(self, commit: str) -> HubReference:
+    def at(self, commit: str) -> Self:
         """This reference at a commit."""
         return replace(self, revision=commit)
 

@@ -1,23 +1,17 @@
 """A push to the hub: its content, shown before it is made, and its one commit. Knows nothing of what profiles hold."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from kvtuner.errors import HubError
 from kvtuner.exported_configs.profile.evaluation_record import EVALUATION_SUFFIX
-from kvtuner.exported_configs.sharing.hub_client import hub_api, hub_errors, list_files
+from kvtuner.exported_configs.sharing.hub_client import Listing, hub_api, hub_errors, list_files
 from kvtuner.exported_configs.sharing.profile_resolution import profile_names
 from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE_SUFFIX
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kvtuner.exported_configs.sharing.hub_client import Listing
 
 
 @dataclass(frozen=True, slots=True)

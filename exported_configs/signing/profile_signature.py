@@ -4,26 +4,26 @@
 bytes that were read once, and the profile is loaded from these: nobody can change the file between the two.
 """
 
-from __future__ import annotations
-
 import hashlib
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvtuner.errors import RunFolderError, SignatureError
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.signing.file_signature import certificate_name, read_bounded, require_library
+from kvtuner.exported_configs.profile.profile import Profile
+from kvtuner.exported_configs.signing.file_signature import (
+    Signer,
+    SignerIdentity,
+    certificate_name,
+    read_bounded,
+    require_library,
+)
 from kvtuner.exported_configs.signing.signature_bundle import AGAIN, SIGNATURE, SIGNATURE_SUFFIX, Bundle, read_bundle
 from kvtuner.run_folder import write_atomically
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.exported_configs.signing.file_signature import Signer, SignerIdentity
 
 _MEANS: Final[dict[str, str]] = {"key": "a key", "chain": "a certificate", "sigstore": "Sigstore"}
 

@@ -46,7 +46,7 @@ def _import(args: Namespace) -> int:
 
 def _export(args: Namespace) -> int:
     from kvtuner.cli.output_file import check_new
-    from kvtuner.exported_configs.formats import write
+    from kvtuner.exported_configs.formats.conversion import write
     from kvtuner.pipeline.profile_lookup import profile_of
     from kvtuner.run_folder import write_atomically
 

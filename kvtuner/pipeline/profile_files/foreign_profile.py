@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.calibration.model_loading import ModelShape, ModelSource, read_shape
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats import read
-from kvtuner.exported_configs.formats.conversion import ImportOptions
+from kvtuner.exported_configs.formats.conversion import ImportOptions, read
 from kvtuner.exported_configs.formats.foreign_file import MAX_JSON_BYTES
 from kvtuner.report.formatting import printable
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats import read
-from kvtuner.exported_configs.formats.conversion import ImportOptions
+from kvtuner.exported_configs.formats.conversion import ImportOptions, read
 from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.geometry import ModelGeometry
 

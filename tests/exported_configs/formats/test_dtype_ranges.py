@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats import write
-from kvtuner.exported_configs.formats.conversion import parse_map
+from kvtuner.exported_configs.formats.conversion import parse_map, write
 from kvtuner.exported_configs.profile.build import LayerQuantization, uniform_profile
 from kvtuner.precision import PrecisionPair
 from kvtuner.quant import Transform

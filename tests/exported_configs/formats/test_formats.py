@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.exported_configs.formats import FORMATS, PRESETS, read, readable, writable, write
-from kvtuner.exported_configs.formats.conversion import ImportOptions, parse_map
+from kvtuner.exported_configs.formats import FORMATS, PRESETS, readable, writable
+from kvtuner.exported_configs.formats.conversion import ImportOptions, parse_map, read, write
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.geometry import ModelGeometry
@@ -36,7 +36,7 @@ ROTATED = Transform(TransformKind.parse("hadamard"))
 
 def test_every_format_has_a_reader_or_a_writer_and_known_options() -> None:
     flagged = {option.name for option in fields(ImportOptions) if "flag" in option.metadata}
-    assert {option for form in FORMATS.values() for option in form.options} == flagged
+    assert {option for form in FORMATS.values() for option in form.options or ()} == flagged
     assert set(FORMATS) - set(readable()) == {"vllm-skip-layers"} and set(writable()) == set(FORMATS)
 
 

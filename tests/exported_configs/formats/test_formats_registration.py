@@ -1,16 +1,17 @@
-"""A new format: its module's functions and one row of the table are all that it takes."""
+"""A new format: its module and one row of the table are all that it takes."""
 
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvtuner.cli import main
 from kvtuner.exported_configs import formats
-from kvtuner.exported_configs.formats import write
-from kvtuner.exported_configs.formats.conversion import Exported, Imported, ImportOptions, LostFeature
+from kvtuner.exported_configs.formats.conversion import Exported, Imported, ImportOptions, LostFeature, write
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.precision import PrecisionPair
 
@@ -34,7 +35,9 @@ def read_pairs(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> 
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(formats.FORMATS, "toy", formats.Format(write_pairs, read_pairs, can_lose=True))
+    module = SimpleNamespace(write=write_pairs, read=read_pairs)
+    monkeypatch.setitem(sys.modules, f"{formats.__name__}.toy", module)
+    monkeypatch.setitem(formats.FORMATS, "toy", formats.Format("toy", options=(), can_lose=True))
     return "toy"
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvtuner.exported_configs.formats import write
+from kvtuner.exported_configs.formats.conversion import write
 from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair

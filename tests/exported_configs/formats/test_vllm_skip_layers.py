@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats import write
+from kvtuner.exported_configs.formats.conversion import write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
