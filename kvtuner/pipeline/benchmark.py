@@ -17,33 +17,26 @@ from kvtuner.bench.hardware import read_bandwidth_in_subprocess, weight_bytes
 from kvtuner.bench.load_target import LoadTarget, ServerRecord
 from kvtuner.bench.runner import BenchWork, replay, run_loads
 from kvtuner.bench.server import ServerFlags, run_server
-from kvtuner.calibration.corpus import load_corpus
-from kvtuner.calibration.model_loading import ModelShape, load_tokenizer, read_shape
 from kvtuner.errors import EndpointError
 from kvtuner.evaluation.backends.endpoint import Endpoint
 from kvtuner.evaluation.cache_scheme import FP8, REFERENCE, CacheScheme
-from kvtuner.evaluation.scheme_registry import named_schemes
 from kvtuner.exported_configs.identity.mismatch import DERIVED
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME, Evaluation, ResultProvenance
 from kvtuner.pipeline.evaluate import check_writable, run_evaluation
 from kvtuner.pipeline.evaluation_options import EvalOptions
-from kvtuner.pipeline.profile_files.model_fit import warn_of_mismatches
-from kvtuner.pipeline.profile_lookup import profile_of, with_profile_defaults
+from kvtuner.pipeline.profile_files.lookup import profile_of
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.provenance import result_command, result_provenance
-from kvtuner.pipeline.sources import corpus_source, model_source, run_folder
+from kvtuner.pipeline.sources import ProfiledModel
 from kvtuner.report.bench_report import write_bench_report
 from kvtuner.report.bench_result import BenchResult, SchemeResult
-from kvtuner.run_folder import RunFolder, sha256_of
-from kvtuner.runtime_loader.model_check import check_model
+from kvtuner.run_folder import sha256_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from transformers import PreTrainedTokenizerBase
-
     from kvtuner.bench.load_metrics import SchemeRun
-    from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.exported_configs.sharing.profile_resolution import ResolvedProfile
     from kvtuner.pipeline.bench_options import BenchOptions
 
 LOGS: Final = "logs"
@@ -61,26 +54,22 @@ def benchmark(options: BenchOptions) -> tuple[BenchResult, Path]:
     command = result_command("bench", options)
     serving_client()  # refused here where it is not installed
     resolved = profile_of(options.profile)
-    profile = resolved.profile
     flags = ServerFlags.parse(options.server_args)
-    options = with_profile_defaults(options, profile)
     if options.ablation:
         check_writable(resolved)
-    shape = read_shape(model_source(options.model))
-    check_model(profile, shape.config, context_length=shape.context_length)
-    names = _names(options)
-    schemes = named_schemes(names, shape, profile, resolved.path)
-    endpoints = dict(options.endpoint or ())
-    urls = {scheme.name: endpoints[name] for scheme, name in zip(schemes, names, strict=True) if endpoints}
-    folder = run_folder(options.model, options.out, f"bench-{profile.digest.removeprefix('sha256:')[:12]}")
+        names = [PROFILE_SCHEME, *ABLATION]
+    else:
+        names = [REFERENCE, PROFILE_SCHEME, *(options.against or (FP8,))]
+    model = ProfiledModel(options, resolved, names=names, folder_prefix="bench")
+    folder = model.folder
     folder.create()
     with folder.lock("bench.lock", waiting="another benchmark runs in this folder"):
-        session = _BenchSession(options, flags, profile, shape, folder, urls)
+        session = _BenchSession(model, flags)
         # Before the first server starts, so that a full disk is met before hours of work.
-        served = [(scheme, scheme.server_flags(folder.file(PROFILES))) for scheme in schemes]
+        served = [(scheme, scheme.server_flags(folder.file(PROFILES))) for scheme in model.schemes]
         result = BenchResult(
-            profile=profile,
-            model=session.identity,
+            profile=model.profile,
+            model=model.identity,
             schemes=tuple(session.measure(scheme, scheme_flags) for scheme, scheme_flags in served),
             evaluation=None,
             provenance=session.provenance(command),
@@ -89,61 +78,37 @@ def benchmark(options: BenchOptions) -> tuple[BenchResult, Path]:
         page = write_bench_report(result, folder.path)
         # The report of speed is there even where the evaluation is interrupted.
         if options.ablation:
-            reference = str(resolved.path) if resolved.is_own else resolved.name
-            result = replace(result, evaluation=_quality(options, reference, schemes, folder))
+            result = replace(result, evaluation=_quality(model, resolved))
             page = write_bench_report(result, folder.path)
     return result, page
 
 
-def _names(options: BenchOptions) -> list[str]:
-    """The names of the schemes in the order in which they are served; unquantized first."""
-    if options.endpoint:
-        names = [name for name, _ in options.endpoint]
-    elif options.ablation:
-        names = [PROFILE_SCHEME, *ABLATION]
-    else:
-        names = [REFERENCE, PROFILE_SCHEME, *(options.against or (FP8,))]
-    return sorted(names, key=lambda name: (name != REFERENCE, name != PROFILE_SCHEME))
-
-
-def _quality(options: BenchOptions, profile: str, schemes: Sequence[CacheScheme], folder: RunFolder) -> Evaluation:
+def _quality(model: ProfiledModel[BenchOptions], resolved: ResolvedProfile) -> Evaluation:
+    options = model.options
     others = tuple(
-        scheme.name for scheme in schemes if scheme.is_local and scheme.name not in (PROFILE_SCHEME, REFERENCE)
+        scheme.name for scheme in model.schemes if scheme.is_local and scheme.name not in (PROFILE_SCHEME, REFERENCE)
     )
     quality_options = EvalOptions(
-        profile=profile,
+        profile=str(resolved.path) if resolved.is_own else resolved.name,
         model=options.model,
         data=options.data,
         against=others,
         levels=options.levels or QUALITY_LEVELS,
-        out=str(folder.file("quality")),
+        out=str(model.folder.file("quality")),
     )
     return run_evaluation(quality_options).evaluation
 
 
 class _BenchSession:
-    """All that the schemes of a benchmark share; `urls` are those of servers that are there already, by scheme."""
+    """All that the schemes of a benchmark share."""
 
-    def __init__(
-        self,
-        options: BenchOptions,
-        flags: ServerFlags,
-        profile: Profile,
-        shape: ModelShape,
-        folder: RunFolder,
-        urls: Mapping[str, str],
-    ) -> None:
-        self._options, self._flags_of_all, self._profile, self._shape = options, flags, profile, shape
-        self._folder, self._urls, self._source = folder, urls, model_source(options.model)
-        self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(self._source)
-        self.identity = shape.identity(self._source, profile.model.dtype, self._tokenizer)
-        mismatches = warn_of_mismatches(profile, self.identity, shape.context_length)
-        self._is_derived = any(mismatch.kind in DERIVED for mismatch in mismatches)
-        seed = options.seed or 0
-        corpus = load_corpus(corpus_source(options.data, options.model, shape, seed=seed), self._tokenizer)
-        self._stream = [token for split in corpus.splits.values() for token in split.flatten().tolist()]
-        prompt_seed = f"{seed} {sha256_of(corpus.hashes())}"
-        self._work = BenchWork(folder, options.loads, self._stream, prompt_seed)
+    def __init__(self, model: ProfiledModel[BenchOptions], flags: ServerFlags) -> None:
+        self._model, self._options, self._flags_of_all = model, model.options, flags
+        self._urls, self._folder = model.urls, model.folder
+        self._is_derived = any(mismatch.kind in DERIVED for mismatch in model.mismatches)
+        self._stream = [token for split in model.corpus.splits.values() for token in split.flatten().tolist()]
+        prompt_seed = f"{model.seed} {sha256_of(model.corpus.hashes())}"
+        self._work = BenchWork(self._folder, model.options.loads, self._stream, prompt_seed)
         self._work.check()  # refused before a server is started
         self._bandwidth, self._no_bandwidth = self._find_bandwidth()
         self._served_model: str | None = None
@@ -199,10 +164,10 @@ class _BenchSession:
         return self._bandwidth * record.tp_size / weights, ""
 
     def _weights(self, **served: str | None) -> int | None:
-        return weight_bytes(self._shape.config, served, trust_remote_code=self._options.model.trust_remote_code)
+        return weight_bytes(self._model.shape.config, served, trust_remote_code=self._options.model.trust_remote_code)
 
     def _pool_tokens(self, scheme: CacheScheme, kv_memory: int) -> int:
-        return int(kv_memory // (scheme.bytes_per_token or self._profile.bytes_per_token()))
+        return int(kv_memory // (scheme.bytes_per_token or self._model.profile.bytes_per_token()))
 
     def _key(self, scheme: CacheScheme, flags: Sequence[str], facts: Mapping[str, Any]) -> str:
         """The hash of all that decides answers and times besides the load, a running server's own facts included."""
@@ -213,7 +178,7 @@ class _BenchSession:
         requested = [options.server_args, options.kv_memory, model.context_length, model.device, model.dtype]
         machine = self.provenance().model_dump(mode="json")
         software = [version("sglang"), os.environ.get("CUDA_VISIBLE_DEVICES"), machine]
-        files = [self.identity.model_dump(mode="json"), _stamps(self._source.path)]
+        files = [self._model.identity.model_dump(mode="json"), _stamps(self._model.source.path)]
         return sha256_of([served, files, requested, software, dict(facts)])
 
     def _log(self, scheme: CacheScheme) -> Path:
@@ -230,7 +195,7 @@ class _BenchSession:
                 server = stack.enter_context(run_server(self._flags(scheme, flags), log, start_s))
                 url = server.url
             endpoint = Endpoint(url, self._options.api or "sglang", self._options.timeout)
-            target = LoadTarget(endpoint, self._tokenizer, scheme=scheme, shape=self._shape, server=server)
+            target = LoadTarget(endpoint, self._model.tokenizer, scheme=scheme, shape=self._model.shape, server=server)
             model = target.record.model
             if self._served_model not in (None, model):
                 raise EndpointError(
@@ -241,7 +206,7 @@ class _BenchSession:
 
     def _flags(self, scheme: CacheScheme, scheme_flags: Sequence[str]) -> list[str]:
         options, model = self._options, self._options.model
-        flags = ["--model-path", self._source.path, *scheme_flags]
+        flags = ["--model-path", self._model.source.path, *scheme_flags]
         flags += ["--kvtuner-allow-derived"] if self._is_derived and scheme.name == PROFILE_SCHEME else []
         flags += ["--trust-remote-code"] if model.trust_remote_code else []
         flags += ["--revision", model.revision] if model.revision else []

@@ -1,17 +1,34 @@
-"""The sources that options name: the model, its text, and the run folder. Reads none of them."""
+"""The sources that options name: the model, its text, the run folder, and a profile with its model."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from kvtuner.calibration.corpus import CorpusSource
-from kvtuner.calibration.model_loading import DEMO, ModelShape, ModelSource
-from kvtuner.errors import CorpusError, OptionError
+from kvtuner.calibration.corpus import CorpusSource, load_corpus
+from kvtuner.calibration.model_loading import DEMO, ModelShape, ModelSource, load_tokenizer, read_shape
+from kvtuner.errors import CorpusError, OptionError, ProfileError
+from kvtuner.evaluation.cache_scheme import REFERENCE
+from kvtuner.evaluation.scheme_registry import named_schemes
+from kvtuner.exported_configs.identity.mismatch import Mismatch, Policy, compare_models, refuse
+from kvtuner.exported_configs.identity.model_identity import is_hub_id
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
+from kvtuner.pipeline.option_types import MAX_SEED
+from kvtuner.pipeline.progress import say
 from kvtuner.run_folder import RunFolder
+from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+    from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.exported_configs.profile.records import ModelIdentity
+    from kvtuner.exported_configs.sharing.profile_resolution import ResolvedProfile
+    from kvtuner.pipeline.bench_options import BenchOptions
+    from kvtuner.pipeline.evaluation_options import EvalOptions
     from kvtuner.pipeline.options import DataOptions, ModelOptions
 
 SEQUENCE_LENGTH: Final = 2048
@@ -19,6 +36,8 @@ SEQUENCES: Final = (8, 8, 16)
 # The demo model was trained on 512 tokens.
 DEMO_SEQUENCE_LENGTH: Final = 512
 DEMO_SEQUENCES: Final = (4, 12, 12)
+
+MeasuringOptions = TypeVar("MeasuringOptions", "EvalOptions", "BenchOptions")
 
 
 def model_source(options: ModelOptions) -> ModelSource:
@@ -52,3 +71,79 @@ def corpus_source(data: DataOptions, model: ModelOptions, shape: ModelShape, *, 
 def run_folder(model: ModelOptions, out: str | None, name: str) -> RunFolder:
     """The folder that `out` names, or ``runs/<model>-<name>``."""
     return RunFolder(Path(out) if out else Path("runs") / f"{model_source(model).name.replace('/', '--')}-{name}")
+
+
+class ProfiledModel(Generic[MeasuringOptions]):
+    """A profile with the model that it is measured on, its text, and the schemes to compare; no weights are loaded.
+
+    The options have what the profile's search fills in. The unquantized scheme is first, where it is asked at all, then
+    the profile; their names are those given, or those of the endpoints. URLs of servers are by the name of the scheme;
+    there are none where no endpoint is given. The folder keeps what is measured.
+
+    Raises:
+        KVTunerError: The profile is for another model, or a name is that of no scheme.
+    """
+
+    def __init__(
+        self, options: MeasuringOptions, resolved: ResolvedProfile, *, names: Sequence[str], folder_prefix: str
+    ) -> None:
+        profile = self.profile = resolved.profile
+        options = _with_search_settings(options, profile)
+        self.options: MeasuringOptions = options
+        self.seed, self.source = options.seed or 0, model_source(options.model)
+        shape = self.shape = read_shape(self.source)
+        check_model(profile, shape.config, context_length=shape.context_length)
+        names = [name for name, _ in options.endpoint] if options.endpoint else names
+        names = sorted(names, key=lambda name: (name != REFERENCE, name != PROFILE_SCHEME))
+        self.schemes, urls = named_schemes(names, shape, profile, resolved.path), dict(options.endpoint or ())
+        self.urls = {scheme.name: urls[name] for scheme, name in zip(self.schemes, names, strict=True) if urls}
+        folder_name = f"{folder_prefix}-{profile.digest.removeprefix('sha256:')[:12]}"
+        self.folder = run_folder(options.model, options.out, folder_name)
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(self.source)
+        self.identity = shape.identity(self.source, profile.model.dtype, self.tokenizer)
+        self.mismatches = warn_of_mismatches(profile, self.identity, shape.context_length)
+        self.corpus_source = corpus_source(options.data, options.model, shape, seed=self.seed)
+        self.corpus = load_corpus(self.corpus_source, self.tokenizer)
+
+
+def warn_of_mismatches(profile: Profile, model: ModelIdentity, context_length: int) -> list[Mismatch]:
+    """Warn where the model that is measured is not quite the profile's; measuring it is right all the same."""
+    policy = Policy(allow_derived=True, rescore="this evaluation")
+    positions = calibrated_positions(profile)
+    mismatches = compare_models(profile.model, model, policy, positions=positions, context_length=context_length)
+    refuse(mismatches)
+    for mismatch in mismatches:
+        if mismatch.severity == "warning":
+            say(f"warning: {mismatch.text}")
+    return mismatches
+
+
+def _with_search_settings(options: MeasuringOptions, profile: Profile) -> MeasuringOptions:
+    """Options whose gaps the profile's search fills: the model, the cut of the corpus and so its unseen part, the seed.
+
+    A model of a folder must be named again: nothing finds it by the profile's name for it.
+    """
+    model, data, seed = options.model, options.data, options.seed
+    if model.model is None:
+        name, revision = profile.model.id, model.revision or profile.model.revision
+        if name != DEMO and not is_hub_id(name) and revision is None:
+            raise ProfileError(f"the profile is for a model of a folder called {name}; give --model FOLDER")
+        model = replace(model, model=name, revision=revision)
+        say(f"no --model given: taking {name}{f'@{revision}' if revision else ''}")
+    record = profile.provenance.calibration
+    if record is None:
+        return replace(options, model=model, seed=seed or 0)
+    if seed is None:
+        # The seed of a file may be larger than generators take.
+        seed = record.seed if record.seed < MAX_SEED else 0
+    counts = record.num_sequences
+    sequences = data.sequences
+    # A file may have counts that no search takes.
+    if sequences is None and min(counts.calibrate, counts.select, counts.report - 1) > 0:
+        sequences = (counts.calibrate, counts.select, counts.report)
+    if data.data is None and record.corpus != DEMO:
+        say(f"the search read {record.corpus}; without --data the shipped demo corpus is taken")
+    model = replace(model, context_length=model.context_length or record.position_range[1] + 1)
+    # Cut as the search cut it, the same sequences are those that no layer was chosen on.
+    data = replace(data, sequence_length=data.sequence_length or record.sequence_length, sequences=sequences)
+    return replace(options, model=model, data=data, seed=seed)

@@ -13,7 +13,7 @@ from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.pipeline.profile_files.model_fit import warn_of_mismatches
+from kvtuner.pipeline.sources import warn_of_mismatches
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""Profiles at hand: those of the catalogue, of the local cache, and below a folder."""
+"""Profiles by their names, all profiles at hand, and whether one fits a model: no weights are loaded."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvtuner.calibration.model_loading import ModelSource, read_config
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.identity.mismatch import Policy
+from kvtuner.exported_configs.identity.mismatch import Mismatch, Policy, compare_models
+from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import load_index
-from kvtuner.exported_configs.sharing.profile_resolution import ResolvedProfile, find_profile, profile_names
+from kvtuner.exported_configs.sharing.profile_resolution import (
+    ResolvedProfile,
+    find_profile,
+    find_profiles,
+    profile_names,
+)
 from kvtuner.exported_configs.sharing.profile_store import all_stored
-from kvtuner.pipeline.profile_files.model_fit import model_mismatches
 from kvtuner.pipeline.progress import say
 from kvtuner.report.formatting import printable
+from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +30,23 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
 
 _SKIPPED: Final = {".git", "node_modules", "__pycache__"}
+
+
+def profile_of(text: str) -> ResolvedProfile:
+    """The one profile that a name stands for; notes on how it was found go to stderr."""
+    return _with_notes([find_profile(text)])[0]
+
+
+def profiles_of(text: str) -> list[ResolvedProfile]:
+    """All profiles that a name stands for: a run folder may hold several."""
+    return _with_notes(find_profiles(text))
+
+
+def _with_notes(profiles: list[ResolvedProfile]) -> list[ResolvedProfile]:
+    for profile in profiles:
+        for note in profile.notes:
+            say(note)
+    return profiles
 
 
 def list_profiles(folder: Path | None, *, model: str | None = None) -> list[ResolvedProfile]:
@@ -60,3 +84,13 @@ def _fits(profile: Profile, model: str) -> bool:
     except ProfileError:  # another geometry
         return False
     return all(mismatch.severity != "error" for mismatch in mismatches)
+
+
+def model_mismatches(profile: Profile, model: str, policy: Policy) -> list[Mismatch]:
+    """The mismatches between a profile and a model, by the model's configuration and files alone."""
+    source = ModelSource(model)
+    config = read_config(source)
+    check_model(profile, config)
+    identity = identity_of(config, id=model, revision=None, dtype=profile.model.dtype, files=source.path)
+    positions = calibrated_positions(profile)
+    return compare_models(profile.model, identity, policy, positions=positions, context_length=identity.max_positions)
