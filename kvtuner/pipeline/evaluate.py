@@ -33,8 +33,8 @@ from kvtuner.exported_configs.profile.evaluation_record import (
     dump_evaluation,
     evaluation_path,
 )
-from kvtuner.pipeline.evaluation_options import AGAINST, EvalOptions
-from kvtuner.pipeline.profile_files.lookup import profile_of
+from kvtuner.pipeline.eval_bench_options import AGAINST, EvalOptions
+from kvtuner.pipeline.profile_lookup import profile_of
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.provenance import result_command, result_provenance
 from kvtuner.pipeline.sources import ProfiledModel
@@ -236,7 +236,7 @@ class _EvaluationSession:
 
 def _question_sets(model: ProfiledModel[EvalOptions], text: TextTokenizer) -> list[QuestionSet]:
     options, context_length = model.options, model.shape.context_length
-    levels: list[Level] = [level for level in options.asked_levels if level in QUESTION_LEVELS]
+    levels: list[Level] = [level for level in options.asked_levels if level in QUESTION_LEVELS]  # type: ignore[misc]  # checked by the parser
     lengths = options.lengths or tuple(length for length in LENGTHS if length < context_length - 64)
     # Arithmetic needs no length of its own.
     if not lengths and set(levels) & {"recall", "needle"}:

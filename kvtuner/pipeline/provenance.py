@@ -22,8 +22,7 @@ from kvtuner.pipeline.options import DEFAULT_SAMPLER, DEFAULT_TRIALS, SearchOpti
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from kvtuner.pipeline.bench_options import BenchOptions
-    from kvtuner.pipeline.evaluation_options import EvalOptions
+    from kvtuner.pipeline.eval_bench_options import BenchOptions, EvalOptions
 
 MAX_COMMAND: Final = 2000
 _PATHS: Final = ("model", "data", "include_path")

@@ -9,15 +9,14 @@ import os
 from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
-from kvtuner.pipeline.evaluation_options import EvalOptions
+from kvtuner.pipeline.eval_bench_options import EvalOptions
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions, defaults_of, flag_fields, options_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtuner.pipeline.calibrate import CalibrationResult
     from kvtuner.pipeline.evaluate import EvaluationResult
-    from kvtuner.pipeline.search import SearchResult
+    from kvtuner.pipeline.search import CalibrationResult, SearchResult
 
 _LISTS: Final = {"levels", "against", "lengths", "tasks"}
 """Options of which one value stands for a tuple of one."""
@@ -82,7 +81,7 @@ def calibrate(model: str | os.PathLike[str], **options: Any) -> CalibrationResul
     Raises:
         KVTunerError: Something that is asked for cannot be done; the message says what would work.
     """
-    from kvtuner.pipeline.calibrate import run_calibration
+    from kvtuner.pipeline.search import run_calibration
 
     return run_calibration(_options(CalibrateOptions, {**options, "model": model}))
 

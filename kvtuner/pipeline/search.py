@@ -1,10 +1,11 @@
-"""A search: from a model to profiles, each validated and written with its report."""
+"""A search, from a model to profiles with their reports, and a calibration, which is the first part of one."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvtuner.calibration.sensitivity import TABLE_FILE, SensitivityTable
 from kvtuner.evaluation.validation import Validator
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.pipeline.provenance import search_command
@@ -25,7 +26,33 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.pipeline.options import SearchOptions
+    from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationResult:
+    """The sensitivity table, its file in the run folder, and the forward passes that were run for it."""
+
+    table: SensitivityTable
+    file: Path
+    forward_passes: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as plain JSON values."""
+        return {
+            "table": str(self.file),
+            "candidates": len(self.table.scores),
+            "isolated_kl": sum(scores.kl is not None for scores in self.table.scores.values()),
+            "forward_passes": round(self.forward_passes, 2),
+        }
+
+
+def run_calibration(options: CalibrateOptions) -> CalibrationResult:
+    """Measure the sensitivity of every layer, or go on where the same calibration was interrupted."""
+    shape = checked_shape(options)
+    folder = run_folder(options.model, options.out, "calibration")
+    phases, table = measure_sensitivity(options, shape, folder, phase="calibrate")
+    return CalibrationResult(table, folder.file(TABLE_FILE), phases.passes["calibrate"])
 
 
 @dataclass(frozen=True, slots=True, repr=False)

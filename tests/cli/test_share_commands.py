@@ -201,7 +201,7 @@ def test_a_pull_overwrites_nothing_that_nobody_said(
 
 
 def test_an_evaluation_names_no_folder_of_this_machine(reported: Path, tmp_path: Path) -> None:
-    from kvtuner.pipeline.evaluation_options import EvalOptions
+    from kvtuner.pipeline.eval_bench_options import EvalOptions
     from kvtuner.pipeline.provenance import result_command
 
     digest = json.loads((reported / "profile.json").read_text())["digest"]

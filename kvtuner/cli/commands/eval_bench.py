@@ -9,8 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.cli.command import Command, add_options
-from kvtuner.pipeline.bench_options import BenchOptions
-from kvtuner.pipeline.evaluation_options import EvalOptions
+from kvtuner.pipeline.eval_bench_options import BenchOptions, EvalOptions
 from kvtuner.pipeline.options import options_from
 from kvtuner.pipeline.progress import say
 

@@ -17,7 +17,7 @@ def _import(args: Namespace) -> int:
     from kvtuner.cli.output_file import check_new
     from kvtuner.exported_configs.formats.conversion import parse_map
     from kvtuner.exported_configs.profile.build import dump_profile
-    from kvtuner.pipeline.profile_files.foreign_profile import import_profile
+    from kvtuner.pipeline.profile_lookup import import_profile
     from kvtuner.report.profile_report import summary
     from kvtuner.run_folder import write_atomically
 
@@ -47,7 +47,7 @@ def _import(args: Namespace) -> int:
 def _export(args: Namespace) -> int:
     from kvtuner.cli.output_file import check_new
     from kvtuner.exported_configs.formats.conversion import write
-    from kvtuner.pipeline.profile_files.lookup import profile_of
+    from kvtuner.pipeline.profile_lookup import profile_of
     from kvtuner.run_folder import write_atomically
 
     check_new(args.out, force=args.force)

@@ -17,7 +17,7 @@ _COLUMNS: Final = ("profile", "model", "budget", "bits", "B/token", "of bf16", "
 
 
 def _run(args: Namespace) -> int:
-    from kvtuner.pipeline.profile_files.lookup import list_profiles
+    from kvtuner.pipeline.profile_lookup import list_profiles
     from kvtuner.report.table import Table
 
     profiles = [

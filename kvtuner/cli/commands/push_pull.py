@@ -20,8 +20,8 @@ def _push(args: Namespace) -> int:
     from kvtuner.exported_configs.sharing.profile_resolution import profile_names
     from kvtuner.exported_configs.sharing.reference import HubReference, parse_repo
     from kvtuner.exported_configs.sharing.upload import plan_upload, push
-    from kvtuner.pipeline.profile_files.publication import preview_text, published_files, upload_facts
     from kvtuner.pipeline.progress import say
+    from kvtuner.pipeline.publication import preview_text, published_files, upload_facts
 
     repo = parse_repo(args.repo)
     files = published_files(Path(args.path), repo, license_id=args.license, with_report=args.report)
@@ -53,8 +53,8 @@ def _pull(args: Namespace) -> int:
     from kvtuner.exported_configs.sharing.pull import pull
     from kvtuner.exported_configs.sharing.reference import HubReference, parse_reference
     from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE_SUFFIX
-    from kvtuner.pipeline.profile_files.publication import copy_fetched
     from kvtuner.pipeline.progress import say
+    from kvtuner.pipeline.publication import copy_fetched
     from kvtuner.report.formatting import printable
 
     reference = parse_reference(args.reference)

@@ -36,8 +36,8 @@ def _print_result(result: SearchResult) -> None:
 
 
 def _calibrate(args: Namespace) -> int:
-    from kvtuner.pipeline.calibrate import run_calibration
     from kvtuner.pipeline.progress import say
+    from kvtuner.pipeline.search import run_calibration
 
     options = options_from(CalibrateOptions, vars(args))
     if args.dry_run:

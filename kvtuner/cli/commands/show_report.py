@@ -47,7 +47,7 @@ def _report_folders(path: Path) -> list[Path]:
 def _show(args: Namespace) -> int:
     from kvtuner.cli.output_file import write_page
     from kvtuner.exported_configs.profile.evaluation_record import EvaluatedProfile
-    from kvtuner.pipeline.profile_files.lookup import profiles_of
+    from kvtuner.pipeline.profile_lookup import profiles_of
     from kvtuner.report.profile_report import profile_page, summary
 
     profiles = [(resolved, _evaluations(resolved.path, resolved.profile)) for resolved in profiles_of(args.path)]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def _run(args: Namespace) -> int:
     """The status is 1 where a profile is valid, but not for the model; 2 where one of several is not valid."""
-    from kvtuner.pipeline.profile_files.lookup import profiles_of
+    from kvtuner.pipeline.profile_lookup import profiles_of
 
     policy = _policy(args)
     results: list[dict[str, Any]] = []
@@ -49,7 +49,7 @@ def _policy(args: Namespace) -> Policy:
 
 
 def _result(file: str, profile: Profile, model: str | None, policy: Policy) -> dict[str, Any]:
-    from kvtuner.pipeline.profile_files.lookup import model_mismatches
+    from kvtuner.pipeline.profile_lookup import model_mismatches
 
     mismatches = model_mismatches(profile, model, policy) if model else []
     return {
