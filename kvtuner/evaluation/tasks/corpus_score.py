@@ -39,26 +39,25 @@ MOST: Final = 100.0
 """The most that BLEU and chrF can be, which rounding may exceed."""
 
 
+def _texts(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _text(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
 class Sentence(NamedTuple):
     """A sentence as the harness keeps it: the right texts, one at least, and the model's; either may stand alone."""
 
-    references: Annotated[
-        tuple[str, ...],
-        Field(min_length=1),
-        BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
-    ]
-    text: Annotated[
-        str, BeforeValidator(lambda value: value[0] if isinstance(value, list) and len(value) == 1 else value)
-    ]
-
-
-_SENTENCES: Final = TypeAdapter(Annotated[list[Sentence], Field(min_length=1)])
+    references: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(_texts)]
+    text: Annotated[str, BeforeValidator(_text)]
 
 
 def sentences_of(values: Sequence[Any]) -> list[Sentence] | None:
     """The sentences that the harness keeps of a task; None where it keeps something else."""
     try:
-        return _SENTENCES.validate_python(values)
+        return TypeAdapter(Annotated[list[Sentence], Field(min_length=1)]).validate_python(values)
     except ValidationError:
         return None
 
@@ -86,11 +85,11 @@ class CorpusScore(PairedScores):
 
     def interval(self, seed: int) -> Interval:
         """The score, with a percentile interval."""
-        return _around(self._score(), self._resampled(seed))
+        return _interval(self._resampled(seed))
 
     def minus(self, other: Self, seed: int) -> Interval:
         """The difference of two scores, the same sentences drawn for both."""
-        return _around(self._score() - other._score(), self._resampled(seed) - other._resampled(seed))
+        return _interval(self._resampled(seed) - other._resampled(seed))
 
     def p_value(self, other: Self, seed: int) -> float:
         """The two-sided p-value of paired approximate randomization, sentences swapped at random.
@@ -107,14 +106,12 @@ class CorpusScore(PairedScores):
 
         return randomization_p_value(differences, len(changes), seed, NUM_SWAPS)
 
-    def _score(self) -> float:
-        return float(self._scores(self._statistics.sum(axis=0)[None])[0])
-
     def _resampled(self, seed: int) -> NDArray[np.float64]:
+        """The score, then those of resampled sentences, [1 + num_resamples]."""
         sentences = len(self._statistics)
         drawn = np.random.default_rng(seed).integers(0, sentences, (DEFAULT_NUM_RESAMPLES, sentences))
         weights = np.stack([np.bincount(row, minlength=sentences) for row in drawn]).astype(np.float64)
-        return self._scores(weights @ self._statistics)
+        return self._scores(np.vstack([self._statistics.sum(axis=0), weights @ self._statistics]))
 
     def _scores(self, sums: NDArray[np.float64]) -> NDArray[np.float64]:
         """The scores of added statistics, [num_rows, num_statistics]."""
@@ -122,6 +119,7 @@ class CorpusScore(PairedScores):
         return scores if self.measure == "ter" else np.clip(scores, 0.0, MOST)
 
 
-def _around(mean: float, resampled: NDArray[np.float64]) -> Interval:
-    low, high = np.quantile(resampled, [(1 - DEFAULT_LEVEL) / 2, (1 + DEFAULT_LEVEL) / 2])
+def _interval(scores: NDArray[np.float64]) -> Interval:
+    mean = float(scores[0])
+    low, high = np.quantile(scores[1:], [(1 - DEFAULT_LEVEL) / 2, (1 + DEFAULT_LEVEL) / 2])
     return Interval(mean, min(mean, float(low)), max(mean, float(high)))
