@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvtuner.calibration.model_loading import ModelSource
-from kvtuner.exported_configs.sharing.profile_resolution import find_profile
+from kvtuner.exported_configs.sharing.reference import find_profile
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 

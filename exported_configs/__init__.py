@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.build import build_profile, dump_profile, uniform_profile
     from kvtuner.exported_configs.profile.load import load_profile
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.exported_configs.sharing.profile_resolution import find_profile
+    from kvtuner.exported_configs.sharing.reference import find_profile
 
 __all__ = ["Profile", "build_profile", "dump_profile", "find_profile", "load_profile", "uniform_profile"]
 
@@ -21,7 +21,7 @@ _MODULES: Final = {
     "Profile": "profile.profile",
     "build_profile": "profile.build",
     "dump_profile": "profile.build",
-    "find_profile": "sharing.profile_resolution",
+    "find_profile": "sharing.reference",
     "load_profile": "profile.load",
     "uniform_profile": "profile.build",
 }

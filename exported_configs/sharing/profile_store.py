@@ -21,7 +21,7 @@ from kvtuner.exported_configs.profile.document import DocumentKind, read_documen
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.profile import Profile
-from kvtuner.exported_configs.sharing.reference import HubReference, is_commit
+from kvtuner.exported_configs.sharing.reference import HubReference, check_digest, is_commit
 from kvtuner.run_folder import RunFolder, write_atomically
 
 CACHE_VARIABLE: Final = "KVTUNER_CACHE"
@@ -51,16 +51,14 @@ def cache_folder() -> Path:
 def store_profile(reference: HubReference, files: Mapping[str, bytes], profile: Profile) -> FetchedProfile:
     """Keep a commit's files by their names, unless they are there and whole; `RunFolderError` where that fails."""
     assert ORIGIN not in files
-    cache = cache_folder()
-    folder = cache / profile.digest.removeprefix("sha256:") / _key(reference)
-    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    record = {"repo": reference.repo, "commit": reference.revision, "path": reference.path, "files": hashes}
+    cache, folder = cache_folder(), _folder(reference, profile)
+    origin = {"repo": reference.repo, "commit": reference.revision, "path": reference.path, "files": _hashes(files)}
     with _writing():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with RunFolder(cache).lock("lock"), tempfile.TemporaryDirectory(dir=cache, prefix=".new-") as work:
             fresh = Path(work, "files")
             fresh.mkdir()
-            for name, data in {**files, ORIGIN: json.dumps(record, indent=1).encode()}.items():
+            for name, data in {**files, ORIGIN: json.dumps(origin, indent=1).encode()}.items():
                 (fresh / name).write_bytes(data)
             if _read(folder) is None:  # another process may have been faster
                 if folder.exists():
@@ -70,17 +68,17 @@ def store_profile(reference: HubReference, files: Mapping[str, bytes], profile: 
 
 
 def find_stored(reference: HubReference) -> FetchedProfile | None:
-    """The profile that was fetched from a commit, if it is whole."""
+    """The profile that was fetched from a commit, if it is whole; `ProfileError` where another digest is pinned."""
     folders = sorted(cache_folder().glob(f"*/{_key(reference)}")) if reference.is_commit else []
-    return next((fetched for folder in folders if (fetched := _read(folder)) is not None), None)
+    fetched = next(filter(None, map(_read, folders)), None)
+    if fetched is not None:
+        check_digest(fetched.profile.digest, reference.digest, str(reference))
+    return fetched
 
 
 def all_stored() -> Iterator[FetchedProfile]:
     """Every whole profile of the store, by digest."""
-    for folder in sorted(cache_folder().glob("*/*@*~*")):
-        fetched = _read(folder)
-        if fetched is not None:
-            yield fetched
+    return filter(None, map(_read, sorted(cache_folder().glob("*/*@*~*"))))
 
 
 def remember(reference: HubReference, commit: str) -> str | None:
@@ -107,6 +105,10 @@ def _key(reference: HubReference) -> str:
     return f"{reference.repo.lower().replace('/', '--')}@{reference.revision}~{place}"
 
 
+def _folder(reference: HubReference, profile: Profile) -> Path:
+    return cache_folder() / profile.digest.removeprefix("sha256:") / _key(reference)
+
+
 def _ref(reference: HubReference) -> Path:
     # Hashed: a revision has slashes, and any length that a reference may have.
     name = hashlib.sha256(reference.revision.encode()).hexdigest()
@@ -121,12 +123,14 @@ def _read(folder: Path) -> FetchedProfile | None:
         files = {name: _bounded(folder / name) for name in record["files"]}
         path = folder / PurePosixPath(reference.path).name
         profile = load_profile(files[path.name])
-        hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-        is_whole = hashes == record["files"] and _key(reference) == folder.name
+        is_whole = _hashes(files) == record["files"] and folder == _folder(reference, profile)
     except (ProfileError, OSError, KeyError, TypeError, AttributeError):
         return None  # never whole, or changed since: fetched again
-    is_whole = is_whole and profile.digest == f"sha256:{folder.parent.name}"
     return FetchedProfile(path, profile, reference) if is_whole else None
+
+
+def _hashes(files: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
 
 
 def _bounded(path: Path) -> bytes:

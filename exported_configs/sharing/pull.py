@@ -13,7 +13,6 @@ from kvtuner.exported_configs.profile.evaluation_record import EVALUATION, EVALU
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.hub_client import fetch_file, list_files
-from kvtuner.exported_configs.sharing.profile_resolution import profile_names
 from kvtuner.exported_configs.sharing.profile_store import (
     ORIGIN,
     FetchedProfile,
@@ -22,7 +21,7 @@ from kvtuner.exported_configs.sharing.profile_store import (
     remembered,
     store_profile,
 )
-from kvtuner.exported_configs.sharing.reference import HubReference, check_digest
+from kvtuner.exported_configs.sharing.reference import HubReference, check_digest, profile_names
 from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE, SIGNATURE_SUFFIX, read_bundle
 
 MAX_COMPANIONS: Final = 32
@@ -41,10 +40,8 @@ def pull(reference: HubReference) -> FetchedProfile:
     if PurePosixPath(reference.path).name == ORIGIN:
         raise ProfileError(f"{reference} is no name for a profile; name another file")
     fetched = find_stored(reference)
-    if fetched is None and not constants.HF_HUB_OFFLINE:
-        return _pull_online(reference)
-    fetched = fetched or _pull_offline(reference)
-    check_digest(fetched.profile.digest, reference.digest, str(reference))
+    if fetched is None:
+        return _pull_offline(reference) if constants.HF_HUB_OFFLINE else _pull_online(reference)
     return fetched
 
 
@@ -52,7 +49,6 @@ def _pull_online(reference: HubReference) -> FetchedProfile:
     listing = list_files(reference.repo, reference.revision)
     at = reference.at(listing.commit)
     fetched = find_stored(at) or _fetch(at, listing.sizes)
-    check_digest(fetched.profile.digest, reference.digest, str(at))
     if reference.is_commit:
         return fetched
     before = remember(reference, listing.commit)
@@ -87,10 +83,10 @@ def _fetch(at: HubReference, sizes: Mapping[str, int | None]) -> FetchedProfile:
     files, notes = {PurePosixPath(at.path).name: data}, []
     for name in _companions(at.path, sizes):
         beside = HubReference(at.repo, at.revision, name)
-        is_signature = name.endswith(SIGNATURE_SUFFIX)
-        content = fetch_file(beside, sizes[name], (SIGNATURE if is_signature else EVALUATION).max_bytes)
+        kind = SIGNATURE if name.endswith(SIGNATURE_SUFFIX) else EVALUATION
+        content = fetch_file(beside, sizes[name], kind.max_bytes)
         try:
-            if is_signature:
+            if kind is SIGNATURE:
                 read_bundle(content)
             elif parse_evaluation(content).profile_digest != profile.digest:
                 raise ProfileError("it evaluates another profile")

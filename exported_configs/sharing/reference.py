@@ -1,4 +1,4 @@
-"""The reference of a profile: a file, a run folder, the hub or the catalogue, and perhaps a digest. Opens nothing.
+"""The reference of a profile, and the profile that it names: in a file, a run folder, the catalogue or the hub.
 
 ``owner/name[@revision][:path]`` is a profile of the hub, ``catalogue:name`` one that comes with kvtuner, all else a
 file or a folder of this machine. ``#sha256:...`` after any of them pins the profile's digest.
@@ -6,11 +6,16 @@ file or a folder of this machine. ``#sha256:...`` after any of them pins the pro
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Literal, Self
 
 from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.profile.evaluation_record import EVALUATION_SUFFIX
+from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.exported_configs.profile.profile import Profile
+from kvtuner.exported_configs.sharing.catalogue import catalogue_file
 
 PROFILE_FILE: Final = "profile.json"
 CATALOGUE_PREFIX: Final = "catalogue:"
@@ -114,3 +119,75 @@ def check_digest(actual: str, pinned: str | None, name: str) -> None:
             f"{name} has digest {actual}, but {pinned} was asked for; look at what changed (kvtuner show), and pin it"
             " anew only if you trust it"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedProfile:
+    """A profile with the place where it was found.
+
+    Attributes:
+        name: The name that finds the same profile again: a file's name, or a reference with its commit.
+        where: The place: the user's folder, the cache of the hub's, or the catalogue.
+        notes: Advice to the user on how it was found.
+    """
+
+    path: Path
+    profile: Profile
+    name: str
+    where: Literal["folder", "cache", "catalogue"]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the user's file, beside which results may stand."""
+        return self.where == "folder"
+
+
+def find_profile(text: str) -> ResolvedProfile:
+    """Find the one profile of a reference.
+
+    Raises:
+        ProfileError: There is none, several, a wrong one, or not the one that was pinned.
+        HubError: The hub does not give it.
+    """
+    profiles = find_profiles(text)
+    if len(profiles) > 1:
+        names = ", ".join(resolved.path.name for resolved in profiles)
+        raise ProfileError(f"{text} holds several profiles; name one of {names}")
+    return profiles[0]
+
+
+def find_profiles(text: str) -> list[ResolvedProfile]:
+    """Find all profiles of a reference, with the errors of `find_profile`: a run folder may hold several."""
+    reference = parse_reference(text)
+    if isinstance(reference, HubReference):
+        from kvtuner.exported_configs.sharing.pull import pull  # with what a hub needs
+
+        fetched = pull(reference)
+        profiles = [ResolvedProfile(fetched.path, fetched.profile, str(fetched.reference), "cache", fetched.notes)]
+    elif isinstance(reference, CatalogueReference):
+        path = catalogue_file(reference.name)
+        profiles = [ResolvedProfile(path, load_profile(path), f"{CATALOGUE_PREFIX}{reference.name}", "catalogue")]
+    else:
+        files = profile_files(reference.path)
+        profiles = [ResolvedProfile(path, load_profile(path), path.name, "folder") for path in files]
+    if reference.digest is not None and len(profiles) > 1:
+        profiles = [resolved for resolved in profiles if resolved.profile.digest == reference.digest] or profiles
+    for resolved in profiles:
+        check_digest(resolved.profile.digest, reference.digest, text.partition("#")[0])
+    return profiles
+
+
+def profile_files(path: Path) -> list[Path]:
+    """The file itself, or the profiles of a run folder; `ProfileError` where that has none."""
+    if not os.path.isdir(path):  # which says no where Path.is_dir raises: a name that is too long
+        return [path]
+    files = [path / name for name in profile_names(sorted(file.name for file in path.glob("profile*")))]
+    if not files:
+        raise ProfileError(f"{path} holds no profile.json yet; run `kvtuner search --out {path}` to its end first")
+    return files
+
+
+def profile_names(names: Iterable[str]) -> list[str]:
+    """The names of profiles among those of files."""
+    return [name for name in names if name.endswith(".json") and EVALUATION_SUFFIX not in name]

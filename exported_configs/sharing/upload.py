@@ -10,7 +10,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from kvtuner.errors import HubError
 from kvtuner.exported_configs.profile.evaluation_record import EVALUATION_SUFFIX
 from kvtuner.exported_configs.sharing.hub_client import Listing, hub_api, hub_errors, list_files
-from kvtuner.exported_configs.sharing.profile_resolution import profile_names
+from kvtuner.exported_configs.sharing.reference import profile_names
 from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE_SUFFIX
 
 

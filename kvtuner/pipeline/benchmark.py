@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from kvtuner.bench.load_metrics import SchemeRun
-    from kvtuner.exported_configs.sharing.profile_resolution import ResolvedProfile
+    from kvtuner.exported_configs.sharing.reference import ResolvedProfile
     from kvtuner.pipeline.eval_bench_options import BenchOptions
 
 LOGS: Final = "logs"

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from kvtuner.evaluation.backends.base import Backend
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Level
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.exported_configs.sharing.profile_resolution import ResolvedProfile
+    from kvtuner.exported_configs.sharing.reference import ResolvedProfile
     from kvtuner.read_plan_names import ReadPlanName
 
 LENGTHS: Final = (128, 256, 512, 2048, 8192)

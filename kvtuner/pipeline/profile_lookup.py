@@ -15,13 +15,13 @@ from kvtuner.exported_configs.identity.mismatch import Mismatch, Policy, compare
 from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import load_index
-from kvtuner.exported_configs.sharing.profile_resolution import (
+from kvtuner.exported_configs.sharing.profile_store import all_stored
+from kvtuner.exported_configs.sharing.reference import (
     ResolvedProfile,
     find_profile,
     find_profiles,
     profile_names,
 )
-from kvtuner.exported_configs.sharing.profile_store import all_stored
 from kvtuner.pipeline.progress import say
 from kvtuner.report.formatting import printable
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model

@@ -16,8 +16,7 @@ from kvtuner.exported_configs.profile.evaluation_record import (
 from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.card import card
-from kvtuner.exported_configs.sharing.profile_resolution import profile_files
-from kvtuner.exported_configs.sharing.reference import PROFILE_FILE
+from kvtuner.exported_configs.sharing.reference import PROFILE_FILE, profile_files
 from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE, SIGNATURE_SUFFIX, read_bundle
 from kvtuner.report.formatting import printable
 from kvtuner.run_folder import write_atomically

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.profile.records import ModelIdentity
-    from kvtuner.exported_configs.sharing.profile_resolution import ResolvedProfile
+    from kvtuner.exported_configs.sharing.reference import ResolvedProfile
     from kvtuner.pipeline.eval_bench_options import BenchOptions, EvalOptions
     from kvtuner.pipeline.options import DataOptions, ModelOptions
 

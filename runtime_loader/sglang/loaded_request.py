@@ -13,8 +13,7 @@ from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import choose
-from kvtuner.exported_configs.sharing.profile_resolution import find_profile
-from kvtuner.exported_configs.sharing.reference import FileReference, check_digest, parse_reference
+from kvtuner.exported_configs.sharing.reference import FileReference, check_digest, find_profile, parse_reference
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.model_check import check_model

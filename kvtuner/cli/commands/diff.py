@@ -11,7 +11,7 @@ from kvtuner.cli.command import Command, add_profile
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from kvtuner.exported_configs.sharing.profile_resolution import ResolvedProfile
+    from kvtuner.exported_configs.sharing.reference import ResolvedProfile
 
 
 def _run(args: Namespace) -> int:

@@ -11,7 +11,7 @@ from kvtuner.cli.command import Command
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from kvtuner.exported_configs.sharing.profile_resolution import ResolvedProfile
+    from kvtuner.exported_configs.sharing.reference import ResolvedProfile
 
 _COLUMNS: Final = ("profile", "model", "budget", "bits", "B/token", "of bf16", "KL", "digest")
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 def _sign(args: Namespace) -> int:
-    from kvtuner.exported_configs.sharing.profile_resolution import find_profiles
-    from kvtuner.exported_configs.sharing.reference import FileReference, parse_reference
+    from kvtuner.exported_configs.sharing.reference import FileReference, find_profiles, parse_reference
     from kvtuner.exported_configs.signing.profile_signature import sign_profile, signed_by
     from kvtuner.exported_configs.signing.signature_bundle import read_bundle
     from kvtuner.report.formatting import printable
@@ -76,7 +75,7 @@ def _variable(name: str | None, flag: str) -> str | None:
 
 
 def _verify(args: Namespace) -> int:
-    from kvtuner.exported_configs.sharing.profile_resolution import find_profile
+    from kvtuner.exported_configs.sharing.reference import find_profile
     from kvtuner.exported_configs.signing.file_signature import SignerIdentity
     from kvtuner.exported_configs.signing.profile_signature import verify_profile
     from kvtuner.pipeline.progress import say

@@ -25,7 +25,7 @@ from kvtuner.exported_configs.sharing.catalogue import (
     load_index,
     make_index,
 )
-from kvtuner.exported_configs.sharing.profile_resolution import find_profile
+from kvtuner.exported_configs.sharing.reference import find_profile
 from kvtuner.run_folder import sha256_of
 
 if TYPE_CHECKING:
