@@ -48,10 +48,10 @@ demo-model:
 	$(PYTHON) -m tools.train_demo_model --out calibration/demo/model
 
 schema:
-	$(PYTHON) -m kvtuner.exported_configs.profile.schema
+	$(PYTHON) -m tools.make_schemas
 
 catalogue: ## searches the profiles that come with kvtuner anew
 	OMP_NUM_THREADS=1 $(PYTHON) -m tools.make_catalogue
 
 catalogue-index: ## after a profile was added to exported_configs/profiles
-	$(PYTHON) -m kvtuner.exported_configs.sharing.catalogue
+	$(PYTHON) -m tools.make_catalogue_index

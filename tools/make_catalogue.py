@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 from kvtuner.calibration.demo.outliers import make_twin
 from kvtuner.cli import main as kvtuner
 from kvtuner.exported_configs.profile.evaluation_record import evaluation_files
-from kvtuner.exported_configs.sharing import catalogue
+from kvtuner.exported_configs.sharing.catalogue import FOLDER
+from tools import make_catalogue_index
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,11 +64,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     for name in args.models:
         files = make(args.work, name)
-        for old in catalogue.FOLDER.glob(f"{name}-[0-9]*"):
+        for old in FOLDER.glob(f"{name}-[0-9]*"):
             old.unlink()
         for kept, file in files.items():
-            shutil.copy(file, catalogue.FOLDER / kept)
-    catalogue.main()
+            shutil.copy(file, FOLDER / kept)
+    make_catalogue_index.main()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import jsonschema
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.profile.schema import SCHEMA_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -220,7 +219,7 @@ def judge(validator: Any, data: bytes, profile: Profile) -> str | None:
 def storm(load: Callable[[Any], Profile], count: int, seed: int, folder: Path) -> Document:
     """Load `count` mutations and tell what came of them."""
     bases = [path.read_bytes() for path in sorted((VECTORS / "valid").glob("*.json"))]
-    validator = jsonschema.Draft202012Validator(json.loads(SCHEMA_PATH.read_bytes()))
+    validator = jsonschema.Draft202012Validator(json.loads((VECTORS.parent / "schema.json").read_bytes()))
     outcomes, reasons, faults = Counter[str](), Counter[str](), []
     slowest, slow, file = 0.0, "", folder / "mutated.json"
     for number, (name, data) in enumerate(mutations(random.Random(seed), bases, count)):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from kvtuner.exported_configs.profile import schema
 from kvtuner.precision import ALL_BITS, LAYOUT_ID
+from tools import make_schemas as schema
 
 if TYPE_CHECKING:
     import pytest
@@ -24,6 +24,7 @@ def test_committed_schema_is_what_the_model_generates() -> None:
 
 def test_module_writes_the_schema_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(schema, "SCHEMA_PATH", tmp_path / "schema.json")
+    monkeypatch.setattr(schema, "INDEX_SCHEMA", tmp_path / "index.schema.json")
     schema.main()
     assert json.loads((tmp_path / "schema.json").read_text(encoding="utf-8"))["title"] == "Profile"
 

@@ -17,16 +17,15 @@ from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.exported_configs.sharing.catalogue import (
     CATALOGUE_INDEX,
     FOLDER,
-    INDEX_SCHEMA,
+    Index,
     catalogue_file,
     choose,
-    index_schema_text,
-    index_text,
     load_index,
-    make_index,
 )
 from kvtuner.exported_configs.sharing.reference import find_profile
 from kvtuner.run_folder import sha256_of
+from tools.make_catalogue_index import index_text, make_index
+from tools.make_schemas import INDEX_SCHEMA, schema_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,11 +36,11 @@ if TYPE_CHECKING:
 
 def test_the_committed_index_is_that_of_the_committed_profiles() -> None:
     assert (FOLDER / CATALOGUE_INDEX).read_text(encoding="utf-8") == index_text(make_index())
-    assert (FOLDER / INDEX_SCHEMA).read_text(encoding="utf-8") == index_schema_text()
+    assert INDEX_SCHEMA.read_text(encoding="utf-8") == schema_text(Index)
 
 
 def test_the_index_keeps_its_schema_by_an_independent_reader() -> None:
-    schema = json.loads((FOLDER / INDEX_SCHEMA).read_text(encoding="utf-8"))
+    schema = json.loads(INDEX_SCHEMA.read_text(encoding="utf-8"))
     index = json.loads((FOLDER / CATALOGUE_INDEX).read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator(schema).validate(index)
     index["profiles"][0]["extra"] = 1
