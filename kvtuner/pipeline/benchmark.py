@@ -128,7 +128,7 @@ class _BenchSession:
             if self._urls:
                 raise
             say(f"{scheme.name} is not served: {error} (its log: {self._log(scheme)})")
-            return SchemeResult(scheme, None, None, (), None, str(error))
+            return SchemeResult(scheme, refused=str(error))
 
     def provenance(self, command: Sequence[str] = (), device: str | None = None) -> ResultProvenance:
         """The command, machine and software that figures come from; the servers' device is in their flags, or given."""
@@ -151,7 +151,7 @@ class _BenchSession:
         gates = all_gates(run.results, *self._tokens_per_s(record, weights))
         if self._options.kv_memory:
             gates.append(kv_pool_gate(self._pool_tokens(scheme, self._options.kv_memory), record.tokens_that_fit))
-        return SchemeResult(scheme, record, run, tuple(gates), weights, None)
+        return SchemeResult(scheme, record, run, tuple(gates), weights)
 
     def _tokens_per_s(self, record: ServerRecord, weights: int | None) -> tuple[float | None, str]:
         """The most tokens per second of one request; None with a reason where that is not known."""

@@ -1,4 +1,4 @@
-"""The report of a benchmark: a page that needs nothing else, Markdown, JSON, pictures. Measures nothing."""
+"""The report of a benchmark: text, a page that needs nothing else, Markdown, JSON, pictures. Measures nothing."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import json
 import shlex
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtuner.bench.ablation import GROUPS
+from kvtuner.bench.gates import SKIPPED
 from kvtuner.bench.hardware import GPU_BUSY, GPU_MEMORY, GPU_MEMORY_BUSY, MEMORY
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
 from kvtuner.precision import tokens_per_gib
-from kvtuner.report.bench_result import gates_that_passed, milliseconds, overview
 from kvtuner.report.evaluation_report import cell_title, cell_values, versions_text
 from kvtuner.report.formatting import NOT_MEASURED, count, model_name, number, percent
 from kvtuner.report.table import Table, markdown_text
 from kvtuner.run_folder import write_atomically
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from kvtuner.bench.load_metrics import SchemeRun
     from kvtuner.report.bench_result import BenchResult, SchemeResult
+
+    LoadText = Callable[[Mapping[str, Any]], str]
 
 PAGE: Final = "bench.html"
 MARKDOWN: Final = "bench.md"
@@ -56,10 +58,17 @@ def write_bench_report(result: BenchResult, folder: Path) -> Path:
     return folder / PAGE
 
 
+def summary_lines(result: BenchResult) -> list[str]:
+    """The table and the verdict for the terminal."""
+    problems = [f"FAILED  {problem}" for problem in result.problems()]
+    return [*_overview(result).lines(), "", *(problems or [_gates_that_passed(result)])]
+
+
 def report_tables(result: BenchResult) -> dict[str, list[Table]]:
     """The tables of each section; ``templates/bench_sections.html`` says what they show."""
+    refused = [(scheme.name, scheme.refused) for scheme in result.schemes if scheme.refused is not None]
     return {
-        "overview": _overview(result),
+        "overview": [_overview(result), *([Table(("not served", "because"), refused, wrap=True)] if refused else [])],
         "gates": _gates(result),
         "quality": _quality(result),
         "memory": [_memory(result)],
@@ -77,7 +86,13 @@ def report_tables(result: BenchResult) -> dict[str, list[Table]]:
 def _verdict(result: BenchResult) -> str:
     if problems := result.problems():
         return f"{len(problems)} problems; use no figure before they are understood: {'; '.join(problems)}."
-    return f"{gates_that_passed(result)}."
+    return f"{_gates_that_passed(result)}."
+
+
+def _gates_that_passed(result: BenchResult) -> str:
+    verdicts = [gate.verdict for scheme in result.schemes for gate in scheme.gates]
+    skipped = verdicts.count(SKIPPED)
+    return f"{verdicts.count('passed')} gates passed" + (f", {skipped} could not be asked" if skipped else "")
 
 
 def _shape(result: BenchResult, kind: str) -> str:
@@ -85,30 +100,57 @@ def _shape(result: BenchResult, kind: str) -> str:
     return "" if row is None else f"{row['prompt_tokens']:,} tokens in, {row['output_tokens']:,} out."
 
 
-def _overview(result: BenchResult) -> list[Table]:
-    refused = [(scheme.name, scheme.refused) for scheme in result.schemes if scheme.refused is not None]
-    return [overview(result), *([Table(("not served", "because"), refused, wrap=True)] if refused else [])]
+def _overview(result: BenchResult) -> Table:
+    """A row for each scheme: its size, its quality if that was asked, its speed under the most common load."""
+    has_quality = result.evaluation is not None
+    quality = ("KL nats/token", "top-1") if has_quality else ()
+    speed = ("in flight", "TTFT p50 ms", "TPOT p50 ms", "E2E p99 ms", "tokens/s", "success")
+    lanes, rows = _common_concurrency(result), []
+    for scheme in result.schemes:
+        name = f"{GROUPS.get(scheme.name, '')} {scheme.name}".lstrip() if has_quality else scheme.name
+        row = [name, number(scheme.scheme.effective_bits), count(scheme.scheme.bytes_per_token)]
+        row.append(count(scheme.tokens_that_fit))
+        if has_quality:
+            row.append(number(result.quality(scheme.name, "kl_nats_per_token")))
+            row.append(percent(result.quality(scheme.name, "top1_agreement")))
+        rows.append([*row, *_speed(scheme, lanes)])
+    return Table(("", "bits", "bytes/token", "tokens that fit", *quality, *speed), rows)
+
+
+def _common_concurrency(result: BenchResult) -> int | None:
+    """The most requests in flight that every scheme that was served had."""
+    concurrencies = [{row["concurrency"] for row in scheme.rows("concurrency")} for scheme in result.served]
+    return max(set.intersection(*concurrencies), default=None) if concurrencies else None
+
+
+def _speed(scheme: SchemeResult, lanes: int | None) -> tuple[str, ...]:
+    row = next((row for row in scheme.rows("concurrency") if row["concurrency"] == lanes), None)
+    if row is None:
+        return ("not served" if scheme.server is None else NOT_MEASURED, "", "", "", "", "")
+    seconds = (row["ttft_s"]["p50"], row["tpot_s"]["p50"], row["e2e_s"]["p99"])
+    throughput = number(row["output_tokens_per_s"])
+    return (str(lanes), *map(_milliseconds, seconds), throughput, percent(row["success_rate"]))
 
 
 def _gates(result: BenchResult) -> list[Table]:
-    checked = [scheme for scheme in result.schemes if scheme.gates]
-    verdicts = {scheme.name: {gate.name: gate.verdict for gate in scheme.gates} for scheme in checked}
-    names = dict.fromkeys(gate.name for scheme in checked for gate in scheme.gates)
-    rows = [(name, *(by_gate[name] for by_gate in verdicts.values())) for name in names]
+    verdicts = {scheme.name: {gate.name: gate.verdict for gate in scheme.gates} for scheme in result.schemes}
+    checked = {name: by_gate for name, by_gate in verdicts.items() if by_gate}
+    names = dict.fromkeys(gate for by_gate in checked.values() for gate in by_gate)
+    rows = [(name, *(by_gate[name] for by_gate in checked.values())) for name in names]
     details = [
         (scheme.name, gate.name, gate.verdict, gate.detail)
-        for scheme in checked
+        for scheme in result.schemes
         for gate in scheme.gates
         if gate.verdict != "passed" or scheme.name == PROFILE_SCHEME
     ]
     headers = ("", "of the profile, and what did not pass", "", "by")
-    return [Table(("", *verdicts), rows), Table(headers, details, wrap=True)]
+    return [Table(("", *checked), rows), Table(headers, details, wrap=True)]
 
 
 def _quality(result: BenchResult) -> list[Table]:
     if result.evaluation is None:
         return []
-    names = [served.name for served in result.schemes if served.scheme.is_local]
+    names = [scheme.name for scheme in result.schemes if scheme.scheme.is_local]
     return [Table(("", *names), [(cell_title(cell), *cell_values(cell, names)) for cell in result.evaluation.cells])]
 
 
@@ -117,12 +159,8 @@ def _memory(result: BenchResult) -> Table:
     largest = max((size for _, size in sizes), default=0)
     rows = [
         (
-            scheme.name,
-            number(scheme.scheme.effective_bits),
-            count(size),
-            count(tokens_per_gib(size)),
-            f"{largest / size:.2f}x",
-            count(scheme.tokens_that_fit),
+            *(scheme.name, number(scheme.scheme.effective_bits), count(size), count(tokens_per_gib(size))),
+            *(f"{largest / size:.2f}x", count(scheme.tokens_that_fit)),
         )
         for scheme, size in sizes
     ]
@@ -130,12 +168,16 @@ def _memory(result: BenchResult) -> Table:
     return Table(headers, rows)
 
 
-def _percentiles(name: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda row: " / ".join(milliseconds(row[name][quantile]) for quantile in ("p50", "p90", "p99"))
+def _milliseconds(seconds: float | None) -> str:
+    return number(None if seconds is None else 1e3 * seconds)
+
+
+def _percentiles(name: str) -> LoadText:
+    return lambda row: " / ".join(map(_milliseconds, row[name].values()))
 
 
 def _batch_text(row: Mapping[str, Any]) -> str:
-    return f"{milliseconds(row['duration_s'] / row['rounds'])} ({number(row['output_tokens_per_s'])}/s)"
+    return f"{_milliseconds(row['duration_s'] / row['rounds'])} ({number(row['output_tokens_per_s'])}/s)"
 
 
 _OUTPUT_FIGURES: Final = {
@@ -143,7 +185,7 @@ _OUTPUT_FIGURES: Final = {
     "tokens generated: between tokens": _percentiles("itl_s"),
     "tokens generated: whole request": _percentiles("e2e_s"),
 }
-_LANE_FIGURES: Final[dict[str, Callable[[Mapping[str, Any]], str]]] = {
+_LANE_FIGURES: Final[dict[str, LoadText]] = {
     "in flight: output tokens/s": lambda row: number(row["output_tokens_per_s"]),
     "in flight: requests/s": lambda row: number(row["requests_per_s"]),
     "in flight: ms to the first token": _percentiles("ttft_s"),
@@ -153,65 +195,52 @@ _LANE_FIGURES: Final[dict[str, Callable[[Mapping[str, Any]], str]]] = {
 }
 
 
-def _by_load(result: BenchResult, kind: str, key: str, title: str, text: Callable[[Mapping[str, Any]], str]) -> Table:
+def _by_load(result: BenchResult, kind: str, key: str, title: str, text: LoadText) -> Table:
     """A row for each size of a kind of load, which is its field `key`; a column for each scheme that was served."""
-    served = [(scheme, scheme.run) for scheme in result.schemes if scheme.run is not None]
-    cells = {scheme.name: {row[key]: text(row) for row in scheme.rows(kind)} for scheme, _ in served}
+    cells = {scheme.name: {row[key]: text(row) for row in scheme.rows(kind)} for scheme in result.served}
     sizes = sorted({size for column in cells.values() for size in column})
-    for scheme, run in served:
-        missing = set(sizes) - set(cells[scheme.name])
-        left_out = {getattr(load, key) for load in run.left_out if load.kind == kind}
+    for scheme in result.served:
+        column = cells[scheme.name]
+        left_out = {getattr(load, key) for load in scheme.run.left_out if load.kind == kind}
         if kind == "concurrency":  # doubling ends at the first size that does not fit
-            most = max((row["concurrency"] for row in scheme.rows(kind)), default=0)
-            left_out |= {2**power for power in range(9) if 2**power > most}
-        cells[scheme.name].update({size: NO_ROOM if size in left_out else NOT_MEASURED for size in missing})
+            left_out |= {2**power for power in range(9) if 2**power > max(column, default=0)}
+        absent = {size: NO_ROOM if size in left_out else NOT_MEASURED for size in sizes}
+        cells[scheme.name] = absent | column
     return Table((title, *cells), [(count(size), *(column[size] for column in cells.values())) for size in sizes])
 
 
 def _stability(result: BenchResult) -> Table:
-    rounds = {scheme.name: scheme.run.rounds() for scheme in result.schemes if scheme.run is not None}
+    rounds = {scheme.name: scheme.run.rounds() for scheme in result.served}
     has_gpu = any(GPU_MEMORY in row for rows in rounds.values() for row in rows)
     kind, place = (GPU_MEMORY, "GPU") if has_gpu else (MEMORY, "host")
+    table = []
+    for name, rows in rounds.items():
+        if rows:
+            medians = [row["e2e_s"]["p50"] for row in rows if row["e2e_s"]["p50"] is not None] or [None]
+            times = map(_milliseconds, (medians[0], medians[-1], max(medians)))
+            answered = f"{sum(row['answered'] for row in rows)} of {sum(row['sent'] for row in rows)}"
+            memory = f"{_mib(rows[0].get(kind))} / {_mib(rows[-1].get(kind))}"
+            table.append((name, str(len(rows)), answered, *times, memory))
     headers = ("", "rounds", "answered", "first round ms", "last round ms", "slowest ms")
-    return Table(
-        (*headers, f"{place} memory MiB first / last"),
-        [_stability_row(name, rows, kind) for name, rows in rounds.items() if rows],
-    )
-
-
-def _stability_row(name: str, rounds: Sequence[Mapping[str, Any]], memory: str) -> tuple[str, ...]:
-    medians = [row["e2e_s"]["p50"] for row in rounds if row["e2e_s"]["p50"] is not None]
-    return (
-        name,
-        str(len(rounds)),
-        f"{sum(row['answered'] for row in rounds)} of {sum(row['sent'] for row in rounds)}",
-        *(milliseconds(median) for median in ((medians[0], medians[-1], max(medians)) if medians else (None,) * 3)),
-        f"{_mib(rounds[0].get(memory))} / {_mib(rounds[-1].get(memory))}",
-    )
+    return Table((*headers, f"{place} memory MiB first / last"), table)
 
 
 def _machine(result: BenchResult) -> Table:
     headers = ("", "host MiB", "GPU MiB", "GPU busy", "GPU memory busy", "weights read GB/s", "between loads", "client")
-    return Table(headers, [_machine_row(scheme, scheme.run) for scheme in result.schemes if scheme.run is not None])
+    return Table(headers, [_machine_row(scheme) for scheme in result.served])
 
 
-def _machine_row(scheme: SchemeResult, run: SchemeRun) -> tuple[str, ...]:
-    loads, cost = run.rows(), run.harness()
+def _machine_row(scheme: SchemeResult) -> tuple[str, ...]:
+    loads, cost = scheme.run.rows(), scheme.run.harness()
     memory, gpu = (max((row[name] for row in loads if name in row), default=None) for name in (MEMORY, GPU_MEMORY))
     busiest = max(loads, key=lambda row: row["output_tokens_per_s"], default={})
     # A step reads the weights once and gives a token to every request in flight.
     steps_per_s = max((row["output_tokens_per_s"] / row["concurrency"] for row in loads), default=0.0)
     weights = steps_per_s * (scheme.weight_bytes or 0)
-    return (
-        scheme.name,
-        _mib(memory),
-        _mib(gpu),
-        percent(busiest.get(GPU_BUSY)),
-        percent(busiest.get(GPU_MEMORY_BUSY)),
-        number(weights / 1e9) if weights else NOT_MEASURED,
-        percent(cost["overhead"]),
-        percent(cost["client_cpu"]),
-    )
+    shares = (busiest.get(GPU_BUSY), busiest.get(GPU_MEMORY_BUSY))
+    weights_text = number(weights / 1e9) if weights else NOT_MEASURED
+    overhead = (cost["overhead"], cost["client_cpu"])
+    return (scheme.name, _mib(memory), _mib(gpu), *map(percent, shares), weights_text, *map(percent, overhead))
 
 
 def _mib(num_bytes: float | None) -> str:
@@ -221,8 +250,7 @@ def _mib(num_bytes: float | None) -> str:
 def _left_out(result: BenchResult) -> Table:
     rows = {
         (scheme.name, load.kind, f"{load.prompt_tokens:,} + {load.output_tokens:,}", str(load.concurrency))
-        for scheme in result.schemes
-        if scheme.run is not None
+        for scheme in result.served
         for load in scheme.run.left_out
     }
     return Table(("", "load", "tokens of a request", "in flight"), sorted(rows))

@@ -31,8 +31,8 @@ from kvtuner.exported_configs.profile.evaluation_record import (
     ResultProvenance,
     SchemeRecord,
 )
-from kvtuner.report.bench_report import JSON, MARKDOWN, report_tables, write_bench_report
-from kvtuner.report.bench_result import BenchResult, SchemeResult, summary_lines
+from kvtuner.report.bench_report import JSON, MARKDOWN, report_tables, summary_lines, write_bench_report
+from kvtuner.report.bench_result import NO_LOADS, BenchResult, SchemeResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,10 +82,10 @@ def make_result(profile_of: ProfileOf) -> Callable[..., BenchResult]:
         results = []
         for number, way in enumerate(ways):
             if way.name == K4V4_PER_CHANNEL:
-                results.append(SchemeResult(way, None, None, (), None, refusal))
+                results.append(SchemeResult(way, refused=refusal))
                 continue
             run = answered(1 + number / 10)
-            results.append(SchemeResult(way, RECORD, run, tuple(all_gates(run.results, 1e4, "")), 7_000_000, None))
+            results.append(SchemeResult(way, RECORD, run, tuple(all_gates(run.results, 1e4, "")), 7_000_000))
         model = profile.model.model_copy(update={"id": name})
         making = ResultProvenance(
             kvtuner_version="0", command="kvtuner bench", machine="a machine", torch="2", transformers="5", seed=0
@@ -158,7 +158,7 @@ def test_names_from_outside_are_text_in_all_forms(make_result: MakeResult, tmp_p
 def test_a_way_that_should_have_been_served_is_a_problem(make_result: MakeResult) -> None:
     result = make_result()
     fp8 = next(each for each in result.schemes if each.name == "fp8")
-    broken = replace(fp8, server=None, run=None, gates=(), refused="out of memory")
+    broken = replace(fp8, server=None, run=NO_LOADS, gates=(), refused="out of memory")
     result = replace(result, schemes=tuple(broken if each is fp8 else each for each in result.schemes))
     assert result.problems() == ["fp8: not served: out of memory"]
     assert any("FAILED  fp8: not served" in line for line in summary_lines(result))

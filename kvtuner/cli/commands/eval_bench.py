@@ -40,7 +40,7 @@ def _evaluate(args: Namespace) -> int:
 def _benchmark(args: Namespace) -> int:
     """The status is 1 where a gate fails, or where a scheme could not be served."""
     from kvtuner.pipeline.benchmark import benchmark
-    from kvtuner.report.bench_result import summary_lines
+    from kvtuner.report.bench_report import summary_lines
 
     for ending in (signal.SIGTERM, signal.SIGHUP):  # servers end with this process
         signal.signal(ending, lambda number, _: sys.exit(128 + number))

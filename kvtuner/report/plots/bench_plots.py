@@ -26,7 +26,7 @@ MARKERS: Final = ("o", "s", "^", "v", "D", "P", "X", "<")
 
 def charts(result: BenchResult) -> dict[str, bytes]:
     """PNG bytes by the names of the charts, of what was measured."""
-    kinds = {row["kind"] for scheme in result.schemes if scheme.run is not None for row in scheme.run.rows()}
+    kinds = {row["kind"] for scheme in result.schemes for row in scheme.run.rows()}
     drawn: dict[str, tuple[bool, Callable[[Axes, BenchResult], None]]] = {
         "memory-by-bits": (len(result.schemes) > 1, _memory),
         "quality-by-bits": (any(_kl(result, scheme) for scheme in result.schemes), _quality),
