@@ -6,6 +6,8 @@ import math
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from fractions import Fraction
+
     from kvtuner.evaluation.statistics import Interval
     from kvtuner.exported_configs.profile.evaluation_record import CellResult, PairedDifference
     from kvtuner.exported_configs.profile.records import IntervalRecord, ModelIdentity
@@ -31,11 +33,12 @@ def interval(value: Interval | IntervalRecord | CellResult | PairedDifference | 
     return NOT_MEASURED if value is None else f"{number(value.mean)} [{number(value.low)}, {number(value.high)}]"
 
 
-def fixed(value: float | None, decimals: int = 2) -> str:
+def fixed(value: float | Fraction | None, decimals: int = 2) -> str:
     """A fixed number of decimals; with an exponent from ten million on, as a broken model's perplexity may need."""
     if value is None or not math.isfinite(value):
         return NOT_MEASURED
-    return f"{value:,.{decimals}f}" if abs(value) < 1e7 else f"{value:.2e}"
+    figure = float(value)
+    return f"{figure:,.{decimals}f}" if abs(figure) < 1e7 else f"{figure:.2e}"
 
 
 def count(value: int | None) -> str:

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from kvtuner.evaluation.statistics import Interval
 from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
 from kvtuner.precision import tokens_per_gib
 from kvtuner.report.evaluation_report import evaluation_part
@@ -94,17 +95,14 @@ def _grid_text(defaults: KeyDefaults | ValueDefaults) -> str:
 
 
 def _overview(profiles: Sequence[EvaluatedProfile]) -> Table:
+    rows = []
+    for shown in profiles:
+        profile, stored = shown.profile, shown.profile.bytes_per_token()
+        sizes = (fixed(profile.mean_bits), count(stored), count(tokens_per_gib(stored)))
+        kl = interval(profile.quality.measured_kl if profile.quality else None)
+        rows.append((shown.name, profile.budget.asked, *sizes, f"{ratio_to_bf16(profile):.2f}x", kl))
     headers = ("profile", "asked", "mean_bits", "bytes per token", "tokens per GiB", "against bf16")
-    return Table((*headers, "KL nats per token"), [_overview_row(shown.name, shown.profile) for shown in profiles])
-
-
-def _overview_row(name: str, profile: Profile) -> tuple[str, ...]:
-    stored, quality = profile.bytes_per_token(), profile.quality
-    return (
-        *(name, profile.budget.asked, fixed(float(profile.mean_bits))),
-        *(count(stored), count(tokens_per_gib(stored)), f"{ratio_to_bf16(profile):.2f}x"),
-        interval(quality.measured_kl if quality else None),
-    )
+    return Table((*headers, "KL nats per token"), rows)
 
 
 def _article(shown: EvaluatedProfile) -> dict[str, Any]:
@@ -148,17 +146,18 @@ def _identity(profile: Profile) -> list[tuple[str, str]]:
 
 
 def _capacity(profile: Profile) -> Table:
-    geometry, tp_size = profile.to_geometry(), profile.budget.tp_size
-    ranks = {"bytes per token": 1, **({f"on a rank of TP {tp_size}": tp_size} if tp_size > 1 else {})}
-    bf16 = {name: geometry.bf16_bytes_per_token(tp_size=size) for name, size in ranks.items()}
+    stored, bf16 = profile.bytes_per_token(), profile.to_geometry().bf16_bytes_per_token()
     # fp8 has half the bytes of bf16 and no scales.
-    sizes = {name: (profile.bytes_per_token(ranks[name]), size // 2, size) for name, size in bf16.items()}
-    rows = [(name, *map(count, bytes_of)) for name, bytes_of in sizes.items()]
+    rows = [("bytes per token", *map(count, (stored, bf16 // 2, bf16)))]
+    if (tp_size := profile.budget.tp_size) > 1:
+        on_rank = profile.to_geometry().bf16_bytes_per_token(tp_size=tp_size)
+        sizes = (profile.bytes_per_token(tp_size), on_rank // 2, on_rank)
+        rows.append((f"on a rank of TP {tp_size}", *map(count, sizes)))
     rows += [
-        ("tokens per GiB", *(count(tokens_per_gib(size)) for size in sizes["bytes per token"])),
+        ("tokens per GiB", *(count(tokens_per_gib(size)) for size in (stored, bf16 // 2, bf16))),
         ("tokens against bf16", f"{ratio_to_bf16(profile):.2f}x", "2.00x", "1.00x"),
-        ("mean_bits", fixed(float(profile.mean_bits), 3), "8", "16"),
-        ("effective_bits", fixed(float(profile.effective_bits), 3), "8", "16"),
+        ("mean_bits", fixed(profile.mean_bits, 3), "8", "16"),
+        ("effective_bits", fixed(profile.effective_bits, 3), "8", "16"),
     ]
     return Table(("", "this profile", "fp8", "bf16"), rows)
 
@@ -176,18 +175,11 @@ def _quality(quality: QualityRecord) -> list[tuple[str, str]]:
 
 def _baselines(profile: Profile, quality: QualityRecord) -> Table:
     """The profile, then the baselines from most to least memory."""
-    own = ("this profile", interval(quality.measured_kl), float(profile.mean_bits), float(profile.effective_bits))
-    rows = [own] + [
-        (
-            baseline.name,
-            f"{number(baseline.kl_mean)} [{number(baseline.kl_low)}, {number(baseline.kl_high)}]",
-            baseline.mean_bits,
-            baseline.effective_bits,
-        )
-        for baseline in sorted(quality.baselines, key=lambda row: (-row.effective_bits, row.name))
-    ]
-    headers = ("", "KL [95%]", "mean_bits", "effective_bits")
-    return Table(headers, [(name, kl, fixed(mean), fixed(stored)) for name, kl, mean, stored in rows], has_winner=True)
+    rows = [("this profile", interval(quality.measured_kl), fixed(profile.mean_bits), fixed(profile.effective_bits))]
+    for baseline in sorted(quality.baselines, key=lambda row: (-row.effective_bits, row.name)):
+        kl = interval(Interval(baseline.kl_mean, baseline.kl_low, baseline.kl_high))
+        rows.append((baseline.name, kl, fixed(baseline.mean_bits), fixed(baseline.effective_bits)))
+    return Table(("", "KL [95%]", "mean_bits", "effective_bits"), rows, has_winner=True)
 
 
 def _provenance(profile: Profile) -> list[tuple[str, str]]:

@@ -18,9 +18,8 @@ from profile_samples import BITS, ESCAPES, choice, hostile, layers_of, make_prof
 
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.report.difference_report import difference_lines
 from kvtuner.report.layer_strip import COLOURS, Terminal, profile_strip, wants_colour
-from kvtuner.report.profile_difference import difference_of
+from kvtuner.report.profile_difference import difference_lines, difference_of
 from kvtuner.report.profile_report import describe
 
 if TYPE_CHECKING:

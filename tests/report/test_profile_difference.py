@@ -29,9 +29,8 @@ from profile_samples import (
 
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.records import ModelIdentity, Provenance
-from kvtuner.report.difference_report import difference_lines, difference_page
 from kvtuner.report.layer_strip import Terminal
-from kvtuner.report.profile_difference import difference_of
+from kvtuner.report.profile_difference import difference_lines, difference_of, difference_page
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,7 +113,7 @@ def test_diff_of_other_shapes_goes_as_far_as_it_can() -> None:
     )
     assert heads.geometry == {"num_kv_heads": (2, 1)}
     assert heads.layers == (), "layers of one pair and transform, whose constants cannot be compared"
-    assert not heads.quality.is_comparable
+    assert not heads.has_comparable_quality
     longer = difference_of(first, make_profile(layers_of(30)))
     assert longer.to_json()["layers_compared"] is False and longer.to_json()["layers"] == []
     lines = difference_lines(longer, Terminal(20))
@@ -175,9 +174,9 @@ def test_quality_on_the_same_tokens_is_judged_by_its_intervals(
     limits: tuple[float, float, float], overlap: bool, said: str
 ) -> None:
     first = make_profile(BASE)
-    quality = difference_of(first, with_kl(first, *limits)).quality
-    assert quality.is_comparable and quality.intervals_overlap == overlap
-    assert said in quality.text() and "same tokens" in quality.text()
+    difference = difference_of(first, with_kl(first, *limits))
+    assert difference.has_comparable_quality and difference.intervals_overlap == overlap
+    assert said in difference.quality_text() and "same tokens" in difference.quality_text()
 
 
 def test_quality_that_was_measured_otherwise_is_not_compared() -> None:
@@ -191,17 +190,18 @@ def test_quality_that_was_measured_otherwise_is_not_compared() -> None:
         "dtype": make_profile(BASE, model=ModelIdentity.model_validate({**MODEL, "dtype": "float32"})),
     }
     for name, other in others.items():
-        quality = difference_of(first, other).quality
-        assert quality.apart == (name,) and not quality.is_comparable
-        assert "not comparable" in quality.text() and name in quality.text() and "better" not in quality.text()
+        difference = difference_of(first, other)
+        assert difference.apart == (name,) and not difference.has_comparable_quality
+        text = difference.quality_text()
+        assert "not comparable" in text and name in text and "better" not in text
     longer = with_kl(first, 0.1, 0.2, 0.3, split_tokens=4097)
-    assert difference_of(first, longer).quality.apart == ("report text",)
+    assert difference_of(first, longer).apart == ("report text",)
     trained = with_record(first, token_ids_sha256={**texts, "report": HASH, "select": OTHER_HASH}, seed=8)
-    assert difference_of(first, trained).quality.is_comparable, "what was calibrated on may differ"
+    assert difference_of(first, trained).has_comparable_quality, "what was calibrated on may differ"
     unknown = make_profile(BASE, provenance=Provenance.model_validate({**PROVENANCE, "calibration": None}))
-    assert difference_of(unknown, unknown).quality.apart == ("report text", "positions")
-    bare = difference_of(first, make_profile(BASE, quality=None)).quality
-    assert not bare.is_comparable and "not measured of the second" in bare.text()
+    assert difference_of(unknown, unknown).apart == ("report text", "positions")
+    bare = difference_of(first, make_profile(BASE, quality=None))
+    assert not bare.has_comparable_quality and "not measured of the second" in bare.quality_text()
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_one_model_by_hub_id_and_by_folder_is_compared_where_the_weights_are_kno
     by_id = {**MODEL, "id": "owner/tiny", "revision": "0123abcd", **changes}
     by_folder = {**MODEL, "id": "tiny-copy", "revision": None, **others}
     first, second = (make_profile(BASE, model=ModelIdentity.model_validate(each)) for each in (by_id, by_folder))
-    assert difference_of(first, second).quality.apart == apart
+    assert difference_of(first, second).apart == apart
 
 
 def test_a_picture_of_both_is_drawn_where_both_were_measured_alike() -> None:

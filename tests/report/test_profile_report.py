@@ -31,9 +31,8 @@ from profile_samples import (
 from kvtuner.exported_configs.profile.build import AskedBudget, dump_profile
 from kvtuner.exported_configs.profile.evaluation_record import EvaluatedProfile, dump_evaluation, evaluation_path
 from kvtuner.exported_configs.profile.records import BaselineRecord, ModelIdentity, Provenance, QualityRecord
-from kvtuner.report.difference_report import difference_page
 from kvtuner.report.plots.kl_by_bits import profile_points
-from kvtuner.report.profile_difference import difference_of
+from kvtuner.report.profile_difference import difference_of, difference_page
 from kvtuner.report.profile_report import profile_page
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 def _run(args: Namespace) -> int:
     from kvtuner.cli.output_file import write_page
     from kvtuner.pipeline.profile_lookup import profile_of
-    from kvtuner.report.difference_report import difference_lines, difference_page
     from kvtuner.report.layer_strip import Terminal
-    from kvtuner.report.profile_difference import difference_of
+    from kvtuner.report.profile_difference import difference_lines, difference_of, difference_page
 
     first, second = profile_of(args.first), profile_of(args.second)
     difference = difference_of(first.profile, second.profile)
