@@ -108,7 +108,7 @@ def prepare(source: str, out: Path, args: argparse.Namespace) -> CalibratedModel
     phases, table = measure_sensitivity(options, checked_shape(options), folder, phase="calibration")
     bench, identity = phases.bench, sha256_of(table.identity)
     objective = MeasuredKL(bench.simulator("select", reuse=True), table, bench.options.quant, folder, identity)
-    run = SearchRun(options, bench, folder, phases, table)
+    run = SearchRun(options, phases, table)
     return CalibratedModel(run, objective, Validator(bench, folder, identity))
 
 

@@ -121,7 +121,7 @@ def run_search(
     folder = run_folder(options.model, options.out, "+".join(target.name for target in targets))
     refuse_other_targets(folder, targets)
     phases, table = measure_sensitivity(options, shape, folder, phase="calibration")
-    return _search_targets(SearchRun(options, phases.bench, folder, phases, table), targets, on_result)
+    return _search_targets(SearchRun(options, phases, table), targets, on_result)
 
 
 def _search_targets(

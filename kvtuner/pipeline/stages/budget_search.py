@@ -65,6 +65,11 @@ class SearchOutcome:
         return None if self.study is None or self.exact_kl is None else self.exact_kl - self.study.best_value
 
     @property
+    def trials(self) -> Sequence[TrialRecord]:
+        """The trials of the refinement; none where nothing was searched."""
+        return () if self.study is None else self.study.trials
+
+    @property
     def has_transforms(self) -> bool:
         """Whether any keys or values are transformed."""
         return any((choice.k_transform, choice.v_transform) != ("none", "none") for choice in self.configuration)

@@ -144,7 +144,7 @@ def make_report_data(
         sensitivity=sensitivity_rows(run.table),
         front=front_points(outcome.fronts, rows),
         measured=_measured_points(run, outcome),
-        trials=_trial_points(outcome),
+        trials=tuple(TrialPoint(t.number, t.value, t.is_feasible, t.source) for t in outcome.trials),
         gain=outcome.gain,
         uniform_winner=None if outcome.uniform_name is None else quality[0].winner.label,
         rank_correlations=rank_correlations(run.table),
@@ -161,18 +161,12 @@ def _measured_points(run: SearchRun, outcome: SearchOutcome) -> tuple[MeasuredPo
     points: list[tuple[list[PrecisionPair], float | None, str]] = [
         ([pair] * run.shape.geometry.num_layers, kl, "uniform") for pair, kl in outcome.uniform_kl.items()
     ]
-    if outcome.study is not None:
-        points += [(pairs_of(t.configuration), t.value, "trial") for t in outcome.study.trials if t.value is not None]
+    points += [(pairs_of(t.configuration), t.value, "trial") for t in outcome.trials if t.value is not None]
     points.append((pairs_of(outcome.configuration), outcome.measured_kl, "winner"))
     return tuple(
         MeasuredPoint(float(effective_bits(pairs, rows)), float(mean_bits(pairs, rows)), kl, kind)
         for pairs, kl, kind in points
     )
-
-
-def _trial_points(outcome: SearchOutcome) -> tuple[TrialPoint, ...]:
-    trials = () if outcome.study is None else outcome.study.trials
-    return tuple(TrialPoint(t.number, t.value, t.is_feasible, t.source) for t in trials)
 
 
 def _additivity(run: SearchRun, outcome: SearchOutcome) -> tuple[AdditivityRow, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.candidate_pass import QuantizationOptions
-from kvtuner.calibration.corpus import CorpusSource, load_corpus
+from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model_loading import DEMO, ModelShape, load_model, read_shape
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench, measure_table
 from kvtuner.errors import PrecisionError
@@ -122,46 +122,17 @@ def measure_sensitivity(
         return phases, measure_table(bench, folder, say)
 
 
-@dataclass(frozen=True, slots=True)
 class SearchRun:
     """One search with everything loaded and calibrated."""
 
-    options: SearchOptions
-    bench: Workbench
-    folder: RunFolder
-    phases: Phases
-    table: SensitivityTable
-
-    @property
-    def shape(self) -> ModelShape:
-        """The shape of the model."""
-        return self.bench.loaded.shape
-
-    @property
-    def seed(self) -> int:
-        """The seed of everything random."""
-        return self.options.measurement.seed
-
-    @property
-    def rows(self) -> RowShape:
-        """Rows of the whole model."""
-        return row_shape(self.options.measurement, self.shape)
-
-    @property
-    def ranks(self) -> RankLayout:
-        """The ranks that will serve."""
-        options = self.options
-        return serving_ranks(options.measurement, self.shape, tp_size=options.tp_size, pp_size=options.pp_size)
-
-    @property
-    def corpus_source(self) -> CorpusSource:
-        """The text that is measured on."""
-        return corpus_source(self.options.data, self.options.model, self.shape, seed=self.seed)
-
-    @property
-    def kept(self) -> dict[int, PrecisionPair]:
-        """The layers whose pairs are forced."""
-        return kept_pairs(self.options)
+    def __init__(self, options: SearchOptions, phases: Phases, table: SensitivityTable) -> None:
+        self.options, self.phases, self.table = options, phases, table
+        self.bench, self.folder, self.seed = phases.bench, phases.folder, options.measurement.seed
+        self.shape = self.bench.loaded.shape
+        self.rows = row_shape(options.measurement, self.shape)  # of the whole model
+        self.ranks = serving_ranks(options.measurement, self.shape, tp_size=options.tp_size, pp_size=options.pp_size)
+        self.corpus_source = corpus_source(options.data, options.model, self.shape, seed=self.seed)
+        self.kept = kept_pairs(options)
 
     def uniform(self, pair: PrecisionPair, *, transforms: bool) -> Configuration:
         """One pair for all layers, without transforms or with the best ones."""
