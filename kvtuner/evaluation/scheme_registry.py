@@ -14,6 +14,7 @@ from kvtuner.evaluation.cache_scheme import (
     K4V4_PER_CHANNEL,
     REFERENCE,
     SYMMETRIC,
+    CacheScheme,
     Fp8Scheme,
     PerChannelScheme,
     ProfileScheme,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvtuner.calibration.model_loading import ModelShape
-    from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
 

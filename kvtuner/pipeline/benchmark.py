@@ -22,7 +22,7 @@ from kvtuner.evaluation.backends.endpoint import Endpoint
 from kvtuner.evaluation.cache_scheme import FP8, REFERENCE, CacheScheme
 from kvtuner.exported_configs.identity.mismatch import DERIVED
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME, Evaluation, ResultProvenance
-from kvtuner.pipeline.eval_bench_options import EvalOptions
+from kvtuner.pipeline.eval_bench_options import BenchOptions, EvalOptions
 from kvtuner.pipeline.evaluate import check_writable, run_evaluation
 from kvtuner.pipeline.profile_lookup import profile_of
 from kvtuner.pipeline.progress import say
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from kvtuner.bench.load_metrics import SchemeRun
     from kvtuner.exported_configs.sharing.reference import ResolvedProfile
-    from kvtuner.pipeline.eval_bench_options import BenchOptions
 
 LOGS: Final = "logs"
 PROFILES: Final = "ways"

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from kvtuner.calibration.model_loading import load_model
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench
 from kvtuner.errors import CorpusError, EndpointError, PrecisionError, RunFolderError
+from kvtuner.evaluation.backends.base import TextTokenizer
 from kvtuner.evaluation.backends.local_backend import LocalBackend
 from kvtuner.evaluation.backends.server_backend import server_backends
 from kvtuner.evaluation.cache_scheme import REFERENCE
@@ -24,7 +25,6 @@ from kvtuner.evaluation.tasks.question_sets import (
     draw_question_sets,
     question_cells,
 )
-from kvtuner.evaluation.text_tokenizer import TextTokenizer
 from kvtuner.exported_configs.profile.evaluation_record import (
     PROFILE_SCHEME,
     DataRecord,
@@ -217,9 +217,7 @@ class _EvaluationSession:
 
         model, options = self._model, self._model.options
         models = {
-            backend.name: HarnessModel(
-                backend, self._text, model.tokenizer, model.shape.context_length, model.folder, identity
-            )
+            backend.name: HarnessModel(backend, self._text, model.shape.context_length, model.folder, identity)
             for backend in backends
         }
         return task_cells(

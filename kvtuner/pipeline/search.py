@@ -10,7 +10,7 @@ from kvtuner.evaluation.validation import Validator
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.pipeline.provenance import search_command
 from kvtuner.pipeline.sources import run_folder
-from kvtuner.pipeline.stages.baseline_comparison import compare_with_baselines
+from kvtuner.pipeline.stages.baseline_comparison import BaselineComparison
 from kvtuner.pipeline.stages.budget_search import BudgetSearch, SearchOutcome
 from kvtuner.pipeline.stages.run_exports import make_profile, make_report_data
 from kvtuner.pipeline.stages.search_run import SearchRun, checked_shape, measure_sensitivity
@@ -147,7 +147,7 @@ def _search_targets(
 
 
 def _finish(run: SearchRun, target: SearchTarget, outcome: SearchOutcome, validator: Validator) -> SearchResult:
-    comparison = compare_with_baselines(run, outcome, validator)
+    comparison = BaselineComparison(run, outcome, validator)
     quality = comparison.quality()
     profile = make_profile(comparison, quality, command=search_command(run.options))
     file = run.folder.file(target.profile_file)

@@ -1,11 +1,13 @@
-"""The base of backends, which answer by one scheme each, and the journal of their answers."""
+"""The base of backends, which answer by one scheme each: texts as tokens, answers, and the journal of answers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtuner.calibration.corpus import start_tokens
 from kvtuner.evaluation.cache_scheme import REFERENCE
 from kvtuner.journal import Journal
 from kvtuner.run_folder import RunFolder, sha256_of
@@ -13,8 +15,47 @@ from kvtuner.run_folder import RunFolder, sha256_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from transformers import PreTrainedTokenizerBase
+
     from kvtuner.evaluation.tasks.recall_and_needles import Problem
     from kvtuner.exported_configs.profile.evaluation_record import BackendRecord, Flag
+
+
+class TextTokenizer:
+    """Texts as token ids of a model's tokenizer, and back."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer, self._start = tokenizer, start_tokens(tokenizer)
+        self._tokens_of: Counter[str] | None = None
+
+    def context(self, text: str) -> list[int]:
+        """The token ids of a text that a sequence begins with."""
+        return self._start + self._ids(text)
+
+    def after(self, context: str, text: str) -> list[int]:
+        """The token ids that `text` adds to a context, as in the middle of a text where the tokenizer allows it.
+
+        Some tokenizers begin every text with a space, which is not there in the middle.
+        """
+        before, whole = self._ids(context), self._ids(context + text)
+        return whole[len(before) :] if whole[: len(before)] == before else self._ids(text)
+
+    def count(self, text: str) -> int:
+        """The number of tokens of a text, without special ones."""
+        return len(self._ids(text))
+
+    def of(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special ones."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def names_one_token(self, text: str) -> bool:
+        """Whether exactly one token of the vocabulary, decoded by itself, is this text."""
+        if self._tokens_of is None:
+            self._tokens_of = Counter(self.tokenizer.batch_decode([[token] for token in range(len(self.tokenizer))]))
+        return self._tokens_of[text] == 1
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ import torch
 
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.evaluation.backends.base import Backend, HitCount
-from kvtuner.evaluation.text_tokenizer import TextTokenizer
+from kvtuner.evaluation.backends.base import Backend, HitCount, TextTokenizer
 from kvtuner.exported_configs.profile.evaluation_record import BackendRecord
 
 if TYPE_CHECKING:

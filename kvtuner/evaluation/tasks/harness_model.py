@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from lm_eval.api.instance import Instance
-    from transformers import PreTrainedTokenizerBase
 
-    from kvtuner.evaluation.text_tokenizer import TextTokenizer
+    from kvtuner.evaluation.backends.base import TextTokenizer
     from kvtuner.run_folder import RunFolder
 
 JOURNAL: Final = "tasks.jsonl"
@@ -52,13 +51,12 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
         self,
         backend: Backend,
         text: TextTokenizer,
-        tokenizer: PreTrainedTokenizerBase,
         context_length: int,
         folder: RunFolder,
         identity: str,
     ) -> None:
         super().__init__()
-        self._backend, self._text, self._tokenizer = backend, text, tokenizer
+        self._backend, self._text, self._tokenizer = backend, text, text.tokenizer
         self._context_length, self._has_warned = context_length, False
         self._journal = AnswerJournal(folder, JOURNAL, identity, version=ANSWERING)
         self.hits: defaultdict[str, HitCount] = defaultdict(HitCount)
@@ -78,11 +76,8 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is not typed
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The prompt of a chat, as the harness asks for it."""
-        return str(
-            self._tokenizer.apply_chat_template(
-                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        )
+        apply = self._tokenizer.apply_chat_template
+        return str(apply(chat_history, tokenize=False, add_generation_prompt=add_generation_prompt))
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """The log-probability of each continuation, and whether it is the greedy one; an empty one is certain."""

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from kvtuner.errors import CorpusError, EndpointError
 from kvtuner.evaluation.backends.base import AnswerJournal, HitCount, unread_flag
-from kvtuner.evaluation.backends.next_token import NextToken, from_record, truncated_kl
+from kvtuner.evaluation.backends.server_backend import NextToken, ServerBackend, from_record, truncated_kl
 from kvtuner.evaluation.cache_scheme import REFERENCE, CacheScheme
 from kvtuner.evaluation.cells import CellKey, MeanScores, make_cell
 from kvtuner.evaluation.validation import OFFSETS, Validator
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from kvtuner.calibration.workbench import Workbench
-    from kvtuner.evaluation.backends.server_backend import ServerBackend
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Measure
 
     Answers = list[NextToken | None]
@@ -144,8 +143,10 @@ def _ask(
     backend: ServerBackend, ids: Sequence[int], reference: Answers | None, scoring: Scoring, journal: AnswerJournal
 ) -> tuple[Answers, HitCount]:
     start = len(ids) - scoring.positions
-    reference_tokens = [None] * scoring.positions if reference is None else reference
-    asked = [_tokens_to_name(target, token) for target, token in zip(ids[start:], reference_tokens, strict=True)]
+    asked: list[list[int]] = []
+    for target, token in zip(ids[start:], reference or [None] * scoring.positions, strict=True):
+        likely = [] if token is None else [name for name in token.top if isinstance(name, int)]
+        asked.append(list(dict.fromkeys([target, *likely])))
     top = scoring.top if backend.name == REFERENCE or backend.api == "openai" else 1
 
     def ask() -> list[Any]:
@@ -158,11 +159,6 @@ def _ask(
 
     records, hits = journal.ask(backend, [list(ids), top, asked], ask, scheme=backend.name)
     return [None if record is None else from_record(record) for record in records], hits
-
-
-def _tokens_to_name(target: int, reference: NextToken | None) -> list[int]:
-    likely = [] if reference is None else [token for token in reference.top if isinstance(token, int)]
-    return list(dict.fromkeys([target, *likely]))
 
 
 def _check_failures(backend: ServerBackend, failed: int, scoring: Scoring) -> None:
@@ -182,11 +178,8 @@ def _means(
     sums: dict[str, list[float]] = {name: [] for name in names}
     counts = []
     for ids, answers in zip(scoring.sequences, sequences, strict=True):
-        rows = []
-        for target, row in zip(ids[-scoring.positions :], zip(*answers.values(), strict=True), strict=True):
-            tokens = {name: token for name, token in zip(answers, row, strict=True) if token is not None}
-            if len(tokens) == len(answers):
-                rows.append((target, tokens))
+        scored = zip(ids[-scoring.positions :], zip(*answers.values(), strict=True), strict=True)
+        rows = [(target, dict(zip(answers, tokens, strict=True))) for target, tokens in scored if None not in tokens]
         if rows:
             counts.append(len(rows))
             for name in names:

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Final
 from tqdm import tqdm
 
 from kvtuner.errors import CorpusError
-from kvtuner.evaluation.backends.base import AnswerJournal, Backend, HitCount, unread_flag
+from kvtuner.evaluation.backends.base import AnswerJournal, Backend, HitCount, TextTokenizer, unread_flag
 from kvtuner.evaluation.cells import BinaryScores, CellKey, make_cell
 from kvtuner.evaluation.tasks.recall_and_needles import Problem, arithmetic, needles, recall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtuner.evaluation.text_tokenizer import TextTokenizer
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Level
     from kvtuner.run_folder import RunFolder
 
@@ -96,13 +95,19 @@ def _draw_problems(
             f"{level} of {length} tokens takes {least} with {options.num_questions} questions after each context; give"
             " longer --lengths, or fewer --questions"
         )
-    room = options.context_length - max(map(text.longest, problems))
+    room = options.context_length - max(_most_tokens(problem, text) for problem in problems)
     if room < 0:
         raise CorpusError(
             f"{level} of {length} tokens takes {-room} more than the context of {options.context_length}; give shorter"
             " --lengths, or fewer --questions"
         )
     return problems, room
+
+
+def _most_tokens(problem: Problem, text: TextTokenizer) -> int:
+    """The tokens of a context with its longest question and as much of an answer as is asked for."""
+    questions = (text.count(question.text) + question.max_tokens for question in problem.questions)
+    return len(text.context(problem.context)) + max(questions)
 
 
 def question_cells(

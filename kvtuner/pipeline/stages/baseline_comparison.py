@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from tqdm import tqdm
@@ -16,7 +16,7 @@ from kvtuner.report.search_rows import quality_row
 from kvtuner.tuner.objective import configuration_key, layer_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from kvtuner.calibration.batches import Offsets
     from kvtuner.pipeline.stages.budget_search import SearchOutcome
@@ -26,19 +26,22 @@ if TYPE_CHECKING:
 HAND_WRITTEN: Final = "hand-written"
 
 
-@dataclass(frozen=True, slots=True)
 class BaselineComparison:
-    """The scheme of the outcome, the unquantized model and the baselines, measured on the report split.
+    """The scheme of an outcome, the unquantized model and the baselines, measured on the report split.
 
-    A uniform takes the outcome's place where it is better. Results are by key of scheme and kind of offsets.
+    The best uniform takes the outcome's place where it is clearly better. Results are by key of scheme and kind of
+    offsets.
     """
 
-    run: SearchRun
-    outcome: SearchOutcome
-    winner: CacheScheme
-    reference: CacheScheme
-    baselines: Sequence[CacheScheme]
-    measured: Mapping[str, Mapping[Offsets, SequenceSums]]
+    def __init__(self, run: SearchRun, outcome: SearchOutcome, validator: Validator) -> None:
+        self.run, self.outcome, self.winner = run, outcome, _winner(run, outcome)
+        self.reference, *baselines = _baselines(run)
+        self.measured = _measure_all(run, validator, [self.reference, self.winner], baselines)
+        self.baselines = [baseline for baseline in baselines if baseline.key in self.measured]
+        self.outcome = self._overridden()
+        self.winner = _winner(run, self.outcome)
+        # Nothing is run twice: the validator keeps what it measured.
+        self.measured |= _measure_all(run, validator, [self.winner], [])
 
     def pooled(self, scheme: CacheScheme) -> SequenceSums:
         """The results of a scheme over all kinds of offsets."""
@@ -73,19 +76,34 @@ class BaselineComparison:
             seed=self.run.seed,
         )
 
+    def _overridden(self) -> SearchOutcome:
+        """The best uniform inside the budget instead of the winner, if the paired interval excludes zero.
 
-def compare_with_baselines(run: SearchRun, outcome: SearchOutcome, validator: Validator) -> BaselineComparison:
-    """Measure the winner and all baselines; the best uniform takes the winner's place if it is clearly better."""
-    reference, *baselines = _baselines(run)
-    winner = _winner(run, outcome)
-    measured = _measure_all(run, validator, [reference, winner], baselines)
-    baselines = [baseline for baseline in baselines if baseline.key in measured]
-    comparison = BaselineComparison(run, outcome, winner, reference, baselines, measured)
-    outcome = _overridden(comparison)
-    winner = _winner(run, outcome)
-    # Nothing is run twice: the validator keeps what it measured.
-    measured |= _measure_all(run, validator, [winner], [])
-    return replace(comparison, outcome=outcome, winner=winner, measured=measured)
+        Layers that are kept stay as they are, and so does a nested family.
+        """
+        run, outcome = self.run, self.outcome
+        uniforms = set(map(str, UNIFORM_PAIRS))
+        allowed = [
+            scheme
+            for scheme in self.baselines
+            if scheme.name in uniforms
+            and outcome.fits(scheme)
+            and all(scheme.pairs[layer] == pair for layer, pair in run.kept.items())
+        ]
+        if outcome.study is None or run.options.nested or not allowed:
+            return outcome
+        baseline = min(allowed, key=lambda scheme: sum(self.pooled(scheme).kl))
+        if kl_difference(self.pooled(self.winner), self.pooled(baseline), run.seed).low <= 0:
+            return outcome
+        name = f"{baseline.name} with transforms" if baseline.has_transforms else baseline.name
+        say(f"uniform {name} beats the searched configuration on the report split and takes its place")
+        run.folder.log("override", asked=outcome.asked, uniform=name)
+        return replace(
+            outcome,
+            configuration=run.uniform(baseline.pairs[0], transforms=baseline.has_transforms),
+            measured_kl=outcome.uniform_kl.get(baseline.pairs[0]) if baseline.has_transforms else None,
+            uniform_name=baseline.name,
+        )
 
 
 def _baselines(run: SearchRun) -> list[CacheScheme]:
@@ -133,33 +151,3 @@ def _measure_all(
                 run.leave_out(scheme.name, str(error))
                 del measured[scheme.key]
     return measured
-
-
-def _overridden(comparison: BaselineComparison) -> SearchOutcome:
-    """The best uniform inside the budget instead of the winner, if the paired interval excludes zero.
-
-    Layers that are kept stay as they are, and so does a nested family.
-    """
-    run, outcome = comparison.run, comparison.outcome
-    uniforms = set(map(str, UNIFORM_PAIRS))
-    allowed = [
-        scheme
-        for scheme in comparison.baselines
-        if scheme.name in uniforms
-        and outcome.fits(scheme)
-        and all(scheme.pairs[layer] == pair for layer, pair in run.kept.items())
-    ]
-    if outcome.study is None or run.options.nested or not allowed:
-        return outcome
-    baseline = min(allowed, key=lambda scheme: sum(comparison.pooled(scheme).kl))
-    if kl_difference(comparison.pooled(comparison.winner), comparison.pooled(baseline), run.seed).low <= 0:
-        return outcome
-    name = f"{baseline.name} with transforms" if baseline.has_transforms else baseline.name
-    say(f"uniform {name} beats the searched configuration on the report split and takes its place")
-    run.folder.log("override", asked=outcome.asked, uniform=name)
-    return replace(
-        outcome,
-        configuration=run.uniform(baseline.pairs[0], transforms=baseline.has_transforms),
-        measured_kl=outcome.uniform_kl.get(baseline.pairs[0]) if baseline.has_transforms else None,
-        uniform_name=baseline.name,
-    )

@@ -27,6 +27,7 @@ from kvtuner.report.search_data import (
     BudgetOutcome,
     MeasuredPoint,
     OffsetQuality,
+    QualityRow,
     ReportData,
     TrialPoint,
     UniformKl,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from kvtuner.pipeline.stages.baseline_comparison import BaselineComparison
     from kvtuner.pipeline.stages.budget_search import SearchOutcome
     from kvtuner.pipeline.stages.search_run import SearchRun
-    from kvtuner.report.search_data import QualityRow
 
 
 def make_profile(comparison: BaselineComparison, quality: Sequence[OffsetQuality], *, command: str) -> Profile:

@@ -18,10 +18,10 @@ from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
 from kvtuner.calibration.model_loading import ModelSource, load_tokenizer, read_shape
 from kvtuner.cli import main
 from kvtuner.errors import CacheError
+from kvtuner.evaluation.backends.base import TextTokenizer
 from kvtuner.evaluation.backends.local_backend import LocalBackend
 from kvtuner.evaluation.scheme_registry import named_scheme
 from kvtuner.evaluation.tasks.harness_model import HarnessModel
-from kvtuner.evaluation.text_tokenizer import TextTokenizer
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.run_folder import RunFolder
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
@@ -52,7 +52,7 @@ def harness(load_tiny: LoadTiny, tmp_path: Path) -> MakeHarness:
         backend = LocalBackend(loaded, named_scheme(scheme, loaded.shape), read_plan)
         folder = RunFolder(tmp_path / "run")
         folder.create()
-        return HarnessModel(backend, TextTokenizer(loaded.tokenizer), loaded.tokenizer, context_length, folder, "x")
+        return HarnessModel(backend, TextTokenizer(loaded.tokenizer), context_length, folder, "x")
 
     return make
 

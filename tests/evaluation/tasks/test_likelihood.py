@@ -10,8 +10,7 @@ import pytest
 from kvtuner.errors import CorpusError, EndpointError
 from kvtuner.evaluation.backends.base import HitCount
 from kvtuner.evaluation.backends.endpoint import ServerFacts
-from kvtuner.evaluation.backends.next_token import NextToken, truncated_kl
-from kvtuner.evaluation.backends.server_backend import ServerBackend
+from kvtuner.evaluation.backends.server_backend import NextToken, ServerBackend, truncated_kl
 from kvtuner.evaluation.tasks.likelihood import Scoring, server_likelihood_cells
 from kvtuner.run_folder import RunFolder
 

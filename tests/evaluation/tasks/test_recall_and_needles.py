@@ -11,8 +11,8 @@ import pytest
 
 from kvtuner.calibration.demo.tasks import recall_problem
 from kvtuner.calibration.model_loading import ModelSource, load_tokenizer
+from kvtuner.evaluation.backends.base import TextTokenizer
 from kvtuner.evaluation.tasks.recall_and_needles import NUM_EXAMPLES, Problem, Question, arithmetic, needles, recall
-from kvtuner.evaluation.text_tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,8 @@ import pytest
 from scipy.stats import entropy
 
 from kvtuner.calibration.model_loading import ModelSource, load_tokenizer
-from kvtuner.evaluation.backends.next_token import NextToken, from_openai, from_record, from_sglang, truncated_kl
-from kvtuner.evaluation.text_tokenizer import TextTokenizer
+from kvtuner.evaluation.backends.base import TextTokenizer
+from kvtuner.evaluation.backends.server_backend import NextToken, from_openai, from_record, from_sglang, truncated_kl
 
 
 def two_distributions(size: int, spread: float, seed: int) -> tuple[Any, Any]:
