@@ -39,7 +39,7 @@ from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.provenance import result_command, result_provenance
 from kvtuner.pipeline.sources import ProfiledModel
 from kvtuner.report.evaluation_report import sample_lines
-from kvtuner.report.notebook_table import RecordTable, record_table
+from kvtuner.report.table import RecordTable, record_table
 from kvtuner.run_folder import sha256_of, write_atomically
 
 if TYPE_CHECKING:

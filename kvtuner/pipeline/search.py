@@ -15,9 +15,9 @@ from kvtuner.pipeline.stages.budget_search import BudgetSearch, SearchOutcome
 from kvtuner.pipeline.stages.run_exports import make_profile, make_report_data
 from kvtuner.pipeline.stages.search_run import SearchRun, checked_shape, measure_sensitivity
 from kvtuner.pipeline.stages.search_targets import SearchTarget, bind_target, refuse_other_targets, targets_of
-from kvtuner.report.notebook_table import RecordTable, quality_record, record_table
 from kvtuner.report.search_data import DATA_FILE, ReportData
 from kvtuner.report.search_report import summary_json, write_search_report
+from kvtuner.report.table import RecordTable, record_table
 from kvtuner.run_folder import RunFolder, sha256_of, write_atomically
 from kvtuner.tuner.objective import MeasuredKL
 
@@ -87,11 +87,7 @@ class SearchResult:
     @property
     def quality(self) -> RecordTable:
         """The winner and every baseline on the report split, at small and at large positions."""
-        return record_table(
-            quality_record(offsets, row)
-            for offsets in self.data.quality
-            for row in (offsets.winner, *offsets.baselines)
-        )
+        return record_table(record for offsets in self.data.quality for record in offsets.records())
 
     @property
     def trials(self) -> RecordTable:

@@ -8,6 +8,5 @@ Public functions, by module:
 - `bench_report`: `write_bench_report`, `summary_lines`; `bench_result`: `BenchResult`.
 - `profile_report`: `describe`, `summary`, `profile_page`, `strip_html`; `layer_strip`: `profile_strip`, `Terminal`.
 - `profile_difference`: `difference_of`, `difference_lines`, `difference_page`.
-- `notebook_table`: `record_table`, a result's table for notebooks.
-- `table` (`Table`) and `formatting` for all of them; `html_page.render` fills ``templates/``.
+- `table`: `Table` of all of them, `record_table` for notebooks; `formatting`; `html_page.render` fills ``templates/``.
 """

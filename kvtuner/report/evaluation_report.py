@@ -125,17 +125,15 @@ def _model(evaluation: Evaluation, profile: Profile) -> str:
 
 def _reads(evaluation: Evaluation) -> str:
     backend = evaluation.backend
-    reads = (
-        f"read plan {backend.read_plan}" if backend.read_plan else f"reads {backend.reads or 'what it does not say'}"
-    )
+    reads = f"reads {backend.reads or 'what it does not say'}"
     hits = "" if backend.hit_share is None else f", {percent(backend.hit_share)} of prompts found in its cache"
-    return f"{reads}{hits}"
+    return (f"read plan {backend.read_plan}" if backend.read_plan else reads) + hits
 
 
 def _data(evaluation: Evaluation) -> str:
-    is_unseen = evaluation.data.is_unseen
-    seen = "which calibration and selection did not see" if is_unseen else "which the search may have seen"
-    return f"{evaluation.data.corpus}, {seen}"
+    data = evaluation.data
+    seen = "which calibration and selection did not see" if data.is_unseen else "which the search may have seen"
+    return f"{data.corpus}, {seen}"
 
 
 def _failures(cells: Sequence[Cell]) -> int:
@@ -177,12 +175,9 @@ def _short_title(cell: Cell) -> str:
     """The title of a cell beneath the name of its level."""
     if cell.level == "likelihood":
         return f"{TITLES[cell.measure]} at {cell.position:,}"
-    parts = [cell.task or ""]
-    if cell.num_tokens is not None:
-        parts.append(f"{cell.num_tokens:,} tokens")
-    elif cell.level == "arithmetic":
-        parts.append(f"at {cell.position:,}")
-    return " ".join(filter(None, parts))
+    position = f"at {cell.position:,}" if cell.level == "arithmetic" else None
+    place = position if cell.num_tokens is None else f"{cell.num_tokens:,} tokens"
+    return " ".join(filter(None, (cell.task, place)))
 
 
 def _value_text(cell: Cell, result: CellResult | None) -> str:
@@ -201,17 +196,13 @@ def _clear_differences(cells: Sequence[Cell]) -> list[str]:
     """Differences that are clear, of how many, so that nobody takes one of twenty for a result."""
     total = sum(len(cell.differences) for cell in cells)
     chance = f"by chance {SIGNIFICANT * total:.0f} of {total} would look so"
-    rows = [
-        (
-            f"  {PROFILE_SCHEME} - {difference.other}",
-            f"{cell.level} {_short_title(cell)}",
-            *_difference(cell, difference),
-        )
-        for cell in cells
-        for difference in _clear(cell)
-    ]
-    if not rows:
+    clear = [(cell, difference) for cell in cells for difference in _clear(cell)]
+    if not clear:
         return [f"no clear difference of the profile from another scheme; {chance}"] if total else []
+    rows = [
+        (f"  {PROFILE_SCHEME} - {other.other}", f"{cell.level} {_short_title(cell)}", *_difference(cell, other))
+        for cell, other in clear
+    ]
     return [f"clear differences, paired ({chance})", *Table([""] * 5, rows, left=(0, 1)).lines()]
 
 

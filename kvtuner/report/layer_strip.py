@@ -108,23 +108,14 @@ def layer_table(layers: Iterable[LayerRow], keys: str, values: str) -> Table:
     return Table(("layer", "bits", keys, values), rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Track:
-    """One line of a strip: a name, then a character for each layer; those of widths have colours."""
-
-    name: str
-    cells: str
-    is_bits: bool = False
-
-
-def tracks(layers: Sequence[LayerRow], prefix: str = "") -> list[Track]:
-    """Widths of keys and values, and how they are transformed."""
-    return [
-        Track(f"{prefix}K bits", "".join(BIT_CODES[row.k_bits] for row in layers), is_bits=True),
-        Track(f"{prefix}V bits", "".join(BIT_CODES[row.v_bits] for row in layers), is_bits=True),
-        Track(f"{prefix}K kind", "".join(KIND_CODES[row.k_transform] for row in layers)),
-        Track(f"{prefix}V kind", "".join(KIND_CODES[row.v_transform] for row in layers)),
-    ]
+def tracks(layers: Sequence[LayerRow], prefix: str = "") -> dict[str, str]:
+    """The lines of a strip by name, a character for each layer: widths of keys and values, then their transforms."""
+    return {
+        f"{prefix}K bits": "".join(BIT_CODES[row.k_bits] for row in layers),
+        f"{prefix}V bits": "".join(BIT_CODES[row.v_bits] for row in layers),
+        f"{prefix}K kind": "".join(KIND_CODES[row.k_transform] for row in layers),
+        f"{prefix}V kind": "".join(KIND_CODES[row.v_transform] for row in layers),
+    }
 
 
 def profile_strip(profile: Profile, terminal: Terminal) -> list[str]:
@@ -133,17 +124,21 @@ def profile_strip(profile: Profile, terminal: Terminal) -> list[str]:
     return [*strip_lines(tracks(layers), terminal), *legend(layers, terminal)]
 
 
-def strip_lines(rows: Sequence[Track], terminal: Terminal) -> list[str]:
+def strip_lines(rows: Mapping[str, str], terminal: Terminal) -> list[str]:
     """Tracks under a ruler, in bands as wide as the terminal allows; a bar stands at every tenth layer."""
-    indent = max(len(row.name) for row in rows) + 1
+    indent = max(map(len, rows)) + 1
     # Whole bands of ten, so that every line of the ruler begins at a round number.
     size = max(BAND, (terminal.width - indent) // BAND * BAND)
-    total, lines = len(rows[0].cells), []
+    total, lines = len(next(iter(rows.values()))), []
     for first in range(0, total, size):
-        band = range(first, min(first + size, total))
-        ruler = "".join(f"|{layer}".ljust(BAND) for layer in band[::BAND])
+        end = min(first + size, total)
+        ruler = "".join(f"|{layer}".ljust(BAND) for layer in range(first, end, BAND))
         lines += [""] * bool(first) + [("layer".ljust(indent) + ruler).rstrip()]
-        lines += [(row.name.ljust(indent) + _cells(row, band, terminal)).rstrip() for row in rows]
+        for name, codes in rows.items():
+            cells = codes[first:end]
+            if name.endswith("bits"):
+                cells = "".join(_painted("".join(run), terminal) for _, run in groupby(cells))
+            lines.append((name.ljust(indent) + cells).rstrip())
     return lines
 
 
@@ -159,11 +154,6 @@ def legend(layers: Sequence[LayerRow], terminal: Terminal) -> list[str]:
 def indented(name: str, text: str, terminal: Terminal) -> list[str]:
     """A named line of text, wrapped."""
     return textwrap.wrap(text, terminal.width, initial_indent=f"{name:<7}", subsequent_indent=" " * 7)
-
-
-def _cells(row: Track, band: range, terminal: Terminal) -> str:
-    cells = row.cells[band.start : band.stop]
-    return "".join(_painted("".join(run), terminal) for _, run in groupby(cells)) if row.is_bits else cells
 
 
 def _painted(run: str, terminal: Terminal) -> str:

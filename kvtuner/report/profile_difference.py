@@ -10,16 +10,7 @@ from pydantic_core import to_jsonable_python
 
 from kvtuner.precision import NATIVE_BITS, SIDES, tokens_per_gib
 from kvtuner.report.formatting import NOT_MEASURED, count, fixed, interval, percent, printable
-from kvtuner.report.layer_strip import (
-    PER_CHANNEL,
-    Terminal,
-    Track,
-    indented,
-    legend,
-    profile_layers,
-    strip_lines,
-    tracks,
-)
+from kvtuner.report.layer_strip import PER_CHANNEL, indented, legend, profile_layers, strip_lines, tracks
 from kvtuner.report.profile_report import ratio_to_bf16
 from kvtuner.report.table import Table
 
@@ -28,6 +19,7 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.profile.records import QualityRecord
+    from kvtuner.report.layer_strip import Terminal
 
 CONSTANTS: Final = ("constants",)
 DEFAULTS: Final = [f"{side}.{name}" for side in SIDES for name in ("granularity", "group_size", "symmetric")]
@@ -243,7 +235,7 @@ def _strips(difference: ProfileDifference, terminal: Terminal) -> list[str]:
     marks = [" "] * len(first)
     for change in difference.layers:
         marks[change.layer] = "~" if change.changed == CONSTANTS else "^"
-    lines = strip_lines([*one, *other, Track("changed", "".join(marks))], terminal)
+    lines = strip_lines({**one, **other, "changed": "".join(marks)}, terminal)
     return [*lines, *explained, *(indented("mark", MARKS, terminal) if difference.layers else [])]
 
 

@@ -12,7 +12,7 @@ from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval
 from kvtuner.report.layer_strip import LayerRow  # noqa: TC001 - pydantic looks it up to read the JSON
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 REPORT_VERSION: Final = 1
 DATA_FILE: Final = "report-data.json"
@@ -41,11 +41,6 @@ class BudgetOutcome:
     bf16_bytes_per_token: int
     tp_size: int = 1
     pp_size: int = 1
-
-    @property
-    def rank(self) -> str:
-        """The rank whose bytes these are; empty where one rank holds the whole model."""
-        return rank_text(self.tp_size, self.pp_size)
 
     @property
     def ratio(self) -> float:
@@ -146,6 +141,24 @@ class OffsetQuality:
         """The baseline of least KL inside the budget, among those with or without transforms."""
         allowed = [row for row in self.baselines if row.fits_budget and row.transforms == transforms and row.kl]
         return min(allowed, key=lambda row: row.kl.mean if row.kl else math.inf, default=None)
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The rows for a notebook's table, with their intervals in columns."""
+        for row in (self.winner, *self.baselines):
+            low, mean, high = (row.kl.low, row.kl.mean, row.kl.high) if row.kl else (None, None, None)
+            yield {
+                "offsets": self.offsets,
+                "name": row.label,
+                "mean_bits": row.mean_bits,
+                "effective_bits": row.effective_bits,
+                "bytes_per_token": row.bytes_per_token,
+                "kl": mean,
+                "kl_low": low,
+                "kl_high": high,
+                "top1": row.top1,
+                "perplexity": row.perplexity,
+                "fits_budget": row.fits_budget,
+            }
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
+from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.precision import tokens_per_gib
 from kvtuner.report.formatting import ascii_text, count, fixed, interval, number, percent
 from kvtuner.report.layer_strip import layer_table
-from kvtuner.report.search_data import SCORE_TITLES
+from kvtuner.report.search_data import SCORE_TITLES, rank_text
 from kvtuner.report.table import Table
 from kvtuner.run_folder import write_atomically
 
@@ -90,13 +90,13 @@ def _level(data: ReportData) -> str:
 
 
 def _outcome(data: ReportData) -> list[tuple[str, str]]:
-    budget = data.budget
+    budget, rank = data.budget, rank_text(data.budget.tp_size, data.budget.pp_size)
     stored, bf16 = budget.bytes_per_token, budget.bf16_bytes_per_token
     return [
         ("model", data.model),
         ("asked", f"{budget.asked}, read plan {data.read_plan}"),
         ("reached", f"mean_bits {budget.mean_bits:.3f}, effective_bits {budget.effective_bits:.3f}"),
-        ("bytes per token", f"{stored:,} (bf16 {bf16:,}){budget.rank}"),
+        ("bytes per token", f"{stored:,} (bf16 {bf16:,}){rank}"),
         ("tokens per GiB", f"{tokens_per_gib(stored):,} (bf16 {tokens_per_gib(bf16):,}): {budget.ratio:.2f}x"),
         *_remarks(data),
     ]
@@ -129,13 +129,13 @@ def _headline(data: ReportData) -> str:
 
 
 def _page_tables(data: ReportData) -> dict[str, Table]:
-    budget = data.budget
+    budget, rank = data.budget, rank_text(data.budget.tp_size, data.budget.pp_size)
     stored, bf16 = budget.bytes_per_token, budget.bf16_bytes_per_token
     outcome = [
         ("budget asked", budget.asked, ""),
         ("mean_bits", fixed(budget.mean_bits, 3), "16"),
         ("effective_bits", fixed(budget.effective_bits, 3), "16"),
-        (f"bytes per token{budget.rank}", count(stored), count(bf16)),
+        (f"bytes per token{rank}", count(stored), count(bf16)),
         ("tokens per GiB", count(tokens_per_gib(stored)), count(tokens_per_gib(bf16))),
         ("tokens against bf16", f"{budget.ratio:.2f}x", "1x"),
         *((name, remark, "") for name, remark in _remarks(data)),
@@ -197,11 +197,8 @@ def _transform_gains(rows: Sequence[SensitivityRow]) -> list[tuple[str, ...]]:
         cells = [row for row in rows if (row.side, row.bits) == (side, bits)]
         for score, title in SCORE_TITLES.items():
             pairs = [(row.plain.get(score) or 0.0, row.best.get(score) or 0.0) for row in cells]
-            logs = [math.log(plain / best) for plain, best in pairs if plain > 0 and best > 0]
-            if logs:
-                # Gains multiply, so that their mean is geometric.
-                ratio = math.exp(sum(logs) / len(logs))
-                gains.append((side.upper(), str(bits), title, f"{ratio:.2f}x", str(len(logs))))
+            if ratios := [plain / best for plain, best in pairs if plain > 0 and best > 0]:
+                gains.append((side.upper(), str(bits), title, f"{geometric_mean(ratios):.2f}x", str(len(ratios))))
                 break
     return gains
 
@@ -209,24 +206,19 @@ def _transform_gains(rows: Sequence[SensitivityRow]) -> list[tuple[str, ...]]:
 def _descriptions(data: ReportData) -> dict[str, str]:
     """The text of each picture, for those who do not see it."""
     schemes = [row for quality in data.quality[:1] for row in (quality.winner, *quality.baselines)]
-    bits = [
-        f"{row.label} at {row.effective_bits:.2f} bits has {number(row.kl.mean if row.kl else None)}" for row in schemes
-    ]
+    kls = [number(row.kl.mean if row.kl else None) for row in schemes]
+    bits = [f"{row.label} at {row.effective_bits:.2f} bits has {kl}" for row, kl in zip(schemes, kls, strict=True)]
     scores = [(row.best.get(data.score), row) for row in data.sensitivity if row.bits == 2]
     ranked = sorted(((score, row) for score, row in scores if score is not None), key=lambda pair: -pair[0])
     worst = [f"layer {row.layer} {row.side.upper()} {number(score)}" for score, row in ranked[:3]]
     values = [trial.value for trial in data.trials if trial.feasible and trial.value is not None]
-    history = f"{len(data.trials)} trials, {len(values)} measured, best {number(min(values, default=None))}"
-    return {
-        "chosen-bits": _listed("Bits of keys and values", [f"layer {row.layer} {row.pair}" for row in data.layers]),
-        "pareto-front": _listed("KL against effective bits", bits, "; "),
-        "sensitivity": _listed(f"{SCORE_TITLES[data.score]} by layer, at 2, 4 and 8 bits. Worst at 2 bits", worst),
-        "uniform-kl": _listed(
-            "KL of uniform pairs", [f"K{cell.k_bits}V{cell.v_bits} {number(cell.kl)}" for cell in data.uniform_kl]
-        ),
-        "history": f"Measured KL by trial: {history}",
+    uniforms = [f"K{cell.k_bits}V{cell.v_bits} {number(cell.kl)}" for cell in data.uniform_kl]
+    texts = {
+        "chosen-bits": f"Bits of keys and values: {', '.join(f'layer {row.layer} {row.pair}' for row in data.layers)}",
+        "pareto-front": f"KL against effective bits: {'; '.join(bits)}",
+        "sensitivity": f"{SCORE_TITLES[data.score]} by layer, at 2, 4 and 8 bits. Worst at 2 bits: {', '.join(worst)}",
+        "uniform-kl": f"KL of uniform pairs: {', '.join(uniforms)}",
+        "history": f"Measured KL by trial: {len(data.trials)} trials, {len(values)} measured, best"
+        f" {number(min(values, default=None))}",
     }
-
-
-def _listed(title: str, parts: Sequence[str], separator: str = ", ") -> str:
-    return f"{title}: {separator.join(parts)}".rstrip()
+    return {name: text.rstrip() for name, text in texts.items()}

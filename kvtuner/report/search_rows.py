@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvtuner.evaluation.statistics import spearman
-from kvtuner.evaluation.validation import kl_difference
 from kvtuner.precision import PACKED_BITS, SIDES, effective_bits, mean_bits
 from kvtuner.report.layer_strip import LayerRow
 from kvtuner.report.search_data import (
     FrontPoint,
     PairAdditivity,
-    QualityRow,
     RankCorrelation,
     ScoreSet,
     SensitivityRow,
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtuner.calibration.sensitivity import CandidateScores, SensitivityTable
-    from kvtuner.evaluation.cache_scheme import CacheScheme, RankLayout
-    from kvtuner.evaluation.validation import SequenceSums
     from kvtuner.precision import RowShape
     from kvtuner.search_spaces.space import LayerChoice
     from kvtuner.tuner.exact_solver import Front
@@ -55,8 +51,8 @@ def sensitivity_rows(table: SensitivityTable) -> tuple[SensitivityRow, ...]:
         for side in SIDES:
             for bits in PACKED_BITS:
                 scores = table.of(layer, side, bits)
-                best, plain = min(scores, key=lambda name: _order(scores[name])), scores["none"]
-                rows.append(SensitivityRow(layer, side, bits, best, _score_set(scores[best]), _score_set(plain)))
+                best = min(scores, key=lambda name: (_kl_or_infinity(scores[name]), scores[name].fisher))
+                rows.append(SensitivityRow(layer, side, bits, best, *map(_score_set, (scores[best], scores["none"]))))
     return tuple(rows)
 
 
@@ -79,9 +75,7 @@ def pair_additivity(table: SensitivityTable) -> PairAdditivity | None:
         added = table.of(layer, "k", pair.k_bits)["none"].e_o + table.of(layer, "v", pair.v_bits)["none"].e_o
         if added > 0:
             deviations.append(abs(measured - added) / added)
-    if not deviations:
-        return None
-    return PairAdditivity(len(deviations), float(np.median(deviations)), max(deviations))
+    return PairAdditivity(len(deviations), float(np.median(deviations)), max(deviations)) if deviations else None
 
 
 def front_points(fronts: Sequence[Front], shape: RowShape) -> tuple[FrontPoint, ...]:
@@ -101,35 +95,8 @@ def front_points(fronts: Sequence[Front], shape: RowShape) -> tuple[FrontPoint, 
     return tuple(points)
 
 
-def quality_row(
-    scheme: CacheScheme,
-    sums: SequenceSums,
-    winner: SequenceSums | None,
-    *,
-    ranks: RankLayout,
-    fits_budget: bool,
-    seed: int,
-) -> QualityRow:
-    """A scheme on the report split, whose sums are compared with the winner's at the same offsets, if it is another."""
-    effective = scheme.effective_bits
-    assert effective is not None
-    return QualityRow(
-        name=scheme.name,
-        transforms=scheme.has_transforms,
-        mean_bits=scheme.mean_bits,
-        effective_bits=effective,
-        bytes_per_token=scheme.bytes_on(ranks),
-        kl=sums.kl_interval(seed),
-        kl_p99=sums.kl_p99,
-        top1=sums.top1_agreement,
-        perplexity=sums.perplexity,
-        fits_budget=fits_budget,
-        difference=None if winner is None else kl_difference(sums, winner, seed),
-    )
-
-
-def _order(scores: CandidateScores) -> tuple[float, float]:
-    return math.inf if scores.kl is None else scores.kl, scores.fisher
+def _kl_or_infinity(scores: CandidateScores) -> float:
+    return math.inf if scores.kl is None else scores.kl
 
 
 def _score_set(scores: CandidateScores) -> ScoreSet:

@@ -1,13 +1,17 @@
-"""The one table of every report: lines for a terminal, Markdown, and, by ``templates/parts.html``, HTML."""
+"""The one table of every report, as text, Markdown and, by ``templates/parts.html``, HTML; and that of notebooks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
+RecordTable: TypeAlias = Any
+"""A `pandas.DataFrame`, or `list[dict[str, Any]]`: pandas is no dependency, so that no type can name it."""
 _MARKDOWN_SYNTAX: Final = "\\|<>[]*_`#"
 
 
@@ -55,3 +59,9 @@ class Table:
 def markdown_text(text: str) -> str:
     """Text on one line, without what Markdown or HTML would take for its own."""
     return "".join(f"\\{c}" if c in _MARKDOWN_SYNTAX else c for c in " ".join(text.split()))
+
+
+def record_table(records: Iterable[dict[str, Any]]) -> RecordTable:
+    """A table for a notebook with a column for each key: a data frame where pandas is installed, else a list."""
+    rows = list(records)
+    return import_module("pandas").DataFrame(rows) if find_spec("pandas") else rows

@@ -92,7 +92,7 @@ def test_a_search_returns_its_profile_its_folder_and_its_tables(
 
 
 def test_without_pandas_tables_are_lists_of_dicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtuner.report import notebook_table
+    from kvtuner.report import table
 
-    monkeypatch.setattr(notebook_table, "find_spec", lambda name: None)
-    assert notebook_table.record_table([{"layer": 0}]) == [{"layer": 0}]
+    monkeypatch.setattr(table, "find_spec", lambda name: None)
+    assert table.record_table([{"layer": 0}]) == [{"layer": 0}]

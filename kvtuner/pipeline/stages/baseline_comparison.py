@@ -12,7 +12,6 @@ from kvtuner.evaluation.cache_scheme import CacheScheme, Fp8Scheme, UnquantizedS
 from kvtuner.evaluation.validation import OFFSETS, UNIFORM_PAIRS, SequenceSums, Validator, kl_difference, pooled
 from kvtuner.pipeline.progress import say
 from kvtuner.report.search_data import OffsetQuality, QualityRow
-from kvtuner.report.search_rows import quality_row
 from kvtuner.tuner.objective import configuration_key, layer_specs
 
 if TYPE_CHECKING:
@@ -67,13 +66,21 @@ class BaselineComparison:
         )
 
     def _row(self, scheme: CacheScheme, offsets: Offsets) -> QualityRow:
-        return quality_row(
-            scheme,
-            self.measured[scheme.key][offsets],
-            None if scheme is self.winner else self.measured[self.winner.key][offsets],
-            ranks=self.run.ranks,
+        sums, winner, seed = self.measured[scheme.key][offsets], self.measured[self.winner.key][offsets], self.run.seed
+        effective = scheme.effective_bits
+        assert effective is not None
+        return QualityRow(
+            name=scheme.name,
+            transforms=scheme.has_transforms,
+            mean_bits=scheme.mean_bits,
+            effective_bits=effective,
+            bytes_per_token=scheme.bytes_on(self.run.ranks),
+            kl=sums.kl_interval(seed),
+            kl_p99=sums.kl_p99,
+            top1=sums.top1_agreement,
+            perplexity=sums.perplexity,
             fits_budget=self.outcome.fits(scheme),
-            seed=self.run.seed,
+            difference=None if scheme is self.winner else kl_difference(sums, winner, seed),
         )
 
     def _overridden(self) -> SearchOutcome:
