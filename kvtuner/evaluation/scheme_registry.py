@@ -45,10 +45,7 @@ def register_scheme(name: str, make: Callable[[ModelGeometry], CacheScheme]) -> 
 def named_scheme(text: str, shape: ModelShape) -> CacheScheme:
     """The scheme that a word names: a registered one, or a uniform pair such as ``K8V8`` or ``K4V4-symmetric``.
 
-    A pair is without transforms, and asymmetric where it does not say otherwise.
-
-    Raises:
-        PrecisionError: The word names no scheme.
+    A pair is without transforms, and asymmetric where it does not say otherwise; `PrecisionError` for any other word.
     """
     if text in _FACTORIES:
         return _FACTORIES[text](shape.geometry)
@@ -67,11 +64,7 @@ def named_scheme(text: str, shape: ModelShape) -> CacheScheme:
 def named_schemes(
     names: Sequence[str], shape: ModelShape, profile: Profile, file: Path | None = None
 ) -> list[CacheScheme]:
-    """The schemes that words name: `PROFILE_SCHEME` the searched profile, others what `named_scheme` knows.
-
-    Raises:
-        PrecisionError: A word names no scheme, or two name the same one.
-    """
+    """The schemes that words name, each once: `PROFILE_SCHEME` the profile, others what `named_scheme` knows."""
     schemes = [
         ProfileScheme.of(name, profile, file) if name == PROFILE_SCHEME else named_scheme(name, shape) for name in names
     ]

@@ -66,11 +66,7 @@ def bootstrap_mean(
 
 
 def spearman(x: NDArray[np.float64], y: NDArray[np.float64]) -> float | None:
-    """The rank correlation, ties at their mean rank; None where one side does not vary or has under two values.
-
-    Raises:
-        ValueError: Lengths that differ, or values that are not finite.
-    """
+    """The rank correlation, ties at their mean rank; None where one side does not vary or has under two values."""
     from scipy.stats import spearmanr
 
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)

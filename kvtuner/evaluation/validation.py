@@ -109,11 +109,7 @@ class Validator:
         self._simulators: dict[Offsets, Simulator] = {}
 
     def measure(self, scheme: CacheScheme, offsets: Offsets) -> SequenceSums:
-        """Measure one scheme at one kind of position offsets, or look it up.
-
-        Raises:
-            NonFiniteActivationError: A token's KL is NaN or infinite; nothing is journalled.
-        """
+        """Measure one scheme at one kind of offsets, or look it up; `NonFiniteActivationError` is not journalled."""
         record = self._journal.get((offsets, scheme.key))
         if record is not None:
             sums = record["sums"]

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvtuner.bench.loads import LoadOptions
 from kvtuner.errors import CorpusError, EndpointError, OptionError
-from kvtuner.pipeline.option_types import counts, endpoint, names, positive, seed, several
-from kvtuner.pipeline.options import DataOptions, ModelOptions, check_options, option
+from kvtuner.pipeline.options import DataOptions, ModelOptions, check_options, option, positive, seed
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 
 if TYPE_CHECKING:
@@ -41,6 +40,59 @@ _OF_LEVELS: Final[dict[str, tuple[str, ...]]] = {
 }
 LOADS: Final = LoadOptions()
 _UNITS: Final = {None: 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def several(text: str) -> int:
+    """A count of at least 2, which an interval needs."""
+    value = int(text)
+    if value < 2:
+        raise OptionError(f"intervals need at least 2, not {value}")
+    return value
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Counts between commas, ascending, each once."""
+    return tuple(sorted({positive(part) for part in text.split(",")}))
+
+
+def names(choices: Sequence[str] = ()) -> Callable[[str], tuple[str, ...]]:
+    """A function that reads names between commas, each of them one of the choices where there are any."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        parts = tuple(part.strip() for part in text.split(",") if part.strip())
+        if not parts:
+            raise OptionError("name one at least")
+        for part in parts:
+            if choices and part not in choices:
+                raise OptionError(f"{part!r} is none of {', '.join(choices)}")
+        return parts
+
+    return parse
+
+
+def endpoint(text: str) -> tuple[str, str]:
+    """A scheme and the URL of its server; the profile where no scheme is named."""
+    scheme, is_named, url = text.partition("=")
+    if not is_named or "://" in scheme:
+        scheme, url = "profile", text
+    if not url.startswith(("http://", "https://")):
+        raise OptionError(f"an endpoint is http://HOST:PORT, or SCHEME=http://HOST:PORT, not {text!r}")
+    return scheme, url
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB)?", text)
+    value = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if value < 1:
+        raise OptionError(f"bytes are written 512MiB or 40GiB, not {text!r}")
+    return value
+
+
+def _gigabytes(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise OptionError(f"must be above 0, not {text}")
+    return value * 1e9
 
 
 def _number(name: str, text: str, *, type: Callable[[str], int] = positive, **flag: Any) -> Any:
@@ -166,21 +218,6 @@ class EvalOptions:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB)?", text)
-    value = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if value < 1:
-        raise OptionError(f"bytes are written 512MiB or 40GiB, not {text!r}")
-    return value
-
-
-def _gigabytes(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise OptionError(f"must be above 0, not {text}")
-    return value * 1e9
 
 
 def _counts(text: str, **flag: Any) -> Any:

@@ -123,29 +123,22 @@ def _evaluation(
 ) -> Evaluation:
     # Hashes stand in for the text: a result may be shared, the text may be private.
     hashes = model.corpus.hashes()
+    record = model.profile.provenance.calibration
+    # Two equal hashes mean the same text, cut alike: its report split took no part in the search.
+    seen = record.token_ids_sha256 if record else None
+    is_unseen = seen is not None and (seen.calibrate, seen.select) == (hashes["calibrate"], hashes["select"])
     return Evaluation(
         evaluation_version=1,
         profile_digest=model.profile.digest,
         model=model.shape.identity(model.source, backends[0].dtype or model.profile.model.dtype, model.tokenizer),
         host=next(backend.record() for backend in backends if backend.name == PROFILE_SCHEME),
-        data=DataRecord(
-            corpus=model.corpus_source.name,
-            token_ids_sha256=hashes["report"],
-            is_unseen=_is_unseen(model.profile, hashes),
-        ),
+        data=DataRecord(corpus=model.corpus_source.name, token_ids_sha256=hashes["report"], is_unseen=is_unseen),
         subjects=tuple(
             SchemeRecord(name=scheme.name, bytes_per_token=scheme.bytes_per_token or 0) for scheme in model.schemes
         ),
         cells=tuple(cells),
         making=result_provenance(command, model.options),
     )
-
-
-def _is_unseen(profile: Profile, hashes: dict[str, str]) -> bool:
-    record = profile.provenance.calibration
-    # Two equal hashes mean the same text, cut alike: its report split took no part in the search.
-    seen = record.token_ids_sha256 if record else None
-    return seen is not None and (seen.calibrate, seen.select) == (hashes["calibrate"], hashes["select"])
 
 
 class _EvaluationSession:

@@ -11,7 +11,6 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from kvtuner.errors import BudgetError, OptionError, SearchSpaceError
-from kvtuner.pipeline.option_types import MIN_REPORT_SEQUENCES, positive, seed, sequences
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 
 if TYPE_CHECKING:
@@ -27,6 +26,10 @@ DEFAULT_TRIALS: Final = 100
 """The refinement's size where none is given; `SearchOptions` keeps None, since hand-written layers refuse both."""
 _SEARCH_ONLY: Final = ("keep", "groups", "nested", "sampler", "trials", "storage")
 
+MAX_SEED: Final = 2**31
+MIN_REPORT_SEQUENCES: Final = 2
+"""The sequences that an interval needs."""
+
 Options = TypeVar("Options")
 
 
@@ -40,6 +43,34 @@ def option(default: Any, text: str, **flag: Any) -> Any:
             `group` is the title of a group of flags that begins with this one.
     """
     return field(default=default, metadata={"help": text, **flag})
+
+
+def positive(text: str) -> int:
+    """A count of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise OptionError(f"must be at least 1, not {value}")
+    return value
+
+
+def seed(text: str) -> int:
+    """A seed that every generator takes."""
+    value = int(text)
+    if not 0 <= value < MAX_SEED:
+        raise OptionError(f"must be within 0..{MAX_SEED - 1}, not {value}")
+    return value
+
+
+def sequences(text: str) -> tuple[int, int, int]:
+    """Counts of the three splits; one count is all three."""
+    splits = [positive(part) for part in text.split(",")]
+    if len(splits) == 1:
+        splits *= 3
+    if len(splits) != 3:
+        raise OptionError(f"one count or three (calibrate,select,report), not {text!r}")
+    if splits[2] < MIN_REPORT_SEQUENCES:
+        raise OptionError("the report split needs at least 2 sequences for its intervals")
+    return splits[0], splits[1], splits[2]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -53,11 +53,7 @@ def _with_notes(profiles: list[ResolvedProfile]) -> list[ResolvedProfile]:
 
 
 def list_profiles(folder: Path | None, *, model: str | None = None) -> list[ResolvedProfile]:
-    """Profiles at hand, and of a folder, that fit a model; a file that is no valid profile is named on stderr.
-
-    Raises:
-        ProfileError: There is no such folder.
-    """
+    """Profiles at hand, and of a folder, that fit a model; a file that is no valid profile is named on stderr."""
     names = [entry.name for entry in load_index().profiles]
     profiles = [find_profile(f"catalogue:{name}") for name in names]
     profiles += [

@@ -109,19 +109,11 @@ class Backend(ABC):
 
     @abstractmethod
     def log_likelihood(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool] | None:
-        """The log-probability of a continuation, nats, and whether it is the greedy one.
-
-        Raises:
-            EndpointError: The server gives no log-probabilities.
-        """
+        """The log-probability of a continuation, nats, and whether it is greedy; `EndpointError` if none is given."""
 
     @abstractmethod
     def whole_log_likelihood(self, ids: Sequence[int]) -> float:
-        """The log-probability of all tokens of a text but the first, nats.
-
-        Raises:
-            EndpointError: The backend is a server.
-        """
+        """The log-probability of all tokens of a text but the first, nats; `EndpointError` of a server."""
 
     @abstractmethod
     def record(self) -> BackendRecord:

@@ -12,7 +12,7 @@ import os
 import urllib.error
 import urllib.request
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, get_args
 from urllib.parse import urlsplit
 
 from kvtuner.errors import EndpointError
@@ -65,11 +65,7 @@ class ServerFacts:
 
 
 class Endpoint:
-    """A server at a URL without a path, whose answers may take so many seconds.
-
-    Raises:
-        EndpointError: It cannot be reached, redirects, or serves no model.
-    """
+    """A server at a URL without a path, whose answers may take so many seconds; `EndpointError` where there is none."""
 
     def __init__(self, url: str, api: Api, timeout_s: float) -> None:
         self.url, self.api = url.rstrip("/"), api
@@ -87,9 +83,7 @@ class Endpoint:
     ) -> Any:
         """The JSON that the server answers to a prompt, with SGLang's sampling parameters and more fields besides.
 
-        Raises:
-            OSError: No answer; URLError and timeouts are.
-            ValueError: The answer is no JSON.
+        It raises `OSError` without an answer, and `ValueError` for one that is no JSON.
         """
         body: dict[str, Any]
         if self.api == "sglang":
@@ -101,11 +95,7 @@ class Endpoint:
         return json.loads(self._read(path, json.dumps({**body, **more}).encode()))
 
     def check_serves(self, scheme: CacheScheme, profile: Profile | None) -> None:
-        """Check that a server of SGLang serves the scheme that it was named for, and a profile if one is given.
-
-        Raises:
-            EndpointError: It does not, or its answers cannot show it.
-        """
+        """Raise `EndpointError` unless SGLang shows that it serves the scheme that it was named for, and a given profile."""
         served = self.facts
         if profile is not None and served.digest != profile.digest:
             stored = f"the profile {served.digest}" if served.digest else "no profile"
@@ -123,19 +113,22 @@ class Endpoint:
             if self.api == "openai":
                 return ServerFacts(str(self.get("/v1/models")["data"][0]["id"]))
             info, model = self.get("/server_info"), self.get("/model_info")
+            reads: Reads | None = info.get("kvtuner_reads")
+            if reads not in (None, *get_args(Reads)):
+                raise ValueError(f"it reads {reads!a}")
             return ServerFacts(
                 str(info["model_path"]),
                 info.get("version"),
                 info.get("kvtuner_profile"),
-                _known_reads(info.get("kvtuner_reads")),
+                reads,
                 info.get("kv_cache_dtype"),
                 (*map(info.get, STARTED_WITH), *map(model.get, LOADED)),
             )
         except NO_ANSWER as error:
-            proxy = proxy_of(self.url)
+            proxy, reason = proxy_of(self.url), str(getattr(error, "reason", None) or error) or type(error).__name__
             through = f", through the proxy {proxy}; no_proxy leaves hosts out" if proxy else ""
             raise EndpointError(
-                f"{self.url} does not answer as {self.api} servers do ({_reason(error)}{through}); start one there, or"
+                f"{self.url} does not answer as {self.api} servers do ({reason}{through}); start one there, or"
                 " give another --api"
             ) from error
 
@@ -175,8 +168,7 @@ class Endpoint:
 def opener_of(url: str) -> urllib.request.OpenerDirector:
     """The opener of a server's paths, which takes the environment's proxy except for servers on this machine.
 
-    Raises:
-        EndpointError: The URL is no address; opening raises it where the server redirects.
+    It raises `EndpointError` where the URL is no address, and opening does where the server redirects.
     """
     proxies = urllib.request.ProxyHandler({} if is_loopback(url) else None)
     return urllib.request.build_opener(proxies, _NoRedirects())
@@ -215,13 +207,3 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
             f"{req.full_url} redirects to {newurl.partition('?')[0]}, and no key or prompt is sent on; give the address"
             " of the server itself, if it is to be asked"
         )
-
-
-def _known_reads(value: object) -> Reads | None:
-    if value not in (None, *get_args(Reads)):
-        raise ValueError(f"it reads {value!a}")
-    return cast("Reads | None", value)
-
-
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "reason", None) or error) or type(error).__name__

@@ -68,11 +68,7 @@ def from_record(record: Sequence[Sequence[tuple[Any, float]]]) -> NextToken:
 
 
 def from_sglang(answer: Any, asked: Sequence[int]) -> NextToken:
-    """Read an answer of one token to ``/generate`` with `asked` as its ``token_ids_logprob``.
-
-    Raises:
-        KeyError, IndexError, TypeError, ValueError: The answer has another form.
-    """
+    """Read an answer of one token to ``/generate``, `asked` its ``token_ids_logprob``; `NO_ANSWER` for other forms."""
     meta = answer["meta_info"]
     top: dict[int | str, float] = {int(token): float(log_p) for log_p, token, _ in meta["output_top_logprobs"][0]}
     named = {int(token): float(log_p) for log_p, token, _ in meta["output_token_ids_logprobs"][0]} if asked else {}
@@ -82,12 +78,9 @@ def from_sglang(answer: Any, asked: Sequence[int]) -> NextToken:
 
 
 def from_openai(answer: Any, names_one_token: Callable[[str], bool]) -> NextToken:
-    """Read an answer of one token to ``/v1/completions`` with ``logprobs``.
+    """Read an answer of one token to ``/v1/completions`` with ``logprobs``; `NO_ANSWER` for other forms.
 
     A text that is not that of a single token is left out: others would be taken for it.
-
-    Raises:
-        KeyError, IndexError, TypeError, ValueError, AttributeError: The answer has another form.
     """
     named = answer["choices"][0]["logprobs"]["top_logprobs"][0]
     top = {str(text): float(log_p) for text, log_p in named.items() if names_one_token(text)}

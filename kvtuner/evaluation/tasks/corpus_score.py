@@ -63,10 +63,9 @@ def sentences_of(values: Sequence[Any]) -> list[Sentence] | None:
 
 
 class CorpusScore(PairedScores):
-    """The score of one scheme in one of `CORPUS_METRICS`; other schemes' sentences have the same references.
+    """The score of one scheme in one of `CORPUS_METRICS`, by at least two sentences, else `CorpusError`.
 
-    Raises:
-        CorpusError: A single sentence, which says nothing of the spread between sentences.
+    Other schemes' sentences have the same references.
     """
 
     def __init__(self, metric: str, sentences: Sequence[Sentence]) -> None:

@@ -43,9 +43,6 @@ def local_likelihood_cells(bench: Workbench, schemes: Sequence[CacheScheme], fol
     """KL, top-1 agreement and negative log-likelihood at the first and the last positions of the context.
 
     The report split is scored; the unquantized scheme and the searched profile are among the schemes.
-
-    Raises:
-        NonFiniteActivationError: A token's KL is NaN or infinite.
     """
     validator = Validator(bench, folder, sha256_of(bench.identity()))
     tokens = bench.corpus.splits["report"].shape[1]

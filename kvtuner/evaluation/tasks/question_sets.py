@@ -59,10 +59,7 @@ class DrawOptions:
 def draw_question_sets(levels: Sequence[Level], text: TextTokenizer, options: DrawOptions) -> list[QuestionSet]:
     """Recall and needles at every length; arithmetic at several positions, or after text of every length.
 
-    Each level and length draws by itself.
-
-    Raises:
-        CorpusError: A context that does not fit, or a length that the questions alone exceed by far.
+    Each level and length draws by itself; `CorpusError` where a context does not fit, or questions alone exceed it.
     """
     sets = []
     for level in levels:
@@ -116,9 +113,6 @@ def question_cells(
     """The accuracy of every backend, the profile's among them, in every question set; answers are journalled.
 
     The identity is the hash of whatever decides answers besides the questions and the backend.
-
-    Raises:
-        EndpointError: A server is gone.
     """
     journal = AnswerJournal(folder, JOURNAL, identity, version=ANSWERING)
     cells = []

@@ -72,6 +72,9 @@ def make_profile(comparison: BaselineComparison, quality: Sequence[OffsetQuality
 def _quality(comparison: BaselineComparison, rows: Sequence[QualityRow]) -> QualityRecord:
     """Winner, unquantized model and baselines, each over all kinds of offsets; `rows` are the report's baselines."""
     run, winner = comparison.run, comparison.pooled(comparison.winner)
+    predicted = predicted_score(comparison.outcome.configuration)
+    # A uniform without transforms may not have been scored, and e_o is not in nats.
+    is_known = run.options.measurement.score != "e_o" and not math.isnan(predicted)
     baselines = []
     for baseline, row in zip(comparison.baselines, rows, strict=True):
         kl = comparison.pooled(baseline).kl_interval(run.seed)
@@ -81,7 +84,7 @@ def _quality(comparison: BaselineComparison, rows: Sequence[QualityRow]) -> Qual
         metric="kl_nats_per_token",
         read_plan=run.options.measurement.read_plan,
         split_tokens=sum(winner.count) // len(comparison.measured[comparison.winner.key]),
-        predicted_kl=_predicted_kl(run, comparison.outcome),
+        predicted_kl=predicted if is_known else None,
         measured_kl=IntervalRecord(**asdict(winner.kl_interval(run.seed))),
         kl_p99=winner.kl_p99,
         top1_agreement=winner.top1_agreement,
@@ -89,12 +92,6 @@ def _quality(comparison: BaselineComparison, rows: Sequence[QualityRow]) -> Qual
         reference_perplexity=comparison.pooled(comparison.reference).perplexity,
         baselines=tuple(baselines),
     )
-
-
-def _predicted_kl(run: SearchRun, outcome: SearchOutcome) -> float | None:
-    """The additive prediction where it is in nats and known: a uniform without transforms may not have been scored."""
-    predicted = predicted_score(outcome.configuration)
-    return None if run.options.measurement.score == "e_o" or math.isnan(predicted) else predicted
 
 
 def _provenance(run: SearchRun, outcome: SearchOutcome, command: str) -> Provenance:
@@ -176,17 +173,14 @@ def _additivity(run: SearchRun, outcome: SearchOutcome) -> tuple[AdditivityRow, 
     checks = [] if outcome.measured_kl is None else [("winner", outcome.configuration, outcome.measured_kl)]
     if outcome.exact is not None and outcome.exact_kl is not None:
         checks.append(("exact", outcome.exact, outcome.exact_kl))
-    for pair in UNIFORM_PAIRS:
-        if pair in outcome.uniform_kl:
-            configuration = run.uniform(pair, transforms=True)
-            checks.append((str(pair), configuration, outcome.uniform_kl[pair]))
-    predicted = [(name, predicted_score(configuration), kl) for name, configuration, kl in checks]
-    return tuple(AdditivityRow(name, score, kl) for name, score, kl in predicted if not math.isnan(score))
+    uniforms = [pair for pair in UNIFORM_PAIRS if pair in outcome.uniform_kl]
+    checks += [(str(pair), run.uniform(pair, transforms=True), outcome.uniform_kl[pair]) for pair in uniforms]
+    rows = [AdditivityRow(name, predicted_score(configuration), kl) for name, configuration, kl in checks]
+    return tuple(row for row in rows if not math.isnan(row.predicted))
 
 
 def _facts(run: SearchRun, profile: Profile) -> tuple[tuple[str, str], ...]:
-    source = run.corpus_source
-    search = profile.provenance.search
+    source, search = run.corpus_source, profile.provenance.search
     facts = {
         "digest": profile.digest,
         "architecture": profile.model.architecture,
