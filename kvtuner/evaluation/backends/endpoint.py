@@ -95,7 +95,7 @@ class Endpoint:
         return json.loads(self._read(path, json.dumps({**body, **more}).encode()))
 
     def check_serves(self, scheme: CacheScheme, profile: Profile | None) -> None:
-        """Raise `EndpointError` unless SGLang shows that it serves the scheme that it was named for, and a given profile."""
+        """Raise `EndpointError` unless SGLang shows that it serves its scheme, and the profile if one is given."""
         served = self.facts
         if profile is not None and served.digest != profile.digest:
             stored = f"the profile {served.digest}" if served.digest else "no profile"
