@@ -3,14 +3,14 @@
 Knows formats by the rows of `FORMATS` alone.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
 from kvtuner.errors import PrecisionError, ProfileError
 from kvtuner.exported_configs import formats
-from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, unsearched
+from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.geometry import ModelGeometry
@@ -89,12 +89,6 @@ class ImportOptions:
         if self.group_size is not None and self.group_size < 1:
             raise ProfileError(f"--group-size must be at least 1 channel, not {str(self.group_size)[:20]}")
 
-    def flags_beyond(self, names: Collection[str]) -> Iterator[str]:
-        """The flags that the user set and that belong to no field of `names`."""
-        for option in fields(self):
-            if "flag" in option.metadata and option.name not in names and getattr(self, option.name) not in (None, {}):
-                yield option.metadata["flag"]
-
     def storage(self, geometry: ModelGeometry, *, symmetric: bool = False) -> Storage:
         """The storage of a format that has no groups of its own: one group per head."""
         return Storage(self.group_size or geometry.head_dim, self.group_size or geometry.v_head_dim, symmetric)
@@ -171,8 +165,10 @@ def read(
     The profile has no transforms and measurements, and the notes say what the file left open. A file that is wrong, or
     an option that means nothing to the format, is a `ProfileError`.
     """
-    for flag in options.flags_beyond(formats.FORMATS[name].options or ()):
-        raise ProfileError(f"{name} files say that themselves, or do not have it; leave {flag} out")
+    for option in fields(options):
+        flag, is_set = option.metadata.get("flag"), getattr(options, option.name) not in (None, {})
+        if flag and is_set and option.name not in (formats.FORMATS[name].options or ()):
+            raise ProfileError(f"{name} files say that themselves, or do not have it; leave {flag} out")
     imported: Imported = _module(name).read(data, geometry, options)
     pairs = imported.all_pairs(geometry.num_layers)
     _check_groups(pairs, imported.storage, geometry)
@@ -182,8 +178,6 @@ def read(
         **asdict(imported.storage),
         model=model,
         budget=AskedBudget(f"imported from {name}"),
-        quality=None,
-        provenance=unsearched(),
     )
     return profile, imported.notes
 

@@ -56,14 +56,15 @@ def build_profile(
     symmetric: bool,
     model: ModelIdentity,
     budget: AskedBudget,
-    quality: QualityRecord | None,
-    provenance: Provenance,
+    quality: QualityRecord | None = None,
+    provenance: Provenance | None = None,
     k_granularity: Granularity = "per_token",
 ) -> Profile:
     """Build a profile with its digest and its reached budget.
 
     A group size is the number of channels per scale; of per_channel keys, which no server reads yet, it is the number
-    of tokens per scale of a channel. Symmetric grids lie around zero. The quality is None where nothing was measured.
+    of tokens per scale of a channel. Symmetric grids lie around zero. Without a quality
+    nothing was measured, without a provenance no search chose.
 
     Raises:
         ProfileError: Choices that a profile cannot hold; names the layer.
@@ -71,11 +72,9 @@ def build_profile(
     """
     if len(layers) != geometry.num_layers:
         raise ProfileError(f"geometry has num_layers {geometry.num_layers}, but {len(layers)} layers were chosen")
-    sides: dict[str, dict[str, Any]] = {
-        "k": {"granularity": k_granularity, "group_size": k_group_size, "transform": _usual_transform(layers, "k")},
-        "v": {"granularity": "per_token", "group_size": v_group_size, "transform": _usual_transform(layers, "v")},
-    }
-    fields = {side: {**defaults, "symmetric": symmetric} for side, defaults in sides.items()}
+    keys = {"granularity": k_granularity, "group_size": k_group_size, "transform": _usual_transform(layers, "k")}
+    values = {"granularity": "per_token", "group_size": v_group_size, "transform": _usual_transform(layers, "v")}
+    fields = {"k": {**keys, "symmetric": symmetric}, "v": {**values, "symmetric": symmetric}}
     defaults = validated(Defaults, fields, place="defaults")
     geometry_record = validated(GeometryRecord, geometry.as_dict(), place="geometry")
     records = tuple(_layer_record(number, layer, defaults) for number, layer in enumerate(layers))
@@ -91,7 +90,7 @@ def build_profile(
         layers=records,
         budget=validated(BudgetRecord, {**asdict(budget), **figures}, place="budget"),
         quality=quality,
-        provenance=provenance,
+        provenance=provenance or _unsearched(),
     )
 
 
@@ -118,13 +117,10 @@ def uniform_profile(
         k_granularity=k_granularity,
         model=model,
         budget=AskedBudget(str(pair)),
-        quality=None,
-        provenance=unsearched(),
     )
 
 
-def unsearched() -> Provenance:
-    """The provenance of a profile that no search chose."""
+def _unsearched() -> Provenance:
     return Provenance(
         kvtuner_version=__version__,
         calibration=None,

@@ -77,9 +77,14 @@ def choose(model: ModelIdentity, budget: str | None = None, folder: Path = FOLDE
     The budget is the catalogue's usual one by default. Where none has it, a `ProfileError` names those that there are.
     """
     alike = [entry for entry in load_index(folder).profiles if _is_alike(entry.model, model)]
-    weights = model.checkpoint_sha256
-    same = [entry for entry in alike if weights is not None and entry.model.checkpoint_sha256 == weights]
-    entries = same or [entry for entry in alike if _is_called_alike(entry.model, model)]
+    weights, name = model.checkpoint_sha256, model.id.casefold()
+    # Many fine-tunes share a configuration: the name counts only where weights cannot be compared.
+    entries = [entry for entry in alike if weights is not None and entry.model.checkpoint_sha256 == weights]
+    entries = entries or [
+        entry
+        for entry in alike
+        if None in (weights, entry.model.checkpoint_sha256) and entry.model.id.casefold() == name
+    ]
     if not entries:
         raise ProfileError(
             f"the catalogue has no profile for {model.id} ({model.architecture}, configuration"
@@ -97,11 +102,4 @@ def choose(model: ModelIdentity, budget: str | None = None, folder: Path = FOLDE
 
 
 def _is_alike(measured: ModelIdentity, served: ModelIdentity) -> bool:
-    """Whether models are of one configuration, which many fine-tunes share."""
     return is_same_configuration(measured, served) is True and measured.architecture == served.architecture
-
-
-def _is_called_alike(measured: ModelIdentity, served: ModelIdentity) -> bool:
-    """Whether names are the same, where weights cannot be compared."""
-    have_weights = measured.checkpoint_sha256 is not None and served.checkpoint_sha256 is not None
-    return not have_weights and measured.id.casefold() == served.id.casefold()

@@ -69,7 +69,7 @@ def store_profile(reference: HubReference, files: Mapping[str, bytes], profile: 
 
 def find_stored(reference: HubReference) -> FetchedProfile | None:
     """The profile that was fetched from a commit, if it is whole; `ProfileError` where another digest is pinned."""
-    folders = sorted(cache_folder().glob(f"*/{_key(reference)}")) if reference.is_commit else []
+    folders = sorted(cache_folder().glob(f"*/{_key(reference)}")) if is_commit(reference.revision) else []
     fetched = next(filter(None, map(_read, folders)), None)
     if fetched is not None:
         check_digest(fetched.profile.digest, reference.digest, str(reference))

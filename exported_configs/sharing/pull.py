@@ -21,7 +21,7 @@ from kvtuner.exported_configs.sharing.profile_store import (
     remembered,
     store_profile,
 )
-from kvtuner.exported_configs.sharing.reference import HubReference, check_digest, profile_names
+from kvtuner.exported_configs.sharing.reference import HubReference, check_digest, is_commit, profile_names
 from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE, SIGNATURE_SUFFIX, read_bundle
 
 MAX_COMPANIONS: Final = 32
@@ -49,7 +49,7 @@ def _pull_online(reference: HubReference) -> FetchedProfile:
     listing = list_files(reference.repo, reference.revision)
     at = reference.at(listing.commit)
     fetched = find_stored(at) or _fetch(at, listing.sizes)
-    if reference.is_commit:
+    if is_commit(reference.revision):
         return fetched
     before = remember(reference, listing.commit)
     notes = [f"{reference} may change; it is {at} now: name that to keep it"]
@@ -59,7 +59,7 @@ def _pull_online(reference: HubReference) -> FetchedProfile:
 
 
 def _pull_offline(reference: HubReference) -> FetchedProfile:
-    commit = None if reference.is_commit else remembered(reference)
+    commit = None if is_commit(reference.revision) else remembered(reference)
     fetched = None if commit is None else find_stored(reference.at(commit))
     if fetched is None:
         raise HubError(

@@ -54,11 +54,6 @@ class HubReference:
     path: str = PROFILE_FILE
     digest: str | None = None
 
-    @property
-    def is_commit(self) -> bool:
-        """Whether the revision can never mean something else."""
-        return is_commit(self.revision)
-
     def at(self, commit: str) -> Self:
         """This reference at a commit."""
         return replace(self, revision=commit)
@@ -76,7 +71,7 @@ ProfileReference = FileReference | CatalogueReference | HubReference
 
 
 def is_commit(revision: str) -> bool:
-    """Whether a revision is a commit in full."""
+    """Whether a revision is a commit in full, and so can never mean something else."""
     return _COMMIT.fullmatch(revision) is not None
 
 

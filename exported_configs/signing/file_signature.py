@@ -145,8 +145,8 @@ def certificate_name(der: bytes) -> str:
         names: list[str] = []
         for extension in certificate.extensions:
             if isinstance(extension.value, x509.SubjectAlternativeName):
-                for kind in (x509.RFC822Name, x509.UniformResourceIdentifier):
-                    names += extension.value.get_values_for_type(kind)
+                kinds = x509.RFC822Name | x509.UniformResourceIdentifier
+                names += [name.value for name in extension.value if isinstance(name, kinds)]
             elif extension.oid.dotted_string == _SIGSTORE_ISSUER:
                 # A text in DER, whose type and length stand before it.
                 issuer = extension.value.public_bytes().partition(b"https://")[2]

@@ -24,8 +24,8 @@ from kvtuner.run_folder import write_atomically
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kvtuner.exported_configs.sharing.hub_client import Upload
     from kvtuner.exported_configs.sharing.profile_store import FetchedProfile
-    from kvtuner.exported_configs.sharing.upload import Upload
 
 README: Final = "README.md"
 REPORT: Final = "report.html"

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def _push(args: Namespace) -> int:
+    from kvtuner.exported_configs.sharing.hub_client import plan_upload, push
     from kvtuner.exported_configs.sharing.reference import HubReference, parse_repo, profile_names
-    from kvtuner.exported_configs.sharing.upload import plan_upload, push
     from kvtuner.pipeline.progress import say
     from kvtuner.pipeline.publication import preview_text, published_files, upload_facts
 

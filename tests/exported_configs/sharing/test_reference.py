@@ -14,6 +14,7 @@ from kvtuner.exported_configs.sharing.reference import (
     FileReference,
     HubReference,
     check_digest,
+    is_commit,
     parse_reference,
     parse_repo,
 )
@@ -81,7 +82,7 @@ def test_what_cannot_be_meant_is_refused_in_one_printable_line(text: str) -> Non
 def test_a_hub_reference_reads_back_as_it_is_written() -> None:
     for reference in (HubReference("me/m", "main"), HubReference("me/m", "v1", "kv/p.json")):
         assert parse_reference(str(reference)) == reference
-    assert HubReference("me/m", "main").at("b" * 40).is_commit and not HubReference("me/m", "b" * 39).is_commit
+    assert is_commit(HubReference("me/m", "main").at("b" * 40).revision) and not is_commit("b" * 39)
 
 
 @settings(max_examples=500, deadline=None, derandomize=True, database=None)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtuner.errors import HubError
+from kvtuner.exported_configs.sharing.hub_client import plan_upload, push
 from kvtuner.exported_configs.sharing.pull import pull
 from kvtuner.exported_configs.sharing.reference import HubReference
-from kvtuner.exported_configs.sharing.upload import plan_upload, push
 
 if TYPE_CHECKING:
     from collections.abc import Callable
