@@ -79,25 +79,28 @@ class Client:
         ]
 
     async def _answers(self, load: Load, prompts: Sequence[Sequence[int]]) -> list[tuple[Any, float, float]]:
-        """Answers of SGLang's client, and when their requests started and ended."""
-        in_flight = asyncio.Semaphore(load.concurrency)
+        """Answers of SGLang's client, which raises nothing but what it could not foresee, and their start and end."""
+        send, in_flight = self._serving.ASYNC_REQUEST_FUNCS[self._interface], asyncio.Semaphore(load.concurrency)
 
         async def answer_of(prompt: Sequence[int]) -> tuple[Any, float, float]:
+            request = self._request(prompt, load.output_tokens)
             async with in_flight:
                 started = time.perf_counter()
-                answer = await self._request(prompt, load.output_tokens)
+                try:
+                    answer = await asyncio.wait_for(send(request_func_input=request), self._timeout_s)
+                except TimeoutError:
+                    answer = self._serving.RequestFuncOutput.init_new(request)
+                    answer.error = f"no answer within {self._timeout_s:g} s"
                 return answer, started, time.perf_counter()
 
         return await asyncio.gather(*map(answer_of, prompts))
 
-    async def _request(self, prompt: Sequence[int], num_tokens: int) -> Any:
-        """Send one request by SGLang's own client, which raises nothing but what it could not foresee."""
-        serving = self._serving
+    def _request(self, prompt: Sequence[int], num_tokens: int) -> Any:
         sampling = {
             "temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True,
             "skip_special_tokens": False, "spaces_between_special_tokens": False,
         }  # fmt: skip
-        request = serving.RequestFuncInput(
+        return self._serving.RequestFuncInput(
             prompt=list(prompt),
             api_url=self._url,
             prompt_len=len(prompt),
@@ -107,13 +110,6 @@ class Client:
             image_data=None,
             extra_request_body={"sampling_params": sampling} if self._api == "sglang" else OPENAI_EXTRAS,
         )
-        send = serving.ASYNC_REQUEST_FUNCS[self._interface]
-        try:
-            return await asyncio.wait_for(send(request_func_input=request), self._timeout_s)
-        except TimeoutError:
-            timed_out = serving.RequestFuncOutput.init_new(request)
-            timed_out.error = f"no answer within {self._timeout_s:g} s"
-            return timed_out
 
     def _result(self, load: Load, num_prompt: int, answer: Any, started_s: float, took_s: float) -> RequestResult:
         text = answer.generated_text

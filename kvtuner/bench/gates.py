@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 Verdict = Literal["passed", "failed", "not asked"]
 SKIPPED: Final = "not asked"
 """The verdict of a gate that the server's answers cannot decide."""
-Outcome = tuple[Verdict, str]
+Outcome = tuple[bool | None, str]
+"""Whether a check passed, None where it is skipped, and the figures or the reason."""
 
 LEAST_ANSWERED: Final = 0.99
 LEAST_COUNTED: Final = 0.5
@@ -52,49 +53,46 @@ def all_gates(results: Sequence[LoadResult], bound: float | None, no_bound: str)
     """
     sent = [request for result in results for request in result.sent]
     good = [request for result in results for request in result.good]
-    return [
-        Gate("requests are answered", *_all_answered(sent)),
-        Gate("reported tokens are in the text", *_all_counted(good)),
-        Gate("prompts were new to the server", *_new_prompts(results)),
-        Gate("time to the first token grows with the prompt", *_first_token_grows(results)),
-        Gate("latency grows with the output", *_latency_grows(results)),
-        Gate("tokens per second are below what memory allows", *_below_bound(good, bound, no_bound)),
-    ]
+    outcomes = {
+        "requests are answered": _all_answered(sent),
+        "reported tokens are in the text": _all_counted(good),
+        "prompts were new to the server": _new_prompts(results),
+        "time to the first token grows with the prompt": _first_token_grows(results),
+        "latency grows with the output": _latency_grows(results),
+        "tokens per second are below what memory allows": _below_bound(good, bound, no_bound),
+    }
+    return [_gate(name, outcome) for name, outcome in outcomes.items()]
 
 
 def kv_pool_gate(tokens_asked: int, tokens_that_fit: int | None) -> Gate:
     """Check that a server's KV pool is as large as asked: SGLang takes less where memory is short."""
-    outcome = _skipped("the server does not say how large it is")
+    outcome: Outcome = None, "the server does not say how large it is"
     if tokens_that_fit is not None:
-        outcome = _checked(
-            tokens_that_fit >= LEAST_OF_POOL * tokens_asked, f"{tokens_that_fit:,} tokens of {tokens_asked:,} asked"
-        )
-    return Gate("the KV pool is as large as asked", *outcome)
+        is_as_large = tokens_that_fit >= LEAST_OF_POOL * tokens_asked
+        outcome = is_as_large, f"{tokens_that_fit:,} tokens of {tokens_asked:,} asked"
+    return _gate("the KV pool is as large as asked", outcome)
 
 
-def _checked(passed: bool, detail: str) -> Outcome:
-    return "passed" if passed else "failed", detail
-
-
-def _skipped(reason: str) -> Outcome:
-    return SKIPPED, reason
+def _gate(name: str, outcome: Outcome) -> Gate:
+    passed, detail = outcome
+    return Gate(name, SKIPPED if passed is None else "passed" if passed else "failed", detail)
 
 
 def _all_answered(sent: Sequence[RequestResult]) -> Outcome:
     good = sum(request.error is None for request in sent)
     reason = min((request.error for request in sent if request.error), default=None)
     why = f"; such as: {reason}" if reason else ""
-    return _checked(good >= LEAST_ANSWERED * len(sent), f"{good} of {len(sent)}{why}")
+    return good >= LEAST_ANSWERED * len(sent), f"{good} of {len(sent)}{why}"
 
 
 def _all_counted(good: Sequence[RequestResult]) -> Outcome:
     """Check the tokens that a server reports; where it reports none, those in the text count."""
     reporting = [request for request in good if request.reported_tokens is not None]
     if not reporting:
-        return _skipped("the server reports none; those in the text are counted")
+        return None, "the server reports none; those in the text are counted"
     reported = sum(request.reported_tokens or 0 for request in reporting)
     counted = sum(request.retokenized_tokens for request in reporting)
-    return _checked(counted >= LEAST_COUNTED * reported, f"{counted:,} in the text, {reported:,} reported")
+    return counted >= LEAST_COUNTED * reported, f"{counted:,} in the text, {reported:,} reported"
 
 
 def _new_prompts(results: Sequence[LoadResult]) -> Outcome:
@@ -102,11 +100,11 @@ def _new_prompts(results: Sequence[LoadResult]) -> Outcome:
         result.good for result in results if any(request.cached_tokens is not None for request in result.good)
     ]
     if not with_cache_counts:
-        return _skipped("the server does not say what it found in its cache")
+        return None, "the server does not say what it found in its cache"
     share = _cached_share([r for good in with_cache_counts for r in good if r.cached_tokens is not None])
     most = max(map(_cached_share, with_cache_counts))
     detail = f"{100 * share:.1f}% of their tokens were in its cache, {100 * most:.1f}% of one load's"
-    return _checked(share <= MOST_CACHED and most <= MOST_CACHED_OF_LOAD, detail)
+    return share <= MOST_CACHED and most <= MOST_CACHED_OF_LOAD, detail
 
 
 def _cached_share(requests: Sequence[RequestResult]) -> float:
@@ -120,10 +118,10 @@ def _first_token_grows(results: Sequence[LoadResult]) -> Outcome:
     short = min((length for length in times if length >= MIN_SHORT_PROMPT), default=None)
     longest = max(times, default=0)
     if short is None or longest < LENGTH_RATIO * short:
-        return _skipped(f"needs prompts of {MIN_SHORT_PROMPT} tokens and more, and {LENGTH_RATIO} times that")
+        return None, f"needs prompts of {MIN_SHORT_PROMPT} tokens and more, and {LENGTH_RATIO} times that"
     usual, quickest = median(times[short]), min(times[longest])
     detail = f"{1e3 * usual:.1f} ms at {short:,} tokens, {1e3 * quickest:.1f} ms or more at {longest:,}"
-    return _checked(quickest > FIRST_TOKEN_GROWTH * usual, detail)
+    return quickest > FIRST_TOKEN_GROWTH * usual, detail
 
 
 def _latency_grows(results: Sequence[LoadResult]) -> Outcome:
@@ -131,10 +129,10 @@ def _latency_grows(results: Sequence[LoadResult]) -> Outcome:
     times = _times(results, "output", "output_tokens", "latency_s")
     least, most = min(times, default=0), max(times, default=0)
     if not least or most < OUTPUT_RATIO * least:
-        return _skipped(f"needs outputs of which one is {OUTPUT_RATIO} times another")
+        return None, f"needs outputs of which one is {OUTPUT_RATIO} times another"
     usual, quickest = median(times[least]), min(times[most])
     detail = f"{1e3 * usual:.1f} ms for {least} tokens, {1e3 * quickest:.1f} ms or more for {most}"
-    return _checked(quickest > LATENCY_GROWTH * usual, detail)
+    return quickest > LATENCY_GROWTH * usual, detail
 
 
 def _times(results: Sequence[LoadResult], kind: str, size: str, seconds: str) -> dict[int, list[float]]:
@@ -151,6 +149,8 @@ def _below_bound(good: Sequence[RequestResult], bound: float | None, no_bound: s
     """Check that every token of a request can have read all weights once."""
     # Of one request alone: tokens of several requests in flight share one reading of the weights.
     rates = [num_tokens(request) / request.latency_s for request in good if request.latency_s > 0]
-    if bound is None or not rates:
-        return _skipped(no_bound if bound is None else "nothing was answered")
-    return _checked(max(rates) <= bound, f"{max(rates):,.1f} of one request at most, {bound:,.0f} possible")
+    if bound is None:
+        return None, no_bound
+    if not rates:
+        return None, "nothing was answered"
+    return max(rates) <= bound, f"{max(rates):,.1f} of one request at most, {bound:,.0f} possible"

@@ -11,14 +11,15 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import torch
+from torch.utils.benchmark import Timer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from torch import Tensor
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 MIN_BUFFER_BYTES: Final = 1 << 20
 MAX_BUFFER_BYTES: Final = 4 << 30
@@ -50,36 +51,22 @@ def read_bandwidth(num_bytes: int, device: str) -> float:
 
     On a processor one core is measured too, times the cores: with little to read, cores mostly wait for each other.
     """
-    import torch
-
     size = min(max(num_bytes, MIN_BUFFER_BYTES), MAX_BUFFER_BYTES) // 4
     buffer = torch.ones(size, dtype=torch.float32, device=device)
     if buffer.is_cuda:
-        return _bytes_per_s(buffer)
-    cores = _cores()
-    torch.set_num_threads(cores)
-    all_cores = _bytes_per_s(buffer)
-    torch.set_num_threads(1)
-    return max(all_cores, _bytes_per_s(buffer) * cores)
+        torch.cuda.set_device(buffer.device)  # the timer waits for this one
+        return _bytes_per_s(buffer, 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(_bytes_per_s(buffer, cores), _bytes_per_s(buffer, 1) * cores)
 
 
-def _bytes_per_s(buffer: Tensor) -> float:
-    import torch
-
+def _bytes_per_s(buffer: torch.Tensor, num_threads: int) -> float:
+    timer = Timer("buffer.sum()", globals={"buffer": buffer}, num_threads=num_threads)
     deadline = time.perf_counter() + MEASURE_S
-    quickest = float("inf")
-    while time.perf_counter() < deadline or quickest == float("inf"):
-        started = time.perf_counter()
-        for _ in range(READS_AT_ONCE):
-            buffer.sum()
-        if buffer.is_cuda:
-            torch.cuda.synchronize(buffer.device)
-        quickest = min(quickest, time.perf_counter() - started)
-    return READS_AT_ONCE * buffer.nbytes / quickest
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quickest = timer.timeit(READS_AT_ONCE).mean
+    while time.perf_counter() < deadline:
+        quickest = min(quickest, timer.timeit(READS_AT_ONCE).mean)
+    return buffer.nbytes / quickest
 
 
 def read_bandwidth_in_subprocess(num_bytes: int, device: str) -> float | None:
@@ -101,7 +88,6 @@ def weight_bytes(config: Any, served: Mapping[str, Any], *, trust_remote_code: b
     Embeddings that are only looked up are left out, those of positions too, and experts that a token does not reach.
     `served` has the server's own dtype and quantization of weights.
     """
-    import torch
     from transformers import AutoModelForCausalLM
 
     try:
@@ -109,27 +95,22 @@ def weight_bytes(config: Any, served: Mapping[str, Any], *, trust_remote_code: b
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, ImportError, AttributeError, TypeError):  # a model that SGLang builds and transformers does not
         return None
-    has_experts = any(EXPERTS in name for name, _ in model.named_parameters())
-    active = _active_experts(config.get_text_config()) if has_experts else 1.0
+    looked_up = _looked_up(model)
+    sizes = {name: weight.numel() for name, weight in model.named_parameters() if id(weight) not in looked_up}
+    of_experts = sum(size for name, size in sizes.items() if EXPERTS in name)
+    active = _active_experts(config.get_text_config()) if of_experts else 1.0
     if active is None:
         return None
-    looked_up = _looked_up(model)
-    elements = sum(
-        parameter.numel() * (active if EXPERTS in name else 1.0)
-        for name, parameter in model.named_parameters()
-        if id(parameter) not in looked_up
-    )
+    elements = sum(sizes.values()) - of_experts + active * of_experts
     is_quantized = served.get("quantization") or getattr(config, "quantization_config", None)
     dtype_bytes = DTYPE_BYTES.get(str(served.get("dtype")), DTYPE_BYTES["bfloat16"])
-    element_bytes = QUANTIZED_BYTES if is_quantized else dtype_bytes
-    return int(elements * element_bytes)
+    return int(elements * (QUANTIZED_BYTES if is_quantized else dtype_bytes))
 
 
 def _looked_up(model: Any) -> set[int]:
     """The ids of embedding weights, except one that the output layer is tied to: that is read whole."""
-    from torch.nn import Embedding
-
-    tables = [model.get_input_embeddings(), *(module for module in model.modules() if isinstance(module, Embedding))]
+    embeddings = (module for module in model.modules() if isinstance(module, torch.nn.Embedding))
+    tables = [model.get_input_embeddings(), *embeddings]
     head = model.get_output_embeddings()
     return {id(table.weight) for table in tables if head is None or table.weight is not head.weight}
 
@@ -144,10 +125,10 @@ def _active_experts(config: Any) -> float | None:
 
 def summary_of(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The usage of several samples together: the most of bytes, the mean of shares."""
-    values: dict[str, list[float]] = {}
+    values = defaultdict(list)
     for sample in samples:
         for name, value in sample.items():
-            values.setdefault(name, []).append(value)
+            values[name].append(value)
     return {name: max(v) if name.endswith("_bytes") else float(np.mean(v)) for name, v in sorted(values.items())}
 
 
@@ -183,7 +164,7 @@ class Observer:
 
     def _sample(self) -> dict[str, float]:
         resident = self._resident_bytes()
-        return {MEMORY: float(sum(resident.values())), **self._gpu_usage(resident.keys())}
+        return {MEMORY: float(sum(resident.values())), **self._gpu_usage(resident)}
 
     def _resident_bytes(self) -> dict[int, int]:
         import psutil
@@ -196,36 +177,26 @@ class Observer:
                     resident[member.pid] = member.memory_info().rss
         return resident
 
-    def _gpu_usage(self, pids: Iterable[int]) -> dict[str, float]:
+    def _gpu_usage(self, pids: Collection[int]) -> dict[str, float]:
         """The GPUs that its processes compute on; the fullest ones where a container hides the processes' numbers."""
-        if self._nvml is None:
+        nvml = self._nvml
+        if nvml is None:
             return {}
         try:
-            gpus = [_gpu_sample(self._nvml, handle) for handle in self._gpus]
-        except self._nvml.NVMLError:  # what some drivers do not tell
+            used_bytes = [nvml.nvmlDeviceGetMemoryInfo(gpu).used for gpu in self._gpus]
+            rates = [nvml.nvmlDeviceGetUtilizationRates(gpu) for gpu in self._gpus]
+            processes = [nvml.nvmlDeviceGetComputeRunningProcesses(gpu) for gpu in self._gpus]
+        except nvml.NVMLError:  # what some drivers do not tell
             return {}
-        in_use = [gpu for gpu in gpus if gpu.pids.intersection(pids)]
-        in_use = in_use or sorted(gpus, key=lambda gpu: gpu.used_bytes, reverse=True)[: self._num_gpus]
-        if not in_use:
+        fullest = sorted(range(len(self._gpus)), key=used_bytes.__getitem__, reverse=True)
+        in_use = [gpu for gpu in fullest if any(process.pid in pids for process in processes[gpu])]
+        if not (in_use := in_use or fullest[: self._num_gpus]):
             return {}
         return {
-            GPU_MEMORY: float(sum(gpu.used_bytes for gpu in in_use)),
-            GPU_BUSY: sum(gpu.busy for gpu in in_use) / len(in_use),
-            GPU_MEMORY_BUSY: sum(gpu.memory_busy for gpu in in_use) / len(in_use),
+            GPU_MEMORY: float(sum(used_bytes[gpu] for gpu in in_use)),
+            GPU_BUSY: float(np.mean([rates[gpu].gpu for gpu in in_use])) / 100,
+            GPU_MEMORY_BUSY: float(np.mean([rates[gpu].memory for gpu in in_use])) / 100,
         }
-
-
-class _GpuSample(NamedTuple):
-    used_bytes: int
-    busy: float
-    memory_busy: float
-    pids: set[int]
-
-
-def _gpu_sample(nvml: Any, gpu: Any) -> _GpuSample:
-    rates = nvml.nvmlDeviceGetUtilizationRates(gpu)
-    pids = {process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
-    return _GpuSample(nvml.nvmlDeviceGetMemoryInfo(gpu).used, rates.gpu / 100, rates.memory / 100, pids)
 
 
 def _nvml_and_gpus() -> tuple[Any, list[Any]]:

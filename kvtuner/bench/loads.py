@@ -130,15 +130,11 @@ def cut_prompts(stream: Sequence[int], seed: str, num_tokens: int, count: int) -
     check_prompts(stream, num_tokens, count)
     generator, tokens = random.Random(seed), sorted(set(stream))
     prefixes: set[tuple[int, ...]] = set()
-    prompts = []
-
-    def draw_prefix() -> tuple[int, ...]:
-        return tuple(generator.choices(tokens, k=min(NUM_PREFIX_TOKENS, num_tokens)))
-
-    for _ in range(count):
-        prefix = draw_prefix()
-        while prefix in prefixes:
-            prefix = draw_prefix()
+    prompts: list[list[int]] = []
+    while len(prompts) < count:
+        prefix = tuple(generator.choices(tokens, k=min(NUM_PREFIX_TOKENS, num_tokens)))
+        if prefix in prefixes:
+            continue
         prefixes.add(prefix)
         ids, start = list(prefix), generator.randrange(len(stream))
         while len(ids) < num_tokens:  # a text that ends goes on at its beginning
