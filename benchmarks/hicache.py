@@ -18,12 +18,13 @@ import os
 import platform
 import statistics
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from gpu_parts.pools import ALL_TRANSFORMS, QWEN, empty_rows, row_format, value_kind
+from torch.utils.benchmark import Timer
 
 from kvtuner.precision import PrecisionPair
 from kvtuner.report.table import Table
@@ -87,7 +88,7 @@ def transfers(device: torch.device, tokens: int, page_size: int, repeats: int) -
         row: dict[str, Any] = {"way": name, "bytes_per_token": token_size}
         base = rows[0] if rows else row
         for direction, move in zip(DIRECTIONS, moves, strict=True):
-            seconds = timed(lambda move=move: move(host_slots, device_slots), device, repeats)
+            seconds = timed(partial(move, host_slots, device_slots), repeats)
             row |= {f"{direction}_{unit}": value for unit, value in speed(seconds, token_size * tokens).items()}
             row[f"{direction}_time_ratio"] = round(row[f"{direction}_ms"] / base[f"{direction}_ms"], 2)
         row["bytes_ratio"] = round(token_size / base["bytes_per_token"], 3)
@@ -207,18 +208,10 @@ def check(mover: TorchMover, pages: HostPages, layers: list[tuple[DeviceSide, De
             raise SystemExit(f"layer {layer} is not what quant.py makes of it: nothing is timed")
 
 
-def timed(move: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median seconds of a transfer, after two that are not counted."""
-    seconds = []
-    for _ in range(repeats + 2):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        move()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[2:])
+def timed(move: Callable[[], object], repeats: int) -> float:
+    """The median seconds of a transfer, each after two that are not counted; the timer waits for a GPU."""
+    timer = Timer("move()", globals={"move": move}, num_threads=torch.get_num_threads())
+    return statistics.median(timer.timeit(1).mean for _ in range(repeats))
 
 
 def copy_bandwidth(repeats: int) -> dict[str, Any]:
@@ -228,7 +221,7 @@ def copy_bandwidth(repeats: int) -> dict[str, Any]:
     there = torch.empty(size, dtype=torch.uint8, device=device)
     row: dict[str, Any] = {"way": "one copy of 256 MiB"}
     for direction, move in zip(DIRECTIONS, (lambda: host.copy_(there), lambda: there.copy_(host)), strict=True):
-        seconds = timed(move, device, repeats)
+        seconds = timed(move, repeats)
         row |= {f"{direction}_{unit}": value for unit, value in speed(seconds, size).items()}
     return row
 
@@ -237,9 +230,9 @@ def storage(page_size: int, repeats: int) -> dict[str, float]:
     """The GB/s at which one core seals and checks a page of K4V4."""
     page_bytes = page_size * LAYERS * 2 * QWEN.num_kv_heads * (QWEN.head_dim // 2 + 4)
     stored = torch.randint(256, (HEADER_BYTES + page_bytes,), dtype=torch.uint8)
-    identity, key, device = identity_digest({}), "0" * 64, torch.device("cpu")
-    sealing = timed(lambda: seal(stored, identity, key), device, 20 * repeats)
-    checking = timed(lambda: fault_of(stored, identity, key), device, 20 * repeats)
+    identity, key = identity_digest({}), "0" * 64
+    sealing = timed(lambda: seal(stored, identity, key), 20 * repeats)
+    checking = timed(lambda: fault_of(stored, identity, key), 20 * repeats)
     return {
         "page_bytes": page_bytes,
         "header_share": round(HEADER_BYTES / page_bytes, 5),

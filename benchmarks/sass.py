@@ -52,6 +52,16 @@ UNALIGNED: Final = ("num_splits", "num_requests", "num_tokens")
 """The arguments that need not be multiples of 16; pointers and strides are, as Triton finds when it launches."""
 PLAIN: Final = {"EXTEND": False, "CAPPED": False, "BIASED": False}
 """The facts of one query per request and of plain scores."""
+ROWS_COLUMNS: Final = {
+    "kernel": "{kernel}", "arch": "{arch}", "bits": "{bits}", "kind": "{kind}",
+    "per element": "{lane_instructions_per_element:.1f}", "H200 limit": "{limit:.1f}", "spills": "{spills}",
+}  # fmt: skip
+DECODE_COLUMNS: Final = {
+    "arch": "{arch}", "pair": "K{k_bits}V{v_bits}", "heads": "{num_kv_heads}", "kernel": "{whose}",
+    "tokens/warps/stages": "{launch_row[tokens]}/{launch_row[warps]}/{launch_row[stages]}",
+    "per element": "{lane_instructions_per_element:.2f}", "H200 limit": "{limit:.2f}", "registers": "{registers}",
+    "spills": "{spills}", "converted": "{int_to_float}",
+}  # fmt: skip
 Count = dict[str, Any]
 """The counts of one compiled kernel; the fields are those of the JSON."""
 
@@ -191,28 +201,10 @@ def decode_kernels(args: argparse.Namespace) -> list[Count]:
     return rows
 
 
-def rows_table(rows: list[Count]) -> Table:
-    """The counts of the kernels that write and read rows."""
-    cells = [
-        [*(str(row[name]) for name in ("kernel", "arch", "bits", "kind")),
-         f"{row['lane_instructions_per_element']:.1f}", f"{row['limit']:.1f}", str(row["spills"])]
-        for row in rows
-    ]  # fmt: skip
-    return Table(("kernel", "arch", "bits", "kind", "per element", "H200 limit", "spills"), cells, left=(0, 1, 2, 3))
-
-
-def decode_table(rows: list[Count]) -> Table:
-    """The counts of the decode kernels."""
-    cells = [
-        [str(row["arch"]), f"K{row['k_bits']}V{row['v_bits']}", str(row["num_kv_heads"]),
-         "baseline" if row["baseline"] else "ours",
-         "/".join(str(row["launch_row"][name]) for name in ("tokens", "warps", "stages")),
-         f"{row['lane_instructions_per_element']:.2f}", f"{row['limit']:.2f}",
-         *(str(row[name]) for name in ("registers", "spills", "int_to_float"))]
-        for row in rows
-    ]  # fmt: skip
-    headers = ("arch", "pair", "heads", "kernel", "tokens/warps/stages", "per element", "H200 limit", "registers")
-    return Table((*headers, "spills", "converted"), cells, left=(0, 1, 3, 4))
+def table_of(rows: list[Count], columns: dict[str, str], left: tuple[int, ...]) -> Table:
+    """A table of counts; `columns` has the format of each cell by its header."""
+    shown = [{**row, "whose": "baseline" if row.get("baseline") else "ours"} for row in rows]
+    return Table(tuple(columns), [[text.format_map(row) for text in columns.values()] for row in shown], left=left)
 
 
 def main() -> None:
@@ -231,10 +223,10 @@ def main() -> None:
         parser.error("TRITON_INTERPRET is set: what is interpreted cannot be compiled; unset it")
     if args.rows:
         rows = [row for arch in args.arch for row in rows_kernels(arch)]
-        table = rows_table(rows)
+        table = table_of(rows, ROWS_COLUMNS, left=(0, 1, 2, 3))
     else:
         rows = decode_kernels(args)
-        table = decode_table(rows)
+        table = table_of(rows, DECODE_COLUMNS, left=(0, 1, 3, 4))
     print(json.dumps(rows, indent=1) if args.json else "\n".join(table.lines()))
 
 

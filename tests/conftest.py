@@ -205,13 +205,13 @@ def load_tiny(model_folder: ModelFolder) -> LoadTiny:
     """A `LoadedModel` of a `model_folder`, shared between tests; same arguments."""
     from kvtuner.calibration.model_loading import ModelSource, load_model
 
-    known: dict[Path, Any] = {}
+    models: dict[Path, Any] = {}
 
     def load(name: str = "llama-gqa", **changes: Any) -> Any:
         folder = model_folder(name, **changes)
-        if folder not in known:
-            known[folder] = load_model(ModelSource(str(folder), device="cpu"))
-        return known[folder]
+        if folder not in models:
+            models[folder] = load_model(ModelSource(str(folder), device="cpu"))
+        return models[folder]
 
     return load
 
@@ -300,23 +300,23 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LoopbackHub
     """
     from huggingface_hub import constants
 
-    made = LoopbackHub()
+    hub = LoopbackHub()
     places = {"HF_HOME": "hf", "HF_HUB_CACHE": "hf/hub", "KVTUNER_CACHE": "kept"}
     for name, folder in places.items():
         monkeypatch.setenv(name, str(tmp_path / folder))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setenv("HF_ENDPOINT", made.url)
-    monkeypatch.setenv("HF_TOKEN", made.token)
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_TOKEN", hub.token)
     # Read from the environment when the library was imported.
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", made.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", made.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
     # The loopback hub takes large files by LFS, as hubs without Xet do.
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-    with made.running():
-        yield made
+    with hub.running():
+        yield hub
 
 
 @pytest.fixture
@@ -337,10 +337,10 @@ def keys(tmp_path: Path) -> MakeKeys:
     def make(name: str = "key", *, curve: Any = None, key: Any = None, password: bytes | None = None) -> Any:
         private, public = folder / f"{name}.pem", folder / f"{name}.pub.pem"
         if not private.exists():
-            made = key or ec.generate_private_key(curve or ec.SECP256R1())
+            signer = key or ec.generate_private_key(curve or ec.SECP256R1())
             encryption = NoEncryption() if password is None else BestAvailableEncryption(password)
-            private.write_bytes(made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
-            public.write_bytes(made.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+            private.write_bytes(signer.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
+            public.write_bytes(signer.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
         return private, public
 
     return make

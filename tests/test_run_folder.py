@@ -20,9 +20,9 @@ from kvtuner.run_folder import EVENTS, RunFolder, canonical_json, refuse_differe
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    made = RunFolder(tmp_path / "run")
-    made.create()
-    return made
+    run_folder = RunFolder(tmp_path / "run")
+    run_folder.create()
+    return run_folder
 
 
 def names(folder: RunFolder) -> list[str]:

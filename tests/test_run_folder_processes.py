@@ -37,9 +37,9 @@ def finish(process: subprocess.Popen[str]) -> int:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    made = RunFolder(tmp_path / "run")
-    made.create()
-    return made
+    run_folder = RunFolder(tmp_path / "run")
+    run_folder.create()
+    return run_folder
 
 
 @pytest.mark.parametrize("moment", ["os.fsync", "os.replace"])

@@ -72,16 +72,16 @@ def serve(serve_http: Any) -> Callable[..., Any]:
 def test_the_key_stays_with_the_server_it_is_for_and_no_proxy_is_asked(serve: Any, model_folder: ModelFolder) -> None:
     other, proxy = serve(), serve()
     server = serve(f"http://localhost:{other.server_port}/generate")
-    known = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
+    variables = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
     path = os.pathsep.join([str(ROOT / "examples" / "sglang_on_cpu"), str(ROOT)])
     environment = {
-        **known,
+        **variables,
         "KVTUNER_API_KEY": "s3cr3t",
         "http_proxy": f"http://127.0.0.1:{proxy.server_port}",
         "PYTHONPATH": path,
     }
-    words = [sys.executable, "-c", PROGRAM, f"http://127.0.0.1:{server.server_port}", str(model_folder())]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", PROGRAM, f"http://127.0.0.1:{server.server_port}", str(model_folder())]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     sent = json.loads(done.stdout.splitlines()[-1])
     assert (sent["error"], sent["reported_tokens"]) == (None, 1)

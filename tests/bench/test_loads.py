@@ -142,8 +142,8 @@ def test_the_command_refuses_them_before_a_server_is_started(
     profile.write_bytes(dump_profile(profile_of(config, [LayerQuantization(4, 4)] * config.num_hidden_layers)))
     monkeypatch.setattr("kvtuner.pipeline.benchmark.serving_client", lambda: None)  # it need not be installed to refuse
     monkeypatch.setattr("kvtuner.pipeline.benchmark.run_server", lambda *_: pytest.fail("a server is started"))
-    words = ["bench", str(profile), "--model", "demo", "--out", str(tmp_path / "run"), "--lengths", "1", "--repeats"]
-    assert main([*words, "100000"]) == 2
+    flags = ["--model", "demo", "--out", str(tmp_path / "run"), "--lengths", "1", "--repeats", "100000"]
+    assert main(["bench", str(profile), *flags]) == 2
     assert "no two prompts may begin alike, and 100,000 of length 1 are asked for" in capsys.readouterr().err
 
 

@@ -67,8 +67,8 @@ class _LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        fresh = {leaf.untyped_storage()._cdata: leaf.untyped_storage() for leaf in made}
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        fresh = {leaf.untyped_storage()._cdata: leaf.untyped_storage() for leaf in outputs}
         for key, storage in fresh.items():
             if key not in self._known and not _holds(args, key):
                 self._follow(key, storage)

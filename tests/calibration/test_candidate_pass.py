@@ -365,12 +365,12 @@ def test_the_same_seed_gives_the_same_numbers_and_another_draws_other_labels(
 def test_progress_is_told_in_tokens_of_each_layer(
     chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
-    chain, told = chain_of("llama-gqa"), []
+    chain, progress = chain_of("llama-gqa"), []
     batches = random_batches(3, TOKENS, batch_size=2)
     constants = measure_constants(chain, batches)
     measurement = CandidateMeasurement(chain, constants, DECODE, DEFAULTS, 1, SEED)
-    measurement.run(batches, on_layer=told.append)
-    assert told == [2 * TOKENS] * 3 + [TOKENS] * 3
+    measurement.run(batches, on_layer=progress.append)
+    assert progress == [2 * TOKENS] * 3 + [TOKENS] * 3
 
 
 @pytest.mark.slow

@@ -203,7 +203,7 @@ def test_data_too_short_for_three_splits_says_how_much_is_there(
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "message"),
     [
         ("just text", "line 2: an object with 'text' or 'messages' is expected, not str"),
         ([1, 2], "not list"),
@@ -216,14 +216,14 @@ def test_data_too_short_for_three_splits_says_how_much_is_there(
     ],
 )
 def test_a_row_of_another_form_is_refused_with_its_line(
-    row: object, words: str, tokenizer: Tokenizer, tmp_path: Path
+    row: object, message: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", [{"text": "A good line."}, row])
-    assert words in refusal(source(path), tokenizer)
+    assert message in refusal(source(path), tokenizer)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "message"),
     [
         ("data.jsonl", b'{"text": "a"}\n{"text": "cut off', "is not JSON"),
         ("data.json", b'[{"text": "a"}', "is not JSON"),
@@ -247,12 +247,12 @@ def test_a_row_of_another_form_is_refused_with_its_line(
     ],
 )
 def test_a_damaged_file_is_refused_by_name(
-    name: str, content: bytes, words: str, tokenizer: Tokenizer, tmp_path: Path
+    name: str, content: bytes, message: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    message = refusal(source(tmp_path / name), tokenizer)
-    assert words in message
-    assert name in message
+    refused = refusal(source(tmp_path / name), tokenizer)
+    assert message in refused
+    assert name in refused
 
 
 @pytest.mark.parametrize("depth", range(100, 1100, 50))
@@ -261,8 +261,8 @@ def test_a_conversation_of_any_depth_is_read_or_refused(
 ) -> None:
     message = b'{"role": "user", "content": "Hello", "more": ' + b"[" * depth + b"]" * depth + b"}"
     (tmp_path / "chat.jsonl").write_bytes(b'{"messages": [' + message + b"]}\n")
-    words = refusal(source(tmp_path / "chat.jsonl"), make_tokenizer(chat_template=TEMPLATE))
-    assert "is too short" in words or "line 1" in words
+    refused = refusal(source(tmp_path / "chat.jsonl"), make_tokenizer(chat_template=TEMPLATE))
+    assert "is too short" in refused or "line 1" in refused
 
 
 @pytest.mark.parametrize("name", ["data.txt", "data.jsonl", "data.json"])
@@ -367,16 +367,16 @@ def test_a_datasets_id_is_read_with_its_revision_configuration_and_split(
 ) -> None:
     import datasets
 
-    asked = {}
+    request = {}
 
     def load_dataset(name: str, config: str | None, **options: Any) -> Any:
-        asked.update(name=name, config=config, **options)
+        request.update(name=name, config=config, **options)
         return datasets.IterableDataset.from_generator(lambda: ({"body": text} for text in texts))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     data = source("someone/letters@v2", data_config="en", data_split="validation", text_field="body", seed=3)
     first, again = (load_corpus(data, tokenizer) for _ in range(2))
-    assert asked == {
+    assert request == {
         "name": "someone/letters",
         "config": "en",
         "revision": "v2",

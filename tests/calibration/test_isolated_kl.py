@@ -219,7 +219,7 @@ def test_lines_of_another_measurement_are_not_used(setting: Any, tmp_path: Path)
 
 def test_forwards_are_told_whether_done_now_or_before(setting: Any, tmp_path: Path) -> None:
     chain, batches, constants = setting
-    folder, told = RunFolder(tmp_path), []
+    folder, progress = RunFolder(tmp_path), []
     for _ in range(2):
         measure_isolated(
             chain,
@@ -230,9 +230,9 @@ def test_forwards_are_told_whether_done_now_or_before(setting: Any, tmp_path: Pa
             options=DEFAULTS,
             folder=folder,
             identity="mine",
-            on_forward=lambda: told.append(1),
+            on_forward=lambda: progress.append(1),
         )
-    assert len(told) == 2 * 3 * len(CANDIDATES)
+    assert len(progress) == 2 * 3 * len(CANDIDATES)
 
 
 def test_all_transforms_are_measured_at_2_bits_and_the_fisher_scores_choice_above() -> None:
@@ -314,9 +314,9 @@ def test_a_width_that_no_candidate_keeps_finite_is_refused_by_its_place(
     finish = chain.finish
     chain.finish = lambda hidden: finish(hidden) * torch.nan  # type: ignore[method-assign]
     first = CANDIDATES[0]
-    words = f"layer {first.layer}: its {'keys' if first.side == 'k' else 'values'} at {first.bits} bits make"
+    message = f"layer {first.layer}: its {'keys' if first.side == 'k' else 'values'} at {first.bits} bits make"
     for _ in range(2):
-        with pytest.raises(NonFiniteActivationError, match=words):
+        with pytest.raises(NonFiniteActivationError, match=message):
             kl_of(chain, batches, RunFolder(tmp_path), constants=constants)
     assert {record["kl_sum"] for record in RunFolder(tmp_path).records(JOURNAL)} == {None}
 

@@ -143,14 +143,14 @@ def placed(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> Callab
 
     def load(folder: Path, device: str, *, accelerate: bool) -> tuple[Any, list[str]]:
         find, plain = importlib.util.find_spec, transformers.AutoModelForCausalLM.from_pretrained
-        asked: list[Any] = []
+        device_maps: list[Any] = []
         moves: list[str] = []
 
         def find_spec(name: str, package: str | None = None) -> Any:
             return (find("json") if accelerate else None) if name == "accelerate" else find(name, package)
 
         def from_pretrained(*_: Any, device_map: Any, **options: Any) -> Any:
-            asked.append(device_map)
+            device_maps.append(device_map)
             loaded = plain(model_folder(), **options)
             loaded[0].to = lambda target: moves.append(str(target))
             return loaded
@@ -158,7 +158,7 @@ def placed(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> Callab
         monkeypatch.setattr(importlib.util, "find_spec", find_spec)
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
         load_model(ModelSource(str(folder), device=device))
-        return asked[0], moves
+        return device_maps[0], moves
 
     return load
 
@@ -257,7 +257,7 @@ def test_weights_that_the_checkpoint_lacks_are_never_made_up(model_folder: Model
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"dtype": "int8"}, "--dtype must be auto, float32, float16 or bfloat16, not 'int8'"),
         ({"dtype": "nn"}, "--dtype must be auto, float32, float16 or bfloat16, not 'nn'"),
@@ -266,9 +266,9 @@ def test_weights_that_the_checkpoint_lacks_are_never_made_up(model_folder: Model
     ],
 )
 def test_a_dtype_or_device_that_is_not_there_is_refused(
-    changes: dict[str, str], words: str, model_folder: ModelFolder
+    changes: dict[str, str], message: str, model_folder: ModelFolder
 ) -> None:
-    assert words in refusal(lambda: load_model(ModelSource(str(model_folder()), **{"device": "cpu", **changes})))
+    assert message in refusal(lambda: load_model(ModelSource(str(model_folder()), **{"device": "cpu", **changes})))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -278,15 +278,15 @@ def test_a_gpu_that_is_not_there_is_refused(model_folder: ModelFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "words"),
+    ("length", "message"),
     [(513, "--context-length 513 exceeds the 512 positions"), (-4, "--context-length must be positive")],
 )
-def test_a_context_that_the_model_does_not_have_is_refused(length: int, words: str, model_folder: ModelFolder) -> None:
-    assert words in refusal(lambda: read_shape(ModelSource(str(model_folder()), context_length=length)))
+def test_a_context_that_the_model_lacks_is_refused(length: int, message: str, model_folder: ModelFolder) -> None:
+    assert message in refusal(lambda: read_shape(ModelSource(str(model_folder()), context_length=length)))
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "words"),
+    ("name", "values", "message"),
     [
         (
             "DeepseekV3",
@@ -313,10 +313,10 @@ def test_a_context_that_the_model_does_not_have_is_refused(length: int, words: s
     ],
 )
 def test_a_model_that_is_not_supported_is_refused_before_its_weights_are_asked_for(
-    name: str, values: dict[str, object], words: str, tmp_path: Path
+    name: str, values: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     source = config_folder(tmp_path, name, **values)
-    assert words in refusal(lambda: read_shape(source))
+    assert message in refusal(lambda: read_shape(source))
 
 
 def test_a_window_shorter_than_the_context_is_refused_and_says_how_to_serve(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def profile(profile_of: ProfileOf, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (("--endpoint", URL, "--server-args", "--tp 2"), "--server-args is for servers that are started here"),
         (("--endpoint", URL, "--device", "cpu"), "--device is for servers that are started here"),
@@ -52,13 +52,13 @@ def profile(profile_of: ProfileOf, tmp_path: Path) -> str:
 def test_flags_that_contradict_each_other_are_refused(
     profile: str,
     flags: tuple[str, ...],
-    words: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvtuner.pipeline.benchmark.serving_client", lambda: None)  # it need not be installed to refuse
     assert main(["bench", profile, "--model", "demo", *flags]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ def make_again(run: RunCommand, name: str, model: str, out: Path) -> dict[str, A
     """The profile that the recorded command of the catalogue's makes."""
     status, _, err = run(*recorded_command(name, model), "--no-report", "--out", out)
     assert status == 0, err
-    made: dict[str, Any] = json.loads((out / "profile.json").read_text())
-    return made
+    profile: dict[str, Any] = json.loads((out / "profile.json").read_text())
+    return profile
 
 
 def compare(name: str, again: dict[str, Any]) -> None:

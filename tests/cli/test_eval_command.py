@@ -37,7 +37,7 @@ def evaluate(run: RunCommand, finished: Path, model_folder: ModelFolder, corpus_
         shutil.copy(finished / "profile.json", profile)
 
     def call(*flags: str, as_json: bool = True) -> tuple[int, Any, str, Path]:
-        words = (
+        arguments = (
             "eval",
             profile,
             "--model",
@@ -47,7 +47,7 @@ def evaluate(run: RunCommand, finished: Path, model_folder: ModelFolder, corpus_
             "--out",
             tmp_path / "out",
         )
-        status, out, err = run(*words, *flags, *(["--json"] if as_json else []))
+        status, out, err = run(*arguments, *flags, *(["--json"] if as_json else []))
         return status, json.loads(out) if as_json and not status else out, err, profile
 
     return call
@@ -175,11 +175,11 @@ def test_an_interrupted_evaluation_goes_on(evaluate: Evaluate, monkeypatch: pyte
     from kvtuner.evaluation.backends.local_backend import LocalBackend
 
     levels = ("--levels", "recall,arithmetic", *TABLES)
-    whole, asked = LocalBackend.answers, []
+    whole, calls = LocalBackend.answers, []
 
     def interrupted(self: Any, *arguments: Any, **more: Any) -> Any:
-        asked.append(arguments)
-        if len(asked) == 20:
+        calls.append(arguments)
+        if len(calls) == 20:
             raise KeyboardInterrupt
         return whole(self, *arguments, **more)
 
@@ -189,7 +189,7 @@ def test_an_interrupted_evaluation_goes_on(evaluate: Evaluate, monkeypatch: pyte
     assert "run the same command again to resume" in err
     assert evaluate(*levels)[0] == 0
     question_sets, schemes, problems = 2 + 3, 4, 3
-    assert len(asked) == question_sets * schemes * problems + 1, "only the problem that was cut short is asked again"
+    assert len(calls) == question_sets * schemes * problems + 1, "only the problem that was cut short is asked again"
 
 
 def test_a_damaged_or_foreign_evaluation_hides_nothing(evaluate: Evaluate, run: RunCommand) -> None:
@@ -334,7 +334,7 @@ def test_the_demo_model_is_right_and_two_bits_are_not(run: RunCommand, tmp_path:
 
     path = tmp_path / "two.json"
     path.write_bytes(dump_profile(named_scheme("K2V2", read_shape(ModelSource("demo"))).profile))
-    words = (
+    command = (
         "--model",
         "demo",
         "--levels",
@@ -346,7 +346,7 @@ def test_the_demo_model_is_right_and_two_bits_are_not(run: RunCommand, tmp_path:
         "--against",
         "K8V8",
     )
-    status, out, _ = run("eval", path, *words, "--out", tmp_path / "out")
+    status, out, _ = run("eval", path, *command, "--out", tmp_path / "out")
     assert status == 0
     evaluation = json.loads(run("show", path, "--json")[1])["evaluations"][0]
     right = results(evaluation, "recall", "accuracy")[120, 0]

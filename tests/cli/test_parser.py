@@ -22,11 +22,11 @@ def parsed(tmp_path: Path, text: str, *flags: str) -> dict[str, Any]:
     return vars(parse(build_parser(), ["search", "--config", str(file), *flags]))
 
 
-@pytest.mark.parametrize(("copy", "known"), [(options.SCORES, ScoreName), (options.SAMPLERS, SamplerName)])
+@pytest.mark.parametrize(("copy", "alias"), [(options.SCORES, ScoreName), (options.SAMPLERS, SamplerName)])
 def test_the_choices_of_options_are_those_of_the_modules_that_they_do_not_import(
-    copy: tuple[str, ...], known: object
+    copy: tuple[str, ...], alias: object
 ) -> None:
-    assert copy == get_args(known)
+    assert copy == get_args(alias)
 
 
 def test_the_apis_of_the_flags_are_those_of_the_endpoint(capsys: pytest.CaptureFixture[str]) -> None:

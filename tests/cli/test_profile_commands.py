@@ -119,9 +119,9 @@ def test_doctor_checks_the_versions_that_kvtuner_needs(
 ) -> None:
     from kvtuner.cli.commands import doctor
 
-    def installed(asked: str) -> str:
+    def installed(package: str) -> str:
         if version is None:
-            raise importlib.metadata.PackageNotFoundError(asked)
+            raise importlib.metadata.PackageNotFoundError(package)
         return version
 
     least = doctor.needed()[name]

@@ -45,7 +45,7 @@ def test_the_preview_names_every_file_and_pushes_nothing(run: RunCommand, hub: L
     assert status == 0 and hub.repos == {}
     assert {"README.md", "profile.json", "report.html"} < set(plan["files"])
     assert all(name in err for name in plan["files"]) and "a new public repository" in err
-    assert not hub.asked("POST", "")
+    assert not hub.requested("POST", "")
 
 
 def test_without_somebody_to_ask_nothing_is_pushed(run: RunCommand, hub: LoopbackHub, reported: Path) -> None:

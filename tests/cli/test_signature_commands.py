@@ -61,16 +61,16 @@ def test_sign_then_verify(run: RunCommand, folder: Path) -> None:
 def test_verification_fails_in_one_line_with_status_2(run: RunCommand, folder: Path) -> None:
     profile = folder / "profile.json"
     identity, stranger = f"key:{folder / 'public.pem'}", f"key:{folder / 'stranger.pem'}"
-    for prepare, asked, words in (
+    for prepare, named_identity, message in (
         (lambda: None, identity, "profile.json.sig: there is no such signature; fetch it with the profile, or sign"),
         (lambda: run("sign", profile, "--private-key", folder / "key.pem"), stranger, "Key mismatch"),
         (lambda: None, "me@example.org", "an identity is key:PUBLIC.pem, chain:"),
         (lambda: profile.write_bytes(profile.read_bytes() + b" "), identity, "was changed after it was signed"),
     ):
         prepare()
-        status, out, err = run("verify", profile, "--identity", asked)
+        status, out, err = run("verify", profile, "--identity", named_identity)
         assert (status, out, err.count("\n")) == (2, "", 1)
-        assert err.startswith("kvtuner verify: error: ") and words in err
+        assert err.startswith("kvtuner verify: error: ") and message in err
 
 
 def test_pin_is_checked_beside_the_signature(run: RunCommand, folder: Path) -> None:
@@ -94,7 +94,7 @@ def test_password_comes_from_the_environment(run: RunCommand, folder: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ((), "give --private-key FILE (alone, or with --certificate), or --sigstore; one of the two"),
         (("--sigstore", "--private-key", "k"), "one of the two"),
@@ -107,10 +107,10 @@ def test_password_comes_from_the_environment(run: RunCommand, folder: Path, monk
         (("--private-key", "absent.pem"), "absent.pem: there is no such PEM file; give its path"),
     ],
 )
-def test_flags_that_contradict_each_other_are_refused(run: RunCommand, folder: Path, flags: Any, words: str) -> None:
+def test_flags_that_contradict_each_other_are_refused(run: RunCommand, folder: Path, flags: Any, message: str) -> None:
     status, out, err = run("sign", folder / "profile.json", *flags)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert words in err
+    assert message in err
     assert not (folder / "profile.json.sig").exists()
 
 
@@ -129,7 +129,7 @@ def test_run_folder_has_all_its_profiles_signed(run: RunCommand, folder: Path) -
 
 @pytest.mark.slow
 def test_command_of_its_own_process_prints_nothing_else(folder: Path) -> None:
-    for arguments, words in (
+    for arguments, message in (
         (("sign", "profile.json", "--private-key", "key.pem"), "profile.json.sig: signed by key "),
         (("verify", "profile.json", "--identity", "key:public.pem"), "profile.json: signed by key "),
     ):
@@ -143,4 +143,4 @@ def test_command_of_its_own_process_prints_nothing_else(folder: Path) -> None:
             check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.startswith(words) and done.stdout.count("\n") == 1
+        assert done.stdout.startswith(message) and done.stdout.count("\n") == 1

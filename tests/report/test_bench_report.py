@@ -76,18 +76,18 @@ def make_result(profile_of: ProfileOf) -> Callable[..., BenchResult]:
     config = AutoConfig.from_pretrained(DEMO_MODEL)
     profile = profile_of(config, [LayerQuantization(4, 4)] * config.num_hidden_layers)
     shape = read_shape(ModelSource(model="demo"))
-    ways = named_schemes(["bf16", "profile", *ABLATION[1:]], shape, profile)
+    schemes = named_schemes(["bf16", "profile", *ABLATION[1:]], shape, profile)
 
     def make(*, refusal: str = "per-channel quantization needs tail pages", name: str = "demo") -> BenchResult:
         results = []
-        for number, way in enumerate(ways):
-            if way.name == K4V4_PER_CHANNEL:
-                results.append(SchemeResult(way, refused=refusal))
+        for number, scheme in enumerate(schemes):
+            if scheme.name == K4V4_PER_CHANNEL:
+                results.append(SchemeResult(scheme, refused=refusal))
                 continue
             run = answered(1 + number / 10)
-            results.append(SchemeResult(way, RECORD, run, tuple(all_gates(run.results, 1e4, "")), 7_000_000))
+            results.append(SchemeResult(scheme, RECORD, run, tuple(all_gates(run.results, 1e4, "")), 7_000_000))
         model = profile.model.model_copy(update={"id": name})
-        making = ResultProvenance(
+        provenance = ResultProvenance(
             kvtuner_version="0", command="kvtuner bench", machine="a machine", torch="2", transformers="5", seed=0
         )
         evaluation = Evaluation(
@@ -96,11 +96,11 @@ def make_result(profile_of: ProfileOf) -> Callable[..., BenchResult]:
             model=model,
             host=BackendRecord(kind="transformers", read_plan="decode", reads=None, version=None, hit_share=None),
             data=DataRecord(corpus="demo", token_ids_sha256=profile.digest, is_unseen=True),
-            subjects=tuple(SchemeRecord(name=w.name, bytes_per_token=w.bytes_per_token or 1) for w in ways),
-            cells=(kl_cell([w.name for w in ways if w.is_local and w.name != "bf16"]),),
-            making=making,
+            subjects=tuple(SchemeRecord(name=w.name, bytes_per_token=w.bytes_per_token or 1) for w in schemes),
+            cells=(kl_cell([w.name for w in schemes if w.is_local and w.name != "bf16"]),),
+            making=provenance,
         )
-        return BenchResult(profile, model, tuple(results), evaluation, making, ("--device", "cpu"))
+        return BenchResult(profile, model, tuple(results), evaluation, provenance, ("--device", "cpu"))
 
     return make
 
@@ -121,10 +121,10 @@ def test_page_markdown_and_json_hold_every_way_and_every_load(make_result: MakeR
     page = Page(write_bench_report(result, tmp_path).read_text())
     text = (tmp_path / MARKDOWN).read_text()
     found = json.loads((tmp_path / JSON).read_text())
-    for way in found["ways"]:
-        assert way["name"] in page.text
-        assert way["name"] in text
-        assert way["refused"] or {load["kind"] for load in way["loads"]} == {
+    for scheme in found["ways"]:
+        assert scheme["name"] in page.text
+        assert scheme["name"] in text
+        assert scheme["refused"] or {load["kind"] for load in scheme["loads"]} == {
             "prompt", "output", "concurrency", "batch", "stability",
         }  # fmt: skip
     assert "needs tail pages" in page.text
@@ -184,12 +184,12 @@ def test_memory_is_of_one_kind_in_all_rounds(
     make_result: MakeResult, usages: list[dict[str, float]], kind: str, expected: str
 ) -> None:
     result = make_result()
-    ways = []
+    schemes = []
     for each, seen in zip(result.schemes, (usages, [HOST] * 3), strict=False):
         rounds = [one for one in each.run.results if one.load.kind == "stability"]
         looked = tuple(replace(one, usage=usage) for one, usage in zip(rounds, seen, strict=True))
-        ways.append(replace(each, run=replace(each.run, results=looked)))
-    (table,) = report_tables(replace(result, schemes=tuple(ways)))["stability"]
+        schemes.append(replace(each, run=replace(each.run, results=looked)))
+    (table,) = report_tables(replace(result, schemes=tuple(schemes)))["stability"]
     assert table.headers[-1] == f"{kind} memory MiB first / last"
     assert [row[-1] for row in table.rows] == [expected, "5 / 5" if kind == "host" else "- / -"]
 

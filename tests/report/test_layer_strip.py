@@ -132,7 +132,7 @@ def test_show_on_a_real_terminal_has_its_width_and_colours(tmp_path: Path) -> No
         cwd=ROOT,
     ) as process:
         os.close(secondary)
-        said = b""
+        output = b""
         while True:
             try:
                 part = os.read(primary, 65536)
@@ -140,11 +140,11 @@ def test_show_on_a_real_terminal_has_its_width_and_colours(tmp_path: Path) -> No
                 break
             if not part:
                 break
-            said += part
+            output += part
     os.close(primary)
     assert process.returncode == 0
-    assert b"\x1b[38;5;" in said
-    lines = ESCAPES.sub("", said.decode()).splitlines()
+    assert b"\x1b[38;5;" in output
+    lines = ESCAPES.sub("", output.decode()).splitlines()
     strip = [line for line in lines if line.startswith(("K bits", "V bits", "K kind", "V kind"))]
     assert {len(line) for line in strip} == {57, 37}  # 50 and 30 layers beside names
     assert read_strip(lines) == stored_layers(profile)

@@ -162,7 +162,7 @@ def test_diff_keeps_what_its_json_had_and_adds_bytes_and_quality(run: RunCommand
 
 
 @pytest.mark.parametrize(
-    ("limits", "overlap", "said"),
+    ("limits", "overlap", "verdict"),
     [
         ((0.013, 0.02, 0.03), True, "shows neither to be better"),
         ((0.014, 0.02, 0.03), True, "shows neither to be better"),
@@ -171,12 +171,12 @@ def test_diff_keeps_what_its_json_had_and_adds_bytes_and_quality(run: RunCommand
     ],
 )
 def test_quality_on_the_same_tokens_is_judged_by_its_intervals(
-    limits: tuple[float, float, float], overlap: bool, said: str
+    limits: tuple[float, float, float], overlap: bool, verdict: str
 ) -> None:
     first = make_profile(BASE)
     difference = difference_of(first, with_kl(first, *limits))
     assert difference.has_comparable_quality and difference.intervals_overlap == overlap
-    assert said in difference.quality_text() and "same tokens" in difference.quality_text()
+    assert verdict in difference.quality_text() and "same tokens" in difference.quality_text()
 
 
 def test_quality_that_was_measured_otherwise_is_not_compared() -> None:

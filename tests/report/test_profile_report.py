@@ -79,8 +79,9 @@ def test_a_page_says_identity_capacity_quality_provenance_and_how_to_serve_it() 
 
 
 def test_a_page_of_what_was_not_measured_says_so() -> None:
-    made = Provenance.model_validate({**PROVENANCE, "calibration": None, "search": None})
-    page = Page(profile_page([EvaluatedProfile("p.json", make_profile(layers_of(2), quality=None, provenance=made))]))
+    provenance = Provenance.model_validate({**PROVENANCE, "calibration": None, "search": None})
+    profile = make_profile(layers_of(2), quality=None, provenance=provenance)
+    page = Page(profile_page([EvaluatedProfile("p.json", profile)]))
     assert "Not measured." in page.text and "img" not in page.names()
     assert "nothing says what it was chosen on" in page.text
 
@@ -94,12 +95,12 @@ def test_a_page_of_keys_per_channel_gives_no_command_to_serve_them() -> None:
 def test_hostile_text_adds_no_tag_to_a_page() -> None:
     profile = make_profile(layers_of(3))
     plain_page = check_harmless(profile_page([EvaluatedProfile("p.json", profile, (evaluation_of(profile),))]))
-    said = evaluation_of(profile)
-    evil = said.model_copy(
+    evaluation = evaluation_of(profile)
+    evil = evaluation.model_copy(
         update={
-            "provenance": said.provenance.model_copy(update={"command": HOSTILE, "machine": HOSTILE}),
-            "data": said.data.model_copy(update={"corpus": HOSTILE}),
-            "cells": tuple(cell.model_copy(update={"task": HOSTILE, "level": "task"}) for cell in said.cells),
+            "provenance": evaluation.provenance.model_copy(update={"command": HOSTILE, "machine": HOSTILE}),
+            "data": evaluation.data.model_copy(update={"corpus": HOSTILE}),
+            "cells": tuple(cell.model_copy(update={"task": HOSTILE, "level": "task"}) for cell in evaluation.cells),
         }
     )
     attacked = check_harmless(profile_page([EvaluatedProfile(HOSTILE, hostile(profile), (evil,))]))

@@ -244,7 +244,7 @@ def test_the_summary_is_plain_json_with_the_numbers_of_the_table(make_report: Ma
 
 def test_gain_override_and_pairs_stand_in_table_page_and_summary(make_report: MakeReport) -> None:
     plain = make_report(2)
-    told = replace(
+    noted = replace(
         plain, gain=0.0012, uniform_winner="K4V4 + transforms", pair_additivity=PairAdditivity(18, 0.031, 0.42)
     )
     for text in (
@@ -252,14 +252,14 @@ def test_gain_override_and_pairs_stand_in_table_page_and_summary(make_report: Ma
         "uniform K4V4 + transforms",
         "3.1% in the median, 42.0% at most",
     ):
-        assert text in terminal_table(told)
-        assert text in Page(page_text(told)).text
+        assert text in terminal_table(noted)
+        assert text in Page(page_text(noted)).text
         assert text not in terminal_table(plain)
-    summary = summary_json(told)
+    summary = summary_json(noted)
     assert summary["gain"] == 0.0012
     assert summary["uniform_winner"] == "K4V4 + transforms"
     assert summary["pair_additivity"] == {"num_pairs": 18, "median": 0.031, "maximum": 0.42}
-    assert ReportData.from_json(told.to_json()) == told
+    assert ReportData.from_json(noted.to_json()) == noted
 
 
 def test_importing_the_report_loads_no_plotting_and_no_model_library() -> None:

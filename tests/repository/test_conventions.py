@@ -30,6 +30,8 @@ BANNED: Final = {
     "seams", "finder",
 }  # fmt: skip
 """Words that earlier versions gave to schemes, backends, tasks and the attention hook; see CONTRIBUTING's glossary."""
+VAGUE: Final = {"made", "told", "way", "ways", *BANNED}
+"""Names that do not tell what a variable holds."""
 SHARED: Final = {"COMMANDS", "JOURNAL", "hadamard", "logger", "main", "read", "write"}
 """Names that every command, journal, script or export format has of its own; and a step's kernel beside the step."""
 FRAGMENT: Final = re.compile(
@@ -163,6 +165,19 @@ def banned_names(files: dict[Path, str]) -> list[str]:
     return found
 
 
+def vague_names(files: dict[Path, str]) -> list[str]:
+    """Name the variables, arguments and functions whose names do not tell what they are."""
+    vague = []
+    for path, text in files.items():
+        for node in ast.walk(tree_of(text)):
+            if isinstance(node, ast.keyword) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)):
+                continue  # a use, not a definition
+            name = getattr(node, "id", None) or getattr(node, "arg", None) or getattr(node, "name", None)
+            if isinstance(name, str) and name.lower().strip("_") in VAGUE:
+                vague.append(f"{path}: {name}")
+    return vague
+
+
 def full_folders(files: dict[Path, str]) -> list[str]:
     """Name the folders with too many files side by side."""
     counts: dict[Path, int] = defaultdict(int)
@@ -208,6 +223,7 @@ RULES: Final[list[tuple[Rule, tuple[str, ...]]]] = [
     (docstring_fragments, (*PRODUCT, "examples", "tests")),
     (names_that_packages_lack, PRODUCT),
     (banned_names, PRODUCT),
+    (vague_names, ("benchmarks", "tools", "tests")),
     (misplaced_tests, (*PRODUCT, "tests")),
     (full_folders, (*PRODUCT, "examples", "tests")),
     (long_files, (*PRODUCT, "examples", "tests")),
@@ -243,6 +259,8 @@ WRONG: Final[list[tuple[Rule, dict[str, str]]]] = [
     (banned_names, {"examiner.py": ""}),
     (banned_names, {"one.py": "class _ChoosySampler: ...\n"}),
     (banned_names, {"one.py": "class A:\n    def said_until(self): ...\n"}),
+    (vague_names, {"one.py": "said = output()\n"}),
+    (vague_names, {"one.py": "def test_a(way): ...\n"}),
     (misplaced_tests, {"tuner/exact_solver.py": "", "tests/test_exact.py": ""}),
     (misplaced_tests, {"kvtuner/bench/loads.py": "def burst(): ...\n", "tests/bench/test_waves.py": ""}),
     (full_folders, {f"kernels/file_{number}.py": "" for number in range(MOST_FILES + 1)}),

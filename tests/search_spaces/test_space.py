@@ -179,9 +179,9 @@ def test_projection_replaces_pruned_pairs_by_better_ones_that_cost_no_more(rando
         shape = table.geometry.row_shape()
         space = build_space(table, "kl", shape)
         for pair in PAIRS:
-            asked = uniform(table, pair, "kl", shape, transforms=True)
-            given = space.configuration(space.project(asked))
-            for before, after, menu in zip(asked, given, space.menus, strict=True):
+            uniform_configuration = uniform(table, pair, "kl", shape, transforms=True)
+            projected = space.configuration(space.project(uniform_configuration))
+            for before, after, menu in zip(uniform_configuration, projected, space.menus, strict=True):
                 assert after in menu.choices
                 assert after.cost_bytes <= before.cost_bytes
                 assert payload(after.pair, shape) <= payload(before.pair, shape)

@@ -239,10 +239,10 @@ def apart() -> Iterator[list[Place]]:
     own = os.getpid()
     bridge, names, net = f"kvt{own}b", [f"kvt{own}n{index}" for index in range(2)], f"10.231.{own % 256}"
 
-    def ip(*words: str) -> None:
-        done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    def ip(*arguments: str) -> None:
+        done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
         if done.returncode:
-            pytest.skip(f"no network namespaces here: ip {' '.join(words)}: {done.stderr.strip()}")
+            pytest.skip(f"no network namespaces here: ip {' '.join(arguments)}: {done.stderr.strip()}")
 
     try:
         ip("link", "add", bridge, "type", "bridge")

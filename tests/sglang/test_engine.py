@@ -38,9 +38,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("way", ["variable", "function"])
+@pytest.mark.parametrize("named_by", ["variable", "function"])
 def test_an_engine_answers_as_the_transformers_host(
-    way: str,
+    named_by: str,
     model_folder: ModelFolder,
     profile_of: ProfileOf,
     mixed_layers: MixedLayers,
@@ -56,16 +56,16 @@ def test_an_engine_answers_as_the_transformers_host(
     (ids,) = prompts(30)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    variables = {"KVTUNER_PROFILE": path} if way == "variable" else {}
-    named = "" if way == "variable" else path
+    variables = {"KVTUNER_PROFILE": path} if named_by == "variable" else {}
+    named = "" if named_by == "variable" else path
     done = run_program(str(program), str(folder), named, json.dumps(ids), **variables)
     assert done.returncode == 0, done.stderr[-3000:]
-    said = next(line for line in done.stdout.splitlines() if line.startswith("ANSWER "))
+    answer = next(line for line in done.stdout.splitlines() if line.startswith("ANSWER "))
     cache = KVTunerCache.from_profile(profile, model.config)
     expected = model.generate(
         torch.tensor([ids]), max_new_tokens=12, do_sample=False, past_key_values=cache, eos_token_id=None
     )
-    assert said == f"ANSWER {json.dumps(expected[0, 30:].tolist())} []"
+    assert answer == f"ANSWER {json.dumps(expected[0, 30:].tolist())} []"
     assert profile.digest in done.stdout + done.stderr
 
 
@@ -82,15 +82,15 @@ def test_an_engine_whose_schedulers_load_no_plugin_is_refused(
     assert "ServingError: scheduler 0 does not serve the profile: its process did not load" in done.stderr
 
 
-@pytest.mark.parametrize("way", ["variable", "function"])
+@pytest.mark.parametrize("named_by", ["variable", "function"])
 def test_an_engine_serves_the_catalogues_profile_of_its_model(
-    way: str, run_program: RunProgram, tmp_path: Path
+    named_by: str, run_program: RunProgram, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     digest = load_profile(catalogue_file("demo-4bit")).digest
     named = f"auto#{digest}"
-    given, variables = ("", {"KVTUNER_PROFILE": named}) if way == "variable" else (named, {})
+    given, variables = ("", {"KVTUNER_PROFILE": named}) if named_by == "variable" else (named, {})
     done = run_program(str(program), str(DEMO_MODEL), given, "[5, 6, 7]", **variables)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "ANSWER" in done.stdout and digest in done.stdout + done.stderr

@@ -55,17 +55,17 @@ def evaluate(capsys: pytest.CaptureFixture[str], rough: Path, tmp_path: Path) ->
 
     def call(*flags: str) -> tuple[int, Any, str]:
         capsys.readouterr()
-        words = ("eval", str(rough), "--model", "demo", "--out", str(tmp_path / "out"), "--json")
-        status = main([*words, *flags])
+        command = ("eval", str(rough), "--model", "demo", "--out", str(tmp_path / "out"), "--json")
+        status = main([*command, *flags])
         out, err = capsys.readouterr()
         return status, json.loads(out) if status == 0 else None, err
 
     return call
 
 
-def said_by(way: str, folder: Path) -> str:
-    """The first sample of a way."""
-    return (folder / "samples.md").read_text().partition(f"**{way}**")[2].partition("**")[0]
+def first_sample(scheme: str, folder: Path) -> str:
+    """The first sample of a scheme."""
+    return (folder / "samples.md").read_text().partition(f"**{scheme}**")[2].partition("**")[0]
 
 
 def accuracies(found: Json, subject: str) -> dict[tuple[str, int | None], float]:
@@ -90,11 +90,11 @@ def test_served_profiles_are_asked_what_the_transformers_host_is_asked(
     assert found["profile_digest"] == load_profile(rough).digest
     assert "unread" not in {cell["flag"] for cell in found["cells"]}
     exact, hurt = accuracies(found, "bf16"), accuracies(found, "profile")
-    host = {way: accuracies(offline, way) for way in ("bf16", "profile")}
+    host = {scheme: accuracies(offline, scheme) for scheme in ("bf16", "profile")}
     assert exact == {key: host["bf16"].get(key, value) for key, value in exact.items()}
     for quantized in (hurt, host["profile"]):
         assert quantized["arithmetic", None] < exact["arithmetic", None] - 0.3, "damage shows"
-    assert said_by("bf16", tmp_path / "out") == said_by("bf16", tmp_path / "offline")
+    assert first_sample("bf16", tmp_path / "out") == first_sample("bf16", tmp_path / "offline")
     again = evaluate(*levels, *served)[1]
     assert again == found, "the journal knows what was found in the cache too"
     status, openai, _ = evaluate("--api", "openai", *levels, *served, "--out", str(tmp_path / "openai"))
@@ -106,15 +106,15 @@ def test_served_profiles_are_asked_what_the_transformers_host_is_asked(
 
 def test_servers_that_serve_something_else_are_refused(served: tuple[str, ...], evaluate: Evaluate) -> None:
     rough, plain = served[1], served[3].removeprefix("bf16=")
-    for wrong, said in (
+    for wrong, message in (
         ((plain,), "serves no profile, not sha256:"),
         ((f"bf16={rough}", rough), "was named bf16, but its cache is quantized"),
         ((f"fp8={plain}", rough), "was named fp8, but its cache is"),
     ):
-        ways = (word for each in wrong for word in ("--endpoint", each))
-        status, _, err = evaluate("--levels", "recall", *FEW, *ways)
+        flags = (word for each in wrong for word in ("--endpoint", each))
+        status, _, err = evaluate("--levels", "recall", *FEW, *flags)
         assert status == 2
-        assert said in err
+        assert message in err
 
 
 @torch.no_grad()
@@ -171,17 +171,17 @@ def test_likelihoods_of_servers_are_those_of_transformers(
     ids = load_corpus(CorpusSource(num_sequences=(4, 12, 12)), tokenizer).splits["report"][:SCORED]
     exact = log_probs(None, ids)
     means = likelihoods(found)
-    for way, profile in (("bf16", None), ("profile", load_profile(rough)), ("K8V8", load_profile(fine))):
-        mine = exact if profile is None else log_probs(profile, ids)
-        nll = -mine.gather(-1, ids[:, -POSITIONS:, None]).mean()
-        assert means["nll_nats_per_token", way] == pytest.approx(float(nll), abs=1e-3)
+    for scheme, profile in (("bf16", None), ("profile", load_profile(rough)), ("K8V8", load_profile(fine))):
+        log_p = exact if profile is None else log_probs(profile, ids)
+        nll = -log_p.gather(-1, ids[:, -POSITIONS:, None]).mean()
+        assert means["nll_nats_per_token", scheme] == pytest.approx(float(nll), abs=1e-3)
         if profile is None:
             continue
-        whole = float((exact.exp() * (exact - mine)).sum(-1).mean())
-        truncated = means["truncated_kl_nats_per_token", way]
+        whole = float((exact.exp() * (exact - log_p)).sum(-1).mean())
+        truncated = means["truncated_kl_nats_per_token", scheme]
         assert 0.8 * whole < truncated <= whole * 1.001 + 1e-6
-        agree = (exact.argmax(-1) == mine.argmax(-1)).double().mean()
-        assert means["top1_agreement", way] == pytest.approx(float(agree), abs=1 / (SCORED * POSITIONS))
+        agree = (exact.argmax(-1) == log_p.argmax(-1)).double().mean()
+        assert means["top1_agreement", scheme] == pytest.approx(float(agree), abs=1 / (SCORED * POSITIONS))
     assert means["truncated_kl_nats_per_token", "profile"] > 20 * means["truncated_kl_nats_per_token", "K8V8"]
     status, openai, _ = evaluate("--api", "openai", *SCORING, *served, "--out", str(tmp_path / "openai"))
     assert status == 0
@@ -215,17 +215,17 @@ def tasks(tmp_path: Path) -> Path:
     folder.mkdir()
     sums, lines = [], []
     for _ in range(6):
-        *examples, asked = addition_lines(rng, 9).splitlines()
-        question, _, answer = asked.partition("=")
+        *examples, last = addition_lines(rng, 9).splitlines()
+        question, _, answer = last.partition("=")
         sums.append({"question": "\n".join([*examples, f"{question}="]), "answer": answer})
         problem = recall_problem(rng, 20, 1)
         key, value = problem.table[problem.questions[0]]
         choices = [value, *(other for _, other in rng.sample(problem.table, 3))]
         lines.append({"question": f"{problem.prompt}{key}:", "answer": 0, "choices": choices})
-    said = 'output_type: generate_until\ngeneration_kwargs: {until: ["\\n"], max_gen_toks: 8}\n'
-    said += "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}, {metric: chrf}]\n"
+    generated = 'output_type: generate_until\ngeneration_kwargs: {until: ["\\n"], max_gen_toks: 8}\n'
+    generated += "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}, {metric: chrf}]\n"
     chosen = "output_type: multiple_choice\ndoc_to_choice: '{{choices}}'\ntarget_delimiter: ''\n"
-    for name, rows, rest in (("sums", sums, said), ("lines", lines, chosen)):
+    for name, rows, rest in (("sums", sums, generated), ("lines", lines, chosen)):
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / f"{name}.yaml").write_text(
@@ -250,12 +250,13 @@ def test_tasks_of_servers_are_answered_as_the_transformers_host_answers_them(
     assert {"demo_sums exact_match", "demo_sums chrf", "demo_lines acc"} <= set(means)
     for task, cell in means.items():
         assert cell["flag"] != "unread"
-        for way in ("bf16", "profile"):
+        for scheme in ("bf16", "profile"):
             mine, theirs = (
-                next(each["mean"] for each in got[task]["results"] if each["subject"] == way) for got in (means, host)
+                next(each["mean"] for each in got[task]["results"] if each["subject"] == scheme)
+                for got in (means, host)
             )
-            assert way == "profile" or mine == theirs
-            assert way == "bf16" or max(mine, theirs) < means[task]["results"][0]["mean"], "damage shows"
+            assert scheme == "profile" or mine == theirs
+            assert scheme == "bf16" or max(mine, theirs) < means[task]["results"][0]["mean"], "damage shows"
     assert log_likelihoods(tmp_path / "out", 2) == pytest.approx(log_likelihoods(Path(offline), 4), abs=2e-3)
     again = evaluate(*flags, both, *served)[1]
     assert again == found, "the journal answers"
@@ -269,11 +270,11 @@ def test_tasks_of_servers_are_answered_as_the_transformers_host_answers_them(
     assert cell["flag"] == "unread"
 
 
-def log_likelihoods(folder: Path, ways: int) -> list[float]:
+def log_likelihoods(folder: Path, num_schemes: int) -> list[float]:
     """Log-likelihoods of all choices, in the order asked, by the first of so many schemes: the unquantized one."""
-    said = [json.loads(line)["answer"] for line in (folder / "tasks.jsonl").read_text().splitlines()]
-    found = [answer[0] for answer in said if isinstance(answer, list)]
-    return found[: len(found) // ways]
+    answers = [json.loads(line)["answer"] for line in (folder / "tasks.jsonl").read_text().splitlines()]
+    found = [answer[0] for answer in answers if isinstance(answer, list)]
+    return found[: len(found) // num_schemes]
 
 
 class Faulty(BaseHTTPRequestHandler):
@@ -281,18 +282,18 @@ class Faulty(BaseHTTPRequestHandler):
 
     fault = "none"
     digest = ""
-    asked = 0
+    num_requests = 0
 
     def do_GET(self) -> None:
-        if self.fault == "gone" and Faulty.asked > 3:
+        if self.fault == "gone" and Faulty.num_requests > 3:
             self.connection.close()
             return
         self.reply({"model_path": "demo", "version": "0", "kvtuner_profile": self.digest, "kvtuner_reads": "fresh"})
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        Faulty.asked += 1
-        if self.fault == "gone" and Faulty.asked > 3:
+        Faulty.num_requests += 1
+        if self.fault == "gone" and Faulty.num_requests > 3:
             self.connection.close()
         elif self.fault == "cut":
             self.send_response(200)
@@ -321,7 +322,7 @@ def faulty(rough: Path, serve_http: Any) -> Callable[[str], str]:
 
     def start(fault: str) -> str:
         handler = type("Handler", (Faulty,), {"fault": fault, "digest": load_profile(rough).digest})
-        Faulty.asked = 0
+        Faulty.num_requests = 0
         return f"http://127.0.0.1:{serve_http(handler).server_port}"
 
     return start

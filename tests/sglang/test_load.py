@@ -45,7 +45,7 @@ def resident_bytes(server: Server) -> int:
 def test_nothing_fails_and_nothing_grows(num_requests: int, server: Server, prompts: Prompts) -> None:
     rng = random.Random(num_requests)
     lengths = [rng.choice((1, 3, 15, 16, 17, 60, 130, 250)) for _ in range(num_requests)]
-    asked = list(zip(prompts(*lengths, seed=num_requests), [rng.randint(1, 24) for _ in lengths], strict=True))
+    requests = list(zip(prompts(*lengths, seed=num_requests), [rng.randint(1, 24) for _ in lengths], strict=True))
 
     def ask(request: tuple[list[int], int]) -> bool:
         ids, num_tokens = request
@@ -54,9 +54,9 @@ def test_nothing_fails_and_nothing_grows(num_requests: int, server: Server, prom
 
     middle = num_requests // 2
     with ThreadPoolExecutor(12) as pool:
-        first = list(pool.map(ask, asked[:middle]))
+        first = list(pool.map(ask, requests[:middle]))
         before = resident_bytes(server)
-        second = list(pool.map(ask, asked[middle:]))
+        second = list(pool.map(ask, requests[middle:]))
     assert all(first + second)
     assert resident_bytes(server) < 1.1 * before
     server.flush()

@@ -126,10 +126,10 @@ class Live:
     def spoil_stored_pages(self, first: int) -> None:
         """Damage what lies in storage of a prompt that begins with a token, and ask for it again."""
         self.outcomes()  # until nothing is active, which would fill the queue
-        prompt, known = list(range(first, first + 80)), set(self.storage.rglob("*.bin"))
+        prompt, files_before = list(range(first, first + 80)), set(self.storage.rglob("*.bin"))
         assert self.ask(prompt)[0] == 200
         deadline = time.monotonic() + 60  # pages are written after the answer
-        while len(written := set(self.storage.rglob("*.bin")) - known) < len(prompt) // PAGE_SIZE:
+        while len(written := set(self.storage.rglob("*.bin")) - files_before) < len(prompt) // PAGE_SIZE:
             assert time.monotonic() < deadline, "pages were not written"
             time.sleep(0.5)
         for path in written:
@@ -189,8 +189,8 @@ def test_alerts_and_panels_name_only_jobs_rules_and_files_that_are_there() -> No
     assert {"instance", "job", *relabeled} == TARGET_LABELS
     for what, expression, _ in queries():
         for selector in selectors(expression):
-            asked = {value for label, _, value in selector.matchers if label == "job"}
-            assert asked <= jobs, what
+            jobs_of_selector = {value for label, _, value in selector.matchers if label == "job"}
+            assert jobs_of_selector <= jobs, what
             if selector.name.startswith("kvtuner:"):
                 recorded = [rule.get("labels", {}) for rule in RECORDS if rule["record"] == selector.name]
                 if selector.name == "kvtuner:requests:increase5m":
@@ -206,20 +206,20 @@ def test_every_metric_and_label_that_is_asked_for_is_on_a_live_server(live: Live
     assert live.outcomes()["aborted"] > 0
     samples = live.samples()
     samples += [(name, DCGM_LABELS, value) for name, value in DCGM] + [("up", {}, 1.0)]
-    asked = set()
+    metric_names = set()
     for what, expression, named in queries():
         metrics = selectors(expression)
         assert metrics or expression.startswith("vector("), what
-        known = {"outcome"} | TARGET_LABELS
+        labels_there = {"outcome"} | TARGET_LABELS
         for selector in metrics:
             if not selector.name.startswith("kvtuner:"):
-                asked.add(selector.name)
+                metric_names.add(selector.name)
                 meant = [labels for name, labels, _ in samples if selector.accepts(name, labels)]
                 assert meant, f"{what}: no sample of {selector}"
-                known |= set.intersection(*[set(labels) for labels in meant])
+                labels_there |= set.intersection(*[set(labels) for labels in meant])
         named |= grouping_labels(expression)
-        assert named <= known, f"{what}: nothing has labels {named - known}"
-    assert len(asked) > 30
+        assert named <= labels_there, f"{what}: nothing has labels {named - labels_there}"
+    assert len(metric_names) > 30
 
 
 def test_prometheus_2_which_asks_for_another_format_ends_with_the_same_names(live: Live) -> None:

@@ -40,13 +40,13 @@ class Launch:
     """A launcher that ended before it served."""
 
     status: int
-    said: str
+    output: str
     result: dict[str, Any]
 
     @property
     def refusal(self) -> str:
-        assert self.status != 0, self.said
-        (line,) = (line for line in self.said.splitlines() if line.startswith("kvtuner: "))
+        assert self.status != 0, self.output
+        (line,) = (line for line in self.output.splitlines() if line.startswith("kvtuner: "))
         return line
 
 
@@ -73,8 +73,8 @@ def tiny(model_folder: ModelFolder) -> Path:
 
 @pytest.fixture(scope="session")
 def profile(tiny: Path, profile_of: ProfileOf) -> Profile:
-    made: Profile = profile_of(AutoConfig.from_pretrained(tiny), [LayerQuantization(4, 4)] * 3)
-    return made
+    tiny_profile: Profile = profile_of(AutoConfig.from_pretrained(tiny), [LayerQuantization(4, 4)] * 3)
+    return tiny_profile
 
 
 def test_a_profile_of_the_hub_is_fetched_by_the_launcher_alone(
@@ -82,12 +82,12 @@ def test_a_profile_of_the_hub_is_fetched_by_the_launcher_alone(
 ) -> None:
     commit = hub.repo(REPO, {"profile.json": dump_profile(profile)}).refs["main"]
     done = launch(tiny, "--kvtuner-profile", REPO)
-    assert done.result["checked"] == profile.digest, done.said
+    assert done.result["checked"] == profile.digest, done.output
     assert json.loads(done.result["child"]) == {"digest": profile.digest, "profile": done.result["profile"]}
     assert Path(done.result["profile"]).is_absolute()
-    assert f"{REPO}@main may change; it is {REPO}@{commit} now" in done.said
-    assert len(hub.asked("GET", "/api/models/")) == 1, "the second process read the file"
-    assert hub.token not in done.said
+    assert f"{REPO}@main may change; it is {REPO}@{commit} now" in done.output
+    assert len(hub.requested("GET", "/api/models/")) == 1, "the second process read the file"
+    assert hub.token not in done.output
 
 
 def test_an_engines_variable_names_one_too(
@@ -98,7 +98,7 @@ def test_an_engines_variable_names_one_too(
     done = launch(tiny, KVTUNER_PROFILE=named)
     assert done.result["checked"] == profile.digest
     assert json.loads(done.result["child"])["digest"] == profile.digest
-    assert len(hub.asked("GET", "/api/models/")) == 1
+    assert len(hub.requested("GET", "/api/models/")) == 1
 
 
 def test_what_cannot_be_had_ends_the_launcher_in_one_line(
@@ -130,7 +130,7 @@ def test_the_catalogue_serves_its_own_model(launch: Callable[..., Launch], tiny:
     digest = load_profile(catalogue_file("demo-4bit")).digest
     for name in ("auto", f"auto:4bit#{digest}", "catalogue:demo-4bit"):
         done = launch(DEMO_MODEL, "--kvtuner-profile", name)
-        assert done.result["checked"] == digest, done.said
+        assert done.result["checked"] == digest, done.output
         chosen = f"{catalogue_file('demo-4bit')}#{digest}"
         assert json.loads(done.result["child"]) == {"digest": digest, "profile": chosen}, "chosen once"
     done = launch(DEMO_MODEL, KVTUNER_PROFILE="auto:3bit")
@@ -150,7 +150,7 @@ def test_the_twin_of_the_demo_model_is_told_from_it_by_its_weights(
 
     make_twin("demo", tmp_path / "model")
     done = launch(tmp_path / "model", "--kvtuner-profile", "auto")
-    assert done.result["checked"] == load_profile(catalogue_file("demo-outliers-4bit")).digest, done.said
+    assert done.result["checked"] == load_profile(catalogue_file("demo-outliers-4bit")).digest, done.output
     refusal = launch(tmp_path / "model", "--kvtuner-profile", "catalogue:demo-4bit").refusal
     assert "this model's weights are others" in refusal
 
@@ -165,7 +165,7 @@ def test_a_required_signature_is_of_the_bytes_that_are_served(
     assert "there is no such signature" in launch(tiny, *wanted, f"key:{public}").refusal
     sign_profile(path, Signer(private))
     done = launch(tiny, *wanted, f"key:{public}")
-    assert done.result["checked"] == profile.digest, done.said
+    assert done.result["checked"] == profile.digest, done.output
     assert json.loads(done.result["child"])["digest"] == profile.digest
     assert launch(tiny, KVTUNER_PROFILE=str(path), KVTUNER_REQUIRE_SIGNATURE=f"key:{public}").result["checked"]
     assert "Key mismatch" in launch(tiny, *wanted, f"key:{other}").refusal

@@ -81,18 +81,18 @@ def test_ranks_agree_with_the_transformers_host(
     topology: str, uneven: tuple[Path, Profile], served: Callable[..., tuple[Agreement, list[int]]], here: Place
 ) -> None:
     nodes, flags = TOPOLOGIES[topology]
-    agreement, said = served(flags, [here] * nodes)
+    agreement, row_bytes = served(flags, [here] * nodes)
     assert is_near(agreement), agreement
-    assert said == expected_bytes(uneven[1], flags)
+    assert row_bytes == expected_bytes(uneven[1], flags)
 
 
 def test_nodes_that_share_neither_network_nor_memory(
     uneven: tuple[Path, Profile], served: Callable[..., tuple[Agreement, list[int]]], apart: list[Place]
 ) -> None:
     flags = ("--tp-size", "2")
-    agreement, said = served(flags, apart, GLOO_SOCKET_IFNAME="eth0")
+    agreement, row_bytes = served(flags, apart, GLOO_SOCKET_IFNAME="eth0")
     assert is_near(agreement), agreement
-    assert said == expected_bytes(uneven[1], flags)
+    assert row_bytes == expected_bytes(uneven[1], flags)
 
 
 def test_nodes_with_different_profiles_refuse_to_start_and_name_both(

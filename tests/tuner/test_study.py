@@ -316,8 +316,8 @@ def test_samplers_are_told_which_trials_break_the_budget(
     trials = optuna.load_study(study_name="kvtuner", storage=open_storage(storage)).trials
     for trial, record in zip(trials, result.trials, strict=True):
         # One number in Optuna 5, a list in Optuna 4.
-        told = [value for name, value in trial.system_attrs.items() if name.startswith("constraints")]
-        (violation,) = told[0] if isinstance(told[0], list) else told
+        violations = [value for name, value in trial.system_attrs.items() if name.startswith("constraints")]
+        (violation,) = violations[0] if isinstance(violations[0], list) else violations
         assert violation == constraint.violation(pairs_of(record.configuration))
         assert (violation <= 0) == record.is_feasible
     assert {record.is_feasible for record in result.trials} == {True, False}

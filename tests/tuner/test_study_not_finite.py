@@ -85,8 +85,8 @@ def test_what_is_not_finite_is_tried_once_and_the_study_goes_on(
     assert failed[0].configuration == warm[0]
     assert all(trial.value is None and trial.is_feasible for trial in failed)
     assert {t.configuration for t in failed if t.is_measured} == {c for c in faulty.measured if faulty.bad(c)}
-    words = "layer 3 overflows" if bad == float("-inf") else f"is {bad} in trial 0 .*{warm[0][0].pair}"
-    assert re.search(words, failed[0].failure or "")
+    message = "layer 3 overflows" if bad == float("-inf") else f"is {bad} in trial 0 .*{warm[0][0].pair}"
+    assert re.search(message, failed[0].failure or "")
     finite = [trial.value for trial in result.trials if trial.value is not None]
     assert result.best_value == min(finite) == predicted_score(result.best)
 

@@ -85,8 +85,8 @@ def test_generated_tasks_are_true() -> None:
 def test_recall_is_whole_unquantized_and_by_the_profile_and_lost_at_two_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = "--levels recall --against K2V2 --lengths 256 --problems 12 --questions 5 --seed 1 --json"
-    assert main(["eval", "catalogue:demo-4bit", "--model", "demo", "--out", str(tmp_path), *words.split()]) == 0
+    flags = "--levels recall --against K2V2 --lengths 256 --problems 12 --questions 5 --seed 1 --json"
+    assert main(["eval", "catalogue:demo-4bit", "--model", "demo", "--out", str(tmp_path), *flags.split()]) == 0
     (cell,) = json.loads(capsys.readouterr().out)["cells"]
     match = {result["subject"]: result["mean"] for result in cell["results"]}
     assert min(match["bf16"], match["profile"]) >= 0.90

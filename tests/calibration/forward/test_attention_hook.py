@@ -93,7 +93,7 @@ def test_registering_again_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments", "words"),
+    ("module", "arguments", "message"),
     [
         (nn.Identity(), {}, "Identity has no layer_idx"),
         (SimpleNamespace(layer_idx=3, is_causal=False), {}, "layer 3 .* is not causal"),
@@ -106,8 +106,8 @@ def test_registering_again_changes_nothing() -> None:
         (None, {"sliding_window": 5}, "layer 3 .* has a window of 5, below the 6 tokens"),
     ],
 )
-def test_attention_that_the_hook_cannot_carry_is_refused_by_name(module, arguments, words) -> None:
-    with pytest.raises(UnsupportedModelError, match=words):
+def test_attention_that_the_hook_cannot_carry_is_refused_by_name(module, arguments, message) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
         attention(module, **arguments)
 
 

@@ -223,7 +223,7 @@ def test_the_bent_decoders_differ_from_a_plain_chain_in_their_bend_alone(
 
 
 @pytest.mark.parametrize(
-    ("decoder", "words"),
+    ("decoder", "message"),
     [
         (_EmbeddingAgain, "layer 2 does not read layer 1's output alone"),
         (_Backwards, r"no attention hook in every layer.*\[2, 1, 0\]"),
@@ -231,9 +231,9 @@ def test_the_bent_decoders_differ_from_a_plain_chain_in_their_bend_alone(
     ],
 )
 def test_a_decoder_that_is_no_chain_is_refused(
-    decoder: type[nn.Module], words: str, make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain]
+    decoder: type[nn.Module], message: str, make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain]
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match=words):
+    with pytest.raises(UnsupportedModelError, match=message):
         chain_over(rebuilt_as(decoder, make_model))
 
 
@@ -256,7 +256,7 @@ def test_logits_that_are_not_the_output_embeddings_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"num_layers": 4}, "no list of 4 decoder layers"),
         ({"num_kv_heads": 4}, r"layer 0 has .* = \(4, 2, 16, 16\), its configuration says \(4, 4, 16, 16\)"),
@@ -264,17 +264,17 @@ def test_logits_that_are_not_the_output_embeddings_are_refused(
     ],
 )
 def test_heads_that_differ_from_the_configuration_are_refused(
-    changes: dict[str, int], words: str, make_model: Callable[..., Any]
+    changes: dict[str, int], message: str, make_model: Callable[..., Any]
 ) -> None:
     model = make_model("llama-gqa")
     model.set_attn_implementation(register_hook())
-    with pytest.raises(UnsupportedModelError, match=words):
+    with pytest.raises(UnsupportedModelError, match=message):
         DecoderChain(model, replace(ModelGeometry.from_config(model.config), **changes))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
-    ("weight", "words"),
+    ("weight", "message"),
     [
         ("layers.1.self_attn.k_proj", "layer 1: its keys hold NaN or infinity"),
         ("layers.2.self_attn.v_proj", "layer 2: its values hold NaN or infinity"),
@@ -285,12 +285,12 @@ def test_heads_that_differ_from_the_configuration_are_refused(
     ],
 )
 def test_broken_weights_are_an_error_that_names_the_layer(
-    weight: str, words: str, value: float, make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain]
+    weight: str, message: str, value: float, make_model: Callable[..., Any], chain_over: Callable[..., DecoderChain]
 ) -> None:
     model = make_model("llama-gqa")
     with torch.no_grad():
         model.model.get_submodule(weight).weight[3] = value
-    with pytest.raises(NonFiniteActivationError, match=words):
+    with pytest.raises(NonFiniteActivationError, match=message):
         chain_over(model)
 
 

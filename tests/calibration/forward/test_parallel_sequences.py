@@ -112,13 +112,13 @@ def test_a_simulation_gives_the_same_bits_on_one_thread_and_on_two_workers(
 ) -> None:
     chain = chain_of(name)
     specs = dict.fromkeys(range(2), LayerSpec(QuantSpec(2), QuantSpec(4)))
-    found, told = [], []
+    found, progress = [], []
     for count in (1, 2):
         threads(count)
         simulator = Simulator(chain, random_batches(5, 24), ReadPlan("decode", 6))
         before = chain.count.layer_tokens
-        found.append(simulator.measure(specs, told.append))
+        found.append(simulator.measure(specs, progress.append))
         assert chain.count.layer_tokens - before == chain.geometry.num_layers * 5 * 18
     assert torch.equal(found[0].kl, found[1].kl)
     assert torch.equal(found[0].agree, found[1].agree)
-    assert told == [24] * 10
+    assert progress == [24] * 10

@@ -272,17 +272,17 @@ def test_a_layer_alone_leaves_the_others_exact(
 def test_progress_is_told_in_tokens_and_work_in_forwards(
     chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
-    chain, told = chain_of("llama-gqa"), []
+    chain, progress = chain_of("llama-gqa"), []
     simulator = Simulator(chain, random_batches(3, TOKENS, batch_size=2), plan_of("decode"))
     before = chain.count.layer_tokens
-    scores = simulator.measure(uniform((4, 4), 3), told.append)
-    assert told == [2 * TOKENS, TOKENS]
+    scores = simulator.measure(uniform((4, 4), 3), progress.append)
+    assert progress == [2 * TOKENS, TOKENS]
     assert chain.count.layer_tokens - before == 3 * 3 * (TOKENS - SPLIT)
     assert isinstance(scores, TokenScores)
 
 
 @pytest.mark.parametrize(
-    ("weight", "words"),
+    ("weight", "message"),
     [
         ("embed_tokens", "layer 0: its inputs hold NaN or infinity"),
         ("layers.0.mlp.down_proj", "layer 0: its outputs hold NaN or infinity"),
@@ -291,7 +291,7 @@ def test_progress_is_told_in_tokens_and_work_in_forwards(
 )
 def test_an_exact_run_that_is_not_finite_is_an_error_that_names_the_layer(
     weight: str,
-    words: str,
+    message: str,
     make_model: Callable[..., Any],
     chain_over: Callable[..., DecoderChain],
     random_batches: RandomBatches,
@@ -302,7 +302,7 @@ def test_an_exact_run_that_is_not_finite_is_an_error_that_names_the_layer(
     with torch.no_grad():
         row = batch.input_ids[0, 0] if weight == "embed_tokens" else 3  # a token of the prompt, not scored itself
         chain.model.model.get_submodule(weight).weight[row] = torch.nan
-    with pytest.raises(NonFiniteActivationError, match=words):
+    with pytest.raises(NonFiniteActivationError, match=message):
         Simulator(chain, [batch], plan_of("decode"))
 
 

@@ -52,12 +52,16 @@ def test_answers_do_not_depend_on_what_was_asked_before(read_plan: Any, load_tin
         assert answers[0] == answers[2]
 
 
-@pytest.mark.parametrize("made", [{"name": "llama-gqa"}, {"name": "qwen2-bias", "adds_bos": True}], ids=["", "bos"])
+@pytest.mark.parametrize(
+    "model_fields", [{"name": "llama-gqa"}, {"name": "qwen2-bias", "adds_bos": True}], ids=["", "bos"]
+)
 @pytest.mark.parametrize("name", ["bf16", "fp8", "K4V2"])
-def test_answers_are_those_of_generate(name: str, made: Json, load_tiny: LoadTiny, model_folder: ModelFolder) -> None:
+def test_answers_are_those_of_generate(
+    name: str, model_fields: Json, load_tiny: LoadTiny, model_folder: ModelFolder
+) -> None:
     """The expected texts are of transformers' own loop and attention, prompt and question in chunks of their own."""
-    loaded = load_tiny(**made)
-    model = AutoModelForCausalLM.from_pretrained(model_folder(**made), dtype=torch.float32).eval()
+    loaded = load_tiny(**model_fields)
+    model = AutoModelForCausalLM.from_pretrained(model_folder(**model_fields), dtype=torch.float32).eval()
     scheme, tokenizer = named_scheme(name, loaded.shape), loaded.tokenizer
     for text in ASKED:
         context = tokenizer(CONTEXT, return_tensors="pt").input_ids

@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 MODELS = pytest.mark.parametrize(
-    "made", [{"name": "llama-gqa"}, {"name": "qwen2-bias", "adds_bos": True}], ids=["plain", "bos"]
+    "model_fields", [{"name": "llama-gqa"}, {"name": "qwen2-bias", "adds_bos": True}], ids=["plain", "bos"]
 )
 
 
 @pytest.fixture
 def harness(load_tiny: LoadTiny, tmp_path: Path) -> MakeHarness:
-    """`harness(made, scheme, read_plan="decode", context_length=512)`."""
+    """`harness(model_fields, scheme, read_plan="decode", context_length=512)`."""
 
-    def make(made: Json, scheme: str, read_plan: Any = "decode", context_length: int = 512) -> HarnessModel:
-        loaded = load_tiny(**made)
+    def make(model_fields: Json, scheme: str, read_plan: Any = "decode", context_length: int = 512) -> HarnessModel:
+        loaded = load_tiny(**model_fields)
         backend = LocalBackend(loaded, named_scheme(scheme, loaded.shape), read_plan)
         folder = RunFolder(tmp_path / "run")
         folder.create()
@@ -63,12 +63,12 @@ def asking(*arguments: Any) -> list[Any]:
 
 @MODELS
 def test_log_likelihoods_are_those_of_one_forward(
-    made: Json, harness: MakeHarness, load_tiny: LoadTiny, model_folder: ModelFolder
+    model_fields: Json, harness: MakeHarness, load_tiny: LoadTiny, model_folder: ModelFolder
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_folder(**made), dtype=torch.float32).eval()
-    tokenizer = load_tiny(**made).tokenizer
+    model = AutoModelForCausalLM.from_pretrained(model_folder(**model_fields), dtype=torch.float32).eval()
+    tokenizer = load_tiny(**model_fields).tokenizer
     pairs = [("a table of words", " and more"), ("words end in a space ", "more"), ("one", " two three four five")]
-    found = harness(made, "bf16").loglikelihood(asking(*pairs))
+    found = harness(model_fields, "bf16").loglikelihood(asking(*pairs))
     for (context, continuation), (log_p, is_greedy) in zip(pairs, found, strict=True):
         ids = tokenizer(context + continuation, return_tensors="pt").input_ids
         start = len(tokenizer(context.rstrip()).input_ids)
@@ -79,10 +79,12 @@ def test_log_likelihoods_are_those_of_one_forward(
 
 
 @MODELS
-def test_an_answer_reads_its_context_as_it_is_stored(made: Json, harness: MakeHarness, load_tiny: LoadTiny) -> None:
-    loaded = load_tiny(**made)
+def test_an_answer_reads_its_context_as_it_is_stored(
+    model_fields: Json, harness: MakeHarness, load_tiny: LoadTiny
+) -> None:
+    loaded = load_tiny(**model_fields)
     context, continuation = "a table of words that is stored in four bits", " and"
-    ((log_p, _),) = harness(made, "K4V2").loglikelihood(asking((context, continuation)))
+    ((log_p, _),) = harness(model_fields, "K4V2").loglikelihood(asking((context, continuation)))
     before, after = (loaded.tokenizer(text).input_ids for text in (context, context + continuation))
     profile = named_scheme("K4V2", loaded.shape).profile
     assert profile is not None
@@ -92,21 +94,21 @@ def test_an_answer_reads_its_context_as_it_is_stored(made: Json, harness: MakeHa
         logits = loaded.model(torch.tensor([after[len(before) - 1 : -1]]), past_key_values=cache).logits[0].double()
     targets = torch.tensor(after[len(before) :])
     assert log_p == pytest.approx(float(logits.log_softmax(-1).gather(-1, targets[:, None]).sum()), abs=1e-4)
-    ((exact, _),) = harness(made, "bf16").loglikelihood(asking((context, continuation)))
+    ((exact, _),) = harness(model_fields, "bf16").loglikelihood(asking((context, continuation)))
     assert abs(exact - log_p) > 1e-3, "one token shows it"
 
 
 @MODELS
 def test_long_texts_are_scored_in_pieces_each_token_once(
-    made: Json, harness: MakeHarness, load_tiny: LoadTiny, model_folder: ModelFolder
+    model_fields: Json, harness: MakeHarness, load_tiny: LoadTiny, model_folder: ModelFolder
 ) -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_folder(**made), dtype=torch.float32).eval()
-    tokenizer = load_tiny(**made).tokenizer
+    model = AutoModelForCausalLM.from_pretrained(model_folder(**model_fields), dtype=torch.float32).eval()
+    tokenizer = load_tiny(**model_fields).tokenizer
     text = "a text of many words that go on and on " * 4
     ids = tokenizer(text).input_ids
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    ids = ids if made.get("adds_bos") else [first, *ids]
-    (found,) = harness(made, "bf16", context_length=20).loglikelihood_rolling(asking((text,)))
+    ids = ids if model_fields.get("adds_bos") else [first, *ids]
+    (found,) = harness(model_fields, "bf16", context_length=20).loglikelihood_rolling(asking((text,)))
     expected, scored = 0.0, 0
     for start in range(0, len(ids) - 1, 19):
         piece = torch.tensor([ids[start : start + 20]])
@@ -143,17 +145,17 @@ def test_a_task_that_asks_for_sampling_is_noted_and_answered_greedily(
 def test_generations_stop_where_the_task_says(
     harness: MakeHarness, load_tiny: LoadTiny, model_folder: ModelFolder
 ) -> None:
-    made = {"name": "llama-gqa"}
-    model = AutoModelForCausalLM.from_pretrained(model_folder(**made), dtype=torch.float32).eval()
-    tokenizer = load_tiny(**made).tokenizer
+    model_fields = {"name": "llama-gqa"}
+    model = AutoModelForCausalLM.from_pretrained(model_folder(**model_fields), dtype=torch.float32).eval()
+    tokenizer = load_tiny(**model_fields).tokenizer
     ids = tokenizer("one two", return_tensors="pt").input_ids
     generated = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
     whole = tokenizer.decode(generated, skip_special_tokens=True)
     stop = whole[3:5]
     asked = asking(("one two", {"max_gen_toks": 12}), ("one two", {"until": [stop], "max_gen_toks": 12}))
-    found = harness(made, "bf16").generate_until(asked)
+    found = harness(model_fields, "bf16").generate_until(asked)
     assert found == [whole, whole.split(stop)[0]]
-    known = harness(made, "bf16")
+    known = harness(model_fields, "bf16")
     backend = known._backend
     silent = partial(pytest.fail, "the backend is asked")
     known._backend = SimpleNamespace(key=backend.key, hits=None, generate_until=silent)

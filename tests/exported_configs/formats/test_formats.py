@@ -77,16 +77,16 @@ def can_say(document: dict[str, Any], name: str) -> bool:
     geometry, defaults = document["geometry"], document["defaults"]
     dims = {"k": geometry["head_dim"], "v": geometry["v_head_dim"]}
     bits = [(layer["k"]["bits"], layer["v"]["bits"]) for layer in document["layers"]]
-    # Every way in which some quantized side is stored: (side, granularity, group, symmetric, transform).
-    ways = {
+    # Every quantized side: (side, granularity, group, symmetric, transform).
+    sides = {
         (side, defaults[side]["granularity"], defaults[side]["group_size"], defaults[side]["symmetric"],
          layer[side].get("transform", defaults[side]["transform"]))
         for layer in document["layers"] for side in "kv" if layer[side]["bits"] != 16
     }  # fmt: skip
-    if any(way[4] != "none" for way in ways):
+    if any(side[4] != "none" for side in sides):
         return False
     plain = {("k", "per_token", dims["k"]), ("v", "per_token", dims["v"])}
-    stored, symmetric = {way[:3] for way in ways}, {way[3] for way in ways}
+    stored, symmetric = {side[:3] for side in sides}, {side[3] for side in sides}
     if name == "modelopt":
         return stored <= plain and symmetric <= {True} and set(bits) <= {(8, 8), (16, 16)}
     if not symmetric <= {False}:
@@ -97,8 +97,8 @@ def can_say(document: dict[str, Any], name: str) -> bool:
         return False
     if name == "ranges":
         return stored <= plain
-    groups = {way[2] for way in stored}
-    return all(way[1] == "per_token" for way in stored) and len(groups) <= 1 and groups <= {32, 64, 128}
+    groups = {side[2] for side in stored}
+    return all(side[1] == "per_token" for side in stored) and len(groups) <= 1 and groups <= {32, 64, 128}
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ def test_the_order_and_the_type_of_numbers_change_nothing(tmp_path: Path) -> Non
 
 
 def test_every_part_of_a_configuration_of_parts_counts() -> None:
-    def made(text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None, **own: Any) -> Any:
+    def config_of(text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None, **own: Any) -> Any:
         return transformers.Gemma3Config(
             text_config={"num_hidden_layers": 2, "hidden_size": 64, **(text or {})},
             vision_config={"num_hidden_layers": 2, **(vision or {})},
@@ -187,17 +187,17 @@ def test_every_part_of_a_configuration_of_parts_counts() -> None:
         )
 
     different = [
-        made(),
-        made({"hidden_size": 96}),
-        made(vision={"hidden_size": 96}),
-        made(mm_tokens_per_image=64),
-        made({"query_pre_attn_scalar": 32}),
+        config_of(),
+        config_of({"hidden_size": 96}),
+        config_of(vision={"hidden_size": 96}),
+        config_of(mm_tokens_per_image=64),
+        config_of({"query_pre_attn_scalar": 32}),
     ]
     assert len({config_sha256(config) for config in different}) == len(different)
-    same = [made({"max_position_embeddings": 99}), made({"rope_theta": 9.0}), made(image_token_index=5)]
-    assert {config_sha256(config) for config in same} == {config_sha256(made())}
-    assert rope_sha256(made({"rope_theta": 9.0})) != rope_sha256(made())
-    assert max_positions(made({"max_position_embeddings": 99})) == 99
+    same = [config_of({"max_position_embeddings": 99}), config_of({"rope_theta": 9.0}), config_of(image_token_index=5)]
+    assert {config_sha256(config) for config in same} == {config_sha256(config_of())}
+    assert rope_sha256(config_of({"rope_theta": 9.0})) != rope_sha256(config_of())
+    assert max_positions(config_of({"max_position_embeddings": 99})) == 99
 
 
 def rotated(**values: Any) -> str:
@@ -250,26 +250,26 @@ def test_quantized_weights_are_named_in_either_form() -> None:
     assert weight_quantization(inner) == "fp8"
 
 
-def made(config: Any = None, **changes: Any) -> ModelIdentity:
+def identity_with(config: Any = None, **changes: Any) -> ModelIdentity:
     fields: dict[str, Any] = {"id": "owner/name", "revision": None, "dtype": "bfloat16", **changes}
     return identity_of(Qwen2Config() if config is None else config, **fields)
 
 
 def test_what_is_quantized_while_it_is_loaded_is_recorded() -> None:
-    assert (made().weight_quantization, made().max_positions) == ("none", 32768)
-    assert made(quantized_by="fp8").weight_quantization == "fp8"
+    assert (identity_with().weight_quantization, identity_with().max_positions) == ("none", 32768)
+    assert identity_with(quantized_by="fp8").weight_quantization == "fp8"
     awq = Qwen2Config(quantization_config={"quant_method": "awq"})
-    assert made(awq, quantized_by="awq_marlin").weight_quantization == "awq"
+    assert identity_with(awq, quantized_by="awq_marlin").weight_quantization == "awq"
 
 
 def test_the_checkpoint_s_class_is_the_architecture() -> None:
-    assert made(Qwen2Config(architectures=["Qwen2ForCausalLM"])).architecture == "Qwen2ForCausalLM"
-    assert made().architecture == "Qwen2Config"
+    assert identity_with(Qwen2Config(architectures=["Qwen2ForCausalLM"])).architecture == "Qwen2ForCausalLM"
+    assert identity_with().architecture == "Qwen2Config"
 
 
 def test_a_dtype_that_no_profile_holds_is_refused() -> None:
     with pytest.raises(ProfileError, match=r"model\.dtype: must be 'bfloat16', 'float16' or 'float32', not 'int8'"):
-        made(dtype="int8")
+        identity_with(dtype="int8")
 
 
 def test_a_tokenizer_hashes_by_what_it_does(make_tokenizer: MakeTokenizer) -> None:
@@ -278,8 +278,8 @@ def test_a_tokenizer_hashes_by_what_it_does(make_tokenizer: MakeTokenizer) -> No
     first = tokenizer_sha256(tokenizer)
     tokenizer(["a longer text", "b"], truncation=True, max_length=2, padding="max_length")
     assert tokenizer_sha256(tokenizer) == first
-    assert made(tokenizer=tokenizer).tokenizer_sha256 == first
-    assert made().tokenizer_sha256 is None
+    assert identity_with(tokenizer=tokenizer).tokenizer_sha256 == first
+    assert identity_with().tokenizer_sha256 is None
     tokenizer.chat_template = "{{ messages }}"
     templated = tokenizer_sha256(tokenizer)
     tokenizer.add_tokens(["<new>"])

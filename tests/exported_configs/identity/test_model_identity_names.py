@@ -19,7 +19,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER_COMMIT = "89abcdef" * 5
 
 
-def made(config: Any = None, **changes: Any) -> ModelIdentity:
+def identity_with(config: Any = None, **changes: Any) -> ModelIdentity:
     fields: dict[str, Any] = {"id": "owner/name", "revision": None, "dtype": "bfloat16", **changes}
     return identity_of(Qwen2Config() if config is None else config, **fields)
 
@@ -39,9 +39,11 @@ def test_names_are_hub_ids_or_last_parts(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("way", ["link", "link to a link", "dots", "dots that are gone", "relative", "home", "inside"])
+@pytest.mark.parametrize(
+    "spelling", ["link", "link to a link", "dots", "dots that are gone", "relative", "home", "inside"]
+)
 def test_a_snapshot_is_known_by_whatever_path_leads_there(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spelling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshots = tmp_path / "models--Qwen--X" / "snapshots"
     (snapshots / COMMIT / "part").mkdir(parents=True)
@@ -57,8 +59,8 @@ def test_a_snapshot_is_known_by_whatever_path_leads_there(
         "relative": COMMIT,
         "home": "~/qwen",
         "inside": f"{tmp_path}/qwen/part",
-    }[way]
-    identity = made(id=typed)
+    }[spelling]
+    identity = identity_with(id=typed)
     assert (identity.id, identity.revision) == ("Qwen/X", COMMIT)
 
 
@@ -68,7 +70,7 @@ def test_a_hub_id_that_is_typed_inside_a_snapshot_is_no_path_of_it(
     inside = tmp_path / "models--Qwen--X" / "snapshots" / COMMIT
     inside.mkdir(parents=True)
     monkeypatch.chdir(inside)
-    assert (made(id="Owner/Name").id, made(id="Owner/Name").revision) == ("Owner/Name", None)
+    assert (identity_with(id="Owner/Name").id, identity_with(id="Owner/Name").revision) == ("Owner/Name", None)
     assert public_name("") == "unnamed"
 
 
@@ -82,16 +84,16 @@ def test_a_folder_s_name_is_made_fit_for_a_profile(tmp_path: Path) -> None:
         ("b" * 255, "b" * 200),
     ):
         (tmp_path / name).mkdir()
-        assert made(id=str(tmp_path / name)).id == expected
+        assert identity_with(id=str(tmp_path / name)).id == expected
 
 
 @pytest.mark.parametrize("owner", [0, 50, 199, 250])
 def test_an_id_that_is_too_long_for_a_path_is_cut(owner: int) -> None:
     long = "o" * owner + "/" * (owner > 0) + "n" * (300 - owner)
-    identity = made(id=long, files=long)
+    identity = identity_with(id=long, files=long)
     assert identity.id == long[:200].rstrip("/")
     assert (identity.revision, identity.checkpoint_sha256) == (None, None)
-    assert made(id="~nobody-of-this-machine", files="~nobody-of-this-machine").id == "nobody-of-this-machine"
+    assert identity_with(id="~nobody-of-this-machine", files="~nobody-of-this-machine").id == "nobody-of-this-machine"
 
 
 def test_the_commit_stands_for_the_revision_where_it_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +108,7 @@ def test_the_commit_stands_for_the_revision_where_it_is_known(tmp_path: Path, mo
     monkeypatch.setattr(huggingface_hub.file_download.constants, "HF_HUB_CACHE", str(tmp_path))
 
     def revision(id: str, typed: str | None = None, config: Any = None) -> str | None:
-        return made(config, id=id, revision=typed).revision
+        return identity_with(config, id=id, revision=typed).revision
 
     assert revision("Owner/Name") == revision("Owner/Name", "main") == revision("Owner/Name", COMMIT) == COMMIT
     assert revision("Owner/Name", "v2") == OTHER_COMMIT

@@ -378,10 +378,10 @@ def invalid() -> Iterator[tuple[str, bool, bytes]]:
 
 def files() -> dict[str, bytes]:
     """Every file by its name below the folder."""
-    made = profiles()
-    files = {f"valid/{name}.json": dump_profile(profile) for name, profile in made.items()}
-    files["valid/order-and-space.json"] = shuffled(made["mixed"])
-    files["valid/nulls.json"] = with_nulls(made["transforms"])
+    profiles_by_name = profiles()
+    files = {f"valid/{name}.json": dump_profile(profile) for name, profile in profiles_by_name.items()}
+    files["valid/order-and-space.json"] = shuffled(profiles_by_name["mixed"])
+    files["valid/nulls.json"] = with_nulls(profiles_by_name["transforms"])
     expected: Document = {"valid": {}, "invalid": {}}
     for path, data in sorted(files.items()):
         name, profile = Path(path).stem, load_profile(data)

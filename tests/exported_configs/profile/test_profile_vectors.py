@@ -47,10 +47,10 @@ def content(part: str, name: str) -> bytes:
 
 
 def test_committed_vectors_are_what_the_generator_makes() -> None:
-    made = module("make_vectors").files()
+    generated = module("make_vectors").files()
     committed = {path.relative_to(FOLDER).as_posix(): path.read_bytes() for path in FOLDER.rglob("*") if path.is_file()}
-    assert sorted(committed) == sorted(made)
-    for path, data in made.items():
+    assert sorted(committed) == sorted(generated)
+    for path, data in generated.items():
         assert committed[path] == data, f"{path} differs: run tests/exported_configs/profile/make_vectors.py and commit"
 
 

@@ -24,20 +24,20 @@ MAIN = HubReference(REPO, "main")
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # huggingface_hub's own, of httpx
 def test_a_push_makes_one_commit_of_all_files(hub: LoopbackHub, data: bytes) -> None:
     files = {"README.md": b"---\nlicense: mit\n---\n", "profile.json": data, "pictures/a.png": b"\x89PNG" * 9}
-    made = push(plan_upload(REPO, files, private=True), "first")
+    pushed = push(plan_upload(REPO, files, private=True), "first")
     repo = hub.repos[REPO]
-    assert repo.private and len(repo.commits) == 2 and repo.refs["main"] == made.commit
-    assert {name: repo.commits[made.commit][name] for name in files} == files
-    assert pull(MAIN.at(made.commit)).path.read_bytes() == data
+    assert repo.private and len(repo.commits) == 2 and repo.refs["main"] == pushed.commit
+    assert {name: repo.commits[pushed.commit][name] for name in files} == files
+    assert pull(MAIN.at(pushed.commit)).path.read_bytes() == data
 
 
 def test_a_push_replaces_and_removes_on_top_of_what_was_seen(
     hub: LoopbackHub, data: bytes, versions: list[bytes]
 ) -> None:
     repo = hub.repo(REPO, {"profile.json": versions[0], "profile.json.sig": b"old", "notes.txt": b"mine"})
-    made = push(plan_upload(REPO, {"profile.json": data}), "second")
-    assert set(repo.commits[made.commit]) == {".gitattributes", "profile.json", "notes.txt"}
-    assert repo.commits[made.commit]["profile.json"] == data
+    pushed = push(plan_upload(REPO, {"profile.json": data}), "second")
+    assert set(repo.commits[pushed.commit]) == {".gitattributes", "profile.json", "notes.txt"}
+    assert repo.commits[pushed.commit]["profile.json"] == data
 
 
 def test_a_branch_that_moved_since_it_was_seen_is_not_written_over(hub: LoopbackHub, data: bytes) -> None:
@@ -68,9 +68,9 @@ def test_what_a_gitignore_leaves_out_is_named(hub: LoopbackHub, data: bytes) -> 
 def test_a_pull_request_leaves_the_branch_alone(hub: LoopbackHub, data: bytes) -> None:
     repo = hub.repo(REPO, {"notes.txt": b"mine"})
     before = repo.refs["main"]
-    made = push(plan_upload(REPO, {"profile.json": data}, create_pr=True), "please")
-    assert repo.refs["main"] == before and "/discussions/1" in made.url
-    assert pull(MAIN.at(made.commit)).path.read_bytes() == data
+    pushed = push(plan_upload(REPO, {"profile.json": data}, create_pr=True), "please")
+    assert repo.refs["main"] == before and "/discussions/1" in pushed.url
+    assert pull(MAIN.at(pushed.commit)).path.read_bytes() == data
 
 
 @pytest.mark.parametrize("may_write", [True, False])

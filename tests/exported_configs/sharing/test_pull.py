@@ -41,7 +41,7 @@ def test_a_branch_is_fetched_by_its_commit_checked_and_kept_by_digest(
     assert pulled.path.parent.parent == cache_folder() / profile.digest.removeprefix("sha256:")
     assert (pulled.reference.revision, pulled.reference.repo) == (oid, REPO)
     assert pulled.notes == (f"{REPO}@main may change; it is {REPO}@{oid} now: name that to keep it",)
-    fetched = hub.asked("GET", "/resolve/")
+    fetched = hub.requested("GET", "/resolve/")
     assert fetched and all(f"/resolve/{oid}/" in path for path in fetched), "by the commit, never by the branch"
 
 
@@ -54,7 +54,7 @@ def test_a_commit_that_is_kept_needs_no_request(hub: LoopbackHub, data: bytes) -
     assert hub.requests == []
     pull(MAIN)
     assert hub.requests, "a branch is looked up every time"
-    assert not hub.asked("GET", "/resolve/"), "but not fetched again"
+    assert not hub.requested("GET", "/resolve/"), "but not fetched again"
 
 
 def test_another_repository_with_the_same_layers_is_another_profile(
@@ -170,7 +170,7 @@ def test_evaluations_and_a_signature_come_with_the_profile(
         "profile.json.sig",
     ]
     assert [file.name for file in evaluation_files(kept)] == ["profile.evaluation-x-1.json"]
-    assert not hub.asked("GET", "safetensors|8bit|other|evil")
+    assert not hub.requested("GET", "safetensors|8bit|other|evil")
 
 
 def test_what_is_damaged_beside_a_profile_is_left_out_and_said(hub: LoopbackHub, data: bytes) -> None:
@@ -292,7 +292,7 @@ def test_a_file_at_another_host_is_fetched_there_without_the_token(hub: Loopback
         hub.repo(REPO, {"profile.json": data})
         hub.elsewhere = store.url.replace("127.0.0.1", "localhost")
         assert pull(MAIN).path.read_bytes() == data
-        assert store.asked("GET", "/resolve/")
+        assert store.requested("GET", "/resolve/")
         assert all(token is None for method, _, token in store.requests if method == "GET")
 
 
@@ -368,7 +368,7 @@ def test_a_file_too_large_for_a_profile_is_not_fetched(hub: LoopbackHub) -> None
     hub.repo(REPO, {"profile.json": b" " * (8 * 2**20 + 1)})
     with pytest.raises(HubError, match="has 8388609 bytes, above 8388608"):
         pull(MAIN)
-    assert not hub.asked("GET", "/resolve/")
+    assert not hub.requested("GET", "/resolve/")
 
 
 def test_offline_gives_what_was_pulled_last_and_refuses_the_rest(

@@ -64,13 +64,13 @@ def certificate() -> bytes:
         x509.ObjectIdentifier("1.3.6.1.4.1.57264.1.8"), b"\x0c\x1bhttps://accounts.google.com"
     )
     start = datetime.datetime(2026, 1, 1)
-    made = (
+    certificate = (
         x509.CertificateBuilder(nobody, nobody, key.public_key(), 1, start, start)
         .add_extension(x509.SubjectAlternativeName([x509.RFC822Name("me@example.org")]), critical=True)
         .add_extension(issuer, critical=False)
         .sign(key, hashes.SHA256())
     )
-    return made.public_bytes(Encoding.DER)
+    return certificate.public_bytes(Encoding.DER)
 
 
 def self_made(file: Path) -> bytes:

@@ -129,14 +129,14 @@ def test_ten_thousand_random_page_trips_against_a_byte_oracle(page_size: int, or
     on_device = [page_bytes(layers, page, page_size) for page in range(DEVICE_PAGES)]
     on_host: dict[int, bytes] = {}
     out_of_process: dict[int, bytes] = {}
-    made = 0
-    while made < trips:
+    num_trips = 0
+    while num_trips < trips:
         kind, count = (int(number) for number in torch.randint(4, (2,), generator=_generator) + torch.tensor([0, 1]))
         if kind == 0 or not on_host:  # down
             hosts, devices = distinct(range(HOST_PAGES), count), distinct(range(DEVICE_PAGES), count)
             mover.backup(slots_of(hosts, page_size), slots_of(devices, page_size))
             on_host |= {host: on_device[device] for host, device in zip(hosts, devices, strict=True)}
-            made += count
+            num_trips += count
         elif kind == 1:  # up
             hosts = distinct(sorted(on_host), count)
             devices = distinct(range(DEVICE_PAGES), len(hosts))
@@ -144,18 +144,18 @@ def test_ten_thousand_random_page_trips_against_a_byte_oracle(page_size: int, or
                 mover.load(layer, slots_of(hosts, page_size), slots_of(devices, page_size))
             for host, device in zip(hosts, devices, strict=True):
                 on_device[device] = on_host[host]
-            made += len(hosts)
+            num_trips += len(hosts)
         elif kind == 2:  # out of the process
             out_of_process |= {page: stored(pages, page) for page in distinct(sorted(on_host), count)}
         elif out_of_process:  # and back in, elsewhere
             (source,), (target,) = distinct(sorted(out_of_process), 1), distinct(range(HOST_PAGES), 1)
             pages.set(target, torch.frombuffer(bytearray(out_of_process[source]), dtype=torch.uint8))
             on_host[target] = out_of_process.pop(source)
-            made += 1
-        if made % 64 == 0:
+            num_trips += 1
+        if num_trips % 64 == 0:
             check(layers, pages, on_device, on_host, page_size)
     check(layers, pages, on_device, on_host, page_size)
-    assert made >= trips
+    assert num_trips >= trips
 
 
 _generator = torch.Generator().manual_seed(5)

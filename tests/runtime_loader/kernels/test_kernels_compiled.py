@@ -127,8 +127,8 @@ def test_settings_are_chosen_by_pair_and_refused_by_name() -> None:
     assert hopper.launch(side(4, groups=2), side(2), 4).asm
     assert not Device("gfx942", 304).launch(side(4), side(2), 4).asm
     for device, keys in ((Device("sm_75", 40), side(4)), (hopper, side(4, 48)), (hopper, side(4, 128, 8))):
-        asked = rf"no kernel for K4V2 with head_dim {keys.head_dim} .* {keys.groups} scales .* on {device.arch}"
-        with pytest.raises(ServingError, match=asked):
+        refusal = rf"no kernel for K4V2 with head_dim {keys.head_dim} .* {keys.groups} scales .* on {device.arch}"
+        with pytest.raises(ServingError, match=refusal):
             device.launch(keys, side(2, keys.head_dim), 4)
 
 

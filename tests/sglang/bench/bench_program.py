@@ -42,13 +42,13 @@ def side_by_side(url: str, tokenizer: object, load: Load, prompts: list[list[int
     """Return the same answers by `sglang.benchmark.serving.calculate_metrics` and by our figures."""
     kept = []
     client = Client(url, "sglang", "model", tokenizer, 1.0)  # type: ignore[arg-type]
-    send = client._request
+    send = serving.ASYNC_REQUEST_FUNCS["sglang"]
 
-    async def keeping(prompt: object, num_tokens: int) -> object:
-        kept.append(await send(prompt, num_tokens))  # type: ignore[arg-type]
+    async def keeping(request_func_input: object) -> object:
+        kept.append(await send(request_func_input=request_func_input))
         return kept[-1]
 
-    client._request = keeping  # type: ignore[method-assign]
+    serving.ASYNC_REQUEST_FUNCS["sglang"] = keeping
     ours = figures([LoadResult(load, tuple(client.send(load, prompts)), {})])
     rows = [SimpleNamespace(prompt_len=50, text_prompt_len=50, vision_prompt_len=0)] * len(kept)
     metrics, _ = serving.calculate_metrics(rows, kept, ours["duration_s"], tokenizer, "sglang")

@@ -27,13 +27,13 @@ class Stub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.server.dead:
             return self._drop()
-        said = {
+        facts = {
             "architectures": [self.server.architecture],
             "model_path": self.server.model, "version": "0.5.23", "dtype": "bfloat16", "kv_cache_dtype": "auto",
             "max_total_num_tokens": 100_000, "max_running_requests": 64, "max_req_input_len": 8192, "tp_size": 1,
             "kvtuner_profile": self.server.digest, "kvtuner_reads": "fresh" if self.server.digest else None,
         }  # fmt: skip
-        self._whole(json.dumps(said).encode())
+        self._whole(json.dumps(facts).encode())
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -44,8 +44,8 @@ class Stub(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.count += 1
             number = self.server.count
-        asked = json.loads(body)
-        self._answer(number, len(asked["input_ids"]), asked["sampling_params"]["max_new_tokens"])
+        request = json.loads(body)
+        self._answer(number, len(request["input_ids"]), request["sampling_params"]["max_new_tokens"])
 
     def _answer(self, number: int, prompt: int, tokens: int) -> None:
         fault = self.server.fault

@@ -67,7 +67,7 @@ def program(run_program: RunProgram) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("fault", "least", "words"),
+    ("fault", "least", "message"),
     [
         ("slow", 3, "no answer within 1 s"),
         ("error", 3, "Internal Server Error: out of memory"),
@@ -77,12 +77,12 @@ def program(run_program: RunProgram) -> Any:
         ("short", 3, "ended after 2 of 12 tokens"),
     ],
 )
-def test_whatever_goes_wrong_is_a_failure_that_stays(program: Json, fault: str, least: int, words: str) -> None:
+def test_whatever_goes_wrong_is_a_failure_that_stays(program: Json, fault: str, least: int, message: str) -> None:
     sent = program["faults"][fault]
     failures = [each["error"] for each in sent if each["error"] is not None]
     assert len(sent) == 6
     assert least <= len(failures) < 6
-    assert all(words in failure for failure in failures), failures
+    assert all(message in failure for failure in failures), failures
 
 
 def test_a_server_that_is_right_is_counted_token_by_token(program: Json) -> None:
@@ -136,20 +136,18 @@ def test_a_server_that_dies_leaves_every_request_in_the_denominator(bench: Bench
 
 
 @pytest.mark.parametrize(
-    ("said_of_itself", "words"),
+    ("facts", "message"),
     [
         ({"digest": "sha256:" + "0" * 64}, "serves the profile sha256:000"),
         ({"architecture": "LlamaForCausalLM"}, "serves a LlamaForCausalLM, not the Qwen2ForCausalLM of --model"),
     ],
 )
-def test_a_server_of_something_else_is_refused(
-    bench: Bench, mixed: Path, said_of_itself: dict[str, str], words: str
-) -> None:
-    with stub("none", **{"digest": load_profile(mixed).digest, **said_of_itself}) as url:
-        status, found, said = bench("--endpoint", url)
+def test_a_server_of_something_else_is_refused(bench: Bench, mixed: Path, facts: dict[str, str], message: str) -> None:
+    with stub("none", **{"digest": load_profile(mixed).digest, **facts}) as url:
+        status, found, output = bench("--endpoint", url)
     assert status == 2
     assert found is None
-    assert words in said
+    assert message in output
 
 
 @pytest.mark.parametrize(
@@ -162,20 +160,20 @@ def test_a_server_of_something_else_is_refused(
 )
 def test_the_ablation_serves_every_group_or_says_why_not(loads: tuple[str, ...], bench: Bench, tmp_path: Path) -> None:
     common = ("--ablation", "--levels", "likelihood", "--kv-memory", "32MiB", "--server-args", ON_A_PROCESSOR)
-    status, found, said = bench(*common, *loads)
-    assert found, said[-3000:]
+    status, found, output = bench(*common, *loads)
+    assert found, output[-3000:]
     assert all(any(gate in problem for gate in BY_TIME) for problem in found["problems"]), found["problems"]
     assert status == bool(found["problems"])
-    ways = {way["name"]: way for way in found["ways"]}
-    assert {way["group"] for way in found["ways"]} == {*"ABCDEFG", None}
-    assert "tail pages" in ways["K4V4-per-channel"]["refused"]
-    served = [way for way in found["ways"] if way["refused"] is None]
+    schemes = {scheme["name"]: scheme for scheme in found["ways"]}
+    assert {scheme["group"] for scheme in found["ways"]} == {*"ABCDEFG", None}
+    assert "tail pages" in schemes["K4V4-per-channel"]["refused"]
+    served = [scheme for scheme in found["ways"] if scheme["refused"] is None]
     assert len(served) == 8
-    for way in served:
-        assert way["server"]["tokens_that_fit"] == pytest.approx((32 << 20) // way["bytes_per_token"], rel=0.01)
-        assert len(way["gates"]) == 7
-        assert all(gate["verdict"] == "passed" for gate in way["gates"] if gate["name"] not in BY_TIME)
-        assert all(row["success_rate"] == 1 for row in way["loads"])
+    for scheme in served:
+        assert scheme["server"]["tokens_that_fit"] == pytest.approx((32 << 20) // scheme["bytes_per_token"], rel=0.01)
+        assert len(scheme["gates"]) == 7
+        assert all(gate["verdict"] == "passed" for gate in scheme["gates"] if gate["name"] not in BY_TIME)
+        assert all(row["success_rate"] == 1 for row in scheme["loads"])
     kl = {
         result["subject"]: result["mean"]
         for cell in found["evaluation"]["cells"]
@@ -190,7 +188,7 @@ def test_the_ablation_serves_every_group_or_says_why_not(loads: tuple[str, ...],
     assert "http" not in page.replace("http-equiv", "")
     assert "K4V4-symmetric" in (folder / "bench.md").read_text()
     assert str(tmp_path) not in json.dumps(found), "paths stay here"
-    again_status, again, said = bench(*common, *loads)
+    again_status, again, output = bench(*common, *loads)
     assert again_status == status
-    assert "measured before" in said, "the journal is read, no server is started"
+    assert "measured before" in output, "the journal is read, no server is started"
     assert again["ways"] == found["ways"]

@@ -97,13 +97,13 @@ def host_pool(device_pool: object, *, packed: bool = True, zero_copy: bool = Fal
     return pool
 
 
-def refused(call, *words: str) -> None:
+def refused(call, *messages: str) -> None:
     try:
         call()
     except ServingError as error:
-        assert all(word in str(error) for word in words), error
+        assert all(word in str(error) for word in messages), error
     else:
-        raise AssertionError(f"not refused: {words}")
+        raise AssertionError(f"not refused: {messages}")
 
 
 packed_pool = pool_module.PackedKVPool(SIZE, **DENSE)

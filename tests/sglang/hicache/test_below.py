@@ -71,26 +71,26 @@ def test_an_unquantized_device_pool_reads_what_came_back_as_the_transformers_hos
         "--hicache-ratio", "8", "--page-size", "16", "--enable-cache-report", "--max-total-tokens", "512",
         "--enable-metrics",
     )  # fmt: skip
-    asked = prompts(*range(150, 190, 5), seed=8)
+    requests = prompts(*range(150, 190, 5), seed=8)
     churn = prompts(*[150] * 8, seed=9)
     with serve(folder, *flags) as server:
-        exact = [server.generate([ids], TOKENS, top=320)[0] for ids in asked[:1]]
+        exact = [server.generate([ids], TOKENS, top=320)[0] for ids in requests[:1]]
         profile = uniform_of(config, re.search(r"by profile (sha256:\w+)", server.log))
-        for ids in asked[1:]:
+        for ids in requests[1:]:
             server.generate([ids], TOKENS)
         server.generate(churn, 1)
         found = []
-        for ids in asked:
+        for ids in requests:
             found.append(server.generate([ids], TOKENS, top=320)[0])
             server.generate(churn, 1)
         for direction, work in (("backup", "quantize"), ("load", "dequantize")):
             whole = metric(server, "kvtuner_hicache_seconds_total", direction=direction)
             assert 0 < metric(server, f"kvtuner_hicache_{work}_seconds_total") < whole
     assert torch.allclose(
-        log_probs(exact[0]), quantized_below(model, profile, asked[0], 0, exact[0]["output_ids"]), atol=1e-4
+        log_probs(exact[0]), quantized_below(model, profile, requests[0], 0, exact[0]["output_ids"]), atol=1e-4
     )
     hurt = []
-    for ids, answer in zip(asked, found, strict=True):
+    for ids, answer in zip(requests, found, strict=True):
         reused = sources(answer)["host"]
         assert reused == (len(ids) - 1) // 16 * 16
         expected = quantized_below(model, profile, ids, reused, answer["output_ids"])
@@ -118,10 +118,10 @@ def test_what_comes_back_again_and_again_was_quantized_once(
         "--max-total-tokens", "512",
     )  # fmt: skip
     # More than the host holds, so that it gives up pages all the time.
-    asked, order = prompts(*range(150, 198, 8), seed=8), random.Random(0)
+    requests, order = prompts(*range(150, 198, 8), seed=8), random.Random(0)
     came_back = 0
     with serve(folder, *flags) as server:
-        for ids in order.choices(asked, k=150):
+        for ids in order.choices(requests, k=150):
             answer = server.generate([ids], 2, top=320)[0]
             found = sources(answer)
             if found["host"] and not found["device"]:

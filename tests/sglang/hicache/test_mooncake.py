@@ -127,7 +127,7 @@ def test_pages_outlive_their_server_in_mooncake_and_damaged_ones_are_computed_ag
     folder = model_folder("llama-gqa", num_hidden_layers=4)
     config = AutoConfig.from_pretrained(folder)
     profile = save_profile(profile_of(config, mixed_layers(config)))
-    asked = prompts(*range(100, 180, 16), seed=2)
+    requests = prompts(*range(100, 180, 16), seed=2)
     flags = (
         "--kvtuner-profile", str(profile), "--kvtuner-attend", "cache", "--enable-hierarchical-cache",
         "--page-size", "16", "--hicache-ratio", "3", "--enable-cache-report", "--enable-metrics",
@@ -136,7 +136,7 @@ def test_pages_outlive_their_server_in_mooncake_and_damaged_ones_are_computed_ag
     )  # fmt: skip
 
     def ask(server: Server) -> tuple[list[Any], int]:
-        answers = [server.generate([ids], 8)[0] for ids in asked]
+        answers = [server.generate([ids], 8)[0] for ids in requests]
         found = [answer["meta_info"].get("cached_tokens_details") or {} for answer in answers]
         return [answer["output_ids"] for answer in answers], sum(each.get("storage", 0) for each in found)
 

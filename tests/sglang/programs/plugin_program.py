@@ -177,12 +177,12 @@ class Log(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[tuple[str, str]] = []
+        self.messages: list[tuple[str, str]] = []
         logging.getLogger("kvtuner").addHandler(self)
         logging.getLogger("kvtuner").setLevel("INFO")
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append((record.levelname, record.getMessage()))
+        self.messages.append((record.levelname, record.getMessage()))
 
 
 def resolved(*flags: str, **recorded: Any) -> list[tuple[str, str]]:
@@ -200,7 +200,7 @@ def resolved(*flags: str, **recorded: Any) -> list[tuple[str, str]]:
     server_args.resolve_once()
     assert process_state().checked_digest == load_profile(path).digest
     logging.getLogger("kvtuner").removeHandler(log)
-    return [each for each in log.said if not each[1].startswith("kvtuner: serving ")]
+    return [each for each in log.messages if not each[1].startswith("kvtuner: serving ")]
 
 
 YARN = '{"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "max_position_embeddings": 1024}'
@@ -217,9 +217,9 @@ def check_that_another_configuration_is_refused_unless_it_is_allowed() -> None:
     line = refusal(resolved, *wider)
     assert line.startswith("kvtuner: the profile of Owner/llama-gqa is for configuration sha256:")
     assert line.endswith("or allow a derived one by --kvtuner-allow-derived")
-    ((level, said),) = resolved(*wider, "--kvtuner-allow-derived")
+    ((level, message),) = resolved(*wider, "--kvtuner-allow-derived")
     assert level == "WARNING"
-    assert said.endswith("; allowed: `kvtuner eval PROFILE --model llama-gqa` tells what that costs")
+    assert message.endswith("; allowed: `kvtuner eval PROFILE --model llama-gqa` tells what that costs")
 
 
 def check_that_a_fine_tune_of_the_hub_is_refused_unless_it_is_allowed() -> None:
@@ -229,10 +229,10 @@ def check_that_a_fine_tune_of_the_hub_is_refused_unless_it_is_allowed() -> None:
     globals()["MODEL"] = str(place)
     line = refusal(resolved)
     assert "is for Owner/llama-gqa, but this model is Owner/llama-chat, of the same configuration" in line
-    ((level, said),) = resolved("--kvtuner-allow-derived")
-    assert (level, "tells what that costs" in said) == ("WARNING", True)
-    ((level, said),) = resolved(id="Owner/llama-chat", revision="decade" * 6)
-    assert (level, "was searched on revision decade" in said) == ("WARNING", True)
+    ((level, message),) = resolved("--kvtuner-allow-derived")
+    assert (level, "tells what that costs" in message) == ("WARNING", True)
+    ((level, message),) = resolved(id="Owner/llama-chat", revision="decade" * 6)
+    assert (level, "was searched on revision decade" in message) == ("WARNING", True)
     assert resolved("--kvtuner-strict", id="Owner/llama-chat", revision="c0ffee" * 6) == []
 
 
@@ -247,45 +247,45 @@ def check_that_a_quantized_checkpoint_of_the_hub_is_served_with_warnings() -> No
     assert "is for Owner/llama-gqa, but this model is Owner/llama-gqa-AWQ" in refusal(resolved)
 
 
-def check_that_weights_are_compared_where_they_are_and_said_where_they_are_not() -> None:
+def check_that_weights_are_compared_where_they_are_and_an_absence_is_logged() -> None:
     from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
 
-    known = checkpoint_sha256(Path(MODEL))
-    assert known is not None
-    assert resolved("--kvtuner-strict", checkpoint_sha256=known) == []
-    assert resolved("--kvtuner-strict", checkpoint_sha256=known, id="demo") == []
+    sha256 = checkpoint_sha256(Path(MODEL))
+    assert sha256 is not None
+    assert resolved("--kvtuner-strict", checkpoint_sha256=sha256) == []
+    assert resolved("--kvtuner-strict", checkpoint_sha256=sha256, id="demo") == []
     assert "but this model's weights are others, llama-gqa (sha256:" in refusal(resolved, checkpoint_sha256=OTHER)
-    ((level, said),) = resolved("--kvtuner-allow-derived", checkpoint_sha256=OTHER)
-    assert (level, "tells what that costs" in said) == ("WARNING", True)
+    ((level, message),) = resolved("--kvtuner-allow-derived", checkpoint_sha256=OTHER)
+    assert (level, "tells what that costs" in message) == ("WARNING", True)
     bare = Path(PROFILE).parent / "llama-gqa"  # as before a download
     shutil.copytree(MODEL, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     globals()["MODEL"] = str(bare)
-    ((level, said),) = resolved(checkpoint_sha256=known)
-    assert (level, "weights were not compared with those of the profile" in said) == ("INFO", True)
-    assert refusal(resolved, "--kvtuner-strict", checkpoint_sha256=known).endswith("or drop --kvtuner-strict")
+    ((level, message),) = resolved(checkpoint_sha256=sha256)
+    assert (level, "weights were not compared with those of the profile" in message) == ("INFO", True)
+    assert refusal(resolved, "--kvtuner-strict", checkpoint_sha256=sha256).endswith("or drop --kvtuner-strict")
 
 
 def check_that_what_is_warned_of_is_refused_strictly() -> None:
-    for flags, recorded, words in (
+    for flags, recorded, expected in (
         ((), {"rope_sha256": OTHER}, "measured under other rotations"),
         (("--json-model-override-args", YARN), {}, "measured under other rotations"),
         ((), {"weight_quantization": "awq"}, "on weights with quantization awq, but this model's have none"),
         ((), {"id": "model"}, "is for model, but this model is called llama-gqa"),
         ((), {"id": "Owner/other"}, "is for Owner/other, but this model is called llama-gqa"),
     ):
-        warnings = [said for level, said in resolved(*flags, **recorded) if level == "WARNING"]  # type: ignore[arg-type]
+        warnings = [message for level, message in resolved(*flags, **recorded) if level == "WARNING"]  # type: ignore[arg-type]
         assert len(warnings) == 1
         assert warnings[0].startswith("kvtuner: ")
-        assert words in warnings[0]
+        assert expected in warnings[0]
         line = refusal(resolved, *flags, "--kvtuner-strict", **recorded)
-        assert words in line
+        assert expected in line
         assert line.endswith("or drop --kvtuner-strict")
 
 
 def check_that_an_older_profile_is_served_with_one_line() -> None:
     older = {"config_sha256": OTHER, "rope_sha256": None, "weight_quantization": None, "max_positions": None}
-    ((level, said),) = resolved(**older)
-    assert (level, "made by hand or by an older kvtuner" in said) == ("INFO", True)
+    ((level, message),) = resolved(**older)
+    assert (level, "made by hand or by an older kvtuner" in message) == ("INFO", True)
     assert "or drop --kvtuner-strict" in refusal(resolved, "--kvtuner-strict", **older)
 
 
@@ -297,9 +297,9 @@ def check_that_another_architecture_is_refused_whatever_is_allowed() -> None:
 def check_that_a_long_context_is_warned_of() -> None:
     activation.calibrated_positions = lambda _: 256  # type: ignore[assignment]
     assert resolved("--context-length", "256") == []
-    ((level, said),) = resolved("--context-length", "512")
+    ((level, message),) = resolved("--context-length", "512")
     assert level == "WARNING"
-    assert "calibrated over 256 positions, but the context here is 512" in said
+    assert "calibrated over 256 positions, but the context here is 512" in message
     assert "drop --kvtuner-strict" in refusal(resolved, "--context-length", "512", "--kvtuner-strict")
 
 
