@@ -101,7 +101,7 @@ def _shape(result: BenchResult, kind: str) -> str:
 
 
 def _overview(result: BenchResult) -> Table:
-    """A row for each scheme: its size, its quality if that was asked, its speed under the most common load."""
+    """A row for each scheme; its speed is under the most requests in flight that all that were served had."""
     has_quality = result.evaluation is not None
     quality = ("KL nats/token", "top-1") if has_quality else ()
     speed = ("in flight", "TTFT p50 ms", "TPOT p50 ms", "E2E p99 ms", "tokens/s", "success")
@@ -118,7 +118,6 @@ def _overview(result: BenchResult) -> Table:
 
 
 def _common_concurrency(result: BenchResult) -> int | None:
-    """The most requests in flight that every scheme that was served had."""
     concurrencies = [{row["concurrency"] for row in scheme.rows("concurrency")} for scheme in result.served]
     return max(set.intersection(*concurrencies), default=None) if concurrencies else None
 

@@ -154,7 +154,6 @@ def _units(level: str, cells: Sequence[Cell]) -> str:
 
 
 def _page_table(evaluation: Evaluation) -> Table:
-    """All levels in one table, with the clear differences behind them."""
     names = [scheme.name for scheme in evaluation.schemes]
     sizes = [count(scheme.bytes_per_token) for scheme in evaluation.schemes]
     rows = [["bytes per token", "", *sizes, ""]]

@@ -96,10 +96,9 @@ def kinds_used(layers: Iterable[LayerRow]) -> list[tuple[str, str]]:
     return [(code, name) for name, code in KIND_CODES.items() if name in used]
 
 
-def bits_used(layers: Iterable[LayerRow]) -> list[tuple[str, int]]:
-    """(code, bits) of the widths that occur, ascending."""
-    used = {bits for row in layers for bits in (row.k_bits, row.v_bits)}
-    return [(code, bits) for bits, code in BIT_CODES.items() if bits in used]
+def bits_used(layers: Iterable[LayerRow]) -> list[int]:
+    """The widths that occur, ascending."""
+    return sorted({bits for row in layers for bits in (row.k_bits, row.v_bits)})
 
 
 def layer_table(layers: Iterable[LayerRow], keys: str, values: str) -> Table:
@@ -144,9 +143,8 @@ def strip_lines(rows: Mapping[str, str], terminal: Terminal) -> list[str]:
 
 def legend(layers: Sequence[LayerRow], terminal: Terminal) -> list[str]:
     """The meaning of a strip's characters, as far as they occur."""
-    bits = "  ".join(
-        _painted(code, terminal) + (f"={bits}" if code != str(bits) else "") for code, bits in bits_used(layers)
-    )
+    codes = [(BIT_CODES[bits], str(bits)) for bits in bits_used(layers)]
+    bits = "  ".join(_painted(code, terminal) + (f"={name}" if code != name else "") for code, name in codes)
     kinds = "  ".join(f"{code}={name.replace('+', ' + ')}" for code, name in kinds_used(layers))
     return ["", f"bits   {bits}", *indented("kind", kinds, terminal)]
 
@@ -157,7 +155,6 @@ def indented(name: str, text: str, terminal: Terminal) -> list[str]:
 
 
 def _painted(run: str, terminal: Terminal) -> str:
-    """Equal widths in their colour."""
     if not terminal.has_colour:
         return run
     ink, paper = COLOURS[run[0]]

@@ -88,7 +88,6 @@ def ratio_to_bf16(profile: Profile) -> float:
 
 
 def _grid_text(defaults: KeyDefaults | ValueDefaults) -> str:
-    """The text on how quantized keys or values share scales."""
     unit = "tokens per scale of a channel" if defaults.granularity == "per_channel" else "channels per scale"
     text = f"{defaults.granularity.replace('_', ' ')}, {defaults.group_size} {unit}"
     return text + ", symmetric" * defaults.symmetric

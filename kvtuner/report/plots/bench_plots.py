@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Final
 
 from matplotlib.ticker import NullFormatter
@@ -66,11 +67,11 @@ def _scatter(axes: Axes, result: BenchResult, value: Callable[[SchemeResult], fl
         for scheme in result.schemes
         if (bits := scheme.scheme.effective_bits) is not None and (y := value(scheme)) is not None
     ]
+    colours = _colours(result)
     for label in labels:
         marker, size = ("D", 8) if label.text == PROFILE_SCHEME else ("o", 6)
-        axes.plot(label.x, label.y, marker, color=_colour(result, label.text), ms=size)
-    axes.set_xlabel("effective bits of a value, with its scales")
-    axes.set_xlim(0, 17.5)
+        axes.plot(label.x, label.y, marker, color=colours[label.text], ms=size)
+    axes.set(xlabel="effective bits of a value, with its scales", xlim=(0, 17.5))
     axes.margins(y=0.15)
     axes.grid(axis="x")
     style.place_labels(axes, labels, [(label.x, label.y) for label in labels])
@@ -78,16 +79,13 @@ def _scatter(axes: Axes, result: BenchResult, value: Callable[[SchemeResult], fl
 
 def _throughput(axes: Axes, result: BenchResult) -> None:
     _lines(axes, result, "concurrency", "concurrency", lambda row: row["output_tokens_per_s"])
-    axes.set_xlabel("requests in flight (log scale)")
-    axes.set_ylabel("output tokens per second")
+    axes.set(xlabel="requests in flight (log scale)", ylabel="output tokens per second")
     axes.set_ylim(bottom=0)
 
 
 def _first_token(axes: Axes, result: BenchResult) -> None:
     _lines(axes, result, "prompt", "prompt_tokens", lambda row: row["ttft_s"]["p50"])
-    axes.set_yscale("log")
-    axes.set_xlabel("prompt tokens (log scale)")
-    axes.set_ylabel("median s to the first token (log scale)")
+    axes.set(xlabel="prompt tokens (log scale)", ylabel="median s to the first token (log scale)", yscale="log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
 
@@ -95,14 +93,11 @@ def _first_token(axes: Axes, result: BenchResult) -> None:
 def _lines(axes: Axes, result: BenchResult, kind: str, x: str, y: Callable[[Mapping[str, Any]], float | None]) -> None:
     """A line for each scheme over the loads of a kind."""
     ticks: set[int] = set()
-    for index, scheme in enumerate(result.schemes):
-        points = [(row[x], value) for row in scheme.rows(kind) if style.is_positive(value := y(row))]
-        if not points:
-            continue
-        xs, ys = zip(*points, strict=True)
-        ticks.update(xs)
-        marker, width = MARKERS[index % len(MARKERS)], 2.4 if scheme.name == PROFILE_SCHEME else 1.3
-        axes.plot(xs, ys, marker=marker, ms=5, lw=width, color=_colour(result, scheme.name), label=scheme.name)
+    for scheme, marker in zip(result.schemes, cycle(MARKERS), strict=False):
+        if points := [(row[x], value) for row in scheme.rows(kind) if style.is_positive(value := y(row))]:
+            ticks.update(size for size, _ in points)
+            width, colour = 2.4 if scheme.name == PROFILE_SCHEME else 1.3, _colours(result)[scheme.name]
+            axes.plot(*zip(*points, strict=True), marker=marker, ms=5, lw=width, color=colour, label=scheme.name)
     axes.set_xscale("log")
     shown = _spread(sorted(ticks))
     axes.set_xticks(shown, [f"{tick:,}" for tick in shown])
@@ -121,9 +116,7 @@ def _spread(ticks: list[int]) -> list[int]:
     return kept
 
 
-def _colour(result: BenchResult, name: str) -> str:
-    """The colour of a scheme, its own as long as there are enough."""
-    if name in (PROFILE_SCHEME, REFERENCE):
-        return style.VERMILION if name == PROFILE_SCHEME else style.INK
+def _colours(result: BenchResult) -> dict[str, str]:
+    """The colours of schemes by name, one for each as long as there are enough."""
     others = [scheme.name for scheme in result.schemes if scheme.name not in (PROFILE_SCHEME, REFERENCE)]
-    return OTHERS[others.index(name) % len(OTHERS)]
+    return {PROFILE_SCHEME: style.VERMILION, REFERENCE: style.INK, **dict(zip(others, cycle(OTHERS), strict=False))}

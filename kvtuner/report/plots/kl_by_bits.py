@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.report.search_data import QualityRow, ReportData
+    from kvtuner.report.search_data import ReportData
 
     Kind = Literal["first", "second", "transforms", "plain"]
     Place = tuple[float, float]  # effective bits, KL
@@ -55,10 +55,10 @@ def profile_points(profile: Profile, name: str, kind: Kind = "first") -> list[Kl
         return []
     kl = quality.measured_kl
     points = [KlPoint(_plain(name), float(profile.effective_bits), Interval(kl.mean, kl.low, kl.high), kind)]
-    for baseline in quality.baselines:
-        kl_of_baseline = Interval(baseline.kl_mean, baseline.kl_low, baseline.kl_high)
-        kind_of_baseline: Kind = "transforms" if baseline.name.endswith(WITH_TRANSFORMS) else "plain"
-        points.append(KlPoint(_plain(baseline.name), baseline.effective_bits, kl_of_baseline, kind_of_baseline))
+    for row in quality.baselines:
+        kl_of_row = Interval(row.kl_mean, row.kl_low, row.kl_high)
+        kind = "transforms" if row.name.endswith(WITH_TRANSFORMS) else "plain"
+        points.append(KlPoint(_plain(row.name), row.effective_bits, kl_of_row, kind))
     # Others are not figures of a cache: a profile may come from anybody.
     return [
         point
@@ -100,9 +100,11 @@ def _search_points(data: ReportData) -> list[KlPoint]:
     if not data.quality:
         return []
     winner, baselines = data.quality[0].winner, data.quality[0].baselines
-    rows: list[tuple[str, Kind, QualityRow]] = [("winner", "first", winner)]
-    rows += [(row.name, "transforms" if row.transforms else "plain", row) for row in baselines]
-    return [KlPoint(name, row.effective_bits, row.kl, kind) for name, kind, row in rows if row.kl]
+    points = [KlPoint("winner", winner.effective_bits, winner.kl, "first")] if winner.kl else []
+    for row in baselines:
+        if row.kl:
+            points.append(KlPoint(row.name, row.effective_bits, row.kl, "transforms" if row.transforms else "plain"))
+    return points
 
 
 def _draw_points(
@@ -157,6 +159,5 @@ def _labels(points: Sequence[KlPoint], marks: Sequence[Place]) -> list[style.Lab
 
 
 def _plain(name: str) -> str:
-    """A short name in letters that every font has."""
     text = ascii_text(name)
     return text if len(text) <= MAX_NAME else text[: MAX_NAME - 3] + "..."

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec
 
 import matplotlib.style
 import numpy as np
@@ -93,9 +92,8 @@ def log_norm(values: NDArray[np.float64]) -> LogNorm:
     positive = values[np.isfinite(values) & (values > 0)]
     if not positive.size:
         return LogNorm(1e-6, 1.0, clip=True)
-    high = float(positive.max())
-    low = max(float(positive.min()), high * 10.0**-_MAX_DECADES)
-    return LogNorm(low, high if high > low else low * 10, clip=True)
+    low = max(positive.min(), positive.max() * 10.0**-_MAX_DECADES)
+    return LogNorm(low, positive.max() if positive.max() > low else low * 10, clip=True)
 
 
 def log_kl_axis(axes: Axes) -> None:
@@ -132,8 +130,7 @@ def integer_axis(axis: Axis, *, max_ticks: int = 10) -> None:
     axis.set_major_formatter("{x:.0f}")
 
 
-@dataclass(frozen=True, slots=True)
-class Label:
+class Label(NamedTuple):
     """Text and the point that it names, in data coordinates."""
 
     text: str
@@ -149,10 +146,9 @@ def place_labels(axes: Axes, labels: Sequence[Label], obstacles: Sequence[tuple[
     """
     if not labels:
         return
-    axes.set_autoscale_on(False)  # the lines from labels to their points change no limits
-    xs, ys = np.transpose([(label.x, label.y) for label in labels])
+    axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())  # lines from labels to their points change them no more
+    texts, xs, ys, _ = map(list, zip(*labels, strict=True))
     obstacle_xs, obstacle_ys = np.transpose(obstacles)
-    texts = [label.text for label in labels]
     weights = ["bold" if label.bold else "normal" for label in labels]
     spacing: dict[str, Any] = {
         "x_scatter": obstacle_xs,
