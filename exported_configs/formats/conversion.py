@@ -70,7 +70,6 @@ class ImportOptions:
     Attributes:
         file_name: The last part of the file's path, which some formats read.
         model: The name of the model, to be compared with what the file says.
-        scheme: The scheme of a preset, pertoken or kivi.
         words: The widths that stand for words, in capitals, which the format has and a profile has not.
         group_size: The channels per scale, in place of the format's.
         default_word: The word of layers that the file does not name.

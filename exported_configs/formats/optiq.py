@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -64,21 +65,17 @@ def write(profile: Profile) -> Exported:
 
 def _way_out(profile: Profile) -> str:
     """The groups of MLX that rows of the model can have."""
-    fit = [group for group in MLX_GROUPS if _fits(profile, group)]
+    fit = []
+    for group in MLX_GROUPS:
+        with suppress(PrecisionError):
+            bytes_per_token(profile.pairs, replace(profile.row_shape(), k_group_size=group, v_group_size=group))
+            fit.append(group)
     if not fit:
         return "rows of this model can have none of them: keep the profile's own file"
     return (
         f"make it with groups of {_words(fit)} (--k-group-size and --v-group-size of a search, --group-size of an"
         " import)"
     )
-
-
-def _fits(profile: Profile, group: int) -> bool:
-    try:
-        bytes_per_token(profile.pairs, replace(profile.row_shape(), k_group_size=group, v_group_size=group))
-    except PrecisionError:
-        return False
-    return True
 
 
 def _words(groups: Sequence[int]) -> str:

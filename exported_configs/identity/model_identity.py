@@ -32,17 +32,15 @@ _ROTARY: Final = (
 )  # fmt: skip
 _WINDOWS: Final = ("sliding_window", "max_window_layers", "use_sliding_window")
 _WEIGHTS: Final = ("quantization_config", "compression_config")
-_NAMES: Final = (
+_NOT_OF_THE_NETWORK: Final = frozenset((
+    *_POSITIONS, *_ROTARY, *_WEIGHTS,
     "architectures", "transformers_version", "auto_map", "dtype", "torch_dtype", "id2label", "label2id",
     "num_labels", "problem_type", "task_specific_params", "tokenizer_class", "finetuning_task",
-)  # fmt: skip
-_USE: Final = (
     "use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits",
     "pretraining_tp", "initializer_range", "initializer_factor", "router_aux_loss_coef", "gradient_checkpointing",
     "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "chunk_size_feed_forward",
-)  # fmt: skip
-"""The fields of how a model is called, trained and generates."""
-_NOT_OF_THE_NETWORK: Final = frozenset((*_POSITIONS, *_ROTARY, *_WEIGHTS, *_NAMES, *_USE))
+))  # fmt: skip
+"""The fields of how a model is called, trained and generates, and of what is recorded beside the network."""
 _PRIVATE_OR_TOKEN: Final = re.compile(r"_.*|.*_token_(id|ids|index)", re.DOTALL)
 
 
@@ -63,6 +61,7 @@ def identity_of(
     `quantized_by` quantizes weights while they are loaded, where the configuration names no quantization. A dtype or a
     text that no profile can hold is a `ProfileError`.
     """
+    folder = None if files is None else _folder(files, revision)
     fields = {
         "id": public_name(id),
         "revision": getattr(config, "_commit_hash", None) or _commit(id, revision) or revision,
@@ -73,7 +72,7 @@ def identity_of(
         "weight_quantization": weight_quantization(config) or quantized_by or NO_QUANTIZATION,
         "tokenizer_sha256": None if tokenizer is None else tokenizer_sha256(tokenizer),
         "max_positions": max_positions(config),
-        "checkpoint_sha256": None if files is None else _checkpoint(files, revision),
+        "checkpoint_sha256": None if folder is None else checkpoint_sha256(folder),
     }
     return validated(ModelIdentity, fields, place="model")
 
@@ -146,7 +145,7 @@ def tokenizer_sha256(tokenizer: Any) -> str:
 
 
 def _commit(model: str, revision: str | None) -> str | None:
-    snapshot = _snapshot(model) or _SNAPSHOT.search(str(_cached(model, revision)))
+    snapshot = _snapshot(model) or _SNAPSHOT.search(str(_folder(model, revision)))
     return snapshot[2] if snapshot else None
 
 
@@ -162,15 +161,12 @@ def _existing(model: str) -> str | None:
     return path if os.path.exists(path) else None
 
 
-def _checkpoint(model: str, revision: str | None) -> str | None:
+def _folder(model: str, revision: str | None) -> Path | None:
+    """The folder of a path, or of a hub id in the hub's cache, without a request to the hub."""
     path = _existing(model)
-    folder = Path(path) if path and os.path.isdir(path) else _cached(model, revision)
-    return None if folder is None else checkpoint_sha256(folder)
-
-
-def _cached(model: str, revision: str | None) -> Path | None:
-    """The folder of a hub id in the hub's cache, without a request to the hub."""
-    if not is_hub_id(model) or _existing(model):
+    if path is not None:
+        return Path(path) if os.path.isdir(path) else None
+    if not is_hub_id(model):
         return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

@@ -66,9 +66,8 @@ def build_profile(
     of tokens per scale of a channel. Symmetric grids lie around zero. Without a quality
     nothing was measured, without a provenance no search chose.
 
-    Raises:
-        ProfileError: Choices that a profile cannot hold; names the layer.
-        PrecisionError: Bits or a group size that rows cannot hold.
+    A `ProfileError` names the layer whose choice a profile cannot hold; bits or a group size that rows cannot hold are
+    a `PrecisionError`.
     """
     if len(layers) != geometry.num_layers:
         raise ProfileError(f"geometry has num_layers {geometry.num_layers}, but {len(layers)} layers were chosen")

@@ -6,7 +6,7 @@ Knows nothing of hubs and files. ``templates/card.txt`` has its text. It is show
 import shlex
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -18,7 +18,6 @@ from kvtuner.exported_configs.profile.profile import Profile
 
 TAGS: Final = ("kv-cache", "kv-cache-quantization", "sglang", "kvtuner")
 _SAFE: Final = str.maketrans({character: f"&#{ord(character)};" for character in "&<>|`[]*_"})
-_LETTERS: Final = {2: "2", 4: "4", 8: "8", 16: "F"}
 
 
 def card(repo: str, entries: Sequence[EvaluatedProfile], *, license_id: str, pictures: Sequence[str] = ()) -> str:
@@ -37,14 +36,13 @@ def _metadata(model: str, profiles: Sequence[Profile], license_id: str) -> str:
     corpora = {profile.provenance.calibration.corpus for profile in profiles if profile.provenance.calibration}
     datasets = sorted(name.partition("@")[0] for name in corpora if name.count("/") == 1)
     is_on_hub = "/" in model
-    relation: dict[str, Any] = {"base_model_relation": "quantized"} if is_on_hub else {}
     data = ModelCardData(
         base_model=model if is_on_hub else None,
+        base_model_relation="quantized" if is_on_hub else None,
         library_name="kvtuner",
         license=license_id,
         tags=list(TAGS),
         datasets=datasets or None,
-        **relation,
     )
     return str(data.to_yaml(line_break="\n")).rstrip("\n") + "\n"
 
@@ -60,7 +58,6 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals.update(letters=_LETTERS)
     environment.filters.update(as_is=Markup, code=_code, measure=_measure, shell=lambda text: Markup(shlex.quote(text)))
     return environment
 

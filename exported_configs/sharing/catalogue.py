@@ -76,15 +76,7 @@ def choose(model: ModelIdentity, budget: str | None = None, folder: Path = FOLDE
 
     The budget is the catalogue's usual one by default. Where none has it, a `ProfileError` names those that there are.
     """
-    alike = [entry for entry in load_index(folder).profiles if _is_alike(entry.model, model)]
-    weights, name = model.checkpoint_sha256, model.id.casefold()
-    # Many fine-tunes share a configuration: the name counts only where weights cannot be compared.
-    entries = [entry for entry in alike if weights is not None and entry.model.checkpoint_sha256 == weights]
-    entries = entries or [
-        entry
-        for entry in alike
-        if None in (weights, entry.model.checkpoint_sha256) and entry.model.id.casefold() == name
-    ]
+    entries = _entries_of(model, load_index(folder))
     if not entries:
         raise ProfileError(
             f"the catalogue has no profile for {model.id} ({model.architecture}, configuration"
@@ -101,5 +93,15 @@ def choose(model: ModelIdentity, budget: str | None = None, folder: Path = FOLDE
     return folder / f"{fitting[0].name}.json"
 
 
-def _is_alike(measured: ModelIdentity, served: ModelIdentity) -> bool:
-    return is_same_configuration(measured, served) is True and measured.architecture == served.architecture
+def _entries_of(model: ModelIdentity, index: Index) -> list[Entry]:
+    """The entries of a configuration, which many fine-tunes share, by weights, or by name where nobody knows these."""
+    by_weights, by_name = [], []
+    for entry in index.profiles:
+        weights = entry.model.checkpoint_sha256, model.checkpoint_sha256
+        if is_same_configuration(entry.model, model) is not True or entry.model.architecture != model.architecture:
+            continue
+        if None not in weights and weights[0] == weights[1]:
+            by_weights.append(entry)
+        elif None in weights and entry.model.id.casefold() == model.id.casefold():
+            by_name.append(entry)
+    return by_weights or by_name

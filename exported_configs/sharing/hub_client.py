@@ -80,13 +80,9 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """The content of a push.
+    """The content of a push to a branch, None for the main one; the head is None where there is no repository yet.
 
-    Attributes:
-        branch: The branch; None for the repository's main one.
-        head: The state of the branch before the push; None where there is no repository yet.
-        files: The content of the files by their paths in the repository.
-        removed: The paths of files that go: they belong to a profile that is replaced.
+    Files that are removed belong to a profile that is replaced.
     """
 
     repo: str

@@ -120,7 +120,10 @@ def _read(folder: Path) -> FetchedProfile | None:
     try:
         record = read_document(folder / ORIGIN, _ORIGIN)
         reference = HubReference(record["repo"], record["commit"], record["path"])
-        files = {name: _bounded(folder / name) for name in record["files"]}
+        files = {}
+        for name in record["files"]:
+            with (folder / name).open("rb") as file:
+                files[name] = file.read(_MAX_BYTES)
         path = folder / PurePosixPath(reference.path).name
         profile = load_profile(files[path.name])
         is_whole = _hashes(files) == record["files"] and folder == _folder(reference, profile)
@@ -131,11 +134,6 @@ def _read(folder: Path) -> FetchedProfile | None:
 
 def _hashes(files: Mapping[str, bytes]) -> dict[str, str]:
     return {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-
-
-def _bounded(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(_MAX_BYTES)
 
 
 @contextmanager

@@ -30,12 +30,9 @@ MAX_COMPANIONS: Final = 32
 def pull(reference: HubReference) -> FetchedProfile:
     """Fetch a profile with its evaluations and signature, check it, and keep it.
 
-    A commit that is kept whole is not fetched again. With ``HF_HUB_OFFLINE`` nothing is fetched at all.
-
-    Raises:
-        HubError: It cannot be had.
-        ProfileError: The file is no profile, or not the one that was pinned.
-        RunFolderError: It cannot be kept.
+    A commit that is kept whole is not fetched again. With ``HF_HUB_OFFLINE`` nothing is fetched at all. A profile that
+    cannot be had is a `HubError`, a wrong one or one that is not pinned a `ProfileError`; one that cannot be kept is a
+    `RunFolderError`.
     """
     if PurePosixPath(reference.path).name == ORIGIN:
         raise ProfileError(f"{reference} is no name for a profile; name another file")

@@ -118,12 +118,9 @@ def check_digest(actual: str, pinned: str | None, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedProfile:
-    """A profile with the place where it was found.
+    """A profile with the place where it was found: the user's folder, the cache of the hub's, or the catalogue.
 
-    Attributes:
-        name: The name that finds the same profile again: a file's name, or a reference with its commit.
-        where: The place: the user's folder, the cache of the hub's, or the catalogue.
-        notes: Advice to the user on how it was found.
+    The name finds the same profile again: a file's name, or a reference with its commit. Notes advise the user.
     """
 
     path: Path
@@ -141,9 +138,8 @@ class ResolvedProfile:
 def find_profile(text: str) -> ResolvedProfile:
     """Find the one profile of a reference.
 
-    Raises:
-        ProfileError: There is none, several, a wrong one, or not the one that was pinned.
-        HubError: The hub does not give it.
+    No profile, several, a wrong one, or not the one that was pinned is a `ProfileError`; a hub that does not give it is
+    a `HubError`.
     """
     profiles = find_profiles(text)
     if len(profiles) > 1:
@@ -166,8 +162,7 @@ def find_profiles(text: str) -> list[ResolvedProfile]:
     else:
         files = profile_files(reference.path)
         profiles = [ResolvedProfile(path, load_profile(path), path.name, "folder") for path in files]
-    if reference.digest is not None and len(profiles) > 1:
-        profiles = [resolved for resolved in profiles if resolved.profile.digest == reference.digest] or profiles
+    profiles = [resolved for resolved in profiles if resolved.profile.digest == reference.digest] or profiles
     for resolved in profiles:
         check_digest(resolved.profile.digest, reference.digest, text.partition("#")[0])
     return profiles

@@ -4,23 +4,17 @@ The library does both; what it leaves out is here: bounds, and refusals in one l
 `require_library` for it.
 """
 
-from __future__ import annotations
-
 import os
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final, Self
 
 from kvtuner.errors import SignatureError
 from kvtuner.exported_configs.profile.document import one_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from cryptography import x509
 
 MAX_PEM_BYTES: Final = 2**20
 NETWORK_SECONDS: Final = 60.0
@@ -70,7 +64,7 @@ class Signer:
             if certificate is None:
                 config.use_elliptic_key_signer(private_key=_bounded(key), password=self.password)
             else:
-                _check_use(x509.load_pem_x509_certificate(_bounded(certificate).read_bytes()))
+                _check_use(x509.load_pem_x509_certificate(_bounded(certificate).read_bytes()).extensions)
                 config.use_certificate_signer(
                     private_key=_bounded(key),
                     signing_certificate=certificate,
@@ -93,7 +87,7 @@ class SignerIdentity:
     parts: tuple[str, ...]
 
     @classmethod
-    def parse(cls, text: str) -> SignerIdentity:
+    def parse(cls, text: str) -> Self:
         """Read ``key:PATH``, ``chain:PATH[,PATH]`` or ``sigstore:NAME,ISSUER``, or raise `SignatureError`."""
         kind, _, rest = text.partition(":")
         parts = tuple(rest.split(","))
@@ -131,7 +125,7 @@ class SignerIdentity:
             if self.kind == "key":
                 config.use_elliptic_key_verifier(public_key=paths[0])
             else:
-                _check_use(x509.load_der_x509_certificate(certificate))
+                _check_use(x509.load_der_x509_certificate(certificate).extensions)
                 config.use_certificate_verifier(certificate_chain=paths)
             config.verify(file, signature)
 
@@ -230,12 +224,12 @@ def read_bounded(path: Path, max_bytes: int, noun: str, *, if_absent: str = "giv
     return data
 
 
-def _check_use(certificate: x509.Certificate) -> None:
+def _check_use(extensions: Iterable[Any]) -> None:
     """Refuse what the library refuses only after signing, and with warnings beside its error."""
     from cryptography import x509
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
-    for extension in certificate.extensions:
+    for extension in extensions:
         match extension.value:
             case x509.KeyUsage(digital_signature=True):
                 return

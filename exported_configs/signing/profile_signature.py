@@ -108,7 +108,7 @@ def _private_copy(data: bytes, name: str) -> Iterator[tuple[Path, Path]]:
 
 
 def _check_content(bundle: Bundle, data: bytes, path: Path) -> None:
-    actual, signed, name = hashlib.sha256(data).hexdigest(), bundle.statement.sha256, bundle.statement.name
+    actual, signed, name = hashlib.sha256(data).hexdigest(), bundle.sha256, bundle.name
     if signed == actual:
         return
     hashes = f"the file has sha256 {actual[:12]}..., but {signed[:12]}... was signed"

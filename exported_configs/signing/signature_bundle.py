@@ -67,23 +67,13 @@ class _Subject(_Signed):
     sha256: str = Field(validation_alias=AliasPath("digest", "sha256"))
 
 
-class Statement(_Signed):
-    """The signed part of a signature: the name of a file, only for messages, and its SHA-256 in hexadecimal."""
+class _Statement(_Signed):
+    """The signed part of a signature: the name of a file, only for messages, and its SHA-256."""
 
     type: Literal["https://in-toto.io/Statement/v1"] = Field(alias="_type")
     predicate_type: Literal["https://model_signing/signature/v1.0"] = Field(alias="predicateType")
     predicate: _Predicate
     subject: Annotated[list[_Subject], Field(min_length=1, max_length=1)]
-
-    @property
-    def name(self) -> str:
-        """The name of the signed file."""
-        return self.subject[0].name
-
-    @property
-    def sha256(self) -> str:
-        """The SHA-256 of the signed file, in hexadecimal."""
-        return self.predicate.resources[0].digest
 
 
 class _PublicKey(StrictModel):
@@ -116,7 +106,7 @@ class _Material(StrictModel):
 
 
 class _Envelope(StrictModel):
-    statement: Annotated[Statement, BeforeValidator(lambda text: read_document(_decode(text), SIGNATURE))] = Field(
+    statement: Annotated[_Statement, BeforeValidator(lambda text: read_document(_decode(text), SIGNATURE))] = Field(
         alias="payload"
     )
     type: Literal["application/vnd.in-toto+json"] = Field(alias="payloadType")
@@ -131,9 +121,14 @@ class Bundle(StrictModel):
     envelope: _Envelope = Field(alias="dsseEnvelope")
 
     @property
-    def statement(self) -> Statement:
-        """The signed part."""
-        return self.envelope.statement
+    def name(self) -> str:
+        """The name of the signed file."""
+        return self.envelope.statement.subject[0].name
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of the signed file, in hexadecimal."""
+        return self.envelope.statement.predicate.resources[0].digest
 
     @property
     def kind(self) -> str:

@@ -116,7 +116,7 @@ def _add_profile(files: dict[str, bytes], source: Path, name: str) -> EvaluatedP
     signature = source.with_name(source.name + SIGNATURE_SUFFIX)
     if signature.exists():  # whoever pulls checks whose it is
         content = files[name + SIGNATURE_SUFFIX] = _read(signature, SIGNATURE.max_bytes)
-        if read_bundle(content).statement.sha256 != hashlib.sha256(data).hexdigest():
+        if read_bundle(content).sha256 != hashlib.sha256(data).hexdigest():
             raise SignatureError(
                 f"{signature} signs another content than the profile has now; sign it again, or remove it"
             )
