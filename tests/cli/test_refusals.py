@@ -221,25 +221,19 @@ def test_a_run_folder_of_another_profile_is_refused_and_kept(
 
 
 @pytest.mark.parametrize(("content", "complaint"), [
-    ("", "holds no text"),
+    (None, "does not exist"),
     ('{"text": "short"}\n', "too short"),
     ('{"content": "x"}\n', "--text-field"),
-    ("{\n", "not JSON"),
-    ('["a"]\n', "object"),
-    ('{"messages": [{"role": "user", "content": "hi"}]}\n', "no chat template"),
-    (('{"text": "' + "the same text again " * 200 + '"}\n') * 2, "--deduplicate"),
     ('{"text": "' + "round and round it goes " * 900 + '"}\n', "also stand in the"),
 ])  # fmt: skip
 def test_data_that_cannot_be_split_honestly_is_refused(
-    refused_search: Refused, tmp_path: Path, content: str, complaint: str
+    refused_search: Refused, tmp_path: Path, content: str | None, complaint: str
 ) -> None:
+    """Every other refusal of data is in tests/calibration/test_corpus.py; the command prints them alike."""
     file = tmp_path / "data.jsonl"
-    file.write_text(content)
+    if content is not None:
+        file.write_text(content)
     assert complaint in refused_search("--data", file, "--budget", "4bit")
-
-
-def test_a_missing_data_file_is_named(refused_search: Refused, tmp_path: Path) -> None:
-    assert "does not exist" in refused_search("--data", tmp_path / "no.jsonl", "--budget", "4bit")
 
 
 @pytest.mark.slow
