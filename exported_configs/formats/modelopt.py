@@ -17,7 +17,6 @@ INT8: Final = PrecisionPair(8, 8)
 MIXED: Final = "MIXED_PRECISION"
 
 _ALGO, _LAYERS, _VERSION = "kv_cache_quant_algo", "kv_cache_quantized_layers", "kv_cache_schema_version"
-_SECTIONS: Final = ("quantization", "quantization_config")
 _MODULE: Final = re.compile(r"(.*\.)?layers\.(\d{1,4})\.(self_attn|attn|attention|mixer)", re.ASCII)
 _MAX_NAME: Final = 256
 _INT8_NOTE: Final = (
@@ -86,7 +85,7 @@ def _section(document: Any) -> dict[str, Any]:
     """The one object that speaks of the KV cache."""
     if not isinstance(document, dict):
         raise ProfileError("must be a JSON object; give hf_quant_config.json or config.json")
-    places = [document, *(document.get(name) for name in _SECTIONS)]
+    places = [document, *(document.get(name) for name in ("quantization", "quantization_config"))]
     sections = [place for place in places if isinstance(place, dict) and {_ALGO, _LAYERS, _VERSION} & set(place)]
     if len(sections) != 1:
         what = "no" if not sections else "more than one"

@@ -99,7 +99,6 @@ IDENTITY_RULES: Final[dict[str, IdentityRule]] = {
     ),
 }
 
-
 DERIVED: Final = ("configuration", "fine-tune", "checkpoint")
 """The kinds of mismatch that are warnings where a derived model is allowed."""
 _STRICT: Final = ("older", "unread")

@@ -58,17 +58,18 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(as_is=Markup, code=_code, measure=_measure, shell=lambda text: Markup(shlex.quote(text)))
+    environment.filters.update(
+        as_is=Markup,
+        code=lambda text: Markup("`" + text.replace("`", "'") + "`"),
+        measure=_measure,
+        shell=lambda text: Markup(shlex.quote(text)),
+    )
     return environment
 
 
 def _escape(value: object) -> Markup:
     """Text without markup and ends of cells."""
     return value if isinstance(value, Markup) else Markup(str(value).translate(_SAFE))
-
-
-def _code(text: str) -> Markup:
-    return Markup("`" + text.replace("`", "'") + "`")
 
 
 def _measure(cell: Cell) -> str:

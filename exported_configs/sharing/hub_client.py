@@ -64,10 +64,7 @@ _REASONS: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], str],
     # The library refuses some requests before it sends them, such as a card's metadata.
     (Exception, "{error}"),
 )
-"""The message for an error of the library, by `_status` where it is empty.
-
-The first class that fits counts, since some are kinds of others.
-"""
+"""The message for an error of the library, by `_status` if it is empty; the first class that fits counts."""
 _ADDRESS: Final = re.compile(r"https?://\S+", re.IGNORECASE)
 
 

@@ -36,10 +36,8 @@ def pull(reference: HubReference) -> FetchedProfile:
     """
     if PurePosixPath(reference.path).name == ORIGIN:
         raise ProfileError(f"{reference} is no name for a profile; name another file")
-    fetched = find_stored(reference)
-    if fetched is None:
-        return _pull_offline(reference) if constants.HF_HUB_OFFLINE else _pull_online(reference)
-    return fetched
+    fetch = _pull_offline if constants.HF_HUB_OFFLINE else _pull_online
+    return find_stored(reference) or fetch(reference)
 
 
 def _pull_online(reference: HubReference) -> FetchedProfile:

@@ -175,18 +175,13 @@ def call_with_timeout(call: Callable[[], object], seconds: float) -> None:
     error = result.exception()
     if error is None:
         return
-    if not _is_of_sigstore(error):
+    # Its client's errors have no base of their own, and the network's are others.
+    modules = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    if not isinstance(error, OSError | EOFError) and "sigstore" not in modules:
         raise error
     # The first error alone says little.
     reason = ": ".join(one_line(cause) for cause in (error, error.__cause__) if cause is not None)
     raise SignatureError(f"Sigstore refuses, or cannot be reached: {reason}; check the network") from error
-
-
-def _is_of_sigstore(error: BaseException) -> bool:
-    """Whether Sigstore's client raised an error: these have no base of their own, and the network's are others."""
-    return isinstance(error, OSError | EOFError) or any(
-        kind.__module__.partition(".")[0] == "sigstore" for kind in type(error).__mro__
-    )
 
 
 @contextmanager
