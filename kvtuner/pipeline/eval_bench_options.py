@@ -29,14 +29,10 @@ EVALUATION_DEFAULTS: Final = {
 """The defaults of numbers. A number that nothing would read is refused, so options keep None where there is none."""
 _OF_SERVERS: Final = ("positions", "scored_sequences", "top_logprobs", "timeout")
 _OF_TASKS: Final = ("include_path", "limit", "num_fewshot", "apply_chat_template")
-_OF_LEVELS: Final[dict[str, tuple[str, ...]]] = {
-    "problems": ("recall", "needle", "arithmetic"),
-    "questions": ("recall", "needle", "arithmetic"),
-    "samples": ("samples",),
-    "batch_size": ("likelihood",),
-    "positions": ("likelihood",),
-    "scored_sequences": ("likelihood",),
-    "top_logprobs": ("likelihood",),
+_OF_LEVELS: Final[dict[tuple[str, ...], tuple[str, ...]]] = {
+    ("recall", "needle", "arithmetic"): ("problems", "questions"),
+    ("samples",): ("samples",),
+    ("likelihood",): ("batch_size", "positions", "scored_sequences", "top_logprobs"),
 }
 LOADS: Final = LoadOptions()
 _UNITS: Final = {None: 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -176,8 +172,8 @@ class EvalOptions:
             raise CorpusError(f"{_flag(name)} is for tasks of lm-evaluation-harness; give --tasks too, or leave it out")
         # A model loaded here begins a context at any position, so that no text stands before additions.
         lengths = ("recall", "needle", "arithmetic") if self.endpoint else ("recall", "needle")
-        for name, levels in {**_OF_LEVELS, "lengths": lengths}.items():
-            if getattr(self, name) is not None and not set(levels) & set(self.asked_levels):
+        for levels, flags in (*_OF_LEVELS.items(), (lengths, ("lengths",))):
+            if (name := self._first_given(flags)) is not None and not set(levels) & set(self.asked_levels):
                 raise CorpusError(
                     f"{_flag(name)} is for --levels {' or '.join(levels)}; ask for that too, or leave it out"
                 )

@@ -118,12 +118,11 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.sequences is None:
-            return
-        if len(self.sequences) != 3 or min(self.sequences) < 1 or self.sequences[2] < MIN_REPORT_SEQUENCES:
+        counts = self.sequences
+        if counts is not None and (len(counts) != 3 or min(counts) < 1 or counts[2] < MIN_REPORT_SEQUENCES):
             raise OptionError(
                 "sequences must be three counts (calibrate, select, report), at least 1, 1 and"
-                f" {MIN_REPORT_SEQUENCES}, not {self.sequences}"
+                f" {MIN_REPORT_SEQUENCES}, not {counts}"
             )
 
 
@@ -238,10 +237,10 @@ def options_from(kind: type[Options], values: Mapping[str, Any]) -> Options:
 
 def flag_values(options: object) -> dict[str, Any]:
     """The values of all fields by the name of their flag, with those of options that a field holds."""
-    values = {}
+    values: dict[str, Any] = {}
     for item in _fields(type(options)):
         value = getattr(options, item.name)
-        values.update(flag_values(value) if _nested(item) else {item.name: value})
+        values |= flag_values(value) if is_dataclass(value) else {item.name: value}
     return values
 
 
