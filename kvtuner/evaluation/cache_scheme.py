@@ -40,13 +40,9 @@ UNQUANTIZED: Final = (None, "auto", "bf16", "bfloat16")
 class CacheScheme:
     """A scheme to store a cache; by itself, packed rows of a configuration that no profile holds yet.
 
-    Attributes:
-        name: The name, such as ``profile``, ``K8V8``, ``fp8``; the unquantized scheme is `REFERENCE`.
-        rows: The rows of the whole model, which decide bits and bytes.
-        key: The text that says everything that decides its results besides the model and what is asked.
-        specs: The simulation of each layer; layers without a specification are exact.
-        has_transforms: Whether keys or values are transformed before they are quantized.
-        profile: The profile that says how rows are stored; None where none does.
+    Rows are those of the whole model. The key says everything that decides results besides the model and what is asked.
+    Specifications simulate each layer; layers without one are exact. The profile, if there is one, says how rows are
+    stored.
     """
 
     is_local: ClassVar[bool] = True

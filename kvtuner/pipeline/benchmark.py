@@ -45,11 +45,7 @@ QUALITY_LEVELS: Final = ("likelihood", "recall")
 
 
 def benchmark(options: BenchOptions) -> tuple[BenchResult, Path]:
-    """Benchmark a profile beside other schemes; returns the figures and the page of their report.
-
-    Raises:
-        KVTunerError: Options that do not fit the profile, its model or the servers.
-    """
+    """Benchmark a profile beside other schemes; returns the figures and the page of their report."""
     command = result_command("bench", options)
     serving_client()  # refused here where it is not installed
     resolved = profile_of(options.profile)

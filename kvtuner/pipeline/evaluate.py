@@ -83,16 +83,14 @@ class EvaluationResult:
 
 
 def run_evaluation(options: EvalOptions) -> EvaluationResult:
-    """Evaluate a profile beside other schemes, and write the result beside it.
-
-    Raises:
-        KVTunerError: Options that do not fit the profile, its model or the servers.
-    """
+    """Evaluate a profile beside other schemes, and write the result beside it."""
     command = result_command("eval", options)
     resolved = profile_of(options.profile)
     check_writable(resolved)
     if not options.levels and options.lacks_likelihood:
         say(f"OpenAI's API gives no likelihoods without --endpoint {REFERENCE}=URL: the level likelihood is left out")
+    if options.endpoint and PROFILE_SCHEME not in dict(options.endpoint):
+        raise EndpointError(f"none of the endpoints serves the profile; give --endpoint {PROFILE_SCHEME}=URL")
     others = AGAINST if options.against is None else options.against
     model = ProfiledModel(options, resolved, names=[REFERENCE, PROFILE_SCHEME, *others], folder_prefix="eval")
     session = _EvaluationSession(model)
@@ -142,15 +140,10 @@ def _evaluation(
 
 
 class _EvaluationSession:
-    """All that an evaluation needs before a backend answers; refuses what cannot be evaluated.
-
-    There is no read plan where servers have theirs.
-    """
+    """All that an evaluation needs before a backend answers; there is no read plan where servers have theirs."""
 
     def __init__(self, model: ProfiledModel[EvalOptions]) -> None:
         self._model, options, quality = model, model.options, model.profile.quality
-        if PROFILE_SCHEME not in (scheme.name for scheme in model.schemes):
-            raise EndpointError(f"none of the endpoints serves the profile; give --endpoint {PROFILE_SCHEME}=URL")
         if unstored := [scheme.name for scheme in model.schemes if not scheme.is_local]:
             raise PrecisionError(f"{unstored[0]} is no scheme to evaluate, such as fp8 or K8V8: nothing here stores it")
         searched: ReadPlanName = quality.read_plan if quality else "decode"

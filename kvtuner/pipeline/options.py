@@ -34,13 +34,10 @@ Options = TypeVar("Options")
 
 
 def option(default: Any, text: str, **flag: Any) -> Any:
-    """A field that is a flag.
+    """A field that is a flag with a line of help; it is a switch where its default is True or False.
 
-    Args:
-        default: The default; a switch where it is True or False.
-        text: The flag's line of help.
-        **flag: Further arguments of argparse, such as the `type` that reads the text, and checks values from Python;
-            `group` is the title of a group of flags that begins with this one.
+    Further settings are arguments of argparse, such as the `type` that reads the text, and checks values from Python;
+    `group` is the title of a group of flags that begins with this one.
     """
     return field(default=default, metadata={"help": text, **flag})
 

@@ -101,10 +101,7 @@ def import_profile(
     """Read another tool's file, or ranges themselves; returns the profile, and notes on what the file left open.
 
     The format is one of `kvtuner.exported_configs.formats.readable`; `options` are fields of `ImportOptions` that the
-    file does not say.
-
-    Raises:
-        ProfileError: The file cannot be read, or says what no profile can.
+    file does not say. What cannot be read, or no profile can hold, is refused with `ProfileError`.
     """
     data = _content(text, file_format)
     source = ModelSource(model, revision)

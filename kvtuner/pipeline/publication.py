@@ -38,12 +38,8 @@ _PNG: Final = b"\x89PNG\r\n\x1a\n"
 def published_files(path: Path, repo: str, *, license_id: str, with_report: bool) -> dict[str, bytes]:
     """The content of a commit that publishes a profile or the profiles of a run folder, by path in the repository.
 
-    What is sent is what was checked. A report goes with them where the run has one and `with_report` says so.
-
-    Raises:
-        ProfileError: A file cannot be read, or does not belong to its profile.
-        SignatureError: A signature is of another content.
-        HubError: The profiles are of several models.
+    What is sent is what was checked: files that belong to their profile, signatures of its content, profiles of one
+    model. A report goes with them where the run has one and `with_report` says so.
     """
     sources = profile_files(path)
     # One profile is found without being named.

@@ -78,9 +78,6 @@ class ProfiledModel(Generic[MeasuringOptions]):
     The options have what the profile's search fills in. The unquantized scheme is first, where it is asked at all, then
     the profile; their names are those given, or those of the endpoints. URLs of servers are by the name of the scheme;
     there are none where no endpoint is given. The folder keeps what is measured.
-
-    Raises:
-        KVTunerError: The profile is for another model, or a name is that of no scheme.
     """
 
     def __init__(

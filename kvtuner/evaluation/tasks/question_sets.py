@@ -63,13 +63,10 @@ def draw_question_sets(levels: Sequence[Level], text: TextTokenizer, options: Dr
     """
     sets = []
     for level in levels:
-        if level != "arithmetic":
-            lengths = [*options.lengths]
-        else:
-            lengths = [0] if options.counts_positions else [0, *options.lengths]
-        for length in lengths:
+        at_positions = level == "arithmetic" and options.counts_positions
+        lengths = () if at_positions else options.lengths
+        for length in (0, *lengths) if level == "arithmetic" else lengths:
             problems, room = _draw_problems(level, length, text, options)
-            at_positions = level == "arithmetic" and options.counts_positions
             positions = {0, room // 2, room} if at_positions else {0}
             sets += [QuestionSet(CellKey(level, length or None, position), problems) for position in sorted(positions)]
     return sets
