@@ -166,8 +166,9 @@ def _draw_cells(axes: Axes, grid: NDArray[np.float64], **colours: Any) -> QuadMe
     """Coloured cells, the first row on top, each around its whole numbers."""
     rows, columns = grid.shape
     edges = np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5
-    width = 1 if columns <= _LAYERS_PER_BAND else 0.2
+    width = 1 if columns <= _LAYERS_PER_BAND else 0  # many thin cells would be hidden by lines between them
     cells = axes.pcolormesh(*edges, np.ma.masked_invalid(grid), edgecolors="white", linewidth=width, **colours)
+    axes.hlines(edges[1][1:-1], edges[0][0], edges[0][-1], color="white", lw=1.5)
     axes.invert_yaxis()
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
