@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from contextlib import redirect_stdout
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec
 
@@ -158,7 +159,8 @@ def place_labels(axes: Axes, labels: Sequence[Label], obstacles: Sequence[tuple[
     }
     look: dict[str, Any] = {"linecolor": "#999999", "linewidth": 0.7, "zorder": 10, "in_layout": False}
     outline = [withStroke(linewidth=2.5, foreground="white")]
-    allocate(axes, xs, ys, texts, fontweight=weights, path_effects=outline, **spacing, **look)
+    with redirect_stdout(io.StringIO()):  # textalloc prints that it found no free place
+        allocate(axes, xs, ys, texts, fontweight=weights, path_effects=outline, **spacing, **look)
 
 
 def say_nothing_measured(figure: Figure) -> None:

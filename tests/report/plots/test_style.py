@@ -48,7 +48,7 @@ def test_a_lonely_label_lies_next_to_its_point() -> None:
     place_labels(axes, [Label("K4V4", 5.0, 0.01)], [(5.0, 0.01)])
     x, y = axes.transData.transform((5.0, 0.01))
     (box,) = [text.get_window_extent() for text in axes.texts]
-    assert max(box.x0 - x, x - box.x1, box.y0 - y, y - box.y1) < 20
+    assert 0 < max(box.x0 - x, x - box.x1, box.y0 - y, y - box.y1) < 20
 
 
 def test_a_label_avoids_the_small_points_where_there_is_room() -> None:
@@ -63,3 +63,10 @@ def test_nothing_to_label_is_nothing_drawn() -> None:
     axes = log_axes()
     place_labels(axes, [], [])
     assert list(axes.texts) == []
+
+
+def test_a_label_that_fits_nowhere_is_written_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    axes = log_axes()
+    place_labels(axes, [Label("W" * 80, 5.0, 0.01)], [(5.0, 0.01)])
+    assert [text.get_text() for text in axes.texts] == ["W" * 80]
+    assert capsys.readouterr() == ("", "")
