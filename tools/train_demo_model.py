@@ -15,6 +15,7 @@ import random
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -38,7 +39,8 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
+    make_trainer: Any = trainers.BpeTrainer  # typed in some releases of tokenizers
+    trainer = make_trainer(
         vocab_size=vocab_size, special_tokens=[BEGIN, END], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -150,7 +152,7 @@ def train(out: Path, *, steps: int, long_from: float, peak_lr: float, key_bias: 
             continue
         rate = step * TOKENS_PER_STEP / (time.monotonic() - start)
         loss_mean = statistics.fmean(losses[-LOG_EVERY:])
-        record = {"step": step, "loss": round(loss_mean, 4), "tokens_per_s": round(rate)}
+        record: dict[str, Any] = {"step": step, "loss": round(loss_mean, 4), "tokens_per_s": round(rate)}
         if step % SAVE_EVERY == 0 or step == steps:
             record["recall"] = {n: round(recall_accuracy(model, tokenizer, n), 3) for n in (4, 10, 20, 30)}
             saved = copy.deepcopy(model).bfloat16()
