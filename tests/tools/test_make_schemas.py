@@ -1,4 +1,4 @@
-"""The committed JSON Schema is the generated one."""
+"""The committed JSON Schema of a profile is the generated one."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def test_committed_schema_is_what_the_model_generates() -> None:
     assert committed == schema.schema_text(), "run `make schema` and commit the difference"
 
 
-def test_module_writes_the_schema_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_module_writes_both_schema_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(schema, "SCHEMA_PATH", tmp_path / "schema.json")
     monkeypatch.setattr(schema, "INDEX_SCHEMA", tmp_path / "index.schema.json")
     schema.main()
     assert json.loads((tmp_path / "schema.json").read_text(encoding="utf-8"))["title"] == "Profile"
+    assert json.loads((tmp_path / "index.schema.json").read_text(encoding="utf-8"))["title"] == "Index"
 
 
 def test_schema_states_the_closed_sets_of_the_format() -> None:
