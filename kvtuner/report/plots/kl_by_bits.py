@@ -122,7 +122,8 @@ def _draw_points(
     bits = np.array([point.effective_bits for point in points])
     ends = np.array([(point.kl.low, point.kl.mean, point.kl.high) for point in points]).reshape(-1, 3)
     ends[np.abs(ends) <= LEAST_KL] = 0  # a logarithmic scale need not bend for the least KL
-    all_bits, all_kls = zip(*zip(bits.repeat(3), ends.flat, strict=True), *measured, *front, strict=True)
+    places = [*zip(bits.repeat(3), ends.flat, strict=True), *measured, *front]
+    all_bits, all_kls = zip(*places, strict=True)
     floor = style.log_floor(all_kls)
     style.log_kl_axis(axes)
     measured = [(x, max(kl, floor)) for x, kl in measured]

@@ -61,6 +61,16 @@ _STYLE: Final[dict[Any, object]] = {
     "legend.fontsize": 10,
     "hatch.linewidth": 0.6,
 }
+_LABELS: Final[dict[str, Any]] = {
+    "margin": 0.012,
+    "min_distance": 0.02,
+    "textcolor": INK,
+    "linecolor": "#999999",
+    "linewidth": 0.7,
+    "zorder": 10,
+    "in_layout": False,
+    "path_effects": [withStroke(linewidth=2.5, foreground="white")],
+}
 
 
 def picture(draw: Callable[Concatenate[Figure, P], None]) -> Callable[P, bytes]:
@@ -151,16 +161,8 @@ def place_labels(axes: Axes, labels: Sequence[Label], obstacles: Sequence[tuple[
     texts, xs, ys, _ = map(list, zip(*labels, strict=True))
     obstacle_xs, obstacle_ys = np.transpose(obstacles)
     weights = ["bold" if label.bold else "normal" for label in labels]
-    spacing: dict[str, Any] = {
-        "x_scatter": obstacle_xs,
-        "y_scatter": obstacle_ys,
-        "margin": 0.012,
-        "min_distance": 0.02,
-    }
-    look: dict[str, Any] = {"linecolor": "#999999", "linewidth": 0.7, "zorder": 10, "in_layout": False}
-    outline = [withStroke(linewidth=2.5, foreground="white")]
     with redirect_stdout(io.StringIO()):  # textalloc prints that it found no free place
-        allocate(axes, xs, ys, texts, fontweight=weights, path_effects=outline, **spacing, **look)
+        allocate(axes, xs, ys, texts, x_scatter=obstacle_xs, y_scatter=obstacle_ys, fontweight=weights, **_LABELS)
 
 
 def say_nothing_measured(figure: Figure) -> None:

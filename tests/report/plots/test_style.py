@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from kvtuner.report.plots.style import Label, place_labels
+from kvtuner.report.plots.style import INK, Label, place_labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +47,9 @@ def test_a_lonely_label_lies_next_to_its_point() -> None:
     axes = log_axes()
     place_labels(axes, [Label("K4V4", 5.0, 0.01)], [(5.0, 0.01)])
     x, y = axes.transData.transform((5.0, 0.01))
-    (box,) = [text.get_window_extent() for text in axes.texts]
+    (text,) = axes.texts
+    box = text.get_window_extent()
+    assert text.get_color() == INK
     assert 0 < max(box.x0 - x, x - box.x1, box.y0 - y, y - box.y1) < 20
 
 
