@@ -158,8 +158,12 @@ def _memory(result: BenchResult) -> Table:
     largest = max((size for _, size in sizes), default=0)
     rows = [
         (
-            *(scheme.name, number(scheme.scheme.effective_bits), count(size), count(tokens_per_gib(size))),
-            *(f"{largest / size:.2f}x", count(scheme.tokens_that_fit)),
+            scheme.name,
+            number(scheme.scheme.effective_bits),
+            count(size),
+            count(tokens_per_gib(size)),
+            f"{largest / size:.2f}x",
+            count(scheme.tokens_that_fit),
         )
         for scheme, size in sizes
     ]
