@@ -63,8 +63,8 @@ def build_profile(
     """Build a profile with its digest and its reached budget.
 
     A group size is the number of channels per scale; of per_channel keys, which no server reads yet, it is the number
-    of tokens per scale of a channel. Symmetric grids lie around zero. Without a quality
-    nothing was measured, without a provenance no search chose.
+    of tokens per scale of a channel. Symmetric grids lie around zero. Without a quality nothing was measured, without a
+    provenance no search chose.
 
     A `ProfileError` names the layer whose choice a profile cannot hold; bits or a group size that rows cannot hold are
     a `PrecisionError`.

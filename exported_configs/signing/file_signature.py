@@ -215,7 +215,9 @@ def read_bounded(path: Path, max_bytes: int, noun: str, *, if_absent: str = "giv
     except OSError as error:
         raise SignatureError(f"{path}: the {noun} cannot be read ({error.strerror}); give a file") from error
     if len(data) > max_bytes:
-        raise SignatureError(f"{path}: a {noun} has at most {max_bytes} bytes, but this is larger; give another file")
+        raise SignatureError(
+            f"{path}: a {noun} has at most {max_bytes} bytes, but this is larger; fetch it again, or give another file"
+        )
     return data
 
 

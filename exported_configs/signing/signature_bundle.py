@@ -37,7 +37,7 @@ _Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _FileName = Annotated[str, Field(max_length=255), AfterValidator(_check_name)]
 
 
-# What is not signed anybody may have edited, and a `StrictModel` lets no second spelling of a field through to a more
+# Unsigned parts are a `StrictModel`: anybody may have edited them, and no second spelling of a field may reach a more
 # lenient reader.
 class _Signed(StrictModel, extra="ignore"):
     """A part that is signed: a later release of the library may add fields to it."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from kvtuner.calibration.corpus import CorpusSource, load_corpus
+from kvtuner.calibration.corpus import Corpus, CorpusSource, load_corpus
 from kvtuner.calibration.model_loading import DEMO, ModelShape, ModelSource, load_tokenizer, read_shape
 from kvtuner.errors import CorpusError, OptionError, ProfileError
 from kvtuner.evaluation.cache_scheme import REFERENCE
@@ -99,7 +100,11 @@ class ProfiledModel(Generic[MeasuringOptions]):
         self.identity = shape.identity(self.source, profile.model.dtype, self.tokenizer)
         self.mismatches = warn_of_mismatches(profile, self.identity, shape.context_length)
         self.corpus_source = corpus_source(options.data, options.model, shape, seed=self.seed)
-        self.corpus = load_corpus(self.corpus_source, self.tokenizer)
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """The text, loaded where it is first needed: what nobody can measure is refused before it is fetched."""
+        return load_corpus(self.corpus_source, self.tokenizer)
 
 
 def warn_of_mismatches(profile: Profile, model: ModelIdentity, context_length: int) -> list[Mismatch]:

@@ -358,3 +358,10 @@ def test_the_demo_model_is_right_and_two_bits_are_not(run: RunCommand, tmp_path:
     assert [line[3] for line in clear] == ["recall"] + ["arithmetic"] * 3
     assert clear[0][6].startswith("-")
     assert "+ 120 tokens" in out, "a reference that never fails is marked"
+
+
+def test_a_scheme_that_nothing_here_stores_is_refused_before_its_text_is_read(run: RunCommand, tmp_path: Path) -> None:
+    absent = tmp_path / "absent.jsonl"
+    status, _, err = run("eval", "catalogue:demo-4bit", "--against", "K4V4-per-channel", "--data", absent)
+    assert status == 2
+    assert "K4V4-per-channel is no scheme to evaluate, such as fp8 or K8V8: nothing here stores it" in err

@@ -241,9 +241,10 @@ class ServerBackend(Endpoint, Backend):
 def server_backends(
     schemes: Sequence[CacheScheme], urls: Mapping[str, str], api: Api, text: TextTokenizer, timeout_s: float
 ) -> list[ServerBackend]:
-    """A backend for each scheme, at the URL that has its name; `EndpointError` where one serves something else.
+    """A backend for each scheme, at the URL that has its name.
 
-    So is one refused whose answers would not show how it stores its cache.
+    It raises `EndpointError` where a server has another model, profile or dtype than its name says, or where its
+    answers would not show how it stores its cache.
     """
     backends = [ServerBackend(scheme.name, urls[scheme.name], api, text, timeout_s) for scheme in schemes]
     models = {backend.facts.model for backend in backends}

@@ -64,8 +64,10 @@ def draw_question_sets(levels: Sequence[Level], text: TextTokenizer, options: Dr
     sets = []
     for level in levels:
         at_positions = level == "arithmetic" and options.counts_positions
-        lengths = () if at_positions else options.lengths
-        for length in (0, *lengths) if level == "arithmetic" else lengths:
+        lengths = [] if at_positions else [*options.lengths]
+        if level == "arithmetic":
+            lengths.insert(0, 0)  # additions after no other text
+        for length in lengths:
             problems, room = _draw_problems(level, length, text, options)
             positions = {0, room // 2, room} if at_positions else {0}
             sets += [QuestionSet(CellKey(level, length or None, position), problems) for position in sorted(positions)]
