@@ -12,7 +12,7 @@ from kvtuner import __version__
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.document import validated
-from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
+from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.layer_storage import Defaults, GeometryRecord, LayerRecord, encode_fp16
 from kvtuner.exported_configs.profile.profile import SCHEMA_VERSION, Profile, reached_figures
 from kvtuner.exported_configs.profile.records import BudgetRecord, Libraries, ModelIdentity, Provenance, QualityRecord

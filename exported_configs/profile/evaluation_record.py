@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.document import DocumentKind, naming, read_document, short, validated
-from kvtuner.exported_configs.profile.fields import (
+from kvtuner.exported_configs.profile.field_types import (
     CommandText,
     Figure,
     Name,

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, model_validator
 
 from kvtuner.errors import GeometryError
-from kvtuner.exported_configs.profile.fields import MAX_COUNT, Bits, Count, StrictModel
+from kvtuner.exported_configs.profile.field_types import MAX_COUNT, Bits, Count, StrictModel
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import NATIVE_BITS, TOKEN_GROUPS, Granularity, RowShape
 from kvtuner.transforms import transform_names

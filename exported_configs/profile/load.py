@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.document import DocumentKind, naming, read_document, short, validated
-from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
+from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.profile import SCHEMA_VERSION, Profile
 from kvtuner.precision import LAYOUT_ID
 

@@ -8,7 +8,7 @@ from pydantic import Field, WithJsonSchema, model_validator
 
 from kvtuner.errors import GeometryError, PrecisionError, ProfileError
 from kvtuner.exported_configs.profile.digest import hashed_content
-from kvtuner.exported_configs.profile.fields import MAX_COUNT, Sha256, StrictModel, round_figure
+from kvtuner.exported_configs.profile.field_types import MAX_COUNT, Sha256, StrictModel, round_figure
 from kvtuner.exported_configs.profile.layer_storage import (
     Defaults,
     GeometryRecord,

@@ -4,7 +4,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from kvtuner.exported_configs.profile.fields import (
+from kvtuner.exported_configs.profile.field_types import (
     CommandText,
     Count,
     Figure,

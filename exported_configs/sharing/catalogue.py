@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.mismatch import is_same_configuration
 from kvtuner.exported_configs.profile.document import DocumentKind, naming, read_document, validated
-from kvtuner.exported_configs.profile.fields import Figure, Name, Sha256, StrictModel, Text, TokenCount
+from kvtuner.exported_configs.profile.field_types import Figure, Name, Sha256, StrictModel, Text, TokenCount
 from kvtuner.exported_configs.profile.records import IntervalRecord, ModelIdentity
 
 FOLDER: Final = Path(__file__).parents[1] / "profiles"

@@ -9,13 +9,12 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_session, get_token
+from huggingface_hub import HfApi, constants, get_session, get_token
 from huggingface_hub.errors import (
     DisabledRepoError,
     EntryNotFoundError,
@@ -31,9 +30,7 @@ from tqdm import tqdm
 
 from kvtuner.errors import HubError
 from kvtuner.exported_configs.profile.document import one_line
-from kvtuner.exported_configs.profile.evaluation_record import EVALUATION_SUFFIX
-from kvtuner.exported_configs.sharing.reference import HubReference, is_commit, profile_names
-from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE_SUFFIX
+from kvtuner.exported_configs.sharing.reference import HubReference, is_commit
 
 ANSWER_S: Final = 60.0
 """The longest wait for a piece of an answer: a silent hub would otherwise be waited for without end."""
@@ -75,30 +72,7 @@ class Listing(NamedTuple):
     sizes: Mapping[str, int | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """The content of a push to a branch, None for the main one; the head is None where there is no repository yet.
-
-    Files that are removed belong to a profile that is replaced.
-    """
-
-    repo: str
-    branch: str | None
-    head: Listing | None
-    files: Mapping[str, bytes]
-    removed: tuple[str, ...] = ()
-    private: bool = False
-    create_pr: bool = False
-
-
-class Pushed(NamedTuple):
-    """The commit of a push, in full, and its address or that of the pull request."""
-
-    commit: str
-    url: str
-
-
-def _api() -> HfApi:
+def hub_api() -> HfApi:
     """The hub by HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE, as huggingface_hub reads them."""
     return HfApi(library_name="kvtuner")
 
@@ -106,8 +80,8 @@ def _api() -> HfApi:
 def list_files(repo: str, revision: str | None) -> Listing:
     """List a repository at a branch, a tag or a commit, at the main branch by default; or raise `HubError`."""
     what = f"{repo}@{revision or 'main'}"
-    with _errors(what):
-        info = _api().model_info(repo, revision=revision, files_metadata=True, timeout=ANSWER_S)
+    with hub_errors(what):
+        info = hub_api().model_info(repo, revision=revision, files_metadata=True, timeout=ANSWER_S)
         sizes = {file.rfilename: file.size for file in info.siblings or ()}
     if not isinstance(info.sha, str) or not is_commit(info.sha):
         raise HubError(f"{what}: the hub does not say which commit it is; check HF_ENDPOINT")
@@ -135,8 +109,8 @@ def fetch_file(reference: HubReference, size: int | None, limit: int) -> bytes:
             _check_size(reference, self.seen, limit)
 
     # The library's own cache believes a commit's file whatever became of it, so each fetch has one of its own.
-    with tempfile.TemporaryDirectory(prefix="kvtuner-") as folder, _errors(str(reference)):
-        path = _api().hf_hub_download(
+    with tempfile.TemporaryDirectory(prefix="kvtuner-") as folder, hub_errors(str(reference)):
+        path = hub_api().hf_hub_download(
             reference.repo, reference.path, revision=reference.revision, cache_dir=folder, tqdm_class=BoundedProgress
         )
         with Path(path).open("rb") as file:
@@ -150,63 +124,8 @@ def _check_size(reference: HubReference, size: float, limit: int) -> None:
         raise HubError(f"{reference} has {size} bytes or more, above {limit}; this is none of ours")
 
 
-def plan_upload(
-    repo: str, files: Mapping[str, bytes], *, branch: str | None = None, private: bool = False, create_pr: bool = False
-) -> Upload:
-    """Look at a branch, and plan the commit of files on top of it; see `Upload`. `HubError` where that cannot be."""
-    if constants.HF_HUB_OFFLINE:
-        raise HubError(f"{repo}: HF_HUB_OFFLINE is set, and a push needs the hub; unset it")
-    try:
-        head = list_files(repo, branch)
-    except HubError as error:
-        cause = error.__cause__
-        if not isinstance(cause, RepositoryNotFoundError) or isinstance(cause, GatedRepoError):
-            raise
-        if branch:
-            raise HubError(
-                f"{repo} is not there, so it has no branch {branch}; leave --revision out to make it"
-            ) from None
-        return Upload(repo, branch, None, files, private=private, create_pr=create_pr)
-    stems = [name.removesuffix(".json") for name in profile_names(files)]
-    removed = tuple(
-        name
-        for name in head.sizes
-        if name not in files
-        and any(name == f"{stem}.json{SIGNATURE_SUFFIX}" or name.startswith(stem + EVALUATION_SUFFIX) for stem in stems)
-    )
-    return Upload(repo, branch, head, files, removed, private, create_pr)
-
-
-def push(upload: Upload, message: str) -> Pushed:
-    """Make one commit of all files; `HubError` where it does not hold them, or the branch moved since it was read."""
-    repo, head = upload.repo, upload.head
-    if head is None:
-        with _errors(repo, conflict="somebody made this repository meanwhile; run the same command again"):
-            _api().create_repo(repo, private=upload.private)
-        head = list_files(repo, None)
-    additions = [CommitOperationAdd(path, data) for path, data in upload.files.items()]
-    removals = [CommitOperationDelete(path) for path in upload.removed]
-    with _errors(repo, conflict="the branch moved while this was pushed; run the same command again to see it"):
-        commit = _api().create_commit(
-            repo,
-            [*additions, *removals],
-            commit_message=message,
-            revision=upload.branch,
-            create_pr=upload.create_pr,
-            parent_commit=head.commit,
-        )
-    sizes = list_files(repo, commit.oid).sizes
-    for path, data in upload.files.items():
-        if sizes.get(path) != len(data):
-            raise HubError(
-                f"{repo}@{commit.oid} lacks {path}: does the repository's .gitignore leave it out? Mend that, and push"
-                " again"
-            )
-    return Pushed(commit.oid, commit.pr_url or commit.commit_url)
-
-
 @contextmanager
-def _errors(what: str, *, conflict: str = "") -> Iterator[None]:
+def hub_errors(what: str, *, conflict: str = "") -> Iterator[None]:
     """Bound the time of answers, and turn the failures of huggingface_hub into `HubError`.
 
     Messages begin with `what`, such as ``me/model@main``; `conflict` is the one where something else was there first.

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvtuner.errors import ProfileError, RunFolderError
 from kvtuner.exported_configs.profile.document import DocumentKind, read_document
-from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
+from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.exported_configs.sharing.reference import HubReference, check_digest, is_commit

@@ -10,7 +10,7 @@ from huggingface_hub import constants
 
 from kvtuner.errors import HubError, ProfileError, SignatureError
 from kvtuner.exported_configs.profile.evaluation_record import EVALUATION, EVALUATION_SUFFIX, parse_evaluation
-from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
+from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.hub_client import fetch_file, list_files
 from kvtuner.exported_configs.sharing.profile_store import (

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvtuner.errors import RunFolderError, SignatureError
-from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
+from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.profile import Profile
-from kvtuner.exported_configs.signing.file_signature import (
+from kvtuner.exported_configs.signing.signature_bundle import AGAIN, SIGNATURE, SIGNATURE_SUFFIX, Bundle, read_bundle
+from kvtuner.exported_configs.signing.signer import (
     Signer,
     SignerIdentity,
     certificate_name,
     read_bounded,
     require_library,
 )
-from kvtuner.exported_configs.signing.signature_bundle import AGAIN, SIGNATURE, SIGNATURE_SUFFIX, Bundle, read_bundle
 from kvtuner.run_folder import write_atomically
 
 _MEANS: Final[dict[str, str]] = {"key": "a key", "chain": "a certificate", "sigstore": "Sigstore"}

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, AliasPath, BeforeValidator, Field, Validati
 
 from kvtuner.errors import ProfileError, SignatureError
 from kvtuner.exported_configs.profile.document import DocumentKind, explain, read_document
-from kvtuner.exported_configs.profile.fields import StrictModel
+from kvtuner.exported_configs.profile.field_types import StrictModel
 
 SIGNATURE_SUFFIX: Final = ".sig"
 AGAIN: Final = "sign the profile again"

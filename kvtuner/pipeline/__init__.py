@@ -2,6 +2,6 @@
 
 `search` (which calibrates too), `evaluate` and `benchmark` each stand in the module of their name and take frozen
 options; see `options` and `eval_bench_options`. `python_interface` has the same for notebooks. `profile_lookup` and
-`publication` find, import and publish profiles. Nothing here knows of command lines, and all progress goes through
+`published_files` find, import and publish profiles. Nothing here knows of command lines, and all progress goes through
 `progress.say`.
 """

@@ -12,7 +12,7 @@ from kvtuner.pipeline.provenance import search_command
 from kvtuner.pipeline.sources import run_folder
 from kvtuner.pipeline.stages.baseline_comparison import BaselineComparison
 from kvtuner.pipeline.stages.budget_search import BudgetSearch, SearchOutcome
-from kvtuner.pipeline.stages.run_exports import make_profile, make_report_data
+from kvtuner.pipeline.stages.search_output import make_profile, make_report_data
 from kvtuner.pipeline.stages.search_run import SearchRun, checked_shape, measure_sensitivity
 from kvtuner.pipeline.stages.search_targets import SearchTarget, bind_target, refuse_other_targets, targets_of
 from kvtuner.report.search_data import DATA_FILE, ReportData

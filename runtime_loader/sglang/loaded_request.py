@@ -70,8 +70,8 @@ class LoadedRequest:
         if request.signed_by is None:
             profile = load_profile(reference.path)
         else:
-            from kvtuner.exported_configs.signing.file_signature import SignerIdentity
             from kvtuner.exported_configs.signing.profile_signature import verify_profile
+            from kvtuner.exported_configs.signing.signer import SignerIdentity
 
             profile = verify_profile(reference.path, SignerIdentity.parse(request.signed_by)).profile
         check_digest(profile.digest, reference.digest, str(reference.path))

@@ -192,8 +192,8 @@ def file(tmp_path: Path, profile: Profile) -> Path:
 @pytest.fixture
 def signed(file: Path, keys: Callable[..., tuple[Path, Path]]) -> Path:
     """The small profile's file, signed by a key."""
-    from kvtuner.exported_configs.signing.file_signature import Signer
     from kvtuner.exported_configs.signing.profile_signature import sign_profile
+    from kvtuner.exported_configs.signing.signer import Signer
 
     sign_profile(file, Signer(keys()[0]))
     return file
@@ -243,8 +243,8 @@ def versions(make_profile: Callable[..., Profile]) -> list[bytes]:
 @pytest.fixture
 def signature(profile: Profile, keys: MakeKeys, tmp_path: Path) -> bytes:
     """A signature of the small profile by a key."""
-    from kvtuner.exported_configs.signing.file_signature import Signer
     from kvtuner.exported_configs.signing.profile_signature import sign_profile
+    from kvtuner.exported_configs.signing.signer import Signer
 
     path = tmp_path / "profile.json"
     path.write_bytes(dump_profile(profile))

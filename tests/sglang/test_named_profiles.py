@@ -18,8 +18,8 @@ from kvtuner.calibration.model_loading import DEMO_MODEL
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import catalogue_file
-from kvtuner.exported_configs.signing.file_signature import Signer
 from kvtuner.exported_configs.signing.profile_signature import sign_profile
+from kvtuner.exported_configs.signing.signer import Signer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def _push(args: Namespace) -> int:
-    from kvtuner.exported_configs.sharing.hub_client import plan_upload, push
+    from kvtuner.exported_configs.sharing.push import plan_upload, push
     from kvtuner.exported_configs.sharing.reference import HubReference, parse_repo, profile_names
     from kvtuner.pipeline.progress import say
-    from kvtuner.pipeline.publication import preview_text, published_files, upload_facts
+    from kvtuner.pipeline.published_files import preview_text, published_files, upload_facts
 
     repo = parse_repo(args.repo)
     files = published_files(Path(args.path), repo, license_id=args.license, with_report=args.report)
@@ -53,7 +53,7 @@ def _pull(args: Namespace) -> int:
     from kvtuner.exported_configs.sharing.reference import HubReference, parse_reference
     from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE_SUFFIX
     from kvtuner.pipeline.progress import say
-    from kvtuner.pipeline.publication import copy_fetched
+    from kvtuner.pipeline.published_files import copy_fetched
     from kvtuner.report.formatting import printable
 
     reference = parse_reference(args.reference)

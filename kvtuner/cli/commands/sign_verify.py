@@ -13,7 +13,7 @@ from kvtuner.errors import SignatureError
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from kvtuner.exported_configs.signing.file_signature import Signer
+    from kvtuner.exported_configs.signing.signer import Signer
 
 
 def _sign(args: Namespace) -> int:
@@ -36,7 +36,7 @@ def _sign(args: Namespace) -> int:
 
 
 def _signer(args: Namespace) -> Signer:
-    from kvtuner.exported_configs.signing.file_signature import Signer
+    from kvtuner.exported_configs.signing.signer import Signer
 
     if bool(args.sigstore) == bool(args.private_key):
         raise SignatureError("give --private-key FILE (alone, or with --certificate), or --sigstore; one of the two")
@@ -76,8 +76,8 @@ def _variable(name: str | None, flag: str) -> str | None:
 
 def _verify(args: Namespace) -> int:
     from kvtuner.exported_configs.sharing.reference import find_profile
-    from kvtuner.exported_configs.signing.file_signature import SignerIdentity
     from kvtuner.exported_configs.signing.profile_signature import verify_profile
+    from kvtuner.exported_configs.signing.signer import SignerIdentity
     from kvtuner.pipeline.progress import say
     from kvtuner.report.formatting import printable
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.errors import BudgetError, RunFolderError
-from kvtuner.exported_configs.profile.fields import MAX_TEXT
+from kvtuner.exported_configs.profile.field_types import MAX_TEXT
 from kvtuner.layer_ranges import write_ranges
 from kvtuner.pipeline.stages.search_run import kept_pairs, serving_ranks
 from kvtuner.run_folder import RunFolder, refuse_difference, sha256_of

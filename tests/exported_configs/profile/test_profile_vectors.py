@@ -18,11 +18,11 @@ from safetensors.torch import load as load_tensors
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
-from kvtuner.exported_configs.profile import document, fields, records
+from kvtuner.exported_configs.profile import document, field_types, records
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.signing import file_signature, signature_bundle
+from kvtuner.exported_configs.signing import signature_bundle, signer
 from kvtuner.quant import unpack_rows
 from kvtuner.run_folder import canonical_json
 
@@ -201,13 +201,14 @@ def passage(start: str, end: str) -> str:
 
 def test_page_gives_the_limits_of_the_code() -> None:
     """Every number of a passage is a constant, and every constant is there."""
-    bounds = [fields.MAX_PROFILE_BYTES, document.MAX_DEPTH, document.MAX_FIELDS, document.MAX_ITEMS]
+    bounds = [field_types.MAX_PROFILE_BYTES, document.MAX_DEPTH, document.MAX_FIELDS, document.MAX_ITEMS]
     assert numbers(passage("## Limits\n", "\n## ").replace("UTF-8", "")) == [*bounds, document.MAX_INTEGER_DIGITS]
-    assert numbers(passage("A *text* has", "characters")) == [1, fields.MAX_TEXT]
-    assert numbers(passage("a *count* an integer", ", a *seed*")) == [0, fields.MAX_TOKENS]
-    assert numbers(passage("`geometry`, integers:", "\n`num_layers`")) == [1, fields.MAX_COUNT, 0, fields.MAX_COUNT]
-    assert numbers(passage("`group_size` | integer,", "|")) == [1, fields.MAX_COUNT]
-    assert numbers(passage("`tp_size`, `pp_size` | integer,", "|")) == [1, fields.MAX_COUNT]
+    assert numbers(passage("A *text* has", "characters")) == [1, field_types.MAX_TEXT]
+    assert numbers(passage("a *count* an integer", ", a *seed*")) == [0, field_types.MAX_TOKENS]
+    most = field_types.MAX_COUNT
+    assert numbers(passage("`geometry`, integers:", "\n`num_layers`")) == [1, most, 0, most]
+    assert numbers(passage("`group_size` | integer,", "|")) == [1, most]
+    assert numbers(passage("`tp_size`, `pp_size` | integer,", "|")) == [1, most]
     assert numbers(passage("`baselines` | list, at most", "|")) == [records.MAX_BASELINES]
     (command,) = numbers(passage("`command` | text, at most", "|"))
     sections = json.loads((ROOT / "exported_configs" / "schema.json").read_bytes())["$defs"]
@@ -216,8 +217,8 @@ def test_page_gives_the_limits_of_the_code() -> None:
     assert [float(bound) for bound in re.findall(r"within \+-(1e\d+),", PAGE)] == [figure["maximum"]]
     assert numbers(passage("damaged, above", "MiB")) == [signature_bundle.SIGNATURE.max_bytes // 2**20]
     assert numbers(passage("It gets", "where somebody")) == [
-        file_signature.NETWORK_SECONDS,
-        file_signature.PERSON_SECONDS,
+        signer.NETWORK_SECONDS,
+        signer.PERSON_SECONDS,
     ]
 
 

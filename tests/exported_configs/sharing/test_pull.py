@@ -15,9 +15,10 @@ from huggingface_hub import HfApi, constants
 from kvtuner.errors import HubError, ProfileError, RunFolderError
 from kvtuner.exported_configs.profile.evaluation_record import evaluation_files
 from kvtuner.exported_configs.sharing.catalogue import FOLDER
-from kvtuner.exported_configs.sharing.hub_client import fetch_file, plan_upload
+from kvtuner.exported_configs.sharing.hub_client import fetch_file
 from kvtuner.exported_configs.sharing.profile_store import all_stored, cache_folder, remembered
 from kvtuner.exported_configs.sharing.pull import pull
+from kvtuner.exported_configs.sharing.push import plan_upload
 from kvtuner.exported_configs.sharing.reference import HubReference
 
 if TYPE_CHECKING:

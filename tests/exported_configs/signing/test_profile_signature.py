@@ -16,12 +16,12 @@ from signature_checks import dsse, edit, why
 from kvtuner.errors import ProfileError, SignatureError
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.signing.file_signature import Signer, SignerIdentity
 from kvtuner.exported_configs.signing.profile_signature import (
     sign_profile,
     signature_path,
     verify_profile,
 )
+from kvtuner.exported_configs.signing.signer import Signer, SignerIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,12 +17,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvtuner.errors import SignatureError
-from kvtuner.exported_configs.signing.file_signature import Signer, SignerIdentity
 from kvtuner.exported_configs.signing.profile_signature import (
     sign_profile,
     signature_path,
     verify_profile,
 )
+from kvtuner.exported_configs.signing.signer import Signer, SignerIdentity
 
 if TYPE_CHECKING:
     from pathlib import Path

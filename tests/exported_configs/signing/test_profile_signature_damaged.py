@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from signature_checks import dsse, edit, why
 
 from kvtuner.errors import SignatureError
-from kvtuner.exported_configs.signing.file_signature import SignerIdentity
 from kvtuner.exported_configs.signing.profile_signature import signature_path, verify_profile
+from kvtuner.exported_configs.signing.signer import SignerIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Callable

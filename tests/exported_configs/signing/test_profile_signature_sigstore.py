@@ -19,8 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from kvtuner.errors import SignatureError
-from kvtuner.exported_configs.signing import file_signature
-from kvtuner.exported_configs.signing.file_signature import Signer, SignerIdentity, call_with_timeout
+from kvtuner.exported_configs.signing import signer
 from kvtuner.exported_configs.signing.profile_signature import (
     sign_profile,
     signature_path,
@@ -28,6 +27,7 @@ from kvtuner.exported_configs.signing.profile_signature import (
     verify_profile,
 )
 from kvtuner.exported_configs.signing.signature_bundle import read_bundle
+from kvtuner.exported_configs.signing.signer import Signer, SignerIdentity, call_with_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,16 +110,16 @@ def test_verification_without_a_network_is_refused_soon(file: Path) -> None:
 
 def test_signing_without_a_network_is_refused_soon(file: Path) -> None:
     start = time.monotonic()
-    for signer in (Signer(), Signer(identity_token="no.real.token")):
+    for sigstore in (Signer(), Signer(identity_token="no.real.token")):
         with pytest.raises(SignatureError, match="Sigstore refuses, or cannot be reached"):
-            sign_profile(file, signer)
+            sign_profile(file, sigstore)
     assert time.monotonic() - start < 20
     assert not signature_path(file).exists()
 
 
 def test_servers_that_never_answer_are_given_up(file: Path, deaf: None, monkeypatch: pytest.MonkeyPatch) -> None:
     signature_path(file).write_bytes(self_made(file))
-    monkeypatch.setattr(file_signature, "NETWORK_SECONDS", 0.5)
+    monkeypatch.setattr(signer, "NETWORK_SECONDS", 0.5)
     start = time.monotonic()
     with pytest.raises(SignatureError, match=r"Sigstore did not answer within 0.5 s"):
         verify_profile(file, ME)

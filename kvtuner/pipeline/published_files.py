@@ -13,7 +13,7 @@ from kvtuner.exported_configs.profile.evaluation_record import (
     evaluation_files,
     parse_evaluation,
 )
-from kvtuner.exported_configs.profile.fields import MAX_PROFILE_BYTES
+from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.card import card
 from kvtuner.exported_configs.sharing.reference import PROFILE_FILE, profile_files
@@ -24,8 +24,8 @@ from kvtuner.run_folder import write_atomically
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvtuner.exported_configs.sharing.hub_client import Upload
     from kvtuner.exported_configs.sharing.profile_store import FetchedProfile
+    from kvtuner.exported_configs.sharing.push import Upload
 
 README: Final = "README.md"
 REPORT: Final = "report.html"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtuner.errors import HubError
-from kvtuner.exported_configs.sharing.hub_client import plan_upload, push
 from kvtuner.exported_configs.sharing.pull import pull
+from kvtuner.exported_configs.sharing.push import plan_upload, push
 from kvtuner.exported_configs.sharing.reference import HubReference
 
 if TYPE_CHECKING:
