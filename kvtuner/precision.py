@@ -19,6 +19,7 @@ PACKED_BITS: Final = (2, 4, 8)
 NATIVE_BITS: Final = 16
 ALL_BITS: Final = (*PACKED_BITS, NATIVE_BITS)
 ROW_ALIGNMENT_BYTES: Final = 16  # of the widest load of a GPU thread
+FP16_MAX: Final = 65504.0
 SCALE_WORD_BYTES: Final = 4  # a scale and a minimum, fp16 each
 LAYOUT_ID: Final = "halfword-sliced-v1"
 GIB: Final = 1 << 30
@@ -26,6 +27,8 @@ GIB: Final = 1 << 30
 Side = Literal["k", "v"]
 SIDES: Final[tuple[Side, Side]] = ("k", "v")
 Granularity = Literal["per_token", "per_channel"]
+Fit = Literal["minmax", "least_squares"]
+FITS: Final[tuple[Fit, ...]] = ("minmax", "least_squares")
 TOKEN_GROUPS: Final = (16, 32, 64, 128)
 """Tokens that may share one scale of a channel where keys are stored per channel."""
 

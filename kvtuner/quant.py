@@ -1,4 +1,4 @@
-"""THE numerics: transforms, asymmetric and symmetric quantization, and packed rows, in plain torch.
+"""THE numerics: transforms, and quantization on min-max and fitted grids, in plain torch.
 
 Every host answers to this file: the tuner's simulation, the transformers cache, the serving pool and its kernels. All
 arithmetic is IEEE float32, rounding half to even, without contraction. Knows nothing of models, layers or budgets.
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from kvtuner.errors import PrecisionError
-from kvtuner.precision import check_group_size, row_bytes
+from kvtuner.grid_fit import FITTED_BITS, GroupIntegers
+from kvtuner.precision import FP16_MAX, Fit, check_group_size
 from kvtuner.transforms import TRANSFORMS, TransformKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-FP16_MAX: Final = 65504.0
 FP8_E4M3_MAX: Final = 448.0
 StepFunction = Callable[[Tensor, Any], Tensor]
 
@@ -193,27 +193,34 @@ def fp16_up(x: Tensor) -> Tensor:
     return -fp16_down(-x)
 
 
-def quantize(x: Tensor, bits: int, group_size: int | None = None, *, symmetric: bool = False) -> Quantized:
+def quantize(
+    x: Tensor, bits: int, group_size: int | None = None, *, symmetric: bool = False, fit: Fit = "minmax"
+) -> Quantized:
     """Quantize per token, head and group of channels.
 
-    Asymmetric: `minimum` is rounded down and `scale` up to fp16, so that every value lies inside the grid and errs by
-    at most half a step. Symmetric: ``minimum = -2**(bits-1) * scale``, stored alike, so that no reader needs a mode;
-    the scale is capped at 65504 / 2**(bits-1), beyond which values saturate. A group with NaN or infinity reads NaN.
+    Min-max grids, asymmetric: `minimum` is rounded down and `scale` up to fp16, so that every value lies inside the
+    grid and errs by at most half a step. Symmetric: ``minimum = -2**(bits-1) * scale``, stored alike, so that no reader
+    needs a mode; the scale is capped at 65504 / 2**(bits-1), beyond which values saturate. A group with NaN or infinity
+    reads NaN.
+
+    Fitted grids (`grid_fit`) are those of least squares, rescaled to be unbiased: outliers may saturate. Widths that
+    are not fitted, and groups that cannot be (constant, tiny, or far from zero), have min-max grids.
 
     Args:
         x: [..., num_kv_heads, head_dim] in stored space (after `Transform.apply`).
         bits: 2, 4 or 8.
         group_size: channels per scale; head_dim by default.
         symmetric: one grid around zero instead of [minimum, maximum].
+        fit: how scale and minimum are chosen.
 
     Raises:
-        PrecisionError: `check_group_size` refuses the group size.
+        PrecisionError: `check_group_size` refuses the group size, or `GroupIntegers` to fit such a group.
     """
-    return quantize_widths(x, (bits,), group_size, symmetric=symmetric)[0]
+    return quantize_widths(x, (bits,), group_size, symmetric=symmetric, fit=fit)[0]
 
 
 def quantize_widths(
-    x: Tensor, widths: Sequence[int], group_size: int | None = None, *, symmetric: bool = False
+    x: Tensor, widths: Sequence[int], group_size: int | None = None, *, symmetric: bool = False, fit: Fit = "minmax"
 ) -> list[Quantized]:
     """`quantize` for each of `widths`: the same codes and words, with what widths share computed once."""
     head_dim = x.shape[-1]
@@ -226,20 +233,35 @@ def quantize_widths(
     finite = (edges * 0.0).sum(dim=0) == 0.0
     low, high = torch.where(finite, edges, 0.0).clamp_(-FP16_MAX, FP16_MAX).unbind()
     groups = groups.nan_to_num().clamp_(-FP16_MAX, FP16_MAX)
-    lowest = fp16_down(low)
+    fitted_widths = set(widths).intersection(FITTED_BITS) if fit == "least_squares" else ()
+    integers = GroupIntegers(groups, low, high, symmetric=symmetric) if fitted_widths else None
     quantized = []
     for bits in widths:
-        if symmetric:
-            scale = _symmetric_scale(torch.maximum(low.abs(), high.abs()), bits)
-            minimum = (-(2 ** (bits - 1)) * scale.float()).to(torch.float16)
-        else:
-            scale, minimum = _covering_scale(high - lowest.float(), 2**bits - 1), lowest
-        step = scale.float()
-        inverse = torch.where(step == 0, 0.0, torch.ones_like(step) / step)
-        codes = (groups - minimum.float().unsqueeze(-1)).mul_(inverse.unsqueeze(-1)).round_().clamp_(0, 2**bits - 1)
+        codes, scale, minimum = _quantize_minmax(groups, low, high, bits, symmetric=symmetric)
+        if integers is not None and bits in fitted_widths:
+            fitted = integers.fit(bits)
+            codes = torch.where(fitted.usable.unsqueeze(-1), fitted.codes, codes)
+            scale = torch.where(fitted.usable, fitted.scale, scale)
+            minimum = torch.where(fitted.usable, fitted.minimum, minimum)
         minimum = torch.where(finite, minimum, torch.nan)
         quantized.append(Quantized(codes.to(torch.uint8).flatten(-2), scale, minimum, bits))
     return quantized
+
+
+def _quantize_minmax(
+    groups: Tensor, low: Tensor, high: Tensor, bits: int, *, symmetric: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, float32, of finite groups [..., num_groups, group_size], with the scale and the minimum of each."""
+    if symmetric:
+        scale = _symmetric_scale(torch.maximum(low.abs(), high.abs()), bits)
+        minimum = (-(2 ** (bits - 1)) * scale.float()).to(torch.float16)
+    else:
+        minimum = fp16_down(low)
+        scale = _covering_scale(high - minimum.float(), 2**bits - 1)
+    step = scale.float()
+    inverse = torch.where(step == 0, 0.0, torch.ones_like(step) / step)
+    codes = (groups - minimum.float().unsqueeze(-1)).mul_(inverse.unsqueeze(-1)).round_().clamp_(0, 2**bits - 1)
+    return codes, scale, minimum
 
 
 def _covering_scale(span: Tensor, levels: int) -> Tensor:
@@ -273,53 +295,6 @@ def quantize_fp8(x: Tensor) -> Tensor:
     return encode_fp8(x).to(torch.float32)
 
 
-def pack_rows(quantized: Quantized) -> Tensor:
-    """Lay tokens out as rows: halfword-sliced codes of every head, then the scale words, padded to 16 bytes.
-
-    Per head there are ``head_dim * bits / 16`` little-endian 16-bit units; slot j of unit u holds channel
-    ``j * (head_dim * bits / 16) + u`` in bits ``[j * bits, (j + 1) * bits)``. A scale word is little-endian uint32:
-    fp16 scale | fp16 minimum << 16, one per (head, group).
-
-    Returns:
-        uint8 [..., row_bytes].
-    """
-    bits, slots = quantized.bits, 16 // quantized.bits
-    num_heads, head_dim = quantized.codes.shape[-2:]
-    lead = quantized.codes.shape[:-2]
-    sliced = quantized.codes.to(torch.int32).unflatten(-1, (slots, head_dim // slots))
-    shifts = torch.arange(slots, dtype=torch.int32, device=sliced.device) * bits
-    units = (sliced << shifts.unsqueeze(-1)).sum(dim=-2, dtype=torch.int32)
-    code_bytes = torch.stack((units & 0xFF, units >> 8), dim=-1).to(torch.uint8).flatten(-3)
-    words = torch.stack((quantized.scale, quantized.minimum), dim=-1).contiguous()
-    word_bytes = words.view(torch.uint8).flatten(-3)
-    group_size = head_dim // quantized.scale.shape[-1]
-    padding = row_bytes(num_heads, head_dim, bits, group_size) - code_bytes.shape[-1] - word_bytes.shape[-1]
-    zeros = code_bytes.new_zeros(*lead, padding)
-    return torch.cat((code_bytes, word_bytes, zeros), dim=-1)
-
-
-def unpack_rows(rows: Tensor, bits: int, num_heads: int, head_dim: int, group_size: int | None = None) -> Quantized:
-    """Read rows that `pack_rows` wrote, uint8 [..., row_bytes]; `group_size` is head_dim by default.
-
-    Raises:
-        PrecisionError: A row of another length, or what `check_group_size` refuses.
-    """
-    group_size = head_dim if group_size is None else group_size
-    expected = row_bytes(num_heads, head_dim, bits, group_size)
-    if rows.shape[-1] != expected or rows.dtype != torch.uint8:
-        raise PrecisionError(f"a row is uint8 [..., {expected}], not {rows.dtype} [..., {rows.shape[-1]}]")
-    lead, slots = rows.shape[:-1], 16 // bits
-    num_code_bytes = num_heads * head_dim * bits // 8
-    num_word_bytes = 4 * num_heads * (head_dim // group_size)
-    halves = rows[..., :num_code_bytes].reshape(*lead, num_heads, head_dim // slots, 2).to(torch.int32)
-    units = halves[..., 0] | halves[..., 1] << 8
-    shifts = torch.arange(slots, dtype=torch.int32, device=rows.device) * bits
-    codes = (units.unsqueeze(-2) >> shifts.unsqueeze(-1)) & (2**bits - 1)
-    words = rows[..., num_code_bytes : num_code_bytes + num_word_bytes].contiguous().view(torch.float16)
-    words = words.reshape(*lead, num_heads, head_dim // group_size, 2)
-    return Quantized(codes.to(torch.uint8).flatten(-2), words[..., 0], words[..., 1], bits)
-
-
 @dataclass(frozen=True, slots=True)
 class QuantSpec:
     """The storage of one side (keys or values) of one layer.
@@ -329,6 +304,7 @@ class QuantSpec:
         transform: applied before quantization and undone on reading.
         group_size: channels per scale; head_dim by default.
         symmetric: one grid around zero.
+        fit: how scale and minimum are chosen.
         fp8: ignore all of the above and store e4m3fn (the baseline; `bits` must be 8).
     """
 
@@ -336,6 +312,7 @@ class QuantSpec:
     transform: Transform = IDENTITY
     group_size: int | None = None
     symmetric: bool = False
+    fit: Fit = "minmax"
     fp8: bool = False
 
     def __post_init__(self) -> None:
@@ -346,5 +323,9 @@ class QuantSpec:
         """The numbers that a reader of keys or values [..., num_kv_heads, head_dim] sees: float32, model space."""
         if self.fp8:
             return quantize_fp8(x)
-        stored = quantize(self.transform.apply(x), self.bits, self.group_size, symmetric=self.symmetric)
-        return self.transform.invert(stored.dequantize())
+        return self.transform.invert(self.quantize(x).dequantize())
+
+    def quantize(self, x: Tensor) -> Quantized:
+        """The codes and words of keys or values in model space, which fp8 has none of."""
+        stored = self.transform.apply(x)
+        return quantize(stored, self.bits, self.group_size, symmetric=self.symmetric, fit=self.fit)

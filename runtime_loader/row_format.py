@@ -9,7 +9,8 @@ import torch
 
 from kvtuner.errors import ProfileError
 from kvtuner.precision import NATIVE_BITS, row_bytes
-from kvtuner.quant import QuantSpec, encode_fp8, pack_rows, quantize, saturated, unpack_rows
+from kvtuner.quant import QuantSpec, encode_fp8, saturated
+from kvtuner.row_packing import pack_rows, unpack_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,8 +77,7 @@ class RowFormat:
 def _pack(spec: QuantSpec, states: Tensor) -> Tensor:
     if spec.fp8:
         return encode_fp8(states).view(torch.uint8).flatten(-2)
-    stored = spec.transform.apply(states)
-    return pack_rows(quantize(stored, spec.bits, spec.group_size, symmetric=spec.symmetric))
+    return pack_rows(spec.quantize(states))
 
 
 @dataclass(frozen=True, slots=True)

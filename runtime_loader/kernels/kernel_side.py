@@ -9,6 +9,7 @@ import torch
 import triton
 
 from kvtuner.errors import PrecisionError
+from kvtuner.grid_fit import FITTED_BITS
 from kvtuner.quant import IDENTITY
 from kvtuner.runtime_loader.kernels.transform_steps import KERNEL_STEPS
 
@@ -33,7 +34,8 @@ class KernelSide:
         row: The stride of a row, in elements of `rows`.
         groups: The scales of a head.
         steps: The steps of the transform, in their order.
-        symmetric: Whether the grid that is written is symmetric.
+        symmetric: Whether the grids that are written are symmetric.
+        fitted: Whether they are fitted by least squares.
     """
 
     rows: Tensor
@@ -48,6 +50,7 @@ class KernelSide:
     groups: int
     steps: tuple[str, ...]
     symmetric: bool
+    fitted: bool
 
     @classmethod
     def of(cls, stored: PackedRows) -> KernelSide:
@@ -73,6 +76,7 @@ class KernelSide:
             groups=1 if spec is None or spec.group_size is None else row_format.head_dim // spec.group_size,
             steps=transform.kind.steps,
             symmetric=spec is not None and spec.symmetric,
+            fitted=spec is not None and spec.fit == "least_squares" and spec.bits in FITTED_BITS,
         )
 
     @property

@@ -77,7 +77,7 @@ def store_facts(keys: KernelSide, values: KernelSide) -> Facts:
     for name, side in (("K", keys), ("V", values)):
         own = {
             "ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups, "STEPS": side.steps,
-            "SYMMETRIC": side.symmetric, "PADDED": side.padded,
+            "SYMMETRIC": side.symmetric, "FITTED": side.fitted, "PADDED": side.padded,
         }  # fmt: skip
         facts |= {f"{name}_{key}": value for key, value in own.items()}
     return facts

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvtuner.runtime_loader.kernels.fitted_grid import fit_grid
 from kvtuner.runtime_loader.kernels.transform_steps import apply_steps, invert_steps, mixes_channels
 from kvtuner.runtime_loader.kernels.unpack_codes import fp16_saturated, scale_and_minimum
 
@@ -96,16 +97,20 @@ def _grid_of(low, high, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
 
 
 @triton.jit
-def _units_of(y, slot, scale, minimum, not_finite, BITS: tl.constexpr):
-    """The int16 units [TOKENS, SPREAD] of groups [GROUPS, slots, TOKENS, SPREAD] with grids [GROUPS, TOKENS]."""
-    LEVELS: tl.constexpr = (1 << BITS) - 1
+def _codes_of(y, scale, minimum, BITS: tl.constexpr):
+    """The codes of groups [GROUPS, slots, TOKENS, SPREAD] with grids [GROUPS, TOKENS], int32 of which 16 bits count."""
     step = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # [GROUPS, TOKENS]
     inverse = tl.where(step == 0.0, 0.0, tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step))  # [GROUPS, TOKENS]
     y = (y - minimum.to(tl.float32)[:, None, :, None]) * inverse[:, None, :, None]  # the shape of y
     # Half to even; the low 16 bits of a float32 near 1.5 * 2**23 are those of the integer that it is.
-    codes = (tl.minimum(tl.maximum(y, 0.0), LEVELS) + 12582912.0).to(tl.int32, bitcast=True)  # the shape of y
+    return (tl.minimum(tl.maximum(y, 0.0), (1 << BITS) - 1) + 12582912.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _units_of(codes, slot, not_finite, BITS: tl.constexpr):
+    """The int16 units [TOKENS, SPREAD] of codes [GROUPS, slots, TOKENS, SPREAD]."""
     # The sum of codes in their places is their union; each group's slots first, [GROUPS, TOKENS, SPREAD].
-    codes = tl.sum(codes << tl.reshape(slot * BITS, (y.shape[0], y.shape[1], 1, 1)), 1)
+    codes = tl.sum(codes << tl.reshape(slot * BITS, (codes.shape[0], codes.shape[1], 1, 1)), 1)
     return tl.sum(tl.where(not_finite[:, :, None], 0, codes), 0).to(tl.int16)
 
 
@@ -113,7 +118,7 @@ def _units_of(y, slot, scale, minimum, not_finite, BITS: tl.constexpr):
 def _store_side(
     x_ptr, x_stride_t, x_stride_h, rows_ptr, mu_ptr, inverse_ptr, tokens, slots, mask_tokens, head,
     ROW: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-    STEPS: tl.constexpr, SYMMETRIC: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr,
+    STEPS: tl.constexpr, SYMMETRIC: tl.constexpr, FITTED: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Store one head's keys or values of TOKENS tokens; ROW is the stride of a row in elements of `rows_ptr`."""
     x_ptr += head * x_stride_h
@@ -140,16 +145,28 @@ def _store_side(
         )  # fmt: skip  # [SLOTS, TOKENS, SPREAD]
         # A group is whole slots.
         y = tl.reshape(y, (GROUPS, SLOTS // GROUPS, TOKENS, SPREAD))  # [GROUPS, slots, TOKENS, SPREAD]
-        low, high, not_finite = _range_of(y, tl.reshape(mask_units, (1, 1, 1, SPREAD)), PADDED != DIM)
+        mask_groups = tl.reshape(mask_units, (1, 1, 1, SPREAD))
+        low, high, not_finite = _range_of(y, mask_groups, PADDED != DIM)
         scale, minimum = _grid_of(low, high, BITS, SYMMETRIC)  # [GROUPS, TOKENS] each
-        units = _units_of(y, slot, scale, minimum, not_finite, BITS)  # [TOKENS, SPREAD]
+        if FITTED:
+            codes, fitted_scale, fitted_minimum, usable = fit_grid(
+                y, low, high, not_finite, mask_groups, BITS, DIM // GROUPS, SYMMETRIC, PADDED != DIM
+            )
+            if tl.min(tl.min(usable.to(tl.int32), 1), 0) == 0:
+                codes = tl.where(usable[:, None, :, None], codes, _codes_of(y, scale, minimum, BITS))
+            scale = tl.where(usable, fitted_scale, scale)
+            minimum = tl.where(usable, fitted_minimum, minimum.to(tl.int16, bitcast=True))
+        else:
+            codes = _codes_of(y, scale, minimum, BITS)  # the shape of y
+            minimum = minimum.to(tl.int16, bitcast=True)
+        units = _units_of(codes, slot, not_finite, BITS)  # [TOKENS, SPREAD]
         row = rows_ptr + slots * ROW  # [TOKENS]
         unit = tl.arange(0, SPREAD)[None, :]  # [1, SPREAD]
         tl.store(row[:, None] + head * UNITS + unit, units, mask=mask_tokens[:, None] & (unit < UNITS))
         group = tl.arange(0, GROUPS)[:, None]  # [GROUPS, 1]
         words = row[None, :] + HEADS * UNITS + 2 * (head * GROUPS + group)  # [GROUPS, TOKENS]
         # NaN marks a group that held one; its bits are torch's.
-        minimum = tl.where(not_finite, 0x7E00, minimum.to(tl.int16, bitcast=True)).to(tl.int16)
+        minimum = tl.where(not_finite, 0x7E00, minimum).to(tl.int16)
         tl.store(words, scale.to(tl.int16), mask=mask_tokens[None, :])
         tl.store(words + 1, minimum, mask=mask_tokens[None, :])
 
@@ -160,9 +177,9 @@ def store_rows(
     v_ptr, v_stride_t, v_stride_h, v_rows_ptr, slots_ptr, num_tokens,
     HEADS: tl.constexpr, TOKENS: tl.constexpr,
     K_ROW: tl.constexpr, K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUPS: tl.constexpr, K_STEPS: tl.constexpr,
-    K_SYMMETRIC: tl.constexpr, K_PADDED: tl.constexpr,
+    K_SYMMETRIC: tl.constexpr, K_FITTED: tl.constexpr, K_PADDED: tl.constexpr,
     V_ROW: tl.constexpr, V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUPS: tl.constexpr, V_STEPS: tl.constexpr,
-    V_SYMMETRIC: tl.constexpr, V_PADDED: tl.constexpr,
+    V_SYMMETRIC: tl.constexpr, V_FITTED: tl.constexpr, V_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Store the keys or the values, by the third axis of the grid, of one head and a block of tokens."""
     head = tl.program_id(1)
@@ -172,13 +189,15 @@ def store_rows(
     if tl.program_id(2) == 0:
         _store_side(
             k_ptr, k_stride_t, k_stride_h, k_rows_ptr, k_mu_ptr, k_inverse_ptr, tokens, slots, mask_tokens, head,
-            K_ROW, HEADS, K_DIM, K_BITS, K_GROUPS, K_STEPS, K_SYMMETRIC, K_PADDED, TOKENS,
+            K_ROW, HEADS, K_DIM, K_BITS, K_GROUPS, K_STEPS, K_SYMMETRIC, K_FITTED, K_PADDED,
+            TOKENS,
         )  # fmt: skip
     else:
         # Values have no constants, for which any pointer stands.
         _store_side(
             v_ptr, v_stride_t, v_stride_h, v_rows_ptr, v_ptr, v_ptr, tokens, slots, mask_tokens, head,
-            V_ROW, HEADS, V_DIM, V_BITS, V_GROUPS, V_STEPS, V_SYMMETRIC, V_PADDED, TOKENS,
+            V_ROW, HEADS, V_DIM, V_BITS, V_GROUPS, V_STEPS, V_SYMMETRIC, V_FITTED, V_PADDED,
+            TOKENS,
         )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvtuner.errors import PrecisionError
 from kvtuner.precision import LAYOUT_ID, row_bytes
-from kvtuner.quant import Quantized, pack_rows, quantize, unpack_rows
+from kvtuner.quant import Quantized, quantize
+from kvtuner.row_packing import pack_rows, unpack_rows
 
 # (num_heads, head_dim, bits, group_size)
 LAYOUTS = [

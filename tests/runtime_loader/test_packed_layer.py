@@ -7,7 +7,8 @@ import torch
 
 from kvtuner.errors import CacheError, ProfileError
 from kvtuner.precision import row_bytes
-from kvtuner.quant import QuantSpec, Transform, pack_rows, quantize
+from kvtuner.quant import QuantSpec, Transform, quantize
+from kvtuner.row_packing import pack_rows
 from kvtuner.runtime_loader import row_format
 from kvtuner.runtime_loader.packed_layer import PackedSide, TokenBuffer
 from kvtuner.runtime_loader.row_format import RowFormat

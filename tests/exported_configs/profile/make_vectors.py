@@ -25,7 +25,8 @@ from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.records import ModelIdentity, Provenance, QualityRecord
 from kvtuner.geometry import ModelGeometry
-from kvtuner.quant import Transform, pack_rows, quantize
+from kvtuner.quant import Transform, quantize
+from kvtuner.row_packing import pack_rows
 from kvtuner.run_folder import canonical_json
 from kvtuner.transforms import TransformKind
 

@@ -23,7 +23,7 @@ from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.signing import signature_bundle, signer
-from kvtuner.quant import unpack_rows
+from kvtuner.row_packing import unpack_rows
 from kvtuner.run_folder import canonical_json
 
 HERE = Path(__file__).parent

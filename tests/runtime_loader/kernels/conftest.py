@@ -16,6 +16,8 @@ from kvtuner.transforms import TransformKind
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvtuner.precision import Fit
+
 SPARE = 255
 """The byte of rows that nobody wrote: their scale words are NaN."""
 QUICK_PAIRS = ((2, 4), (4, 8), (8, 16), (16, 2))
@@ -34,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def row_format() -> Callable[..., RowFormat]:
-    """`row_format(num_heads, head_dim, bits, kind="none", group_size=None, symmetric=False)`: random constants."""
+    """`row_format(num_heads, head_dim, bits, kind, group_size, symmetric, fit)`: the format with random constants."""
 
     def make(
         num_heads: int,
@@ -43,6 +45,7 @@ def row_format() -> Callable[..., RowFormat]:
         kind: str = "none",
         group_size: int | None = None,
         symmetric: bool = False,
+        fit: Fit = "minmax",
     ) -> RowFormat:
         if bits == 16:
             return RowFormat(num_heads, head_dim, None)
@@ -50,7 +53,7 @@ def row_format() -> Callable[..., RowFormat]:
         parts, shape = TransformKind.parse(kind), (num_heads, head_dim)
         mu = (0.3 * torch.randn(shape, generator=generator)).half() if parts.centered else None
         lam = (0.4 * torch.randn(shape, generator=generator)).exp().half() if parts.balanced else None
-        return RowFormat(num_heads, head_dim, QuantSpec(bits, Transform(parts, mu, lam), group_size, symmetric))
+        return RowFormat(num_heads, head_dim, QuantSpec(bits, Transform(parts, mu, lam), group_size, symmetric, fit))
 
     return make
 

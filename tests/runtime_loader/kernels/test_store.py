@@ -35,6 +35,10 @@ def hard_states(num_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tens
     x[1, 0, 3], x[2, 0, 5], x[3], x[4] = torch.nan, torch.inf, 0.0, -0.0
     x[5] *= 1e-6
     x[6, :, ::2] = 100.0
+    x[7] += 300.0
+    x[8, :, 1] = 70000.0
+    x[9] *= 1e-4
+    x[10, :, 2] = 20.0
     return x.to(dtype)
 
 
@@ -85,6 +89,21 @@ def test_groups_have_words_of_their_own(
 ) -> None:
     keys = row_format(1, 256, bits, "centered+balanced+hadamard", group_size)
     assert_stored(keys, row_format(1, 256, 8, "none", 128), poisoned, torch.float32)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("bits", "head_dim", "group_size"), [(2, 64, None), (4, 64, None), (2, 80, None), (4, 96, 48)])
+def test_fitted_rows_are_those_of_quant(
+    bits: int,
+    head_dim: int,
+    group_size: int | None,
+    symmetric: bool,
+    row_format: MakeRowFormat,
+    poisoned: MakePoisoned,
+) -> None:
+    keys = row_format(2, head_dim, bits, "none", group_size, symmetric, "least_squares")
+    values = row_format(2, head_dim, V_BITS[bits], "hadamard", None, symmetric, "least_squares")
+    assert_stored(keys, values, poisoned, torch.float32)
 
 
 def test_no_tokens_are_no_launch(row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:

@@ -1,0 +1,148 @@
+"""The least-squares fit of a grid to a group of channels, the same on every host. Knows nothing of rows or models.
+
+A group becomes integers of its own range, of 8 bits, and a grid a multiplier and an offset with 14 bits behind the
+point: codes come of integers alone. A pass finds the codes and sums them, their squares, and their products with the
+group's integers. Every number is below 2**24, where float32 is as exact as an integer: no order of summing and no
+fused operation can change a sum. What follows from the sums is a few IEEE operations on one number of a group.
+
+This is Lloyd's iteration (codes, then the best line through them) from one start and of three passes. The best of ten
+starts with twelve passes each has a squared error that is 3 to 6 % lower on Gaussian, Laplace and Student groups.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvtuner.errors import PrecisionError
+from kvtuner.precision import FP16_MAX
+
+FITTED_BITS: Final = (2, 3, 4)
+"""The widths that are fitted: at 8 bits a fit lowers the squared error by less than 5 %."""
+START_SHARE: Final = {2: 0.7, 3: 0.875, 4: 0.9375}
+"""The share of the group's range that the first grid covers, by bits."""
+NUM_REFITS: Final = 2
+UNITS: Final = 255
+"""The range of a group in its own integers."""
+SYMMETRIC_UNITS: Final = 127
+"""The same on either side of zero, where the grid is symmetric."""
+FRACTION: Final = 1 << 14
+"""The unit of the multiplier and the offset that give codes; a multiplier is at most 1."""
+MAX_CHANNELS: Final = 256
+"""The most channels of a group: 256 * 255**2 is below 2**24."""
+MAX_GAIN: Final = 1.6
+"""The most by which the last rescale widens the grid of least squares."""
+MAX_OFFSET: Final = 256.0
+"""The most steps between zero and the minimum: beyond them fp16 holds the minimum to less than a quarter of a step."""
+MIN_SCALE: Final = 2.0**-14
+"""The smallest scale that is fitted: the smallest normal fp16, below which a scale has few digits."""
+
+
+class FittedGrid(NamedTuple):
+    """Grids [..., num_groups] with their codes [..., num_groups, group_size].
+
+    Attributes:
+        codes: The codes, float32 integers.
+        scale: The scale, fp16.
+        minimum: The minimum, fp16.
+        usable: Whether the fit holds; where it does not, the group keeps its min-max grid.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor
+    usable: Tensor
+
+
+def first_grid(bits: int, *, symmetric: bool) -> tuple[int, int]:
+    """The multiplier and the offset of the first pass, which lies in the middle of the range."""
+    top, share = 2**bits - 1, START_SHARE[bits]
+    multiplier = FRACTION * top / ((2 * SYMMETRIC_UNITS if symmetric else UNITS) * share)
+    if symmetric:
+        return round(multiplier), zero_offset(bits)
+    return round(multiplier), round(FRACTION / 2 - FRACTION * top * (1 - share) / (2 * share))
+
+
+def zero_offset(bits: int) -> int:
+    """The offset of every symmetric grid: zero has the code 2**(bits-1)."""
+    return FRACTION // 2 + FRACTION * 2 ** (bits - 1)
+
+
+class GroupIntegers:
+    """Groups as integers of their own range, from which grids of several widths are fitted."""
+
+    def __init__(self, groups: Tensor, low: Tensor, high: Tensor, *, symmetric: bool = False) -> None:
+        """Take the integers of finite groups.
+
+        Args:
+            groups: float32 [..., num_groups, group_size].
+            low: The least of each group, [..., num_groups].
+            high: The largest of each group.
+            symmetric: Whether grids lie around zero.
+
+        Raises:
+            PrecisionError: A group of more than `MAX_CHANNELS`.
+        """
+        self.symmetric = symmetric
+        self.num_channels = groups.shape[-1]
+        if self.num_channels > MAX_CHANNELS:
+            raise PrecisionError(
+                f"a grid is fitted to at most {MAX_CHANNELS} channels, not {self.num_channels}; use a smaller group"
+                " size, or --fit minmax"
+            )
+        largest = torch.maximum(low.abs(), high.abs())
+        self.is_within = largest < FP16_MAX  # else it may have been saturated, and others' integers would differ
+        self.origin = torch.zeros_like(low) if symmetric else low
+        span = largest if symmetric else high - low
+        units = torch.full_like(span, SYMMETRIC_UNITS if symmetric else UNITS)
+        # A range too small to be fitted has integers of zero, and so no covariance with any codes.
+        ratio = torch.where(span < MIN_SCALE, 0.0, units / span.clamp(min=MIN_SCALE))
+        self.values = ((groups - self.origin.unsqueeze(-1)).mul_(ratio.unsqueeze(-1))).round_()
+        self.unit = span / units
+        self.total = self.values.sum(-1)
+        squares = self.values.square().sum(-1)
+        self.variance = squares if symmetric else _difference(self.num_channels, squares, self.total, self.total)
+
+    def fit(self, bits: int) -> FittedGrid:
+        """Fit a grid of 2**bits codes to every group."""
+        zero = 2 ** (bits - 1)
+        multiplier, offset = (torch.full_like(self.unit, x) for x in first_grid(bits, symmetric=self.symmetric))
+        for remaining in reversed(range(NUM_REFITS + 1)):
+            codes = (self.values * (multiplier / FRACTION).unsqueeze(-1)).add_((offset / FRACTION).unsqueeze(-1))
+            codes = codes.floor_().clamp_(0, 2**bits - 1)
+            total, squares, products = codes.sum(-1), codes.square().sum(-1), (codes * self.values).sum(-1)
+            if self.symmetric:
+                covariance = products - zero * self.total
+                variance = squares - 2 * zero * total + zero * zero * self.num_channels
+            else:
+                covariance = _difference(self.num_channels, products, total, self.total)
+                variance = _difference(self.num_channels, squares, total, total)
+            if remaining:
+                inverse = (variance / covariance.clamp(min=1.0)).clamp_(max=1.0)
+                multiplier = (inverse * FRACTION).round_()
+                if not self.symmetric:  # through the mean of the integers and that of the codes
+                    offset = FRACTION / 2 + self._mean(_difference(FRACTION, total, self.total, multiplier)).round_()
+        # The slope that projects what is read on what was written without bias, and not the shorter one of least
+        # squares: a softmax of shrunken scores would be too flat.
+        divisor = covariance.clamp(min=1.0)
+        slope = torch.minimum(self.variance / divisor, covariance / variance.clamp(min=1.0) * MAX_GAIN)
+        largest = FP16_MAX / zero if self.symmetric else FP16_MAX
+        scale = (slope * self.unit).clamp(max=largest).to(torch.float16)
+        usable = self.is_within & (covariance > 0) & (scale.float() >= MIN_SCALE)
+        if self.symmetric:
+            return FittedGrid(codes, scale, (-zero * scale.float()).to(torch.float16), usable)
+        mean = self.origin + self._mean(self.total) * self.unit
+        minimum = (mean - scale.float() * self._mean(total)).clamp(-FP16_MAX, FP16_MAX)
+        usable &= minimum.abs() <= scale.float() * MAX_OFFSET
+        return FittedGrid(codes, scale, minimum.to(torch.float16), usable)
+
+    def _mean(self, total: Tensor) -> Tensor:
+        # A tensor, since CUDA would multiply by the reciprocal of a number.
+        return total / torch.full_like(total, self.num_channels)
+
+
+def _difference(count: int, products: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """``count * products - one * other``, an exact integer below 2**31 that is rounded to float32 once."""
+    return (count * products.long() - one.long() * other.long()).float()
