@@ -19,7 +19,7 @@ from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, atten
 from kvtuner.calibration.row_sample import RowSample, sample_rows
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.precision import NATIVE_BITS, PACKED_BITS, PrecisionPair, Side
+from kvtuner.precision import NATIVE_BITS, PACKED_BITS, Fit, PrecisionPair, Side
 from kvtuner.quant import QuantSpec, Transform, quantize_widths
 from kvtuner.transforms import candidate_transforms
 
@@ -36,11 +36,12 @@ TINY = 1e-12  # keeps the relative error of a zero finite
 
 @dataclass(frozen=True, slots=True)
 class QuantizationOptions:
-    """The settings of all candidates: channels per scale, a head's by default; whether grids are centred on zero."""
+    """The settings of all candidates: channels per scale, a head's by default; and the grids."""
 
     k_group_size: int | None = None
     v_group_size: int | None = None
     symmetric: bool = False
+    fit: Fit = "minmax"
 
     def group_size(self, side: Side) -> int | None:
         """Channels per scale of one side."""
@@ -48,7 +49,9 @@ class QuantizationOptions:
 
     def spec(self, side: Side, bits: int, transform: Transform) -> QuantSpec | None:
         """The storage of one side of a layer at `bits`; None at 16, where it is not quantized."""
-        return None if bits == NATIVE_BITS else QuantSpec(bits, transform, self.group_size(side), self.symmetric)
+        if bits == NATIVE_BITS:
+            return None
+        return QuantSpec(bits, transform, self.group_size(side), self.symmetric, self.fit)
 
 
 @dataclass
@@ -187,7 +190,8 @@ class CandidateMeasurement:
         for name in candidate_transforms(side):
             transform: Transform = self.constants[layer_id].transform(side, name)
             stored = transform.apply(heads_last)
-            quantized = quantize_widths(stored, PACKED_BITS, size, symmetric=self.options.symmetric)
+            symmetric, fit = self.options.symmetric, self.options.fit
+            quantized = quantize_widths(stored, PACKED_BITS, size, symmetric=symmetric, fit=fit)
             read = transform.invert(torch.stack([codes.dequantize() for codes in quantized])).transpose(2, 3)
             read = self.plan.mix(exact.expand_as(read), read).contiguous()
             self._add(layer_id, side, name, "e_self", exact.shape[0] * _relative_errors(exact, read).mean(dim=1))

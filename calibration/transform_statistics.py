@@ -11,7 +11,7 @@ from torch import Tensor
 from kvtuner.calibration.forward.finite_check import check_finite
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
 from kvtuner.calibration.sensitivity import LayerConstants
-from kvtuner.quant import FP16_MAX
+from kvtuner.precision import FP16_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

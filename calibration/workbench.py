@@ -119,6 +119,8 @@ class Workbench:
             "k_group_size": options.quant.k_group_size,
             "v_group_size": options.quant.v_group_size,
             "symmetric": options.quant.symmetric,
+            # Absent where it is what every measurement had before there was a choice.
+            **({} if options.quant.fit == "minmax" else {"fit": options.quant.fit}),
             "seed": options.seed,
             "layout": LAYOUT_ID,
             "measurement": MEASUREMENT,

@@ -67,7 +67,16 @@ def first_grid(bits: int, *, symmetric: bool) -> tuple[int, int]:
 
 def zero_offset(bits: int) -> int:
     """The offset of every symmetric grid: zero has the code 2**(bits-1)."""
-    return FRACTION // 2 + FRACTION * 2 ** (bits - 1)
+    return FRACTION // 2 + (FRACTION << (bits - 1))
+
+
+def check_channels(group_size: int) -> None:
+    """Refuse groups whose sums would not be exact by a `PrecisionError`."""
+    if group_size > MAX_CHANNELS:
+        raise PrecisionError(
+            f"a grid is fitted to at most {MAX_CHANNELS} channels, not {group_size}; use a smaller group size, or"
+            " --fit minmax"
+        )
 
 
 class GroupIntegers:
@@ -87,11 +96,7 @@ class GroupIntegers:
         """
         self.symmetric = symmetric
         self.num_channels = groups.shape[-1]
-        if self.num_channels > MAX_CHANNELS:
-            raise PrecisionError(
-                f"a grid is fitted to at most {MAX_CHANNELS} channels, not {self.num_channels}; use a smaller group"
-                " size, or --fit minmax"
-            )
+        check_channels(self.num_channels)
         largest = torch.maximum(low.abs(), high.abs())
         self.is_within = largest < FP16_MAX  # else it may have been saturated, and others' integers would differ
         self.origin = torch.zeros_like(low) if symmetric else low
@@ -107,7 +112,7 @@ class GroupIntegers:
 
     def fit(self, bits: int) -> FittedGrid:
         """Fit a grid of 2**bits codes to every group."""
-        zero = 2 ** (bits - 1)
+        zero = 1 << (bits - 1)
         multiplier, offset = (torch.full_like(self.unit, x) for x in first_grid(bits, symmetric=self.symmetric))
         for remaining in reversed(range(NUM_REFITS + 1)):
             codes = (self.values * (multiplier / FRACTION).unsqueeze(-1)).add_((offset / FRACTION).unsqueeze(-1))

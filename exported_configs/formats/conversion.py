@@ -57,6 +57,8 @@ class Storage:
             yield LostFeature(packed[0], f"{noun} are {defaults.granularity.replace('_', ' ')}")
         elif defaults.group_size != group_size:
             yield LostFeature(packed[0], f"{noun} are in groups of {defaults.group_size}, not {group_size}")
+        if defaults.grid_fit == "least_squares":
+            yield LostFeature(packed[0], f"{noun} are fitted by least squares")
         if defaults.symmetric != self.symmetric:
             yield LostFeature(packed[0], f"{noun} are {'symmetric' if defaults.symmetric else 'asymmetric'}")
         names = ((layer, profile.transform_name(layer, side)) for layer in packed)

@@ -14,10 +14,10 @@ from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.document import validated
 from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.layer_storage import Defaults, GeometryRecord, LayerRecord, encode_fp16
-from kvtuner.exported_configs.profile.profile import SCHEMA_VERSION, Profile, reached_figures
+from kvtuner.exported_configs.profile.profile import FIT_VERSION, Profile, reached_figures
 from kvtuner.exported_configs.profile.records import BudgetRecord, Libraries, ModelIdentity, Provenance, QualityRecord
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import LAYOUT_ID, NATIVE_BITS, Granularity, PrecisionPair, Side
+from kvtuner.precision import LAYOUT_ID, NATIVE_BITS, Fit, Granularity, PrecisionPair, Side
 from kvtuner.quant import IDENTITY, Transform
 from kvtuner.run_folder import sha256_of
 from kvtuner.transforms import transform_names
@@ -59,12 +59,14 @@ def build_profile(
     quality: QualityRecord | None = None,
     provenance: Provenance | None = None,
     k_granularity: Granularity = "per_token",
+    fit: Fit = "minmax",
 ) -> Profile:
     """Build a profile with its digest and its reached budget.
 
     A group size is the number of channels per scale; of per_channel keys, which no server reads yet, it is the number
     of tokens per scale of a channel. Symmetric grids lie around zero. Without a quality nothing was measured, without a
     provenance no search chose.
+    A profile whose grids are min-max is of version 1, which older readers take too.
 
     A `ProfileError` names the layer whose choice a profile cannot hold; bits or a group size that rows cannot hold are
     a `PrecisionError`.
@@ -73,14 +75,15 @@ def build_profile(
         raise ProfileError(f"geometry has num_layers {geometry.num_layers}, but {len(layers)} layers were chosen")
     keys = {"granularity": k_granularity, "group_size": k_group_size, "transform": _usual_transform(layers, "k")}
     values = {"granularity": "per_token", "group_size": v_group_size, "transform": _usual_transform(layers, "v")}
-    fields = {"k": {**keys, "symmetric": symmetric}, "v": {**values, "symmetric": symmetric}}
+    grid = {"symmetric": symmetric} if fit == "minmax" else {"symmetric": symmetric, "fit": fit}
+    fields = {"k": {**keys, **grid}, "v": {**values, **grid}}
     defaults = validated(Defaults, fields, place="defaults")
     geometry_record = validated(GeometryRecord, geometry.as_dict(), place="geometry")
     records = tuple(_layer_record(number, layer, defaults) for number, layer in enumerate(layers))
     pairs = [PrecisionPair(layer.k_bits, layer.v_bits) for layer in layers]
     figures = reached_figures(pairs, defaults.row_shape(geometry))
     return Profile(
-        schema_version=SCHEMA_VERSION,
+        schema_version=1 if fit == "minmax" else FIT_VERSION,
         digest=sha256_of(hashed_content(LAYOUT_ID, geometry_record, defaults, records)),
         layout=LAYOUT_ID,
         model=model,
@@ -102,6 +105,7 @@ def uniform_profile(
     v_group_size: int | None = None,
     symmetric: bool = False,
     k_granularity: Granularity = "per_token",
+    fit: Fit = "minmax",
 ) -> Profile:
     """Build a profile with the same widths in every layer, without transforms and measurements.
 
@@ -114,6 +118,7 @@ def uniform_profile(
         v_group_size=geometry.v_head_dim if v_group_size is None else v_group_size,
         symmetric=symmetric,
         k_granularity=k_granularity,
+        fit=fit,
         model=model,
         budget=AskedBudget(str(pair)),
     )

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from kvtuner.errors import GeometryError
 from kvtuner.exported_configs.profile.field_types import MAX_COUNT, Bits, Count, StrictModel
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import NATIVE_BITS, TOKEN_GROUPS, Granularity, RowShape
+from kvtuner.precision import NATIVE_BITS, TOKEN_GROUPS, Fit, Granularity, RowShape
 from kvtuner.transforms import transform_names
 
 _MAX_BASE64_CHARS: Final = 4 * -(-2 * MAX_COUNT * MAX_COUNT // 3)
@@ -89,7 +89,18 @@ class GeometryRecord(StrictModel):
         return ModelGeometry(**self.model_dump())
 
 
-class KeyDefaults(StrictModel):
+class _GridDefaults(StrictModel):
+    """The setting that keys and values have alike: the fit of grids, which version 1 does not name."""
+
+    fit: Fit | None = None
+
+    @property
+    def grid_fit(self) -> Fit:
+        """The fit of grids in any version."""
+        return self.fit or "minmax"
+
+
+class KeyDefaults(_GridDefaults):
     """The settings that keys share over all layers, and the transform of layers that name none; none if per_channel.
 
     Attributes:
@@ -113,10 +124,12 @@ class KeyDefaults(StrictModel):
             )
         if self.transform != "none":
             raise ValueError(f"per_channel keys have transform 'none', not {self.transform!r}; use per_token with it")
+        if self.grid_fit == "least_squares":
+            raise ValueError("per_channel keys have fit 'minmax', not 'least_squares'; use per_token with it")
         return self
 
 
-class ValueDefaults(StrictModel):
+class ValueDefaults(_GridDefaults):
     """The settings that values share over all layers, and the transform of layers that name none."""
 
     granularity: Literal["per_token"]

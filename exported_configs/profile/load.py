@@ -6,7 +6,7 @@ from typing import Any, Final
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.document import DocumentKind, naming, read_document, short, validated
 from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
-from kvtuner.exported_configs.profile.profile import SCHEMA_VERSION, Profile
+from kvtuner.exported_configs.profile.profile import SCHEMA_VERSIONS, Profile
 from kvtuner.precision import LAYOUT_ID
 
 
@@ -21,11 +21,11 @@ def load_profile(source: str | Path | bytes, name: Path | None = None) -> Profil
 
 def _check_version(document: dict[str, Any]) -> None:
     """Name a newer format before its new fields are called unknown."""
-    version = document.get("schema_version")
+    version, newest = document.get("schema_version"), SCHEMA_VERSIONS[-1]
     if type(version) is not int or version < 1:
-        raise ProfileError(f"schema_version must be {SCHEMA_VERSION}, not {short(version)}; this is no profile")
-    if version > SCHEMA_VERSION:
-        raise ProfileError(f"schema_version is {version}, but this kvtuner reads {SCHEMA_VERSION}; upgrade kvtuner")
+        raise ProfileError(f"schema_version must be 1 to {newest}, not {short(version)}; this is no profile")
+    if version > newest:
+        raise ProfileError(f"schema_version is {version}, but this kvtuner reads 1 to {newest}; upgrade kvtuner")
     layout = document.get("layout")
     if layout != LAYOUT_ID:
         raise ProfileError(f"layout must be {LAYOUT_ID!r}, not {short(layout)}; upgrade kvtuner, or export again")

@@ -1,6 +1,6 @@
 """The profile: the storage of every layer of one model, valid by construction. Knows nothing of files or serving."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Annotated, Final, Literal, Self
 
@@ -21,12 +21,16 @@ from kvtuner.exported_configs.profile.layer_storage import (
 )
 from kvtuner.exported_configs.profile.records import BudgetRecord, ModelIdentity, Provenance, QualityRecord
 from kvtuner.geometry import ConfigLike, ModelGeometry
+from kvtuner.grid_fit import FITTED_BITS, check_channels
 from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, Side, bytes_per_token, effective_bits, mean_bits
 from kvtuner.quant import QuantSpec, Transform
 from kvtuner.run_folder import sha256_of
 from kvtuner.transforms import TransformKind
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSIONS: Final = (1, 2)
+"""The versions that are read; a profile is written in the first that can hold it."""
+FIT_VERSION: Final = 2
+"""The version that says how grids are fitted."""
 MIN_LAMBDA: Final = 1 / 64
 MAX_LAMBDA: Final = 64.0
 
@@ -45,7 +49,7 @@ class Profile(StrictModel):
         layers: The storage of every layer once, by ascending global id; independent of tensor and pipeline parallelism.
     """
 
-    schema_version: Annotated[int, Field(ge=1, le=SCHEMA_VERSION), WithJsonSchema({"const": SCHEMA_VERSION})]
+    schema_version: Annotated[int, Field(ge=1, le=SCHEMA_VERSIONS[-1]), WithJsonSchema({"enum": list(SCHEMA_VERSIONS)})]
     digest: Sha256
     layout: Literal["halfword-sliced-v1"]
     model: ModelIdentity
@@ -58,6 +62,7 @@ class Profile(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        _check_version(self)
         _check_layer_ids(self)
         shape = self.row_shape()
         for entry in self.layers:
@@ -118,7 +123,8 @@ class Profile(StrictModel):
         kind = TransformKind.parse(self.transform_name(layer_id, side))
         arrays = (record.mu, record.lam) if isinstance(record, KeyRecord) else (None, None)
         mu, lam = (None if array is None else array.decode() for array in arrays)
-        return QuantSpec(record.bits, Transform(kind, mu, lam), defaults.group_size, defaults.symmetric)
+        transform = Transform(kind, mu, lam)
+        return QuantSpec(record.bits, transform, defaults.group_size, defaults.symmetric, defaults.grid_fit)
 
     def to_geometry(self) -> ModelGeometry:
         """The geometry of the profile's model."""
@@ -152,6 +158,15 @@ def reached_figures(pairs: Sequence[PrecisionPair], shape: RowShape) -> dict[str
     }
 
 
+def _check_version(profile: Profile) -> None:
+    for side, defaults in (("k", profile.defaults.k), ("v", profile.defaults.v)):
+        if (defaults.fit is not None) != (profile.schema_version >= FIT_VERSION):
+            rule = "has none" if profile.schema_version < FIT_VERSION else "needs it"
+            raise ProfileError(
+                f"defaults.{side}.fit: schema_version {profile.schema_version} {rule}; export the profile again"
+            )
+
+
 def _check_layer_ids(profile: Profile) -> None:
     num_layers = profile.geometry.num_layers
     for expected, entry in enumerate(profile.layers):
@@ -167,7 +182,11 @@ def _check_layer_ids(profile: Profile) -> None:
 
 
 def _check_layer(profile: Profile, entry: LayerRecord, shape: RowShape) -> None:
-    for side, record, row_bytes in (("k", entry.k, shape.k_bytes), ("v", entry.v, shape.v_bytes)):
+    sides: tuple[tuple[Side, SideRecord, SideDefaults, Callable[[int], int]], ...] = (
+        ("k", entry.k, profile.defaults.k, shape.k_bytes),
+        ("v", entry.v, profile.defaults.v, shape.v_bytes),
+    )
+    for side, record, defaults, row_bytes in sides:
         place = f"layers[{entry.layer}].{side}"
         if record.bits == NATIVE_BITS and record.transform is not None:
             raise ProfileError(
@@ -175,6 +194,8 @@ def _check_layer(profile: Profile, entry: LayerRecord, shape: RowShape) -> None:
             )
         try:
             row_bytes(record.bits)
+            if defaults.grid_fit == "least_squares" and record.bits in FITTED_BITS:
+                check_channels(defaults.group_size)
         except PrecisionError as error:
             raise ProfileError(f"{place}: {error}") from error
     name = profile.transform_name(entry.layer, "k")

@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from kvtuner.errors import BudgetError, OptionError, SearchSpaceError
+from kvtuner.precision import FITS, Fit
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class MeasurementOptions:
         None, "channels per scale of values; head_dim by default", type=positive, metavar="CHANNELS"
     )
     symmetric: bool = option(False, "one grid around zero instead of minimum and scale")
+    fit: Fit = option("minmax", "fit of every grid: to the range, or by least squares", choices=FITS)
     pairs: bool = option(False, "also measure the paper's e_o of all K/V pairs")
     seed: int = option(0, "seed of documents, offsets, labels, sampler and bootstrap", type=seed)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic_core import to_jsonable_python
 
-from kvtuner.precision import NATIVE_BITS, SIDES, tokens_per_gib
+from kvtuner.precision import NATIVE_BITS, tokens_per_gib
 from kvtuner.report.formatting import NOT_MEASURED, count, fixed, interval, percent, printable
 from kvtuner.report.layer_strip import PER_CHANNEL, indented, legend, profile_layers, strip_lines, tracks
 from kvtuner.report.profile_report import ratio_to_bf16
@@ -17,12 +16,12 @@ from kvtuner.report.table import Table
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvtuner.exported_configs.profile.layer_storage import Defaults, SideDefaults
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.profile.records import QualityRecord
     from kvtuner.report.layer_strip import Terminal
 
 CONSTANTS: Final = ("constants",)
-DEFAULTS: Final = [f"{side}.{name}" for side in SIDES for name in ("granularity", "group_size", "symmetric")]
 FIGURES: Final = ("mean_bits", "effective_bits", "bytes_per_token", "tokens_per_gib", "ratio_to_bf16")
 QUALITY: Final[dict[str, Callable[[QualityRecord], str]]] = {
     "KL [95%]": lambda quality: interval(quality.measured_kl),
@@ -152,14 +151,28 @@ def difference_of(first: Profile, second: Profile) -> ProfileDifference:
     counts, others = first.to_geometry().as_dict(), second.to_geometry().as_dict()
     geometry = {name: (value, others[name]) for name, value in counts.items() if value != others[name]}
     # Transforms are compared layer by layer.
-    settings = {name: (attrgetter(name)(first.defaults), attrgetter(name)(second.defaults)) for name in DEFAULTS}
-    defaults = {name: (before, after) for name, (before, after) in settings.items() if before != after}
+    before, after = _settings(first.defaults), _settings(second.defaults)
+    defaults = {name: (value, after[name]) for name, value in before.items() if value != after[name]}
     layers = None if "num_layers" in geometry else _changes(first, second, with_constants=not geometry)
     overlap = None
     if first.quality is not None and second.quality is not None:
         a, b = first.quality.measured_kl, second.quality.measured_kl
         overlap = a.low <= b.high and b.low <= a.high
     return ProfileDifference(first, second, geometry, defaults, layers, _apart(first, second), overlap)
+
+
+def _settings(defaults: Defaults) -> dict[str, Any]:
+    sides: tuple[tuple[str, SideDefaults], ...] = (("k", defaults.k), ("v", defaults.v))
+    return {
+        f"{side}.{name}": value
+        for side, shared in sides
+        for name, value in (
+            ("granularity", shared.granularity),
+            ("group_size", shared.group_size),
+            ("symmetric", shared.symmetric),
+            ("fit", shared.grid_fit),
+        )
+    }
 
 
 def _changes(first: Profile, second: Profile, *, with_constants: bool) -> tuple[LayerChange, ...]:

@@ -90,7 +90,8 @@ def ratio_to_bf16(profile: Profile) -> float:
 def _grid_text(defaults: KeyDefaults | ValueDefaults) -> str:
     unit = "tokens per scale of a channel" if defaults.granularity == "per_channel" else "channels per scale"
     text = f"{defaults.granularity.replace('_', ' ')}, {defaults.group_size} {unit}"
-    return text + ", symmetric" * defaults.symmetric
+    fitted = ", fitted by least squares" if defaults.grid_fit == "least_squares" else ""
+    return text + ", symmetric" * defaults.symmetric + fitted
 
 
 def _overview(profiles: Sequence[EvaluatedProfile]) -> Table:

@@ -35,7 +35,7 @@ def test_module_writes_both_schema_files(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_schema_states_the_closed_sets_of_the_format() -> None:
     document = json.loads(schema.schema_text())
     definitions = document["$defs"]
-    assert document["properties"]["schema_version"]["const"] == 1
+    assert document["properties"]["schema_version"]["enum"] == [1, 2]
     assert document["properties"]["layout"]["const"] == LAYOUT_ID
     for side in ("KeyRecord", "ValueRecord"):
         assert definitions[side]["properties"]["bits"]["enum"] == list(ALL_BITS)

@@ -62,6 +62,7 @@ def make_profile(comparison: BaselineComparison, quality: Sequence[OffsetQuality
         k_group_size=quant.k_group_size or geometry.head_dim,
         v_group_size=quant.v_group_size or geometry.v_head_dim,
         symmetric=quant.symmetric,
+        fit=quant.fit,
         model=run.shape.identity(loaded.source, loaded.dtype_name, loaded.tokenizer),
         budget=AskedBudget(outcome.asked, run.options.tp_size, run.options.pp_size),
         quality=_quality(comparison, quality[0].baselines),

@@ -138,6 +138,7 @@ def test_a_group_of_no_channels_is_refused(refusal: Callable[..., str], group_si
     [
         ((8, 4), {}, "layer 0: K8V4 has other bits for keys"),
         ((4, 4), {"symmetric": True}, "layer 0: keys are symmetric"),
+        ((4, 4), {"fit": "least_squares"}, "layer 0: keys are fitted by least squares"),
         ((4, 4), {}, "layer 0: values are in groups of 64, not 128"),
         ((4, 4), {"k_granularity": "per_channel", "k_group_size": 64}, "layer 0: keys are per channel"),
     ],

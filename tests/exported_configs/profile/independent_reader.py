@@ -47,9 +47,10 @@ def read_side(side, defaults, heads, dim, steps):
 
 def read(data):
     top = json.loads(data.decode(), object_pairs_hook=once)
-    shape, defaults, layers = top["geometry"], top["defaults"], top["layers"]
+    shape, layers, version = top["geometry"], top["layers"], top["schema_version"]
+    defaults = {k: {name: x for name, x in top["defaults"][k].items() if (name, x) != ("fit", None)} for k in "kv"}
     counts = [shape[name] for name in COUNTS.split()]
-    assert type(top["schema_version"]) is int and top["schema_version"] == 1, "version"
+    assert type(version) is int and version in (1, 2) and {"fit" in defaults[k] for k in "kv"} == {version == 2}, "fit"
     assert top["layout"] == "halfword-sliced-v1" and all(type(n) is int and 0 < n <= 1024 for n in counts), "geometry"
     assert [entry["layer"] for entry in layers] == list(range(counts[0])) and counts[1] % counts[2] == 0, "order, heads"
     kinds = ("k", counts[3], STEPS), ("v", counts[4], STEPS[2:])

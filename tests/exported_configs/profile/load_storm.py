@@ -43,11 +43,12 @@ LITERALS = [
     *('"AAAA"', '"\\ud800"', '"\\u0000"', '"/etc/passwd"', '"a/../b"', '"\\u202e"', '"' + "x" * 300 + '"'),
     *("[]", "{}", "[[]]", "[1, 2]", '{"bits": 16}', '{"bits": 4, "transform": "none"}', "[" * 15 + "]" * 15),
 ]
-NAMES = ["bits", "transform", "mu", "lambda", "layer", "k", "v", "data", "x", "__proto__", "Bits", "command"]
+NAMES = ["bits", "transform", "fit", "mu", "lambda", "layer", "k", "v", "data", "x", "__proto__", "Bits", "command"]
 LIKELY: dict[str, tuple[Any, ...]] = {
     "bits": (2, 4, 8, 16),
     "group_size": (8, 16, 24, 32, 48, 64),
     "symmetric": (True, False),
+    "fit": ("minmax", "least_squares", None),
     "granularity": ("per_token", "per_channel"),
     "transform": ("none", "hadamard", "balanced", "centered", "centered+hadamard", "centered+balanced+hadamard"),
     "num_attention_heads": (2, 4, 6, 8, 12),
@@ -142,7 +143,11 @@ def restate(document: Document) -> Document:
 
 
 def cut(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
-    """Change some bytes."""
+    """Change some bytes, or repeat a line."""
+    if rng.random() < 0.05:
+        lines = data.splitlines(keepends=True)
+        place = rng.randrange(len(lines))
+        return b"".join((*lines[:place], lines[place], *lines[place:]))
     for _ in range(rng.randint(1, 3)):
         start = rng.randrange(len(data) + 1)
         stop = start + rng.choice((0, 0, 1, 1, 2, 8, 100))

@@ -135,6 +135,11 @@ def profiles() -> dict[str, Profile]:
         ),
         "transforms": make(ModelGeometry(8, 4, 2, 32, 32), kinds),
         "symmetric": make(small, [LayerQuantization(8, 4), LayerQuantization(2, 2, rotated, rotated)], symmetric=True),
+        "fitted": make(
+            ModelGeometry(2, 2, 1, 64, 64),
+            [LayerQuantization(4, 2), LayerQuantization(2, 4, transform("hadamard", 1, 64))],
+            fit="least_squares",
+        ),
         "groups": make(
             ModelGeometry(2, 8, 2, 64, 64),
             [LayerQuantization(4, 2), LayerQuantization(2, 4)],
@@ -188,6 +193,7 @@ def with_nulls(profile: Profile) -> bytes:
     optional = ("rope_sha256", "tokenizer_sha256", "checkpoint_sha256", "weight_quantization", "max_positions")
     document["model"] = {**dict.fromkeys(optional), **document["model"]}
     document["provenance"] = {"command": None, **document["provenance"]}
+    document["defaults"] = {side: {"fit": None, **shared} for side, shared in document["defaults"].items()}
     for layer in document["layers"]:
         layer["k"] = {"transform": None, "mu": None, "lambda": None, **layer["k"]}
         layer["v"] = {"transform": None, **layer["v"]}
@@ -241,7 +247,7 @@ def row(profile: Profile, layer: int, side: Side, x: torch.Tensor) -> Document:
     """A token's row and what it reads back as, in model space."""
     spec = profile.quant_spec(layer, side)
     assert spec is not None
-    quantized = quantize(spec.transform.apply(x), spec.bits, spec.group_size, symmetric=spec.symmetric)
+    quantized = quantize(spec.transform.apply(x), spec.bits, spec.group_size, symmetric=spec.symmetric, fit=spec.fit)
     return {
         "layer": layer,
         "side": side,
@@ -258,7 +264,7 @@ def rows(name: str, profile: Profile) -> list[Document]:
         quarters = torch.arange(16, dtype=torch.float32).reshape(1, 16) / 4 - 1
         sides: list[tuple[int, Side]] = [(0, "k"), (0, "v"), (1, "k")]
         return [row(profile, layer, side, quarters) for layer, side in sides]
-    if name in ("transforms", "symmetric", "groups", "unequal-head-dims"):
+    if name in ("transforms", "symmetric", "fitted", "groups", "unequal-head-dims"):
         both: tuple[Side, Side] = ("k", "v")
         heads, k_dim, v_dim = geometry.num_kv_heads, geometry.head_dim, geometry.v_head_dim
         return [
@@ -274,7 +280,8 @@ def reseal(document: Document) -> Document:
 
     def expand(side: Document, defaults: Document) -> Document:
         stated = {name: value for name, value in side.items() if value is not None}
-        return {"bits": 16} if side["bits"] == 16 else {**defaults, **stated}
+        shared = {name: value for name, value in defaults.items() if (name, value) != ("fit", None)}
+        return {"bits": 16} if side["bits"] == 16 else {**shared, **stated}
 
     defaults = document["defaults"]
     layers = [
@@ -308,7 +315,9 @@ def matrix(*rows: list[float]) -> Document:
 def invalid() -> Iterator[tuple[str, bool, bytes]]:
     """Name of the broken rule, whether rows or addresses depend on it, and the file."""
     base, kinds = json.loads(dump_profile(example())), json.loads(dump_profile(profiles()["transforms"]))
-    channel, plain = (json.loads(dump_profile(profiles()[name])) for name in ("per-channel", "symmetric"))
+    channel, plain, fitted = (
+        json.loads(dump_profile(profiles()[name])) for name in ("per-channel", "symmetric", "fitted")
+    )
     text = dump_profile(example()).decode()
     ones = [1.0] * 16
     yield "byte-order-mark", False, b"\xef\xbb\xbf" + text.encode()
@@ -321,7 +330,20 @@ def invalid() -> Iterator[tuple[str, bool, bytes]]:
     yield "integer-too-long", False, text.replace('"layer": 1', '"layer": 1' + "0" * 20).encode()
     yield "list-too-long", False, json.dumps({**base, "layers": [0] * 1025}).encode()
     edits: list[tuple[str, bool, Document]] = [
-        ("schema-version-newer", True, changed(base, "schema_version", 2)),
+        ("schema-version-newer", True, changed(base, "schema_version", 3)),
+        ("schema-version-without-its-fit", False, changed(base, "schema_version", 2)),
+        ("fit-before-its-version", False, changed(base, "defaults.k.fit", "minmax")),
+        ("fit-absent-of-one-side", False, changed(fitted, "defaults.v.fit", ...)),
+        ("fit-unknown", False, changed(fitted, "defaults.v.fit", "best")),
+        (
+            "fit-per-channel",
+            False,
+            changed(
+                {**channel, "schema_version": 2},
+                "defaults",
+                {side: {**grid, "fit": "least_squares"} for side, grid in channel["defaults"].items()},
+            ),
+        ),
         ("schema-version-absent", True, changed(base, "schema_version", ...)),
         ("layout-unknown", True, changed(base, "layout", "halfword-sliced-v2")),
         ("digest-differs", True, changed(base, "layers.0.k.transform", "none", sealed=False)),

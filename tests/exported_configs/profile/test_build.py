@@ -16,6 +16,7 @@ from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantizatio
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.records import QualityRecord
 from kvtuner.geometry import ModelGeometry
+from kvtuner.precision import FITS
 from kvtuner.quant import Transform
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def test_random_profiles_survive_the_file_bit_for_bit(
             k_group_size=head_dim,
             v_group_size=head_dim,
             symmetric=bool(seed % 2),
+            fit=FITS[seed // 2 % 2],
             budget=AskedBudget("4bit"),
         )
         reloaded = load_profile(dump_profile(built))
@@ -68,13 +70,20 @@ def test_random_profiles_survive_the_file_bit_for_bit(
             spec = reloaded.quant_spec(number, "k")
             if spec is None:
                 continue
-            assert spec.symmetric == bool(seed % 2)
+            assert (spec.symmetric, spec.fit) == (bool(seed % 2), FITS[seed // 2 % 2])
             assert str(spec.transform.kind) == str(layer.k_transform.kind)
             for actual, expected in (
                 (spec.transform.mu, layer.k_transform.mu),
                 (spec.transform.lam, layer.k_transform.lam),
             ):
                 assert actual is expected is None or (actual is not None and torch.equal(actual, expected))
+
+
+def test_profile_is_of_the_first_version_that_can_hold_it(make_profile: Callable[..., Profile]) -> None:
+    plain, fitted = (json.loads(dump_profile(make_profile(fit=fit))) for fit in FITS)
+    assert (plain["schema_version"], fitted["schema_version"]) == (1, 2)
+    assert [side.get("fit") for side in plain["defaults"].values()] == [None, None]
+    assert [side.get("fit") for side in fitted["defaults"].values()] == ["least_squares"] * 2
 
 
 def test_file_is_readable_and_in_the_order_of_the_format(profile: Profile) -> None:

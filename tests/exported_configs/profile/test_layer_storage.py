@@ -122,7 +122,7 @@ def test_every_change_of_storage_changes_the_digest(
         for number, alternatives in changed_layers.items()
         for choice in alternatives
     ]
-    variants += [{"k_group_size": 48}, {"v_group_size": 16}, {"symmetric": True}]
+    variants += [{"k_group_size": 48}, {"v_group_size": 16}, {"symmetric": True}, {"fit": "least_squares"}]
     variants += [{"geometry": ModelGeometry(5, 3, 3, 48, 32)}, {"geometry": ModelGeometry(5, 6, 3, 48, 32, 1)}]
     variants += [{"layers": [choices[1], choices[0], *choices[2:]]}]
     digests = [make_profile(**changes).digest for changes in variants]

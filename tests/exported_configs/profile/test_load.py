@@ -47,17 +47,17 @@ def test_edited_digest_is_refused(put: Put, refusal: Refusal, pristine: Document
         assert "digest" in refusal(encode(put(pristine, ("digest",), wrong)))
 
 
-@pytest.mark.parametrize("version", [2, 3, 999])
+@pytest.mark.parametrize("version", [3, 4, 999])
 def test_newer_schema_is_told_apart_from_a_broken_file(refusal: Refusal, pristine: Document, version: int) -> None:
     newer = {"schema_version": version, "layout": "other", "nobody_knows": {"this": [1.5, None] * 1000}}
     for document in (newer, {**pristine, **newer}):
         message = refusal(encode(document))
-        assert f"schema_version is {version}, but this kvtuner reads 1; upgrade kvtuner" in message
+        assert f"schema_version is {version}, but this kvtuner reads 1 to 2; upgrade kvtuner" in message
 
 
 @pytest.mark.parametrize("version", [0, -1, True, 1.0, "1", None, [1], {"major": 1}])
 def test_schema_version_that_never_existed_is_refused(refusal: Refusal, pristine: Document, version: Any) -> None:
-    assert "schema_version must be 1, not" in refusal(encode({**pristine, "schema_version": version}))
+    assert "schema_version must be 1 to 2, not" in refusal(encode({**pristine, "schema_version": version}))
 
 
 @pytest.mark.parametrize("layout", ["halfword-sliced-v2", "", None, 1, ["halfword-sliced-v1"], "\x1b[2J"])
@@ -138,7 +138,7 @@ def test_brackets_inside_texts_are_no_nesting(put: Put, pristine: Document) -> N
         (LAYERS + b",".join([WIDE_LAYER] * 1024) + b"]}", "digest: the field is missing"),
         (b"{" + b",".join(b'"a%d":0' % n for n in range(600_000)) + b"}", "at most 64 fields, not 600000"),
         (b'{"schema_version":' + b"1" * (8 * 2**20 - 100) + b"}", "at most 20 digits, not 8388508"),
-        (b'{"schema_version":0.' + b"1" * (8 * 2**20 - 100) + b"}", "schema_version must be 1, not 0.1111"),
+        (b'{"schema_version":0.' + b"1" * (8 * 2**20 - 100) + b"}", "schema_version must be 1 to 2, not 0.1111"),
     ],
     ids=["escapes", "texts", "unclosed", "numbers", "layers", "wide", "fields", "digits", "decimals"],
 )

@@ -81,10 +81,11 @@ def test_null_means_absent() -> None:
     """A null stands for an absent field; elsewhere a null is refused: see the invalid files."""
     nulls_file = json.loads(content("valid", "nulls"))
     sides = [layer[side] for layer in nulls_file["layers"] for side in ("k", "v")]
-    nodes = (nulls_file["model"], nulls_file["provenance"], *sides)
+    nodes = (nulls_file["model"], nulls_file["provenance"], *nulls_file["defaults"].values(), *sides)
     nulls = {name for node in nodes for name, value in node.items() if value is None}
     schema = json.loads((ROOT / "exported_configs" / "schema.json").read_bytes())
-    sections = {name: schema["$defs"][name] for name in ("ModelIdentity", "Provenance", "KeyRecord", "ValueRecord")}
+    names = ("ModelIdentity", "Provenance", "KeyDefaults", "ValueDefaults", "KeyRecord", "ValueRecord")
+    sections = {name: schema["$defs"][name] for name in names}
     optional = {name for section in sections.values() for name in {*section["properties"]} - {*section["required"]}}
     others = [section for name, section in schema["$defs"].items() if name not in sections]
     assert all({*section["properties"]} == {*section["required"]} for section in [schema, *others])

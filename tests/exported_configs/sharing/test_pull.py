@@ -356,7 +356,7 @@ def test_content_that_is_no_valid_profile_is_refused_and_not_kept(hub: LoopbackH
         "truncated": data[:-200],
         "edited": data.replace(b'"bits": 4', b'"bits": 8', 1),
         "text": b"version https://git-lfs.github.com/spec/v1\n",
-        "newer": data.replace(b'"schema_version": 1', b'"schema_version": 2'),
+        "newer": data.replace(b'"schema_version": 1', b'"schema_version": 3'),
     }[kind]
     assert wrong != data
     oid = hub.repo(REPO, {"profile.json": wrong}).refs["main"]

@@ -191,9 +191,9 @@ def test_signed_bytes_that_are_no_profile_are_refused_as_such(file: Path, keys: 
     from model_signing import signing
 
     private, public = keys()
-    file.write_bytes(b'{"schema_version": 2}')
+    file.write_bytes(b'{"schema_version": 3}')
     signing.Config().use_elliptic_key_signer(private_key=private).sign(file, signature_path(file))
-    with pytest.raises(ProfileError, match=r"profile.json: schema_version is 2, but this kvtuner reads 1"):
+    with pytest.raises(ProfileError, match=r"profile.json: schema_version is 3, but this kvtuner reads 1 to 2"):
         verify_profile(file, SignerIdentity.parse(f"key:{public}"))
 
 
