@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.build import LayerQuantization
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.precision import Fit
 
 # Read when libraries are first imported. No test may reach the network, and a second thread only gets in the way of
 # tensors this small: on a busy machine waiting for it takes a hundred times the work.
@@ -242,6 +243,7 @@ def profile_of() -> ProfileOf:
         *,
         group_size: int | None = None,
         symmetric: bool = False,
+        fit: Fit = "minmax",
         last_position: int | None = None,
     ) -> Profile:
         geometry = ModelGeometry.from_config(config)
@@ -252,6 +254,7 @@ def profile_of() -> ProfileOf:
             k_group_size=group_size or geometry.head_dim,
             v_group_size=group_size or geometry.v_head_dim,
             symmetric=symmetric,
+            fit=fit,
             model=records.ModelIdentity(
                 id="tiny", revision=None, config_sha256=digest, architecture=architecture, dtype="bfloat16"
             ),

@@ -1,4 +1,4 @@
-"""Four searches of the demo model whose profiles are known byte for byte: what a refactoring must not change."""
+"""Five searches of the demo model whose profiles are known byte for byte: what a refactoring must not change."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ SEARCHES: Final[dict[str, tuple[str, ...]]] = {
         *("--budget", "2.5bit", "4bit", "6bit", "--nested", "--sampler", "none"),
         *("--symmetric", "--tp-size", "2", "--read-plan", "hit"),
     ),
+    "fitted": ("--budget", "3bit", "--fit", "least_squares", "--score", "fisher", "--trials", "24"),
     "hand-written": (
         *("--layers", "0-1:bf16,2-8:K4V2", "--score", "e_o", "--pairs"),
         *("--pp-size", "3", "--read-plan", "cache"),

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from fixture_types import Compare, MixedLayers, ModelFolder, ProfileOf, Prompts, SaveProfile, Serve
     from sglang_server import Agreement
 
+    from kvtuner.precision import Fit
+
 LENGTHS = (5, 33, 1, 60, 17, 48)
 FAMILIES = ("llama-gqa", "qwen2-bias", "qwen3-qk-norm", "qwen3-moe")
 LAYERS = 9
@@ -28,14 +30,22 @@ def assert_agrees(agreement: Agreement) -> None:
     assert agreement.same_argmax >= 0.995, agreement
 
 
-GRIDS = [(FAMILIES[0], True), *((name, False) for name in FAMILIES[1:])]
-OTHER_GRIDS = [pytest.param(name, not symmetric, marks=pytest.mark.full) for name, symmetric in GRIDS]
+GRIDS: list[tuple[str, bool, Fit]] = [
+    (FAMILIES[0], True, "minmax"),
+    (FAMILIES[1], False, "minmax"),
+    (FAMILIES[2], False, "least_squares"),
+    (FAMILIES[3], False, "minmax"),
+]
+OTHER_GRIDS = [
+    pytest.param(name, not symmetric, "least_squares", marks=pytest.mark.full) for name, symmetric, _ in GRIDS
+]
 
 
-@pytest.mark.parametrize(("name", "symmetric"), [*GRIDS, *OTHER_GRIDS])
+@pytest.mark.parametrize(("name", "symmetric", "fit"), [*GRIDS, *OTHER_GRIDS])
 def test_a_mixed_profile_agrees_with_the_transformers_host(
     name: str,
     symmetric: bool,
+    fit: Fit,
     serve: Serve,
     compare: Compare,
     prompts: Prompts,
@@ -46,7 +56,7 @@ def test_a_mixed_profile_agrees_with_the_transformers_host(
 ) -> None:
     folder = model_folder(name, num_hidden_layers=LAYERS)
     config = AutoConfig.from_pretrained(folder)
-    profile = profile_of(config, mixed_layers(config), symmetric=symmetric)
+    profile = profile_of(config, mixed_layers(config), symmetric=symmetric, fit=fit)
     with serve(folder, "--kvtuner-profile", str(save_profile(profile)), "--enable-metrics") as server:
         agreement = compare(server, folder, profile, prompts(*LENGTHS), 40)
         metrics = server.get("/metrics")
