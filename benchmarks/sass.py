@@ -37,7 +37,7 @@ import dequantize_then_dot
 from gpu_parts.baselines import SGLANG_LAUNCH
 from gpu_parts.pools import ALL_TRANSFORMS, LLAMA, HeadShape, empty_rows, row_format
 
-from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, effective_bits
+from kvtuner.precision import FITS, NATIVE_BITS, Fit, PrecisionPair, RowShape, effective_bits
 from kvtuner.report.table import Table
 from kvtuner.runtime_loader.kernels import decode, launch
 from kvtuner.runtime_loader.kernels import store_and_read_rows as row_kernels
@@ -53,7 +53,7 @@ UNALIGNED: Final = ("num_splits", "num_requests", "num_tokens")
 PLAIN: Final = {"EXTEND": False, "CAPPED": False, "BIASED": False}
 """The facts of one query per request and of plain scores."""
 ROWS_COLUMNS: Final = {
-    "kernel": "{kernel}", "arch": "{arch}", "bits": "{bits}", "kind": "{kind}",
+    "kernel": "{kernel}", "arch": "{arch}", "bits": "{bits}", "kind": "{kind}", "fit": "{fit}",
     "per element": "{lane_instructions_per_element:.1f}", "H200 limit": "{limit:.1f}", "spills": "{spills}",
 }  # fmt: skip
 DECODE_COLUMNS: Final = {
@@ -66,9 +66,9 @@ Count = dict[str, Any]
 """The counts of one compiled kernel; the fields are those of the JSON."""
 
 
-def side_of(shape: HeadShape, bits: int, kind: str = "none") -> KernelSide:
+def side_of(shape: HeadShape, bits: int, kind: str = "none", fit: Fit = "minmax") -> KernelSide:
     """Rows on the meta device, which take no memory."""
-    return KernelSide.of(empty_rows("meta", torch.bfloat16, row_format(shape, bits, kind), 1024))
+    return KernelSide.of(empty_rows("meta", torch.bfloat16, row_format(shape, bits, kind, fit=fit), 1024))
 
 
 def type_of(name: str, facts: dict[str, Any]) -> str:
@@ -169,8 +169,10 @@ def rows_kernels(arch: int) -> list[Count]:
     def code_of(function: Any, facts: dict[str, Any]) -> str:
         return disassembled(compiled(function, facts, arch, **launch.EXACT))
 
-    for bits, kind in itertools.product((8, 4, 2), ("none", "centered", "hadamard", ALL_TRANSFORMS)):
-        side, row_bytes = side_of(LLAMA, bits, kind), row_format(LLAMA, bits, kind).row_bytes(torch.bfloat16)
+    kinds = ("none", "centered", "hadamard", ALL_TRANSFORMS)
+    for bits, kind, fit in itertools.product((8, 4, 2), kinds, FITS):
+        side = side_of(LLAMA, bits, kind, fit)
+        row_bytes = row_format(LLAMA, bits, kind).row_bytes(torch.bfloat16)
         limit = H200_LANES_PER_S * (row_bytes / (LLAMA.num_kv_heads * LLAMA.head_dim) + 2) / H200_BYTES_PER_S
         # A program of the store kernel writes keys or values: the instructions of the other are subtracted.
         other = code_of(row_kernels.store_rows, launch.store_facts(native, native))
@@ -178,11 +180,13 @@ def rows_kernels(arch: int) -> list[Count]:
             (row_kernels.store_rows, launch.store_facts(side, native), other, launch.STORED_TOKENS),
             (row_kernels.read_side, launch.read_facts(side), "", launch.READ_TOKENS),
         ):
+            if fit != "minmax" and (function is row_kernels.read_side or bits == 8):
+                continue  # the same kernel
             code = code_of(function, facts)
             count = len(INSTRUCTION.findall(code)) - len(INSTRUCTION.findall(subtracted))
             lanes = lanes_per_element(count, launch.EXACT["num_warps"], tokens * LLAMA.head_dim, 1)
             rows.append({
-                "kernel": function.__name__, "arch": arch, "bits": bits, "kind": kind,
+                "kernel": function.__name__, "arch": arch, "bits": bits, "kind": kind, "fit": fit,
                 "lane_instructions_per_element": lanes, "spills": spills_of(code), "limit": round(limit, 1),
             })  # fmt: skip
     return rows

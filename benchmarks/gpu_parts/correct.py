@@ -15,7 +15,7 @@ import torch
 from gpu_parts import baselines
 from gpu_parts.machine import Machine
 from gpu_parts.pools import ALL_TRANSFORMS, TINY, HeadShape, empty_layer, keys_and_values, states
-from kvtuner.precision import PrecisionPair
+from kvtuner.precision import Fit, PrecisionPair
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
@@ -53,6 +53,7 @@ class Case:
     shape: HeadShape
     kind: str = ALL_TRANSFORMS
     symmetric: bool = False
+    fit: Fit = "minmax"
     logit_cap: float = 0.0
     lengths: tuple[int, ...] = (700, 0, 1, 64, 2300)
     fresh: tuple[int, ...] = (3, 20, 0, 1, 40)
@@ -68,6 +69,7 @@ class Case:
             self.kind: self.kind != "none",
             f"groups of {shape.group_size}": shape.group_size,
             "symmetric": self.symmetric,
+            "fitted": self.fit == "least_squares",
             f"cap {self.logit_cap:g}": self.logit_cap,
             f"{sum(self.lengths)} tokens": len(self.lengths) == 1,
             str(self.dtype).removeprefix("torch."): self.dtype,
@@ -107,6 +109,11 @@ def cases(*, smoke: bool) -> list[Case]:
         Case(what, pair, grouped, "none", symmetric)
         for what, pair, symmetric in itertools.product(("decode", "store", "read"), same, (False, True))
     ]
+    listed += [
+        Case("store", PrecisionPair(*bits), HeadShape("", 3, 1, head_dim), kind, symmetric, "least_squares")
+        for head_dim, kind, symmetric in itertools.product((64, 80, 128, 256), ("none", ALL_TRANSFORMS), (False, True))
+        for bits in ((2, 4), (4, 2))
+    ]
     listed += [Case("decode", four, shape, lengths=(300,) * 1100)]
     listed += [Case("decode", four, shape, dtype=torch.float16), Case("baseline", four, shape, "none")]
     listed += [Case("extend", PrecisionPair(*bits), shape) for bits in ((4, 4), (8, 4), (16, 16), (2, 16))]
@@ -125,7 +132,7 @@ def check(case: Case, device: str) -> float:
     machine = Machine(torch.device(device), case.dtype or (torch.float16 if device == "cpu" else torch.bfloat16))
     num_tokens = sum(case.lengths)
     num_slots = num_tokens + SPARE_SLOTS
-    layer = empty_layer(machine, case.shape, case.pair, num_slots, case.kind, symmetric=case.symmetric)
+    layer = empty_layer(machine, case.shape, case.pair, num_slots, case.kind, symmetric=case.symmetric, fit=case.fit)
     # Bytes of 255 read as NaN, so that a kernel that reads a slot too many shows it. The baseline masks no NaN.
     unwritten = 0 if case.what == "baseline" else 255
     for side in layer:

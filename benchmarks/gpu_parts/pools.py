@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gpu_parts.machine import Machine
-    from kvtuner.precision import PrecisionPair
+    from kvtuner.precision import Fit, PrecisionPair
     from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 
     Layer = tuple[PackedRows, PackedRows]
@@ -57,7 +57,9 @@ def value_kind(kind: str) -> str:
     return "hadamard" if "hadamard" in kind else "none"
 
 
-def row_format(shape: HeadShape, bits: int, kind: str = "none", *, symmetric: bool = False) -> RowFormat:
+def row_format(
+    shape: HeadShape, bits: int, kind: str = "none", *, symmetric: bool = False, fit: Fit = "minmax"
+) -> RowFormat:
     """The format of rows; the constants of their transform are random, from a fixed seed."""
     if bits == NATIVE_BITS:
         return RowFormat(shape.num_kv_heads, shape.head_dim, None)
@@ -65,7 +67,7 @@ def row_format(shape: HeadShape, bits: int, kind: str = "none", *, symmetric: bo
     generator = torch.Generator().manual_seed(bits)
     mu = torch.randn(size, generator=generator).half() if parts.centered else None
     lam = (0.4 * torch.randn(size, generator=generator)).exp().half() if parts.balanced else None
-    return RowFormat(*size, QuantSpec(bits, Transform(parts, mu, lam), shape.group_size, symmetric))
+    return RowFormat(*size, QuantSpec(bits, Transform(parts, mu, lam), shape.group_size, symmetric, fit))
 
 
 def empty_rows(device: torch.device | str, dtype: torch.dtype, row: RowFormat, num_slots: int) -> PackedRows:
@@ -77,12 +79,15 @@ def empty_rows(device: torch.device | str, dtype: torch.dtype, row: RowFormat, n
 
 def empty_layer(
     machine: Machine, shape: HeadShape, pair: PrecisionPair, num_slots: int, kind: str = "none",
-    *, symmetric: bool = False,
+    *, symmetric: bool = False, fit: Fit = "minmax",
 ) -> Layer:  # fmt: skip
     """Keys and values of one layer that nobody has written."""
     keys, values = (
-        empty_rows(machine.device, machine.dtype, row_format(shape, bits, side_kind, symmetric=symmetric), num_slots)
-        for bits, side_kind in ((pair.k_bits, kind), (pair.v_bits, value_kind(kind)))
+        empty_rows(machine.device, machine.dtype, row, num_slots)
+        for row in (
+            row_format(shape, bits, side_kind, symmetric=symmetric, fit=fit)
+            for bits, side_kind in ((pair.k_bits, kind), (pair.v_bits, value_kind(kind)))
+        )
     )
     return keys, values
 

@@ -26,8 +26,11 @@ _FIRST_GRIDS: Final = tl.constexpr({
     for bits in grid_fit.FITTED_BITS for symmetric in (False, True)
 })  # fmt: skip
 _FP16_MAX: Final = tl.constexpr(65504.0)
-_ROUNDER: Final = tl.constexpr(12582912.0)  # 1.5 * 2**23: a sum with it has no fraction, and its low bits are that sum
-_ROUNDER_BITS: Final = tl.constexpr(0x4B400000)  # its bits
+_ROUNDER: Final = tl.constexpr(
+    13631488.0
+)  # 1.625 * 2**23: a sum with it has no fraction, and its low bits are that sum
+_ROUNDER_BITS: Final = tl.constexpr(0x4B500000)  # its bits; the upper 12 are odd, so that they can be divided by
+_ROUNDER_INVERSE: Final = tl.constexpr(pow(0x4B5, -1, 4096))
 
 
 @triton.constexpr_function
@@ -44,7 +47,7 @@ def _as_int32(number):
 
 @triton.jit
 def _rounded(x):
-    """The nearest int32, half to even, of numbers below 2**22."""
+    """The nearest int32, half to even, of numbers from -5 * 2**20 to 3 * 2**20."""
     return (x + _ROUNDER).to(tl.int32, bitcast=True) - _ROUNDER_BITS
 
 
@@ -106,9 +109,11 @@ def fit_grid(
         codes = tl.minimum(tl.maximum(codes, 0), (1 << BITS) - 1)
         if IS_PADDED:
             codes = tl.where(mask, codes, 0)
-        total = _sum_of_group(codes)
         squares = _sum_of_group(codes * codes)
-        products = _sum_of_group(codes * units) - total * _ROUNDER_BITS
+        # One sum is two: 20 bits of the products, and above them the sum of codes times what the rounder has there.
+        both = _sum_of_group(codes * units)
+        products = (both << 12) >> 12 if SYMMETRIC else both & 0xFFFFF
+        total = (((both - products) >> 20) * _ROUNDER_INVERSE) & 0xFFF
         if SYMMETRIC:
             products = products - total_units * ZERO
             squares = squares - total * (2 * ZERO) + ZERO * ZERO * CHANNELS

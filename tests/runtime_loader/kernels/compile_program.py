@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import sass
 from gpu_parts.pools import HeadShape
 
-from kvtuner.precision import PrecisionPair
+from kvtuner.precision import Fit, PrecisionPair
 from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.kernels import decode, extend_and_merge, queries, store_and_read_rows
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
@@ -44,12 +44,11 @@ WHOLE = [(bits, head_dim) for bits in (2, 4, 8) for head_dim in (64, 80, 96, 256
 """Widths and head dimensions whose codes of a head are whole pieces of 16 bytes."""
 
 
-def transformed(bits: int, head_dim: int, *, symmetric: bool = False) -> KernelSide:
+def transformed(bits: int, head_dim: int, *, symmetric: bool = False, fit: Fit = "minmax") -> KernelSide:
     """Rows with every transform."""
     ones = torch.ones(HEADS, head_dim, dtype=torch.float16)
-    spec = QuantSpec(
-        bits, Transform(TransformKind.parse("centered+balanced+hadamard"), ones, ones), symmetric=symmetric
-    )
+    every_step = Transform(TransformKind.parse("centered+balanced+hadamard"), ones, ones)
+    spec = QuantSpec(bits, every_step, symmetric=symmetric, fit=fit)
     row_format = RowFormat(HEADS, head_dim, spec)
     rows = torch.empty(9, row_format.row_bytes(torch.bfloat16), dtype=torch.uint8, device="meta")
     return KernelSide.of(PackedRows(rows, row_format))
@@ -61,9 +60,9 @@ def instructions(kernel: Any) -> dict[str, int]:
     return collections.Counter(line.split()[0] for line in lines if line and line[0].isalpha())
 
 
-def stored(k_bits: int, v_bits: int, head_dim: int = 128) -> Any:
+def stored(k_bits: int, v_bits: int, head_dim: int = 128, fit: Fit = "minmax") -> Any:
     """The store kernel, with every transform and both kinds of grid."""
-    sides = transformed(k_bits, head_dim), transformed(v_bits, head_dim, symmetric=True)
+    sides = transformed(k_bits, head_dim, fit=fit), transformed(v_bits, head_dim, symmetric=True, fit=fit)
     return sass.compiled(store_and_read_rows.store_rows, store_facts(*sides), HOPPER, **EXACT)
 
 
@@ -119,7 +118,8 @@ def moving(*, to_host: bool) -> list[str]:
 
 pairs = [PrecisionPair(k, v) for k, v in itertools.product((16, 4), (16, 4))]
 found = {
-    "store": [instructions(stored(*bits)) for bits in ((2, 8), (4, 2), (8, 4))],
+    "store": [instructions(stored(*bits)) for bits in ((2, 8), (4, 2), (8, 4))]
+    + [instructions(stored(*bits, fit="least_squares")) for bits in ((2, 4), (4, 2))],
     "store, other head_dims": [spills(stored(4, 2, head_dim)) for head_dim in (80, 96, 256)],
     "read": [instructions(read_back(bits, head_dim)) for bits, head_dim in ((2, 128), (4, 80), (8, 96))],
     "pages": [moving(to_host=to_host) for to_host in (True, False)],

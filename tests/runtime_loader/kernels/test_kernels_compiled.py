@@ -61,7 +61,10 @@ def test_the_count_sees_what_a_baseline_wastes() -> None:
 def test_what_writing_and_reading_rows_takes() -> None:
     rows = run(str(ROOT / "benchmarks" / "sass.py"), "--rows", "--json")
     assert {row["spills"] for row in rows} == {0}
-    plain = [row for row in rows if row["kind"] in ("none", "centered")]
+    fitted = [row for row in rows if (row["kind"], row["fit"]) == ("none", "least_squares")]
+    assert [row["bits"] for row in fitted] == [4, 2]
+    assert max(row["lane_instructions_per_element"] for row in fitted) <= 60, fitted
+    plain = [row for row in rows if row["kind"] in ("none", "centered") and row["fit"] == "minmax"]
     assert len(plain) == 12
     for row in plain:  # a bf16 tensor's store may take 27.6 while memory delivers
         assert row["lane_instructions_per_element"] <= 27.6, row
