@@ -23,6 +23,8 @@ FP16_MAX: Final = 65504.0
 SCALE_WORD_BYTES: Final = 4  # a scale and a minimum, fp16 each
 LAYOUT_ID: Final = "halfword-sliced-v1"
 GIB: Final = 1 << 30
+MAX_RESIDUAL_LENGTH: Final = 1024
+MAX_SINKS: Final = 64
 
 Side = Literal["k", "v"]
 SIDES: Final[tuple[Side, Side]] = ("k", "v")
@@ -177,6 +179,51 @@ class RowShape:
 def bytes_per_token(pairs: Sequence[PrecisionPair], shape: RowShape) -> int:
     """Stored bytes of one token over the layers given, on a rank that holds `shape.num_kv_heads` heads."""
     return sum(shape.pair_bytes(pair) for pair in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class ExactWindow:
+    """The tokens of a request whose keys and values are also kept exactly, beside their rows.
+
+    A query at position t reads positions t - residual_length + 1 to t, its own included, and 0 to sinks - 1 from the
+    exact copies, and all others from their rows. Whoever has no copy of a token reads its row.
+
+    Attributes:
+        residual_length: The last tokens.
+        sinks: The first tokens.
+    """
+
+    residual_length: int = 0
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        for name, tokens, most in (
+            ("residual_length", self.residual_length, MAX_RESIDUAL_LENGTH),
+            ("sinks", self.sinks, MAX_SINKS),
+        ):
+            if not 0 <= tokens <= most:
+                raise PrecisionError(f"{name} must be within 0 and {most} tokens, not {tokens}")
+
+    def __str__(self) -> str:
+        places = (("last", self.residual_length), ("first", self.sinks))
+        named = [f"the {place} {tokens} tokens" for place, tokens in places if tokens]
+        return f"{' and '.join(named) or 'no tokens'} exact"
+
+    @property
+    def num_tokens(self) -> int:
+        """The most tokens of a request that are kept twice; 0 where there is no window."""
+        return self.residual_length + self.sinks
+
+    def request_bytes(self, native_bytes_per_token: int) -> int:
+        """Bytes of one request's copies, where a token takes so many bytes unquantized."""
+        return self.num_tokens * native_bytes_per_token
+
+    def bits_at(self, context_length: int) -> Fraction:
+        """Bits per cached element that the copies add to `effective_bits` in a request of `context_length` tokens."""
+        return Fraction(NATIVE_BITS * min(self.num_tokens, context_length), context_length)
+
+
+NO_WINDOW: Final = ExactWindow()
 
 
 def tokens_per_gib(stored_bytes: int) -> int:

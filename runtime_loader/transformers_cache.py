@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvtuner.errors import CacheError
+from kvtuner.errors import CacheError, ProfileError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
 from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id, public_name
 from kvtuner.geometry import ModelGeometry
@@ -175,6 +175,8 @@ class KVTunerCache(Cache):
     @classmethod
     def stored_by(cls, profile: Profile, read_plan: ReadPlanName = "decode") -> Self:
         """An empty cache for the model of a profile, which nobody checks."""
+        if profile.window.num_tokens:
+            raise ProfileError(f"the profile has {profile.window}, which this cache cannot keep yet")
         cache = cls([KVTunerLayer(layer) for layer in rank_formats(profile, range(len(profile.pairs)))], read_plan)
         cache.num_calibrated_positions = calibrated_positions(profile) if _is_centered(profile) else None
         return cache

@@ -14,6 +14,7 @@ from kvtuner.precision import (
     ALL_BITS,
     PACKED_BITS,
     TOKEN_GROUPS,
+    ExactWindow,
     PrecisionPair,
     RowShape,
     bytes_per_token,
@@ -268,3 +269,17 @@ def test_padding_and_scales_only_ever_add_to_the_payload() -> None:
         assert effective_bits(pairs, LLAMA_8B) > mean_bits(pairs, LLAMA_8B)
     native = [PrecisionPair(16, 16)]
     assert effective_bits(native, LLAMA_8B) == mean_bits(native, LLAMA_8B) == 16
+
+
+def test_window_costs_native_bytes_beside_the_rows_and_few_bits_of_a_long_context() -> None:
+    window = ExactWindow(residual_length=32, sinks=4)
+    assert window.request_bytes(1000) == 36_000
+    assert ExactWindow(32).bits_at(4096) == Fraction(1, 8)
+    assert window.bits_at(16) == 16  # no more copies than tokens
+    assert ExactWindow().bits_at(1) == 0
+
+
+@pytest.mark.parametrize("counts", [(-1, 0), (1025, 0), (0, -1), (0, 65)])
+def test_window_beyond_its_bounds_is_refused(counts: tuple[int, int]) -> None:
+    with pytest.raises(PrecisionError, match="must be within 0 and"):
+        ExactWindow(*counts)

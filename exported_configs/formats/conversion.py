@@ -42,7 +42,7 @@ class Storage:
 
     def lost_features(self, profile: Profile) -> list[LostFeature]:
         """The features of a profile that the storage lacks, by the first layer of each; 16 bits lose nothing."""
-        return sorted([*self._lost_of(profile, "k"), *self._lost_of(profile, "v")])
+        return sorted([*self._lost_of(profile, "k"), *self._lost_of(profile, "v"), *lost_window(profile)])
 
     def _lost_of(self, profile: Profile, side: Side) -> Iterator[LostFeature]:
         is_key = side == "k"
@@ -209,6 +209,12 @@ def _check_groups(pairs: Sequence[PrecisionPair], storage: Storage, geometry: Mo
                 row_bytes(bits)
             except PrecisionError as error:
                 raise ProfileError(f"layer {layer}, {noun}: {error}; say so with --group-size") from error
+
+
+def lost_window(profile: Profile) -> list[LostFeature]:
+    """The exact window, if the profile has one beside quantized layers: no other tool's file has exact copies."""
+    packed = [layer for layer, pair in enumerate(profile.pairs) if pair != NATIVE]
+    return [LostFeature(packed[0], f"{profile.window}")] if packed and profile.window.num_tokens else []
 
 
 def uneven_layers(profile: Profile) -> list[LostFeature]:

@@ -3,7 +3,7 @@
 from typing import Final
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.conversion import NATIVE, Exported, LostFeature
+from kvtuner.exported_configs.formats.conversion import NATIVE, Exported, LostFeature, lost_window
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.precision import PrecisionPair
 
@@ -29,4 +29,4 @@ def write(profile: Profile) -> Exported:
     if not kept:
         notes.append("no layer has 16 bits: leave --kv-cache-dtype-skip-layers out")
     lost = LostFeature(first, "bits, groups, symmetry and transforms of quantized layers")
-    return Exported(" ".join(map(str, kept)) + "\n", tuple(notes), (lost,))
+    return Exported(" ".join(map(str, kept)) + "\n", tuple(notes), (lost, *lost_window(profile)))

@@ -17,7 +17,16 @@ from kvtuner.exported_configs.profile.layer_storage import Defaults, GeometryRec
 from kvtuner.exported_configs.profile.profile import FIT_VERSION, Profile, reached_figures
 from kvtuner.exported_configs.profile.records import BudgetRecord, Libraries, ModelIdentity, Provenance, QualityRecord
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import LAYOUT_ID, NATIVE_BITS, Fit, Granularity, PrecisionPair, Side
+from kvtuner.precision import (
+    LAYOUT_ID,
+    NATIVE_BITS,
+    NO_WINDOW,
+    ExactWindow,
+    Fit,
+    Granularity,
+    PrecisionPair,
+    Side,
+)
 from kvtuner.quant import IDENTITY, Transform
 from kvtuner.run_folder import sha256_of
 from kvtuner.transforms import transform_names
@@ -60,13 +69,14 @@ def build_profile(
     provenance: Provenance | None = None,
     k_granularity: Granularity = "per_token",
     fit: Fit = "minmax",
+    window: ExactWindow = NO_WINDOW,
 ) -> Profile:
     """Build a profile with its digest and its reached budget.
 
     A group size is the number of channels per scale; of per_channel keys, which no server reads yet, it is the number
     of tokens per scale of a channel. Symmetric grids lie around zero. Without a quality nothing was measured, without a
     provenance no search chose.
-    A profile whose grids are min-max is of version 1, which older readers take too.
+    A profile whose grids are min-max and that has no window is of version 1, which older readers take too.
 
     A `ProfileError` names the layer whose choice a profile cannot hold; bits or a group size that rows cannot hold are
     a `PrecisionError`.
@@ -75,7 +85,8 @@ def build_profile(
         raise ProfileError(f"geometry has num_layers {geometry.num_layers}, but {len(layers)} layers were chosen")
     keys = {"granularity": k_granularity, "group_size": k_group_size, "transform": _usual_transform(layers, "k")}
     values = {"granularity": "per_token", "group_size": v_group_size, "transform": _usual_transform(layers, "v")}
-    grid = {"symmetric": symmetric} if fit == "minmax" else {"symmetric": symmetric, "fit": fit}
+    is_first_version = fit == "minmax" and window == NO_WINDOW
+    grid = {"symmetric": symmetric} if is_first_version else {"symmetric": symmetric, "fit": fit}
     fields = {"k": {**keys, **grid}, "v": {**values, **grid}}
     defaults = validated(Defaults, fields, place="defaults")
     geometry_record = validated(GeometryRecord, geometry.as_dict(), place="geometry")
@@ -83,12 +94,14 @@ def build_profile(
     pairs = [PrecisionPair(layer.k_bits, layer.v_bits) for layer in layers]
     figures = reached_figures(pairs, defaults.row_shape(geometry))
     return Profile(
-        schema_version=1 if fit == "minmax" else FIT_VERSION,
-        digest=sha256_of(hashed_content(LAYOUT_ID, geometry_record, defaults, records)),
+        schema_version=1 if is_first_version else FIT_VERSION,
+        digest=sha256_of(hashed_content(LAYOUT_ID, geometry_record, defaults, records, window)),
         layout=LAYOUT_ID,
         model=model,
         geometry=geometry_record,
         defaults=defaults,
+        residual_length=window.residual_length or None,
+        sinks=window.sinks or None,
         layers=records,
         budget=validated(BudgetRecord, {**asdict(budget), **figures}, place="budget"),
         quality=quality,
@@ -106,6 +119,7 @@ def uniform_profile(
     symmetric: bool = False,
     k_granularity: Granularity = "per_token",
     fit: Fit = "minmax",
+    window: ExactWindow = NO_WINDOW,
 ) -> Profile:
     """Build a profile with the same widths in every layer, without transforms and measurements.
 
@@ -119,6 +133,7 @@ def uniform_profile(
         symmetric=symmetric,
         k_granularity=k_granularity,
         fit=fit,
+        window=window,
         model=model,
         budget=AskedBudget(str(pair)),
     )

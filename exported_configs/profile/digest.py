@@ -1,4 +1,4 @@
-"""The content that the digest of a profile covers: how every layer is stored, with all defaults written out."""
+"""The content that the digest of a profile covers: how layers are stored and read, with all defaults written out."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,21 +11,28 @@ from kvtuner.exported_configs.profile.layer_storage import (
     SideRecord,
     resolve_transform,
 )
-from kvtuner.precision import NATIVE_BITS
+from kvtuner.precision import NATIVE_BITS, NO_WINDOW, ExactWindow
 
 
 def hashed_content(
-    layout: str, geometry: GeometryRecord, defaults: Defaults, layers: Sequence[LayerRecord]
+    layout: str,
+    geometry: GeometryRecord,
+    defaults: Defaults,
+    layers: Sequence[LayerRecord],
+    window: ExactWindow = NO_WINDOW,
 ) -> dict[str, Any]:
     """The content that the digest hashes, with every default written out.
 
-    A 16-bit side is ``{"bits":16}`` alone, since it has no group, grid or transform. There are no floats.
+    A 16-bit side is ``{"bits":16}`` alone, since it has no group, grid or transform. Counts of the exact window that
+    are 0 are left out. There are no floats.
     """
     expanded = [
         {"layer": entry.layer, "k": _expand_side(entry.k, defaults.k), "v": _expand_side(entry.v, defaults.v)}
         for entry in layers
     ]
-    return {"layout": layout, "geometry": geometry.model_dump(), "layers": expanded}
+    counts = {"residual_length": window.residual_length, "sinks": window.sinks}
+    kept = {name: tokens for name, tokens in counts.items() if tokens}
+    return {"layout": layout, "geometry": geometry.model_dump(), "layers": expanded, **kept}
 
 
 def _expand_side(record: SideRecord, defaults: SideDefaults) -> dict[str, Any]:

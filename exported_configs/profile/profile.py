@@ -22,7 +22,18 @@ from kvtuner.exported_configs.profile.layer_storage import (
 from kvtuner.exported_configs.profile.records import BudgetRecord, ModelIdentity, Provenance, QualityRecord
 from kvtuner.geometry import ConfigLike, ModelGeometry
 from kvtuner.grid_fit import FITTED_BITS, check_channels
-from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape, Side, bytes_per_token, effective_bits, mean_bits
+from kvtuner.precision import (
+    MAX_RESIDUAL_LENGTH,
+    MAX_SINKS,
+    NATIVE_BITS,
+    ExactWindow,
+    PrecisionPair,
+    RowShape,
+    Side,
+    bytes_per_token,
+    effective_bits,
+    mean_bits,
+)
 from kvtuner.quant import QuantSpec, Transform
 from kvtuner.run_folder import sha256_of
 from kvtuner.transforms import TransformKind
@@ -30,12 +41,17 @@ from kvtuner.transforms import TransformKind
 SCHEMA_VERSIONS: Final = (1, 2)
 """The versions that are read; a profile is written in the first that can hold it."""
 FIT_VERSION: Final = 2
-"""The version that says how grids are fitted."""
+"""The version that says how grids are fitted, and may have an exact window."""
 MIN_LAMBDA: Final = 1 / 64
 MAX_LAMBDA: Final = 64.0
 
 NO_TAIL_PAGES: Final = "per-channel keys need tail pages, which no server has yet; search or import with per_token keys"
 """The reason why a profile that loads, validates and shows is not served."""
+NO_EXACT_COPIES: Final = (
+    "no server keeps exact copies beside the rows yet; search without --residual-length and --sinks, or use"
+    " KVTunerCache in transformers"
+)
+"""The reason why a profile with an exact window is not served."""
 
 
 class Profile(StrictModel):
@@ -45,7 +61,9 @@ class Profile(StrictModel):
     `ProfileError`, or `pydantic.ValidationError` for a field that is wrong on its own; `explain` puts that in one line.
 
     Attributes:
-        digest: The digest of layout, geometry and expanded layers; new evaluations never change it.
+        digest: The digest of layout, geometry, expanded layers and window; new evaluations never change it.
+        residual_length: The last tokens of a request that are also kept exactly; None is 0.
+        sinks: The first tokens of a request that are also kept exactly; None is 0.
         layers: The storage of every layer once, by ascending global id; independent of tensor and pipeline parallelism.
     """
 
@@ -55,6 +73,8 @@ class Profile(StrictModel):
     model: ModelIdentity
     geometry: GeometryRecord
     defaults: Defaults
+    residual_length: Annotated[int, Field(ge=0, le=MAX_RESIDUAL_LENGTH)] | None = None
+    sinks: Annotated[int, Field(ge=0, le=MAX_SINKS)] | None = None
     layers: Annotated[tuple[LayerRecord, ...], Field(strict=False, min_length=1, max_length=MAX_COUNT)]
     budget: BudgetRecord
     quality: QualityRecord | None
@@ -73,7 +93,8 @@ class Profile(StrictModel):
 
     def __repr__(self) -> str:
         size = f"{float(self.mean_bits):.3g} bits, {self.bytes_per_token():,} bytes per token"
-        return f"Profile({self.model.id!r}, {size}, {self.digest[:19]})"
+        exact = f", {self.window}" if self.window.num_tokens else ""
+        return f"Profile({self.model.id!r}, {size}{exact}, {self.digest[:19]})"
 
     def _repr_html_(self) -> str:
         """The strip of layers, which a notebook shows in place of the text."""
@@ -95,6 +116,15 @@ class Profile(StrictModel):
     def effective_bits(self) -> Fraction:
         """The stored bits per element where one rank holds all heads, exact."""
         return effective_bits(self.pairs, self.row_shape())
+
+    @property
+    def window(self) -> ExactWindow:
+        """The tokens that are also kept exactly."""
+        return ExactWindow(self.residual_length or 0, self.sinks or 0)
+
+    def window_bytes(self) -> int:
+        """The bytes of one request's exact copies, all layers, on one rank that holds all heads."""
+        return self.window.request_bytes(self.to_geometry().bf16_bytes_per_token())
 
     def row_shape(self, tp_size: int = 1) -> RowShape:
         """The shape of the rows of one of `tp_size` ranks; `GeometryError` where heads cannot be split among them."""
@@ -159,6 +189,9 @@ def reached_figures(pairs: Sequence[PrecisionPair], shape: RowShape) -> dict[str
 
 
 def _check_version(profile: Profile) -> None:
+    for name in ("residual_length", "sinks"):
+        if getattr(profile, name) is not None and profile.schema_version < FIT_VERSION:
+            raise ProfileError(f"{name}: schema_version {profile.schema_version} has none; export the profile again")
     for side, defaults in (("k", profile.defaults.k), ("v", profile.defaults.v)):
         if (defaults.fit is not None) != (profile.schema_version >= FIT_VERSION):
             rule = "has none" if profile.schema_version < FIT_VERSION else "needs it"
@@ -227,10 +260,12 @@ def _check_constants(profile: Profile, keys: KeyRecord, place: str, kind: Transf
 
 
 def _check_digest(profile: Profile) -> None:
-    actual = sha256_of(hashed_content(profile.layout, profile.geometry, profile.defaults, profile.layers))
+    actual = sha256_of(
+        hashed_content(profile.layout, profile.geometry, profile.defaults, profile.layers, profile.window)
+    )
     if profile.digest != actual:
         raise ProfileError(
-            f"digest is {profile.digest}, but layout, geometry and layers give {actual}: the file was"
+            f"digest is {profile.digest}, but layout, geometry, layers and window give {actual}: the file was"
             " edited or damaged; fetch or export it again"
         )
 

@@ -11,8 +11,11 @@ if TYPE_CHECKING:
     from kvtuner.evaluation.statistics import Interval
     from kvtuner.exported_configs.profile.evaluation_record import CellResult, PairedDifference
     from kvtuner.exported_configs.profile.records import IntervalRecord, ModelIdentity
+    from kvtuner.precision import ExactWindow
 
 NOT_MEASURED: Final = "-"
+WINDOW_CONTEXTS: Final = (4096, 32768)
+"""The lengths of context, in tokens, at which stored bits are shown with an exact window."""
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -44,6 +47,12 @@ def fixed(value: float | Fraction | None, decimals: int = 2) -> str:
 def count(value: int | None) -> str:
     """A count with commas."""
     return NOT_MEASURED if value is None else f"{value:,}"
+
+
+def window_cost(window: ExactWindow, effective_bits: float, request_bytes: int) -> str:
+    """The cost of an exact window: bytes of a request, and stored bits of an element at two lengths of context."""
+    bits = [f"{effective_bits + float(window.bits_at(n)):.3f} at {n // 1024}k" for n in WINDOW_CONTEXTS]
+    return f"{window}: {request_bytes:,} bytes per request; stored bits {', '.join(bits)}"
 
 
 def percent(share: float | None) -> str:

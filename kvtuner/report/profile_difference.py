@@ -16,7 +16,7 @@ from kvtuner.report.table import Table
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvtuner.exported_configs.profile.layer_storage import Defaults, SideDefaults
+    from kvtuner.exported_configs.profile.layer_storage import SideDefaults
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.profile.records import QualityRecord
     from kvtuner.report.layer_strip import Terminal
@@ -151,7 +151,7 @@ def difference_of(first: Profile, second: Profile) -> ProfileDifference:
     counts, others = first.to_geometry().as_dict(), second.to_geometry().as_dict()
     geometry = {name: (value, others[name]) for name, value in counts.items() if value != others[name]}
     # Transforms are compared layer by layer.
-    before, after = _settings(first.defaults), _settings(second.defaults)
+    before, after = _settings(first), _settings(second)
     defaults = {name: (value, after[name]) for name, value in before.items() if value != after[name]}
     layers = None if "num_layers" in geometry else _changes(first, second, with_constants=not geometry)
     overlap = None
@@ -161,9 +161,9 @@ def difference_of(first: Profile, second: Profile) -> ProfileDifference:
     return ProfileDifference(first, second, geometry, defaults, layers, _apart(first, second), overlap)
 
 
-def _settings(defaults: Defaults) -> dict[str, Any]:
-    sides: tuple[tuple[str, SideDefaults], ...] = (("k", defaults.k), ("v", defaults.v))
-    return {
+def _settings(profile: Profile) -> dict[str, Any]:
+    sides: tuple[tuple[str, SideDefaults], ...] = (("k", profile.defaults.k), ("v", profile.defaults.v))
+    settings = {
         f"{side}.{name}": value
         for side, shared in sides
         for name, value in (
@@ -173,6 +173,7 @@ def _settings(defaults: Defaults) -> dict[str, Any]:
             ("fit", shared.grid_fit),
         )
     }
+    return {**settings, "residual_length": profile.window.residual_length, "sinks": profile.window.sinks}
 
 
 def _changes(first: Profile, second: Profile, *, with_constants: bool) -> tuple[LayerChange, ...]:

@@ -7,10 +7,19 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.evaluation.statistics import Interval
-from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
+from kvtuner.exported_configs.profile.profile import NO_EXACT_COPIES, NO_TAIL_PAGES
 from kvtuner.precision import tokens_per_gib
 from kvtuner.report.evaluation_report import evaluation_part
-from kvtuner.report.formatting import count, fixed, interval, model_name, number, percent, printable
+from kvtuner.report.formatting import (
+    count,
+    fixed,
+    interval,
+    model_name,
+    number,
+    percent,
+    printable,
+    window_cost,
+)
 from kvtuner.report.layer_strip import layer_table, profile_layers
 from kvtuner.report.table import Table
 
@@ -33,6 +42,9 @@ def summary(profile: Profile) -> dict[str, Any]:
         "mean_bits": float(profile.mean_bits),
         "effective_bits": round(float(profile.effective_bits), 6),
         "bytes_per_token": stored,
+        "residual_length": profile.window.residual_length,
+        "sinks": profile.window.sinks,
+        "window_bytes_per_request": profile.window_bytes(),
         "k_granularity": profile.defaults.k.granularity,
         "bf16_bytes_per_token": profile.to_geometry().bf16_bytes_per_token(),
         "tokens_per_gib": tokens_per_gib(stored),
@@ -54,6 +66,7 @@ def describe(profile: Profile) -> str:
         ("capacity", f"{tokens_per_gib(stored):,} tokens per GiB, {ratio_to_bf16(profile):.2f}x of bf16"),
         ("keys", _grid_text(profile.defaults.k)),
         ("values", _grid_text(profile.defaults.v)),
+        *_window_facts(profile),
     ]
     if (quality := profile.quality) is not None:
         perplexity = f"perplexity {quality.perplexity:.4g} (bf16 {quality.reference_perplexity:.4g})"
@@ -72,6 +85,7 @@ def profile_page(profiles: Sequence[EvaluatedProfile]) -> str:
         overview=_overview(profiles),
         articles=[_article(shown) for shown in profiles],
         no_tail_pages=NO_TAIL_PAGES,
+        no_exact_copies=NO_EXACT_COPIES,
     )
 
 
@@ -92,6 +106,13 @@ def _grid_text(defaults: KeyDefaults | ValueDefaults) -> str:
     text = f"{defaults.granularity.replace('_', ' ')}, {defaults.group_size} {unit}"
     fitted = ", fitted by least squares" if defaults.grid_fit == "least_squares" else ""
     return text + ", symmetric" * defaults.symmetric + fitted
+
+
+def _window_facts(profile: Profile) -> list[tuple[str, str]]:
+    """The exact window, if there is one."""
+    if not profile.window.num_tokens:
+        return []
+    return [("window", window_cost(profile.window, float(profile.effective_bits), profile.window_bytes()))]
 
 
 def _overview(profiles: Sequence[EvaluatedProfile]) -> Table:
@@ -142,6 +163,7 @@ def _identity(profile: Profile) -> list[tuple[str, str]]:
         ("shape", f"{shape.num_layers} layers, {heads}, {shape.num_attention_heads} query heads"),
         ("keys", _grid_text(profile.defaults.k)),
         ("values", _grid_text(profile.defaults.v)),
+        *_window_facts(profile),
     ]
 
 

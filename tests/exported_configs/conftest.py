@@ -145,7 +145,8 @@ def reseal() -> Callable[[dict[str, Any]], dict[str, Any]]:
             }
             for entry in document["layers"]
         ]
-        content = {"layout": document["layout"], "geometry": document["geometry"], "layers": layers}
+        window = {name: document[name] for name in ("residual_length", "sinks") if document.get(name)}
+        content = {"layout": document["layout"], "geometry": document["geometry"], "layers": layers, **window}
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return {**document, "digest": "sha256:" + hashlib.sha256(text.encode()).hexdigest()}
 

@@ -29,6 +29,7 @@ from profile_samples import (
 
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.records import ModelIdentity, Provenance
+from kvtuner.precision import ExactWindow
 from kvtuner.report.layer_strip import Terminal
 from kvtuner.report.profile_difference import difference_lines, difference_of, difference_page
 
@@ -89,7 +90,11 @@ def test_diff_of_another_granularity_or_group_says_which() -> None:
 
 def defaults_of(lines: list[str]) -> list[list[str]]:
     """Rows about what all quantized layers share, by any words for it."""
-    return [line.split() for line in lines if re.search(r"granularity|group|symmetr", line) and "^" not in line]
+    return [
+        line.split()
+        for line in lines
+        if re.search(r"granularity|group|symmetr|residual|sinks", line) and "^" not in line
+    ]
 
 
 def test_diff_names_each_default_that_differs_once_with_both_values() -> None:
@@ -104,6 +109,11 @@ def test_diff_names_each_default_that_differs_once_with_both_values() -> None:
         ["v.symmetric", "False", "True", "*"],
     ]
     assert defaults_of(difference_lines(difference_of(second, second), Terminal(80))) == []
+    windowed = make_profile(plain, window=ExactWindow(32, 4))
+    assert defaults_of(difference_lines(difference_of(first, windowed), Terminal(80))) == [
+        ["residual_length", "0", "32", "*"],
+        ["sinks", "0", "4", "*"],
+    ]
 
 
 def test_diff_of_other_shapes_goes_as_far_as_it_can() -> None:

@@ -31,9 +31,10 @@ from profile_samples import (
 from kvtuner.exported_configs.profile.build import AskedBudget, dump_profile
 from kvtuner.exported_configs.profile.evaluation_record import EvaluatedProfile, dump_evaluation, evaluation_path
 from kvtuner.exported_configs.profile.records import BaselineRecord, ModelIdentity, Provenance, QualityRecord
+from kvtuner.precision import ExactWindow
 from kvtuner.report.plots.kl_by_bits import profile_points
 from kvtuner.report.profile_difference import difference_of, difference_page
-from kvtuner.report.profile_report import profile_page
+from kvtuner.report.profile_report import describe, profile_page, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -90,6 +91,20 @@ def test_a_page_of_keys_per_channel_gives_no_command_to_serve_them() -> None:
     profile = make_profile([choice()], k_granularity="per_channel", k_group_size=32)
     page = Page(profile_page([EvaluatedProfile("p.json", profile)]))
     assert "sglang serve" not in page.text and "tail pages" in page.text
+
+
+def test_an_exact_window_is_shown_with_what_it_costs_and_gives_no_command_to_serve_it() -> None:
+    profile = make_profile([choice()], window=ExactWindow(32, 4))
+    page = Page(profile_page([EvaluatedProfile("p.json", profile)]))
+    native = profile.to_geometry().bf16_bytes_per_token()
+    at_4k = f"{float(profile.effective_bits) + 16 * 36 / 4096:.3f} at 4k"
+    cost = f"the last 32 tokens and the first 4 tokens exact: {36 * native:,} bytes per request"
+    assert cost in page.text and at_4k in page.text
+    assert "sglang serve" not in page.text and "exact copies" in page.text
+    assert cost in describe(profile) and "window" not in describe(make_profile([choice()]))
+    facts = summary(profile)
+    assert (facts["residual_length"], facts["sinks"], facts["window_bytes_per_request"]) == (32, 4, 36 * native)
+    assert facts["bytes_per_token"] == summary(make_profile([choice()]))["bytes_per_token"]
 
 
 def test_hostile_text_adds_no_tag_to_a_page() -> None:

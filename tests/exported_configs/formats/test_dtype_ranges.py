@@ -9,7 +9,7 @@ import pytest
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.formats.conversion import parse_map, write
 from kvtuner.exported_configs.profile.build import LayerQuantization, uniform_profile
-from kvtuner.precision import PrecisionPair
+from kvtuner.precision import ExactWindow, PrecisionPair
 from kvtuner.quant import Transform
 from kvtuner.transforms import TransformKind
 
@@ -110,6 +110,7 @@ def test_keys_and_values_of_other_bits_are_refused_even_with_a_loss(take: Callab
     ("options", "dropped"),
     [
         ({"symmetric": True}, ["from layer 0 on: keys are symmetric", "from layer 0 on: values are symmetric"]),
+        ({"window": ExactWindow(32)}, ["from layer 0 on: the last 32 tokens exact"]),
         (
             {"fit": "least_squares"},
             [f"from layer 0 on: {noun} are fitted by least squares" for noun in ("keys", "values")],

@@ -12,6 +12,9 @@ import zlib
 import numpy as np
 
 STEPS, COUNTS = ("centered", "balanced", "hadamard"), "num_layers num_attention_heads num_kv_heads head_dim v_head_dim"
+KINDS = ("k", 3, STEPS), ("v", 4, STEPS[2:])
+WINDOW = {"residual_length": 1024, "sinks": 64}
+CANONICAL = {"sort_keys": True, "separators": (",", ":"), "ensure_ascii": False}
 
 
 def once(pairs):
@@ -49,15 +52,15 @@ def read(data):
     top = json.loads(data.decode(), object_pairs_hook=once)
     shape, layers, version = top["geometry"], top["layers"], top["schema_version"]
     defaults = {k: {name: x for name, x in top["defaults"][k].items() if (name, x) != ("fit", None)} for k in "kv"}
+    window = {name: top[name] for name in WINDOW if top.get(name)}
+    assert all(type(n) is int and 0 < n <= WINDOW[name] for name, n in window.items()) and (version == 2 or not window)
     counts = [shape[name] for name in COUNTS.split()]
     assert type(version) is int and version in (1, 2) and {"fit" in defaults[k] for k in "kv"} == {version == 2}, "fit"
     assert top["layout"] == "halfword-sliced-v1" and all(type(n) is int and 0 < n <= 1024 for n in counts), "geometry"
     assert [entry["layer"] for entry in layers] == list(range(counts[0])) and counts[1] % counts[2] == 0, "order, heads"
-    kinds = ("k", counts[3], STEPS), ("v", counts[4], STEPS[2:])
-    sides = [{k: read_side(entry[k], defaults[k], counts[2], n, steps) for k, n, steps in kinds} for entry in layers]
+    sides = [{k: read_side(one[k], defaults[k], counts[2], counts[n], steps) for k, n, steps in KINDS} for one in layers]
     stored = [{"layer": number, **{k: side[k]["stored"] for k in "kv"}} for number, side in enumerate(sides)]
-    content = {"geometry": shape, "layers": stored, "layout": top["layout"]}
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    text = json.dumps({"geometry": shape, "layers": stored, "layout": top["layout"], **window}, **CANONICAL)
     assert top["digest"] == "sha256:" + hashlib.sha256(text.encode()).hexdigest(), "digest"
     return text, top["digest"], sides
 
@@ -72,7 +75,7 @@ def checkpoint(files):
             start, end = (8 + size + offset for offset in entry["data_offsets"])
             sample = data[start:end] if end - start <= 4096 else data[start : start + 4096] + data[end - 4096 : end]
             tensors[name] = [entry["dtype"], entry["shape"], zlib.crc32(sample)]
-    text = json.dumps(tensors, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    text = json.dumps(tensors, **CANONICAL)
     return text, "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -49,6 +49,8 @@ LIKELY: dict[str, tuple[Any, ...]] = {
     "group_size": (8, 16, 24, 32, 48, 64),
     "symmetric": (True, False),
     "fit": ("minmax", "least_squares", None),
+    "residual_length": (0, 32, 1024, 1025, None),
+    "sinks": (0, 4, 64, 65, None),
     "granularity": ("per_token", "per_channel"),
     "transform": ("none", "hadamard", "balanced", "centered", "centered+hadamard", "centered+balanced+hadamard"),
     "num_attention_heads": (2, 4, 6, 8, 12),

@@ -25,6 +25,7 @@ from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.records import ModelIdentity, Provenance, QualityRecord
 from kvtuner.geometry import ModelGeometry
+from kvtuner.precision import ExactWindow
 from kvtuner.quant import Transform, quantize
 from kvtuner.row_packing import pack_rows
 from kvtuner.run_folder import canonical_json
@@ -140,6 +141,11 @@ def profiles() -> dict[str, Profile]:
             [LayerQuantization(4, 2), LayerQuantization(2, 4, transform("hadamard", 1, 64))],
             fit="least_squares",
         ),
+        "window": make(
+            small,
+            [LayerQuantization(4, 2), LayerQuantization(16, 4)],
+            window=ExactWindow(residual_length=32, sinks=4),
+        ),
         "groups": make(
             ModelGeometry(2, 8, 2, 64, 64),
             [LayerQuantization(4, 2), LayerQuantization(2, 4)],
@@ -193,6 +199,7 @@ def with_nulls(profile: Profile) -> bytes:
     optional = ("rope_sha256", "tokenizer_sha256", "checkpoint_sha256", "weight_quantization", "max_positions")
     document["model"] = {**dict.fromkeys(optional), **document["model"]}
     document["provenance"] = {"command": None, **document["provenance"]}
+    document |= {"residual_length": None, "sinks": None}
     document["defaults"] = {side: {"fit": None, **shared} for side, shared in document["defaults"].items()}
     for layer in document["layers"]:
         layer["k"] = {"transform": None, "mu": None, "lambda": None, **layer["k"]}
@@ -228,7 +235,9 @@ def expectation(profile: Profile) -> Document:
         return [("k", k_bits, shape.k_bytes(k_bits)), ("v", v_bits, shape.v_bytes(v_bits))]
 
     return {
-        "canonical": canonical_json(hashed_content(profile.layout, profile.geometry, profile.defaults, profile.layers)),
+        "canonical": canonical_json(
+            hashed_content(profile.layout, profile.geometry, profile.defaults, profile.layers, profile.window)
+        ),
         "digest": profile.digest,
         "layers": [
             {
@@ -288,7 +297,8 @@ def reseal(document: Document) -> Document:
         {"layer": entry["layer"], **{side: expand(entry[side], defaults[side]) for side in ("k", "v")}}
         for entry in document["layers"]
     ]
-    content = {"layout": document["layout"], "geometry": document["geometry"], "layers": layers}
+    window = {name: document[name] for name in ("residual_length", "sinks") if document.get(name)}
+    content = {"layout": document["layout"], "geometry": document["geometry"], "layers": layers, **window}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return {**document, "digest": "sha256:" + hashlib.sha256(text.encode()).hexdigest()}
 
@@ -315,8 +325,8 @@ def matrix(*rows: list[float]) -> Document:
 def invalid() -> Iterator[tuple[str, bool, bytes]]:
     """Name of the broken rule, whether rows or addresses depend on it, and the file."""
     base, kinds = json.loads(dump_profile(example())), json.loads(dump_profile(profiles()["transforms"]))
-    channel, plain, fitted = (
-        json.loads(dump_profile(profiles()[name])) for name in ("per-channel", "symmetric", "fitted")
+    channel, plain, fitted, window = (
+        json.loads(dump_profile(profiles()[name])) for name in ("per-channel", "symmetric", "fitted", "window")
     )
     text = dump_profile(example()).decode()
     ones = [1.0] * 16
@@ -334,6 +344,13 @@ def invalid() -> Iterator[tuple[str, bool, bytes]]:
         ("schema-version-without-its-fit", False, changed(base, "schema_version", 2)),
         ("fit-before-its-version", False, changed(base, "defaults.k.fit", "minmax")),
         ("fit-absent-of-one-side", False, changed(fitted, "defaults.v.fit", ...)),
+        ("residual-length-before-its-version", True, changed(base, "residual_length", 32)),
+        ("residual-length-too-long", True, changed(window, "residual_length", 1025)),
+        ("residual-length-negative", True, changed(window, "residual_length", -1)),
+        ("residual-length-not-an-integer", True, changed(window, "residual_length", 32.0)),
+        ("sinks-before-their-version", True, changed(base, "sinks", 4)),
+        ("sinks-too-many", True, changed(window, "sinks", 65)),
+        ("sinks-true", True, changed(window, "sinks", True)),
         ("fit-unknown", False, changed(fitted, "defaults.v.fit", "best")),
         (
             "fit-per-channel",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +17,7 @@ from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantizatio
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.records import QualityRecord
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import FITS
+from kvtuner.precision import FITS, ExactWindow
 from kvtuner.quant import Transform
 
 if TYPE_CHECKING:
@@ -84,6 +85,28 @@ def test_profile_is_of_the_first_version_that_can_hold_it(make_profile: Callable
     assert (plain["schema_version"], fitted["schema_version"]) == (1, 2)
     assert [side.get("fit") for side in plain["defaults"].values()] == [None, None]
     assert [side.get("fit") for side in fitted["defaults"].values()] == ["least_squares"] * 2
+
+
+def test_profile_with_an_exact_window_is_of_the_second_version_whatever_its_fit(
+    make_profile: Callable[..., Profile],
+) -> None:
+    for fit, window in product(FITS, (ExactWindow(32), ExactWindow(0, 4), ExactWindow(1024, 64))):
+        built = make_profile(fit=fit, window=window)
+        document = json.loads(dump_profile(built))
+        assert (document["schema_version"], document["defaults"]["k"]["fit"]) == (2, fit)
+        assert document.get("residual_length", 0) == window.residual_length
+        assert document.get("sinks", 0) == window.sinks
+        assert load_profile(dump_profile(built)).window == window == built.window
+        assert str(window) in repr(built)
+    plain = make_profile()
+    assert plain.window == ExactWindow() and plain.schema_version == 1 and "exact" not in repr(plain)
+
+
+def test_zero_window_in_a_file_has_the_digest_of_none(make_profile: Callable[..., Profile]) -> None:
+    fitted = make_profile(fit="least_squares")
+    document = {**json.loads(dump_profile(fitted)), "residual_length": 0, "sinks": 0}
+    reloaded = load_profile(json.dumps(document).encode())
+    assert (reloaded.digest, reloaded.window) == (fitted.digest, ExactWindow())
 
 
 def test_file_is_readable_and_in_the_order_of_the_format(profile: Profile) -> None:

@@ -16,6 +16,7 @@ from kvtuner.exported_configs.profile.layer_storage import Fp16Array, encode_fp1
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.records import QualityRecord
 from kvtuner.geometry import ModelGeometry
+from kvtuner.precision import ExactWindow
 from kvtuner.quant import Transform
 from kvtuner.run_folder import canonical_json
 from kvtuner.transforms import TransformKind
@@ -123,6 +124,7 @@ def test_every_change_of_storage_changes_the_digest(
         for choice in alternatives
     ]
     variants += [{"k_group_size": 48}, {"v_group_size": 16}, {"symmetric": True}, {"fit": "least_squares"}]
+    variants += [{"window": ExactWindow(32)}, {"window": ExactWindow(33)}, {"window": ExactWindow(0, 32)}]
     variants += [{"geometry": ModelGeometry(5, 3, 3, 48, 32)}, {"geometry": ModelGeometry(5, 6, 3, 48, 32, 1)}]
     variants += [{"layers": [choices[1], choices[0], *choices[2:]]}]
     digests = [make_profile(**changes).digest for changes in variants]

@@ -39,7 +39,7 @@ def test_edited_storage_without_a_new_digest_is_refused(put: Put, refusal: Refus
         (("geometry", "num_shared_layers"), 1),
     ):
         message = refusal(encode(put(pristine, steps, value)))
-        assert f"digest is {pristine['digest']}, but layout, geometry and layers give sha256:" in message
+        assert f"digest is {pristine['digest']}, but layout, geometry, layers and window give sha256:" in message
 
 
 def test_edited_digest_is_refused(put: Put, refusal: Refusal, pristine: Document) -> None:

@@ -81,15 +81,15 @@ def test_null_means_absent() -> None:
     """A null stands for an absent field; elsewhere a null is refused: see the invalid files."""
     nulls_file = json.loads(content("valid", "nulls"))
     sides = [layer[side] for layer in nulls_file["layers"] for side in ("k", "v")]
-    nodes = (nulls_file["model"], nulls_file["provenance"], *nulls_file["defaults"].values(), *sides)
+    nodes = (nulls_file, nulls_file["model"], nulls_file["provenance"], *nulls_file["defaults"].values(), *sides)
     nulls = {name for node in nodes for name, value in node.items() if value is None}
     schema = json.loads((ROOT / "exported_configs" / "schema.json").read_bytes())
     names = ("ModelIdentity", "Provenance", "KeyDefaults", "ValueDefaults", "KeyRecord", "ValueRecord")
-    sections = {name: schema["$defs"][name] for name in names}
+    sections = {"Profile": schema, **{name: schema["$defs"][name] for name in names}}
     optional = {name for section in sections.values() for name in {*section["properties"]} - {*section["required"]}}
     others = [section for name, section in schema["$defs"].items() if name not in sections]
-    assert all({*section["properties"]} == {*section["required"]} for section in [schema, *others])
-    assert nulls == optional | {"revision", "calibration", "search"}
+    assert all({*section["properties"]} == {*section["required"]} for section in others)
+    assert nulls == optional | {"revision", "quality", "calibration", "search"}
     assert load_profile(content("valid", "nulls")) == load_profile(content("valid", "transforms"))
 
 
@@ -108,7 +108,9 @@ def test_both_readers_find_what_is_expected(name: str) -> None:
     wanted, data = EXPECTED["valid"][name], content("valid", name)
     profile = load_profile(data)
     assert (
-        canonical_json(hashed_content(profile.layout, profile.geometry, profile.defaults, profile.layers))
+        canonical_json(
+            hashed_content(profile.layout, profile.geometry, profile.defaults, profile.layers, profile.window)
+        )
         == wanted["canonical"]
     )
     assert profile.digest == wanted["digest"]
