@@ -8,18 +8,26 @@ scored on its exact queries, keys and values. Memory is one layer plus the resid
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvtuner.calibration.forward.attention_hook import hooked
 from kvtuner.calibration.forward.finite_check import check_finite
-from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend, probabilities
+from kvtuner.calibration.forward.read_plan import (
+    AttentionCall,
+    ReadPlan,
+    attend,
+    attention_scores,
+    causal_softmax,
+    probabilities,
+    reads_exactly,
+)
 from kvtuner.calibration.row_sample import RowSample, sample_rows
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.precision import NATIVE_BITS, PACKED_BITS, Fit, PrecisionPair, Side
+from kvtuner.precision import NATIVE_BITS, NO_WINDOW, PACKED_BITS, ExactWindow, Fit, PrecisionPair, Side
 from kvtuner.quant import QuantSpec, Transform, quantize_widths
 from kvtuner.transforms import candidate_transforms
 
@@ -36,12 +44,13 @@ TINY = 1e-12  # keeps the relative error of a zero finite
 
 @dataclass(frozen=True, slots=True)
 class QuantizationOptions:
-    """The settings of all candidates: channels per scale, a head's by default; and the grids."""
+    """The settings of all candidates: channels per scale, a head's by default; the grids; and the exact window."""
 
     k_group_size: int | None = None
     v_group_size: int | None = None
     symmetric: bool = False
     fit: Fit = "minmax"
+    window: ExactWindow = NO_WINDOW
 
     def group_size(self, side: Side) -> int | None:
         """Channels per scale of one side."""
@@ -193,7 +202,7 @@ class CandidateMeasurement:
             symmetric, fit = self.options.symmetric, self.options.fit
             quantized = quantize_widths(stored, PACKED_BITS, size, symmetric=symmetric, fit=fit)
             read = transform.invert(torch.stack([codes.dequantize() for codes in quantized])).transpose(2, 3)
-            read = self.plan.mix(exact.expand_as(read), read).contiguous()
+            read = self.plan.mix(exact.expand_as(read), read, self.options.window).contiguous()
             self._add(layer_id, side, name, "e_self", exact.shape[0] * _relative_errors(exact, read).mean(dim=1))
             yield name, read
 
@@ -214,8 +223,10 @@ class CandidateMeasurement:
         q = call.grouped_query(tokens)
         v = call.v[:, :, visible].float()
         g = gradients.unflatten(2, (call.k.shape[1], -1))
-        exact_a = probabilities(call, q, call.k[:, :, visible].float(), tokens)
+        exact_k = call.k[:, :, visible].float()
+        exact_a = probabilities(call, q, exact_k, tokens)
         exact_o = _read(exact_a, v)
+        exact = _exact_part(self.options.window, call, q, tokens, exact_k, v)
         weights, sequences = rows.weights[block].to(exact_o.device), call.k.shape[0]
         share = sequences / float(rows.weights.sum())
         # The (row, key) pairs of all blocks, so that a mean does not depend on how rows are cut into blocks.
@@ -229,10 +240,11 @@ class CandidateMeasurement:
             self._add(layer_id, side, name, "fisher", sequences / rows.population * fisher)
 
         for name in keys:
-            read_a = probabilities(call, q, keys[name][..., visible, :], tokens)
+            read_a = _probabilities(call, q, keys[name][..., visible, :], tokens, exact)
             add_outputs("k", name, _read(read_a, v))
             if self.with_pairs and name == "none":
-                self._score_pairs(layer_id, read_a, values[name][..., visible, :], exact_o, share * weights)
+                read_v = values[name][..., visible, :]
+                self._score_pairs(layer_id, (read_a, read_v, exact), exact_o, share * weights)
             differences = (
                 read_a.sub_(exact_a).abs_().sum(dim=(1, 2, 3, -1))
             )  # [widths, rows]; read_a is not needed again
@@ -240,12 +252,15 @@ class CandidateMeasurement:
         for name in values:
             # Widths side by side in the channels: one product reads them all.
             read_v = torch.cat(tuple(values[name][..., visible, :]), dim=-1)
-            read_o = _read(exact_a, read_v).unflatten(-1, (len(PACKED_BITS), -1))
+            read_o = _outputs(exact_a, read_v, exact).unflatten(-1, (len(PACKED_BITS), -1))
             add_outputs("v", name, read_o.movedim(-2, 0))
 
-    def _score_pairs(self, layer_id: int, read_a: Tensor, values: Tensor, exact_o: Tensor, shares: Tensor) -> None:
+    def _score_pairs(
+        self, layer_id: int, readings: tuple[Tensor, Tensor, _ExactPart | None], exact_o: Tensor, shares: Tensor
+    ) -> None:
+        read_a, values, exact = readings
         for k_index, k_bits in enumerate(PACKED_BITS):
-            read_o = torch.stack([_read(read_a[k_index], read_v) for read_v in values])
+            read_o = torch.stack([_outputs(read_a[k_index], read_v, exact) for read_v in values])
             errors = _relative_errors(exact_o, read_o) @ shares
             for v_bits, error in zip(PACKED_BITS, errors.tolist(), strict=True):
                 key = (layer_id, PrecisionPair(k_bits, v_bits))
@@ -265,6 +280,46 @@ def _read(probabilities: Tensor, v: Tensor) -> Tensor:
     """
     output: Tensor = (probabilities.flatten(-3, -2) @ v).unflatten(-2, probabilities.shape[-3:-1])
     return output
+
+
+class _ExactPart(NamedTuple):
+    """The (row, key) pairs of a block that an exact window covers, with their exact scores and the exact values.
+
+    Attributes:
+        near: Whether a row reads a key from its copy, [rows, tokens].
+        scores: The scores by exact keys, [batch, num_kv_heads, group, rows, tokens].
+        v: The exact values, [batch, num_kv_heads, tokens, v_head_dim].
+    """
+
+    near: Tensor
+    scores: Tensor
+    v: Tensor
+
+
+def _exact_part(
+    window: ExactWindow, call: AttentionCall, q: Tensor, tokens: Tensor, k: Tensor, v: Tensor
+) -> _ExactPart | None:
+    """The exact part of a block of `tokens` with queries q, keys k and values v; None without a window."""
+    if not window.num_tokens:
+        return None
+    near = reads_exactly(window, tokens, torch.arange(k.shape[-2], device=tokens.device))
+    return _ExactPart(near, attention_scores(call, q, k), v)
+
+
+def _probabilities(call: AttentionCall, q: Tensor, k: Tensor, tokens: Tensor, exact: _ExactPart | None) -> Tensor:
+    """The `probabilities` of keys that are read back, but for those of the exact part."""
+    if exact is None:
+        return probabilities(call, q, k, tokens)
+    return causal_softmax(torch.where(exact.near, exact.scores, attention_scores(call, q, k)), tokens)
+
+
+def _outputs(probabilities: Tensor, v: Tensor, exact: _ExactPart | None) -> Tensor:
+    """What `_read` gives of values that are read back, one or several side by side, but for those of the exact part."""
+    if exact is None:
+        return _read(probabilities, v)
+    near = probabilities * exact.near
+    repeats = v.shape[-1] // exact.v.shape[-1]
+    return _read(probabilities - near, v) + _read(near, exact.v).tile((repeats,))
 
 
 def _relative_errors(exact: Tensor, read: Tensor) -> Tensor:

@@ -48,7 +48,8 @@ def spec_of(candidate: Candidate, constants: Sequence[LayerConstants], options: 
     """The storage of the candidate's layer."""
     transform = constants[candidate.layer].transform(candidate.side, candidate.transform)
     spec = options.spec(candidate.side, candidate.bits, transform)
-    return LayerSpec(k=spec) if candidate.side == "k" else LayerSpec(v=spec)
+    keys, values = (spec, None) if candidate.side == "k" else (None, spec)
+    return LayerSpec(keys, values, options.window)
 
 
 def measure_isolated(

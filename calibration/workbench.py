@@ -17,7 +17,7 @@ from kvtuner.calibration.isolated_kl import isolated_candidates, measure_isolate
 from kvtuner.calibration.sensitivity import TABLE_FILE, ScoreName, SensitivityTable, missing_candidates
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import CorpusError
-from kvtuner.precision import LAYOUT_ID
+from kvtuner.precision import LAYOUT_ID, NO_WINDOW
 from kvtuner.run_folder import RunFolder, refuse_difference, sha256_of
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ class Workbench:
             "symmetric": options.quant.symmetric,
             # Absent where it is what every measurement had before there was a choice.
             **({} if options.quant.fit == "minmax" else {"fit": options.quant.fit}),
+            **({} if options.quant.window == NO_WINDOW else asdict(options.quant.window)),
             "seed": options.seed,
             "layout": LAYOUT_ID,
             "measurement": MEASUREMENT,

@@ -44,6 +44,7 @@ def _layer_spec(layer: int, choice: LayerChoice, table: SensitivityTable, option
     return LayerSpec(
         options.spec("k", choice.pair.k_bits, table.constants_of(layer, "k", choice.k_transform)),
         options.spec("v", choice.pair.v_bits, table.constants_of(layer, "v", choice.v_transform)),
+        options.window,
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvtuner.precision import NO_WINDOW, ExactWindow
 from kvtuner.quant import saturated
 
 if TYPE_CHECKING:
@@ -35,11 +36,17 @@ class ReadPlan:
         """The plan that the tuner measures: the first quarter is the prompt (half for ``hit``)."""
         return cls(name, {"decode": sequence_length // 4, "hit": sequence_length // 2, "cache": 0}[name])
 
-    def mix(self, exact: Tensor, quantized: Tensor) -> Tensor:
-        """Keys or values [..., tokens, head_dim] as tokens from the split on read them."""
-        if self.name != "hit":
+    def mix(self, exact: Tensor, quantized: Tensor, window: ExactWindow = NO_WINDOW) -> Tensor:
+        """Keys or values [..., tokens, head_dim] as tokens from the split on read them, the last token at the latest.
+
+        Under a window earlier tokens read more of them exactly: `attend_by_plan` does.
+        """
+        tokens = exact.shape[-2]
+        last = min(self.split if self.name == "hit" else tokens, max(tokens - window.residual_length, 0))
+        first = min(window.sinks, last)
+        if (first, last) == (0, tokens):
             return quantized
-        return torch.cat((quantized[..., : self.split, :], exact[..., self.split :, :]), dim=-2)
+        return torch.cat((exact[..., :first, :], quantized[..., first:last, :], exact[..., last:, :]), dim=-2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +82,33 @@ def probabilities(call: AttentionCall, q: Tensor, k: Tensor, rows: Tensor) -> Te
     Queries q are [..., num_kv_heads, group, rows, head_dim] of the tokens `rows`, keys k [..., num_kv_heads, tokens,
     head_dim].
     """
+    return causal_softmax(attention_scores(call, q, k), rows)
+
+
+def attention_scores(call: AttentionCall, q: Tensor, k: Tensor) -> Tensor:
+    """Scaled and capped scores in float32 of the queries and keys of `probabilities`, without its mask."""
     # The queries of a group are rows of one matrix: matmul would copy the keys for each of them.
-    scores = ((q * call.scaling).flatten(-3, -2) @ k.transpose(-1, -2)).unflatten(-2, q.shape[-3:-1])
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    hidden = torch.arange(k.shape[-2], device=rows.device) > rows.unsqueeze(-1)
+    scores: Tensor = ((q * call.scaling).flatten(-3, -2) @ k.transpose(-1, -2)).unflatten(-2, q.shape[-3:-1])
+    return scores if call.softcap is None else torch.tanh(scores / call.softcap) * call.softcap
+
+
+def causal_softmax(scores: Tensor, rows: Tensor) -> Tensor:
+    """Probabilities of scores [..., rows, tokens], which are overwritten; a row sees no token after its own."""
+    hidden = torch.arange(scores.shape[-1], device=rows.device) > rows.unsqueeze(-1)
     # Adding -inf where it is hidden: several times faster than masked_fill_ on a CPU.
-    mask = torch.zeros(hidden.shape, device=rows.device).masked_fill_(hidden, float("-inf"))
-    weights: Tensor = scores.add_(mask.to(scores.device)).softmax(dim=-1)
+    weights: Tensor = scores.add_(_additive(hidden, torch.float32).to(scores.device)).softmax(dim=-1)
     return weights
+
+
+def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores: attention on a CPU would have to make it of a mask of booleans."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
+def reads_exactly(window: ExactWindow, rows: Tensor, keys: Tensor) -> Tensor:
+    """Whether the query of each token in `rows` reads the exact copies of the tokens `keys`, [rows, keys]."""
+    near = keys > (rows - window.residual_length).unsqueeze(-1)
+    return near | (keys < window.sinks)
 
 
 def attend(
@@ -128,14 +153,61 @@ def _attend_rows(call: AttentionCall, k: Tensor, v: Tensor, rows: slice, mask: T
     )
 
 
-def attend_by_plan(call: AttentionCall, plan: ReadPlan, k: Tensor, v: Tensor) -> Tensor:
-    """Attention in which tokens from the split on read quantized `k` and `v` as the plan says.
+def attend_beside_window(call: AttentionCall, k: Tensor, v: Tensor, window: ExactWindow, *, start: int) -> Tensor:
+    """Attention of the tokens from `start` on that read `k` and `v`, but the window's tokens from the call's own.
+
+    A block of rows reads two runs of keys in one softmax, under a mask that lets a row see each token once: those that
+    any of its rows reads back, then those that any reads exactly. Both are little longer than the keys themselves.
+
+    Keys, values and the result are those of `attend`.
+    """
+    dtype, tokens = call.q.dtype, call.k.shape[2]
+    k, v, blocks = saturated(k, dtype), saturated(v, dtype), []
+    for first in range(start, tokens, ROWS_AT_A_TIME):
+        last = min(first + ROWS_AT_A_TIME, tokens)
+        # Tokens from `packed` on are exact to all rows, and those before `near` but the sinks to none.
+        packed, near = max(last - window.residual_length, 0), max(first + 1 - window.residual_length, 0)
+        sinks = min(window.sinks, near)
+        places = torch.arange(last, device=k.device)
+        read, exact = places[window.sinks : packed], torch.cat((places[:sinks], places[near:]))
+        rows = torch.arange(first, last, device=k.device)
+        hidden = torch.cat(
+            (
+                (read > rows.unsqueeze(-1)) | reads_exactly(window, rows, read),
+                (exact > rows.unsqueeze(-1)) | ~reads_exactly(window, rows, exact),
+            ),
+            dim=-1,
+        )
+        block_k = torch.cat((k[:, :, read], call.k[:, :, exact]), dim=2)
+        block_v = torch.cat((v[:, :, read], call.v[:, :, exact]), dim=2)
+        block = slice(first - call.first, last - call.first)
+        blocks.append(_attend_masked(call, block_k, block_v, block, hidden))
+    return torch.cat(blocks, dim=2)
+
+
+def _attend_masked(call: AttentionCall, k: Tensor, v: Tensor, rows: slice, hidden: Tensor) -> Tensor:
+    """Attention of `rows` of the queries over keys of which some are hidden, [rows, keys]."""
+    if call.softcap is None:
+        return _attend_rows(call, k, v, rows, _additive(hidden, k.dtype))
+    scores = attention_scores(call, call.grouped_query(rows), k.to(torch.float32))
+    weights = scores.add_(_additive(hidden, torch.float32)).softmax(dim=-1)
+    return (weights @ v.to(torch.float32).unsqueeze(2)).flatten(1, 2).to(call.q.dtype)
+
+
+def attend_by_plan(
+    call: AttentionCall, plan: ReadPlan, k: Tensor, v: Tensor, window: ExactWindow = NO_WINDOW
+) -> Tensor:
+    """Attention in which tokens from the split on read quantized `k` and `v` as the plan and the window say.
 
     The call is exact, with queries of the whole sequence or from the split on; `k` and `v` are float32 in model space.
     """
     assert call.first == 0 or call.first >= plan.split
     first = max(call.first, plan.split)
-    late = attend(call, plan.mix(call.k.float(), k), plan.mix(call.v.float(), v), start=first)
+    k, v = plan.mix(call.k.float(), k), plan.mix(call.v.float(), v)
+    if window.num_tokens:
+        late = attend_beside_window(call, k, v, window, start=first)
+    else:
+        late = attend(call, k, v, start=first)
     if first == call.first:
         return late
     prefix = slice(None, plan.split)

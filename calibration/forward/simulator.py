@@ -13,6 +13,7 @@ from kvtuner.calibration.forward.parallel_sequences import num_workers, run_in_p
 from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend, attend_by_plan
 from kvtuner.calibration.forward.shared_layers import SharedLayers
 from kvtuner.calibration.kl import KEPT_BYTES, Reference, TokenScores, compare, following
+from kvtuner.precision import NO_WINDOW, ExactWindow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,11 +30,14 @@ REUSE_BYTES = 1 << 30
 class LayerSpec:
     """The quantization by which one layer is simulated; None keeps a side in the served dtype.
 
+    The window's tokens are kept exactly beside the rows.
+
     Only an object equals itself: configurations that share layers share their objects.
     """
 
     k: QuantSpec | None = None
     v: QuantSpec | None = None
+    window: ExactWindow = NO_WINDOW
 
     @property
     def is_exact(self) -> bool:
@@ -55,7 +59,7 @@ def quantized_attention(specs: Mapping[int, LayerSpec | None], plan: ReadPlan) -
         spec = specs.get(layer_id)
         if spec is None or spec.is_exact:
             return attend(call)
-        return attend_by_plan(call, plan, read_back(spec.k, call.k), read_back(spec.v, call.v))
+        return attend_by_plan(call, plan, read_back(spec.k, call.k), read_back(spec.v, call.v), spec.window)
 
     return hook
 

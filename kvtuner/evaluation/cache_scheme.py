@@ -173,7 +173,10 @@ class ProfileScheme(CacheScheme):
     def of(cls, name: str, profile: Profile, file: Path | None = None) -> Self:
         """The scheme of a profile; `ProfileError` for keys per channel."""
         layers = range(len(profile.pairs))
-        specs = {layer: LayerSpec(profile.quant_spec(layer, "k"), profile.quant_spec(layer, "v")) for layer in layers}
+        specs = {
+            layer: LayerSpec(profile.quant_spec(layer, "k"), profile.quant_spec(layer, "v"), profile.window)
+            for layer in layers
+        }
         return cls(
             name=name,
             pairs=profile.pairs,

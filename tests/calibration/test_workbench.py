@@ -18,7 +18,7 @@ from kvtuner.calibration.model_loading import ModelSource, load_model
 from kvtuner.calibration.sensitivity import TABLE_FILE, SensitivityTable, missing_candidates
 from kvtuner.calibration.workbench import IDENTITY_FILE, CalibrationOptions, Workbench, measure_table
 from kvtuner.errors import CorpusError, NonFiniteActivationError, RunFolderError
-from kvtuner.precision import PACKED_BITS
+from kvtuner.precision import PACKED_BITS, ExactWindow
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.run_folder import EVENTS, RunFolder
 from kvtuner.transforms import candidate_transforms
@@ -295,6 +295,9 @@ def test_every_measurement_setting_is_part_of_the_identity(bench_of: Callable[..
         assert replace(bench, corpus=Corpus(splits)).identity()[f"{split}_tokens"] != first[f"{split}_tokens"]
     for score in ("fisher", "e_o"):
         assert replace(bench, options=replace(bench.options, score=score)).identity() == first
+    windowed = replace(bench.options, quant=replace(bench.options.quant, window=ExactWindow(32)))
+    assert replace(bench, options=windowed).identity() == {**first, "residual_length": 32, "sinks": 0}
+    assert not {"residual_length", "sinks"} & set(first)  # an older run folder goes on
 
 
 def test_a_table_copied_from_another_run_is_refused(bench_of: Callable[..., Workbench], tmp_path: Path) -> None:

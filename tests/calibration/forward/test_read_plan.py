@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtuner.calibration.forward import read_plan
 from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend, attend_by_plan, probabilities
+from kvtuner.precision import NO_WINDOW, ExactWindow
 from kvtuner.read_plan_names import READ_PLANS
 
 TOKENS, SPLIT = 13, 5
@@ -44,7 +46,14 @@ def reads_quantized(plan: ReadPlan, query: int, key: int) -> bool:
     return plan.name == "decode" or key < plan.split
 
 
-def attention_by_loops(call: AttentionCall, plan: ReadPlan, k_read: Tensor, v_read: Tensor) -> Tensor:
+def reads_copy(window: ExactWindow, query: int, key: int) -> bool:
+    """The same of the exact window: the last R tokens with the query's own, and the first S."""
+    return query - key < window.residual_length or key < window.sinks
+
+
+def attention_by_loops(
+    call: AttentionCall, plan: ReadPlan, k_read: Tensor, v_read: Tensor, window: ExactWindow = NO_WINDOW
+) -> Tensor:
     q, k, v, k_read, v_read = (x.double() for x in (call.q, call.k, call.v, k_read, v_read))
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
     group = q.shape[1] // k.shape[1]
@@ -53,7 +62,7 @@ def attention_by_loops(call: AttentionCall, plan: ReadPlan, k_read: Tensor, v_re
             for t in range(q.shape[2]):
                 scores, values = [], []
                 for j in range(t + 1):
-                    quantized = reads_quantized(plan, t, j)
+                    quantized = reads_quantized(plan, t, j) and not reads_copy(window, t, j)
                     key = (k_read if quantized else k)[b, h // group, j]
                     score = float(q[b, h, t] @ key) * call.scaling
                     if call.softcap is not None:
@@ -74,6 +83,39 @@ def test_every_plan_reads_what_the_design_says_token_by_token(name, shape, softc
     plan = ReadPlan(name, 0 if name == "cache" else SPLIT)
     expected = attention_by_loops(call, plan, k_read, v_read)
     torch.testing.assert_close(attend_by_plan(call, plan, k_read, v_read).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", READ_PLANS)
+@pytest.mark.parametrize(
+    "counts", [(1, 0), (3, 0), (0, 2), (4, 3), (TOKENS, 0), (TOKENS + 7, 3), (0, TOKENS + 2), (2, 6)]
+)
+@pytest.mark.parametrize("rows_at_a_time", [4, 128])
+def test_tokens_of_a_window_are_read_exactly_and_all_others_as_the_plan_says(
+    monkeypatch: pytest.MonkeyPatch, name, shape, softcap, counts, rows_at_a_time
+) -> None:
+    monkeypatch.setattr(read_plan, "ROWS_AT_A_TIME", rows_at_a_time)
+    call, window = random_call(shape, softcap), ExactWindow(*counts)
+    k_read, v_read = other_readings(call)
+    plan = ReadPlan(name, 0 if name == "cache" else SPLIT)
+    expected = attention_by_loops(call, plan, k_read, v_read, window)
+    read = attend_by_plan(call, plan, k_read, v_read, window)
+    torch.testing.assert_close(read.double(), expected, rtol=1e-5, atol=1e-5)
+    late = AttentionCall(call.q[:, :, SPLIT + 2 :], call.k, call.v, call.scaling, softcap)  # as after a kept prompt
+    read = attend_by_plan(late, plan, k_read, v_read, window)
+    torch.testing.assert_close(read.double(), expected[:, :, SPLIT + 2 :], rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_tokens_that_a_window_holds_for_every_query_are_never_touched() -> None:
+    call, window = random_call(SHAPES["gqa"]), ExactWindow(TOKENS - 3, 3)
+    poison = torch.full_like(call.k, torch.nan), torch.full_like(call.v, torch.nan)
+    for name in READ_PLANS:
+        plan = ReadPlan(name, 0 if name == "cache" else SPLIT)
+        exact = attention_by_loops(call, plan, call.k, call.v)
+        read = attend_by_plan(call, plan, *poison, window)
+        torch.testing.assert_close(read.double(), exact, rtol=1e-5, atol=1e-5)
+        assert plan.mix(call.k, poison[0], window).isfinite().all()
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

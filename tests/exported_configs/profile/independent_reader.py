@@ -58,7 +58,7 @@ def read(data):
     assert type(version) is int and version in (1, 2) and {"fit" in defaults[k] for k in "kv"} == {version == 2}, "fit"
     assert top["layout"] == "halfword-sliced-v1" and all(type(n) is int and 0 < n <= 1024 for n in counts), "geometry"
     assert [entry["layer"] for entry in layers] == list(range(counts[0])) and counts[1] % counts[2] == 0, "order, heads"
-    sides = [{k: read_side(one[k], defaults[k], counts[2], counts[n], steps) for k, n, steps in KINDS} for one in layers]
+    sides = [{k: read_side(x[k], defaults[k], counts[2], counts[n], steps) for k, n, steps in KINDS} for x in layers]
     stored = [{"layer": number, **{k: side[k]["stored"] for k in "kv"}} for number, side in enumerate(sides)]
     text = json.dumps({"geometry": shape, "layers": stored, "layout": top["layout"], **window}, **CANONICAL)
     assert top["digest"] == "sha256:" + hashlib.sha256(text.encode()).hexdigest(), "digest"
