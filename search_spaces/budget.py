@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvtuner.errors import BudgetError
-from kvtuner.precision import PrecisionPair, RowShape
+from kvtuner.precision import NO_WINDOW, ExactWindow, PrecisionPair, RowShape
 from kvtuner.search_spaces.space import payload_bits
 
 if TYPE_CHECKING:
@@ -50,12 +50,14 @@ class Budget:
         amount: The number of units.
         unit: The unit as it is written after the amount: ``bit``, ``KiB/token``, ``GiB@32x64k``.
         unit_bytes: bytes of the unit for one token; 1 for kinds that do not count bytes.
+        request_tokens: The tokens of each request that memory is for; None for other kinds.
     """
 
     kind: BudgetKind
     amount: Fraction
     unit: str
     unit_bytes: Fraction = Fraction(1)
+    request_tokens: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Budget:
@@ -69,11 +71,12 @@ class Budget:
         for kind, pattern in _PATTERNS.items():
             if match := pattern.fullmatch(text.strip().upper()):
                 number, *rest = match.groups()
-                tokens = int(rest[1]) * int(rest[2]) * (1024 if rest[3] else 1) if kind == "memory" else 1
+                context = int(rest[2]) * (1024 if rest[3] else 1) if kind == "memory" else None
+                tokens = int(rest[1]) * context if context is not None else 1
                 if Fraction(number) == 0 or tokens == 0:
                     raise BudgetError(f"a budget must be more than nothing, but is {text!r}; give {FORMS}")
                 unit_bytes = Fraction(_UNIT_BYTES[rest[0]] if rest else 1, tokens)
-                return cls(kind, Fraction(number), _unit_text(kind, rest), unit_bytes)
+                return cls(kind, Fraction(number), _unit_text(kind, rest), unit_bytes, context)
         raise BudgetError(f"a budget is written {FORMS}, not {text!r}")
 
     @property
@@ -94,6 +97,7 @@ class Budget:
         v_group_size: int | None = None,
         tp_size: int = 1,
         pp_size: int = 1,
+        window: ExactWindow = NO_WINDOW,
     ) -> Constraint:
         """The budget as a constraint on a model on tp_size x pp_size ranks; every pipeline stage keeps it.
 
@@ -104,7 +108,7 @@ class Budget:
         """
         shape = geometry.row_shape(tp_size=tp_size, k_group_size=k_group_size, v_group_size=v_group_size)
         stages = tuple(geometry.layers_of_stage(rank, pp_size) for rank in range(pp_size))
-        constraint = Constraint(self, shape, stages)
+        constraint = Constraint(self, shape, stages, window)
         if not constraint.is_met([SMALLEST_PAIR] * geometry.num_layers):
             raise BudgetError(
                 f"a budget must hold every layer at {SMALLEST_PAIR}, but {self.text} does not;"
@@ -118,12 +122,14 @@ class Constraint:
     """A budget as exact integers: in each pipeline stage, the costs of its layers' pairs sum to at most its cap.
 
     The unit is stored bytes of one token on one rank, whose rows have `shape`; for mean_bits, payload bits of one token
-    per KV head.
+    per KV head. Memory for requests of a known length holds the copies of their exact window too; other budgets are of
+    rows alone.
     """
 
     budget: Budget
     shape: RowShape
     stages: tuple[range, ...]
+    window: ExactWindow = NO_WINDOW
 
     @property
     def num_layers(self) -> int:
@@ -139,7 +145,7 @@ class Constraint:
     def cap(self, stage: int) -> int:
         """The cost that the layers of one stage may have together."""
         # Costs are integers, so that rounding down refuses no configuration.
-        return math.floor(self.budget.amount * self._cost_of_unit(stage))
+        return math.floor(self.budget.amount * self._cost_of_unit(stage) - self._window_cost(stage))
 
     def _cost_of_unit(self, stage: int) -> Fraction:
         """Cost that one unit of the budget allows a stage: one bit per element, one percent, one KiB."""
@@ -154,6 +160,13 @@ class Constraint:
                 return Fraction(len(self.stages[stage]) * self.shape.pair_bytes(NATIVE_PAIR), 100)
             case "bytes_per_token" | "memory":
                 return self.budget.unit_bytes
+
+    def _window_cost(self, stage: int) -> Fraction:
+        """Bytes of the exact copies of a stage's layers, spread over the tokens of a request."""
+        if self.budget.request_tokens is None:
+            return Fraction(0)
+        native = len(self.stages[stage]) * self.shape.pair_bytes(NATIVE_PAIR)
+        return Fraction(self.window.request_bytes(native), self.budget.request_tokens)
 
     def stage_costs(self, pairs: Sequence[PrecisionPair]) -> list[int]:
         """The cost of a configuration in each stage."""
@@ -172,7 +185,7 @@ class Constraint:
     def smallest(self, pairs: Sequence[PrecisionPair] | None = None) -> str:
         """The smallest budget, in the same unit, that holds `pairs`; by default 2 bits everywhere."""
         costs = self.stage_costs([SMALLEST_PAIR] * self.num_layers if pairs is None else pairs)
-        needed = max(cost / self._cost_of_unit(stage) for stage, cost in enumerate(costs))
+        needed = max((cost + self._window_cost(stage)) / self._cost_of_unit(stage) for stage, cost in enumerate(costs))
         return f"{_decimal(_rounded_up(needed))}{self.budget.unit}"
 
 

@@ -11,11 +11,11 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from kvtuner.errors import BudgetError, OptionError, SearchSpaceError
-from kvtuner.precision import FITS, Fit
+from kvtuner.precision import FITS, MAX_RESIDUAL_LENGTH, MAX_SINKS, ExactWindow, Fit
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kvtuner.calibration.sensitivity import ScoreName
     from kvtuner.tuner.samplers import SamplerName
@@ -49,6 +49,18 @@ def positive(text: str) -> int:
     if value < 1:
         raise OptionError(f"must be at least 1, not {value}")
     return value
+
+
+def tokens_up_to(most: int) -> Callable[[str], int]:
+    """A reader of a count of tokens from 0 to `most`."""
+
+    def read(text: str) -> int:
+        value = int(text)
+        if not 0 <= value <= most:
+            raise OptionError(f"must be within 0..{most} tokens, not {value}")
+        return value
+
+    return read
 
 
 def seed(text: str) -> int:
@@ -144,11 +156,28 @@ class MeasurementOptions:
     )
     symmetric: bool = option(False, "one grid around zero instead of minimum and scale")
     fit: Fit = option("minmax", "fit of every grid: to the range, or by least squares", choices=FITS)
+    residual_length: int = option(
+        0,
+        "last tokens of a request that are kept exactly too, beside their rows",
+        type=tokens_up_to(MAX_RESIDUAL_LENGTH),
+        metavar="TOKENS",
+    )
+    sinks: int = option(
+        0,
+        "first tokens of a request that are kept exactly too",
+        type=tokens_up_to(MAX_SINKS),
+        metavar="TOKENS",
+    )
     pairs: bool = option(False, "also measure the paper's e_o of all K/V pairs")
     seed: int = option(0, "seed of documents, offsets, labels, sampler and bootstrap", type=seed)
 
     def __post_init__(self) -> None:
         check_options(self)
+
+    @property
+    def window(self) -> ExactWindow:
+        """The exact window of everything that is measured."""
+        return ExactWindow(self.residual_length, self.sinks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvtuner.errors import RunFolderError
 from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval
+from kvtuner.precision import ExactWindow
 from kvtuner.report.layer_strip import LayerRow  # noqa: TC001 - pydantic looks it up to read the JSON
 
 if TYPE_CHECKING:
@@ -41,6 +42,13 @@ class BudgetOutcome:
     bf16_bytes_per_token: int
     tp_size: int = 1
     pp_size: int = 1
+    residual_length: int = 0
+    sinks: int = 0
+
+    @property
+    def window(self) -> ExactWindow:
+        """The tokens that are kept exactly beside their rows, which no figure above counts."""
+        return ExactWindow(self.residual_length, self.sinks)
 
     @property
     def ratio(self) -> float:

@@ -262,6 +262,18 @@ def test_gain_override_and_pairs_stand_in_table_page_and_summary(make_report: Ma
     assert ReportData.from_json(noted.to_json()) == noted
 
 
+def test_an_exact_window_is_shown_with_what_it_costs(make_report: MakeReport) -> None:
+    plain = make_report(2)
+    budget = replace(plain.budget, residual_length=32)
+    windowed = replace(plain, budget=budget)
+    cost = f"the last 32 tokens exact: {32 * budget.bf16_bytes_per_token:,} bytes per request"
+    assert cost in Page(page_text(windowed)).text and cost not in Page(page_text(plain)).text
+    assert "the last 32 tokens exact" in terminal_table(windowed)
+    assert f"{budget.effective_bits + 0.125:.3f} at 4k" in Page(page_text(windowed)).text
+    assert summary_json(windowed)["budget"]["residual_length"] == 32
+    assert ReportData.from_json(windowed.to_json()) == windowed
+
+
 def test_importing_the_report_loads_no_plotting_and_no_model_library() -> None:
     heavy = ["matplotlib", "torch", "transformers", "optuna", "scipy", "pydantic"]
     code = f"import sys, kvtuner.report.search_report; print([m for m in {heavy} if m in sys.modules])"

@@ -9,7 +9,7 @@ import pytest
 
 from kvtuner.errors import BudgetError, GeometryError
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import ALL_BITS, PrecisionPair, effective_bits, mean_bits, row_bytes
+from kvtuner.precision import ALL_BITS, ExactWindow, PrecisionPair, effective_bits, mean_bits, row_bytes
 from kvtuner.search_spaces.budget import Budget
 
 GEOMETRY = ModelGeometry(num_layers=7, num_attention_heads=8, num_kv_heads=4, head_dim=64, v_head_dim=32)
@@ -85,6 +85,20 @@ def test_text_that_is_no_budget_is_refused_with_the_forms(text: str) -> None:
 )
 def test_cap_is_the_budget_in_whole_units_of_cost(text: str, cap: int) -> None:
     assert Budget.parse(text).constraint(GEOMETRY).cap(0) == cap
+
+
+def test_memory_for_requests_of_a_known_length_holds_the_copies_of_their_window() -> None:
+    window, native = ExactWindow(32, 4), 4 * (64 + 32) * 2
+    memory = Budget.parse("1GiB@32x16k")
+    with_copies = memory.constraint(GEOMETRY, window=window)
+    assert with_copies.cap(0) == (2**30 - 32 * 36 * 7 * native) // (32 * 16 * 1024)
+    assert with_copies.cap(0) < memory.constraint(GEOMETRY).cap(0)
+    smallest = Budget.parse(with_copies.smallest()).constraint(GEOMETRY, window=window)
+    assert smallest.is_met([PrecisionPair(2, 2)] * 7)
+    for text in ("4bit", "4.5bpe", "35%", "2.5KiB/token"):
+        assert Budget.parse(text).constraint(GEOMETRY, window=window).cap(0) == Budget.parse(text).constraint(
+            GEOMETRY
+        ).cap(0)
 
 
 def test_mean_bits_count_payload_and_all_others_stored_bytes() -> None:

@@ -53,7 +53,9 @@ def calibration_options(options: MeasurementOptions, shape: ModelShape) -> Calib
         score=options.score,
         num_draws=options.fisher_draws,
         batch_size=options.batch_size,
-        quant=QuantizationOptions(options.k_group_size, options.v_group_size, options.symmetric, options.fit),
+        quant=QuantizationOptions(
+            options.k_group_size, options.v_group_size, options.symmetric, options.fit, options.window
+        ),
         with_pairs=options.pairs,
         seed=options.seed,
     )

@@ -133,6 +133,7 @@ def _constraint(options: SearchOptions, shape: ModelShape, budget: Budget) -> Co
         v_group_size=options.measurement.v_group_size,
         tp_size=options.tp_size,
         pp_size=options.pp_size,
+        window=options.measurement.window,
     )
     least = [kept.get(layer, SMALLEST_PAIR) for layer in range(geometry.num_layers)]
     if not constraint.is_met(least):
