@@ -1,4 +1,4 @@
-"""Keys or values of one layer as packed rows that grow. Knows nothing of models or read plans."""
+"""Keys or values of one layer as packed rows that grow, with copies beside them. Knows no models or read plans."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvtuner.errors import CacheError, ProfileError
+from kvtuner.precision import NO_WINDOW, ExactWindow
 
 if TYPE_CHECKING:
     from kvtuner.runtime_loader.row_format import RowFormat
@@ -78,12 +79,65 @@ def _allocate(like: Tensor, capacity: int) -> Tensor:
         return torch.empty((like.shape[0], capacity, *like.shape[2:]), dtype=like.dtype, device=like.device)
 
 
-class PackedSide:
-    """Keys, or values, of one layer."""
+class ExactCopies:
+    """The exact copies of one side beside its rows: of the first tokens and of the last, as far as they are at hand.
 
-    def __init__(self, row_format: RowFormat) -> None:
+    After a removal of the last tokens, those before them have copies only as far as they had some: others read rows.
+    """
+
+    def __init__(self, window: ExactWindow) -> None:
+        self.window = window
+        self._first: Tensor | None = None  # [batch, num_heads, sinks at most, head_dim]
+        self._last: Tensor | None = None  # [batch, num_heads, residual_length at most, head_dim]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(copies.nbytes for copies in (self._first, self._last) if copies is not None)
+
+    def append(self, states: Tensor) -> None:
+        """Take the next tokens, [batch, num_heads, tokens, head_dim]."""
+        if not self.window.num_tokens:
+            return
+        states = states.detach()
+        first = states if self._first is None else torch.cat((self._first, states), dim=2)
+        last = states if self._last is None else torch.cat((self._last, states), dim=2)
+        # Copied out, or a view would keep the whole chunk.
+        self._first = first[:, :, : self.window.sinks].clone()
+        self._last = last[:, :, max(last.shape[2] - self.window.residual_length, 0) :].clone()
+
+    def put_over(self, read: Tensor) -> Tensor:
+        """What the newest token reads of all tokens, given them as read from rows; that tensor is written over."""
+        for copies, start in ((self._first, 0), (self._last, read.shape[2])):
+            if copies is not None:
+                begin = start - copies.shape[2] if start else 0
+                read[:, :, begin : begin + copies.shape[2]] = copies
+        return read
+
+    def truncate(self, length: int, removed: int) -> None:
+        """Forget the last `removed` tokens, of which `length` remain."""
+        if self._first is not None and self._last is not None:
+            self._first = self._first[:, :, :length]
+            self._last = self._last[:, :, : max(self._last.shape[2] - removed, 0)]
+
+    def take(self, indices: Tensor) -> None:
+        """Replace the batch by its entries `indices`, integer or boolean."""
+        if self._first is not None and self._last is not None:
+            indices = indices.to(self._first.device)
+            self._first, self._last = self._first[indices], self._last[indices]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._first = self._last = None
+
+
+class PackedSide:
+    """Keys, or values, of one layer; a side of 16 bits needs no copies."""
+
+    def __init__(self, row_format: RowFormat, window: ExactWindow = NO_WINDOW) -> None:
         self.format = row_format
         self.buffer = TokenBuffer()
+        self.copies = ExactCopies(NO_WINDOW if row_format.spec is None else window)
 
     def check(self, states: Tensor) -> None:
         """Check that keys or values [batch, num_heads, tokens, head_dim] can be stored.
@@ -110,14 +164,33 @@ class PackedSide:
     def extend(self, states: Tensor, *, fresh_is_exact: bool) -> Tensor:
         """Store a chunk [batch, num_heads, tokens, head_dim] and return all tokens that its queries read, likewise.
 
-        With `fresh_is_exact` the chunk is read as it came; earlier tokens are always read from their rows.
+        With `fresh_is_exact` the chunk is read as it came; earlier tokens are always read from their rows, but for
+        those with a copy, which only a chunk of one token may read.
         """
         past = len(self.buffer)
         self.buffer.append(self.format.pack(states.transpose(1, 2)))
+        self.copies.append(states)
         if fresh_is_exact and past == 0:
             return states
         rows = self.buffer.rows
         assert rows is not None
         if not fresh_is_exact:
-            return self.format.unpack(rows, states.dtype).transpose(1, 2)
-        return torch.cat((self.format.unpack(rows[:, :past], states.dtype).transpose(1, 2), states), dim=2)
+            return self.copies.put_over(self.format.unpack(rows, states.dtype).transpose(1, 2))
+        read = torch.cat((self.format.unpack(rows[:, :past], states.dtype).transpose(1, 2), states), dim=2)
+        return self.copies.put_over(read)
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from `length` on."""
+        removed = max(len(self.buffer) - length, 0)
+        self.buffer.truncate(length)
+        self.copies.truncate(length, removed)
+
+    def take(self, indices: Tensor) -> None:
+        """Replace the batch by its entries `indices`, integer or boolean."""
+        self.buffer.take(indices)
+        self.copies.take(indices)
+
+    def clear(self) -> None:
+        """Forget everything and free the memory."""
+        self.buffer.clear()
+        self.copies.clear()

@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvtuner.errors import CacheError, ProfileError
+from kvtuner.errors import CacheError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
 from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id, public_name
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import PrecisionPair
+from kvtuner.precision import NO_WINDOW, ExactWindow, PrecisionPair
 from kvtuner.quant import QuantSpec
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
@@ -44,10 +44,11 @@ class KVTunerLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, layer_format: LayerFormat) -> None:
+    def __init__(self, layer_format: LayerFormat, window: ExactWindow = NO_WINDOW) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
-        self.k = PackedSide(layer_format.k)
-        self.v = PackedSide(layer_format.v)
+        self.k = PackedSide(layer_format.k, window)
+        self.v = PackedSide(layer_format.v, window)
+        self.window = window
 
     def __repr__(self) -> str:
         spec = self.k.format.spec
@@ -65,13 +66,30 @@ class KVTunerLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Store a chunk and return what its queries read, both [batch, num_kv_heads, tokens, channels].
 
-        Releases of transformers pass more arguments, which are not used. Errors are those of `PackedSide.check`.
+        Releases of transformers pass more arguments, which are not used. Errors are those of `PackedSide.check`, and a
+        `CacheError` for a chunk of several tokens that an exact window would have to read one by one.
         """
         self.lazy_initialization(key_states, value_states)
         is_first = self.get_seq_length() == 0
+        self._check_chunk(key_states.shape[2], read_plan)
         exact = read_plan == "hit" or (read_plan == "decode" and is_first)
         keys = self.k.extend(key_states, fresh_is_exact=exact)
         return keys, self.v.extend(value_states, fresh_is_exact=exact)
+
+    def reads_one_by_one(self, read_plan: ReadPlanName) -> bool:
+        """Whether the tokens of the next chunk read different copies, so that it must be of one token.
+
+        An exact first chunk reads nothing but itself.
+        """
+        is_exact = self.get_seq_length() == 0 and read_plan != "cache"
+        return self.window.residual_length > 0 and not is_exact
+
+    def _check_chunk(self, tokens: int, read_plan: ReadPlanName) -> None:
+        if tokens > 1 and self.reads_one_by_one(read_plan):
+            raise CacheError(
+                f"the cache keeps {self.window}, which every token counts from itself, but was given a chunk of"
+                f" {tokens} tokens after {self.get_seq_length()} by the read plan {read_plan}; give one token at a time"
+            )
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Length and offset of what the next `update` returns."""
@@ -91,8 +109,8 @@ class KVTunerLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything and free the memory."""
-        self.k.buffer.clear()
-        self.v.buffer.clear()
+        self.k.clear()
+        self.v.clear()
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -100,8 +118,8 @@ class KVTunerLayer(CacheLayerMixin):
         # In early releases of transformers 5 a positive one is the number of tokens to keep.
         rest = max(0, self.get_seq_length() + tokens_to_remove)
         kept = tokens_to_remove if tokens_to_remove > 0 else rest
-        self.k.buffer.truncate(kept)
-        self.v.buffer.truncate(kept)
+        self.k.truncate(kept)
+        self.v.truncate(kept)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let beam i continue what beam `beam_idx[i]` stored."""
@@ -109,8 +127,8 @@ class KVTunerLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these sequences of the batch."""
-        self.k.buffer.take(indices)
-        self.v.buffer.take(indices)
+        self.k.take(indices)
+        self.v.take(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence of the batch."""
@@ -128,6 +146,11 @@ class KVTunerCache(Cache):
       - ``hit``: every chunk is exact within itself, a chunk of one token included.
       - ``cache``: every chunk, the first too, reads its own tokens quantized. Only here does the result not
         depend on where chunks were cut.
+
+    The last and the first tokens of a profile's exact window are also kept as they came, and each token reads those
+    that its position has. So after the first chunk of ``decode``, and always by ``cache``, tokens are given one by one;
+    a longer chunk is refused, and so is one after the first by ``hit``. After a crop only copies at hand are read, so
+    that a result may depend, by any plan, on what was cropped. Sinks are the first tokens stored, padding included.
 
     16 bits mean the dtype that attention runs in: a bf16 or fp16 model stores exactly
     ``profile.bytes_per_token() * tokens * batch`` bytes; in a float32 model packed sides take as much as that
@@ -175,9 +198,8 @@ class KVTunerCache(Cache):
     @classmethod
     def stored_by(cls, profile: Profile, read_plan: ReadPlanName = "decode") -> Self:
         """An empty cache for the model of a profile, which nobody checks."""
-        if profile.window.num_tokens:
-            raise ProfileError(f"the profile has {profile.window}, which this cache cannot keep yet")
-        cache = cls([KVTunerLayer(layer) for layer in rank_formats(profile, range(len(profile.pairs)))], read_plan)
+        formats = rank_formats(profile, range(len(profile.pairs)))
+        cache = cls([KVTunerLayer(layer, profile.window) for layer in formats], read_plan)
         cache.num_calibrated_positions = calibrated_positions(profile) if _is_centered(profile) else None
         return cache
 
@@ -220,6 +242,21 @@ class KVTunerCache(Cache):
     def stored_bytes(self) -> int:
         """Bytes of the rows in use, all layers."""
         return sum(side.buffer.stored_bytes for layer in self._packed_layers for side in (layer.k, layer.v))
+
+    @property
+    def window(self) -> ExactWindow:
+        """The tokens that are also kept exactly."""
+        return self._packed_layers[0].window
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of the exact copies beside the rows, all layers."""
+        return sum(side.copies.stored_bytes for layer in self._packed_layers for side in (layer.k, layer.v))
+
+    @property
+    def reads_one_by_one(self) -> bool:
+        """Whether the next chunk must be of one token, since each token counts an exact window from itself."""
+        return self._packed_layers[0].reads_one_by_one(self.read_plan)
 
     @property
     def allocated_bytes(self) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.build import LayerQuantization
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.precision import Fit
+    from kvtuner.precision import ExactWindow, Fit
 
 # Read when libraries are first imported. No test may reach the network, and a second thread only gets in the way of
 # tensors this small: on a busy machine waiting for it takes a hundred times the work.
@@ -223,6 +223,7 @@ def profile_of() -> ProfileOf:
     from kvtuner.exported_configs.profile import records
     from kvtuner.exported_configs.profile.build import AskedBudget, build_profile
     from kvtuner.geometry import ModelGeometry
+    from kvtuner.precision import ExactWindow
 
     digest = "sha256:" + 64 * "0"
 
@@ -245,6 +246,7 @@ def profile_of() -> ProfileOf:
         symmetric: bool = False,
         fit: Fit = "minmax",
         last_position: int | None = None,
+        window: ExactWindow | None = None,
     ) -> Profile:
         geometry = ModelGeometry.from_config(config)
         architecture = (getattr(config, "architectures", None) or ["Tiny"])[0]
@@ -255,6 +257,7 @@ def profile_of() -> ProfileOf:
             v_group_size=group_size or geometry.v_head_dim,
             symmetric=symmetric,
             fit=fit,
+            window=window or ExactWindow(),
             model=records.ModelIdentity(
                 id="tiny", revision=None, config_sha256=digest, architecture=architecture, dtype="bfloat16"
             ),

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from kvtuner.calibration.model_loading import load_model
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench
-from kvtuner.errors import CorpusError, EndpointError, PrecisionError, RunFolderError
+from kvtuner.errors import CorpusError, EndpointError, OptionError, PrecisionError, RunFolderError
 from kvtuner.evaluation.backends.base import TextTokenizer
 from kvtuner.evaluation.backends.local_backend import LocalBackend
 from kvtuner.evaluation.backends.server_backend import server_backends
@@ -33,6 +33,7 @@ from kvtuner.exported_configs.profile.evaluation_record import (
     dump_evaluation,
     evaluation_path,
 )
+from kvtuner.exported_configs.profile.profile import NO_EXACT_COPIES
 from kvtuner.pipeline.eval_bench_options import AGAINST, EvalOptions
 from kvtuner.pipeline.profile_lookup import profile_of
 from kvtuner.pipeline.progress import say
@@ -148,11 +149,24 @@ class _EvaluationSession:
             raise PrecisionError(f"{unstored[0]} is no scheme to evaluate, such as fp8 or K8V8: nothing here stores it")
         searched: ReadPlanName = quality.read_plan if quality else "decode"
         self._read_plan = None if model.urls else options.read_plan or searched
+        self._check_window()
         for scheme in model.schemes:  # refuses what it cannot
             scheme.cache(model.shape.config, self._read_plan or "decode", model.shape.context_length)
         self._text = TextTokenizer(model.tokenizer)
         self._question_sets = _question_sets(model, self._text)
         _check_tasks(options)
+
+    def _check_window(self) -> None:
+        """Refuse an exact window where nothing reads it: on servers, and in chunks that are exact within themselves."""
+        window, options = self._model.profile.window, self._model.options
+        if window.num_tokens and self._model.urls:
+            raise OptionError(f"the profile has {window}: {NO_EXACT_COPIES}; leave --endpoint out")
+        asked = {*options.asked_levels, *(options.tasks or ())} - {"likelihood"}
+        if window.residual_length and self._read_plan == "hit" and asked:
+            raise OptionError(
+                f"the profile has {window}, which a cache here cannot read by the plan hit; give --read-plan decode, or"
+                " --levels likelihood, which is simulated"
+            )
 
     def cells(self) -> tuple[Sequence[Backend], list[Cell]]:
         """The backends, and all cells but samples."""

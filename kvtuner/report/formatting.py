@@ -49,10 +49,18 @@ def count(value: int | None) -> str:
     return NOT_MEASURED if value is None else f"{value:,}"
 
 
-def window_cost(window: ExactWindow, effective_bits: float, request_bytes: int) -> str:
-    """The cost of an exact window: bytes of a request, and stored bits of an element at two lengths of context."""
+def window_facts(window: ExactWindow, effective_bits: float, request_bytes: int) -> list[tuple[str, str]]:
+    """The cost of an exact window: bytes of a request, and stored bits of an element at two lengths of context.
+
+    Without a window there is nothing to say.
+    """
+    if not window.num_tokens:
+        return []
     bits = [f"{effective_bits + float(window.bits_at(n)):.3f} at {n // 1024}k" for n in WINDOW_CONTEXTS]
-    return f"{window}: {request_bytes:,} bytes per request; stored bits {', '.join(bits)}"
+    return [
+        ("window", f"{window}: {request_bytes:,} bytes per request"),
+        ("bits with window", f"{', '.join(bits)} tokens of context"),
+    ]
 
 
 def percent(share: float | None) -> str:

@@ -18,7 +18,7 @@ from kvtuner.report.formatting import (
     number,
     percent,
     printable,
-    window_cost,
+    window_facts,
 )
 from kvtuner.report.layer_strip import layer_table, profile_layers
 from kvtuner.report.table import Table
@@ -110,9 +110,7 @@ def _grid_text(defaults: KeyDefaults | ValueDefaults) -> str:
 
 def _window_facts(profile: Profile) -> list[tuple[str, str]]:
     """The exact window, if there is one."""
-    if not profile.window.num_tokens:
-        return []
-    return [("window", window_cost(profile.window, float(profile.effective_bits), profile.window_bytes()))]
+    return window_facts(profile.window, float(profile.effective_bits), profile.window_bytes())
 
 
 def _overview(profiles: Sequence[EvaluatedProfile]) -> Table:

@@ -6,7 +6,7 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.precision import tokens_per_gib
-from kvtuner.report.formatting import ascii_text, count, fixed, interval, number, percent, window_cost
+from kvtuner.report.formatting import ascii_text, count, fixed, interval, number, percent, window_facts
 from kvtuner.report.layer_strip import layer_table
 from kvtuner.report.search_data import SCORE_TITLES, rank_text
 from kvtuner.report.table import Table
@@ -105,9 +105,8 @@ def _outcome(data: ReportData) -> list[tuple[str, str]]:
 def _remarks(data: ReportData) -> list[tuple[str, str]]:
     """The exact window and the findings of the search, by name; only what there is."""
     rows, budget = [], data.budget
-    if budget.window.num_tokens:
-        request_bytes = budget.window.request_bytes(budget.bf16_bytes_per_token)
-        rows.append(("window", window_cost(budget.window, budget.effective_bits, request_bytes)))
+    request_bytes = budget.window.request_bytes(budget.bf16_bytes_per_token)
+    rows += window_facts(budget.window, budget.effective_bits, request_bytes)
     if data.uniform_winner is not None:
         rows.append(("winner", f"uniform {data.uniform_winner}: better than the searched one on the report split"))
     if data.gain is not None:

@@ -12,12 +12,11 @@ from kvtuner.errors import ServingError
 from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.exported_configs.profile.profile import NO_EXACT_COPIES
 from kvtuner.exported_configs.sharing.catalogue import choose
 from kvtuner.exported_configs.sharing.reference import FileReference, check_digest, find_profile, parse_reference
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import PrecisionPair
-from kvtuner.runtime_loader.model_check import check_model
+from kvtuner.runtime_loader.model_check import check_model, check_pool
 from kvtuner.runtime_loader.sglang.compat.model import refuse_other_pools
 from kvtuner.runtime_loader.sglang.request import PROFILE_VARIABLE, REQUEST_VARIABLE
 from kvtuner.supported_models import refuse_other_caches
@@ -103,8 +102,7 @@ class LoadedRequest:
         refuse_other_pools(model_config)
         if self.named_profile is not None:
             check_model(self.named_profile, config)
-            if self.named_profile.window.num_tokens:
-                raise ServingError(f"the profile has {self.named_profile.window}: {NO_EXACT_COPIES}")
+            check_pool(self.named_profile)
             return self.named_profile
         uniform = self.request.uniform
         assert uniform is not None

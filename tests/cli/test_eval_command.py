@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
+from kvtuner.exported_configs.profile.build import dump_profile
+from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.run_folder import sha256_of
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
@@ -255,6 +258,34 @@ def test_refusals(evaluate: Evaluate, run: RunCommand, model_folder: ModelFolder
     status, _, err = run("eval", tmp_path / "nothing.json")
     assert status == 2
     assert "cannot be read" in err
+
+
+def test_a_profile_with_a_window_is_evaluated_here_and_refused_where_nothing_reads_it(
+    evaluate: Evaluate, tmp_path: Path
+) -> None:
+    file = tmp_path / "profile.json"
+    plain = load_profile(file)
+    fits = {side: getattr(plain.defaults, side).model_copy(update={"fit": "minmax"}) for side in ("k", "v")}
+    update = {"schema_version": 2, "residual_length": 24, "defaults": plain.defaults.model_copy(update=fits)}
+    windowed = plain.model_copy(update=update)
+    stored = (windowed.layout, windowed.geometry, windowed.defaults, windowed.layers)
+    digest = sha256_of(hashed_content(*stored, windowed.window))
+    flags = ("--levels", "likelihood,recall", "--lengths", "48", "--problems", "2", "--questions", "2")
+    kls = []
+    for profile in (plain, windowed.model_copy(update={"digest": digest})):
+        file.write_bytes(dump_profile(profile))
+        status, evaluation, err, _ = evaluate(*flags, "--against", "fp8")
+        assert status == 0, err
+        cells = results(evaluation, "likelihood", "kl_nats_per_token")
+        kls.append({name: cell["mean"] for name, cell in next(iter(cells.values())).items()})
+    assert kls[1]["profile"] < 0.8 * kls[0]["profile"]
+    assert kls[1]["fp8"] == kls[0]["fp8"]
+    for refused, complaint in (
+        (("--endpoint", "http://127.0.0.1:9"), "no server keeps exact copies"),
+        (("--read-plan", "hit"), "cannot read by the plan hit"),
+    ):
+        status, _, err, _ = evaluate(*refused, as_json=False)
+        assert status == 2 and complaint in err
 
 
 SERVER = ("--endpoint", "http://127.0.0.1:9")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.backends.base import Backend, HitCount, TextTokenizer
 from kvtuner.exported_configs.profile.evaluation_record import BackendRecord
+from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,11 +52,15 @@ class LocalBackend(Backend):
         cache = self._cache()
         context = self._text.context(problem.context)
         self._step(context, cache, offset)
+        has_window = isinstance(cache, KVTunerCache) and cache.window.num_tokens > 0
         answers: list[str | None] = []
         for question in problem.questions:
             ids = self._text.after(problem.context, question.text)
-            answers.append(self._continue(ids, cache, offset, question.max_tokens, question.is_answered))
-            cache.crop(len(context) - cache.get_seq_length())
+            # A crop would leave the context without the copies that the question took the place of.
+            asked = copy.deepcopy(cache) if has_window else cache
+            answers.append(self._continue(ids, asked, offset, question.max_tokens, question.is_answered))
+            if not has_window:
+                cache.crop(len(context) - cache.get_seq_length())
         return answers
 
     def continuation(self, prompt: Sequence[int], num_tokens: int) -> str:
@@ -113,6 +119,8 @@ class LocalBackend(Backend):
     @torch.no_grad()
     def _logits(self, ids: Sequence[int], cache: Any, offset: int, kept: int) -> torch.Tensor:
         """The logits of the last `kept` tokens, [kept, vocab_size]."""
+        if len(ids) > 1 and self._read_plan != "hit" and isinstance(cache, KVTunerCache) and cache.reads_one_by_one:
+            return torch.cat([self._logits([token], cache, offset, 1) for token in ids])[-kept:]
         first = cache.get_seq_length()
         device = next(iter(self._model.get_input_embeddings().parameters())).device
         tokens = torch.tensor([list(ids)], device=device)

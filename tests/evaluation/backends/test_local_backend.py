@@ -15,6 +15,7 @@ from kvtuner.evaluation.cache_scheme import CacheScheme, ProfileScheme
 from kvtuner.evaluation.scheme_registry import named_scheme
 from kvtuner.evaluation.tasks.recall_and_needles import Problem, Question
 from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.precision import ExactWindow
 from kvtuner.quant import QuantSpec
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
@@ -50,6 +51,25 @@ def test_answers_do_not_depend_on_what_was_asked_before(read_plan: Any, load_tin
         answers = backend.answers(asking(*ASKED))
         assert answers == [backend.answers(asking(text))[0] for text in ASKED]
         assert answers[0] == answers[2]
+
+
+@pytest.mark.parametrize("read_plan", ["decode", "cache"])
+@pytest.mark.parametrize("window", [ExactWindow(6), ExactWindow(3, 2), ExactWindow(0, 4)], ids=str)
+def test_answers_beside_a_window_do_not_depend_on_what_was_asked_before(
+    window: ExactWindow, read_plan: Any, load_tiny: LoadTiny, profile_of: ProfileOf
+) -> None:
+    loaded = load_tiny("llama-gqa")
+    profile = profile_of(loaded.shape.config, [LayerQuantization(2, 2)] * 3, window=window)
+    backend = LocalBackend(loaded, ProfileScheme.of("own", profile), read_plan)
+    answers = backend.answers(asking(*ASKED))
+    assert answers == [backend.answers(asking(text))[0] for text in ASKED]
+    ids = list(range(5, 25))
+    likelihood, _ = backend.log_likelihood(ids[:9], ids[9:])
+    without = ProfileScheme.of("own", profile_of(loaded.shape.config, [LayerQuantization(2, 2)] * 3))
+    assert likelihood != LocalBackend(loaded, without, read_plan).log_likelihood(ids[:9], ids[9:])[0]
+    assert backend.continuation(ids, 6) == LocalBackend(
+        loaded, ProfileScheme.of("own", profile), read_plan
+    ).continuation(ids, 6)
 
 
 @pytest.mark.parametrize(

@@ -141,11 +141,7 @@ def profiles() -> dict[str, Profile]:
             [LayerQuantization(4, 2), LayerQuantization(2, 4, transform("hadamard", 1, 64))],
             fit="least_squares",
         ),
-        "window": make(
-            small,
-            [LayerQuantization(4, 2), LayerQuantization(16, 4)],
-            window=ExactWindow(residual_length=32, sinks=4),
-        ),
+        "window": make(small, [LayerQuantization(4, 2), LayerQuantization(16, 4)], window=ExactWindow(32, 4)),
         "groups": make(
             ModelGeometry(2, 8, 2, 64, 64),
             [LayerQuantization(4, 2), LayerQuantization(2, 4)],
@@ -346,7 +342,6 @@ def invalid() -> Iterator[tuple[str, bool, bytes]]:
         ("fit-absent-of-one-side", False, changed(fitted, "defaults.v.fit", ...)),
         ("residual-length-before-its-version", True, changed(base, "residual_length", 32)),
         ("residual-length-too-long", True, changed(window, "residual_length", 1025)),
-        ("residual-length-negative", True, changed(window, "residual_length", -1)),
         ("residual-length-not-an-integer", True, changed(window, "residual_length", 32.0)),
         ("sinks-before-their-version", True, changed(base, "sinks", 4)),
         ("sinks-too-many", True, changed(window, "sinks", 65)),

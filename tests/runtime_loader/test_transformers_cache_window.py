@@ -1,0 +1,252 @@
+"""Caches with an exact window: against an uncached forward that picks what each query reads exactly, in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+
+from kvtuner.calibration.batches import Batch
+from kvtuner.calibration.forward.attention_hook import register_hook
+from kvtuner.calibration.forward.chain import DecoderChain
+from kvtuner.calibration.forward.read_plan import ReadPlan
+from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
+from kvtuner.errors import CacheError
+from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.exported_configs.profile.profile import Profile
+from kvtuner.geometry import ModelGeometry
+from kvtuner.precision import ExactWindow
+from kvtuner.read_plan_names import READ_PLANS
+from kvtuner.runtime_loader.transformers_cache import KVTunerCache
+
+ModelOf = Callable[[str, torch.dtype], PreTrainedModel]
+ProfileOf = Callable[..., Profile]
+
+PROMPT, TOKENS = 11, 29
+WINDOWS = (
+    ExactWindow(1),
+    ExactWindow(5),
+    ExactWindow(PROMPT + 2),
+    ExactWindow(0, 3),
+    ExactWindow(4, 2),
+    ExactWindow(64),
+)
+LAYERS = [LayerQuantization(2, 4), LayerQuantization(4, 16)]
+ORACLE = "test-window-oracle"
+TOLERANCE = 1e-9  # both sides run the same float32 quantizer on float64 activations
+
+
+def prompt(batch: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def steps(read_plan: str) -> list[int]:
+    """The cuts of a prompt and single tokens after it; by `cache` the prompt is read token by token too."""
+    return list(range(TOKENS + 1)) if read_plan == "cache" else [0, *range(PROMPT, TOKENS + 1)]
+
+
+def exact_reads(read_plan: str, window: ExactWindow, tokens: int = TOKENS) -> Tensor:
+    """Mark the (query, key) pairs that are exact, [tokens, tokens], in the words of the design."""
+    query, key = torch.arange(tokens)[:, None], torch.arange(tokens)[None, :]
+    exact = (query - key < window.residual_length) | (key < window.sinks)
+    if read_plan != "cache":
+        exact = exact | (query < PROMPT)
+    return exact | (query == key) if read_plan == "hit" else exact
+
+
+def simulate(profile: Profile, layer: int, side: Any, x: Tensor) -> Tensor:
+    """Keys or values [batch, heads, tokens, head_dim] as they are read back."""
+    spec = profile.quant_spec(layer, side)
+    return x if spec is None else spec.simulate(x.transpose(1, 2)).transpose(1, 2).to(x.dtype)
+
+
+def uncached_logits(model: PreTrainedModel, tokens: Tensor, profile: Profile, exact: Tensor) -> Tensor:
+    """One forward over the whole sequence, in which attention itself mixes exact and quantized reads."""
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, _: Any, **rest: Any) -> tuple[Tensor, None]:
+        layer, group = module.layer_idx, q.shape[1] // k.shape[1]
+        reads = [(k, v), (simulate(profile, layer, "k", k), simulate(profile, layer, "v", v))]
+        (k1, v1), (k2, v2) = [[x.repeat_interleave(group, dim=1) for x in pair] for pair in reads]
+        scores = torch.where(exact, q @ k1.mT, q @ k2.mT) * rest["scaling"]
+        weights = scores.masked_fill(torch.ones_like(exact).triu(1), -torch.inf).softmax(-1)
+        return ((weights * exact) @ v1 + (weights * ~exact) @ v2).transpose(1, 2), None
+
+    AttentionInterface.register(ORACLE, attention)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(ORACLE)
+    try:
+        return model(tokens, use_cache=False).logits
+    finally:
+        model.set_attn_implementation(before)
+
+
+def logits_in_chunks(model: PreTrainedModel, cache: Any, tokens: Tensor, cuts: Sequence[int]) -> Tensor:
+    return torch.cat([model(tokens[:, a:b], past_key_values=cache).logits for a, b in pairwise(cuts)], dim=1)
+
+
+class WindowedReads(DynamicCache):
+    """Keeps exact keys and values and returns what one query reads: the behaviour without its storage."""
+
+    def __init__(self, profile: Profile) -> None:
+        super().__init__()
+        self.profile = profile
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        past = self.get_seq_length(layer_idx)
+        both = super().update(k, v, layer_idx, *args, **kwargs)
+        if not past:
+            return both
+        mask = exact_reads("cache", self.profile.window, past + 1)[-1][:, None]
+        return tuple(
+            torch.where(mask, x, simulate(self.profile, layer_idx, side, x)) for side, x in zip("kv", both, strict=True)
+        )
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("read_plan", READ_PLANS)
+def test_each_token_reads_the_window_of_its_position_exactly_and_the_rest_from_rows(
+    read_plan: Any, window: ExactWindow, model_name: str, model_of: ModelOf, profile_of: ProfileOf
+) -> None:
+    model, tokens = model_of(model_name, torch.float64), prompt(2, TOKENS)
+    profile = profile_of(model.config, LAYERS, window=window)
+    cache = KVTunerCache.from_profile(profile, model.config, read_plan)
+    found = logits_in_chunks(model, cache, tokens, steps(read_plan))
+    expected = uncached_logits(model, tokens, profile, exact_reads(read_plan, window))
+    assert (found - expected).abs().max() <= TOLERANCE
+    off_by_one = ExactWindow(window.residual_length + 1, window.sinks)
+    if window.residual_length < TOKENS and (read_plan, window) != ("hit", ExactWindow(0, 3)):
+        other = uncached_logits(model, tokens, profile, exact_reads(read_plan, off_by_one))
+        assert (found - other).abs().max() > 1e-3, "the test would not see a window that is off by one"
+
+
+@pytest.mark.parametrize("window", [ExactWindow(5), ExactWindow(PROMPT + 2, 3)], ids=str)
+@pytest.mark.parametrize("read_plan", ["decode", "cache"])
+def test_the_cache_diverges_as_the_simulator_says(
+    read_plan: Any, window: ExactWindow, model_name: str, model_of: ModelOf, profile_of: ProfileOf
+) -> None:
+    model, tokens = copy.deepcopy(model_of(model_name, torch.float64)), prompt(1, TOKENS)
+    profile = profile_of(model.config, LAYERS, window=window)
+    exact = model(tokens, use_cache=False).logits.log_softmax(-1)
+    cache = KVTunerCache.from_profile(profile, model.config, read_plan)
+    read = logits_in_chunks(model, cache, tokens, steps(read_plan)).log_softmax(-1)
+    model.set_attn_implementation(register_hook())
+    chain = DecoderChain(model, ModelGeometry.from_config(model.config))
+    plan = ReadPlan(read_plan, 0 if read_plan == "cache" else PROMPT)
+    specs = {
+        layer: LayerSpec(profile.quant_spec(layer, "k"), profile.quant_spec(layer, "v"), profile.window)
+        for layer in range(2)
+    }
+    batch = Batch(0, tokens, torch.arange(TOKENS).unsqueeze(0))
+    scores = Simulator(chain, [batch], plan).measure(specs)
+    kl = (exact.exp() * (exact - read)).sum(-1)[:, plan.split :]
+    assert kl.mean() > 1e-3
+    torch.testing.assert_close(scores.kl, kl, rtol=1e-3, atol=1e-6)  # the simulator compares logits in float32
+
+
+def test_after_a_crop_only_copies_at_hand_are_read(model_of: ModelOf, profile_of: ProfileOf) -> None:
+    model, tokens = model_of("llama-gqa-64", torch.float64), prompt(2, TOKENS)
+    # Sinks are first tokens again, where a crop took some.
+    for window, kept, is_lost in (
+        (ExactWindow(5, 2), 17, True),
+        (ExactWindow(5, 4), 3, False),
+        (ExactWindow(), 17, False),
+    ):
+        profile = profile_of(model.config, LAYERS, window=window)
+        cache = KVTunerCache.from_profile(profile, model.config, "cache")
+        logits_in_chunks(model, cache, tokens, range(21))
+        cache.crop(kept - 20)
+        found = logits_in_chunks(model, cache, tokens[:, kept:], range(TOKENS - kept + 1))
+        at_hand = exact_reads("cache", window)
+        # The copies at the crop were of tokens 15 to 19 and the sinks.
+        lost = torch.arange(TOKENS)[None, :].lt(15) & torch.arange(TOKENS)[None, :].ge(window.sinks)
+        lost = lost & torch.arange(TOKENS)[None, :].lt(kept) & torch.arange(TOKENS)[:, None].ge(kept)
+        expected = uncached_logits(model, tokens, profile, at_hand & ~lost)
+        unbroken = uncached_logits(model, tokens, profile, at_hand)
+        # Tokens before the crop read their whole window; those after it, only what was at hand.
+        assert (found - expected[:, kept:]).abs().max() <= TOLERANCE
+        assert bool((found - unbroken[:, kept:]).abs().max() > 1e-3) == is_lost
+
+
+def test_selections_copies_and_resets_take_the_window_along(model_of: ModelOf, profile_of: ProfileOf) -> None:
+    model, tokens = model_of("llama-gqa-64", torch.float64), prompt(2, TOKENS)
+    profile = profile_of(model.config, LAYERS, window=ExactWindow(5, 2))
+    cache = KVTunerCache.from_profile(profile, model.config)
+    cuts = steps("decode")
+    logits_in_chunks(model, cache, tokens[:, :20], [cut for cut in cuts if cut <= 20])
+    later = tokens[:, 20:]
+    expected = logits_in_chunks(model, copy.deepcopy(cache), later, range(TOKENS - 19))
+    for turn, rows in (
+        (lambda turned: turned.batch_repeat_interleave(2), [0, 0, 1, 1]),
+        (lambda turned: turned.batch_select_indices(torch.tensor([1])), [1]),
+        (lambda turned: turned.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+    ):
+        turned = copy.deepcopy(cache)
+        turn(turned)
+        found = logits_in_chunks(model, turned, later[rows], range(TOKENS - 19))
+        assert (found - expected[rows]).abs().max() <= TOLERANCE
+    heads, channels = 2, 64
+    assert cache.window_bytes == 3 * 7 * 2 * heads * channels * 8  # three packed sides, 7 tokens, batch of 2, float64
+    without = KVTunerCache.from_profile(profile_of(model.config, LAYERS), model.config)
+    logits_in_chunks(model, without, tokens[:, :20], (0, 20))
+    assert (cache.stored_bytes, without.window_bytes) == (without.stored_bytes, 0)
+    cache.reset()
+    assert (cache.stored_bytes, cache.window_bytes) == (0, 0)
+    again = logits_in_chunks(model, cache, tokens, cuts)
+    assert (again[:, 20:] - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beams"])
+def test_generate_reads_the_window(options: Any, model_of: ModelOf, profile_of: ProfileOf) -> None:
+    model, tokens = model_of("llama-gqa-64", torch.float64), prompt(2, 13)
+    profile = profile_of(model.config, LAYERS, window=ExactWindow(6, 1))
+
+    def generate(cache: Any) -> Any:
+        return model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            past_key_values=cache,
+            max_new_tokens=24,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **options,
+        )
+
+    found, expected = generate(KVTunerCache.from_profile(profile, model.config)), generate(WindowedReads(profile))
+    assert torch.equal(found.sequences, expected.sequences)
+    for left, right in zip(found.logits, expected.logits, strict=True):
+        assert (left - right).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize(("read_plan", "first"), [("cache", 0), ("decode", 4), ("hit", 4)])
+def test_a_chunk_whose_tokens_would_read_different_copies_is_refused_and_stores_nothing(
+    read_plan: Any, first: int, model_of: ModelOf, profile_of: ProfileOf
+) -> None:
+    model, tokens = model_of("llama-gqa-64", torch.float64), prompt(1, 12)
+    profile = profile_of(model.config, [LayerQuantization(16, 16), LayerQuantization(4, 4)], window=ExactWindow(5))
+    cache = KVTunerCache.from_profile(profile, model.config, read_plan)
+    if first:
+        model(tokens[:, :first], past_key_values=cache)
+    assert cache.reads_one_by_one
+    with pytest.raises(CacheError, match=f"a chunk of 3 tokens after {first} by the read plan {read_plan}; give one"):
+        model(tokens[:, first : first + 3], past_key_values=cache)
+    assert cache.get_seq_length() == first
+    only_sinks = profile_of(model.config, LAYERS, window=ExactWindow(0, 3))
+    cache = KVTunerCache.from_profile(only_sinks, model.config, read_plan)
+    found = logits_in_chunks(model, cache, tokens, (0, 4, 12))
+    singles = KVTunerCache.from_profile(only_sinks, model.config, read_plan)
+    if read_plan == "decode":
+        expected = logits_in_chunks(model, singles, tokens, (0, *range(4, 13)))
+        assert (found - expected).abs().max() <= TOLERANCE
