@@ -40,7 +40,7 @@ def make_again(run: RunCommand, name: str, model: str, out: Path) -> dict[str, A
     return profile
 
 
-def compare(name: str, again: dict[str, Any]) -> None:
+def assert_made_again(name: str, again: dict[str, Any]) -> None:
     committed = json.loads(catalogue_file(name).read_text(encoding="utf-8"))
     for field in ("geometry", "defaults", "budget", "layout"):
         assert again[field] == committed[field]
@@ -80,4 +80,4 @@ def test_every_profile_is_made_again(run: RunCommand, tmp_path: Path, model: str
     if model == "demo-outliers":
         place = str(tmp_path / model)
         make_twin("demo", tmp_path / model)
-    compare(f"{model}-{budget}", make_again(run, f"{model}-{budget}", place, tmp_path / "run"))
+    assert_made_again(f"{model}-{budget}", make_again(run, f"{model}-{budget}", place, tmp_path / "run"))

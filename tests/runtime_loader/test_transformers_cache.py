@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from uncached_forward import logits_in_chunks, simulate, uncached_logits
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.exported_configs.profile.profile import Profile
@@ -39,7 +40,6 @@ KEY_TRANSFORMS = (
 ALL_PAIRS = tuple(product(ALL_BITS, ALL_BITS))
 TWO_LAYERS = tuple(zip(ALL_PAIRS, reversed(ALL_PAIRS), strict=True))[: len(ALL_PAIRS) // 2]
 CUTS = (0, 11, 12, 13, 20, 21, 37)
-ORACLE = "test-oracle"
 # Both sides run the same float32 quantizer on float64 activations, so codes are equal and float64 error is left.
 TOLERANCE = 1e-9
 
@@ -58,11 +58,6 @@ def specs_of(layers: Sequence[LayerQuantization], group_size: int | None, symmet
     ]
 
 
-def simulate(spec: QuantSpec | None, x: Tensor) -> Tensor:
-    """Quantize and read back keys or values [batch, heads, tokens, head_dim]."""
-    return x if spec is None else spec.simulate(x.transpose(1, 2)).transpose(1, 2).to(x.dtype)
-
-
 def exact_reads(read_plan: str, cuts: Sequence[int]) -> Tensor:
     """Mark the (query, key) pairs that are exact, [tokens, tokens]: the design's read plans, chunk by chunk."""
     chunk = torch.zeros(cuts[-1], dtype=torch.long)
@@ -70,33 +65,6 @@ def exact_reads(read_plan: str, cuts: Sequence[int]) -> Tensor:
         chunk[start:stop] = number
     same = chunk[:, None] == chunk[None, :]
     return {"decode": same & (chunk == 0)[:, None], "hit": same, "cache": torch.zeros_like(same)}[read_plan]
-
-
-def uncached_logits(model: PreTrainedModel, tokens: Tensor, specs: list[dict[str, Any]], exact: Tensor) -> Tensor:
-    """One forward over the whole sequence, in which attention itself mixes exact and quantized reads."""
-
-    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, _: Any, **rest: Any) -> tuple[Tensor, None]:
-        spec, group = specs[module.layer_idx], q.shape[1] // k.shape[1]
-        reads = [(k, v), (simulate(spec["k"], k), simulate(spec["v"], v))]
-        (k1, v1), (k2, v2) = [[x.repeat_interleave(group, dim=1) for x in pair] for pair in reads]
-        scores = torch.where(exact, q @ k1.mT, q @ k2.mT) * rest["scaling"]
-        future = torch.ones_like(exact).triu(1)
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-        out = (weights * exact) @ v1 + (weights * ~exact) @ v2
-        return out.transpose(1, 2), None
-
-    AttentionInterface.register(ORACLE, attention)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(ORACLE)
-    try:
-        return model(tokens, use_cache=False).logits
-    finally:
-        model.set_attn_implementation(before)
-
-
-def logits_in_chunks(model: PreTrainedModel, cache: Any, tokens: Tensor, cuts: Sequence[int]) -> Tensor:
-    chunks = [model(tokens[:, a:b], past_key_values=cache).logits for a, b in pairwise(cuts)]
-    return torch.cat(chunks, dim=1)
 
 
 class SimulatedCache(DynamicCache):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from uncached_forward import logits_in_chunks, simulate, uncached_logits
 
 from kvtuner.calibration.batches import Batch
 from kvtuner.calibration.forward.attention_hook import register_hook
@@ -21,7 +21,7 @@ from kvtuner.errors import CacheError
 from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import ExactWindow
+from kvtuner.precision import SIDES, ExactWindow
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
@@ -38,7 +38,6 @@ WINDOWS = (
     ExactWindow(64),
 )
 LAYERS = [LayerQuantization(2, 4), LayerQuantization(4, 16)]
-ORACLE = "test-window-oracle"
 TOLERANCE = 1e-9  # both sides run the same float32 quantizer on float64 activations
 
 
@@ -60,34 +59,8 @@ def exact_reads(read_plan: str, window: ExactWindow, tokens: int = TOKENS) -> Te
     return exact | (query == key) if read_plan == "hit" else exact
 
 
-def simulate(profile: Profile, layer: int, side: Any, x: Tensor) -> Tensor:
-    """Keys or values [batch, heads, tokens, head_dim] as they are read back."""
-    spec = profile.quant_spec(layer, side)
-    return x if spec is None else spec.simulate(x.transpose(1, 2)).transpose(1, 2).to(x.dtype)
-
-
-def uncached_logits(model: PreTrainedModel, tokens: Tensor, profile: Profile, exact: Tensor) -> Tensor:
-    """One forward over the whole sequence, in which attention itself mixes exact and quantized reads."""
-
-    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, _: Any, **rest: Any) -> tuple[Tensor, None]:
-        layer, group = module.layer_idx, q.shape[1] // k.shape[1]
-        reads = [(k, v), (simulate(profile, layer, "k", k), simulate(profile, layer, "v", v))]
-        (k1, v1), (k2, v2) = [[x.repeat_interleave(group, dim=1) for x in pair] for pair in reads]
-        scores = torch.where(exact, q @ k1.mT, q @ k2.mT) * rest["scaling"]
-        weights = scores.masked_fill(torch.ones_like(exact).triu(1), -torch.inf).softmax(-1)
-        return ((weights * exact) @ v1 + (weights * ~exact) @ v2).transpose(1, 2), None
-
-    AttentionInterface.register(ORACLE, attention)
-    before = model.config._attn_implementation
-    model.set_attn_implementation(ORACLE)
-    try:
-        return model(tokens, use_cache=False).logits
-    finally:
-        model.set_attn_implementation(before)
-
-
-def logits_in_chunks(model: PreTrainedModel, cache: Any, tokens: Tensor, cuts: Sequence[int]) -> Tensor:
-    return torch.cat([model(tokens[:, a:b], past_key_values=cache).logits for a, b in pairwise(cuts)], dim=1)
+def specs_of(profile: Profile) -> list[dict[str, Any]]:
+    return [{side: profile.quant_spec(layer, side) for side in SIDES} for layer in range(len(profile.pairs))]
 
 
 class WindowedReads(DynamicCache):
@@ -95,16 +68,16 @@ class WindowedReads(DynamicCache):
 
     def __init__(self, profile: Profile) -> None:
         super().__init__()
-        self.profile = profile
+        self.window, self.specs = profile.window, specs_of(profile)
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         past = self.get_seq_length(layer_idx)
         both = super().update(k, v, layer_idx, *args, **kwargs)
         if not past:
             return both
-        mask = exact_reads("cache", self.profile.window, past + 1)[-1][:, None]
+        mask = exact_reads("cache", self.window, past + 1)[-1][:, None]
         return tuple(
-            torch.where(mask, x, simulate(self.profile, layer_idx, side, x)) for side, x in zip("kv", both, strict=True)
+            torch.where(mask, x, simulate(self.specs[layer_idx][side], x)) for side, x in zip("kv", both, strict=True)
         )
 
 
@@ -123,11 +96,11 @@ def test_each_token_reads_the_window_of_its_position_exactly_and_the_rest_from_r
     profile = profile_of(model.config, LAYERS, window=window)
     cache = KVTunerCache.from_profile(profile, model.config, read_plan)
     found = logits_in_chunks(model, cache, tokens, steps(read_plan))
-    expected = uncached_logits(model, tokens, profile, exact_reads(read_plan, window))
+    expected = uncached_logits(model, tokens, specs_of(profile), exact_reads(read_plan, window))
     assert (found - expected).abs().max() <= TOLERANCE
     off_by_one = ExactWindow(window.residual_length + 1, window.sinks)
     if window.residual_length < TOKENS and (read_plan, window) != ("hit", ExactWindow(0, 3)):
-        other = uncached_logits(model, tokens, profile, exact_reads(read_plan, off_by_one))
+        other = uncached_logits(model, tokens, specs_of(profile), exact_reads(read_plan, off_by_one))
         assert (found - other).abs().max() > 1e-3, "the test would not see a window that is off by one"
 
 
@@ -172,8 +145,8 @@ def test_after_a_crop_only_copies_at_hand_are_read(model_of: ModelOf, profile_of
         # The copies at the crop were of tokens 15 to 19 and the sinks.
         lost = torch.arange(TOKENS)[None, :].lt(15) & torch.arange(TOKENS)[None, :].ge(window.sinks)
         lost = lost & torch.arange(TOKENS)[None, :].lt(kept) & torch.arange(TOKENS)[:, None].ge(kept)
-        expected = uncached_logits(model, tokens, profile, at_hand & ~lost)
-        unbroken = uncached_logits(model, tokens, profile, at_hand)
+        expected = uncached_logits(model, tokens, specs_of(profile), at_hand & ~lost)
+        unbroken = uncached_logits(model, tokens, specs_of(profile), at_hand)
         # Tokens before the crop read their whole window; those after it, only what was at hand.
         assert (found - expected[:, kept:]).abs().max() <= TOLERANCE
         assert bool((found - unbroken[:, kept:]).abs().max() > 1e-3) == is_lost

@@ -100,8 +100,14 @@ def double(make_model: Callable[..., Any]) -> Callable[[str], Any]:
     return make
 
 
-@pytest.mark.parametrize("window", [NO_WINDOW, ExactWindow(5), ExactWindow(SPLIT + 2, 2), ExactWindow(0, 3)], ids=str)
-@pytest.mark.parametrize("name", READ_PLANS)
+WINDOWS = (NO_WINDOW, ExactWindow(5), ExactWindow(SPLIT + 2, 2), ExactWindow(0, 3))
+# The queries of one chunk of `hit` read different copies, which this host cannot give: test_read_plan.py has that.
+PLANS_AND_WINDOWS = [
+    (name, window) for name in READ_PLANS for window in WINDOWS if name != "hit" or window == NO_WINDOW
+]
+
+
+@pytest.mark.parametrize(("name", "window"), PLANS_AND_WINDOWS, ids=str)
 @pytest.mark.parametrize("model", ["qwen2-bias", "head-dim-80"])
 def test_simulation_is_a_teacher_forced_run_on_a_quantized_cache(
     model: str,
@@ -111,8 +117,6 @@ def test_simulation_is_a_teacher_forced_run_on_a_quantized_cache(
     chain_over: Callable[..., DecoderChain],
     random_batches: RandomBatches,
 ) -> None:
-    if name == "hit" and window.num_tokens:
-        pytest.skip("the queries of one chunk read different copies: test_read_plan.py has it")
     plan, (batch,) = plan_of(name), random_batches(2, TOKENS, batch_size=2)
     chain = chain_over(double(model))
     constants = measure_constants(chain, [batch])
