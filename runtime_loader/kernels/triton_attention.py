@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 import triton
 
+from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.kernels import NAME, launch
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
@@ -16,6 +17,7 @@ from kvtuner.runtime_loader.kernels.launch_settings import Device
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvtuner.runtime_loader.exact_ring import ExactRing, NewTokens, WindowReads
     from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch
     from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
 
@@ -29,6 +31,7 @@ MOST_PREPARED: Final = 512
 """The requests that decode at once for which scratch is kept; for more it is allocated for the call."""
 SPARE_BYTES: Final = 4096
 """The bytes of a scratch that the alignment of its pieces may take."""
+_NO_WINDOW: Final = "the kernels read no exact window yet; serve the profile with residual_length and sinks 0"
 
 
 class TritonAttention:
@@ -61,11 +64,17 @@ class TritonAttention:
         """See `PackedAttention.store`."""
         launch.store(self._side(keys), self._side(values), slots, _dense(k), _dense(v))
 
+    def store_copies(self, ring: ExactRing, tokens: NewTokens, k: Tensor, v: Tensor) -> None:
+        """See `PackedAttention.store_copies`."""
+        raise ServingError(_NO_WINDOW)
+
     def decode(
         self, q: Tensor, keys: PackedRows, values: PackedRows, indptr: Tensor, slots: Tensor, scores: ScoreScaling,
-        out: Tensor | None = None,
+        out: Tensor | None = None, window: WindowReads | None = None,
     ) -> Tensor:  # fmt: skip
         """See `PackedAttention.decode`."""
+        if window is not None:
+            raise ServingError(_NO_WINDOW)
         k_side, v_side = self._side(keys), self._side(values)
         settings, tiles = self._settings(k_side, v_side, q.shape[1])
         out = _output(q, values) if out is None else out
@@ -76,9 +85,11 @@ class TritonAttention:
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds,
-        scores: ScoreScaling, out: Tensor | None = None,
+        scores: ScoreScaling, out: Tensor | None = None, window: WindowReads | None = None,
     ) -> Tensor:  # fmt: skip
         """See `PackedAttention.extend`: attention over rows is merged with that of new tokens over one another."""
+        if window is not None:
+            raise ServingError(_NO_WINDOW)
         k_side, v_side = self._side(keys), self._side(values)
         num_requests, gqa = len(bounds.tokens) - 1, q.shape[1] // k_side.num_heads
         settings = self._device.launch(k_side, v_side, gqa, extend=True)

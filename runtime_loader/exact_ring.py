@@ -1,0 +1,168 @@
+"""The exact copies of a server's last and first tokens, in places by request slot. Knows nothing of servers or rows.
+
+A request in slot s has the place p of token p where p is a sink, else of p modulo the residual length behind the sinks;
+beside a copy lies the position that it is of. So whoever asks for a position knows, on the device, whether its copy is
+at hand: it is not where a prefix cache, a lower tier or another request computed the token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor
+
+    from kvtuner.precision import ExactWindow
+    from kvtuner.runtime_loader.row_format import LayerFormat
+
+EMPTY: Final = -1
+"""The position beside a place without a copy."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExactRing:
+    """The exact copies of one layer's keys and values on one rank.
+
+    Attributes:
+        keys: The copies [request slots, places, num_kv_heads, head_dim] in the served dtype.
+        values: Those of values, [request slots, places, num_kv_heads, v_head_dim].
+        positions: The position of the token that a place has a copy of, or `EMPTY`, int32 [request slots, places].
+        window: The tokens of a request that are kept; its residual length and sinks are the places.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    window: ExactWindow
+
+    def places(self, positions: Tensor) -> Tensor:
+        """The places of tokens at positions, whether they are kept or not."""
+        sinks, last = self.window.sinks, max(self.window.residual_length, 1)
+        return torch.where(positions < sinks, positions, sinks + positions % last)
+
+    def store(self, tokens: NewTokens, k: Tensor, v: Tensor) -> None:
+        """Copy keys and values [tokens, num_kv_heads, channels] of tokens that a later one may read exactly."""
+        count = len(tokens.positions)
+        is_last = tokens.positions >= tokens.lengths - self.window.residual_length
+        kept = (is_last | (tokens.positions < self.window.sinks)).nonzero().flatten()
+        requests, positions = tokens.requests[kept].long(), tokens.positions[kept]
+        places = self.places(positions).long()
+        self.keys[requests, places] = k[:count][kept].to(self.keys.dtype)
+        self.values[requests, places] = v[:count][kept].to(self.values.dtype)
+        self.positions[requests, places] = positions.to(self.positions.dtype)
+
+    def read(self, request: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The copies at hand of the first `num_tokens` tokens of the request in a slot: positions, keys, values."""
+        places = ((self.positions[request] >= 0) & (self.positions[request] < num_tokens)).nonzero().flatten()
+        return self.positions[request, places].long(), self.keys[request, places], self.values[request, places]
+
+    def reads(self, queries: Tensor, positions: Tensor) -> Tensor:
+        """Whether queries at some positions read tokens at others exactly, [queries, tokens]."""
+        near = positions[None, :] > queries[:, None] - self.window.residual_length
+        return near | (positions < self.window.sinks)[None, :]
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """The tokens of a batch: for each [tokens] its request's slot and length with all new tokens, and its position."""
+
+    requests: Tensor
+    positions: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WindowReads:
+    """The copies that the requests of a batch read.
+
+    Attributes:
+        ring: The layer's copies.
+        requests: The slots of the requests, [requests].
+        stored: Keys and values of a chunk of new tokens as rows give them back, [tokens, num_kv_heads, channels], which
+            queries read of new tokens outside of their window; None where a chunk reads all of itself exactly.
+    """
+
+    ring: ExactRing
+    requests: Tensor
+    stored: tuple[Tensor, Tensor] | None = None
+
+
+class ExactRings:
+    """The copies of a rank's layers, and which request has a slot; a layer of 16 bits on both sides needs none."""
+
+    def __init__(
+        self,
+        layers: Sequence[LayerFormat],
+        window: ExactWindow,
+        num_requests: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        shape = (num_requests, window.num_tokens)
+
+        def copies(num_heads: int, head_dim: int) -> Tensor:
+            return torch.zeros((*shape, num_heads, head_dim), dtype=dtype, device=device)
+
+        self.window = window
+        self._positions = torch.full((len(layers), *shape), EMPTY, dtype=torch.int32, device=device)
+        self._layers = [
+            ExactRing(
+                copies(layer.k.num_heads, layer.k.head_dim),
+                copies(layer.v.num_heads, layer.v.head_dim),
+                self._positions[index],
+                window,
+            )
+            if needs_copies(layer)
+            else None
+            for index, layer in enumerate(layers)
+        ]
+        self._seen = torch.zeros(num_requests, dtype=torch.int64)
+
+    def __getitem__(self, layer: int) -> ExactRing | None:
+        """The copies of a layer by its place on this rank."""
+        return self._layers[layer]
+
+    @property
+    def num_requests(self) -> int:
+        """The request slots."""
+        return len(self._seen)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all copies with their positions."""
+        rings = [ring for ring in self._layers if ring is not None]
+        return self._positions.nbytes + sum(ring.keys.nbytes + ring.values.nbytes for ring in rings)
+
+    def forget_former_requests(self, generations: Tensor) -> None:
+        """Empty the slots that another request has since the last call, by the slots' generations on the host.
+
+        To be called before each forward on its stream: a forward of a slot's former request comes before it.
+        """
+        changed = (generations != self._seen).nonzero().flatten()
+        if not len(changed):
+            return
+        self._seen.copy_(generations)
+        device = self._positions.device
+        if device.type == "cuda":
+            changed = changed.pin_memory()  # or the host would wait for the device
+        self._positions.index_fill_(1, changed.to(device, non_blocking=True), EMPTY)
+
+
+def needs_copies(layer: LayerFormat) -> bool:
+    """Whether a layer's rows lose anything, so that copies are worth their bytes."""
+    return layer.k.spec is not None or layer.v.spec is not None
+
+
+def request_bytes(layers: Iterable[LayerFormat], window: ExactWindow, dtype: torch.dtype) -> int:
+    """Bytes of one request slot's copies with their positions, on a rank with these layers, in the served dtype."""
+    total = 0
+    for layer in layers:
+        channels = layer.k.num_heads * layer.k.head_dim + layer.v.num_heads * layer.v.head_dim
+        total += torch.int32.itemsize + (channels * dtype.itemsize if needs_copies(layer) else 0)
+    return window.num_tokens * total

@@ -1,0 +1,103 @@
+"""Copies in places by request slot are read by their own request alone, in its window, whatever happens to slots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from windowed_requests import WindowedPool, live
+
+from kvtuner.precision import ExactWindow
+from kvtuner.quant import QuantSpec, Transform
+from kvtuner.runtime_loader.exact_ring import EMPTY, ExactRings, NewTokens, request_bytes
+from kvtuner.runtime_loader.packed_attention import TorchAttention
+from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat
+from kvtuner.transforms import TransformKind
+
+WINDOWS = (ExactWindow(1), ExactWindow(5), ExactWindow(32), ExactWindow(4, 2), ExactWindow(0, 3), ExactWindow(1024, 64))
+
+
+def row_format(bits: int, kind: str, head_dim: int = 48, group_size: int | None = None) -> RowFormat:
+    if bits == 16:
+        return RowFormat(2, head_dim, None)
+    parts, generator = TransformKind.parse(kind), torch.Generator().manual_seed(bits)
+    mu = torch.randn(2, head_dim, generator=generator).half() if parts.centered else None
+    lam = (0.4 * torch.randn(2, head_dim, generator=generator)).exp().half() if parts.balanced else None
+    return RowFormat(2, head_dim, QuantSpec(bits, Transform(parts, mu, lam), group_size))
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize(("k_bits", "v_bits", "logit_cap"), [(2, 4, 0.0), (4, 16, 5.0), (16, 2, 0.0)])
+def test_each_query_reads_its_window_from_its_own_copies_and_the_rest_from_rows(
+    window: ExactWindow, k_bits: int, v_bits: int, logit_cap: float
+) -> None:
+    k, v = row_format(k_bits, "centered+balanced+hadamard"), row_format(v_bits, "hadamard")
+    live(WindowedPool(TorchAttention(), k, v, window, logit_cap=logit_cap))
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_by_cache_a_chunk_reads_itself_as_stored_but_for_the_window(window: ExactWindow) -> None:
+    pool = WindowedPool(TorchAttention(), row_format(2, "centered"), row_format(4, "hadamard"), window)
+    request, other = pool.begin(1), pool.begin(2)
+    pool.extend((request, 21), (other, 3), padding=2, by_cache=True)
+    pool.extend((other, 9), (request, 1), by_cache=True)
+    pool.decode(request, other)
+    hit = pool.begin(3, request.tokens[:20])
+    pool.extend((hit, 14), (other, 2), by_cache=True)
+    pool.decode(hit, other, request)
+
+
+def test_the_oracle_sees_copies_of_a_former_request() -> None:
+    pool = WindowedPool(TorchAttention(), row_format(2, "none"), row_format(2, "none"), ExactWindow(8))
+    pool.rings.forget_former_requests = lambda _: None  # type: ignore[method-assign]
+    with pytest.raises(AssertionError, match="request in slot"):
+        live(pool)
+
+
+def test_only_tokens_that_a_later_one_may_read_are_copied_each_to_its_place() -> None:
+    window = ExactWindow(4, 2)
+    layer = LayerFormat(row_format(2, "none"), row_format(16, "none"))
+    rings = ExactRings([layer], window, 3, dtype=torch.bfloat16, device="cpu")
+    ring = rings[0]
+    assert ring is not None
+    positions = torch.arange(11)
+    k, v = torch.randn(14, 2, 48), torch.randn(14, 2, 48)  # three tokens of no request
+    ring.store(NewTokens(torch.full((11,), 2), positions, torch.full((11,), 11)), k, v)
+    assert ring.positions.tolist() == [[EMPTY] * 6, [EMPTY] * 6, [0, 1, 8, 9, 10, 7]]
+    for place, position in enumerate(ring.positions[2].tolist()):
+        assert torch.equal(ring.keys[2, place], k[position].bfloat16())
+        assert torch.equal(ring.values[2, place], v[position].bfloat16())
+    at_hand, keys, _ = ring.read(2, 9)
+    assert at_hand.tolist() == [0, 1, 8, 7]
+    assert torch.equal(keys, k[at_hand].bfloat16())
+
+
+def test_slots_are_emptied_for_new_requests_and_for_nobody_else() -> None:
+    layers = [LayerFormat(row_format(2, "none"), row_format(4, "none"))] * 2
+    rings = ExactRings(layers, ExactWindow(2), 3, dtype=torch.float32, device="cpu")
+    tokens = NewTokens(torch.tensor([0, 1, 2]), torch.tensor([5, 6, 7]), torch.tensor([6, 7, 8]))
+    for layer in range(2):
+        ring = rings[layer]
+        assert ring is not None
+        ring.store(tokens, torch.randn(3, 2, 48), torch.randn(3, 2, 48))
+    generations = torch.tensor([0, 3, 0])
+    rings.forget_former_requests(generations)
+    for layer in range(2):
+        ring = rings[layer]
+        assert ring is not None
+        assert ring.positions.tolist() == [[EMPTY, 5], [EMPTY, EMPTY], [EMPTY, 7]]
+    generations[2] = 1
+    rings.forget_former_requests(generations)
+    rings.forget_former_requests(generations)
+    assert rings[1].positions.tolist() == [[EMPTY, 5], [EMPTY, EMPTY], [EMPTY, EMPTY]]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_request_takes_the_bytes_that_are_allocated_for_it(dtype: torch.dtype) -> None:
+    packed, native = row_format(2, "none", 80), row_format(16, "none", 80)
+    layers = [LayerFormat(packed, native), LayerFormat(native, native), LayerFormat(native, packed)]
+    window, num_requests = ExactWindow(7, 3), 5
+    rings = ExactRings(layers, window, num_requests, dtype=dtype, device="cpu")
+    assert rings[1] is None, "a layer of 16 bits has nothing to copy"
+    # Two layers, two sides of two heads of 80 channels; a position of four bytes for each place of every layer.
+    assert request_bytes(layers, window, dtype) == 10 * (2 * 2 * 2 * 80 * dtype.itemsize + 3 * 4)
+    assert rings.num_bytes == num_requests * request_bytes(layers, window, dtype)
