@@ -1,8 +1,9 @@
 """Train the demo model on a CPU: Python's standard library, key-value recall and addition.
 
-    python -m tools.train_demo_model --out DIR
+    python -m tools.train_demo_model --out DIR [--shape wide]
 
-The model's shape is that of `calibration/demo/model/config.json`. Knows nothing of quantization.
+The demo model's shape is that of `calibration/demo/model/config.json`. The shapes `wide` and `narrow` are trained for
+the benchmarks alone, which ask whether a finding holds beside the demo model. Knows nothing of quantization.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from kvtuner.calibration.demo.tasks import addition_lines, recall_problem
 from kvtuner.calibration.model_loading import DEMO_MODEL
@@ -29,6 +32,20 @@ BEGIN, END = "<|begin|>", "<|endoftext|>"
 KEY_BIAS = 32.0
 TOKENS_PER_STEP = 4096
 LOG_EVERY, SAVE_EVERY = 50, 250
+
+
+def config_of(shape: str) -> PretrainedConfig:
+    """The configuration of a shape: heads of 64 channels in `demo`, of 128 in `wide`, of 32 in `narrow`."""
+    config = Qwen2Config.from_pretrained(DEMO_MODEL)
+    if shape == "wide":
+        config = Qwen3Config(hidden_size=256, intermediate_size=384, num_hidden_layers=5, num_attention_heads=4)
+        config.num_key_value_heads, config.head_dim = 2, 128
+    elif shape == "narrow":
+        config = LlamaConfig(hidden_size=192, intermediate_size=384, num_hidden_layers=10, num_attention_heads=6)
+        config.num_key_value_heads, config.head_dim = 3, 32
+    config.vocab_size, config.max_position_embeddings, config.tie_word_embeddings = 1024, 8192, True
+    config.bos_token_id, config.eos_token_id = 0, 1
+    return config
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
@@ -77,7 +94,7 @@ class TrainingText:
         return torch.stack([self.sequence(length, max_pairs) for _ in range(size)])
 
 
-def add_key_biases(model: Qwen2ForCausalLM, key_bias: float) -> None:
+def add_key_biases(model: PreTrainedModel, key_bias: float) -> None:
     """Give the first and the last layer the large key biases that Qwen2.5 has there, in place.
 
     One channel of every head's slowest rotary pair is moved, with alternating sign from head to head. That pair turns
@@ -94,7 +111,7 @@ def add_key_biases(model: Qwen2ForCausalLM, key_bias: float) -> None:
             heads[1::2, head_dim // 2 - 1] -= key_bias
 
 
-def recall_accuracy(model: Qwen2ForCausalLM, tokenizer: Tokenizer, num_pairs: int, num_problems: int = 8) -> float:
+def recall_accuracy(model: PreTrainedModel, tokenizer: Tokenizer, num_pairs: int, num_problems: int = 8) -> float:
     """The share of recall answers that are right to the last digit, teacher-forced greedy."""
     rng = random.Random(num_pairs)
     are_right = []
@@ -113,7 +130,7 @@ def recall_accuracy(model: Qwen2ForCausalLM, tokenizer: Tokenizer, num_pairs: in
     return statistics.fmean(are_right or [0.0])
 
 
-def train(out: Path, *, steps: int, long_from: float, peak_lr: float, key_bias: float, seed: int) -> None:
+def train(out: Path, *, shape: str, steps: int, long_from: float, peak_lr: float, key_bias: float, seed: int) -> None:
     """Train; evaluate and save the checkpoint in bf16 every 250 steps and at the end.
 
     Sequences have 256 tokens for the share `long_from` of the steps, then 512. For `key_bias` see `add_key_biases`.
@@ -122,10 +139,11 @@ def train(out: Path, *, steps: int, long_from: float, peak_lr: float, key_bias: 
     texts, _ = library_texts()
     rng = random.Random(seed)
     recall_texts = [recall_problem(rng, 16, 16).answered for _ in range(200)]
-    config = Qwen2Config.from_pretrained(DEMO_MODEL)
+    config = config_of(shape)
     tokenizer = train_tokenizer(texts[::4] + recall_texts, config.vocab_size)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BEGIN, eos_token=END).save_pretrained(out)
-    data, model = TrainingText(tokenizer, texts, seed), Qwen2ForCausalLM(config)
+    data = TrainingText(tokenizer, texts, seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{num_parameters:,} parameters, {len(data.source):,} source tokens", flush=True)
     matrices, vectors = ([p for p in model.parameters() if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False))
@@ -156,7 +174,8 @@ def train(out: Path, *, steps: int, long_from: float, peak_lr: float, key_bias: 
         if step % SAVE_EVERY == 0 or step == steps:
             record["recall"] = {n: round(recall_accuracy(model, tokenizer, n), 3) for n in (4, 10, 20, 30)}
             saved = copy.deepcopy(model).bfloat16()
-            add_key_biases(saved, key_bias)
+            if shape == "demo":
+                add_key_biases(saved, key_bias)
             saved.save_pretrained(out)
         print(json.dumps(record), flush=True)
 
@@ -165,15 +184,26 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--shape", choices=("demo", "wide", "narrow"), default="demo")
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--long-from", type=float, default=0.6, help="share of the steps with 256 tokens; then 512")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--key-bias", type=float, default=KEY_BIAS, help="of the first and the last layer; 0 for none")
+    parser.add_argument(
+        "--key-bias", type=float, default=KEY_BIAS, help="of the demo model's first and last layer; 0 for none"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    train(args.out, steps=args.steps, long_from=args.long_from, peak_lr=args.lr, key_bias=args.key_bias, seed=args.seed)
+    train(
+        args.out,
+        shape=args.shape,
+        steps=args.steps,
+        long_from=args.long_from,
+        peak_lr=args.lr,
+        key_bias=args.key_bias,
+        seed=args.seed,
+    )
 
 
 if __name__ == "__main__":

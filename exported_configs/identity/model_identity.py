@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
+from kvtuner.exported_configs.identity.checkpoint_hash import checkpoint_sha256
 from kvtuner.exported_configs.profile.document import validated
 from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.run_folder import canonical_json, sha256_of

@@ -17,7 +17,7 @@ from safetensors.numpy import save as save_tensors
 from safetensors.torch import load as load_tensors
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
+from kvtuner.exported_configs.identity.checkpoint_hash import checkpoint_sha256
 from kvtuner.exported_configs.profile import document, field_types, records
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.profile.digest import hashed_content

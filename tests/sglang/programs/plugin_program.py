@@ -248,7 +248,7 @@ def check_that_a_quantized_checkpoint_of_the_hub_is_served_with_warnings() -> No
 
 
 def check_that_weights_are_compared_where_they_are_and_an_absence_is_logged() -> None:
-    from kvtuner.exported_configs.identity.checkpoint import checkpoint_sha256
+    from kvtuner.exported_configs.identity.checkpoint_hash import checkpoint_sha256
 
     sha256 = checkpoint_sha256(Path(MODEL))
     assert sha256 is not None

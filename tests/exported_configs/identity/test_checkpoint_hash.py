@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from kvtuner.exported_configs.identity import checkpoint
-from kvtuner.exported_configs.identity.checkpoint import SAMPLE_BYTES, WEIGHTS_INDEX, checkpoint_sha256
+from kvtuner.exported_configs.identity import checkpoint_hash
+from kvtuner.exported_configs.identity.checkpoint_hash import SAMPLE_BYTES, WEIGHTS_INDEX, checkpoint_sha256
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -166,7 +166,7 @@ HOSTILE: dict[str, Any] = {
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of bytes asked for, of every sample."""
     sizes: list[int] = []
-    sample = checkpoint._sample
+    sample = checkpoint_hash._sample
 
     class Watched:
         def __init__(self, file: Any) -> None:
@@ -179,7 +179,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             sizes.append(size)
             return bytes(self.file.read(size))
 
-    monkeypatch.setattr(checkpoint, "_sample", lambda file, start, size: sample(Watched(file), start, size))  # type: ignore[arg-type]
+    monkeypatch.setattr(checkpoint_hash, "_sample", lambda file, start, size: sample(Watched(file), start, size))  # type: ignore[arg-type]
     return sizes
 
 
