@@ -27,7 +27,15 @@ from kvtuner.calibration.forward.read_plan import (
 from kvtuner.calibration.row_sample import RowSample, sample_rows
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.precision import NATIVE_BITS, NO_WINDOW, PACKED_BITS, ExactWindow, Fit, PrecisionPair, Side
+from kvtuner.precision import (
+    NATIVE_BITS,
+    NO_WINDOW,
+    SEARCHED_BITS,
+    ExactWindow,
+    Fit,
+    PrecisionPair,
+    Side,
+)
 from kvtuner.quant import QuantSpec, Transform, quantize_widths
 from kvtuner.transforms import candidate_transforms
 
@@ -51,6 +59,11 @@ class QuantizationOptions:
     symmetric: bool = False
     fit: Fit = "minmax"
     window: ExactWindow = NO_WINDOW
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The packed widths of all candidates, ascending."""
+        return SEARCHED_BITS
 
     def group_size(self, side: Side) -> int | None:
         """Channels per scale of one side."""
@@ -189,7 +202,7 @@ class CandidateMeasurement:
     def _end_of_block(self, call: AttentionCall, tokens: Tensor, first: int) -> int:
         """Rows [first, end) are scored together: near each other, and few enough to hold all their widths."""
         near = int(torch.searchsorted(tokens, tokens[first] + MAX_SPAN))
-        per_row = call.q.shape[0] * call.q.shape[1] * call.k.shape[2] * len(PACKED_BITS)
+        per_row = call.q.shape[0] * call.q.shape[1] * call.k.shape[2] * len(self.options.widths)
         return min(near, first + max(1, SCORES_IN_FLIGHT // per_row))
 
     def _readings(self, layer_id: int, side: Side, exact: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -200,7 +213,7 @@ class CandidateMeasurement:
             transform: Transform = self.constants[layer_id].transform(side, name)
             stored = transform.apply(heads_last)
             symmetric, fit = self.options.symmetric, self.options.fit
-            quantized = quantize_widths(stored, PACKED_BITS, size, symmetric=symmetric, fit=fit)
+            quantized = quantize_widths(stored, self.options.widths, size, symmetric=symmetric, fit=fit)
             read = transform.invert(torch.stack([codes.dequantize() for codes in quantized])).transpose(2, 3)
             read = self.plan.mix(exact.expand_as(read), read, self.options.window).contiguous()
             self._add(layer_id, side, name, "e_self", exact.shape[0] * _relative_errors(exact, read).mean(dim=1))
@@ -252,22 +265,22 @@ class CandidateMeasurement:
         for name in values:
             # Widths side by side in the channels: one product reads them all.
             read_v = torch.cat(tuple(values[name][..., visible, :]), dim=-1)
-            read_o = _outputs(exact_a, read_v, exact).unflatten(-1, (len(PACKED_BITS), -1))
+            read_o = _outputs(exact_a, read_v, exact).unflatten(-1, (len(self.options.widths), -1))
             add_outputs("v", name, read_o.movedim(-2, 0))
 
     def _score_pairs(
         self, layer_id: int, readings: tuple[Tensor, Tensor, _ExactPart | None], exact_o: Tensor, shares: Tensor
     ) -> None:
         read_a, values, exact = readings
-        for k_index, k_bits in enumerate(PACKED_BITS):
+        for k_index, k_bits in enumerate(self.options.widths):
             read_o = torch.stack([_outputs(read_a[k_index], read_v, exact) for read_v in values])
             errors = _relative_errors(exact_o, read_o) @ shares
-            for v_bits, error in zip(PACKED_BITS, errors.tolist(), strict=True):
+            for v_bits, error in zip(self.options.widths, errors.tolist(), strict=True):
                 key = (layer_id, PrecisionPair(k_bits, v_bits))
                 self.pair_sums[key] = self.pair_sums.get(key, 0.0) + error
 
     def _add(self, layer_id: int, side: Side, transform: str, score: str, by_width: Tensor) -> None:
-        for bits, value in zip(PACKED_BITS, by_width.tolist(), strict=True):
+        for bits, value in zip(self.options.widths, by_width.tolist(), strict=True):
             candidate = Candidate(layer_id, side, bits, transform)
             sums = self.sums.setdefault(candidate, {"e_self": 0.0, "e_a": 0.0, "e_o": 0.0, "fisher": 0.0})
             sums[score] += value

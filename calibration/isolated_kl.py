@@ -18,7 +18,7 @@ from kvtuner.calibration.kl import KEPT_BYTES, Reference, compare, following
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.journal import Journal
-from kvtuner.precision import PACKED_BITS, SIDES
+from kvtuner.precision import SIDES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,12 +35,13 @@ JOURNAL = "isolated.jsonl"
 
 
 def isolated_candidates(scores: Mapping[Candidate, CandidateScores]) -> list[Candidate]:
-    """All transforms at 2 bits, where the Fisher score is no guide, and the best by Fisher score at 4 and 8."""
+    """All transforms at 2 bits, where the Fisher score is no guide, and the best by Fisher score at more."""
     isolated: list[Candidate] = []
-    for place in product(sorted({candidate.layer for candidate in scores}), SIDES, PACKED_BITS):
+    layers, widths = (sorted({getattr(candidate, name) for candidate in scores}) for name in ("layer", "bits"))
+    for place in product(layers, SIDES, widths):
         alternatives = [c for c in scores if (c.layer, c.side, c.bits) == place]
         best = min(alternatives, key=lambda c: scores[c].fisher)
-        isolated.extend(alternatives if best.bits == min(PACKED_BITS) else [best])
+        isolated.extend(alternatives if best.bits == widths[0] else [best])
     return isolated
 
 

@@ -21,7 +21,7 @@ from kvtuner.exported_configs.identity.model_identity import (
     weight_quantization,
 )
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import PACKED_BITS, check_group_size
+from kvtuner.precision import SEARCHED_BITS, check_group_size
 from kvtuner.run_folder import sha256_of
 from kvtuner.supported_models import refuse_other_caches
 
@@ -160,7 +160,7 @@ def read_shape(source: ModelSource) -> ModelShape:
         raise UnsupportedModelError(
             f"--context-length {context_length} exceeds the {longest} positions of {source.model}"
         )
-    for bits in PACKED_BITS:
+    for bits in SEARCHED_BITS:
         for head_dim in (geometry.head_dim, geometry.v_head_dim):
             check_group_size(head_dim, bits, head_dim)
     return ModelShape(config, geometry, context_length)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvtuner.errors import RunFolderError
 from kvtuner.exported_configs.profile.layer_storage import Fp16Array, encode_fp16
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import PACKED_BITS, SIDES, PrecisionPair, Side
+from kvtuner.precision import SIDES, PrecisionPair, Side
 from kvtuner.quant import Transform
 from kvtuner.transforms import TransformKind, transform_names
 
@@ -108,6 +108,11 @@ class SensitivityTable:
             by_place.setdefault(place, {})[candidate.transform] = scores
         return by_place
 
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """The packed widths that were measured, ascending."""
+        return tuple(sorted({candidate.bits for candidate in self.scores}))
+
     def of(self, layer: int, side: Side, bits: int) -> dict[str, CandidateScores]:
         """Scores of one layer, side and width, by transform."""
         return self._by_place.get((layer, side, bits), {})
@@ -116,7 +121,7 @@ class SensitivityTable:
         """The best-scoring transform of one layer, side and width, and its score.
 
         Only candidates that have the score take part: isolated KL is measured for all transforms at 2 bit, and for the
-        Fisher score's choice at 4 and 8. Of equals the simpler one is taken.
+        Fisher score's choice at more. Of equals the simpler one is taken.
 
         Raises:
             RunFolderError: The score was not measured.
@@ -191,6 +196,6 @@ class SensitivityTable:
 
 def missing_candidates(table: SensitivityTable, score: ScoreName) -> Iterable[tuple[int, Side, int]]:
     """(layer, side, bits) for which no transform has the score."""
-    for layer, side, bits in product(range(table.geometry.num_layers), SIDES, PACKED_BITS):
+    for layer, side, bits in product(range(table.geometry.num_layers), SIDES, table.widths):
         if all(scores.get(score) is None for scores in table.of(layer, side, bits).values()):
             yield layer, side, bits

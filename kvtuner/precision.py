@@ -15,9 +15,13 @@ from kvtuner.errors import PrecisionError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-PACKED_BITS: Final = (2, 4, 8)
+PACKED_BITS: Final = (2, 3, 4, 8)
 NATIVE_BITS: Final = 16
 ALL_BITS: Final = (*PACKED_BITS, NATIVE_BITS)
+THREE_BITS: Final = 3
+"""The one width whose units have 24 bits; a profile of schema version 1 does not have it."""
+SEARCHED_BITS: Final = (2, 4, 8)
+"""The packed widths that a search measures and offers, if it is not asked for more."""
 ROW_ALIGNMENT_BYTES: Final = 16  # of the widest load of a GPU thread
 FP16_MAX: Final = 65504.0
 SCALE_WORD_BYTES: Final = 4  # a scale and a minimum, fp16 each
@@ -71,15 +75,20 @@ class PrecisionPair:
         return f"K{self.k_bits}V{self.v_bits}"
 
 
+def num_slots(bits: int) -> int:
+    """The codes of a unit: as many as fill 16 bits or, at 3 bits, 24."""
+    return 8 if bits == THREE_BITS else 16 // bits
+
+
 def check_group_size(head_dim: int, bits: int, group_size: int) -> None:
     """Check that rows of `head_dim` channels can be packed at `bits` with groups of `group_size` channels.
 
     Raises:
-        PrecisionError: Bits outside {2, 4, 8}; head_dim * bits no multiple of 16; a group that does not divide
-            head_dim or cuts through a 16-bit slot block (it must be a multiple of head_dim * bits / 16).
+        PrecisionError: Bits outside {2, 3, 4, 8}; head_dim * bits no multiple of 16; a group that does not
+            divide head_dim or cuts through the channels of a slot (it must be a multiple of head_dim / slots).
     """
     _check_units(head_dim, bits)
-    block = head_dim * bits // 16
+    block = head_dim // num_slots(bits)
     if group_size <= 0 or head_dim % group_size or group_size % block:
         raise PrecisionError(
             f"group_size {group_size} must divide head_dim {head_dim} and be a multiple of {block} at {bits} bits;"
@@ -91,7 +100,8 @@ def check_token_group(head_dim: int, bits: int, group_size: int) -> None:
     """Check that keys of `head_dim` channels can be packed at `bits`, one scale per channel and `group_size` tokens.
 
     Raises:
-        PrecisionError: Bits outside {2, 4, 8}; head_dim * bits no multiple of 16; a group outside `TOKEN_GROUPS`.
+        PrecisionError: Bits outside {2, 3, 4, 8}; head_dim * bits no multiple of 16; a group outside
+            `TOKEN_GROUPS`.
     """
     _check_units(head_dim, bits)
     if group_size not in TOKEN_GROUPS:
@@ -122,7 +132,7 @@ def row_bytes(
     Args:
         num_heads: KV heads stored on this rank.
         head_dim: channels per head.
-        bits: 2, 4, 8, or 16 for the native, unpadded dtype.
+        bits: 2, 3, 4, 8, or 16 for the native, unpadded dtype.
         group_size: channels per scale of a token, one group per head by default; or tokens per scale of a channel.
         granularity: per_channel spreads a group's scale words over its tokens, rounded up.
 
@@ -141,6 +151,12 @@ def row_bytes(
     # Both are one word for every `group_size` codes; only those of a channel need not come out whole in a token.
     stored = num_heads * head_dim * bits // 8 + -(-SCALE_WORD_BYTES * num_heads * head_dim // group_size)
     return -(-stored // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+
+
+def words_offset(num_heads: int, head_dim: int, bits: int) -> int:
+    """The bytes of a row before its scale words, which lie at a multiple of 4 bytes at 3 bits."""
+    code_bytes = num_heads * head_dim * bits // 8
+    return -(-code_bytes // SCALE_WORD_BYTES) * SCALE_WORD_BYTES if bits == THREE_BITS else code_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,7 +164,7 @@ class Quantized:
         codes: uint8 [..., num_kv_heads, head_dim], one code per channel, not packed.
         scale: fp16 [..., num_kv_heads, num_groups].
         minimum: fp16 [..., num_kv_heads, num_groups]; NaN marks a group that held NaN or infinity.
-        bits: 2, 4 or 8.
+        bits: 2, 3, 4 or 8.
     """
 
     codes: Tensor
@@ -208,7 +208,7 @@ def quantize(
 
     Args:
         x: [..., num_kv_heads, head_dim] in stored space (after `Transform.apply`).
-        bits: 2, 4 or 8.
+        bits: 2, 3, 4 or 8.
         group_size: channels per scale; head_dim by default.
         symmetric: one grid around zero instead of [minimum, maximum].
         fit: how scale and minimum are chosen.
@@ -300,7 +300,7 @@ class QuantSpec:
     """The storage of one side (keys or values) of one layer.
 
     Attributes:
-        bits: 2, 4 or 8.
+        bits: 2, 3, 4 or 8.
         transform: applied before quantization and undone on reading.
         group_size: channels per scale; head_dim by default.
         symmetric: one grid around zero.

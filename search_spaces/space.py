@@ -8,7 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import SearchSpaceError
-from kvtuner.precision import ALL_BITS, NATIVE_BITS, PrecisionPair, RowShape
+from kvtuner.precision import NATIVE_BITS, PrecisionPair, RowShape
 from kvtuner.run_folder import sha256_of
 from kvtuner.search_spaces.groups import group_layers
 from kvtuner.search_spaces.layer_notation import check_layers
@@ -158,7 +158,7 @@ def build_space(
     stages: Sequence[range] = (),
     prune: bool = True,
 ) -> SearchSpace:
-    """The menu of every layer: all pairs of 2, 4, 8 and 16 bits, each side with its best-scoring transform.
+    """The menu of every layer: all pairs of the widths measured and 16 bits, each side with its best-scoring transform.
 
     Bytes are those of rows of `shape`, of one rank. `keep` forces the pair of some layers, and `prune` drops dominated
     pairs. `groups` ties layers that are alike, as the paper does, but none of two pipeline stages; all layers are one
@@ -214,10 +214,15 @@ def uniform(
     )
 
 
+def all_pairs(table: SensitivityTable) -> list[PrecisionPair]:
+    """All pairs of the widths that were measured, and of 16 bits."""
+    return [PrecisionPair(*bits) for bits in product((*table.widths, NATIVE_BITS), repeat=2)]
+
+
 def _menu(
     table: SensitivityTable, score: ScoreName, shape: RowShape, layer: int, kept: PrecisionPair | None, prune: bool
 ) -> LayerMenu:
-    pairs = [PrecisionPair(*bits) for bits in product(ALL_BITS, ALL_BITS)] if kept is None else [kept]
+    pairs = all_pairs(table) if kept is None else [kept]
     choices = [_choice(table, score, shape, layer, pair) for pair in pairs]
     if prune:
         choices = _pareto(choices, shape)
@@ -258,7 +263,7 @@ def _plain_score(table: SensitivityTable, layer: int, side: Side, bits: int, sco
         return 0.0
     scores = table.of(layer, side, bits).get("none")
     value = None if scores is None else scores.get(score)
-    # Isolated KL at 4 and 8 bits is measured for one transform, which may be another one.
+    # Isolated KL above 2 bits is measured for one transform, which may be another one.
     return math.nan if value is None else value
 
 

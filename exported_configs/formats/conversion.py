@@ -14,7 +14,7 @@ from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantizatio
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import NATIVE_BITS, Granularity, PrecisionPair, Side
+from kvtuner.precision import NATIVE_BITS, THREE_BITS, Granularity, PrecisionPair, Side
 
 NATIVE: Final = PrecisionPair(NATIVE_BITS, NATIVE_BITS)
 _OWN_MODEL: Final = "give the file's own model"
@@ -188,6 +188,9 @@ def write(profile: Profile, name: str, *, lossy: bool = False) -> Exported:
     can_lose = formats.FORMATS[name].can_lose
     if lossy and not can_lose:
         raise ProfileError(f"{name} is never written with a loss; leave --lossy out")
+    if three := [layer for layer, pair in enumerate(profile.pairs) if THREE_BITS in (pair.k_bits, pair.v_bits)]:
+        # No loss that may be dropped: the width is what the file would be about.
+        raise refusal(name, [LostFeature(layer, f"{THREE_BITS} bits") for layer in three])
     exported: Exported = _module(name).write(profile)
     if exported.lost and not lossy:
         lost = [feature._replace(way_out="--lossy drops that") for feature in exported.lost]

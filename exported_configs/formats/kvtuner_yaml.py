@@ -9,7 +9,7 @@ from kvtuner.exported_configs.formats.conversion import Exported, Imported, Impo
 from kvtuner.exported_configs.formats.foreign_file import read_text, read_yaml
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import ALL_BITS, PrecisionPair
+from kvtuner.precision import NATIVE_BITS, SEARCHED_BITS, PrecisionPair
 
 KIVI_GROUP: Final = 32
 _SIDES: Final = ("nbits_key", "nbits_value")
@@ -59,7 +59,7 @@ def _pairs(document: Any) -> dict[int, PrecisionPair]:
         if not isinstance(sides, dict) or set(sides) != set(_SIDES):
             raise ProfileError(f"layer {layer} must have nbits_key and nbits_value, and nothing else")
         for name in _SIDES:
-            if type(sides[name]) is not int or sides[name] not in ALL_BITS:
+            if type(sides[name]) is not int or sides[name] not in (*SEARCHED_BITS, NATIVE_BITS):
                 raise ProfileError(f"layer {layer}: {name} must be 2, 4, 8 or 16, not {str(sides[name])[:20]!a}")
     return {layer: PrecisionPair(sides["nbits_key"], sides["nbits_value"]) for layer, sides in document.items()}
 

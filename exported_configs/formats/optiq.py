@@ -18,7 +18,7 @@ from kvtuner.exported_configs.formats.conversion import (
 from kvtuner.exported_configs.formats.foreign_file import read_json
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import NATIVE_BITS, PACKED_BITS, PrecisionPair, bytes_per_token
+from kvtuner.precision import NATIVE_BITS, SEARCHED_BITS, PrecisionPair, bytes_per_token
 
 DEFAULT_GROUP: Final = 64
 FULL_PRECISION: Final = 0
@@ -95,7 +95,7 @@ def _entries(document: Any) -> dict[int, tuple[int, int]]:
         layer, bits, group = entry["layer_idx"], entry["bits"], entry.get("group_size", DEFAULT_GROUP)
         if layer in by_layer:
             raise ProfileError(f"entry {place}: layer {layer} stands twice; remove one")
-        if bits not in (FULL_PRECISION, *PACKED_BITS):
+        if bits not in (FULL_PRECISION, *SEARCHED_BITS):
             raise ProfileError(f"layer {layer}: bits must be 0 (not quantized), 2, 4 or 8, not {bits}")
         by_layer[layer] = bits, group
     return by_layer

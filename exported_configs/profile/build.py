@@ -14,7 +14,7 @@ from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.document import validated
 from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.layer_storage import Defaults, GeometryRecord, LayerRecord, encode_fp16
-from kvtuner.exported_configs.profile.profile import FIT_VERSION, Profile, reached_figures
+from kvtuner.exported_configs.profile.profile import FIT_VERSION, Profile, first_version, reached_figures
 from kvtuner.exported_configs.profile.records import BudgetRecord, Libraries, ModelIdentity, Provenance, QualityRecord
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import (
@@ -76,7 +76,7 @@ def build_profile(
     A group size is the number of channels per scale; of per_channel keys, which no server reads yet, it is the number
     of tokens per scale of a channel. Symmetric grids lie around zero. Without a quality nothing was measured, without a
     provenance no search chose.
-    A profile whose grids are min-max and that has no window is of version 1, which older readers take too.
+    A profile of min-max grids without 3 bits and without a window is of version 1, which older readers take too.
 
     A `ProfileError` names the layer whose choice a profile cannot hold; bits or a group size that rows cannot hold are
     a `PrecisionError`.
@@ -85,8 +85,9 @@ def build_profile(
         raise ProfileError(f"geometry has num_layers {geometry.num_layers}, but {len(layers)} layers were chosen")
     keys = {"granularity": k_granularity, "group_size": k_group_size, "transform": _usual_transform(layers, "k")}
     values = {"granularity": "per_token", "group_size": v_group_size, "transform": _usual_transform(layers, "v")}
-    is_first_version = fit == "minmax" and window == NO_WINDOW
-    grid = {"symmetric": symmetric} if is_first_version else {"symmetric": symmetric, "fit": fit}
+    widths = (bits for layer in layers for bits in (layer.k_bits, layer.v_bits))
+    version = first_version(widths, fit, window)
+    grid = {"symmetric": symmetric} if version < FIT_VERSION else {"symmetric": symmetric, "fit": fit}
     fields = {"k": {**keys, **grid}, "v": {**values, **grid}}
     defaults = validated(Defaults, fields, place="defaults")
     geometry_record = validated(GeometryRecord, geometry.as_dict(), place="geometry")
@@ -94,7 +95,7 @@ def build_profile(
     pairs = [PrecisionPair(layer.k_bits, layer.v_bits) for layer in layers]
     figures = reached_figures(pairs, defaults.row_shape(geometry))
     return Profile(
-        schema_version=1 if is_first_version else FIT_VERSION,
+        schema_version=version,
         digest=sha256_of(hashed_content(LAYOUT_ID, geometry_record, defaults, records, window)),
         layout=LAYOUT_ID,
         model=model,

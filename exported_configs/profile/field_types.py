@@ -22,7 +22,7 @@ def round_figure(value: float) -> float:
 
 def _check_bits(bits: int) -> int:
     if bits not in ALL_BITS:
-        raise ValueError(f"must be 2, 4, 8 or 16, not {bits}")
+        raise ValueError(f"must be 2, 3, 4, 8 or 16, not {bits}")
     return bits
 
 

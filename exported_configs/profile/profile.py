@@ -1,6 +1,6 @@
 """The profile: the storage of every layer of one model, valid by construction. Knows nothing of files or serving."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Annotated, Final, Literal, Self
 
@@ -26,7 +26,10 @@ from kvtuner.precision import (
     MAX_RESIDUAL_LENGTH,
     MAX_SINKS,
     NATIVE_BITS,
+    NO_WINDOW,
+    THREE_BITS,
     ExactWindow,
+    Fit,
     PrecisionPair,
     RowShape,
     Side,
@@ -41,7 +44,7 @@ from kvtuner.transforms import TransformKind
 SCHEMA_VERSIONS: Final = (1, 2)
 """The versions that are read; a profile is written in the first that can hold it."""
 FIT_VERSION: Final = 2
-"""The version that says how grids are fitted, and may have an exact window."""
+"""The first version that says how grids are fitted, and the first with 3 bits or an exact window."""
 MIN_LAMBDA: Final = 1 / 64
 MAX_LAMBDA: Final = 64.0
 
@@ -188,6 +191,11 @@ def reached_figures(pairs: Sequence[PrecisionPair], shape: RowShape) -> dict[str
     }
 
 
+def first_version(widths: Iterable[int], fit: Fit = "minmax", window: ExactWindow = NO_WINDOW) -> int:
+    """The first version that can hold sides of such widths, with such grids and such a window."""
+    return 1 if fit == "minmax" and window == NO_WINDOW and THREE_BITS not in widths else FIT_VERSION
+
+
 def _check_version(profile: Profile) -> None:
     for name in ("residual_length", "sinks"):
         if getattr(profile, name) is not None and profile.schema_version < FIT_VERSION:
@@ -198,6 +206,12 @@ def _check_version(profile: Profile) -> None:
             raise ProfileError(
                 f"defaults.{side}.fit: schema_version {profile.schema_version} {rule}; export the profile again"
             )
+    least = first_version(bits for pair in profile.pairs for bits in (pair.k_bits, pair.v_bits))
+    if profile.schema_version < least:
+        raise ProfileError(
+            f"schema_version {profile.schema_version} has no layers of {THREE_BITS} bits, version {least} has;"
+            " export the profile again"
+        )
 
 
 def _check_layer_ids(profile: Profile) -> None:

@@ -16,7 +16,7 @@ from kvtuner.journal import Journal
 from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from kvtuner.calibration.batches import Offsets
     from kvtuner.calibration.forward.simulator import Simulator
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 JOURNAL = "validation.jsonl"
 OFFSETS: tuple[Offsets, Offsets] = ("small", "large")
-UNIFORM_PAIRS = tuple(PrecisionPair.parse(text) for text in ("K8V8", "K8V4", "K4V4", "K4V2", "K2V2"))
+UNIFORM_PAIRS = tuple(PrecisionPair.parse(text) for text in ("K8V8", "K8V4", "K4V4", "K3V3", "K4V2", "K2V2"))
+"""The uniform pairs that a winner is compared with, as far as their widths are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,11 @@ def pooled(parts: Sequence[SequenceSums]) -> SequenceSums:
         for name in ("kl", "agree", "nll", "count", "nll_count")
     }
     return SequenceSums(**columns, kl_p99=max(part.kl_p99 for part in parts))
+
+
+def uniform_pairs(widths: Collection[int]) -> tuple[PrecisionPair, ...]:
+    """The pairs of `UNIFORM_PAIRS` whose widths are measured."""
+    return tuple(pair for pair in UNIFORM_PAIRS if {pair.k_bits, pair.v_bits} <= set(widths))
 
 
 class Validator:

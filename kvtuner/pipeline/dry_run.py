@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvtuner.evaluation.validation import UNIFORM_PAIRS
+from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
 from kvtuner.pipeline.sources import corpus_source
-from kvtuner.pipeline.stages.search_run import checked_shape, row_shape, serving_ranks
+from kvtuner.pipeline.stages.search_run import calibration_options, checked_shape, row_shape, serving_ranks
 from kvtuner.pipeline.stages.search_targets import SearchTarget, targets_of
-from kvtuner.precision import PACKED_BITS, PrecisionPair, effective_bits, mean_bits, tokens_per_gib
+from kvtuner.precision import PrecisionPair, effective_bits, mean_bits, tokens_per_gib
 from kvtuner.report.formatting import count
 from kvtuner.report.search_data import rank_text
 from kvtuner.report.table import Table
@@ -28,6 +28,7 @@ def plan_of_work(options: CalibrateOptions) -> dict[str, Any]:
     tp_size, pp_size = (options.tp_size, options.pp_size) if isinstance(options, SearchOptions) else (1, 1)
     ranks = serving_ranks(options.measurement, shape, tp_size=tp_size, pp_size=pp_size)
     geometry, rows = shape.geometry, row_shape(options.measurement, shape)
+    widths = calibration_options(options.measurement, shape).quant.widths
     constraints = [target.constraint for target in targets if target.constraint is not None]
 
     def row(name: str, pairs: Sequence[PrecisionPair]) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def plan_of_work(options: CalibrateOptions) -> dict[str, Any]:
         "pp_size": pp_size,
         "uniform": [
             row("bf16" if pair == PrecisionPair(16, 16) else str(pair), [pair] * geometry.num_layers)
-            for pair in (PrecisionPair(16, 16), *UNIFORM_PAIRS)
+            for pair in (PrecisionPair(16, 16), *uniform_pairs(widths))
         ],
         "hand_written": [row(target.asked, target.pairs) for target in targets if target.pairs is not None],
         "budgets": [{"asked": c.budget.text, "smallest": c.smallest()} for c in constraints],
@@ -64,8 +65,9 @@ def _forward_tokens(options: CalibrateOptions, shape: ModelShape, targets: Seque
     source = corpus_source(options.data, options.model, shape, seed=measurement.seed)
     calibrate, select, report = (count * source.sequence_length for count in source.num_sequences)
     layers = shape.geometry.num_layers
-    isolated = len(candidate_transforms("k")) + len(candidate_transforms("v")) + 2 * (len(PACKED_BITS) - 1)
-    schemes = 2 * len(UNIFORM_PAIRS) + 2
+    widths = calibration_options(measurement, shape).quant.widths
+    isolated = len(candidate_transforms("k")) + len(candidate_transforms("v")) + 2 * (len(widths) - 1)
+    schemes = 2 * len(uniform_pairs(widths)) + 2
     planned = {
         "statistics": calibrate,
         "candidates": calibrate * (2 + 2 * measurement.fisher_draws),
@@ -73,8 +75,8 @@ def _forward_tokens(options: CalibrateOptions, shape: ModelShape, targets: Seque
     }
     if isinstance(options, SearchOptions):
         trials = sum(1 if target.constraint is None else options.refinement_trials for target in targets)
-        # Four widths of keys by four of values.
-        planned["uniform table"] = select * 16
+        # The widths of keys, 16 bits among them, by those of values.
+        planned["uniform table"] = select * (len(widths) + 1) ** 2
         planned["refinement" if targets[0].pairs is None else "hand-written"] = select * trials
         # Every scheme at small and at large position offsets.
         planned["validation"] = 2 * report * (schemes + len(targets))

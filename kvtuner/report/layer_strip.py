@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.profile import Profile
 
-BIT_CODES: Final = {2: "2", 4: "4", 8: "8", 16: "F"}
+BIT_CODES: Final = {2: "2", 3: "3", 4: "4", 8: "8", 16: "F"}
 PER_CHANNEL: Final = "per channel"
 KIND_CODES: Final = {**{name: kind.letter for name, kind in TRANSFORMS.items()}, PER_CHANNEL: "p"}
 # Of the 256 colours: ink on paper. Darker is wider, far enough apart that lightness alone tells them.
-COLOURS: Final = {"2": (16, 222), "4": (16, 73), "8": (231, 24), "F": (231, 17)}
+COLOURS: Final = {"2": (16, 229), "3": (16, 151), "4": (16, 73), "8": (231, 24), "F": (231, 17)}
 BAND: Final = 10  # layers that stay side by side on the narrowest screen
 MIN_WIDTH: Final = 20
 
@@ -144,7 +144,7 @@ def strip_lines(rows: Mapping[str, str], terminal: Terminal) -> list[str]:
 def legend(layers: Sequence[LayerRow], terminal: Terminal) -> list[str]:
     """The meaning of a strip's characters, as far as they occur."""
     codes = [(BIT_CODES[bits], str(bits)) for bits in bits_used(layers)]
-    bits = "  ".join(_painted(code, terminal) + (f"={name}" if code != name else "") for code, name in codes)
+    bits = " ".join(_painted(code, terminal) + (f"={name}" if code != name else "") for code, name in codes)
     kinds = "  ".join(f"{code}={name.replace('+', ' + ')}" for code, name in kinds_used(layers))
     return ["", f"bits   {bits}", *indented("kind", kinds, terminal)]
 

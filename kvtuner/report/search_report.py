@@ -214,11 +214,13 @@ def _descriptions(data: ReportData) -> dict[str, str]:
     ranked = sorted(((score, row) for score, row in scores if score is not None), key=lambda pair: -pair[0])
     worst = [f"layer {row.layer} {row.side.upper()} {number(score)}" for score, row in ranked[:3]]
     values = [trial.value for trial in data.trials if trial.feasible and trial.value is not None]
+    *narrow, widest = sorted({row.bits for row in data.sensitivity}) or [0]
+    widths = f"{', '.join(map(str, narrow))} and {widest}" if narrow else str(widest)
     uniforms = [f"K{cell.k_bits}V{cell.v_bits} {number(cell.kl)}" for cell in data.uniform_kl]
     texts = {
         "chosen-bits": f"Bits of keys and values: {', '.join(f'layer {row.layer} {row.pair}' for row in data.layers)}",
         "pareto-front": f"KL against effective bits: {'; '.join(bits)}",
-        "sensitivity": f"{SCORE_TITLES[data.score]} by layer, at 2, 4 and 8 bits. Worst at 2 bits: {', '.join(worst)}",
+        "sensitivity": f"{SCORE_TITLES[data.score]} by layer, at {widths} bits. Worst at 2 bits: {', '.join(worst)}",
         "uniform-kl": f"KL of uniform pairs: {', '.join(uniforms)}",
         "history": f"Measured KL by trial: {len(data.trials)} trials, {len(values)} measured, best"
         f" {number(min(values, default=None))}",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvtuner.evaluation.statistics import spearman
-from kvtuner.precision import PACKED_BITS, SIDES, effective_bits, mean_bits
+from kvtuner.precision import SIDES, effective_bits, mean_bits
 from kvtuner.report.layer_strip import LayerRow
 from kvtuner.report.search_data import (
     FrontPoint,
@@ -49,7 +49,7 @@ def sensitivity_rows(table: SensitivityTable) -> tuple[SensitivityRow, ...]:
     rows = []
     for layer in range(table.geometry.num_layers):
         for side in SIDES:
-            for bits in PACKED_BITS:
+            for bits in table.widths:
                 scores = table.of(layer, side, bits)
                 best = min(scores, key=lambda name: (_kl_or_infinity(scores[name]), scores[name].fisher))
                 rows.append(SensitivityRow(layer, side, bits, best, *map(_score_set, (scores[best], scores["none"]))))

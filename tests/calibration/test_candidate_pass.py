@@ -18,7 +18,7 @@ from kvtuner.calibration.row_sample import RowSample
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.precision import NO_WINDOW, PACKED_BITS, ExactWindow, PrecisionPair
+from kvtuner.precision import NO_WINDOW, SEARCHED_BITS, ExactWindow, PrecisionPair
 from kvtuner.quant import QuantSpec
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.run_folder import RunFolder
@@ -215,7 +215,7 @@ def test_every_candidate_of_every_layer_is_measured_once(
         Candidate(layer, side, bits, transform)
         for layer in range(3)
         for side, transforms in sides.items()
-        for bits in PACKED_BITS
+        for bits in SEARCHED_BITS
         for transform in transforms
     }
     assert all(score.e_a == 0 for candidate, score in measurement.scores().items() if candidate.side == "v")
@@ -244,7 +244,9 @@ def test_pairs_quantize_both_sides_without_transforms(
     (batch,) = random_batches(2, TOKENS, batch_size=2)
     measurement, _ = measured(chain, [batch], plan, options=QuantizationOptions(window=window), with_pairs=True)
     pairs = measurement.pairs()
-    assert set(pairs) == {(layer, PrecisionPair(k, v)) for layer in (0, 1) for k in PACKED_BITS for v in PACKED_BITS}
+    assert set(pairs) == {
+        (layer, PrecisionPair(k, v)) for layer in (0, 1) for k in SEARCHED_BITS for v in SEARCHED_BITS
+    }
     call = exact_call(chain, batch, 1)
     _, o = naive_attention(call, call.k, call.v, plan.split)
     for k_bits, v_bits in ((2, 8), (4, 2), (8, 8)):
@@ -319,7 +321,7 @@ def test_rows_scored_a_few_at_a_time_give_the_same_numbers(
     chain, plan = chain_of("qwen2-bias"), plan_of(name)
     batches = random_batches(2, TOKENS, batch_size=2)
     whole, _ = measured(chain, batches, plan, with_pairs=True)
-    per_row = 2 * 4 * TOKENS * len(PACKED_BITS)
+    per_row = 2 * 4 * TOKENS * len(SEARCHED_BITS)
     calls = []
     original = CandidateMeasurement._score_rows
     monkeypatch.setattr(

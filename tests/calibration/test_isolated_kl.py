@@ -20,7 +20,7 @@ from kvtuner.calibration.isolated_kl import JOURNAL, isolated_candidates, measur
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.precision import PACKED_BITS
+from kvtuner.precision import SEARCHED_BITS
 from kvtuner.quant import QuantSpec
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.run_folder import RunFolder
@@ -239,7 +239,7 @@ def test_all_transforms_are_measured_at_2_bits_and_the_fisher_scores_choice_abov
     scores = {}
     for layer in range(2):
         for side, transforms in (("k", candidate_transforms("k")), ("v", candidate_transforms("v"))):
-            for bits in PACKED_BITS:
+            for bits in SEARCHED_BITS:
                 for rank, transform in enumerate(transforms):
                     # The best of layer 0 is its first transform, of layer 1 its last; e_o says the opposite.
                     fisher = rank if layer == 0 else -rank

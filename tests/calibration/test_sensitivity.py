@@ -19,7 +19,7 @@ from kvtuner.calibration.sensitivity import (
 )
 from kvtuner.errors import RunFolderError
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import PACKED_BITS, PrecisionPair
+from kvtuner.precision import SEARCHED_BITS, PrecisionPair
 from kvtuner.run_folder import RunFolder
 from kvtuner.transforms import candidate_transforms
 
@@ -41,7 +41,7 @@ def table() -> SensitivityTable:
     scores = {}
     for layer in range(2):
         for side, transforms in (("k", candidate_transforms("k")), ("v", candidate_transforms("v"))):
-            for bits in PACKED_BITS:
+            for bits in SEARCHED_BITS:
                 for rank, transform in enumerate(transforms):
                     value = AWKWARD[(rank + layer) % len(AWKWARD)]
                     kl = value if bits == 2 else None

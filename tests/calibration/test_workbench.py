@@ -18,7 +18,7 @@ from kvtuner.calibration.model_loading import ModelSource, load_model
 from kvtuner.calibration.sensitivity import TABLE_FILE, SensitivityTable, missing_candidates
 from kvtuner.calibration.workbench import IDENTITY_FILE, CalibrationOptions, Workbench, measure_table
 from kvtuner.errors import CorpusError, NonFiniteActivationError, RunFolderError
-from kvtuner.precision import PACKED_BITS, ExactWindow
+from kvtuner.precision import SEARCHED_BITS, ExactWindow
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.run_folder import EVENTS, RunFolder
 from kvtuner.transforms import candidate_transforms
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 NUM_CANDIDATES = len(candidate_transforms("k")) + len(candidate_transforms("v"))
 """The candidates of a layer at one width."""
-NUM_ISOLATED = NUM_CANDIDATES + 2 * (len(PACKED_BITS) - 1)
+NUM_ISOLATED = NUM_CANDIDATES + 2 * (len(SEARCHED_BITS) - 1)
 """The candidates of a layer whose KL is measured: all at 2 bits, and one of each side at each width above."""
 
 
@@ -109,7 +109,7 @@ def test_the_table_holds_every_candidate_and_every_width_has_a_kl(
 ) -> None:
     bench = bench_of("qwen2-bias")
     table = measure_table(bench, RunFolder(tmp_path))
-    assert len(table.scores) == 2 * NUM_CANDIDATES * len(PACKED_BITS)
+    assert len(table.scores) == 2 * NUM_CANDIDATES * len(SEARCHED_BITS)
     assert list(missing_candidates(table, "kl")) == []
     with_kl = [candidate for candidate, scores in table.scores.items() if scores.kl is not None]
     assert len(with_kl) == 2 * NUM_ISOLATED
@@ -355,5 +355,5 @@ def test_every_family_calibrates_from_disk(family: str, bench_of: Callable[..., 
     table = measure_table(bench_of(family, length=64, batch_size=2), RunFolder(tmp_path))
     for layer in range(table.geometry.num_layers):
         for side in ("k", "v"):
-            by_bits = [table.best(layer, side, bits, "kl")[1] for bits in PACKED_BITS]
+            by_bits = [table.best(layer, side, bits, "kl")[1] for bits in SEARCHED_BITS]
             assert by_bits == sorted(by_bits, reverse=True)

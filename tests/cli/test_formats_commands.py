@@ -119,6 +119,17 @@ def test_what_is_lost_is_refused_or_said(run: RunCommand, model: Path, tmp_path:
         assert status == 2 and "leave --lossy out" in err
 
 
+@pytest.mark.parametrize("name", ["kvtuner-yaml", "optiq", "ranges", "modelopt", "vllm-skip-layers"])
+def test_no_other_format_has_three_bits(run: RunCommand, model: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "profile.json"
+    assert run("import", "0-1:int8,2:fp8", "--from", "ranges", "--map", "FP8=3", "--model", model, "--out", out)[0] == 0
+    assert [str(pair) for pair in load_profile(out).pairs] == ["K8V8", "K8V8", "K3V3"]
+    for flags in ((), ("--lossy",)):
+        status, stdout, err = run("export", out, "--to", name, *flags)
+        assert (status, stdout) == (2, "")
+        assert "layer 2: 3 bits" in err or "leave --lossy out" in err
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvtuner.precision import PACKED_BITS
 from kvtuner.quant import Transform, quantize
 from kvtuner.transforms import TransformKind
 
@@ -46,7 +47,7 @@ def groups_of_48(draw: st.DrawFn) -> Tensor:
 
 
 @settings(deadline=None, max_examples=60)
-@given(groups_of_48(), st.sampled_from([2, 4, 8]))
+@given(groups_of_48(), st.sampled_from(PACKED_BITS))
 def test_asymmetric_grid_covers_its_group_and_errs_by_at_most_half_a_step(x: Tensor, bits: int) -> None:
     quantized = quantize(x.unsqueeze(1), bits, 48)
     read = quantized.dequantize().squeeze(1)
@@ -67,7 +68,7 @@ def test_asymmetric_grid_covers_its_group_and_errs_by_at_most_half_a_step(x: Ten
 
 
 @settings(deadline=None, max_examples=60)
-@given(groups_of_48(), st.sampled_from([2, 4, 8]))
+@given(groups_of_48(), st.sampled_from(PACKED_BITS))
 def test_symmetric_grid_errs_by_half_a_step_until_its_scale_is_capped(x: Tensor, bits: int) -> None:
     quantized = quantize(x.unsqueeze(1), bits, 48, symmetric=True)
     read = quantized.dequantize().squeeze(1)
@@ -126,7 +127,7 @@ def test_non_finite_value_poisons_its_own_group_and_no_other(
 
 @settings(deadline=None, max_examples=100)
 @given(
-    bits=st.sampled_from([2, 4, 8]),
+    bits=st.sampled_from(PACKED_BITS),
     step=st.integers(1, 2047),
     base=st.integers(-2047, 2047),
     exponent=st.integers(-24, -3),
@@ -150,7 +151,7 @@ def test_values_on_a_grid_that_they_span_are_kept_exactly(
 
 @settings(deadline=None, max_examples=100)
 @given(
-    bits=st.sampled_from([2, 4, 8]),
+    bits=st.sampled_from(PACKED_BITS),
     step=st.integers(1, 2047),
     exponent=st.integers(-24, -3),
     codes=st.lists(st.integers(0, 255), min_size=15, max_size=15),

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvtuner.errors import PrecisionError
-from kvtuner.grid_fit import MAX_GAIN, MAX_OFFSET, MIN_SCALE, NUM_REFITS, START_SHARE
+from kvtuner.grid_fit import FITTED_BITS, MAX_GAIN, MAX_OFFSET, MIN_SCALE, NUM_REFITS, START_SHARE
+from kvtuner.precision import PACKED_BITS
 from kvtuner.quant import Quantized, quantize, quantize_widths
 
-WIDTHS = (2, 4)
+WIDTHS = FITTED_BITS
 GROUP_SIZES = (16, 64, 80, 96, 128)
 
 
@@ -161,7 +162,7 @@ def test_fit_is_close_to_the_best_of_many_starts(size: int, bits: int, symmetric
 def test_reading_is_unbiased_and_closer_than_min_max(bits: int) -> None:
     x = torch.randn(2000, 1, 128, generator=torch.Generator().manual_seed(2))
     fitted, plain = (quantize(x, bits, fit=fit) for fit in ("least_squares", "minmax"))
-    assert squared_error(x, fitted) < {2: 0.55, 4: 0.9}[bits] * squared_error(x, plain)
+    assert squared_error(x, fitted) < {2: 0.55, 3: 0.8, 4: 0.9}[bits] * squared_error(x, plain)
     centred = x - x.mean(-1, keepdim=True)
     projection = (fitted.dequantize() * centred).sum(-1) / centred.square().sum(-1)
     # Of the integers of 8 bits; fp16 rounds a scale by 2**-11 at most.
@@ -184,8 +185,8 @@ def test_group_that_is_not_finite_is_poisoned_as_ever(poison: float) -> None:
 
 def test_eight_bits_are_min_max_and_widths_share_nothing_that_changes_codes() -> None:
     x = hostile_groups(64)
-    together = quantize_widths(x, (2, 4, 8), 32, fit="least_squares")
-    for quantized, bits in zip(together, (2, 4, 8), strict=True):
+    together = quantize_widths(x, PACKED_BITS, 32, fit="least_squares")
+    for quantized, bits in zip(together, PACKED_BITS, strict=True):
         alone = quantize(x, bits, 32, fit="minmax" if bits == 8 else "least_squares")
         for name in ("codes", "scale", "minimum"):
             assert torch.equal(getattr(quantized, name), getattr(alone, name)), (bits, name)

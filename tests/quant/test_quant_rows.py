@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtuner.errors import PrecisionError
-from kvtuner.precision import LAYOUT_ID, row_bytes
+from kvtuner.precision import LAYOUT_ID, row_bytes, words_offset
 from kvtuner.quant import Quantized, quantize
 from kvtuner.row_packing import pack_rows, unpack_rows
 
@@ -22,6 +22,10 @@ LAYOUTS = [
     (2, 72, 2, 9),
     (3, 80, 2, 40),
     (2, 64, 2, 16),
+    (1, 16, 3, 2),
+    (3, 80, 3, 40),
+    (1, 48, 3, 12),
+    (8, 128, 3, 128),
     (1, 12, 4, 3),
     (5, 80, 4, 20),
     (2, 96, 4, 96),
@@ -50,6 +54,8 @@ def oracle_row(quantized: Quantized) -> bytes:
     """One token's row, set bit by bit."""
     bits = quantized.bits
     num_heads, head_dim = quantized.codes.shape
+    if bits == 3:
+        return oracle_row_of_three_bits(quantized)
     num_units = head_dim * bits // 16
     row = bytearray(num_heads * head_dim * bits // 8)
     for head in range(num_heads):
@@ -58,9 +64,27 @@ def oracle_row(quantized: Quantized) -> bytes:
             for bit in range(bits):
                 position = 16 * (head * num_units + unit) + slot * bits + bit
                 row[position // 8] |= (code >> bit & 1) << position % 8
+    return with_words(bytes(row), quantized)
+
+
+def oracle_row_of_three_bits(quantized: Quantized) -> bytes:
+    """One token's row of units that are Python integers of 24 bits."""
+    first_two, thirds = b"", b""
+    for codes in quantized.codes.tolist():
+        half = len(codes) // 16
+        units = [sum(codes[slot * 2 * half + unit] << 3 * slot for slot in range(8)) for unit in range(2 * half)]
+        first_two += b"".join((unit & 0xFFFF).to_bytes(2, "little") for unit in units)
+        thirds += bytes(units[unit + other] >> 16 for unit in range(half) for other in (0, half))
+    thirds += b"\0" * (-len(first_two + thirds) % 4)
+    return with_words(first_two + thirds, quantized)
+
+
+def with_words(codes: bytes, quantized: Quantized) -> bytes:
+    """A row of codes with its scale words and its padding."""
+    row = codes
     for scale, minimum in zip(half_bits(quantized.scale), half_bits(quantized.minimum), strict=True):
         row += struct.pack("<I", scale | minimum << 16)
-    return bytes(row) + b"\0" * (-len(row) % 16)
+    return row + b"\0" * (-len(row) % 16)
 
 
 def token(quantized: Quantized, index: tuple[int, ...]) -> Quantized:
@@ -93,8 +117,11 @@ def test_padding_is_zero_whatever_the_codes(layout: tuple[int, int, int, int]) -
     codes = torch.full((2, num_heads, head_dim), 2**bits - 1, dtype=torch.uint8)
     words = torch.full((2, num_heads, head_dim // group_size), -1, dtype=torch.int16).view(torch.float16)
     rows = pack_rows(Quantized(codes, words, words, bits))
-    used = num_heads * head_dim * bits // 8 + 4 * num_heads * (head_dim // group_size)
-    assert (rows[:, :used] == 0xFF).all()
+    code_bytes, first_word = num_heads * head_dim * bits // 8, words_offset(num_heads, head_dim, bits)
+    used = first_word + 4 * num_heads * (head_dim // group_size)
+    assert (rows[:, :code_bytes] == 0xFF).all()
+    assert (rows[:, code_bytes:first_word] == 0).all()
+    assert (rows[:, first_word:used] == 0xFF).all()
     assert (rows[:, used:] == 0).all()
 
 
@@ -102,6 +129,14 @@ def test_the_row_of_two_bit_codes_is_the_one_written_by_hand() -> None:
     x = torch.tensor([[-2.0, -1.0, 0.0, 1.0, 1.0, 0.0, -1.0, -2.0]])
     # codes 0 1 2 3 3 2 1 0 from the lowest bits up: 0x1be4; scale 1.0 is 0x3c00, minimum -2.0 is 0xc000
     assert bytes(pack_rows(quantize(x, 2)).tolist()).hex() == "e41b" + "003c00c0" + 10 * "00"
+
+
+def test_the_row_of_three_bit_codes_is_the_one_written_by_hand() -> None:
+    codes = (torch.arange(16) // 2 * torch.tensor([1, 0] * 8) + torch.tensor([0, 7] * 8)).to(torch.uint8)
+    words = torch.tensor([[1.0]]).half()
+    # Unit 0 holds codes 0 to 7 of the even channels, 0o76543210 = 0xfac688; unit 1 holds sevens, 0xffffff.
+    row = pack_rows(Quantized(codes.unsqueeze(0), words, -words, 3))
+    assert bytes(row.tolist()).hex() == "88c6" + "ffff" + "faff" + "0000" + "003c00bc" + 4 * "00"
 
 
 def test_the_row_of_two_heads_and_two_groups_is_the_one_written_by_hand() -> None:
@@ -150,9 +185,11 @@ def test_unpacking_undoes_packing(layout: tuple[int, int, int, int], lead: tuple
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packing_undoes_unpacking_of_any_bytes_but_the_padding(layout: tuple[int, int, int, int]) -> None:
     num_heads, head_dim, bits, group_size = layout
-    used = num_heads * head_dim * bits // 8 + 4 * num_heads * (head_dim // group_size)
+    used = words_offset(num_heads, head_dim, bits) + 4 * num_heads * (head_dim // group_size)
+    between = slice(num_heads * head_dim * bits // 8, words_offset(num_heads, head_dim, bits))
     rng = torch.Generator().manual_seed(3)
     rows = torch.randint(256, (4, row_bytes(*layout)), generator=rng, dtype=torch.uint8)
+    rows[:, between] = 0
     back = pack_rows(unpack_rows(rows, bits, num_heads, head_dim, group_size))
     assert torch.equal(back[:, :used], rows[:, :used])
 

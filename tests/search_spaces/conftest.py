@@ -10,7 +10,7 @@ import torch
 
 from kvtuner.calibration.sensitivity import SIDES, Candidate, CandidateScores, LayerConstants, SensitivityTable
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import PACKED_BITS
+from kvtuner.precision import SEARCHED_BITS
 from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def build_table(num_layers: int, score: Callable[[Candidate], CandidateScores], 
         Candidate(layer, side, bits, name)
         for layer in range(num_layers)
         for side in SIDES
-        for bits in PACKED_BITS
+        for bits in SEARCHED_BITS
         for name in TRANSFORMS[side]
     ]
     return SensitivityTable(

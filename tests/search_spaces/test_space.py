@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, SensitivityTable
 from kvtuner.errors import RunFolderError, SearchSpaceError
-from kvtuner.precision import ALL_BITS, PrecisionPair, RowShape
+from kvtuner.precision import ALL_BITS, PACKED_BITS, SEARCHED_BITS, PrecisionPair, RowShape
 from kvtuner.search_spaces.space import (
     LayerChoice,
     SearchSpace,
@@ -22,7 +23,8 @@ from kvtuner.search_spaces.space import (
 )
 
 Table = Callable[..., SensitivityTable]
-PAIRS = [PrecisionPair(k, v) for k, v in product(ALL_BITS, ALL_BITS)]
+WIDTHS = (*SEARCHED_BITS, 16)
+PAIRS = [PrecisionPair(k, v) for k, v in product(WIDTHS, WIDTHS)]
 NATIVE = PrecisionPair(16, 16)
 
 
@@ -249,3 +251,13 @@ def test_digest_names_the_space_and_not_its_scores(random_table: Table, make_tab
     assert space(1.0).digest() == space(2.0).digest()
     assert space(1.0).digest() != space(1.0, prune=False).digest()
     assert space(1.0).digest() != SearchSpace(space(1.0).menus, ((0, 1),), space(1.0).shape).digest()
+
+
+def test_menus_hold_the_widths_that_were_measured(random_table: Table) -> None:
+    table = random_table(2, 3)
+    assert table.widths == SEARCHED_BITS
+    three = {replace(candidate, bits=3): score for candidate, score in table.scores.items() if candidate.bits == 2}
+    table = replace(table, scores={**table.scores, **three})
+    assert table.widths == PACKED_BITS
+    (menu, _) = build_space(table, "kl", table.geometry.row_shape(), prune=False).menus
+    assert set(menu.pairs) == {PrecisionPair(k, v) for k in ALL_BITS for v in ALL_BITS}

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.cache_scheme import CacheScheme, Fp8Scheme, UnquantizedScheme
-from kvtuner.evaluation.validation import OFFSETS, UNIFORM_PAIRS, SequenceSums, Validator, kl_difference, pooled
+from kvtuner.evaluation.validation import OFFSETS, SequenceSums, Validator, kl_difference, pooled, uniform_pairs
 from kvtuner.pipeline.progress import say
 from kvtuner.report.search_data import OffsetQuality, QualityRow
 from kvtuner.tuner.objective import configuration_key, layer_specs
@@ -89,7 +89,7 @@ class BaselineComparison:
         Layers that are kept stay as they are, and so does a nested family.
         """
         run, outcome = self.run, self.outcome
-        uniforms = set(map(str, UNIFORM_PAIRS))
+        uniforms = set(map(str, uniform_pairs(run.table.widths)))
         allowed = [
             scheme
             for scheme in self.baselines
@@ -116,7 +116,7 @@ class BaselineComparison:
 def _baselines(run: SearchRun) -> list[CacheScheme]:
     schemes: list[CacheScheme] = [UnquantizedScheme.of(run.shape.geometry)]
     for transforms in (False, True):
-        for pair in UNIFORM_PAIRS:
+        for pair in uniform_pairs(run.table.widths):
             configuration = run.uniform(pair, transforms=transforms)
             if transforms and all(c.k_transform == c.v_transform == "none" for c in configuration):
                 continue

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING, Final
 
 from tqdm import tqdm
 
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.pipeline.progress import say
-from kvtuner.precision import ALL_BITS, PrecisionPair
 from kvtuner.report.formatting import number
 from kvtuner.run_folder import sha256_of
 from kvtuner.search_spaces.space import (
     Configuration,
     SearchSpace,
+    all_pairs,
     build_space,
     configuration_from_pairs,
     predicted_score,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.pipeline.stages.search_run import SearchRun
     from kvtuner.pipeline.stages.search_targets import SearchTarget
+    from kvtuner.precision import PrecisionPair
     from kvtuner.search_spaces.budget import Constraint
     from kvtuner.tuner.objective import MeasuredKL
     from kvtuner.tuner.trials import TrialRecord
@@ -84,8 +84,7 @@ class BudgetSearch:
 
     def uniforms(self) -> dict[PrecisionPair, Configuration]:
         """Every uniform pair with the best transforms."""
-        pairs = (PrecisionPair(*bits) for bits in product(ALL_BITS, ALL_BITS))
-        return {pair: self.run.uniform(pair, transforms=True) for pair in pairs}
+        return {pair: self.run.uniform(pair, transforms=True) for pair in all_pairs(self.run.table)}
 
     def uniform_table(self) -> dict[PrecisionPair, float]:
         """Measured KL of every uniform pair, nats per token; without those whose KL is not finite, which it says."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.candidate_pass import QuantizationOptions
@@ -15,7 +16,7 @@ from kvtuner.errors import PrecisionError
 from kvtuner.evaluation.cache_scheme import RankLayout
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.sources import corpus_source, model_source
-from kvtuner.precision import PACKED_BITS, PrecisionPair, RowShape, check_group_size
+from kvtuner.precision import PrecisionPair, RowShape, check_group_size
 from kvtuner.search_spaces.layer_notation import parse_keep
 from kvtuner.search_spaces.space import Configuration, uniform
 
@@ -37,13 +38,22 @@ def checked_shape(options: CalibrateOptions) -> ModelShape:
 def calibration_options(options: MeasurementOptions, shape: ModelShape) -> CalibrationOptions:
     """The settings of calibration; refuses group sizes that the model's heads cannot be packed with."""
     geometry = shape.geometry
+    quant = QuantizationOptions(
+        k_group_size=options.k_group_size,
+        v_group_size=options.v_group_size,
+        symmetric=options.symmetric,
+        fit=options.fit,
+        window=options.window,
+    )
+    for bits, head_dim in product(quant.widths, (geometry.head_dim, geometry.v_head_dim)):
+        check_group_size(head_dim, bits, head_dim)
     for flag, head_dim, group in (
         ("--k-group-size", geometry.head_dim, options.k_group_size),
         ("--v-group-size", geometry.v_head_dim, options.v_group_size),
     ):
         if group is None:
             continue
-        for bits in PACKED_BITS:
+        for bits in quant.widths:
             try:
                 check_group_size(head_dim, bits, group)
             except PrecisionError as error:
@@ -53,9 +63,7 @@ def calibration_options(options: MeasurementOptions, shape: ModelShape) -> Calib
         score=options.score,
         num_draws=options.fisher_draws,
         batch_size=options.batch_size,
-        quant=QuantizationOptions(
-            options.k_group_size, options.v_group_size, options.symmetric, options.fit, options.window
-        ),
+        quant=quant,
         with_pairs=options.pairs,
         seed=options.seed,
     )

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.patches import Patch
 
-from kvtuner.precision import ALL_BITS, PACKED_BITS
+from kvtuner.precision import ALL_BITS
 from kvtuner.report.formatting import number
 from kvtuner.report.plots import style
 from kvtuner.report.plots.kl_by_bits import search_picture
@@ -46,8 +46,9 @@ def sensitivity_heatmap(figure: Figure, data: ReportData) -> None:
         return style.say_nothing_measured(figure)
     grids = _score_grids(data)
     norm = style.log_norm(grids)
-    panels = figure.subplots(len(PACKED_BITS), sharex=True)
-    for axes, bits, grid in zip(panels, PACKED_BITS, grids, strict=True):
+    widths = _measured_widths(data)
+    panels = figure.subplots(len(widths), sharex=True)
+    for axes, bits, grid in zip(panels, widths, grids, strict=True):
         cells = _draw_scores(axes, grid, norm)
         axes.set_yticks([0, 1], ["K", "V"])
         style.integer_axis(axes.xaxis, max_ticks=16)
@@ -79,16 +80,17 @@ def uniform_kl_table(figure: Figure, data: ReportData) -> None:
     figure.set_size_inches(6.0, 4.4)
     if not data.uniform_kl:
         return style.say_nothing_measured(figure)
-    grid = np.full((len(ALL_BITS), len(ALL_BITS)), np.nan)
+    widths = sorted({bits for cell in data.uniform_kl for bits in (cell.k_bits, cell.v_bits)})
+    grid = np.full((len(widths), len(widths)), np.nan)
     for cell in data.uniform_kl:
         if cell.kl is not None and math.isfinite(cell.kl):
-            grid[ALL_BITS.index(cell.k_bits), ALL_BITS.index(cell.v_bits)] = cell.kl
-    labels = [str(bits) for bits in ALL_BITS]
+            grid[widths.index(cell.k_bits), widths.index(cell.v_bits)] = cell.kl
+    labels = [str(bits) for bits in widths]
     axes = figure.add_subplot(xlabel="bits of values", ylabel="bits of keys")
     cells = _draw_scores(axes, grid, style.log_norm(grid))
     _write_in_cells(axes, cells, grid, number, fontsize=12)
-    axes.set_xticks(range(len(ALL_BITS)), labels)
-    axes.set_yticks(range(len(ALL_BITS)), labels)
+    axes.set_xticks(range(len(widths)), labels)
+    axes.set_yticks(range(len(widths)), labels)
     _draw_colour_bar(figure, cells, "KL, nats per token", ax=axes, pad=0.03)
 
 
@@ -130,12 +132,17 @@ PICTURES: Final[Mapping[str, Callable[[ReportData], bytes]]] = MappingProxyType(
 )
 
 
+def _measured_widths(data: ReportData) -> list[int]:
+    return sorted({row.bits for row in data.sensitivity})
+
+
 def _score_grids(data: ReportData) -> NDArray[np.float64]:
     """The allocating score, [num_widths, keys and values, num_layers]; NaN where not measured."""
-    grids = np.full((len(PACKED_BITS), 2, 1 + max(row.layer for row in data.sensitivity)), np.nan)
+    widths = _measured_widths(data)
+    grids = np.full((len(widths), 2, 1 + max(row.layer for row in data.sensitivity)), np.nan)
     for row in data.sensitivity:
         if (value := row.best.get(data.score)) is not None:
-            grids[PACKED_BITS.index(row.bits), "kv".index(row.side), row.layer] = value
+            grids[widths.index(row.bits), "kv".index(row.side), row.layer] = value
     return grids
 
 

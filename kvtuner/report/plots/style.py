@@ -37,7 +37,7 @@ PURPLE: Final = "#CC79A7"
 GREY: Final = "#8A8A8A"
 INK: Final = "#222222"
 # Darker is wider, so the order also survives a grey print.
-BITS_COLOURS: Final = {2: "#F6D98F", 4: "#7CC3B0", 8: "#2B7BA8", 16: "#1C2B5A"}
+BITS_COLOURS: Final = {2: "#F6D98F", 3: "#BCD59B", 4: "#7CC3B0", 8: "#2B7BA8", 16: "#1C2B5A"}
 
 WIDTH: Final = 7.6
 _MAX_DECADES: Final = 6

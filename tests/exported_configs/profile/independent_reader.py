@@ -1,6 +1,6 @@
 """Profiles and their rows, read as docs/profiles.md says and by nothing else; knows no kvtuner.
 
-A profile takes forty lines, a row sixteen more and the hash of a checkpoint twelve. Refused, with any exception, is
+A profile takes forty lines, a row twenty more and the hash of a checkpoint twelve. Refused, with any exception, is
 what rows and addresses depend on; the rest of the format is not looked at.
 """
 
@@ -33,11 +33,11 @@ def read_side(side, defaults, heads, dim, steps):
     if given == {"bits": 16} and type(given["bits"]) is int:
         return {"stored": given, "bits": 16, "transform": "none", "bytes": heads * dim * 2}
     full = {"mu": None, "lambda": None, **defaults, **given}
-    bits, kind, group, unit = full["bits"], full["transform"], full["group_size"], dim * full["bits"] // 16
+    bits, kind, group = full["bits"], full["transform"], full["group_size"]
     parts = [step for step in steps if step in kind.split("+")]
     assert set(side) <= {"bits", "transform", "mu", "lambda"} and kind == ("+".join(parts) or "none"), "transform"
-    assert type(bits) is type(group) is int and bits in (2, 4, 8) and dim * bits % 16 == 0 < group, "whole units"
-    is_per_channel = full["granularity"] == "per_channel" and len(steps) == 3
+    assert type(bits) is type(group) is int and bits in (2, 3, 4, 8) and dim * bits % 16 == 0 < group, "whole units"
+    is_per_channel, unit = full["granularity"] == "per_channel" and len(steps) == 3, dim // {3: 8}.get(bits, 16 // bits)
     fits = group in (16, 32, 64, 128) and not parts if is_per_channel else dim % group == group % unit == 0
     assert fits and (is_per_channel or full["granularity"] == "per_token"), "a group that fits"
     assert [full[name] is not None for name in ("mu", "lambda")] == [step in parts for step in STEPS[:2]], "constants"
@@ -89,10 +89,14 @@ def rotate(x):
 
 def read_row(row, side):
     (heads, dim), bits, group = side["shape"], side["bits"], side["group"]
-    units = np.frombuffer(row, "<u2", heads * dim * bits // 16).reshape(heads, 1, -1)
-    codes = (units >> np.arange(0, 16, bits)[:, None] & 2**bits - 1).reshape(heads, dim).astype("f4")
-    words = np.frombuffer(row, "<f2", 2 * heads * dim // group, heads * dim * bits // 8).reshape(heads, -1, 2)
+    size = heads * dim * bits // 8
+    units = np.frombuffer(row, "<u2", heads * dim // 8 if bits == 3 else size // 2).reshape(heads, 1, -1)
+    if bits == 3:
+        thirds = np.frombuffer(row, "u1", heads * dim // 8, heads * dim // 4).reshape(heads, -1, 2)
+        units, size = units + (thirds.swapaxes(1, 2).reshape(units.shape).astype(int) << 16), size + -size % 4
+    codes = (units >> np.arange(0, 24 if bits == 3 else 16, bits)[:, None] & 2**bits - 1).reshape(heads, dim)
+    words = np.frombuffer(row, "<f2", 2 * heads * dim // group, size).reshape(heads, -1, 2)
     scale, minimum = np.moveaxis(words.astype("f4").repeat(group, axis=1), 2, 0)
-    x = codes * scale + minimum
+    x = codes.astype("f4") * scale + minimum
     x = rotate(x) if "hadamard" in side["transform"] else x
     return (x if np.ndim(side["lambda"]) == 0 else x * side["lambda"]) + side["mu"]

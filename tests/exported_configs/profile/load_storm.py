@@ -45,7 +45,7 @@ LITERALS = [
 ]
 NAMES = ["bits", "transform", "fit", "mu", "lambda", "layer", "k", "v", "data", "x", "__proto__", "Bits", "command"]
 LIKELY: dict[str, tuple[Any, ...]] = {
-    "bits": (2, 4, 8, 16),
+    "bits": (2, 3, 4, 8, 16),
     "group_size": (8, 16, 24, 32, 48, 64),
     "symmetric": (True, False),
     "fit": ("minmax", "least_squares", None),
@@ -79,7 +79,7 @@ def module(name: str) -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(HERE / f"{name}.py")))
 
 
-READER, RESEAL = module("independent_reader").read, module("make_vectors").reseal
+READER, RESEAL = module("independent_reader").read, module("broken_profiles").reseal
 
 
 def containers(node: Any) -> list[Any]:

@@ -7,9 +7,6 @@ test_profile_vectors.py.
 
 from __future__ import annotations
 
-import base64
-import copy
-import hashlib
 import json
 import sys
 from pathlib import Path
@@ -18,6 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from broken_profiles import broken
 
 from kvtuner.exported_configs.identity.checkpoint_hash import checkpoint_sha256
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, dump_profile
@@ -32,8 +33,6 @@ from kvtuner.run_folder import canonical_json
 from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.precision import Side
 
@@ -142,6 +141,16 @@ def profiles() -> dict[str, Profile]:
             fit="least_squares",
         ),
         "window": make(small, [LayerQuantization(4, 2), LayerQuantization(16, 4)], window=ExactWindow(32, 4)),
+        "three-bits": make(
+            ModelGeometry(3, 3, 3, 80, 48),
+            [
+                LayerQuantization(3, 3),
+                LayerQuantization(3, 4, transform("centered+hadamard", 3, 80)),
+                LayerQuantization(16, 3, Transform(), transform("hadamard", 3, 48)),
+            ],
+            k_group_size=40,
+            v_group_size=12,
+        ),
         "groups": make(
             ModelGeometry(2, 8, 2, 64, 64),
             [LayerQuantization(4, 2), LayerQuantization(2, 4)],
@@ -269,159 +278,30 @@ def rows(name: str, profile: Profile) -> list[Document]:
         quarters = torch.arange(16, dtype=torch.float32).reshape(1, 16) / 4 - 1
         sides: list[tuple[int, Side]] = [(0, "k"), (0, "v"), (1, "k")]
         return [row(profile, layer, side, quarters) for layer, side in sides]
-    if name in ("transforms", "symmetric", "fitted", "groups", "unequal-head-dims"):
+    if name in ("transforms", "symmetric", "fitted", "three-bits", "groups", "unequal-head-dims"):
         both: tuple[Side, Side] = ("k", "v")
         heads, k_dim, v_dim = geometry.num_kv_heads, geometry.head_dim, geometry.v_head_dim
         return [
             row(profile, layer, side, ramp(heads, k_dim if side == "k" else v_dim, 0.3125))
             for layer in range(geometry.num_layers)
             for side in both
+            if profile.quant_spec(layer, side) is not None
         ]
     return []
-
-
-def reseal(document: Document) -> Document:
-    """A document with the digest that its layers have, as whoever forges a profile would; a reader refuses it."""
-
-    def expand(side: Document, defaults: Document) -> Document:
-        stated = {name: value for name, value in side.items() if value is not None}
-        shared = {name: value for name, value in defaults.items() if (name, value) != ("fit", None)}
-        return {"bits": 16} if side["bits"] == 16 else {**shared, **stated}
-
-    defaults = document["defaults"]
-    layers = [
-        {"layer": entry["layer"], **{side: expand(entry[side], defaults[side]) for side in ("k", "v")}}
-        for entry in document["layers"]
-    ]
-    window = {name: document[name] for name in ("residual_length", "sinks") if document.get(name)}
-    content = {"layout": document["layout"], "geometry": document["geometry"], "layers": layers, **window}
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return {**document, "digest": "sha256:" + hashlib.sha256(text.encode()).hexdigest()}
-
-
-def changed(base: Document, path: str, value: Any, *, sealed: bool = True) -> Document:
-    """A copy with one place replaced; `...` removes it."""
-    document = copy.deepcopy(base)
-    node: Any = document
-    *steps, last = [int(step) if step.isdigit() else step for step in path.split(".")]
-    for step in steps:
-        node = node[step]
-    if value is ...:
-        del node[last]
-    else:
-        node[last] = value
-    return reseal(document) if sealed else document
-
-
-def matrix(*rows: list[float]) -> Document:
-    data = np.array(rows, dtype="<f2").tobytes()
-    return {"dtype": "float16", "shape": [len(rows), len(rows[0])], "data": base64.b64encode(data).decode()}
-
-
-def invalid() -> Iterator[tuple[str, bool, bytes]]:
-    """Name of the broken rule, whether rows or addresses depend on it, and the file."""
-    base, kinds = json.loads(dump_profile(example())), json.loads(dump_profile(profiles()["transforms"]))
-    channel, plain, fitted, window = (
-        json.loads(dump_profile(profiles()[name])) for name in ("per-channel", "symmetric", "fitted", "window")
-    )
-    text = dump_profile(example()).decode()
-    ones = [1.0] * 16
-    yield "byte-order-mark", False, b"\xef\xbb\xbf" + text.encode()
-    yield "not-utf-8", False, text.replace("by hand", "f\u00fcr uns").encode("latin-1")
-    yield "not-json", True, text[:-9].encode()
-    yield "not-an-object", True, b"[" + text.encode() + b"]"
-    yield "field-twice", True, text.replace('"bits": 4', '"bits": 2,\n    "bits": 4', 1).encode()
-    yield "not-a-number", False, text.replace('"pp_size": 1', '"pp_size": NaN').encode()
-    yield "nested-too-deep", False, text.replace('"by hand"', "[" * 16 + "]" * 16).encode()
-    yield "integer-too-long", False, text.replace('"layer": 1', '"layer": 1' + "0" * 20).encode()
-    yield "list-too-long", False, json.dumps({**base, "layers": [0] * 1025}).encode()
-    edits: list[tuple[str, bool, Document]] = [
-        ("schema-version-newer", True, changed(base, "schema_version", 3)),
-        ("schema-version-without-its-fit", False, changed(base, "schema_version", 2)),
-        ("fit-before-its-version", False, changed(base, "defaults.k.fit", "minmax")),
-        ("fit-absent-of-one-side", False, changed(fitted, "defaults.v.fit", ...)),
-        ("residual-length-before-its-version", True, changed(base, "residual_length", 32)),
-        ("residual-length-too-long", True, changed(window, "residual_length", 1025)),
-        ("residual-length-not-an-integer", True, changed(window, "residual_length", 32.0)),
-        ("sinks-before-their-version", True, changed(base, "sinks", 4)),
-        ("sinks-too-many", True, changed(window, "sinks", 65)),
-        ("sinks-true", True, changed(window, "sinks", True)),
-        ("fit-unknown", False, changed(fitted, "defaults.v.fit", "best")),
-        (
-            "fit-per-channel",
-            False,
-            changed(
-                {**channel, "schema_version": 2},
-                "defaults",
-                {side: {**grid, "fit": "least_squares"} for side, grid in channel["defaults"].items()},
-            ),
-        ),
-        ("schema-version-absent", True, changed(base, "schema_version", ...)),
-        ("layout-unknown", True, changed(base, "layout", "halfword-sliced-v2")),
-        ("digest-differs", True, changed(base, "layers.0.k.transform", "none", sealed=False)),
-        ("digest-malformed", True, changed(base, "digest", base["digest"].upper(), sealed=False)),
-        ("digest-absent", True, changed(base, "digest", ..., sealed=False)),
-        ("field-unknown", True, changed(base, "layers.0.k.residual", 64)),
-        ("field-unknown-on-top", False, changed(base, "comment", "none")),
-        ("field-absent", True, changed(base, "geometry.v_head_dim", ...)),
-        ("integer-as-float", True, changed(base, "layers.0.k.bits", 4.0)),
-        ("integer-as-boolean", True, changed(base, "geometry.num_kv_heads", True)),
-        ("integer-as-text", True, changed(base, "defaults.k.group_size", "16")),
-        ("boolean-as-integer", False, changed(base, "defaults.k.symmetric", 0)),
-        ("null-where-a-field-must-be", True, changed(base, "layers.0.k.bits", None, sealed=False)),
-        ("null-transform-of-the-defaults", True, changed(base, "defaults.v.transform", None)),
-        ("null-in-an-array", True, changed(base, "layers.1.k.mu.shape", None)),
-        ("nullable-field-absent", False, changed(base, "model.revision", ...)),
-        ("count-zero", True, changed(base, "geometry.num_kv_heads", 0)),
-        ("count-too-large", True, changed(base, "geometry.head_dim", 2048)),
-        ("bits-outside-the-set", True, changed(base, "layers.0.v.bits", 3)),
-        ("heads-do-not-divide", True, changed(kinds, "geometry.num_attention_heads", 3)),
-        ("layer-missing", True, changed(base, "layers", base["layers"][:1])),
-        ("layers-out-of-order", True, changed(base, "layers", base["layers"][::-1])),
-        ("layer-twice", True, changed(base, "layers.1.layer", 0)),
-        ("group-does-not-divide", True, changed(base, "defaults.v.group_size", 12)),
-        ("group-cuts-a-unit", True, changed(base, "defaults.k.group_size", 4)),
-        ("units-not-whole", True, changed(changed(plain, "geometry.head_dim", 36), "defaults.k.group_size", 36)),
-        ("native-with-transform", True, changed(base, "layers.1.v.transform", "none")),
-        ("native-with-mean", True, changed(base, "layers.1.k", {"bits": 16, "mu": matrix(ones)})),
-        ("transform-unknown", True, changed(base, "layers.0.k.transform", "hadamard+centered")),
-        ("transform-not-for-values", True, changed(base, "defaults.v.transform", "centered")),
-        ("mean-absent", True, changed(base, "layers.1.k.mu", ...)),
-        ("mean-superfluous", True, changed(base, "layers.0.k.mu", matrix(ones))),
-        ("lambda-absent", True, changed(kinds, "layers.2.k.lambda", ...)),
-        ("lambda-zero", True, changed(kinds, "layers.2.k.lambda", matrix([0.0] * 32, [0.0] * 32))),
-        ("lambda-too-large", True, changed(kinds, "layers.2.k.lambda", matrix([1.0] * 32, [64.0625] * 32))),
-        ("array-of-another-shape", True, changed(base, "layers.1.k.mu", matrix([1.0] * 8, [1.0] * 8))),
-        ("array-too-short", True, changed(base, "layers.1.k.mu.data", matrix([1.0] * 8)["data"])),
-        ("array-not-finite", True, changed(base, "layers.1.k.mu", matrix([float("inf"), *ones[1:]]))),
-        ("array-of-another-type", True, changed(base, "layers.1.k.mu.dtype", "bfloat16")),
-        ("array-not-canonical", False, changed(base, "layers.1.k.mu.data", matrix(ones)["data"][:-2] + "B=")),
-        ("values-per-channel", True, changed(base, "defaults.v.granularity", "per_channel")),
-        ("channel-group-not-of-tokens", True, changed(channel, "defaults.k.group_size", 48)),
-        ("channel-with-transform", True, changed(channel, "layers.0.k.transform", "hadamard")),
-        ("bytes-differ", False, changed(base, "budget.bytes_per_token", 65)),
-        ("mean-bits-differ", False, changed(base, "budget.mean_bits", 4.0)),
-        ("ranks-do-not-divide", False, changed(kinds, "budget.tp_size", 3)),
-        ("more-stages-than-layers", False, changed(base, "budget.pp_size", 3)),
-        ("model-is-a-path", False, changed(base, "model.id", "/home/me/model")),
-        ("text-not-printable", False, changed(base, "budget.asked", "4bit\u001b[2J")),
-        ("text-too-long", False, changed(base, "budget.asked", "4" * 257)),
-    ]
-    for name, is_safety, document in edits:
-        yield name, is_safety, json.dumps(document, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
 def files() -> dict[str, bytes]:
     """Every file by its name below the folder."""
     profiles_by_name = profiles()
-    files = {f"valid/{name}.json": dump_profile(profile) for name, profile in profiles_by_name.items()}
+    valid = {name: dump_profile(profile) for name, profile in profiles_by_name.items()}
+    files = {f"valid/{name}.json": data for name, data in valid.items()}
     files["valid/order-and-space.json"] = shuffled(profiles_by_name["mixed"])
     files["valid/nulls.json"] = with_nulls(profiles_by_name["transforms"])
     expected: Document = {"valid": {}, "invalid": {}}
     for path, data in sorted(files.items()):
         name, profile = Path(path).stem, load_profile(data)
         expected["valid"][name] = {**expectation(profile), "rows": rows(name, profile)}
-    for name, is_safety, data in invalid():
+    for name, is_safety, data in broken(valid):
         files[f"invalid/{name}.json"] = data
         expected["invalid"][name] = {"rule": name.replace("-", " "), "safety": is_safety}
     name = "checkpoint/model.safetensors"

@@ -136,8 +136,8 @@ def test_escaped_spelling_of_a_key_counts_as_the_same_key(refusal: Refusal, pris
 @pytest.mark.parametrize(
     ("steps", "value", "message"),
     [
-        (("layers", 0, "k", "bits"), 3, "layers[0].k.bits: must be 2, 4, 8 or 16, not 3"),
-        (("layers", 3, "v", "bits"), 0, "layers[3].v.bits: must be 2, 4, 8 or 16, not 0"),
+        (("layers", 0, "k", "bits"), 5, "layers[0].k.bits: must be 2, 3, 4, 8 or 16, not 5"),
+        (("layers", 3, "v", "bits"), 0, "layers[3].v.bits: must be 2, 3, 4, 8 or 16, not 0"),
         (("layers", 0, "layer"), 1, "layer 1 stands where layer 0 belongs"),
         (("layers", 4, "layer"), 5, "layer 5 stands where layer 4 belongs"),
         (("layers", 2, "layer"), 1, "layer 1 stands where layer 2 belongs"),

@@ -96,11 +96,11 @@ def test_null_means_absent() -> None:
 def test_vectors_cover_the_format() -> None:
     assert len(VALID) >= 8 and len(INVALID) >= 25
     sides = [side for name in VALID for layer in EXPECTED["valid"][name]["layers"] for side in layer.values()]
-    assert {side["bits"] for side in sides} == {2, 4, 8, 16}
+    assert {side["bits"] for side in sides} == {2, 3, 4, 8, 16}
     assert len({side["transform"] for side in sides}) == 8
     rows = [(row["side"], EXPECTED["valid"][name]["layers"][row["layer"]][row["side"]]["bits"])
             for name in WITH_ROWS for row in EXPECTED["valid"][name]["rows"]]  # fmt: skip
-    assert {("k", 8), ("k", 4), ("k", 2), ("v", 4), ("v", 2)} <= set(rows)
+    assert {("k", 8), ("k", 4), ("k", 3), ("k", 2), ("v", 4), ("v", 3), ("v", 2)} <= set(rows)
 
 
 @pytest.mark.parametrize("name", VALID)

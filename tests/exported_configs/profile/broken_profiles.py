@@ -1,0 +1,153 @@
+"""The files that a reader of profiles must refuse, made of valid ones; make_vectors.py writes them."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    Document = dict[str, Any]
+
+
+def reseal(document: Document) -> Document:
+    """A document with the digest that its layers have, as whoever forges a profile would; a reader refuses it."""
+
+    def expand(side: Document, defaults: Document) -> Document:
+        stated = {name: value for name, value in side.items() if value is not None}
+        shared = {name: value for name, value in defaults.items() if (name, value) != ("fit", None)}
+        return {"bits": 16} if side["bits"] == 16 else {**shared, **stated}
+
+    defaults = document["defaults"]
+    layers = [
+        {"layer": entry["layer"], **{side: expand(entry[side], defaults[side]) for side in ("k", "v")}}
+        for entry in document["layers"]
+    ]
+    window = {name: document[name] for name in ("residual_length", "sinks") if document.get(name)}
+    content = {"layout": document["layout"], "geometry": document["geometry"], "layers": layers, **window}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return {**document, "digest": "sha256:" + hashlib.sha256(text.encode()).hexdigest()}
+
+
+def changed(base: Document, path: str, value: Any, *, sealed: bool = True) -> Document:
+    """A copy with one place replaced; `...` removes it."""
+    document = copy.deepcopy(base)
+    node: Any = document
+    *steps, last = [int(step) if step.isdigit() else step for step in path.split(".")]
+    for step in steps:
+        node = node[step]
+    if value is ...:
+        del node[last]
+    else:
+        node[last] = value
+    return reseal(document) if sealed else document
+
+
+def matrix(*rows: list[float]) -> Document:
+    data = np.array(rows, dtype="<f2").tobytes()
+    return {"dtype": "float16", "shape": [len(rows), len(rows[0])], "data": base64.b64encode(data).decode()}
+
+
+def broken(valid: Mapping[str, bytes]) -> Iterator[tuple[str, bool, bytes]]:
+    """Break rules one by one: the rule's name, whether rows or addresses depend on it, and the file.
+
+    Args:
+        valid: The valid files, by name.
+    """
+    names = ("example", "transforms", "per-channel", "symmetric", "fitted", "window", "three-bits")
+    base, kinds, channel, plain, fitted, window, three = (json.loads(valid[name]) for name in names)
+    without_fit = {side: {**shared, "fit": None} for side, shared in three["defaults"].items()}
+    text = valid["example"].decode()
+    ones = [1.0] * 16
+    yield "byte-order-mark", False, b"\xef\xbb\xbf" + text.encode()
+    yield "not-utf-8", False, text.replace("by hand", "f\u00fcr uns").encode("latin-1")
+    yield "not-json", True, text[:-9].encode()
+    yield "not-an-object", True, b"[" + text.encode() + b"]"
+    yield "field-twice", True, text.replace('"bits": 4', '"bits": 2,\n    "bits": 4', 1).encode()
+    yield "not-a-number", False, text.replace('"pp_size": 1', '"pp_size": NaN').encode()
+    yield "nested-too-deep", False, text.replace('"by hand"', "[" * 16 + "]" * 16).encode()
+    yield "integer-too-long", False, text.replace('"layer": 1', '"layer": 1' + "0" * 20).encode()
+    yield "list-too-long", False, json.dumps({**base, "layers": [0] * 1025}).encode()
+    edits: list[tuple[str, bool, Document]] = [
+        ("schema-version-newer", True, changed(base, "schema_version", 3)),
+        ("schema-version-without-its-fit", False, changed(base, "schema_version", 2)),
+        ("fit-before-its-version", False, changed(base, "defaults.k.fit", "minmax")),
+        ("fit-absent-of-one-side", False, changed(fitted, "defaults.v.fit", ...)),
+        ("residual-length-before-its-version", True, changed(base, "residual_length", 32)),
+        ("residual-length-too-long", True, changed(window, "residual_length", 1025)),
+        ("residual-length-not-an-integer", True, changed(window, "residual_length", 32.0)),
+        ("sinks-before-their-version", True, changed(base, "sinks", 4)),
+        ("sinks-too-many", True, changed(window, "sinks", 65)),
+        ("sinks-true", True, changed(window, "sinks", True)),
+        ("three-bits-before-their-version", False, changed({**three, "schema_version": 1}, "defaults", without_fit)),
+        ("three-bits-with-a-group-that-cuts-a-slot", True, changed(three, "defaults.k.group_size", 16)),
+        ("three-bits-of-a-head-that-is-no-whole-unit", True, changed(three, "geometry.v_head_dim", 72)),
+        ("fit-unknown", False, changed(fitted, "defaults.v.fit", "best")),
+        (
+            "fit-per-channel",
+            False,
+            changed(
+                {**channel, "schema_version": 2},
+                "defaults",
+                {side: {**grid, "fit": "least_squares"} for side, grid in channel["defaults"].items()},
+            ),
+        ),
+        ("schema-version-absent", True, changed(base, "schema_version", ...)),
+        ("layout-unknown", True, changed(base, "layout", "halfword-sliced-v2")),
+        ("digest-differs", True, changed(base, "layers.0.k.transform", "none", sealed=False)),
+        ("digest-malformed", True, changed(base, "digest", base["digest"].upper(), sealed=False)),
+        ("digest-absent", True, changed(base, "digest", ..., sealed=False)),
+        ("field-unknown", True, changed(base, "layers.0.k.residual", 64)),
+        ("field-unknown-on-top", False, changed(base, "comment", "none")),
+        ("field-absent", True, changed(base, "geometry.v_head_dim", ...)),
+        ("integer-as-float", True, changed(base, "layers.0.k.bits", 4.0)),
+        ("integer-as-boolean", True, changed(base, "geometry.num_kv_heads", True)),
+        ("integer-as-text", True, changed(base, "defaults.k.group_size", "16")),
+        ("boolean-as-integer", False, changed(base, "defaults.k.symmetric", 0)),
+        ("null-where-a-field-must-be", True, changed(base, "layers.0.k.bits", None, sealed=False)),
+        ("null-transform-of-the-defaults", True, changed(base, "defaults.v.transform", None)),
+        ("null-in-an-array", True, changed(base, "layers.1.k.mu.shape", None)),
+        ("nullable-field-absent", False, changed(base, "model.revision", ...)),
+        ("count-zero", True, changed(base, "geometry.num_kv_heads", 0)),
+        ("count-too-large", True, changed(base, "geometry.head_dim", 2048)),
+        ("bits-outside-the-set", True, changed(base, "layers.0.v.bits", 5)),
+        ("heads-do-not-divide", True, changed(kinds, "geometry.num_attention_heads", 3)),
+        ("layer-missing", True, changed(base, "layers", base["layers"][:1])),
+        ("layers-out-of-order", True, changed(base, "layers", base["layers"][::-1])),
+        ("layer-twice", True, changed(base, "layers.1.layer", 0)),
+        ("group-does-not-divide", True, changed(base, "defaults.v.group_size", 12)),
+        ("group-cuts-a-unit", True, changed(base, "defaults.k.group_size", 4)),
+        ("units-not-whole", True, changed(changed(plain, "geometry.head_dim", 36), "defaults.k.group_size", 36)),
+        ("native-with-transform", True, changed(base, "layers.1.v.transform", "none")),
+        ("native-with-mean", True, changed(base, "layers.1.k", {"bits": 16, "mu": matrix(ones)})),
+        ("transform-unknown", True, changed(base, "layers.0.k.transform", "hadamard+centered")),
+        ("transform-not-for-values", True, changed(base, "defaults.v.transform", "centered")),
+        ("mean-absent", True, changed(base, "layers.1.k.mu", ...)),
+        ("mean-superfluous", True, changed(base, "layers.0.k.mu", matrix(ones))),
+        ("lambda-absent", True, changed(kinds, "layers.2.k.lambda", ...)),
+        ("lambda-zero", True, changed(kinds, "layers.2.k.lambda", matrix([0.0] * 32, [0.0] * 32))),
+        ("lambda-too-large", True, changed(kinds, "layers.2.k.lambda", matrix([1.0] * 32, [64.0625] * 32))),
+        ("array-of-another-shape", True, changed(base, "layers.1.k.mu", matrix([1.0] * 8, [1.0] * 8))),
+        ("array-too-short", True, changed(base, "layers.1.k.mu.data", matrix([1.0] * 8)["data"])),
+        ("array-not-finite", True, changed(base, "layers.1.k.mu", matrix([float("inf"), *ones[1:]]))),
+        ("array-of-another-type", True, changed(base, "layers.1.k.mu.dtype", "bfloat16")),
+        ("array-not-canonical", False, changed(base, "layers.1.k.mu.data", matrix(ones)["data"][:-2] + "B=")),
+        ("values-per-channel", True, changed(base, "defaults.v.granularity", "per_channel")),
+        ("channel-group-not-of-tokens", True, changed(channel, "defaults.k.group_size", 48)),
+        ("channel-with-transform", True, changed(channel, "layers.0.k.transform", "hadamard")),
+        ("bytes-differ", False, changed(base, "budget.bytes_per_token", 65)),
+        ("mean-bits-differ", False, changed(base, "budget.mean_bits", 4.0)),
+        ("ranks-do-not-divide", False, changed(kinds, "budget.tp_size", 3)),
+        ("more-stages-than-layers", False, changed(base, "budget.pp_size", 3)),
+        ("model-is-a-path", False, changed(base, "model.id", "/home/me/model")),
+        ("text-not-printable", False, changed(base, "budget.asked", "4bit\u001b[2J")),
+        ("text-too-long", False, changed(base, "budget.asked", "4" * 257)),
+    ]
+    for name, is_safety, document in edits:
+        yield name, is_safety, json.dumps(document, indent=1, ensure_ascii=False).encode() + b"\n"
