@@ -31,13 +31,12 @@ import sass
 from gpu_parts.pools import LLAMA, HeadShape
 from gpu_parts.speed import CANDIDATES
 
-from kvtuner.precision import NATIVE_BITS, PrecisionPair
+from kvtuner.precision import ALL_BITS, NATIVE_BITS, PrecisionPair, num_slots
 from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-BITS: Final = (2, 4, 8, 16)
 HEAD_DIMS: Final = (64, 80, 96, 128, 256)
 REGISTERS: Final = 16384
 """The registers of a quarter of a processor, which holds whole warps, in steps of 8 for each thread."""
@@ -117,7 +116,7 @@ def pairs_and_shapes(pairs: list[PrecisionPair], head_dims: list[int]) -> Iterat
     for pair, head_dim, groups in itertools.product(pairs, head_dims, (1, 2, 4)):
         packed = [bits for bits in (pair.k_bits, pair.v_bits) if bits != NATIVE_BITS]
         power_of_two = head_dim & (head_dim - 1) == 0
-        if groups == 1 or (packed and power_of_two and all(16 // bits >= groups for bits in packed)):
+        if groups == 1 or (packed and power_of_two and all(num_slots(bits) >= groups for bits in packed)):
             yield pair, replace(LLAMA, head_dim=head_dim, group_size=head_dim // groups)
 
 
@@ -125,7 +124,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--pairs", nargs="+", default=[f"K{k}V{v}" for k, v in itertools.product(BITS, BITS)])
+    parser.add_argument("--pairs", nargs="+", default=[f"K{k}V{v}" for k, v in itertools.product(ALL_BITS, repeat=2)])
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()

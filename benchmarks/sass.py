@@ -37,7 +37,7 @@ import dequantize_then_dot
 from gpu_parts.baselines import SGLANG_LAUNCH
 from gpu_parts.pools import ALL_TRANSFORMS, LLAMA, HeadShape, empty_rows, row_format
 
-from kvtuner.precision import FITS, NATIVE_BITS, Fit, PrecisionPair, RowShape, effective_bits
+from kvtuner.precision import FITS, NATIVE_BITS, THREE_BITS, Fit, PrecisionPair, RowShape, effective_bits
 from kvtuner.report.table import Table
 from kvtuner.runtime_loader.kernels import decode, launch
 from kvtuner.runtime_loader.kernels import store_and_read_rows as row_kernels
@@ -46,7 +46,7 @@ from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch, Device
 
 H200_LANES_PER_S: Final = 132 * 4 * 32 * 1.755e9
 H200_BYTES_PER_S: Final = 4.3e12
-PAIRS: Final = ("K4V4", "K8V8", "K8V4", "K4V2", "K2V2")
+PAIRS: Final = ("K4V4", "K8V8", "K8V4", "K4V2", "K2V2", "K3V3", "K4V3", "K3V2")
 INSTRUCTION: Final = re.compile(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", re.MULTILINE)
 UNALIGNED: Final = ("num_splits", "num_requests", "num_tokens")
 """The arguments that need not be multiples of 16; pointers and strides are, as Triton finds when it launches."""
@@ -170,7 +170,7 @@ def rows_kernels(arch: int) -> list[Count]:
         return disassembled(compiled(function, facts, arch, **launch.EXACT))
 
     kinds = ("none", "centered", "hadamard", ALL_TRANSFORMS)
-    for bits, kind, fit in itertools.product((8, 4, 2), kinds, FITS):
+    for bits, kind, fit in itertools.product((8, 4, 3, 2), kinds, FITS):
         side = side_of(LLAMA, bits, kind, fit)
         row_bytes = row_format(LLAMA, bits, kind).row_bytes(torch.bfloat16)
         limit = H200_LANES_PER_S * (row_bytes / (LLAMA.num_kv_heads * LLAMA.head_dim) + 2) / H200_BYTES_PER_S
@@ -199,7 +199,7 @@ def decode_kernels(args: argparse.Namespace) -> list[Count]:
         pair, shape = PrecisionPair.parse(name), HeadShape("", heads, args.gqa, 128, args.group_size)
         committed = Device(f"sm_{arch}", 0).launch(side_of(shape, pair.k_bits), side_of(shape, pair.v_bits), args.gqa)
         kernels = [(committed, False)]
-        if not args.without_baseline:
+        if not args.without_baseline and THREE_BITS not in (pair.k_bits, pair.v_bits):  # the baseline has none
             kernels += [(SGLANG_LAUNCH, True), (committed, True)]
         rows += [measure(pair, shape, arch, settings, baseline=baseline) for settings, baseline in kernels]
     return rows

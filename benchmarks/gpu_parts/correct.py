@@ -15,7 +15,7 @@ import torch
 from gpu_parts import baselines
 from gpu_parts.machine import Machine
 from gpu_parts.pools import ALL_TRANSFORMS, TINY, HeadShape, empty_layer, keys_and_values, states
-from kvtuner.precision import Fit, PrecisionPair
+from kvtuner.precision import ALL_BITS, PACKED_BITS, SCALE_WORD_BYTES, Fit, PrecisionPair, words_offset
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
@@ -92,8 +92,8 @@ def cases(*, smoke: bool) -> list[Case]:
         return [Case(what, PrecisionPair(4, 8), TINY, lengths=(20, 1), fresh=(3, 9)) for what in operations]
     shape = HeadShape("", 4, 4, 128)
     grouped = replace(shape, group_size=64)
-    pairs = [PrecisionPair(*bits) for bits in itertools.product((2, 4, 8, 16), repeat=2)]
-    same = [PrecisionPair(bits, bits) for bits in (2, 4, 8)]
+    pairs = [PrecisionPair(*bits) for bits in itertools.product(ALL_BITS, repeat=2)]
+    same = [PrecisionPair(bits, bits) for bits in PACKED_BITS]
     four, kinds = PrecisionPair(4, 4), candidate_transforms("k")
     listed = [Case("decode", pair, shape) for pair in pairs]
     listed += [Case("decode", four, shape, kind) for kind in kinds]
@@ -229,8 +229,8 @@ def _miswritten(side: PackedRows, slots: Tensor, x: Tensor) -> float:
     row = side.format
     written, expected = side.rows[slots].flatten(1), row.pack(x.cpu()).flatten(1)
     if row.spec is not None:  # the padding behind codes and scales is nobody's
-        elements = row.num_heads * row.head_dim
-        used = elements * row.bits // 8 + 4 * (elements // (row.spec.group_size or row.head_dim))
+        num_words = row.num_heads * row.head_dim // (row.spec.group_size or row.head_dim)
+        used = words_offset(row.num_heads, row.head_dim, row.bits) + SCALE_WORD_BYTES * num_words
         written, expected = written[:, :used], expected[:, :used]
     return _share_that_differs(written, expected)
 

@@ -22,8 +22,11 @@ from kvtuner.runtime_loader.kernels.unpack_codes import (
     factor_of,
     for_each,
     fp16_saturated,
+    load_thirds,
     log2_and_inverse,
     scale_and_minimum,
+    slots_of,
+    words_at,
 )
 
 
@@ -82,15 +85,19 @@ def _scores_of(
     BITS: tl.constexpr, GROUPS: tl.constexpr, CAPPED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Scores [TILE, TOKENS] of a block of keys; of codes, and without a cap, `log2_v_scale` is in them already."""
-    IN_GROUP: tl.constexpr = 16 // BITS // GROUPS
+    IN_GROUP: tl.constexpr = slots_of(BITS) // GROUPS
     key_ptrs = rows_ptr + slots[None, :] * ROW + kv_head * WIDE + unit[:, None]  # [K_UNITS, TOKENS]
     if BITS == 16:
         keys = tl.load(key_ptrs, mask=mask_tokens[None, :] & mask_units[:, None], other=0.0)  # [K_UNITS, TOKENS]
         scores = tl.dot(q[0], keys.to(q[0].dtype), input_precision="ieee") * scale  # [TILE, TOKENS]
     else:
         units = tl.load(key_ptrs, mask=mask_units[:, None], other=0)  # [K_UNITS, TOKENS]
-        codes = codes_of(units, BITS, ASM)  # [K_UNITS, TOKENS] for each slot
-        first_word = HEADS * WIDE // 2 + kv_head * GROUPS
+        thirds = ()
+        if BITS == 3:
+            row_ptrs = rows_ptr + slots[None, :] * ROW  # [1, TOKENS]
+            thirds = load_thirds(row_ptrs, kv_head, unit[:, None], mask_units[:, None], HEADS, WIDE)
+        codes = codes_of(units, thirds, BITS, ASM)  # [K_UNITS, TOKENS] for each slot
+        first_word = words_at(HEADS, WIDE, BITS) + kv_head * GROUPS
         grids = for_each(_stored_grid, GROUPS, (words_ptr, slots, mask_tokens, first_word, ROW))  # [TOKENS] twice
         scores = tl.zeros([TILE, TOKENS], tl.float32)  # [TILE, TOKENS]
         for group in tl.static_range(GROUPS):
@@ -148,7 +155,8 @@ def _shrunk_code_sum(slot, weights, codes, acc, shrink, IN_GROUP: tl.constexpr):
 @triton.jit
 def _add_values(
     scaled_weights, acc, min_sums, shrink, grids, inverse, rows_ptr, slots, mask_tokens, kv_head, unit, mask_units,
-    ROW: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, ASM: tl.constexpr,
+    HEADS: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """The sums over tokens, shrunk to the new maximum, with a block of values by its weights [TILE, TOKENS].
 
@@ -161,10 +169,14 @@ def _add_values(
         acc = (tl.dot(scaled_weights.to(values.dtype), values, shrunk, input_precision="ieee"),)
     else:
         units = tl.load(value_ptrs, mask=mask_units[None, :], other=0)  # [TOKENS, V_UNITS]
-        codes = codes_of(units, BITS, ASM)  # [TOKENS, V_UNITS] for each slot
+        thirds = ()
+        if BITS == 3:
+            row_ptrs = rows_ptr + slots[:, None] * ROW  # [TOKENS, 1]
+            thirds = load_thirds(row_ptrs, kv_head, unit[None, :], mask_units[None, :], HEADS, WIDE)
+        codes = codes_of(units, thirds, BITS, ASM)  # [TOKENS, V_UNITS] for each slot
         weights = for_each(_group_weights, GROUPS, (scaled_weights, grids, inverse, GROUPS))  # [TILE, TOKENS]
         min_sums = for_each(_shrunk_min_sum, GROUPS, (scaled_weights, grids, inverse, min_sums, shrink))
-        acc = for_each(_shrunk_code_sum, 16 // BITS, (weights, codes, acc, shrink, 16 // BITS // GROUPS))
+        acc = for_each(_shrunk_code_sum, slots_of(BITS), (weights, codes, acc, shrink, slots_of(BITS) // GROUPS))
     return acc, min_sums
 
 
@@ -173,7 +185,7 @@ def _store_partial(
     out, acc, min_sums, total, mask, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Store a partial output at the channels of the first slot, `out` [TILE, V_UNITS], and of the others."""
-    SLOTS: tl.constexpr = 16 // BITS
+    SLOTS: tl.constexpr = slots_of(BITS)
     for slot in tl.static_range(SLOTS):
         output = acc[slot]  # [TILE, V_UNITS]
         if BITS != 16:
@@ -199,8 +211,8 @@ def decode_split(
     log2 of their weight; a split without tokens has -inf and nothing else. Parts are splits and, where requests
     extend, one more for what `attend_fresh` adds.
     """
-    K_SLOTS: tl.constexpr = 16 // K_BITS
-    V_SLOTS: tl.constexpr = 16 // V_BITS
+    K_SLOTS: tl.constexpr = slots_of(K_BITS)
+    V_SLOTS: tl.constexpr = slots_of(V_BITS)
     K_WIDE: tl.constexpr = K_DIM // K_SLOTS
     V_WIDE: tl.constexpr = V_DIM // V_SLOTS
     split = tl.program_id(1)
@@ -238,7 +250,7 @@ def decode_split(
         # Past the end slot 0 is read, whatever it holds: the log2 hides it, so that codes need no mask of tokens.
         slots = tl.load(slots_ptr + begin + tokens, mask=mask_tokens, other=0).to(tl.int64)  # [TOKENS]
         v_grids, log2_v_scale, inverse = _value_grids(
-            v_words_ptr, slots, mask_tokens, HEADS * V_WIDE // 2 + kv_head * V_GROUPS,
+            v_words_ptr, slots, mask_tokens, words_at(HEADS, V_WIDE, V_BITS) + kv_head * V_GROUPS,
             TOKENS, V_ROW, V_BITS, V_GROUPS, ASM,
         )  # fmt: skip  # [TOKENS] each
         scores = _scores_of(
@@ -257,7 +269,7 @@ def decode_split(
         total = total * shrink + tl.sum(scaled_weights * inverse[None, :], 1)
         acc, min_sums = _add_values(
             scaled_weights, acc, min_sums, shrink, v_grids, inverse, v_rows_ptr, slots, mask_tokens, kv_head, v_unit,
-            mask_v, V_ROW, V_WIDE, V_BITS, V_GROUPS, ASM,
+            mask_v, HEADS, V_ROW, V_WIDE, V_BITS, V_GROUPS, ASM,
         )  # fmt: skip
     out = partial_ptr + place[:, None] * V_DIM + v_unit[None, :]  # [TILE, V_UNITS]
     _store_partial(out, acc, min_sums, total, mask_pairs[:, None] & mask_v[None, :], V_DIM, V_BITS, V_GROUPS)

@@ -10,6 +10,7 @@ import triton
 
 from kvtuner.errors import PrecisionError
 from kvtuner.grid_fit import FITTED_BITS
+from kvtuner.precision import num_slots
 from kvtuner.quant import IDENTITY
 from kvtuner.runtime_loader.kernels.transform_steps import KERNEL_STEPS
 
@@ -92,7 +93,7 @@ class KernelSide:
     @property
     def units(self) -> int:
         """Units of a head (or native channels), as a power of two that a tensor core takes."""
-        return max(16, int(triton.next_power_of_2(self.head_dim * self.bits // 16)))
+        return max(16, int(triton.next_power_of_2(self.head_dim // num_slots(self.bits))))
 
 
 def _constant(values: Tensor, rows: Tensor) -> Tensor:

@@ -11,7 +11,14 @@ import triton.language as tl
 
 from kvtuner.runtime_loader.kernels.fitted_grid import fit_grid
 from kvtuner.runtime_loader.kernels.transform_steps import apply_steps, invert_steps, mixes_channels
-from kvtuner.runtime_loader.kernels.unpack_codes import fp16_saturated, scale_and_minimum
+from kvtuner.runtime_loader.kernels.unpack_codes import (
+    fp16_saturated,
+    load_thirds,
+    scale_and_minimum,
+    slots_of,
+    with_thirds,
+    words_at,
+)
 
 
 @triton.jit
@@ -98,20 +105,20 @@ def _grid_of(low, high, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
 
 @triton.jit
 def _codes_of(y, scale, minimum, BITS: tl.constexpr):
-    """The codes of groups [GROUPS, slots, TOKENS, SPREAD] with grids [GROUPS, TOKENS], int32 of which 16 bits count."""
+    """The codes of groups [GROUPS, slots, TOKENS, SPREAD] with grids [GROUPS, TOKENS], int32 of which 23 bits count."""
     step = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # [GROUPS, TOKENS]
     inverse = tl.where(step == 0.0, 0.0, tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step))  # [GROUPS, TOKENS]
     y = (y - minimum.to(tl.float32)[:, None, :, None]) * inverse[:, None, :, None]  # the shape of y
-    # Half to even; the low 16 bits of a float32 near 1.5 * 2**23 are those of the integer that it is.
-    return (tl.minimum(tl.maximum(y, 0.0), (1 << BITS) - 1) + 12582912.0).to(tl.int32, bitcast=True)
+    # Half to even; the low bits of a float32 from 2**23 on are those of the integer that it is.
+    return (tl.minimum(tl.maximum(y, 0.0), (1 << BITS) - 1) + 8388608.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _units_of(codes, slot, not_finite, BITS: tl.constexpr):
-    """The int16 units [TOKENS, SPREAD] of codes [GROUPS, slots, TOKENS, SPREAD]."""
+    """The units [TOKENS, SPREAD] of codes [GROUPS, slots, TOKENS, SPREAD], int32 of which 24 bits count."""
     # The sum of codes in their places is their union; each group's slots first, [GROUPS, TOKENS, SPREAD].
     codes = tl.sum(codes << tl.reshape(slot * BITS, (codes.shape[0], codes.shape[1], 1, 1)), 1)
-    return tl.sum(tl.where(not_finite[:, :, None], 0, codes), 0).to(tl.int16)
+    return tl.sum(tl.where(not_finite[:, :, None], 0, codes), 0)
 
 
 @triton.jit
@@ -130,7 +137,7 @@ def _store_side(
     else:
         # Slot j of unit u is channel j * UNITS + u; units are padded to a power of two. Slots come first, so that a
         # thread holds all of a unit's, and lanes are spread over tokens: tiles are [SLOTS, TOKENS, SPREAD].
-        SLOTS: tl.constexpr = 16 // BITS
+        SLOTS: tl.constexpr = slots_of(BITS)
         UNITS: tl.constexpr = DIM // SLOTS
         SPREAD: tl.constexpr = PADDED // SLOTS
         unit = tl.arange(0, SPREAD)[None, None, :]  # [1, 1, SPREAD]
@@ -162,9 +169,15 @@ def _store_side(
         units = _units_of(codes, slot, not_finite, BITS)  # [TOKENS, SPREAD]
         row = rows_ptr + slots * ROW  # [TOKENS]
         unit = tl.arange(0, SPREAD)[None, :]  # [1, SPREAD]
-        tl.store(row[:, None] + head * UNITS + unit, units, mask=mask_tokens[:, None] & (unit < UNITS))
+        mask = mask_tokens[:, None] & (unit < UNITS)  # [TOKENS, SPREAD]
+        tl.store(row[:, None] + head * UNITS + unit, units.to(tl.int16), mask=mask)
+        if BITS == 3:
+            # The third bytes of units u and u + UNITS / 2 are one halfword.
+            place = 2 * (HEADS * UNITS + head * (UNITS // 2) + unit % (UNITS // 2)) + unit // (UNITS // 2)
+            bytes_ptr = rows_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
+            tl.store(bytes_ptr + slots[:, None] * (2 * ROW) + place, (units >> 16).to(tl.uint8), mask=mask)
         group = tl.arange(0, GROUPS)[:, None]  # [GROUPS, 1]
-        words = row[None, :] + HEADS * UNITS + 2 * (head * GROUPS + group)  # [GROUPS, TOKENS]
+        words = row[None, :] + 2 * (words_at(HEADS, UNITS, BITS) + head * GROUPS + group)  # [GROUPS, TOKENS]
         # NaN marks a group that held one; its bits are torch's.
         minimum = tl.where(not_finite, 0x7E00, minimum).to(tl.int16)
         tl.store(words, scale.to(tl.int16), mask=mask_tokens[None, :])
@@ -208,7 +221,7 @@ def read_side(
     STEPS: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Read one head of the first `count` tokens back to [tokens, heads, DIM], with the roundings of `QuantSpec`."""
-    SLOTS: tl.constexpr = 16 // BITS
+    SLOTS: tl.constexpr = slots_of(BITS)
     UNITS: tl.constexpr = DIM // SLOTS
     head = tl.program_id(1)
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # [TOKENS]
@@ -224,11 +237,14 @@ def read_side(
         # A unit is loaded once for every slot: rows lie in the nearest cache by then.
         unit = channels % UNITS  # [PADDED]
         units = tl.load(rows_ptr + slots[:, None] * ROW + head * UNITS + unit[None, :], mask=mask, other=0)
+        if BITS == 3:
+            thirds = load_thirds(rows_ptr + slots[:, None] * ROW, head, unit[None, :], mask, HEADS, UNITS)
+            units = with_thirds(units, thirds)
         # Slot j of unit u is channel j * UNITS + u.
         codes = (units.to(tl.int32) >> (channels // UNITS * BITS)[None, :]) & ((1 << BITS) - 1)  # [TOKENS, PADDED]
         group = channels // (DIM // GROUPS)  # [PADDED]
         words = tl.load(
-            words_ptr + slots[:, None] * (ROW // 2) + HEADS * UNITS // 2 + head * GROUPS + group[None, :],
+            words_ptr + slots[:, None] * (ROW // 2) + words_at(HEADS, UNITS, BITS) + head * GROUPS + group[None, :],
             mask=mask, other=0,
         )  # fmt: skip  # [TOKENS, PADDED]
         scale, minimum = scale_and_minimum(words)  # [TOKENS, PADDED] each

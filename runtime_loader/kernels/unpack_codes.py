@@ -18,6 +18,18 @@ ONE: Final = tl.constexpr(2.0**-24)
 
 
 @triton.constexpr_function
+def slots_of(bits):
+    """Return the codes of a unit, as `num_slots` does, which kernels cannot call; 1 for native numbers."""
+    return 8 if bits == 3 else 16 // bits
+
+
+@triton.constexpr_function
+def words_at(heads, units, bits):
+    """Return the place of a row's first scale word, in words, as `words_offset` does in bytes."""
+    return (heads * units * 3 + 3) // 4 if bits == 3 else heads * units // 2
+
+
+@triton.constexpr_function
 def factor_of(slot, bits):
     """Return how many times `ONE` the codes of a slot are."""
     return 2.0 ** (slot * bits % 8)
@@ -50,6 +62,15 @@ def _high_bytes(units):
 
 
 @triton.jit
+def _upper_bytes(units, thirds):
+    """Join the second and the third byte of units, two in a register: the third is the low byte or the high one."""
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 t; prmt.b32 t, $1, $2, 0x6341; lop3.b32 $0, t, $3, 0xff00ff00, 0xf8;}", "=r,r,r,r",
+        [units, thirds[0], thirds[1]], dtype=tl.int16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
 def _plain_codes(slot, units, BITS: tl.constexpr):
     """Mask the codes of one slot without assembly."""
     byte = units >> (slot * BITS // 8 * 8)  # the shape of units
@@ -58,11 +79,53 @@ def _plain_codes(slot, units, BITS: tl.constexpr):
 
 
 @triton.jit
-def codes_of(units, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Unpack int16 units to 16 / BITS float16 tensors of ONE * factor_of(slot, BITS) * code, one for each slot."""
+def load_thirds(row_ptrs, head, unit, mask, HEADS: tl.constexpr, UNITS: tl.constexpr):
+    """Load the third bytes of units, where `row_ptrs` and `unit` are broadcast to a tile; `mask` is that of units.
+
+    They lie behind the other bytes of all units, those of units u and u + UNITS / 2 of a head in one halfword. Two
+    tiles are returned: the halfwords of units below UNITS / 2, and those of the others, with zeros elsewhere.
+    """
+    # A tensor core's operand must come of loads, constants and elementwise operations alone, or Triton moves it
+    # through shared memory once more: so no unit is asked which byte is its own, and masks of loads tell.
+    HALF: tl.constexpr = UNITS // 2
+    third_ptrs = row_ptrs + (HEADS * UNITS + head * HALF) + unit % HALF
+    return (
+        tl.load(third_ptrs, mask=mask & (unit < HALF), other=0),
+        tl.load(third_ptrs, mask=mask & (unit >= HALF), other=0),
+    )
+
+
+@triton.jit
+def with_thirds(units, thirds):
+    """Join int16 units and what `load_thirds` found to int32 units of 24 bits."""
+    first = (thirds[0].to(tl.int32) & 0xFF) << 16  # the shape of units
+    return (units.to(tl.int32) & 0xFFFF) | first | ((thirds[1].to(tl.int32) & 0xFF00) << 8)
+
+
+@triton.jit
+def codes_of(units, thirds, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Unpack int16 units to float16 tensors of ONE * factor_of(slot, BITS) * code, one for each slot.
+
+    At 3 bits `thirds` are what `load_thirds` found.
+    """
     if not ASM:
         # The same numbers in plain Triton, for interpreters and other vendors.
-        codes = for_each(_plain_codes, 16 // BITS, (units, BITS))
+        if BITS == 3:
+            units = with_thirds(units, thirds)
+        codes = for_each(_plain_codes, slots_of(BITS), (units, BITS))
+    elif BITS == 3:
+        upper = _upper_bytes(units, thirds)
+        third = _high_bytes(upper)
+        codes = (
+            _codes(units, "and.b32 $0, $1, 0x00070007;"),
+            _codes(units, "and.b32 $0, $1, 0x00380038;"),
+            _codes(units, "and.b32 $0, $1, 0x01c001c0;"),
+            _codes(upper, "and.b32 $0, $1, 0x000e000e;"),
+            _codes(upper, "and.b32 $0, $1, 0x00700070;"),
+            _codes(upper, "and.b32 $0, $1, 0x03800380;"),
+            _codes(third, "and.b32 $0, $1, 0x001c001c;"),
+            _codes(third, "and.b32 $0, $1, 0x00e000e0;"),
+        )
     elif BITS == 8:
         # A register holds two units; a byte of each moves to the low half of its halfword.
         codes = (_codes(units, "prmt.b32 $0, $1, 0, 0x4240;"), _codes(units, "prmt.b32 $0, $1, 0, 0x4341;"))

@@ -112,7 +112,7 @@ def test_decode_undoes_whatever_transform_values_have(name: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("bits", [(None, None), (2, 8), (8, None), (None, 4)])
+@pytest.mark.parametrize("bits", [(None, None), (2, 8), (8, None), (None, 4), (3, 3)])
 @pytest.mark.parametrize("logit_cap", [0.0, 5.0])
 def test_extend_reads_the_prefix_from_rows_and_new_tokens_as_they_are(
     heads: tuple[int, int], bits: tuple[int | None, int | None], logit_cap: float

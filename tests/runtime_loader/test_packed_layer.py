@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvtuner.errors import CacheError, ProfileError
-from kvtuner.precision import row_bytes
+from kvtuner.precision import PACKED_BITS, row_bytes
 from kvtuner.quant import QuantSpec, Transform, quantize
 from kvtuner.row_packing import pack_rows
 from kvtuner.runtime_loader import row_format
@@ -26,7 +26,7 @@ def stored(spec: QuantSpec | None, heads: int = 3, head_dim: int = 64) -> Packed
     return PackedSide(RowFormat(heads, head_dim, spec))
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", PACKED_BITS)
 @pytest.mark.parametrize(("head_dim", "group_size"), [(64, 32), (64, 64), (80, 40), (80, 80), (128, 64)])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_chunks_become_the_rows_that_quant_packs_of_the_whole(

@@ -9,6 +9,7 @@ import torch
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.precision import PACKED_BITS
 from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.row_format import RowFormat, rank_formats
 from kvtuner.transforms import TransformKind
@@ -51,7 +52,7 @@ def test_a_stage_has_its_layers_and_no_others(profile: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "hadamard"])
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", PACKED_BITS)
 def test_fp16_states_at_the_end_of_their_range_come_back_finite(bits: int, kind: str) -> None:
     states = torch.randn(300, 1, 64, generator=torch.Generator().manual_seed(bits)).half()
     states[:, 0, 5], states[:, 0, 11] = 65504.0, -65504.0

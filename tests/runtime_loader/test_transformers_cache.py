@@ -38,7 +38,7 @@ KEY_TRANSFORMS = (
     "centered+balanced+hadamard",
 )
 ALL_PAIRS = tuple(product(ALL_BITS, ALL_BITS))
-TWO_LAYERS = tuple(zip(ALL_PAIRS, reversed(ALL_PAIRS), strict=True))[: len(ALL_PAIRS) // 2]
+TWO_LAYERS = tuple(zip(ALL_PAIRS, reversed(ALL_PAIRS), strict=True))[: -(-len(ALL_PAIRS) // 2)]
 CUTS = (0, 11, 12, 13, 20, 21, 37)
 # Both sides run the same float32 quantizer on float64 activations, so codes are equal and float64 error is left.
 TOLERANCE = 1e-9

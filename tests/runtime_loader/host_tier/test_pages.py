@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HEADS, DIM = 2, 32
-BITS = ((4, 2), (16, 8), (2, 16), (8, 4))
+BITS = ((4, 3), (16, 8), (2, 16), (8, 4))
 """Keys' and values', by layer."""
 HOST_PAGES, DEVICE_PAGES = 13, 9
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import json
 import re
 import sys
@@ -41,6 +40,7 @@ HOPPER, AMD = 90, GPUTarget("hip", "gfx942", 64)
 HEADS, GQA = 8, 4
 VALUE_STEPS = ("hadamard",)
 WHOLE = [(bits, head_dim) for bits in (2, 4, 8) for head_dim in (64, 80, 96, 256) if head_dim * bits // 8 % 16 == 0]
+WHOLE.append((3, 256))
 """Widths and head dimensions whose codes of a head are whole pieces of 16 bytes."""
 
 
@@ -107,7 +107,8 @@ def copies(bits: int, head_dim: int) -> tuple[int, float]:
     shape = HeadShape("", HEADS, GQA, head_dim)
     launch = Device("sm_90", 0).launch(sass.side_of(shape, bits), sass.side_of(shape, bits), GQA)
     row = sass.measure(PrecisionPair(bits, bits), shape, 90, launch)
-    return row["async_copies_16B"], launch.tokens * 2 * head_dim * bits // 8 / (16 * 32 * launch.warps)
+    loaded_bits = 4 if bits == 3 else bits  # halfwords of third bytes are loaded for either half of the units
+    return row["async_copies_16B"], launch.tokens * 2 * head_dim * loaded_bits // 8 / (16 * 32 * launch.warps)
 
 
 def moving(*, to_host: bool) -> list[str]:
@@ -116,12 +117,14 @@ def moving(*, to_host: bool) -> list[str]:
     return re.findall(r"[ls][dt][.]global\S*", sass.compiled(store_and_read_rows.copy_pages, facts, HOPPER).asm["ptx"])
 
 
-pairs = [PrecisionPair(k, v) for k, v in itertools.product((16, 4), (16, 4))]
+pairs = [PrecisionPair(k, v) for k, v in ((16, 16), (16, 4), (4, 16), (4, 4), (3, 3))]
 found = {
-    "store": [instructions(stored(*bits)) for bits in ((2, 8), (4, 2), (8, 4))]
-    + [instructions(stored(*bits, fit="least_squares")) for bits in ((2, 4), (4, 2))],
-    "store, other head_dims": [spills(stored(4, 2, head_dim)) for head_dim in (80, 96, 256)],
-    "read": [instructions(read_back(bits, head_dim)) for bits, head_dim in ((2, 128), (4, 80), (8, 96))],
+    "store": [instructions(stored(*bits)) for bits in ((2, 8), (4, 2), (8, 4), (3, 3))]
+    + [instructions(stored(*bits, fit="least_squares")) for bits in ((2, 4), (4, 2), (3, 3))],
+    "store, other head_dims": [
+        spills(stored(*bits, head_dim)) for bits in ((4, 2), (3, 3)) for head_dim in (80, 96, 256)
+    ],
+    "read": [instructions(read_back(bits, head_dim)) for bits, head_dim in ((2, 128), (4, 80), (8, 96), (3, 80))],
     "pages": [moving(to_host=to_host) for to_host in (True, False)],
     "extending": [
         spills(attending(pair, 128, HOPPER, "sm_90", EXTEND=True, CAPPED=capped, BIASED=pair.k_bits != 16))
@@ -131,6 +134,8 @@ found = {
     + [spills(attending(PrecisionPair(8, 4), head_dim, HOPPER, "sm_90", EXTEND=True)) for head_dim in (64, 128, 256)],
     "around": [spills(kernel) for head_dim in (80, 128, 256) for kernel in around(head_dim)],
     "copies": [copies(bits, head_dim) for bits, head_dim in WHOLE],
-    "amd": ["hsaco" in attending(PrecisionPair.parse(pair), 128, AMD, "gfx942").asm for pair in ("K8V4", "K2V2")],
+    "amd": [
+        "hsaco" in attending(PrecisionPair.parse(pair), 128, AMD, "gfx942").asm for pair in ("K8V4", "K3V3", "K2V2")
+    ],
 }
 sys.stdout.write(json.dumps(found))

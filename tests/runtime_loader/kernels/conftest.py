@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from kvtuner.precision import ALL_BITS
 from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 SPARE = 255
 """The byte of rows that nobody wrote: their scale words are NaN."""
-QUICK_PAIRS = ((2, 4), (4, 8), (8, 16), (16, 2))
-"""The pairs of `make check`, every width once on each side; `make test` takes all sixteen."""
+QUICK_PAIRS = ((2, 3), (3, 4), (4, 8), (8, 16), (16, 2))
+"""The pairs of `make check`, every width once on each side; `make test` takes them all."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -29,7 +30,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if {"k_bits", "v_bits"} <= set(metafunc.fixturenames):
         pairs = [
             pytest.param(*pair, marks=() if pair in QUICK_PAIRS else pytest.mark.slow)
-            for pair in itertools.product((2, 4, 8, 16), repeat=2)
+            for pair in itertools.product(ALL_BITS, repeat=2)
         ]
         metafunc.parametrize(("k_bits", "v_bits"), pairs)
 

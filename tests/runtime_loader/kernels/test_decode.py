@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from kvtuner.precision import num_slots
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
@@ -71,17 +72,24 @@ def test_every_pair(k_bits: int, v_bits: int, row_format: MakeRowFormat, poisone
     ("num_heads", "head_dim", "gqa"), [(1, 128, 7), (3, 80, 1), (2, 96, 2), (1, 256, 4), (1, 64, 20)]
 )
 @pytest.mark.parametrize("cap", [0.0, 5.0])
+@pytest.mark.parametrize("bits", [(4, 2), (3, 3)])
 @pytest.mark.slow
 def test_every_shape(
-    num_heads: int, head_dim: int, gqa: int, cap: float, row_format: MakeRowFormat, poisoned: MakePoisoned
+    num_heads: int,
+    head_dim: int,
+    gqa: int,
+    cap: float,
+    bits: tuple[int, int],
+    row_format: MakeRowFormat,
+    poisoned: MakePoisoned,
 ) -> None:
-    keys = poisoned(row_format(num_heads, head_dim, 4, "centered+balanced+hadamard"), 130)
-    assert_agrees(keys, poisoned(row_format(num_heads, head_dim, 2, "hadamard"), 130), gqa, cap)
+    keys = poisoned(row_format(num_heads, head_dim, bits[0], "centered+balanced+hadamard"), 130)
+    assert_agrees(keys, poisoned(row_format(num_heads, head_dim, bits[1], "hadamard"), 130), gqa, cap)
 
 
-@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 def test_groups(bits: int, row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
-    keys = poisoned(row_format(2, 128, bits, "none", 128 * bits // 16), 130)
+    keys = poisoned(row_format(2, 128, bits, "none", 128 // num_slots(bits)), 130)
     assert_agrees(keys, poisoned(row_format(2, 128, bits, "none", 64, symmetric=True), 130), 2)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from kvtuner.precision import ALL_BITS
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import read
 from kvtuner.runtime_loader.kernels.transform_steps import KERNEL_STEPS
@@ -22,7 +23,7 @@ SHAPES = [(2, 64), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+@pytest.mark.parametrize("bits", ALL_BITS)
 @pytest.mark.parametrize(("num_heads", "head_dim"), SHAPES)
 def test_rows_read_back_are_those_of_quant(
     num_heads: int, head_dim: int, bits: int, kind: str, row_format: MakeRowFormat, poisoned: MakePoisoned

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from kvtuner.precision import ALL_BITS, words_offset
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import STORED_TOKENS, store
 from kvtuner.runtime_loader.kernels.transform_steps import KERNEL_STEPS
@@ -26,7 +27,7 @@ SHAPES = [(2, 64), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in (
 
 TOKENS = 2 * STORED_TOKENS - 1
 SLOTS = 20
-V_BITS = {2: 4, 4: 8, 8: 2, 16: 4}
+V_BITS = {2: 4, 3: 3, 4: 8, 8: 2, 16: 4}
 
 
 def hard_states(num_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
@@ -61,12 +62,12 @@ def payload(stored: PackedRows) -> Any:
     if spec is None:
         return slice(None).stop
     heads, dim = stored.format.num_heads, stored.format.head_dim
-    return heads * dim * spec.bits // 8 + 4 * heads * (dim // (spec.group_size or dim))
+    return words_offset(heads, dim, spec.bits) + 4 * heads * (dim // (spec.group_size or dim))
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+@pytest.mark.parametrize("bits", ALL_BITS)
 @pytest.mark.parametrize(("num_heads", "head_dim"), SHAPES)
 def test_rows_are_those_of_quant(
     num_heads: int,
@@ -83,7 +84,7 @@ def test_rows_are_those_of_quant(
     assert_stored(keys, values, poisoned, torch.float16)
 
 
-@pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (2, 64), (2, 256), (4, 64), (4, 128)])
+@pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (2, 64), (2, 256), (3, 32), (3, 128), (4, 64), (4, 128)])
 def test_groups_have_words_of_their_own(
     bits: int, group_size: int, row_format: MakeRowFormat, poisoned: MakePoisoned
 ) -> None:
@@ -92,7 +93,17 @@ def test_groups_have_words_of_their_own(
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize(("bits", "head_dim", "group_size"), [(2, 64, None), (4, 64, None), (2, 80, None), (4, 96, 48)])
+@pytest.mark.parametrize(
+    ("bits", "head_dim", "group_size"),
+    [
+        (2, 64, None),
+        (3, 64, None),
+        (4, 64, None),
+        (2, 80, None),
+        (3, 80, 40),
+        (4, 96, 48),
+    ],
+)
 def test_fitted_rows_are_those_of_quant(
     bits: int,
     head_dim: int,
