@@ -30,6 +30,7 @@ from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import (
     NATIVE_BITS,
     NO_WINDOW,
+    PACKED_BITS,
     SEARCHED_BITS,
     ExactWindow,
     Fit,
@@ -52,18 +53,19 @@ TINY = 1e-12  # keeps the relative error of a zero finite
 
 @dataclass(frozen=True, slots=True)
 class QuantizationOptions:
-    """The settings of all candidates: channels per scale, a head's by default; the grids; and the exact window."""
+    """The settings of all candidates: channels per scale, a head's by default; grids, window, whether to try 3 bits."""
 
     k_group_size: int | None = None
     v_group_size: int | None = None
     symmetric: bool = False
     fit: Fit = "minmax"
     window: ExactWindow = NO_WINDOW
+    three_bits: bool = False
 
     @property
     def widths(self) -> tuple[int, ...]:
         """The packed widths of all candidates, ascending."""
-        return SEARCHED_BITS
+        return PACKED_BITS if self.three_bits else SEARCHED_BITS
 
     def group_size(self, side: Side) -> int | None:
         """Channels per scale of one side."""

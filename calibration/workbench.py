@@ -122,6 +122,7 @@ class Workbench:
             # Absent where it is what every measurement had before there was a choice.
             **({} if options.quant.fit == "minmax" else {"fit": options.quant.fit}),
             **({} if options.quant.window == NO_WINDOW else asdict(options.quant.window)),
+            **({"three_bits": True} if options.quant.three_bits else {}),
             "seed": options.seed,
             "layout": LAYOUT_ID,
             "measurement": MEASUREMENT,

@@ -168,6 +168,7 @@ class MeasurementOptions:
         type=tokens_up_to(MAX_SINKS),
         metavar="TOKENS",
     )
+    three_bits: bool = option(False, "also measure 3 bits, and offer them to the search")
     pairs: bool = option(False, "also measure the paper's e_o of all K/V pairs")
     seed: int = option(0, "seed of documents, offsets, labels, sampler and bootstrap", type=seed)
 

@@ -18,7 +18,7 @@ from kvtuner.calibration.row_sample import RowSample
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.precision import NO_WINDOW, SEARCHED_BITS, ExactWindow, PrecisionPair
+from kvtuner.precision import NO_WINDOW, PACKED_BITS, SEARCHED_BITS, ExactWindow, PrecisionPair
 from kvtuner.quant import QuantSpec
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.run_folder import RunFolder
@@ -197,25 +197,30 @@ def test_group_sizes_and_symmetry_reach_every_candidate(
 ) -> None:
     chain, plan = chain_of(model), DECODE
     half = chain.geometry.head_dim // 2
-    options = QuantizationOptions(k_group_size=half, v_group_size=half, symmetric=True)
+    options = QuantizationOptions(k_group_size=half, v_group_size=half, symmetric=True, three_bits=True)
     (batch,) = random_batches(1, TOKENS)
     measurement, constants = measured(chain, [batch], plan, options=options)
-    for side, bits, transform in CANDIDATES:
+    for side, bits, transform in [*CANDIDATES, ("k", 3, "centered+balanced"), ("v", 3, "hadamard")]:
         candidate = Candidate(0, side, bits, transform)
         expected = naive_scores(chain, batch, candidate, constants, plan, options)
         assert_scores_agree(measurement.scores()[candidate], expected)
 
 
+@pytest.mark.parametrize(("three_bits", "widths"), [(False, SEARCHED_BITS), (True, PACKED_BITS)])
 def test_every_candidate_of_every_layer_is_measured_once(
-    chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
+    three_bits: bool,
+    widths: tuple[int, ...],
+    chain_of: Callable[..., DecoderChain],
+    random_batches: RandomBatches,
 ) -> None:
-    measurement, _ = measured(chain_of("llama-gqa"), random_batches(1, TOKENS))
+    options = QuantizationOptions(three_bits=three_bits)
+    measurement, _ = measured(chain_of("llama-gqa"), random_batches(1, TOKENS), options=options)
     sides = {"k": candidate_transforms("k"), "v": candidate_transforms("v")}
     assert set(measurement.scores()) == {
         Candidate(layer, side, bits, transform)
         for layer in range(3)
         for side, transforms in sides.items()
-        for bits in SEARCHED_BITS
+        for bits in widths
         for transform in transforms
     }
     assert all(score.e_a == 0 for candidate, score in measurement.scores().items() if candidate.side == "v")
@@ -225,10 +230,10 @@ def test_every_candidate_of_every_layer_is_measured_once(
 def test_scores_fall_with_bits(
     family: str, chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 ) -> None:
-    measurement, _ = measured(chain_of(family), random_batches(2, 32))
+    measurement, _ = measured(chain_of(family), random_batches(2, 32), options=QuantizationOptions(three_bits=True))
     scores = measurement.scores()
     for candidate in scores:
-        wider = {2: 4, 4: 8}.get(candidate.bits)
+        wider = {2: 4, 3: 8, 4: 8}.get(candidate.bits)
         if wider is None:
             continue
         better = scores[replace(candidate, bits=wider)]

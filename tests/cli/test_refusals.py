@@ -171,6 +171,8 @@ def test_flags_that_contradict_the_model_or_themselves_are_refused(
     (("--layers", "0-2:K4V2", "--trials", "100"), "--trials is of a search, but --layers writes one"),
     (("--layers", "0-2:K4V2", "--storage", "sqlite:///x.db"), "--storage is of a search, but --layers writes one"),
     (("--budget", "4bit", "--keep", "0:16,1:K4V4"), "smallest possible is"),
+    (("--budget", "4bit", "--keep", "0:K4V3"), "K4V3 needs 3 bits to be measured too; add --three-bits"),
+    (("--layers", "0-1:K4V2,2:3"), "K3V3 needs 3 bits to be measured too; add --three-bits"),
     (("--budget", "4bit", "3bit", "--nested", "--sampler", "none"), "must ascend, but 3bit is smaller than 4bit"),
     (("--budget", "3bit", "50%", "--nested", "--sampler", "none"), "do not mix"),
     (("--budget", "4bit", "--sequence-length", "513"), "context of 512 tokens"),

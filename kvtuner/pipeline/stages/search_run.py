@@ -12,16 +12,16 @@ from kvtuner.calibration.candidate_pass import QuantizationOptions
 from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model_loading import DEMO, ModelShape, load_model, read_shape
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench, measure_table
-from kvtuner.errors import PrecisionError
+from kvtuner.errors import PrecisionError, SearchSpaceError
 from kvtuner.evaluation.cache_scheme import RankLayout
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.sources import corpus_source, model_source
-from kvtuner.precision import PrecisionPair, RowShape, check_group_size
+from kvtuner.precision import THREE_BITS, PrecisionPair, RowShape, check_group_size
 from kvtuner.search_spaces.layer_notation import parse_keep
 from kvtuner.search_spaces.space import Configuration, uniform
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from kvtuner.calibration.sensitivity import SensitivityTable
     from kvtuner.pipeline.options import CalibrateOptions, MeasurementOptions, SearchOptions
@@ -44,6 +44,7 @@ def calibration_options(options: MeasurementOptions, shape: ModelShape) -> Calib
         symmetric=options.symmetric,
         fit=options.fit,
         window=options.window,
+        three_bits=options.three_bits,
     )
     for bits, head_dim in product(quant.widths, (geometry.head_dim, geometry.v_head_dim)):
         check_group_size(head_dim, bits, head_dim)
@@ -75,8 +76,17 @@ def row_shape(options: MeasurementOptions, shape: ModelShape) -> RowShape:
 
 
 def kept_pairs(options: SearchOptions) -> dict[int, PrecisionPair]:
-    """The layers whose pairs are forced."""
-    return parse_keep(options.keep) if options.keep else {}
+    """The layers whose pairs are forced; refuses 3 bits that are not measured."""
+    pairs = parse_keep(options.keep) if options.keep else {}
+    check_measured(pairs.values(), options.measurement)
+    return pairs
+
+
+def check_measured(pairs: Iterable[PrecisionPair], options: MeasurementOptions) -> None:
+    """Refuse pairs of 3 bits where these are not measured by a `SearchSpaceError`."""
+    for pair in pairs:
+        if THREE_BITS in (pair.k_bits, pair.v_bits) and not options.three_bits:
+            raise SearchSpaceError(f"{pair} needs 3 bits to be measured too; add --three-bits")
 
 
 def serving_ranks(options: MeasurementOptions, shape: ModelShape, *, tp_size: int = 1, pp_size: int = 1) -> RankLayout:

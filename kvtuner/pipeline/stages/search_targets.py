@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvtuner.errors import BudgetError, RunFolderError
 from kvtuner.exported_configs.profile.field_types import MAX_TEXT
 from kvtuner.layer_ranges import write_ranges
-from kvtuner.pipeline.stages.search_run import kept_pairs, serving_ranks
+from kvtuner.pipeline.stages.search_run import check_measured, kept_pairs, serving_ranks
 from kvtuner.run_folder import RunFolder, refuse_difference, sha256_of
 from kvtuner.search_spaces.budget import SMALLEST_PAIR, Budget, Constraint
 from kvtuner.search_spaces.layer_notation import check_layers, parse_ranges
@@ -111,6 +111,7 @@ def _identity(options: SearchOptions, asked: str) -> dict[str, Any]:
 
 def _hand_written(options: SearchOptions, layers: str, shape: ModelShape) -> SearchTarget:
     pairs = tuple(parse_ranges(layers, shape.geometry.num_layers))
+    check_measured(pairs, options.measurement)
     asked = write_ranges(pairs)
     if len(asked) > MAX_TEXT:  # the limit of a profile's field; the layers themselves stand beside it
         asked = f"{len(pairs)} layers by hand, {sha256_of(asked)[:19]}"
