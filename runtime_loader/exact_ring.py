@@ -7,6 +7,7 @@ at hand: it is not where a prefix cache, a lower tier or another request compute
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -45,16 +46,16 @@ class ExactRing:
         sinks, last = self.window.sinks, max(self.window.residual_length, 1)
         return torch.where(positions < sinks, positions, sinks + positions % last)
 
-    def store(self, tokens: NewTokens, k: Tensor, v: Tensor) -> None:
-        """Copy keys and values [tokens, num_kv_heads, channels] of tokens that a later one may read exactly."""
-        count = len(tokens.positions)
-        is_last = tokens.positions >= tokens.lengths - self.window.residual_length
-        kept = (is_last | (tokens.positions < self.window.sinks)).nonzero().flatten()
-        requests, positions = tokens.requests[kept].long(), tokens.positions[kept]
-        places = self.places(positions).long()
-        self.keys[requests, places] = k[:count][kept].to(self.keys.dtype)
-        self.values[requests, places] = v[:count][kept].to(self.values.dtype)
-        self.positions[requests, places] = positions.to(self.positions.dtype)
+    def store(self, new: NewTokens, k: Tensor, v: Tensor) -> None:
+        """Copy keys and values [tokens, num_kv_heads, channels] of new tokens that a later one may read exactly."""
+        for request, past, start, stop in new.spans():
+            positions = torch.arange(past, past + stop - start, device=self.positions.device)
+            is_last = positions >= past + stop - start - self.window.residual_length
+            kept = (is_last | (positions < self.window.sinks)).nonzero().flatten()
+            places = self.places(positions[kept])
+            self.keys[request, places] = k[start:stop][kept].to(self.keys.dtype)
+            self.values[request, places] = v[start:stop][kept].to(self.values.dtype)
+            self.positions[request, places] = positions[kept].to(self.positions.dtype)
 
     def read(self, request: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """The copies at hand of the first `num_tokens` tokens of the request in a slot: positions, keys, values."""
@@ -69,11 +70,30 @@ class ExactRing:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """The tokens of a batch: for each [tokens] its request's slot and length with all new tokens, and its position."""
+    """The new tokens of the requests of a batch.
+
+    Attributes:
+        requests: The slots of the requests, [requests].
+        rows: [requests + 1]; request r had ``rows[r + 1] - rows[r]`` tokens before.
+        tokens: [requests + 1]; and has the new tokens ``tokens[r]`` to ``tokens[r + 1]``. None where each request has
+            one new token, which `rows` count too.
+    """
 
     requests: Tensor
-    positions: Tensor
-    lengths: Tensor
+    rows: Tensor
+    tokens: Tensor | None = None
+
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        """The slot of each request, the tokens that it had before, and the first and last of its new ones."""
+        slots = self.requests.tolist()
+        lengths = self.rows[: len(slots) + 1].diff().tolist()
+        if self.tokens is None:
+            return [
+                (slot, length - 1, index, index + 1)
+                for index, (slot, length) in enumerate(zip(slots, lengths, strict=True))
+            ]
+        bounds = itertools.pairwise(self.tokens[: len(slots) + 1].tolist())
+        return [(slot, length, *span) for slot, length, span in zip(slots, lengths, bounds, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

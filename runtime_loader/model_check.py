@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.profile.profile import NO_EXACT_COPIES, NO_TAIL_PAGES
+from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
 from kvtuner.supported_models import refuse_other_caches
 
 if TYPE_CHECKING:
@@ -26,12 +26,6 @@ def check_model(profile: Profile, config: ConfigLike, *, context_length: int | N
     profile.check_model(config)
     if profile.has_per_channel_keys:
         raise ProfileError(NO_TAIL_PAGES)
-
-
-def check_pool(profile: Profile) -> None:
-    """Refuse a profile with an exact window by a `ProfileError`: no server's pool keeps copies yet."""
-    if profile.window.num_tokens:
-        raise ProfileError(f"the profile has {profile.window}: {NO_EXACT_COPIES}")
 
 
 def calibrated_positions(profile: Profile) -> int | None:

@@ -83,7 +83,7 @@ class PackedAttention(Protocol):
     def store(self, keys: PackedRows, values: PackedRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Transform, quantize, pack and write keys and values [tokens, num_kv_heads, head_dim] to slots [tokens]."""
 
-    def store_copies(self, ring: ExactRing, tokens: NewTokens, k: Tensor, v: Tensor) -> None:
+    def store_copies(self, ring: ExactRing, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """Copy keys and values as `store` takes them to the places of an exact window.
 
         New tokens take the places of the first ones that none of them reads. So they are copied before a request of one
@@ -155,9 +155,9 @@ class TorchAttention:
         keys.write(slots, k)
         values.write(slots, v)
 
-    def store_copies(self, ring: ExactRing, tokens: NewTokens, k: Tensor, v: Tensor) -> None:
+    def store_copies(self, ring: ExactRing, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """See `PackedAttention.store_copies`."""
-        ring.store(tokens, k, v)
+        ring.store(new, k, v)
 
     def decode(
         self, q: Tensor, keys: PackedRows, values: PackedRows, indptr: Tensor, slots: Tensor, scores: ScoreScaling,
@@ -233,7 +233,7 @@ def _read_by_all(rows: _Tokens, fresh: _Tokens) -> tuple[_Tokens, Tensor]:
 
 
 def _read(window: WindowReads, request: int, rows: _Tokens, fresh: _Tokens, new: slice) -> tuple[_Tokens, Tensor]:
-    """The same under an exact window: beside the prefix its copies, and perhaps beside new tokens what rows store."""
+    """The tokens that new ones read under an exact window: a prefix and its copies, new ones and perhaps their rows."""
     num_new = len(fresh.k)
     positions = torch.arange(len(rows.k), len(rows.k) + num_new, device=fresh.k.device)
     copies, hidden = _copies(window, request, positions, len(rows.k))

@@ -50,11 +50,6 @@ MAX_LAMBDA: Final = 64.0
 
 NO_TAIL_PAGES: Final = "per-channel keys need tail pages, which no server has yet; search or import with per_token keys"
 """The reason why a profile that loads, validates and shows is not served."""
-NO_EXACT_COPIES: Final = (
-    "no server keeps exact copies beside the rows yet; search without --residual-length and --sinks, or use"
-    " KVTunerCache in transformers"
-)
-"""The reason why a profile with an exact window is not served."""
 
 
 class Profile(StrictModel):

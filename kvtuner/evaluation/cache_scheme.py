@@ -13,7 +13,6 @@ from transformers import DynamicCache
 from kvtuner.calibration.forward.simulator import LayerSpec
 from kvtuner.errors import OptionError
 from kvtuner.exported_configs.profile.build import dump_profile
-from kvtuner.exported_configs.profile.profile import NO_EXACT_COPIES
 from kvtuner.precision import NATIVE_BITS, SIDES, PrecisionPair, RowShape, bytes_per_token, mean_bits
 from kvtuner.quant import QuantSpec
 from kvtuner.run_folder import write_atomically
@@ -200,8 +199,6 @@ class ProfileScheme(CacheScheme):
 
     def server_flags(self, folder: Path) -> tuple[str, ...]:
         """The flag that names the profile's file, which is written to the folder where there is none yet."""
-        if self.profile.window.num_tokens:
-            raise OptionError(f"{self.name} has {self.profile.window}: {NO_EXACT_COPIES}")
         file = self.file or folder / f"{self.name}.json"
         if self.file is None:
             write_atomically(file, dump_profile(self.profile))

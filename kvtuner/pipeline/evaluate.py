@@ -33,7 +33,6 @@ from kvtuner.exported_configs.profile.evaluation_record import (
     dump_evaluation,
     evaluation_path,
 )
-from kvtuner.exported_configs.profile.profile import NO_EXACT_COPIES
 from kvtuner.pipeline.eval_bench_options import AGAINST, EvalOptions
 from kvtuner.pipeline.profile_lookup import profile_of
 from kvtuner.pipeline.progress import say
@@ -157,10 +156,8 @@ class _EvaluationSession:
         _check_tasks(options)
 
     def _check_window(self) -> None:
-        """Refuse an exact window where nothing reads it: on servers, and in chunks that are exact within themselves."""
+        """Refuse an exact window where nothing here reads it: in chunks that are exact within themselves."""
         window, options = self._model.profile.window, self._model.options
-        if window.num_tokens and self._model.urls:
-            raise OptionError(f"the profile has {window}: {NO_EXACT_COPIES}; leave --endpoint out")
         asked = {*options.asked_levels, *(options.tasks or ())} - {"likelihood"}
         if window.residual_length and self._read_plan == "hit" and asked:
             raise OptionError(

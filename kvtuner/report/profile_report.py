@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.evaluation.statistics import Interval
-from kvtuner.exported_configs.profile.profile import NO_EXACT_COPIES, NO_TAIL_PAGES
+from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
 from kvtuner.precision import tokens_per_gib
 from kvtuner.report.evaluation_report import evaluation_part
 from kvtuner.report.formatting import (
@@ -85,7 +85,6 @@ def profile_page(profiles: Sequence[EvaluatedProfile]) -> str:
         overview=_overview(profiles),
         articles=[_article(shown) for shown in profiles],
         no_tail_pages=NO_TAIL_PAGES,
-        no_exact_copies=NO_EXACT_COPIES,
     )
 
 

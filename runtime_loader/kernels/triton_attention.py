@@ -64,7 +64,7 @@ class TritonAttention:
         """See `PackedAttention.store`."""
         launch.store(self._side(keys), self._side(values), slots, _dense(k), _dense(v))
 
-    def store_copies(self, ring: ExactRing, tokens: NewTokens, k: Tensor, v: Tensor) -> None:
+    def store_copies(self, ring: ExactRing, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """See `PackedAttention.store_copies`."""
         raise ServingError(_NO_WINDOW)
 

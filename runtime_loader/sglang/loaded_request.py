@@ -15,8 +15,8 @@ from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import choose
 from kvtuner.exported_configs.sharing.reference import FileReference, check_digest, find_profile, parse_reference
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import PrecisionPair
-from kvtuner.runtime_loader.model_check import check_model, check_pool
+from kvtuner.precision import ExactWindow, PrecisionPair
+from kvtuner.runtime_loader.model_check import check_model
 from kvtuner.runtime_loader.sglang.compat.model import refuse_other_pools
 from kvtuner.runtime_loader.sglang.request import PROFILE_VARIABLE, REQUEST_VARIABLE
 from kvtuner.supported_models import refuse_other_caches
@@ -102,7 +102,6 @@ class LoadedRequest:
         refuse_other_pools(model_config)
         if self.named_profile is not None:
             check_model(self.named_profile, config)
-            check_pool(self.named_profile)
             return self.named_profile
         uniform = self.request.uniform
         assert uniform is not None
@@ -113,6 +112,7 @@ class LoadedRequest:
             k_group_size=uniform.q_group_size,
             v_group_size=uniform.q_group_size,
             symmetric=not uniform.asym,
+            window=ExactWindow(uniform.residual_length, uniform.sinks),
         )
 
 

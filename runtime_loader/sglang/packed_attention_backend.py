@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.exact_ring import NewTokens, WindowReads
 from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
 from kvtuner.runtime_loader.sglang.compat.attention import TritonAttnBackend, check_attention_layers, refuse_unserved
 from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
@@ -35,8 +38,45 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             self.attention.prepare(
                 list(zip(self.pool.keys, self.pool.values, strict=True)), self.num_head, runner.req_to_token_pool.size
             )
+        with refusing():
+            if self.pool.copies is not None and self.attention.name != "torch":
+                raise ServingError("the kernels read no exact window yet; serve the profile without one")
+        self._window: WindowReads | None = None  # of the layer that attends
         self.decode_attention_fwd = self._decode
         self.sliding_window_size = None  # `check_attention_layers` left none
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **rest: Any
+    ) -> Tensor:
+        """Attend as SGLang's method does, with one new token of each request, whose exact copy is made first."""
+        self._enter(layer, forward_batch, save_kv_cache)
+        if self._window is not None:
+            new = NewTokens(self._window.requests, self.forward_metadata.kv_indptr)
+            self._store_copies(layer, new, k, v)
+        output: Tensor = super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **rest)
+        return output
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **rest: Any
+    ) -> Tensor:
+        """Attend as SGLang's method does, with chunks of new tokens; a request's first forward is one of these."""
+        # Attention of extends runs eagerly, on the stream of the forward, whatever graphs are around it.
+        self.pool.forget_former_requests()
+        self._enter(layer, forward_batch, save_kv_cache)
+        output: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **rest)
+        return output
+
+    def _enter(self, layer: Any, forward_batch: Any, save_kv_cache: bool) -> None:
+        copies = self.pool.copies_of(layer.layer_id)
+        if copies is not None and not save_kv_cache:
+            raise ServingError("this model stores keys by itself, so that an exact window would miss them")
+        self._window = None if copies is None else WindowReads(copies, forward_batch.req_pool_indices)
+
+    def _store_copies(self, layer: Any, new: NewTokens, k: Tensor, v: Tensor) -> None:
+        copies = self.pool.copies_of(layer.layer_id)
+        assert copies is not None
+        k, v = k.view(-1, *copies.keys.shape[2:]), v.view(-1, *copies.values.shape[2:])
+        self.attention.store_copies(copies, new, k, v)
 
     def _decode(
         self, q: Tensor, keys: PackedRows, values: PackedRows, o: Tensor, kv_indptr: Tensor, kv_indices: Tensor,
@@ -45,7 +85,8 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
     ) -> None:  # fmt: skip
         """Called as SGLang's decode kernel, with rows for buffers; writes `o` [requests, heads, channels]."""
         refuse_unserved(arguments)
-        self.attention.decode(q, keys, values, kv_indptr, kv_indices, ScoreScaling(sm_scale, logit_cap), out=o)
+        scores = ScoreScaling(sm_scale, logit_cap)
+        self.attention.decode(q, keys, values, kv_indptr, kv_indices, scores, out=o, window=self._window)
 
     def _forward_extend_kernel(
         self, layer: Any, q: Tensor, k: Tensor, v: Tensor, o: Tensor, keys: PackedRows, values: PackedRows,
@@ -55,14 +96,23 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
     ) -> None:  # fmt: skip
         """Called as SGLang's extend kernel, with rows for buffers; writes `o` [tokens, heads, channels]."""
         refuse_unserved({**arguments, "custom_mask": custom_mask, "is_causal": is_causal})
-        if self.pool.rank_state.attend == "cache":
-            k, v = self.pool.as_stored(layer.layer_id, k, v)
-        else:
-            k, v = k.view(-1, *keys.shape[1:]), v.view(-1, *values.shape[1:])
+        k, v = k.view(-1, *keys.shape[1:]), v.view(-1, *values.shape[1:])
         bounds = ExtendBounds(qo_indptr, kv_indptr, kv_indices, max_len_extend)
-        prefix = self.attention.read_prefix(q, keys, values, bounds)
+        scores, window, prefix = ScoreScaling(sm_scale, logit_cap), self._window, None
+        if self.pool.rank_state.attend == "cache":
+            stored = self.pool.as_stored(layer.layer_id, k, v)
+            if window is None:
+                k, v = stored
+            else:
+                window = replace(window, stored=stored)
+        # Each query has a window of its own, which one prefix for all of them cannot hold.
+        if window is None or (window.stored is None and not len(kv_indices)):
+            prefix = self.attention.read_prefix(q, keys, values, bounds)
         if prefix is None:
-            self.attention.extend(q, k, v, keys, values, bounds, ScoreScaling(sm_scale, logit_cap), out=o)
+            self.attention.extend(q, k, v, keys, values, bounds, scores, out=o, window=window)
+        if window is not None:
+            self._store_copies(layer, NewTokens(window.requests, kv_indptr, qo_indptr), k, v)
+        if prefix is None:
             return
         # SGLang's own kernel attends over the prefix that was read back for it, in order, from slot 0 on.
         super()._forward_extend_kernel(

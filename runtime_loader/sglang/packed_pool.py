@@ -7,12 +7,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.exact_ring import ExactRing, ExactRings
 from kvtuner.runtime_loader.packed_attention import PackedRows
-from kvtuner.runtime_loader.row_format import rank_formats
+from kvtuner.runtime_loader.row_format import LayerFormat, rank_formats
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks
-from kvtuner.runtime_loader.sglang.compat.pool import KvBufferDesc, MHATokenToKVPool, allocation, write_slots
+from kvtuner.runtime_loader.sglang.compat.pool import (
+    KvBufferDesc,
+    MHATokenToKVPool,
+    allocation,
+    generations_of,
+    write_slots,
+)
 from kvtuner.runtime_loader.sglang.process_state import process_state
-from kvtuner.runtime_loader.sglang.self_test import announce, self_test
+from kvtuner.runtime_loader.sglang.self_test import announce, announce_window, self_test
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +40,7 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
         if kwargs.get("post_capture_active") or kwargs.get("enable_kv_cache_copy"):
             raise ServingError("a packed KV pool can be neither resized after capture nor moved by drafts")
         self.model_dtype = dtype
+        self.copies: ExactRings | None = None
         self.rank_state = process_state().active_rank()
         # On CUDA, models whose kernels write straight into a bf16 pool go through `set_kv_buffer` at any other dtype.
         super().__init__(*args, dtype=torch.uint8, **kwargs)
@@ -58,6 +66,24 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
         self.store_dtype = torch.uint8
         self._kv_buffer_descs = self._build_kv_buffer_descs()
         self._init_data_ptrs_and_strides()
+
+    def add_copies(self, request_pool: Any) -> None:
+        """Allocate the copies of the profile's exact window, for as many requests as SGLang lets run; once."""
+        window = self.rank_state.profile.window
+        if window.num_tokens:
+            self._generations = generations_of(request_pool)
+            layers = [LayerFormat(k.format, v.format) for k, v in zip(self.keys, self.values, strict=True)]
+            self.copies = ExactRings(layers, window, len(self._generations), dtype=self.model_dtype, device=self.device)
+        announce_window(self, ranks())
+
+    def forget_former_requests(self) -> None:
+        """Empty the copies of request slots that were handed on, before the forward of their new requests."""
+        if self.copies is not None:
+            self.copies.forget_former_requests(self._generations)
+
+    def copies_of(self, layer_id: int) -> ExactRing | None:
+        """Return the exact copies of a layer by its global id; None without a window or where rows are exact."""
+        return None if self.copies is None else self.copies[layer_id - self.start_layer]
 
     def _rows(self, row_format: RowFormat) -> PackedRows:
         is_native = row_format.spec is None

@@ -12,8 +12,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
-from kvtuner.errors import ServingError
-from kvtuner.precision import PACKED_BITS
+from kvtuner.errors import PrecisionError, ServingError
+from kvtuner.precision import PACKED_BITS, ExactWindow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
@@ -45,6 +45,8 @@ class Uniform:
     nbits_value: int = 4
     asym: bool = False
     q_group_size: int = 64
+    residual_length: int = 0
+    sinks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +205,8 @@ _WIDTHS: Final[dict[str, dict[str, Any]]] = {
     "axis_key": {"type": int, "help": "0: per token (default); 1, per channel, is refused"},
     "axis_value": {"type": int, "help": "0: per token (default); 1, per channel, is refused"},
     "q_group_size": {"type": int, "help": "channels per scale (default 64)"},
-    "residual_length": {"type": int, "help": "0 (default); more is refused"},
+    "residual_length": {"type": int, "help": "last tokens of a request that are also kept exactly (default 0)"},
+    "sinks": {"type": int, "help": "first tokens of a request that are also kept exactly (default 0)"},
 }
 
 
@@ -271,12 +274,14 @@ def _uniform(flags: UniformFlags, options: dict[str, Any]) -> Uniform:
                 f"{flag} {axis} is per-channel quantization, which needs tail pages that no pool has yet;"
                 f" {flag} 0 works"
             )
-    residual, flag = options.pop("residual_length", 0), flags.flag("residual_length")
-    if residual != 0:
-        reason = (
-            "would keep tokens of a page apart from it; the device pool holds what was not moved exactly as it is"
-            if flags.hicache_only
-            else "needs tail pages that no pool has yet"
-        )
-        raise ServingError(f"{flag} {residual} {reason}; {flag} 0 works")
+    for name in ("residual_length", "sinks"):
+        if flags.hicache_only and options.get(name):
+            raise ServingError(
+                f"{flags.flag(name)} {options[name]} would keep tokens of a page apart from it; the device pool holds"
+                f" what was not moved exactly as it is; {flags.flag(name)} 0 works"
+            )
+    try:
+        ExactWindow(options.get("residual_length", 0), options.get("sinks", 0))
+    except PrecisionError as error:
+        raise ServingError(f"{flags.flag('residual_length')} and {flags.flag('sinks')}: {error}") from None
     return Uniform(asym=options.pop("asym", "false") == "true", **options)

@@ -9,6 +9,7 @@ import torch
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.attention_backends import BACKEND_VARIABLE, backend_for
+from kvtuner.runtime_loader.exact_ring import request_bytes
 from kvtuner.runtime_loader.row_format import rank_formats
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
 from kvtuner.runtime_loader.sglang.compat.pool import MHATokenToKVPool, on_built, on_pool
@@ -37,18 +38,29 @@ def install_hooks(*, packed: bool, tiers: bool) -> None:
         from kvtuner.runtime_loader.sglang.compat.attention import on_triton_backend
         from kvtuner.runtime_loader.sglang.packed_attention_backend import make_backend
 
-        on_pool(PackedKVPool, _bytes_per_token, announce_capacity)
+        on_pool(PackedKVPool, _bytes_per_token, _bytes_per_request, announce_capacity)
         on_triton_backend(make_backend)
     pool_class = PackedKVPool if packed else MHATokenToKVPool
     if not tiers:
-        on_built(pool_class, lambda *_: None)
+        on_built(pool_class, lambda _, pool, requests: _add_copies(pool, requests))
         return
     # Imported here because it brings SGLang's cache controllers along.
     from kvtuner.runtime_loader.sglang.hicache.tier import HostTier
 
     tier = HostTier()
-    on_built(pool_class, lambda kvc, pool: _begin_tier(tier, kvc, pool))
+
+    def built(kvc: Any, pool: Any, requests: Any) -> None:
+        _add_copies(pool, requests)
+        _begin_tier(tier, kvc, pool)
+
+    on_built(pool_class, built)
     tier.install()
+
+
+def _add_copies(pool: Any, requests: Any) -> None:
+    # A device pool in the model's dtype is exact as it is.
+    if isinstance(pool, PackedKVPool):
+        pool.add_copies(requests)
 
 
 def _begin_tier(tier: HostTier, kvc: Any, pool: Any) -> None:
@@ -109,6 +121,13 @@ def _bytes_per_token(kvc: Any, layers: range) -> int:
         attention = _backend(kvc).make(torch.device(kvc.device))
         state.rank = RankState(profile, attend, attention, num_heads // formats[0].k.num_heads, float(cap))
     return sum(layer.bytes_per_token(kvc.kv_cache_dtype) for layer in formats)
+
+
+def _bytes_per_request(kvc: Any, layers: range) -> int:
+    """Return the bytes of a request slot's exact copies on this rank."""
+    profile, here = _profile(kvc.model_config), ranks()
+    formats = rank_formats(profile, layers, tp_rank=here.tp_rank, tp_size=here.tp_size)
+    return request_bytes(formats, profile.window, kvc.kv_cache_dtype) if profile.window.num_tokens else 0
 
 
 def _backend(kvc: Any) -> AttentionBackend:

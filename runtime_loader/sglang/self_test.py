@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 TESTED_TOKENS: Final = 16
 """The tokens of the test, more than one whatever the page size: attention over one token is that token's value."""
+WORTH_A_WARNING: Final = 0.25
+"""The copies' share of the rows' bytes above which fewer requests are recommended."""
 MANY_TOKENS: Final = 1 << 14
 """The number of new tokens for which a prefix is worth reading back."""
 
@@ -92,9 +94,33 @@ def _failed(pool: PackedKVPool, what: str) -> ServingError:
     )
 
 
-def announce_capacity(available_bytes: int, num_tokens: int) -> None:
+def announce_capacity(rows_bytes: int, copies_bytes: int, num_tokens: int) -> None:
     """Say what the memory that SGLang leaves for the pool is good for, before --max-total-tokens caps it."""
-    logger.info("%s bytes are available for the KV cache: %s tokens", f"{available_bytes:,}", f"{num_tokens:,}")
+    beside = f", beside {copies_bytes:,} bytes for the exact copies" if copies_bytes else ""
+    logger.info("%s bytes are available for the KV cache: %s tokens%s", f"{rows_bytes:,}", f"{num_tokens:,}", beside)
+    if copies_bytes > rows_bytes * WORTH_A_WARNING:
+        logger.warning(
+            "kvtuner: exact copies take %s of %s bytes; a smaller --max-running-requests leaves more for rows",
+            f"{copies_bytes:,}", f"{rows_bytes + copies_bytes:,}",
+        )  # fmt: skip
+
+
+def announce_window(pool: PackedKVPool, ranks: ParallelRanks) -> None:
+    """Say in the log what the copies of an exact window take, and set their metrics, 0 without one."""
+    copies, profile = pool.copies, pool.rank_state.profile
+    rank = {"digest": profile.digest, "tp_rank": str(ranks.tp_rank), "pp_rank": str(ranks.pp_rank)}
+    gauges = {
+        "kvtuner_window_bytes": ("Bytes of exact copies on this rank.", copies.num_bytes if copies else 0),
+        "kvtuner_window_tokens": ("Tokens of a request that have a copy, at most.", profile.window.num_tokens),
+    }
+    for name, (what, value) in gauges.items():
+        set_gauge(name, what, rank, value)
+    if copies is not None:
+        logger.info(
+            "exact copies of rank %d: %s, %s bytes for each of %d request slots, %s in all", ranks.world_rank,
+            profile.window, f"{copies.num_bytes // copies.num_requests:,}", copies.num_requests,
+            f"{copies.num_bytes:,}",
+        )  # fmt: skip
 
 
 def announce(pool: PackedKVPool, ranks: ParallelRanks) -> None:

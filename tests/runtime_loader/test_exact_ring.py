@@ -59,9 +59,8 @@ def test_only_tokens_that_a_later_one_may_read_are_copied_each_to_its_place() ->
     rings = ExactRings([layer], window, 3, dtype=torch.bfloat16, device="cpu")
     ring = rings[0]
     assert ring is not None
-    positions = torch.arange(11)
     k, v = torch.randn(14, 2, 48), torch.randn(14, 2, 48)  # three tokens of no request
-    ring.store(NewTokens(torch.full((11,), 2), positions, torch.full((11,), 11)), k, v)
+    ring.store(NewTokens(torch.tensor([2]), torch.tensor([5, 5]), torch.tensor([0, 11])), k, v)
     assert ring.positions.tolist() == [[EMPTY] * 6, [EMPTY] * 6, [0, 1, 8, 9, 10, 7]]
     for place, position in enumerate(ring.positions[2].tolist()):
         assert torch.equal(ring.keys[2, place], k[position].bfloat16())
@@ -74,7 +73,7 @@ def test_only_tokens_that_a_later_one_may_read_are_copied_each_to_its_place() ->
 def test_slots_are_emptied_for_new_requests_and_for_nobody_else() -> None:
     layers = [LayerFormat(row_format(2, "none"), row_format(4, "none"))] * 2
     rings = ExactRings(layers, ExactWindow(2), 3, dtype=torch.float32, device="cpu")
-    tokens = NewTokens(torch.tensor([0, 1, 2]), torch.tensor([5, 6, 7]), torch.tensor([6, 7, 8]))
+    tokens = NewTokens(torch.tensor([0, 1, 2]), torch.tensor([0, 6, 13, 21]))
     for layer in range(2):
         ring = rings[layer]
         assert ring is not None

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from transformers import MistralConfig
 
-from kvtuner.errors import OptionError, ProfileError, UnsupportedModelError
+from kvtuner.errors import ProfileError, UnsupportedModelError
 from kvtuner.evaluation.cache_scheme import ProfileScheme
 from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import LayerQuantization, uniform_profile
+from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.precision import ExactWindow, PrecisionPair
-from kvtuner.runtime_loader.model_check import calibrated_positions, check_model, check_pool
+from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fixture_types import ProfileOf
 
     from kvtuner.exported_configs.profile.profile import Profile
@@ -73,18 +73,16 @@ def test_keys_per_channel_are_refused_by_every_host_until_there_are_tail_pages(p
             check(per_channel(4), config)
 
 
-def test_an_exact_window_is_refused_for_pools_and_kept_by_the_transformers_cache(
+def test_an_exact_window_is_kept_by_the_transformers_cache_and_asked_of_servers(
     profile_of: ProfileOf, tmp_path: Path
 ) -> None:
     config = windowed(512)
     profile = profile_of(config, [LayerQuantization(4, 4)] * 2, window=ExactWindow(32, 4))
-    says = "the last 32 tokens and the first 4 tokens exact: no server keeps exact copies beside the rows yet; search"
-    with pytest.raises(ProfileError, match=says):
-        check_pool(profile)
-    with pytest.raises(OptionError, match=says):
-        ProfileScheme.of("own", profile).server_flags(tmp_path)
+    check_model(profile, config)
     assert KVTunerCache.from_profile(profile, config).window == ExactWindow(32, 4)
-    check_pool(profile_of(config, [LayerQuantization(4, 4)] * 2))
+    flag, path = ProfileScheme.of("own", profile).server_flags(tmp_path)
+    assert flag == "--kvtuner-profile"
+    assert load_profile(Path(path)).window == ExactWindow(32, 4)
 
 
 def test_another_model_is_refused(profile_of: ProfileOf) -> None:

@@ -208,7 +208,10 @@ def test_the_variables_of_an_engine(variable: str, tiny: Path, fitting: Path, re
     ("flags", "message"),
     [
         (("--enable-kvtuner-quant", "--kvtuner-axis-key", "1"), "--kvtuner-axis-key 0 works"),
-        (("--enable-kvtuner-quant", "--kvtuner-residual-length", "64"), "--kvtuner-residual-length 0 works"),
+        (("--enable-kvtuner-quant", "--kvtuner-residual-length", "1025"), "within 0 and 1024 tokens, not 1025"),
+        (("--enable-kvtuner-quant", "--kvtuner-sinks", "-1"), "sinks must be within 0 and 64 tokens, not -1"),
+        (("--kvtuner-profile", "p.json", "--kvtuner-residual-length", "9"), "residual-length needs --enable-kvtuner-q"),
+        (("--enable-kvtuner-hicache", "--kvtuner-hicache-sinks", "4"), "hicache-sinks 0 works"),
         (("--kvtuner-nbits-key", "4"), "--kvtuner-nbits-key needs --enable-kvtuner-quant"),
         (("--enable-kvtuner-quant", "--kvtuner-profile", "p.json"), "exclude each other"),
         (("--kvtuner-attend", "cache"), "--kvtuner-attend needs --kvtuner-profile or --enable-kvtuner-quant"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -16,7 +18,7 @@ from kvtuner.runtime_loader.sglang.process_state import refusing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["KvBufferDesc", "MHATokenToKVPool", "allocation", "on_built", "on_pool", "write_slots"]
+__all__ = ["KvBufferDesc", "MHATokenToKVPool", "allocation", "generations_of", "on_built", "on_pool", "write_slots"]
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
@@ -36,11 +38,15 @@ _CAPACITY = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator
 
 
 def on_pool(
-    pool_class: type, bytes_per_token: Callable[[Any, range], int], announce_capacity: Callable[[int, int], None]
+    pool_class: type,
+    bytes_per_token: Callable[[Any, range], int],
+    bytes_per_request: Callable[[Any, range], int],
+    announce_capacity: Callable[[int, int, int], None],
 ) -> None:
-    """Build dense pools as `pool_class`, and size them by `bytes_per_token(configurator, global layer ids)`.
+    """Build dense pools as `pool_class`, and size them by what a token, and a request beside them, takes of a rank.
 
-    `announce_capacity` is called with the bytes available for the pool and the tokens that SGLang makes of them.
+    Both are functions of the configurator and of global layer ids. `announce_capacity` is called with the bytes for
+    rows, the bytes of all requests, and the tokens that SGLang makes of the former.
     """
 
     def build(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
@@ -53,21 +59,77 @@ def on_pool(
     def cell_size(original: Callable[..., int], self: Any, kvc: Any, num_layers: int) -> int:
         if kvc.is_draft_worker:
             return original(self, kvc, num_layers)
+        layers = range(kvc.layer_info.start_layer, kvc.layer_info.end_layer)
         with refusing():
-            return bytes_per_token(kvc, range(kvc.layer_info.start_layer, kvc.layer_info.end_layer))
+            size = bytes_per_token(kvc, layers)
+            self._kvtuner_requests = _RequestCosts(kvc, bytes_per_request(kvc, layers))
+            return size
 
-    def sized(result: Any, self: Any, available_bytes: int, page_size: int) -> None:
-        announce_capacity(max(available_bytes - self._fixed_overhead_bytes, 0), result.max_total_num_tokens)
+    def sized(original: Callable[..., Any], self: Any, available_bytes: int, page_size: int) -> Any:
+        costs = getattr(self, "_kvtuner_requests", None)
+        if costs is None:
+            return original(self, available_bytes, page_size)
+        rows_bytes = max(available_bytes - self._fixed_overhead_bytes, 0)
+        with refusing():
+            taken = costs.of_most_tokens(rows_bytes, self._cell_size, page_size)
+        result = original(self, available_bytes - taken, page_size)
+        announce_capacity(rows_bytes - taken, taken, result.max_total_num_tokens)
+        return result
 
     for name, parameters in _OVERRIDDEN.items():
         check_leading(f"{_POOL}.{name}", "self", *parameters)
     install(f"{_CONFIGURATOR}._build_mha_kv_pool", build, AROUND, "max_total_num_tokens", "mha_pool_class")
     install(f"{_CAPACITY}._compute_cell_size", cell_size, AROUND, "kvc", "num_layers")
-    install(f"{_CAPACITY}.calculate_pool_sizes", sized, AFTER, "available_bytes", "page_size")
+    check_leading(f"{_CONFIGURATOR}.resolve_max_num_reqs", "self", "token_capacity")
+    install(f"{_CAPACITY}.calculate_pool_sizes", sized, AROUND, "available_bytes", "page_size")
 
 
-def on_built(pool_class: type, built: Callable[[Any, Any], None]) -> None:
-    """Call `built(configurator, pool)` with what configured a KV pool, and the pool; of another class it is refused."""
+@dataclass(frozen=True, slots=True)
+class _RequestCosts:
+    """The bytes that each request slot takes beside the rows; SGLang makes as many slots as the tokens allow."""
+
+    configurator: Any
+    bytes_per_request: int
+
+    def of_most_tokens(self, available_bytes: int, bytes_per_token: int, page_size: int) -> int:
+        """Bytes of all slots of the largest pool that fits together with them; a `ServingError` if none does."""
+        if not self.bytes_per_request:
+            return 0
+        pages, too_many = 0, available_bytes // (bytes_per_token * page_size) + 1
+        while too_many - pages > 1:
+            middle = (pages + too_many) // 2
+            needed = middle * page_size * bytes_per_token + self._of_slots(middle * page_size)
+            pages, too_many = (middle, too_many) if needed <= available_bytes else (pages, middle)
+        if pages == 0 and available_bytes >= bytes_per_token * page_size:
+            raise ServingError(
+                f"the exact window takes {self.bytes_per_request:,} bytes of each request, and only"
+                f" {available_bytes:,} bytes are available; give a smaller --max-running-requests or"
+                " --kvtuner-residual-length, or a profile with a shorter window"
+            )
+        return self._of_slots(pages * page_size)
+
+    def _of_slots(self, num_tokens: int) -> int:
+        # Each call would log that requests were reduced.
+        log = logging.getLogger(_CONFIGURATOR.rpartition(".")[0])
+        was_disabled, log.disabled = log.disabled, True
+        try:
+            # One more than requests, for tokens that pad a graph.
+            return (int(self.configurator.resolve_max_num_reqs(num_tokens)) + 1) * self.bytes_per_request
+        finally:
+            log.disabled = was_disabled
+
+
+def generations_of(request_pool: Any) -> torch.Tensor:
+    """The number of requests that had a slot so far, of each slot, on the host; it rises before the next forward."""
+    generations = getattr(request_pool, "req_generation", None)
+    slots = len(request_pool.req_to_token)
+    if not isinstance(generations, torch.Tensor) or generations.device.type != "cpu" or len(generations) != slots:
+        raise ServingError("this SGLang does not count the requests of a slot; install a version that kvtuner knows")
+    return generations
+
+
+def on_built(pool_class: type, built: Callable[[Any, Any, Any], None]) -> None:
+    """Call `built` with what configured a KV pool, the pool, and that of requests; another pool class is refused."""
 
     def configured(result: Any, self: Any, **_: Any) -> None:
         if self.is_draft_worker:
@@ -79,7 +141,7 @@ def on_built(pool_class: type, built: Callable[[Any, Any], None]) -> None:
                     f"SGLang built a {type(pool).__name__} for this model, not a {pool_class.__name__}; only models"
                     " with one dense KV pool can be served: drop --kvtuner-profile"
                 )
-            built(self, pool)
+            built(self, pool, result.req_to_token_pool)
 
     install(f"{_CONFIGURATOR}.configure", configured, AFTER)
 
