@@ -69,23 +69,8 @@ class ModelGeometry:
         return cls(num_layers - shared, num_heads, num_kv_heads, head_dim, v_head_dim, shared)
 
     def kv_heads_of_rank(self, tp_rank: int, tp_size: int) -> range:
-        """The KV heads that one tensor-parallel rank stores; beyond num_kv_heads ranks, heads are replicated.
-
-        Raises:
-            GeometryError: The tp_size neither divides num_kv_heads nor is a multiple of it.
-        """
-        if not 0 <= tp_rank < tp_size:
-            raise GeometryError(f"tp_rank {tp_rank} is outside 0..{tp_size - 1}")
-        heads = self.num_kv_heads
-        if tp_size <= heads:
-            if heads % tp_size:
-                raise GeometryError(f"tp_size {tp_size} does not divide num_kv_heads {heads}")
-            share = heads // tp_size
-            return range(tp_rank * share, (tp_rank + 1) * share)
-        if tp_size % heads:
-            raise GeometryError(f"tp_size {tp_size} is no multiple of num_kv_heads {heads}")
-        head = tp_rank * heads // tp_size  # neighbouring ranks hold copies of one head
-        return range(head, head + 1)
+        """The KV heads that one tensor-parallel rank stores; see the function of that name."""
+        return kv_heads_of_rank(self.num_kv_heads, tp_rank, tp_size)
 
     def layers_of_stage(self, pp_rank: int, pp_size: int) -> range:
         """The global layer ids of one pipeline stage; a remainder goes to the last stages, as SGLang splits.
@@ -120,6 +105,25 @@ class ModelGeometry:
     def as_dict(self) -> dict[str, int]:
         """The fields as plain integers, for profiles and JSON output."""
         return asdict(self)
+
+
+def kv_heads_of_rank(num_kv_heads: int, tp_rank: int, tp_size: int) -> range:
+    """The KV heads that one tensor-parallel rank stores; beyond num_kv_heads ranks, heads are replicated.
+
+    Raises:
+        GeometryError: The tp_size neither divides num_kv_heads nor is a multiple of it.
+    """
+    if not 0 <= tp_rank < tp_size:
+        raise GeometryError(f"tp_rank {tp_rank} is outside 0..{tp_size - 1}")
+    if tp_size <= num_kv_heads:
+        if num_kv_heads % tp_size:
+            raise GeometryError(f"tp_size {tp_size} does not divide num_kv_heads {num_kv_heads}")
+        share = num_kv_heads // tp_size
+        return range(tp_rank * share, (tp_rank + 1) * share)
+    if tp_size % num_kv_heads:
+        raise GeometryError(f"tp_size {tp_size} is no multiple of num_kv_heads {num_kv_heads}")
+    head = tp_rank * num_kv_heads // tp_size  # neighbouring ranks hold copies of one head
+    return range(head, head + 1)
 
 
 def _optional(config: Any, *names: str) -> int | None:

@@ -58,6 +58,13 @@ def write_ranges(precisions: Iterable[object], *, start: int = 0) -> str:
     return ",".join(entries)
 
 
+def write_layers(layers: Iterable[int]) -> str:
+    """Write ascending layers, neighbours as one range, such as ``0-2, 4, 8-11``."""
+    runs = groupby(enumerate(layers), key=lambda item: item[1] - item[0])
+    ends = [(run[0][1], run[-1][1]) for run in (list(members) for _, members in runs)]
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ends)
+
+
 def _entry(entry: str) -> LayerRange:
     layers, _, precision = entry.partition(":")
     match = _LAYERS.fullmatch(layers)

@@ -95,15 +95,17 @@ class LayerFormat:
 def rank_formats(profile: Profile, layers: range, *, tp_rank: int = 0, tp_size: int = 1) -> tuple[LayerFormat, ...]:
     """The storage, on one of `tp_size` ranks, of the layers of its pipeline stage, given by their global ids.
 
-    Heads that cannot be split so are a `GeometryError`; layers that the profile does not have are a `ProfileError`.
+    Heads that cannot be split so are a `GeometryError`; layers that the profile does not have, or that differ
+    in kind, heads or channels, are a `ProfileError`.
     """
-    if not 0 <= layers.start < layers.stop <= profile.geometry.num_layers:
+    geometry = profile.to_geometry()
+    if not 0 <= layers.start < layers.stop <= geometry.num_layers:
         raise ProfileError(
-            f"the profile has layers 0 to {profile.geometry.num_layers - 1}, but this rank serves layers"
+            f"the profile has layers 0 to {geometry.num_layers - 1}, but this rank serves layers"
             f" {layers.start} to {layers.stop - 1}; use a profile that was searched for this model"
         )
-    heads = profile.to_geometry().kv_heads_of_rank(tp_rank, tp_size)
-    dims = {"k": profile.geometry.head_dim, "v": profile.geometry.v_head_dim}
+    heads = geometry.kv_heads_of_rank(tp_rank, tp_size)
+    dims = {"k": geometry.head_dim, "v": geometry.v_head_dim}
 
     def side(layer_id: int, name: Side) -> RowFormat:
         spec = profile.quant_spec(layer_id, name)

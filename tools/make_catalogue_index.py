@@ -37,7 +37,6 @@ def make_index(folder: Path = FOLDER) -> Index:
 
 def _entry(path: Path) -> Entry:
     profile, evaluations = load_profile(path), evaluation_files(path)
-    geometry = profile.to_geometry()
     for file in evaluations:
         if load_evaluation(file).profile_digest != profile.digest:
             raise ProfileError(f"{file.name} evaluates another profile than {path.name}; evaluate that one")
@@ -54,12 +53,12 @@ def _entry(path: Path) -> Entry:
     return Entry(
         name=path.stem,
         model=profile.model,
-        geometry_sha256=sha256_of(geometry.as_dict()),
+        geometry_sha256=sha256_of(profile.geometry.hashed()),
         budget=profile.budget.asked,
         mean_bits=profile.budget.mean_bits,
         effective_bits=profile.budget.effective_bits,
         bytes_per_token=profile.budget.bytes_per_token,
-        bf16_bytes_per_token=geometry.bf16_bytes_per_token(),
+        bf16_bytes_per_token=profile.bf16_bytes_per_token(),
         kl=None if profile.quality is None else profile.quality.measured_kl,
         digest=profile.digest,
         evaluations=tuple(file.name for file in evaluations),

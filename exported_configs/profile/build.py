@@ -13,10 +13,13 @@ from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.document import validated
 from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
-from kvtuner.exported_configs.profile.layer_storage import Defaults, GeometryRecord, LayerRecord, encode_fp16
-from kvtuner.exported_configs.profile.profile import FIT_VERSION, Profile, first_version, reached_figures
+from kvtuner.exported_configs.profile.geometry_record import GeometryRecord
+from kvtuner.exported_configs.profile.layer_sizes import LayerSizes
+from kvtuner.exported_configs.profile.layer_storage import Defaults, LayerRecord, SideDefaults, encode_fp16
+from kvtuner.exported_configs.profile.profile import FIT_VERSION, Profile, first_version
 from kvtuner.exported_configs.profile.records import BudgetRecord, Libraries, ModelIdentity, Provenance, QualityRecord
 from kvtuner.geometry import ModelGeometry
+from kvtuner.layer_geometry import CacheGeometry
 from kvtuner.precision import (
     LAYOUT_ID,
     NATIVE_BITS,
@@ -38,13 +41,16 @@ _NO_TRANSFORM: Final = str(IDENTITY.kind)
 class LayerQuantization:
     """One layer that a profile is built from: its widths, and its transforms with their constants for all KV heads.
 
-    A side of 16 bits has the identity. Values have no transform, or hadamard.
+    A side of 16 bits has the identity. Values have no transform, or hadamard. A latent has the bits of keys alone.
+    Group sizes are those of the profile where they are None.
     """
 
     k_bits: int
-    v_bits: int
+    v_bits: int | None
     k_transform: Transform = IDENTITY
     v_transform: Transform = IDENTITY
+    k_group_size: int | None = None
+    v_group_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,7 @@ class AskedBudget:
 
 def build_profile(
     *,
-    geometry: ModelGeometry,
+    geometry: ModelGeometry | CacheGeometry,
     layers: Sequence[LayerQuantization],
     k_group_size: int,
     v_group_size: int,
@@ -76,24 +82,27 @@ def build_profile(
     A group size is the number of channels per scale; of per_channel keys, which no server reads yet, it is the number
     of tokens per scale of a channel. Symmetric grids lie around zero. Without a quality nothing was measured, without a
     provenance no search chose.
-    A profile of min-max grids without 3 bits and without a window is of version 1, which older readers take too.
+    Layers are those that own a cache, in their order. A profile is of version 1, which older readers take too, where
+    layers are all full and alike, with one group size, min-max grids, no 3 bits and no window.
 
     A `ProfileError` names the layer whose choice a profile cannot hold; bits or a group size that rows cannot hold are
     a `PrecisionError`.
     """
-    if len(layers) != geometry.num_layers:
-        raise ProfileError(f"geometry has num_layers {geometry.num_layers}, but {len(layers)} layers were chosen")
+    geometry_record = validated(GeometryRecord, GeometryRecord.fields_of(geometry), place="geometry")
+    owners = geometry_record.owners()
+    if len(layers) != len(owners):
+        raise ProfileError(f"geometry has num_layers {len(owners)}, but {len(layers)} layers were chosen")
     keys = {"granularity": k_granularity, "group_size": k_group_size, "transform": _usual_transform(layers, "k")}
     values = {"granularity": "per_token", "group_size": v_group_size, "transform": _usual_transform(layers, "v")}
-    widths = (bits for layer in layers for bits in (layer.k_bits, layer.v_bits))
-    version = first_version(widths, fit, window)
+    widths = (bits for layer in layers for bits in (layer.k_bits, layer.v_bits) if bits is not None)
+    groups = {(layer.k_group_size or k_group_size, layer.v_group_size or v_group_size) for layer in layers}
+    differ = geometry_record.is_by_layer or groups != {(k_group_size, v_group_size)}
+    version = FIT_VERSION if differ else first_version(widths, fit, window)
     grid = {"symmetric": symmetric} if version < FIT_VERSION else {"symmetric": symmetric, "fit": fit}
     fields = {"k": {**keys, **grid}, "v": {**values, **grid}}
     defaults = validated(Defaults, fields, place="defaults")
-    geometry_record = validated(GeometryRecord, geometry.as_dict(), place="geometry")
-    records = tuple(_layer_record(number, layer, defaults) for number, layer in enumerate(layers))
-    pairs = [PrecisionPair(layer.k_bits, layer.v_bits) for layer in layers]
-    figures = reached_figures(pairs, defaults.row_shape(geometry))
+    records = tuple(_layer_record(number, layer, defaults) for number, layer in zip(owners, layers, strict=True))
+    figures = LayerSizes.of(geometry_record, defaults, records).reached_figures()
     return Profile(
         schema_version=version,
         digest=sha256_of(hashed_content(LAYOUT_ID, geometry_record, defaults, records, window)),
@@ -169,27 +178,27 @@ def _usual_transform(layers: Sequence[LayerQuantization], side: Side) -> str:
     bits_and_transforms = [
         (layer.k_bits, layer.k_transform) if side == "k" else (layer.v_bits, layer.v_transform) for layer in layers
     ]
-    names = (str(transform.kind) for bits, transform in bits_and_transforms if bits != NATIVE_BITS)
+    names = (str(transform.kind) for bits, transform in bits_and_transforms if bits not in (None, NATIVE_BITS))
     # What values cannot have is refused in its layer, by number, not here.
     counts = Counter(name for name in names if name in transform_names(side))
     return min(counts, key=lambda name: (-counts[name], name), default=_NO_TRANSFORM)
 
 
 def _layer_record(number: int, layer: LayerQuantization, defaults: Defaults) -> LayerRecord:
-    fields = {
-        "layer": number,
-        "k": _side(layer.k_bits, layer.k_transform, defaults.k.transform),
-        "v": _side(layer.v_bits, layer.v_transform, defaults.v.transform),
-    }
+    fields = {"layer": number, "k": _side(layer.k_bits, layer.k_transform, layer.k_group_size, defaults.k)}
+    if layer.v_bits is not None:
+        fields["v"] = _side(layer.v_bits, layer.v_transform, layer.v_group_size, defaults.v)
     return validated(LayerRecord, fields, place=f"layers[{number}]")
 
 
-def _side(bits: int, transform: Transform, default: str) -> dict[str, Any]:
-    """One side of a layer as it stands in the file, its transform named only where the default differs."""
+def _side(bits: int, transform: Transform, group_size: int | None, defaults: SideDefaults) -> dict[str, Any]:
+    """One side of a layer as it stands in the file, its transform and group named only where the default differs."""
     name = str(transform.kind)
     fields: dict[str, Any] = {"bits": bits}
-    if name != (_NO_TRANSFORM if bits == NATIVE_BITS else default):
+    if name != (_NO_TRANSFORM if bits == NATIVE_BITS else defaults.transform):
         fields["transform"] = name
+    if group_size not in (None, defaults.group_size) and bits != NATIVE_BITS:
+        fields["group_size"] = group_size
     for field, constant in (("mu", transform.mu), ("lambda", transform.lam)):
         if constant is not None:
             fields[field] = encode_fp16(constant)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from kvtuner.exported_configs.profile.geometry_record import GeometryRecord
 from kvtuner.exported_configs.profile.layer_storage import (
     Defaults,
-    GeometryRecord,
     LayerRecord,
     SideDefaults,
     SideRecord,
@@ -27,12 +27,16 @@ def hashed_content(
     are 0 are left out. There are no floats.
     """
     expanded = [
-        {"layer": entry.layer, "k": _expand_side(entry.k, defaults.k), "v": _expand_side(entry.v, defaults.v)}
+        {
+            "layer": entry.layer,
+            "k": _expand_side(entry.k, defaults.k),
+            **({} if entry.v is None else {"v": _expand_side(entry.v, defaults.v)}),
+        }
         for entry in layers
     ]
     counts = {"residual_length": window.residual_length, "sinks": window.sinks}
     kept = {name: tokens for name, tokens in counts.items() if tokens}
-    return {"layout": layout, "geometry": geometry.model_dump(), "layers": expanded, **kept}
+    return {"layout": layout, "geometry": geometry.hashed(), "layers": expanded, **kept}
 
 
 def _expand_side(record: SideRecord, defaults: SideDefaults) -> dict[str, Any]:

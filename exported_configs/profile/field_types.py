@@ -47,6 +47,7 @@ def _check_hub_id(name: str) -> str:
 # An integer Literal would take 4.0 and True for 4 and 1: pydantic compares literals by equality.
 Bits = Annotated[int, AfterValidator(_check_bits), WithJsonSchema({"type": "integer", "enum": list(ALL_BITS)})]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+LayerId = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
 Figure = Annotated[float, Field(allow_inf_nan=False, ge=-1e30, le=1e30), AfterValidator(round_figure)]
 Share = Annotated[Figure, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT), AfterValidator(_check_printable)]

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from kvtuner.errors import GeometryError
-from kvtuner.exported_configs.profile.field_types import MAX_COUNT, Bits, Count, StrictModel
+from kvtuner.exported_configs.profile.field_types import MAX_COUNT, Bits, Count, LayerId, StrictModel
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import NATIVE_BITS, TOKEN_GROUPS, Fit, Granularity, RowShape
+from kvtuner.layer_geometry import LayerGeometry
+from kvtuner.precision import NATIVE_BITS, TOKEN_GROUPS, Fit, Granularity, PrecisionPair, RowShape, Side
 from kvtuner.transforms import transform_names
 
 _MAX_BASE64_CHARS: Final = 4 * -(-2 * MAX_COUNT * MAX_COUNT // 3)
@@ -64,29 +64,6 @@ def encode_fp16(matrix: torch.Tensor) -> dict[str, Any]:
     assert matrix.dtype == torch.float16 and matrix.ndim == 2
     data = matrix.detach().cpu().contiguous().numpy().astype("<f2").tobytes()
     return {"dtype": "float16", "shape": list(matrix.shape), "data": base64.b64encode(data).decode()}
-
-
-class GeometryRecord(StrictModel):
-    """The fields of `ModelGeometry` in the file."""
-
-    num_layers: Count
-    num_attention_heads: Count
-    num_kv_heads: Count
-    head_dim: Count
-    v_head_dim: Count
-    num_shared_layers: Annotated[int, Field(ge=0, le=MAX_COUNT)]
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        try:
-            self.to_geometry()
-        except GeometryError as error:
-            raise ValueError(str(error)) from error
-        return self
-
-    def to_geometry(self) -> ModelGeometry:
-        """The `ModelGeometry` of these fields."""
-        return ModelGeometry(**self.model_dump())
 
 
 class _GridDefaults(StrictModel):
@@ -149,35 +126,56 @@ class Defaults(StrictModel):
         shape = geometry.row_shape(tp_size=tp_size, k_group_size=self.k.group_size, v_group_size=self.v.group_size)
         return replace(shape, k_granularity=self.k.granularity)
 
+    def layer_shape(self, geometry: LayerGeometry, layer: "LayerRecord", tp_size: int = 1) -> RowShape:
+        """The shape of one layer's rows, with its own groups where it has some; errors are those of `row_shape`."""
+        groups = (
+            group_size_of(layer.k, self.k),
+            self.v.group_size if layer.v is None else group_size_of(layer.v, self.v),
+        )
+        return geometry.row_shape(*groups, self.k.granularity, tp_size)
+
 
 class KeyRecord(StrictModel):
     """The storage of one layer's keys.
 
     Attributes:
         transform: The transform's name; None for the default's, and always at 16 bits.
+        group_size: The channels per scale of a token; None for the default's, and always at 16 bits.
         mu: The mean key; present exactly if the transform centers.
         lam: The channels' divisors, ``lambda`` in the file; present exactly if the transform balances.
     """
 
     bits: Bits
     transform: KeyTransform | None = None
+    group_size: Count | None = None
     mu: Fp16Array | None = None
     lam: Fp16Array | None = Field(default=None, alias="lambda")
 
 
 class ValueRecord(StrictModel):
-    """The storage of one layer's values; the transform is the default's if None."""
+    """The storage of one layer's values; transform and group are the default's if None."""
 
     bits: Bits
     transform: ValueTransform | None = None
+    group_size: Count | None = None
 
 
 class LayerRecord(StrictModel):
-    """The storage of one layer by its global id."""
+    """The storage of one layer by its global id; a latent has no values beside what stands for keys."""
 
-    layer: Annotated[int, Field(ge=0, lt=MAX_COUNT)]
+    layer: LayerId
     k: KeyRecord
-    v: ValueRecord
+    v: ValueRecord | None = None
+
+    @property
+    def pair(self) -> PrecisionPair:
+        """The widths of keys and values, which are one where a latent is read as both."""
+        return PrecisionPair(self.k.bits, (self.v or self.k).bits)
+
+    def sides(self, defaults: Defaults) -> "list[tuple[Side, SideRecord, SideDefaults]]":
+        """The sides that the layer stores, with their defaults."""
+        keys: tuple[Side, SideRecord, SideDefaults] = ("k", self.k, defaults.k)
+        return [keys] if self.v is None else [keys, ("v", self.v, defaults.v)]
 
 
 SideRecord = KeyRecord | ValueRecord
@@ -189,3 +187,8 @@ def resolve_transform(record: SideRecord, defaults: SideDefaults) -> KeyTransfor
     if record.bits == NATIVE_BITS:
         return "none"
     return record.transform or defaults.transform
+
+
+def group_size_of(record: SideRecord, defaults: SideDefaults) -> int:
+    """The channels per scale of keys or values of a layer: its own, or the default."""
+    return record.group_size or defaults.group_size

@@ -1,6 +1,7 @@
 """The profile: the storage of every layer of one model, valid by construction. Knows nothing of files or serving."""
 
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Annotated, Final, Literal, Self
 
@@ -8,20 +9,23 @@ from pydantic import Field, WithJsonSchema, model_validator
 
 from kvtuner.errors import GeometryError, PrecisionError, ProfileError
 from kvtuner.exported_configs.profile.digest import hashed_content
-from kvtuner.exported_configs.profile.field_types import MAX_COUNT, Sha256, StrictModel, round_figure
+from kvtuner.exported_configs.profile.field_types import MAX_COUNT, Sha256, StrictModel
+from kvtuner.exported_configs.profile.geometry_record import GeometryRecord
+from kvtuner.exported_configs.profile.layer_sizes import LayerSizes
 from kvtuner.exported_configs.profile.layer_storage import (
     Defaults,
-    GeometryRecord,
     KeyRecord,
     KeyTransform,
     LayerRecord,
     SideDefaults,
     SideRecord,
+    group_size_of,
     resolve_transform,
 )
 from kvtuner.exported_configs.profile.records import BudgetRecord, ModelIdentity, Provenance, QualityRecord
 from kvtuner.geometry import ConfigLike, ModelGeometry
 from kvtuner.grid_fit import FITTED_BITS, check_channels
+from kvtuner.layer_geometry import LayerGeometry
 from kvtuner.precision import (
     MAX_RESIDUAL_LENGTH,
     MAX_SINKS,
@@ -33,9 +37,6 @@ from kvtuner.precision import (
     PrecisionPair,
     RowShape,
     Side,
-    bytes_per_token,
-    effective_bits,
-    mean_bits,
 )
 from kvtuner.quant import QuantSpec, Transform
 from kvtuner.run_folder import sha256_of
@@ -62,7 +63,8 @@ class Profile(StrictModel):
         digest: The digest of layout, geometry, expanded layers and window; new evaluations never change it.
         residual_length: The last tokens of a request that are also kept exactly; None is 0.
         sinks: The first tokens of a request that are also kept exactly; None is 0.
-        layers: The storage of every layer once, by ascending global id; independent of tensor and pipeline parallelism.
+        layers: The storage of every layer that owns a cache, by ascending global id, which may have gaps; independent
+            of tensor and pipeline parallelism.
     """
 
     schema_version: Annotated[int, Field(ge=1, le=SCHEMA_VERSIONS[-1]), WithJsonSchema({"enum": list(SCHEMA_VERSIONS)})]
@@ -81,10 +83,10 @@ class Profile(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         _check_version(self)
-        _check_layer_ids(self)
-        shape = self.row_shape()
+        owners = self.geometry.owners()
+        _check_layer_ids(self, tuple(owners))
         for entry in self.layers:
-            _check_layer(self, entry, shape)
+            _check_layer(self, entry, owners[entry.layer])
         _check_digest(self)
         _check_budget(self)
         return self
@@ -102,18 +104,18 @@ class Profile(StrictModel):
 
     @property
     def pairs(self) -> tuple[PrecisionPair, ...]:
-        """The widths by layer."""
-        return tuple(PrecisionPair(entry.k.bits, entry.v.bits) for entry in self.layers)
+        """The widths of the layers that own a cache, in their order; a latent's is that of keys and of values."""
+        return tuple(entry.pair for entry in self.layers)
 
     @property
     def mean_bits(self) -> Fraction:
         """The payload bits per element, exact."""
-        return mean_bits(self.pairs, self.row_shape())
+        return self.sizes().mean_bits
 
     @property
     def effective_bits(self) -> Fraction:
         """The stored bits per element where one rank holds all heads, exact."""
-        return effective_bits(self.pairs, self.row_shape())
+        return self.sizes().effective_bits
 
     @property
     def window(self) -> ExactWindow:
@@ -122,29 +124,53 @@ class Profile(StrictModel):
 
     def window_bytes(self) -> int:
         """The bytes of one request's exact copies, all layers, on one rank that holds all heads."""
-        return self.window.request_bytes(self.to_geometry().bf16_bytes_per_token())
+        return self.window.request_bytes(self.bf16_bytes_per_token())
 
     def row_shape(self, tp_size: int = 1) -> RowShape:
-        """The shape of the rows of one of `tp_size` ranks; `GeometryError` where heads cannot be split among them."""
-        return self.defaults.row_shape(self.to_geometry(), tp_size)
+        """The shape of the rows of one of `tp_size` ranks; `GeometryError` where heads cannot be split among them.
+
+        Where layers have not all one shape, a `ProfileError` names the first that differs.
+        """
+        geometry = self.to_geometry()
+        for entry in self.layers:
+            for side, record, defaults in entry.sides(self.defaults):
+                if group_size_of(record, defaults) != defaults.group_size:
+                    raise ProfileError(
+                        f"layers[{entry.layer}].{side} has groups of {record.group_size}, and other layers of"
+                        f" {defaults.group_size}: such a profile is shown, signed and shared, but not yet measured or"
+                        " converted; use one group_size"
+                    )
+        return self.defaults.row_shape(geometry, tp_size)
 
     @property
     def has_per_channel_keys(self) -> bool:
         """Whether some layer's keys are quantized per channel, which no server reads yet."""
         return self.defaults.k.granularity == "per_channel" and any(p.k_bits != NATIVE_BITS for p in self.pairs)
 
+    def sizes(self, tp_size: int = 1) -> LayerSizes:
+        """What one token takes on one of `tp_size` ranks; `GeometryError` where heads cannot be split among them."""
+        return LayerSizes.of(self.geometry, self.defaults, self.layers, tp_size)
+
     def bytes_per_token(self, tp_size: int = 1) -> int:
         """The stored bytes of one token, all layers, on one of `tp_size` tensor-parallel ranks."""
-        return bytes_per_token(self.pairs, self.row_shape(tp_size))
+        return self.sizes(tp_size).num_bytes
+
+    def bf16_bytes_per_token(self, tp_size: int = 1) -> int:
+        """The bytes of one token in an unquantized 16-bit cache, all layers, on one of `tp_size` ranks."""
+        return self.sizes(tp_size).num_native_bytes
 
     def transform_name(self, layer_id: int, side: Side) -> KeyTransform:
-        """The transform of one side of one layer, ``none`` at 16 bits."""
-        return resolve_transform(*self._side(layer_id, side))
+        """The transform of one side of one layer, ``none`` at 16 bits and where a latent has no values."""
+        record, defaults = self._side(layer_id, side)
+        return "none" if record is None else resolve_transform(record, defaults)
 
     def quant_spec(self, layer_id: int, side: Side) -> QuantSpec | None:
-        """The storage of one side of one layer; None at 16 bits, and `ProfileError` for keys per channel."""
+        """The storage of one side of one layer; None at 16 bits and for no values.
+
+        Keys per channel are a `ProfileError`.
+        """
         record, defaults = self._side(layer_id, side)
-        if record.bits == NATIVE_BITS:
+        if record is None or record.bits == NATIVE_BITS:
             return None
         if defaults.granularity == "per_channel":
             raise ProfileError(f"layers[{layer_id}].k: {NO_TAIL_PAGES}")
@@ -152,38 +178,34 @@ class Profile(StrictModel):
         arrays = (record.mu, record.lam) if isinstance(record, KeyRecord) else (None, None)
         mu, lam = (None if array is None else array.decode() for array in arrays)
         transform = Transform(kind, mu, lam)
-        return QuantSpec(record.bits, transform, defaults.group_size, defaults.symmetric, defaults.grid_fit)
+        return QuantSpec(record.bits, transform, group_size_of(record, defaults), defaults.symmetric, defaults.grid_fit)
 
     def to_geometry(self) -> ModelGeometry:
-        """The geometry of the profile's model."""
-        return self.geometry.to_geometry()
+        """The geometry of all layers; where not all are full and alike, a `ProfileError` names the first other one."""
+        try:
+            return self.geometry.to_geometry()
+        except GeometryError as error:
+            raise ProfileError(str(error)) from error
 
     def check_model(self, config: ConfigLike) -> None:
         """Check that the profile fits the model of a transformers configuration.
 
         A `ProfileError` names the first count that differs; a configuration without a cache is a `GeometryError`.
         """
+        counts = self.to_geometry().as_dict()
         actual = ModelGeometry.from_config(config).as_dict()
-        for name, wanted in self.to_geometry().as_dict().items():
+        for name, wanted in counts.items():
             if actual[name] != wanted:
                 raise ProfileError(
                     f"the profile of {self.model.id} has {name} {wanted}, but this model has {actual[name]};"
                     " use a profile that was searched for this model"
                 )
 
-    def _side(self, layer_id: int, side: Side) -> tuple[SideRecord, SideDefaults]:
-        assert 0 <= layer_id < len(self.layers), f"layer {layer_id} of {len(self.layers)}"
-        entry = self.layers[layer_id]
+    def _side(self, layer_id: int, side: Side) -> tuple[SideRecord | None, SideDefaults]:
+        place = bisect_left(self.layers, layer_id, key=lambda entry: entry.layer)
+        assert self.layers[place : place + 1] and self.layers[place].layer == layer_id, f"no layer {layer_id}"
+        entry = self.layers[place]
         return (entry.k, self.defaults.k) if side == "k" else (entry.v, self.defaults.v)
-
-
-def reached_figures(pairs: Sequence[PrecisionPair], shape: RowShape) -> dict[str, float]:
-    """The figures of a `BudgetRecord` that follow from the layers."""
-    return {
-        "mean_bits": round_figure(float(mean_bits(pairs, shape))),
-        "effective_bits": round_figure(float(effective_bits(pairs, shape))),
-        "bytes_per_token": bytes_per_token(pairs, shape),
-    }
 
 
 def first_version(widths: Iterable[int], fit: Fit = "minmax", window: ExactWindow = NO_WINDOW) -> int:
@@ -195,6 +217,8 @@ def _check_version(profile: Profile) -> None:
     for name in ("residual_length", "sinks"):
         if getattr(profile, name) is not None and profile.schema_version < FIT_VERSION:
             raise ProfileError(f"{name}: schema_version {profile.schema_version} has none; export the profile again")
+    if profile.schema_version < FIT_VERSION:
+        _check_first_version(profile)
     for side, defaults in (("k", profile.defaults.k), ("v", profile.defaults.v)):
         if (defaults.fit is not None) != (profile.schema_version >= FIT_VERSION):
             rule = "has none" if profile.schema_version < FIT_VERSION else "needs it"
@@ -209,35 +233,47 @@ def _check_version(profile: Profile) -> None:
         )
 
 
-def _check_layer_ids(profile: Profile) -> None:
-    num_layers = profile.geometry.num_layers
-    for expected, entry in enumerate(profile.layers):
+def _check_first_version(profile: Profile) -> None:
+    """Refuse what only later versions have: geometry by layer, and groups of a side's own."""
+    geometry = profile.geometry
+    names = [f"geometry.{name}" for name in ("kind", "rope_dim", "exceptions") if getattr(geometry, name) is not None]
+    for entry in profile.layers:
+        sides = entry.sides(profile.defaults)
+        names += [f"layers[{entry.layer}].{side}.group_size" for side, record, _ in sides if record.group_size]
+    if names:
+        raise ProfileError(f"{names[0]}: schema_version {profile.schema_version} has none; export the profile again")
+
+
+def _check_layer_ids(profile: Profile, owners: tuple[int, ...]) -> None:
+    for expected, entry in zip(owners, profile.layers, strict=False):
         if entry.layer != expected:
             raise ProfileError(
-                f"layers must hold every layer once, in order, but layer {entry.layer} stands where layer"
-                f" {expected} belongs; export the profile again"
+                f"layers must hold every layer that owns a cache once, in order, but layer {entry.layer} stands where"
+                f" layer {expected} belongs; export the profile again"
             )
-    if len(profile.layers) != num_layers:
+    if len(profile.layers) != len(owners):
         raise ProfileError(
-            f"geometry has num_layers {num_layers}, but layers holds {len(profile.layers)}; export the profile again"
+            f"geometry has num_layers {len(owners)}, but layers holds {len(profile.layers)}; export the profile again"
         )
 
 
-def _check_layer(profile: Profile, entry: LayerRecord, shape: RowShape) -> None:
-    sides: tuple[tuple[Side, SideRecord, SideDefaults, Callable[[int], int]], ...] = (
-        ("k", entry.k, profile.defaults.k, shape.k_bytes),
-        ("v", entry.v, profile.defaults.v, shape.v_bytes),
-    )
-    for side, record, defaults, row_bytes in sides:
+def _check_layer(profile: Profile, entry: LayerRecord, geometry: LayerGeometry) -> None:
+    if (entry.v is None) != (geometry.v_head_dim == 0):
+        rule = "a latent has none beside it" if entry.v else f"a layer of kind {geometry.kind} needs them"
+        raise ProfileError(f"layers[{entry.layer}].v: {rule}; export the profile again")
+    shape = profile.defaults.layer_shape(geometry, entry)
+    row_bytes = {"k": shape.k_bytes, "v": shape.v_bytes}
+    for side, record, defaults in entry.sides(profile.defaults):
         place = f"layers[{entry.layer}].{side}"
-        if record.bits == NATIVE_BITS and record.transform is not None:
-            raise ProfileError(
-                f"{place}: 16 bits are stored as they are, but transform is {record.transform!r}; remove it"
-            )
+        for name in ("transform", "group_size"):
+            if record.bits == NATIVE_BITS and (value := getattr(record, name)) is not None:
+                raise ProfileError(f"{place}: 16 bits are stored as they are, but {name} is {value!r}; remove it")
+        if defaults.granularity == "per_channel" and record.group_size is not None:
+            raise ProfileError(f"{place}: per_channel keys have the group_size of defaults; remove their own")
         try:
-            row_bytes(record.bits)
+            row_bytes[side](record.bits)
             if defaults.grid_fit == "least_squares" and record.bits in FITTED_BITS:
-                check_channels(defaults.group_size)
+                check_channels(group_size_of(record, defaults))
         except PrecisionError as error:
             raise ProfileError(f"{place}: {error}") from error
     name = profile.transform_name(entry.layer, "k")
@@ -245,11 +281,11 @@ def _check_layer(profile: Profile, entry: LayerRecord, shape: RowShape) -> None:
         raise ProfileError(
             f"layers[{entry.layer}].k: per_channel keys have transform 'none', not {name!r}; use per_token with it"
         )
-    _check_constants(profile, entry.k, f"layers[{entry.layer}].k", TransformKind.parse(name))
+    keys_shape = (geometry.num_kv_heads, geometry.head_dim)
+    _check_constants(keys_shape, entry.k, f"layers[{entry.layer}].k", TransformKind.parse(name))
 
 
-def _check_constants(profile: Profile, keys: KeyRecord, place: str, kind: TransformKind) -> None:
-    shape = (profile.geometry.num_kv_heads, profile.geometry.head_dim)
+def _check_constants(shape: tuple[int, int], keys: KeyRecord, place: str, kind: TransformKind) -> None:
     for field, wanted, array in (("mu", kind.centered, keys.mu), ("lambda", kind.balanced, keys.lam)):
         if wanted != (array is not None):
             rule = "needs it, but it is missing" if wanted else "has none, but it is present"
@@ -282,11 +318,14 @@ def _check_digest(profile: Profile) -> None:
 def _check_budget(profile: Profile) -> None:
     budget = profile.budget
     try:
-        profile.row_shape(budget.tp_size)
-        profile.to_geometry().layers_of_stage(0, budget.pp_size)
+        profile.sizes(budget.tp_size)
     except GeometryError as error:
         raise ProfileError(f"budget: {error}") from error
-    for name, actual in reached_figures(profile.pairs, profile.row_shape()).items():
+    if budget.pp_size > len(profile.layers):
+        raise ProfileError(
+            f"budget: pp_size {budget.pp_size} does not fit {len(profile.layers)} layers; export the profile again"
+        )
+    for name, actual in profile.sizes().reached_figures().items():
         stated = getattr(budget, name)
         if stated != actual:
             raise ProfileError(f"budget.{name}: is {stated}, but the layers give {actual}; export the profile again")

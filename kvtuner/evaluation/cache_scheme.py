@@ -170,8 +170,8 @@ class ProfileScheme(CacheScheme):
 
     @classmethod
     def of(cls, name: str, profile: Profile, file: Path | None = None) -> Self:
-        """The scheme of a profile; `ProfileError` for keys per channel."""
-        layers = range(len(profile.pairs))
+        """The scheme of a profile; `ProfileError` for keys per channel, and where layers differ in their shape."""
+        rows, layers = profile.row_shape(), range(len(profile.pairs))
         specs = {
             layer: LayerSpec(profile.quant_spec(layer, "k"), profile.quant_spec(layer, "v"), profile.window)
             for layer in layers
@@ -179,7 +179,7 @@ class ProfileScheme(CacheScheme):
         return cls(
             name=name,
             pairs=profile.pairs,
-            rows=profile.row_shape(),
+            rows=rows,
             key=profile.digest,
             specs=specs,
             has_transforms=any(profile.transform_name(layer, side) != "none" for layer in layers for side in SIDES),

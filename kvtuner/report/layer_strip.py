@@ -24,6 +24,8 @@ PER_CHANNEL: Final = "per channel"
 KIND_CODES: Final = {**{name: kind.letter for name, kind in TRANSFORMS.items()}, PER_CHANNEL: "p"}
 # Of the 256 colours: ink on paper. Darker is wider, far enough apart that lightness alone tells them.
 COLOURS: Final = {"2": (16, 229), "3": (16, 151), "4": (16, 73), "8": (231, 24), "F": (231, 17)}
+NO_ROWS: Final = "."
+"""The mark of a layer that stores nothing, between others that do."""
 BAND: Final = 10  # layers that stay side by side on the narrowest screen
 MIN_WIDTH: Final = 20
 
@@ -76,17 +78,17 @@ class LayerRow:
 
 
 def profile_layers(profile: Profile) -> tuple[LayerRow, ...]:
-    """The rows of all layers, in order."""
+    """The rows of all layers that own a cache, in order."""
     is_per_channel = profile.defaults.k.granularity == "per_channel"
     return tuple(
         LayerRow(
-            layer,
-            pair.k_bits,
-            pair.v_bits,
-            PER_CHANNEL if is_per_channel and pair.k_bits != NATIVE_BITS else str(profile.transform_name(layer, "k")),
-            str(profile.transform_name(layer, "v")),
+            entry.layer,
+            entry.pair.k_bits,
+            entry.pair.v_bits,
+            PER_CHANNEL if is_per_channel and entry.k.bits != NATIVE_BITS else profile.transform_name(entry.layer, "k"),
+            profile.transform_name(entry.layer, "v"),
         )
-        for layer, pair in enumerate(profile.pairs)
+        for entry in profile.layers
     )
 
 
@@ -109,11 +111,15 @@ def layer_table(layers: Iterable[LayerRow], keys: str, values: str) -> Table:
 
 def tracks(layers: Sequence[LayerRow], prefix: str = "") -> dict[str, str]:
     """The lines of a strip by name, a character for each layer: widths of keys and values, then their transforms."""
+    lines = {
+        "K bits": {row.layer: BIT_CODES[row.k_bits] for row in layers},
+        "V bits": {row.layer: BIT_CODES[row.v_bits] for row in layers},
+        "K kind": {row.layer: KIND_CODES[row.k_transform] for row in layers},
+        "V kind": {row.layer: KIND_CODES[row.v_transform] for row in layers},
+    }
+    total = 1 + max(row.layer for row in layers)
     return {
-        f"{prefix}K bits": "".join(BIT_CODES[row.k_bits] for row in layers),
-        f"{prefix}V bits": "".join(BIT_CODES[row.v_bits] for row in layers),
-        f"{prefix}K kind": "".join(KIND_CODES[row.k_transform] for row in layers),
-        f"{prefix}V kind": "".join(KIND_CODES[row.v_transform] for row in layers),
+        f"{prefix}{name}": "".join(codes.get(layer, NO_ROWS) for layer in range(total)) for name, codes in lines.items()
     }
 
 
@@ -146,7 +152,8 @@ def legend(layers: Sequence[LayerRow], terminal: Terminal) -> list[str]:
     codes = [(BIT_CODES[bits], str(bits)) for bits in bits_used(layers)]
     bits = " ".join(_painted(code, terminal) + (f"={name}" if code != name else "") for code, name in codes)
     kinds = "  ".join(f"{code}={name.replace('+', ' + ')}" for code, name in kinds_used(layers))
-    return ["", f"bits   {bits}", *indented("kind", kinds, terminal)]
+    gap = f"  {NO_ROWS}=stores nothing" if any(row.layer >= len(layers) for row in layers) else ""
+    return ["", f"bits   {bits}{gap}", *indented("kind", kinds, terminal)]
 
 
 def indented(name: str, text: str, terminal: Terminal) -> list[str]:
@@ -155,7 +162,7 @@ def indented(name: str, text: str, terminal: Terminal) -> list[str]:
 
 
 def _painted(run: str, terminal: Terminal) -> str:
-    if not terminal.has_colour:
+    if not terminal.has_colour or run[0] == NO_ROWS:
         return run
     ink, paper = COLOURS[run[0]]
     return f"\x1b[38;5;{ink};48;5;{paper}m{run}\x1b[0m"

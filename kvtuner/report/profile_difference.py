@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic_core import to_jsonable_python
 
+from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import NATIVE_BITS, tokens_per_gib
 from kvtuner.report.formatting import NOT_MEASURED, count, fixed, interval, percent, printable
 from kvtuner.report.layer_strip import PER_CHANNEL, indented, legend, profile_layers, strip_lines, tracks
-from kvtuner.report.profile_report import ratio_to_bf16
+from kvtuner.report.profile_report import geometry_facts, ratio_to_bf16
 from kvtuner.report.table import Table
 
 if TYPE_CHECKING:
@@ -46,9 +47,10 @@ class LayerState:
     @classmethod
     def of(cls, profile: Profile, layer: int) -> LayerState:
         """The state of a layer of a profile."""
-        keys = profile.layers[layer].k
+        (entry,) = (entry for entry in profile.layers if entry.layer == layer)
+        keys = entry.k
         return cls(
-            str(profile.pairs[layer]),
+            str(entry.pair),
             str(profile.transform_name(layer, "k")),
             str(profile.transform_name(layer, "v")),
             None if keys.bits == NATIVE_BITS else profile.defaults.k.granularity,
@@ -80,9 +82,9 @@ class ProfileDifference:
     """Two profiles and everything in which they differ that a server or a user would notice.
 
     Attributes:
-        geometry: The counts of the models that differ, with both values.
+        geometry: The counts of the models that differ, with both values, or the layers of each kind and shape.
         defaults: The settings of all layers that differ, such as ``k.group_size``, with both values.
-        layers: The layers that changed; None where the models have not the same number of layers.
+        layers: The layers that changed; None where the models have not the same layers with a cache.
         apart: The circumstances that the measurements of quality do not share, or may not; empty where the tokens are
             the same.
         intervals_overlap: Whether the intervals of KL overlap; None where one was not measured.
@@ -90,7 +92,7 @@ class ProfileDifference:
 
     first: Profile
     second: Profile
-    geometry: dict[str, tuple[int, int]]
+    geometry: dict[str, tuple[Any, Any]]
     defaults: dict[str, tuple[Any, Any]]
     layers: tuple[LayerChange, ...] | None
     apart: tuple[str, ...]
@@ -148,17 +150,24 @@ class ProfileDifference:
 
 def difference_of(first: Profile, second: Profile) -> ProfileDifference:
     """Compare two profiles; constants are compared where heads and channels are the same."""
-    counts, others = first.to_geometry().as_dict(), second.to_geometry().as_dict()
+    counts, others = _counts(first), _counts(second)
     geometry = {name: (value, others[name]) for name, value in counts.items() if value != others[name]}
     # Transforms are compared layer by layer.
     before, after = _settings(first), _settings(second)
     defaults = {name: (value, after[name]) for name, value in before.items() if value != after[name]}
-    layers = None if "num_layers" in geometry else _changes(first, second, with_constants=not geometry)
+    has_same_layers = [entry.layer for entry in first.layers] == [entry.layer for entry in second.layers]
+    layers = _changes(first, second, with_constants=not geometry) if has_same_layers else None
     overlap = None
     if first.quality is not None and second.quality is not None:
         a, b = first.quality.measured_kl, second.quality.measured_kl
         overlap = a.low <= b.high and b.low <= a.high
     return ProfileDifference(first, second, geometry, defaults, layers, _apart(first, second), overlap)
+
+
+def _counts(profile: Profile) -> dict[str, Any]:
+    """The counts of a model, and the layers of each kind and shape where they differ."""
+    kinds = "; ".join(f"{kind}, {layers}" for kind, layers in geometry_facts(profile)) or "full, all layers alike"
+    return {name: getattr(profile.geometry, name) for name in ModelGeometry.__dataclass_fields__} | {"kinds": kinds}
 
 
 def _settings(profile: Profile) -> dict[str, Any]:
@@ -178,7 +187,7 @@ def _settings(profile: Profile) -> dict[str, Any]:
 
 def _changes(first: Profile, second: Profile, *, with_constants: bool) -> tuple[LayerChange, ...]:
     changes = []
-    for layer in range(len(first.pairs)):
+    for layer in (entry.layer for entry in first.layers):
         before, after = LayerState.of(first, layer), LayerState.of(second, layer)
         granularities = (before.k_granularity, after.k_granularity)
         same_kind = before.k_transform == after.k_transform
@@ -246,7 +255,7 @@ def _strips(difference: ProfileDifference, terminal: Terminal) -> list[str]:
     one, other, explained = tracks(first, "1 "), tracks(second, "2 "), legend((*first, *second), terminal)
     if difference.layers is None:
         return [*strip_lines(one, terminal), "", *strip_lines(other, terminal), *explained]
-    marks = [" "] * len(first)
+    marks = [" "] * len(next(iter(one.values())))
     for change in difference.layers:
         marks[change.layer] = "~" if change.changed == CONSTANTS else "^"
     lines = strip_lines({**one, **other, "changed": "".join(marks)}, terminal)

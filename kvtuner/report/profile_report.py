@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
+from kvtuner.layer_ranges import write_layers
 from kvtuner.precision import tokens_per_gib
 from kvtuner.report.evaluation_report import evaluation_part
 from kvtuner.report.formatting import (
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.layer_storage import KeyDefaults, ValueDefaults
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.profile.records import QualityRecord
+    from kvtuner.layer_geometry import LayerGeometry
 
 
 def summary(profile: Profile) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def summary(profile: Profile) -> dict[str, Any]:
         "sinks": profile.window.sinks,
         "window_bytes_per_request": profile.window_bytes(),
         "k_granularity": profile.defaults.k.granularity,
-        "bf16_bytes_per_token": profile.to_geometry().bf16_bytes_per_token(),
+        "bf16_bytes_per_token": profile.bf16_bytes_per_token(),
         "tokens_per_gib": tokens_per_gib(stored),
         "layers": [
             asdict(row) | {"k_transform": profile.transform_name(row.layer, "k")} for row in profile_layers(profile)
@@ -66,6 +68,7 @@ def describe(profile: Profile) -> str:
         ("capacity", f"{tokens_per_gib(stored):,} tokens per GiB, {ratio_to_bf16(profile):.2f}x of bf16"),
         ("keys", _grid_text(profile.defaults.k)),
         ("values", _grid_text(profile.defaults.v)),
+        *geometry_facts(profile),
         *_window_facts(profile),
     ]
     if (quality := profile.quality) is not None:
@@ -97,7 +100,29 @@ def strip_html(profile: Profile) -> str:
 
 def ratio_to_bf16(profile: Profile) -> float:
     """The factor by which more tokens fit than in bf16."""
-    return profile.to_geometry().bf16_bytes_per_token() / profile.bytes_per_token()
+    return profile.bf16_bytes_per_token() / profile.bytes_per_token()
+
+
+def geometry_facts(profile: Profile) -> list[tuple[str, str]]:
+    """The kinds and shapes of layers with the layers of each, where not all are full and alike."""
+    if not profile.geometry.is_by_layer:
+        return []
+    layers = profile.geometry.by_layer().layers
+    facts = []
+    for geometry in dict.fromkeys(layers):
+        ids = write_layers(layer_id for layer_id, layer in enumerate(layers) if layer == geometry)
+        facts.append((f"kind {geometry.kind}", f"layers {ids}: {_geometry_text(geometry)}"))
+    return facts
+
+
+def _geometry_text(geometry: LayerGeometry) -> str:
+    if not geometry.kind.owns_cache:
+        return "no cache of their own"
+    if geometry.kind.name == "latent":
+        shape = f"a latent of {geometry.head_dim} channels and {geometry.rope_dim} rotary ones"
+    else:
+        shape = f"{geometry.num_kv_heads} KV heads of {geometry.head_dim} and {geometry.v_head_dim} channels"
+    return f"{shape}, {geometry.num_attention_heads} query heads"
 
 
 def _grid_text(defaults: KeyDefaults | ValueDefaults) -> str:
@@ -157,7 +182,10 @@ def _identity(profile: Profile) -> list[tuple[str, str]]:
         ("digest", profile.digest),
         ("model", f"{model_name(model)} ({model.architecture}, {model.dtype})"),
         ("budget asked", f"{budget.asked}{ranks}"),
-        ("shape", f"{shape.num_layers} layers, {heads}, {shape.num_attention_heads} query heads"),
+        *(
+            geometry_facts(profile)
+            or [("shape", f"{shape.num_layers} layers, {heads}, {shape.num_attention_heads} query heads")]
+        ),
         ("keys", _grid_text(profile.defaults.k)),
         ("values", _grid_text(profile.defaults.v)),
         *_window_facts(profile),
@@ -165,11 +193,11 @@ def _identity(profile: Profile) -> list[tuple[str, str]]:
 
 
 def _capacity(profile: Profile) -> Table:
-    stored, bf16 = profile.bytes_per_token(), profile.to_geometry().bf16_bytes_per_token()
+    stored, bf16 = profile.bytes_per_token(), profile.bf16_bytes_per_token()
     # fp8 has half the bytes of bf16 and no scales.
     rows = [("bytes per token", *map(count, (stored, bf16 // 2, bf16)))]
     if (tp_size := profile.budget.tp_size) > 1:
-        on_rank = profile.to_geometry().bf16_bytes_per_token(tp_size=tp_size)
+        on_rank = profile.bf16_bytes_per_token(tp_size)
         sizes = (profile.bytes_per_token(tp_size), on_rank // 2, on_rank)
         rows.append((f"on a rank of TP {tp_size}", *map(count, sizes)))
     rows += [

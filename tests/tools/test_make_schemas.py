@@ -39,15 +39,15 @@ def test_schema_states_the_closed_sets_of_the_format() -> None:
     assert document["properties"]["layout"]["const"] == LAYOUT_ID
     for side in ("KeyRecord", "ValueRecord"):
         assert definitions[side]["properties"]["bits"]["enum"] == list(ALL_BITS)
-    assert set(definitions["KeyRecord"]["properties"]) == {"bits", "transform", "mu", "lambda"}
-    assert set(definitions["ValueRecord"]["properties"]) == {"bits", "transform"}
+    assert set(definitions["KeyRecord"]["properties"]) == {"bits", "transform", "group_size", "mu", "lambda"}
+    assert set(definitions["ValueRecord"]["properties"]) == {"bits", "transform", "group_size"}
     assert definitions["KeyDefaults"]["properties"]["granularity"]["enum"] == ["per_token", "per_channel"]
     assert definitions["ValueDefaults"]["properties"]["granularity"]["const"] == "per_token"
 
 
 def test_no_object_of_the_schema_takes_unknown_fields() -> None:
     described = [node for node in objects(json.loads(schema.schema_text())) if node.get("type") == "object"]
-    assert len(described) == 20
+    assert len(described) == 21
     assert all(node["additionalProperties"] is False for node in described)
 
 

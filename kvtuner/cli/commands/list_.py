@@ -41,7 +41,7 @@ def _facts(listed: ResolvedProfile) -> dict[str, Any]:
         "budget": profile.budget.asked,
         "mean_bits": profile.budget.mean_bits,
         "bytes_per_token": profile.bytes_per_token(),
-        "bf16_bytes_per_token": profile.to_geometry().bf16_bytes_per_token(),
+        "bf16_bytes_per_token": profile.bf16_bytes_per_token(),
         "kl": None if profile.quality is None else profile.quality.measured_kl.mean,
         "digest": profile.digest,
     }

@@ -9,6 +9,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from vectors_by_layer import hashed_geometry, invalid
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -26,11 +27,12 @@ def reseal(document: Document) -> Document:
 
     defaults = document["defaults"]
     layers = [
-        {"layer": entry["layer"], **{side: expand(entry[side], defaults[side]) for side in ("k", "v")}}
+        {"layer": entry["layer"], **{side: expand(entry[side], defaults[side]) for side in "kv" if side in entry}}
         for entry in document["layers"]
     ]
     window = {name: document[name] for name in ("residual_length", "sinks") if document.get(name)}
-    content = {"layout": document["layout"], "geometry": document["geometry"], "layers": layers, **window}
+    geometry = hashed_geometry(document["geometry"])
+    content = {"layout": document["layout"], "geometry": geometry, "layers": layers, **window}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return {**document, "digest": "sha256:" + hashlib.sha256(text.encode()).hexdigest()}
 
@@ -149,5 +151,6 @@ def broken(valid: Mapping[str, bytes]) -> Iterator[tuple[str, bool, bytes]]:
         ("text-not-printable", False, changed(base, "budget.asked", "4bit\u001b[2J")),
         ("text-too-long", False, changed(base, "budget.asked", "4" * 257)),
     ]
-    for name, is_safety, document in edits:
+    documents = {name: json.loads(data) for name, data in valid.items()}
+    for name, is_safety, document in (*edits, *invalid(documents, changed)):
         yield name, is_safety, json.dumps(document, indent=1, ensure_ascii=False).encode() + b"\n"

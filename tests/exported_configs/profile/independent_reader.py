@@ -1,18 +1,23 @@
 """Profiles and their rows, read as docs/profiles.md says and by nothing else; knows no kvtuner.
 
-A profile takes forty lines, a row twenty more and the hash of a checkpoint twelve. Refused, with any exception, is
+A profile takes forty lines, geometry by layer fifty more, a row twenty and the hash of a checkpoint twelve. Refused,
+with any exception, is
 what rows and addresses depend on; the rest of the format is not looked at.
 """
 
 import base64
 import hashlib
 import json
+import re
 import zlib
 
 import numpy as np
 
-STEPS, COUNTS = ("centered", "balanced", "hadamard"), "num_layers num_attention_heads num_kv_heads head_dim v_head_dim"
-KINDS = ("k", 3, STEPS), ("v", 4, STEPS[2:])
+STEPS = ("centered", "balanced", "hadamard")
+COUNTS = ["num_attention_heads", "num_kv_heads", "head_dim", "v_head_dim", "rope_dim"]
+SIDE = {"bits", "transform", "group_size", "mu", "lambda"}
+KINDS = ("k", 2, STEPS), ("v", 3, STEPS[2:])
+LAYER_KIND = re.compile("(full|latent|none)|(window|shared):(0|[1-9][0-9]{0,9})")
 WINDOW = {"residual_length": 1024, "sinks": 64}
 CANONICAL = {"sort_keys": True, "separators": (",", ":"), "ensure_ascii": False}
 
@@ -35,7 +40,7 @@ def read_side(side, defaults, heads, dim, steps):
     full = {"mu": None, "lambda": None, **defaults, **given}
     bits, kind, group = full["bits"], full["transform"], full["group_size"]
     parts = [step for step in steps if step in kind.split("+")]
-    assert set(side) <= {"bits", "transform", "mu", "lambda"} and kind == ("+".join(parts) or "none"), "transform"
+    assert set(side) <= SIDE and kind == ("+".join(parts) or "none"), "transform"
     assert type(bits) is type(group) is int and bits in (2, 3, 4, 8) and dim * bits % 16 == 0 < group, "whole units"
     is_per_channel, unit = full["granularity"] == "per_channel" and len(steps) == 3, dim // {3: 8}.get(bits, 16 // bits)
     fits = group in (16, 32, 64, 128) and not parts if is_per_channel else dim % group == group % unit == 0
@@ -48,19 +53,69 @@ def read_side(side, defaults, heads, dim, steps):
     return {**found, "group": group, "mu": mu, "lambda": lam, "shape": (heads, dim)}
 
 
+def read_layer(entry, counts, defaults):
+    given = {name: x for name, x in entry.items() if x is not None}
+    own_groups = [given[k].get("group_size") for k in "kv" if k in given]
+    assert set(given) == ({"layer", "k", "v"} if counts[3] else {"layer", "k"}), "sides"
+    assert "fit" in defaults["k"] or own_groups == [None, None], "groups of a side's own"
+    assert defaults["k"]["granularity"] == "per_token" or own_groups[0] is None, "of channels"
+    return {k: read_side(given[k], defaults[k], counts[1], counts[n], steps) for k, n, steps in KINDS if counts[n]}
+
+
+def check_counts(layer, earlier):
+    """The counts of a layer that stores rows, else None."""
+    match, counts = LAYER_KIND.fullmatch(layer["kind"]), [layer.get(name, 0) for name in COUNTS]
+    kind, number = match[1] or match[2], int(match[3] or 0)
+    assert kind != "window" or 0 < number < 2**31, "a window of some tokens"
+    assert kind != "shared" or number in earlier, "an earlier layer with rows"
+    if kind in ("none", "shared"):
+        assert set(layer) == {"kind"}, "nothing stored"
+        return None
+    assert set(layer) == {"kind", *COUNTS} and all(type(n) is int and 0 <= n <= 1024 for n in counts), "counts"
+    queries, heads, _, v_dim, rope_dim = counts
+    assert all(counts[:3]) and queries % heads == 0, "heads"
+    assert (heads == 1 and v_dim == 0) if kind == "latent" else (v_dim > 0 == rope_dim), "a latent, or keys and values"
+    return counts
+
+
+def read_geometry(shape, version):
+    shape = {name: x for name, x in shape.items() if x is not None}
+    exceptions, usual = shape.pop("exceptions", []), {"kind": "full", "rope_dim": 0, **shape}
+    own, shared = usual.pop("num_layers"), usual.pop("num_shared_layers")
+    assert all(type(n) is int and 0 <= n <= 1024 for n in (own, shared)), "counts"
+    changed = {}
+    for entry in exceptions:
+        change = {name: x for name, x in entry.items() if name != "layers" and x is not None}
+        assert change and all(usual[name] != x for name, x in change.items()), "fields that differ"
+        assert entry["layers"] == sorted({*entry["layers"]} - {*changed}) != [], "ascending, none twice"
+        has_rows = change.get("kind", "full").split(":")[0] not in ("none", "shared")
+        changed |= dict.fromkeys(entry["layers"], {**usual, **change} if has_rows else change)
+    names = [layer["kind"].split(":")[0] for layer in changed.values()]
+    total = own + names.count("none") + names.count("shared")
+    assert all(type(number) is int and 0 <= number < total for number in changed), "layers of the model"
+    layers, owners = [changed.get(number, usual) for number in range(total)], {}
+    for number, layer in enumerate(layers):
+        counts = check_counts(layer, owners)
+        owners |= {number: counts} if counts else {}
+    assert len(owners) == own > 0 and (version == 2 or not ({"kind", "rope_dim"} & {*shape} or exceptions))
+    if exceptions or usual["kind"] != "full":
+        assert names.count("shared") == shared, "shared layers are named"
+        return {"layers": layers}, owners
+    return {name: x for name, x in shape.items() if name not in ("kind", "rope_dim")}, owners
+
+
 def read(data):
     top = json.loads(data.decode(), object_pairs_hook=once)
-    shape, layers, version = top["geometry"], top["layers"], top["schema_version"]
+    layers, version = top["layers"], top["schema_version"]
+    geometry, owners = read_geometry(top["geometry"], version)
     defaults = {k: {name: x for name, x in top["defaults"][k].items() if (name, x) != ("fit", None)} for k in "kv"}
     window = {name: top[name] for name in WINDOW if top.get(name)}
     assert all(type(n) is int and 0 < n <= WINDOW[name] for name, n in window.items()) and (version == 2 or not window)
-    counts = [shape[name] for name in COUNTS.split()]
     assert type(version) is int and version in (1, 2) and {"fit" in defaults[k] for k in "kv"} == {version == 2}, "fit"
-    assert top["layout"] == "halfword-sliced-v1" and all(type(n) is int and 0 < n <= 1024 for n in counts), "geometry"
-    assert [entry["layer"] for entry in layers] == list(range(counts[0])) and counts[1] % counts[2] == 0, "order, heads"
-    sides = [{k: read_side(x[k], defaults[k], counts[2], counts[n], steps) for k, n, steps in KINDS} for x in layers]
-    stored = [{"layer": number, **{k: side[k]["stored"] for k in "kv"}} for number, side in enumerate(sides)]
-    text = json.dumps({"geometry": shape, "layers": stored, "layout": top["layout"], **window}, **CANONICAL)
+    assert top["layout"] == "halfword-sliced-v1" and [entry["layer"] for entry in layers] == list(owners), "order"
+    sides = [read_layer(entry, owners[entry["layer"]], defaults) for entry in layers]
+    stored = [{"layer": n, **{k: x["stored"] for k, x in side.items()}} for n, side in zip(owners, sides, strict=True)]
+    text = json.dumps({"geometry": geometry, "layers": stored, "layout": top["layout"], **window}, **CANONICAL)
     assert top["digest"] == "sha256:" + hashlib.sha256(text.encode()).hexdigest(), "digest"
     return text, top["digest"], sides
 

@@ -18,6 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import vectors_by_layer as by_layer
 from broken_profiles import broken
 
 from kvtuner.exported_configs.identity.checkpoint_hash import checkpoint_sha256
@@ -33,6 +34,7 @@ from kvtuner.run_folder import canonical_json
 from kvtuner.transforms import TransformKind
 
 if TYPE_CHECKING:
+    from kvtuner.exported_configs.profile.layer_storage import LayerRecord
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.precision import Side
 
@@ -89,9 +91,10 @@ def transform(kind_name: str, heads: int, head_dim: int) -> Transform:
 
 def make(geometry: ModelGeometry, layers: list[LayerQuantization], **changes: Any) -> Profile:
     """A profile of hand-written layers; `changes` are arguments of `build_profile`."""
+    groups = {} if "k_group_size" in changes else {"k_group_size": geometry.head_dim}
     arguments: dict[str, Any] = {
-        "k_group_size": geometry.head_dim,
-        "v_group_size": geometry.v_head_dim,
+        **groups,
+        "v_group_size": changes.get("v_group_size") or geometry.v_head_dim,
         "symmetric": False,
         "model": ModelIdentity.model_validate(MODEL),
         "budget": AskedBudget("by hand"),
@@ -179,6 +182,7 @@ def profiles() -> dict[str, Profile]:
             quality=QualityRecord.model_validate(QUALITY),
             provenance=Provenance.model_validate({**SEARCHED, "command": "kvtuner search --model owner/model"}),
         ),
+        **by_layer.profiles(make, transform),
     }
 
 
@@ -206,9 +210,12 @@ def with_nulls(profile: Profile) -> bytes:
     document["provenance"] = {"command": None, **document["provenance"]}
     document |= {"residual_length": None, "sinks": None}
     document["defaults"] = {side: {"fit": None, **shared} for side, shared in document["defaults"].items()}
+    document["geometry"] = {"kind": None, "rope_dim": None, "exceptions": None, **document["geometry"]}
+    for exception in document["geometry"]["exceptions"] or ():
+        exception |= {name: exception.get(name) for name in ("kind", *by_layer.COUNTS)}
     for layer in document["layers"]:
-        layer["k"] = {"transform": None, "mu": None, "lambda": None, **layer["k"]}
-        layer["v"] = {"transform": None, **layer["v"]}
+        layer["k"] = {"transform": None, "group_size": None, "mu": None, "lambda": None, **layer["k"]}
+        layer["v"] = {"transform": None, "group_size": None, **layer["v"]} if "v" in layer else None
     return json.dumps(document, indent=1).encode() + b"\n"
 
 
@@ -234,10 +241,11 @@ def fraction(value: Any) -> str:
 
 def expectation(profile: Profile) -> Document:
     """What a reader must find."""
-    shape = profile.row_shape()
+    owners = profile.geometry.owners()
 
-    def sides(k_bits: int, v_bits: int) -> list[tuple[Side, int, int]]:
-        return [("k", k_bits, shape.k_bytes(k_bits)), ("v", v_bits, shape.v_bytes(v_bits))]
+    def size(layer: LayerRecord, side: Side, bits: int) -> int:
+        shape = profile.defaults.layer_shape(owners[layer.layer], layer)
+        return shape.k_bytes(bits) if side == "k" else shape.v_bytes(bits)
 
     return {
         "canonical": canonical_json(
@@ -246,10 +254,14 @@ def expectation(profile: Profile) -> Document:
         "digest": profile.digest,
         "layers": [
             {
-                side: {"bits": bits, "transform": profile.transform_name(number, side), "bytes": size}
-                for side, bits, size in sides(pair.k_bits, pair.v_bits)
+                side: {
+                    "bits": record.bits,
+                    "transform": profile.transform_name(layer.layer, side),
+                    "bytes": size(layer, side, record.bits),
+                }
+                for side, record, _ in layer.sides(profile.defaults)
             }
-            for number, pair in enumerate(profile.pairs)
+            for layer in profile.layers
         ],
         "bytes_per_token": profile.bytes_per_token(),
         "mean_bits": fraction(profile.mean_bits),
@@ -273,19 +285,17 @@ def row(profile: Profile, layer: int, side: Side, x: torch.Tensor) -> Document:
 
 def rows(name: str, profile: Profile) -> list[Document]:
     """Rows of the vectors that have some."""
-    geometry = profile.geometry
+    dims = [(layer.num_kv_heads, layer.head_dim, layer.v_head_dim) for layer in profile.geometry.owners().values()]
     if name == "example":
         quarters = torch.arange(16, dtype=torch.float32).reshape(1, 16) / 4 - 1
         sides: list[tuple[int, Side]] = [(0, "k"), (0, "v"), (1, "k")]
         return [row(profile, layer, side, quarters) for layer, side in sides]
-    if name in ("transforms", "symmetric", "fitted", "three-bits", "groups", "unequal-head-dims"):
-        both: tuple[Side, Side] = ("k", "v")
-        heads, k_dim, v_dim = geometry.num_kv_heads, geometry.head_dim, geometry.v_head_dim
+    if name in ("transforms", "symmetric", "fitted", "three-bits", "groups", "unequal-head-dims", *by_layer.NAMES):
         return [
-            row(profile, layer, side, ramp(heads, k_dim if side == "k" else v_dim, 0.3125))
-            for layer in range(geometry.num_layers)
-            for side in both
-            if profile.quant_spec(layer, side) is not None
+            row(profile, entry.layer, side, ramp(heads, k_dim if side == "k" else v_dim, 0.3125))
+            for entry, (heads, k_dim, v_dim) in zip(profile.layers, dims, strict=True)
+            for side, record, _ in entry.sides(profile.defaults)
+            if record.bits != 16
         ]
     return []
 
@@ -297,6 +307,7 @@ def files() -> dict[str, bytes]:
     files = {f"valid/{name}.json": data for name, data in valid.items()}
     files["valid/order-and-space.json"] = shuffled(profiles_by_name["mixed"])
     files["valid/nulls.json"] = with_nulls(profiles_by_name["transforms"])
+    files["valid/nulls-by-layer.json"] = with_nulls(profiles_by_name["latents"])
     expected: Document = {"valid": {}, "invalid": {}}
     for path, data in sorted(files.items()):
         name, profile = Path(path).stem, load_profile(data)

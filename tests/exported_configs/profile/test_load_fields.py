@@ -173,7 +173,7 @@ def test_escaped_spelling_of_a_key_counts_as_the_same_key(refusal: Refusal, pris
         (("layers", 1, "k", "transform"), "hadamard", "layers[1].k.mu: transform 'hadamard' has none"),
         (("layers", 1, "k", "bits"), 16, "layers[1].k: 16 bits are stored as they are"),
         (("budget", "tp_size"), 2, "budget: tp_size 2 does not divide num_kv_heads 3"),
-        (("budget", "pp_size"), 6, "budget: pp_rank 0 of pp_size 6 does not fit 5 layers"),
+        (("budget", "pp_size"), 6, "budget: pp_size 6 does not fit 5 layers"),
         (("budget", "mean_bits"), 9.00001, "budget.mean_bits: is 9.00001, but the layers give"),
         (("budget", "effective_bits"), 4.0, "budget.effective_bits: is 4.0, but the layers give"),
         (("budget", "bytes_per_token"), 1, "budget.bytes_per_token: is 1, but the layers give"),

@@ -79,18 +79,23 @@ def test_checkpoint_of_large_tensors_has_the_hash_that_the_page_gives_it(tmp_pat
 
 def test_null_means_absent() -> None:
     """A null stands for an absent field; elsewhere a null is refused: see the invalid files."""
-    nulls_file = json.loads(content("valid", "nulls"))
-    sides = [layer[side] for layer in nulls_file["layers"] for side in ("k", "v")]
-    nodes = (nulls_file, nulls_file["model"], nulls_file["provenance"], *nulls_file["defaults"].values(), *sides)
-    nulls = {name for node in nodes for name, value in node.items() if value is None}
+    nulls = set()
+    for name, same in (("nulls", "transforms"), ("nulls-by-layer", "latents")):
+        nulls_file = json.loads(content("valid", name))
+        geometry, layers = nulls_file["geometry"], nulls_file["layers"]
+        sides = [layer[side] for layer in layers for side in ("k", "v") if layer[side]]
+        nodes = [nulls_file, nulls_file["model"], nulls_file["provenance"], *nulls_file["defaults"].values()]
+        nodes += [geometry, *(geometry["exceptions"] or ()), *layers, *sides]
+        nulls |= {name for node in nodes for name, value in node.items() if value is None}
+        assert load_profile(content("valid", name)) == load_profile(content("valid", same))
     schema = json.loads((ROOT / "exported_configs" / "schema.json").read_bytes())
-    names = ("ModelIdentity", "Provenance", "KeyDefaults", "ValueDefaults", "KeyRecord", "ValueRecord")
+    names = ("ModelIdentity", "Provenance", "GeometryRecord", "GeometryException", "KeyDefaults", "ValueDefaults")
+    names += ("LayerRecord", "KeyRecord", "ValueRecord")
     sections = {"Profile": schema, **{name: schema["$defs"][name] for name in names}}
     optional = {name for section in sections.values() for name in {*section["properties"]} - {*section["required"]}}
     others = [section for name, section in schema["$defs"].items() if name not in sections]
     assert all({*section["properties"]} == {*section["required"]} for section in others)
     assert nulls == optional | {"revision", "quality", "calibration", "search"}
-    assert load_profile(content("valid", "nulls")) == load_profile(content("valid", "transforms"))
 
 
 def test_vectors_cover_the_format() -> None:
@@ -98,7 +103,7 @@ def test_vectors_cover_the_format() -> None:
     sides = [side for name in VALID for layer in EXPECTED["valid"][name]["layers"] for side in layer.values()]
     assert {side["bits"] for side in sides} == {2, 3, 4, 8, 16}
     assert len({side["transform"] for side in sides}) == 8
-    rows = [(row["side"], EXPECTED["valid"][name]["layers"][row["layer"]][row["side"]]["bits"])
+    rows = [(row["side"], load_profile(content("valid", name)).quant_spec(row["layer"], row["side"]).bits)
             for name in WITH_ROWS for row in EXPECTED["valid"][name]["rows"]]  # fmt: skip
     assert {("k", 8), ("k", 4), ("k", 3), ("k", 2), ("v", 4), ("v", 3), ("v", 2)} <= set(rows)
 
@@ -128,13 +133,17 @@ def test_both_readers_find_what_is_expected(name: str) -> None:
         wanted["layers"]
     )
     shape = json.loads(text)["geometry"]
-    k_dim, v_dim, heads = shape["head_dim"], shape["v_head_dim"], shape["num_kv_heads"]
-    total = sum(side["bytes"] for layer in layers for side in layer.values())
-    payload = sum(layer["k"]["bits"] * k_dim + layer["v"]["bits"] * v_dim for layer in layers)
-    elements = len(layers) * (k_dim + v_dim)
+    shapes = [layer for layer in shape["layers"] if len(layer) > 1] if "layers" in shape else [shape] * len(layers)
+    total = payload = elements = 0
+    for layer, sides in zip(shapes, layers, strict=True):
+        heads, rope = layer["num_kv_heads"], layer.get("rope_dim", 0)
+        dims = {"k": layer["head_dim"], "v": layer["v_head_dim"]}
+        total += sum(side["bytes"] for side in sides.values()) + 2 * rope
+        payload += sum(heads * dims[name] * side["bits"] for name, side in sides.items()) + 16 * rope
+        elements += heads * sum(dims.values()) + rope
     assert total == wanted["bytes_per_token"]
     assert Fraction(payload, elements) == Fraction(wanted["mean_bits"])
-    assert Fraction(8 * total, elements * heads) == Fraction(wanted["effective_bits"])
+    assert Fraction(8 * total, elements) == Fraction(wanted["effective_bits"])
 
 
 @pytest.mark.parametrize("name", WITH_ROWS)
@@ -143,7 +152,7 @@ def test_both_readers_get_the_same_numbers_of_a_row(name: str) -> None:
     profile, (_, _, layers) = load_profile(data), reader.read(data)
     for wanted in EXPECTED["valid"][name]["rows"]:
         row, output = bytes.fromhex(wanted["row"]), np.array(wanted["output"], dtype=np.float32)
-        side = layers[wanted["layer"]][wanted["side"]]
+        side = layers[[layer.layer for layer in profile.layers].index(wanted["layer"])][wanted["side"]]
         assert len(row) == side["bytes"]
         assert np.array_equal(reader.read_row(row, side), output)
         spec = profile.quant_spec(wanted["layer"], wanted["side"])
@@ -236,10 +245,11 @@ def test_other_reader_is_short_and_knows_no_kvtuner() -> None:
     source = (HERE / "independent_reader.py").read_text(encoding="utf-8")
     tree = ast.parse(source)
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert imported == {"base64", "hashlib", "json", "numpy", "zlib"}
+    assert imported == {"base64", "hashlib", "json", "numpy", "re", "zlib"}
     assert not any(isinstance(node, ast.ImportFrom) for node in ast.walk(tree))
     lines = {
         node.name: (node.end_lineno or 0) - node.lineno + 1 for node in tree.body if isinstance(node, ast.FunctionDef)
     }
     assert sum(lines[name] for name in ("once", "constant", "read_side", "read")) <= 40
+    assert sum(lines[name] for name in ("read_layer", "check_counts", "read_geometry")) <= 45
     assert lines["checkpoint"] <= 12

@@ -1,0 +1,60 @@
+"""What the layers of a profile take: bytes, bits and elements, where layers differ. Knows nothing of files."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Self
+
+from kvtuner.exported_configs.profile.field_types import round_figure
+from kvtuner.exported_configs.profile.geometry_record import GeometryRecord
+from kvtuner.exported_configs.profile.layer_storage import Defaults, LayerRecord
+from kvtuner.precision import NATIVE_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """What one token takes in all layers: the bytes of a rank and, over all heads, payload bits and elements.
+
+    A layer with a window counts in full: it stores each token, if only for a while.
+    """
+
+    num_bytes: int
+    num_native_bytes: int
+    payload_bits: int
+    num_elements: int
+
+    @classmethod
+    def of(cls, geometry: GeometryRecord, defaults: Defaults, layers: Sequence[LayerRecord], tp_size: int = 1) -> Self:
+        """The sizes on one of `tp_size` ranks; `GeometryError` where heads cannot be split among them."""
+        owners, sums = geometry.owners(), (0, 0, 0, 0)
+        for entry in layers:
+            layer, pair = owners[entry.layer], entry.pair
+            shape = defaults.layer_shape(layer, entry, tp_size)
+            rope_bits = NATIVE_BITS * layer.rope_dim
+            v_bytes = 0 if entry.v is None else shape.v_bytes(pair.v_bits)
+            of_layer = (
+                shape.k_bytes(pair.k_bits) + v_bytes + rope_bits // 8,
+                shape.k_bytes(NATIVE_BITS) + shape.v_bytes(NATIVE_BITS) + rope_bits // 8,
+                layer.num_kv_heads * (pair.k_bits * layer.head_dim + pair.v_bits * layer.v_head_dim) + rope_bits,
+                layer.num_elements,
+            )
+            sums = (sums[0] + of_layer[0], sums[1] + of_layer[1], sums[2] + of_layer[2], sums[3] + of_layer[3])
+        return cls(*sums)
+
+    @property
+    def mean_bits(self) -> Fraction:
+        """The payload bits per element."""
+        return Fraction(self.payload_bits, self.num_elements)
+
+    @property
+    def effective_bits(self) -> Fraction:
+        """The stored bits per element, of sizes on one rank that holds all heads."""
+        return Fraction(8 * self.num_bytes, self.num_elements)
+
+    def reached_figures(self) -> dict[str, float]:
+        """The figures of a `BudgetRecord` that follow from the layers."""
+        return {
+            "mean_bits": round_figure(float(self.mean_bits)),
+            "effective_bits": round_figure(float(self.effective_bits)),
+            "bytes_per_token": self.num_bytes,
+        }

@@ -1,0 +1,159 @@
+"""The shape of a KV cache layer by layer, where layers differ. Knows nothing of configurations or files."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+from kvtuner.errors import GeometryError
+from kvtuner.geometry import ModelGeometry, kv_heads_of_rank
+from kvtuner.precision import Granularity, RowShape
+
+KindName = Literal["full", "window", "latent", "none", "shared"]
+KINDS: Final[dict[KindName, str]] = {"full": "", "window": ":N", "latent": "", "none": "", "shared": ":L"}
+"""The names of kinds with the number that each is written with."""
+MAX_WINDOW: Final = 2**31 - 1
+_KIND: Final = re.compile(r"(full|latent|none)|(window|shared):(0|[1-9][0-9]{0,9})")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What a layer caches, written ``full``, ``window:N``, ``latent``, ``none`` or ``shared:L``.
+
+    A full layer reads all tokens before a query, one of a window at most the last `number`, the query's own included.
+    A latent one caches a row that is read as keys and as values, and rotary channels beside it. A shared one reads the
+    cache of layer `number`; it and a layer without keys store nothing.
+    """
+
+    name: KindName = "full"
+    number: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.number is None) == bool(KINDS[self.name]):
+            raise GeometryError(f"kind {self.name} is written {self.name}{KINDS[self.name]}, not {self}")
+        if self.name == "window" and self.number is not None and not 1 <= self.number <= MAX_WINDOW:
+            raise GeometryError(f"a window has 1 to {MAX_WINDOW} tokens, not {self.number}")
+
+    @classmethod
+    def parse(cls, text: str) -> LayerKind:
+        """Read a kind, or raise `GeometryError`."""
+        match = _KIND.fullmatch(text)
+        if match is None:
+            forms = ", ".join(name + number for name, number in KINDS.items())
+            raise GeometryError(f"kind must be one of {forms}, not {text[:60]!a}")
+        name: Any = match[1] or match[2]
+        return cls(name, None if match[3] is None else int(match[3]))
+
+    def __str__(self) -> str:
+        return self.name if self.number is None else f"{self.name}:{self.number}"
+
+    @property
+    def owns_cache(self) -> bool:
+        """Whether such a layer stores rows."""
+        return self.name not in ("none", "shared")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """The cache of one layer: heads of the whole model, and the channels of a key head and a value head.
+
+    A latent is one key head without values. All counts are 0 where a layer stores nothing.
+
+    Attributes:
+        rope_dim: The rotary channels beside a latent, which stay in the served dtype.
+    """
+
+    kind: LayerKind
+    num_attention_heads: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    v_head_dim: int = 0
+    rope_dim: int = 0
+
+    def __post_init__(self) -> None:
+        kind, counts = self.kind, self.counts()
+        if not kind.owns_cache:
+            if any(counts.values()):
+                raise GeometryError(f"a layer of kind {kind} stores nothing, but has heads or channels")
+            return
+        is_latent = kind.name == "latent"
+        for name, value in counts.items():
+            if value < (name != "rope_dim" and not (is_latent and name == "v_head_dim")):
+                raise GeometryError(f"{name} must be positive, but is {value}")
+        if is_latent and (self.num_kv_heads, self.v_head_dim) != (1, 0):
+            raise GeometryError(
+                "a latent is one key head without values: num_kv_heads must be 1 and v_head_dim 0, but they are"
+                f" {self.num_kv_heads} and {self.v_head_dim}"
+            )
+        if not is_latent and self.rope_dim:
+            raise GeometryError(f"only a latent has rotary channels beside it, but kind {kind} has {self.rope_dim=}")
+        if self.num_attention_heads % self.num_kv_heads:
+            raise GeometryError(
+                f"num_attention_heads {self.num_attention_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
+            )
+
+    def counts(self) -> dict[str, int]:
+        """The fields besides the kind."""
+        return {name: value for name, value in asdict(self).items() if name != "kind"}
+
+    @property
+    def num_elements(self) -> int:
+        """The numbers that are cached of one token."""
+        return self.num_kv_heads * (self.head_dim + self.v_head_dim) + self.rope_dim
+
+    def row_shape(
+        self, k_group_size: int, v_group_size: int, granularity: Granularity = "per_token", tp_size: int = 1
+    ) -> RowShape:
+        """The shape of a rank's rows, without rotary channels; `GeometryError` where heads cannot be split."""
+        heads = len(kv_heads_of_rank(self.num_kv_heads, 0, tp_size))
+        return RowShape(heads, self.head_dim, self.v_head_dim, k_group_size, v_group_size, granularity)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGeometry:
+    """The cache of every layer of a model by its global id, those that store nothing included."""
+
+    layers: tuple[LayerGeometry, ...]
+
+    def __post_init__(self) -> None:
+        earlier = set[int | None]()
+        for layer_id, layer in enumerate(self.layers):
+            if layer.kind.owns_cache:
+                earlier.add(layer_id)
+            elif layer.kind.name == "shared" and layer.kind.number not in earlier:
+                raise GeometryError(
+                    f"layer {layer_id} has kind {layer.kind}, but no earlier layer of that id has a cache of its own"
+                )
+        if not earlier:
+            raise GeometryError("no layer has a cache of its own: there is nothing to store")
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The global ids of the layers that own a cache."""
+        return tuple(layer_id for layer_id, layer in enumerate(self.layers) if layer.kind.owns_cache)
+
+    @property
+    def num_shared_layers(self) -> int:
+        """The layers that read another layer's cache."""
+        return sum(layer.kind.name == "shared" for layer in self.layers)
+
+    def usual(self) -> LayerGeometry:
+        """The most frequent geometry of the layers that own a cache, the first among equals."""
+        counts = Counter(layer for layer in self.layers if layer.kind.owns_cache)
+        return max(counts, key=lambda layer: counts[layer])
+
+    def alike(self) -> ModelGeometry:
+        """The geometry that all layers have; `GeometryError` names the first one that is not full or differs."""
+        first = self.layers[0]
+        for layer_id, layer in enumerate(self.layers):
+            if layer.kind.name != "full" or layer != first:
+                what = f"kind {layer.kind}" if layer.kind != first.kind or layer_id == 0 else "other heads or channels"
+                raise GeometryError(
+                    f"layer {layer_id} has {what}, and only models whose layers are all full and alike are searched,"
+                    " served and converted so far: show, sign and share this profile, or run the model with its own"
+                    " cache"
+                )
+        counts = {name: value for name, value in first.counts().items() if name != "rope_dim"}
+        return ModelGeometry(len(self.layers), **counts)
