@@ -11,7 +11,7 @@ import torch
 
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants, SensitivityTable
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import PrecisionPair
+from kvtuner.precision import PACKED_BITS, PrecisionPair
 from kvtuner.report.search_rows import (
     MAX_FRONT_POINTS,
     front_points,
@@ -81,12 +81,12 @@ def test_rank_correlations_are_of_candidates_that_have_an_isolated_kl() -> None:
 def test_sensitivity_rows_show_the_best_transform_beside_none() -> None:
     scores = {}
     for side in "kv":
-        for bits in (2, 4, 8):
+        for bits in PACKED_BITS:
             scores[Candidate(0, side, bits, "none")] = CandidateScores(0, 0, 0, 2.0 * bits, None if bits == 8 else 2.0)
             scores[Candidate(0, side, bits, "hadamard")] = CandidateScores(
                 0, 0, 0, 3.0 * bits, None if bits == 8 else 1.0
             )
     rows = {(row.side, row.bits): row for row in sensitivity_rows(table_of(scores))}
-    assert rows.keys() == {(side, bits) for side in "kv" for bits in (2, 4, 8)}
-    assert [rows["k", bits].transform for bits in (2, 4, 8)] == ["hadamard", "hadamard", "none"]
+    assert rows.keys() == {(side, bits) for side in "kv" for bits in PACKED_BITS}
+    assert [rows["k", bits].transform for bits in PACKED_BITS] == ["hadamard", "hadamard", "hadamard", "none"]
     assert (rows["v", 2].best.kl, rows["v", 2].plain.kl) == (1.0, 2.0)

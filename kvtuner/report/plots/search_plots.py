@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _LAYERS_PER_BAND: Final = 40
 _MIN_STRIP_WIDTH: Final = 4.4
+_ENTRY_WIDTH: Final = 1.1
+"""The width of an entry of the legend, inches."""
 _BITS_COLOURS: Final[dict[str, Any]] = {
     "cmap": ListedColormap([*style.BITS_COLOURS.values()]),
     "norm": BoundaryNorm([*style.BITS_COLOURS, math.inf], len(style.BITS_COLOURS)),
@@ -47,7 +49,7 @@ def sensitivity_heatmap(figure: Figure, data: ReportData) -> None:
     grids = _score_grids(data)
     norm = style.log_norm(grids)
     widths = _measured_widths(data)
-    panels = figure.subplots(len(widths), sharex=True)
+    panels = figure.subplots(len(widths), sharex=True, squeeze=False)[:, 0]
     for axes, bits, grid in zip(panels, widths, grids, strict=True):
         cells = _draw_scores(axes, grid, norm)
         axes.set_yticks([0, 1], ["K", "V"])
@@ -64,14 +66,15 @@ def chosen_bits(figure: Figure, data: ReportData) -> None:
         return style.say_nothing_measured(figure)
     bands = _bands(data.layers)
     columns = len(bands[0])
-    figure.set_size_inches(np.clip(0.4 + 0.5 * columns, _MIN_STRIP_WIDTH, style.WIDTH), 0.75 + 0.95 * len(bands))
+    used = {bits for row in data.layers for bits in (row.k_bits, row.v_bits)}
+    handles = [Patch(facecolor=style.BITS_COLOURS[bits], label=f"{bits} bits") for bits in ALL_BITS if bits in used]
+    least_width = max(_MIN_STRIP_WIDTH, _ENTRY_WIDTH * len(handles))
+    figure.set_size_inches(np.clip(0.4 + 0.5 * columns, least_width, style.WIDTH), 0.75 + 0.95 * len(bands))
     panels = figure.subplots(len(bands), squeeze=False)[:, 0]
     for axes, band in zip(panels, bands, strict=True):
         _draw_band(axes, band, columns)
     panels[-1].set_xlabel("layer")
-    used = {bits for row in data.layers for bits in (row.k_bits, row.v_bits)}
-    handles = [Patch(facecolor=style.BITS_COLOURS[bits], label=f"{bits} bits") for bits in ALL_BITS if bits in used]
-    figure.legend(handles=handles, loc="outside upper center", ncols=4)
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
 
 
 @style.picture

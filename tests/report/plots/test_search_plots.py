@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from kvtuner.evaluation.statistics import Interval
+from kvtuner.precision import ALL_BITS
 from kvtuner.report.layer_strip import LayerRow
 from kvtuner.report.plots import style
 from kvtuner.report.plots.kl_by_bits import search_picture
@@ -202,7 +203,7 @@ def test_the_history_tells_warm_starts_sampled_and_infeasible_apart(make_report:
 
 @pytest.mark.parametrize("num_layers", [1, 7, 61, 80])
 def test_the_strip_gives_every_cell_the_colour_of_its_bits(make_report: MakeReport, num_layers: int) -> None:
-    widths = [(2, 16), (4, 8), (4, 4), (8, 2)]
+    widths = [(2, 16), (4, 8), (3, 4), (8, 2)]
     layers = tuple(LayerRow(i, *widths[i % 4], "none", "none") for i in range(num_layers))
     image = pixels(chosen_bits(make_report(2, layers=layers)))
     cells = [bits for row in layers for bits in (row.k_bits, row.v_bits)]
@@ -237,6 +238,18 @@ def test_the_worst_layer_is_the_darkest_column_of_its_panel(make_report: MakeRep
     assert 0.45 * height < np.median(ys) < 0.65 * height
 
 
+@pytest.mark.parametrize("added", [(), (3,)])
+def test_every_width_that_was_measured_has_a_panel(
+    added: tuple[int, ...], make_report: MakeReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, figure = make_report(4), Figure(figsize=(7.6, 5.4), layout="constrained")
+    rows = [replace(row, bits=bits) for row in data.sensitivity if row.bits == 2 for bits in added]
+    monkeypatch.setattr(style, "Figure", lambda: figure)
+    sensitivity_heatmap(replace(data, sensitivity=(*data.sensitivity, *rows)))
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert list(filter(None, titles)) == [f"{bits} bits" for bits in sorted((2, 4, 8, *added))]
+
+
 def test_the_sensitivity_picture_follows_the_score_that_allocated_the_bits(make_report: MakeReport) -> None:
     data = make_report(4)
     by_kl, by_fisher = (sensitivity_heatmap(replace(data, score=score)) for score in ("kl", "fisher"))
@@ -244,7 +257,7 @@ def test_the_sensitivity_picture_follows_the_score_that_allocated_the_bits(make_
 
 
 def test_the_table_of_uniform_kl_puts_keys_down_and_values_across(make_report: MakeReport) -> None:
-    cells = tuple(UniformKl(k, v, 1.0 if (k, v) == (2, 16) else 1e-4) for k in (2, 4, 8, 16) for v in (2, 4, 8, 16))
+    cells = tuple(UniformKl(k, v, 1.0 if (k, v) == (2, 16) else 1e-4) for k in ALL_BITS for v in ALL_BITS)
     image = pixels(uniform_kl_table(make_report(2, uniform_kl=cells))).mean(axis=2)
     height, width = image.shape
     ys, xs = np.nonzero(image[:, : int(0.79 * width)] < 0.01)
