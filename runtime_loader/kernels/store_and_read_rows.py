@@ -13,10 +13,9 @@ from kvtuner.runtime_loader.kernels.fitted_grid import fit_grid
 from kvtuner.runtime_loader.kernels.transform_steps import apply_steps, invert_steps, mixes_channels
 from kvtuner.runtime_loader.kernels.unpack_codes import (
     fp16_saturated,
-    load_thirds,
     scale_and_minimum,
     slots_of,
-    with_thirds,
+    third_bytes,
     words_at,
 )
 
@@ -172,10 +171,8 @@ def _store_side(
         mask = mask_tokens[:, None] & (unit < UNITS)  # [TOKENS, SPREAD]
         tl.store(row[:, None] + head * UNITS + unit, units.to(tl.int16), mask=mask)
         if BITS == 3:
-            # The third bytes of units u and u + UNITS / 2 are one halfword.
-            place = 2 * (HEADS * UNITS + head * (UNITS // 2) + unit % (UNITS // 2)) + unit // (UNITS // 2)
-            bytes_ptr = rows_ptr.to(tl.pointer_type(tl.uint8), bitcast=True)
-            tl.store(bytes_ptr + slots[:, None] * (2 * ROW) + place, (units >> 16).to(tl.uint8), mask=mask)
+            thirds = third_bytes(row[:, None], head, unit, HEADS, UNITS)
+            tl.store(thirds, (units >> 16).to(tl.uint8), mask=mask)
         group = tl.arange(0, GROUPS)[:, None]  # [GROUPS, 1]
         words = row[None, :] + 2 * (words_at(HEADS, UNITS, BITS) + head * GROUPS + group)  # [GROUPS, TOKENS]
         # NaN marks a group that held one; its bits are torch's.
@@ -238,8 +235,8 @@ def read_side(
         unit = channels % UNITS  # [PADDED]
         units = tl.load(rows_ptr + slots[:, None] * ROW + head * UNITS + unit[None, :], mask=mask, other=0)
         if BITS == 3:
-            thirds = load_thirds(rows_ptr + slots[:, None] * ROW, head, unit[None, :], mask, HEADS, UNITS)
-            units = with_thirds(units, thirds)
+            thirds = third_bytes(rows_ptr + slots[:, None] * ROW, head, unit[None, :], HEADS, UNITS)
+            units = (units.to(tl.int32) & 0xFFFF) | (tl.load(thirds, mask=mask, other=0).to(tl.int32) << 16)
         # Slot j of unit u is channel j * UNITS + u.
         codes = (units.to(tl.int32) >> (channels // UNITS * BITS)[None, :]) & ((1 << BITS) - 1)  # [TOKENS, PADDED]
         group = channels // (DIM // GROUPS)  # [PADDED]

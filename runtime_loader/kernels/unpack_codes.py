@@ -79,6 +79,14 @@ def _plain_codes(slot, units, BITS: tl.constexpr):
 
 
 @triton.jit
+def third_bytes(row_ptrs, head, unit, HEADS: tl.constexpr, UNITS: tl.constexpr):
+    """Return pointers to the third bytes of units, where `row_ptrs` and `unit` are broadcast to a tile."""
+    HALF: tl.constexpr = UNITS // 2
+    byte_ptrs = row_ptrs.to(tl.pointer_type(tl.uint8), bitcast=True)
+    return byte_ptrs + (2 * (HEADS * UNITS + head * HALF + unit % HALF) + unit // HALF)
+
+
+@triton.jit
 def load_thirds(row_ptrs, head, unit, mask, HEADS: tl.constexpr, UNITS: tl.constexpr):
     """Load the third bytes of units, where `row_ptrs` and `unit` are broadcast to a tile; `mask` is that of units.
 

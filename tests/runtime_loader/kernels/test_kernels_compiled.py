@@ -66,11 +66,11 @@ def test_what_writing_and_reading_rows_takes() -> None:
     assert {row["spills"] for row in rows} == {0}
     fitted = [row for row in rows if (row["kind"], row["fit"]) == ("none", "least_squares")]
     assert [row["bits"] for row in fitted] == [4, 3, 2]
-    assert max(row["lane_instructions_per_element"] for row in fitted if row["bits"] != 3) <= 60, fitted
+    assert all(row["lane_instructions_per_element"] <= (62 if row["bits"] == 3 else 60) for row in fitted), fitted
     plain = [row for row in rows if row["kind"] in ("none", "centered") and row["fit"] == "minmax"]
     assert len(plain) == 16
-    for row in plain:  # a bf16 tensor's store may take 27.6 while memory delivers
-        assert row["lane_instructions_per_element"] <= 27.6, row
+    for row in plain:  # a bf16 tensor's store may take 27.6 while memory delivers; third bytes are stores of their own
+        assert row["lane_instructions_per_element"] <= (28.6 if row["bits"] == 3 else 27.6), row
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,10 @@ def test_every_pair_and_head_dim_has_a_launch_row_on_every_architecture() -> Non
     rows = [(arch, *(row[name] for name in names)) for row in table["rows"] for arch in row["archs"]]
     assert len(set(rows)) == len(rows)
     assert set(itertools.product(ARCHS, ALL_BITS, ALL_BITS, (64, 80, 96, 128, 256), (1,))) <= set(rows)
-    assert {("sm_90", 4, 4, 128, 4), ("sm_90", 8, 8, 64, 2), ("sm_90", 16, 2, 256, 4)} <= set(rows)
+    pairs = [pair for pair in itertools.product(ALL_BITS, repeat=2) if pair != (16, 16)]
+    for groups, allowed in ((2, pairs), (4, [pair for pair in pairs if 8 not in pair])):
+        wanted = itertools.product(ARCHS, allowed, (64, 128, 256), (groups,))
+        assert {(arch, *pair, head_dim, count) for arch, pair, head_dim, count in wanted} <= set(rows)
 
 
 def test_settings_are_chosen_by_pair_and_refused_by_name() -> None:
