@@ -199,8 +199,9 @@ def prepare_searches(args: argparse.Namespace) -> tuple[list[OwnSearch], OwnSear
     settings = SearchSettings(args.model, args.data, args.sequence_length, sequences, args.trials, args.padded)
     ours = []
     for window in args.windows:
-        measurement = MeasurementOptions(fit="least_squares", residual_length=window)
-        ours.append(OwnSearch.prepare(args.out / f"window-{window}", settings, measurement))
+        measurement = MeasurementOptions(fit="least_squares", residual_length=window, three_bits=args.three_bits)
+        name = f"window-{window}{'-three-bits' if args.three_bits else ''}"
+        ours.append(OwnSearch.prepare(args.out / name, settings, measurement))
     if not args.paper_trials:
         return ours, None
     settings = replace(settings, trials=args.paper_trials)
@@ -231,14 +232,15 @@ def compare_all(args: argparse.Namespace) -> dict[str, Any]:
 def notes(args: argparse.Namespace) -> list[str]:
     """What the figures are of."""
     searched = f"refined in {args.trials} trials" if args.trials else "the exact solver's, without refinement"
+    widths = "2, 3, 4 and 8 bits" if args.three_bits else "2, 4 and 8 bits"
     return [
         "KL in nats per token, mean and standard error over sequences, at random positions of the context; the first"
         " quarter of a sequence is a prompt that was prefilled exactly. Stored bits are those of an element at the end"
         " of the context, with scales and exact tokens. `lower`: beyond two standard errors of the paired difference.",
         "",
-        f"Ours: fitted grids, {searched}, calibrated on {args.sequences[0]} and chosen on {args.sequences[1]} sequences"
-        f" of {args.sequence_length} tokens, which the recipes that calibrate also read. In as many bits as a recipe it"
-        " has 32 exact tokens or none, whichever is better on those."
+        f"Ours: fitted grids of {widths}, {searched}, calibrated on {args.sequences[0]} and chosen on"
+        f" {args.sequences[1]} sequences of {args.sequence_length} tokens, which the recipes that calibrate also read."
+        " In as many bits as a recipe it has 32 exact tokens or none, whichever is better on those."
         + (" Budgets hold this model's padded rows." if args.padded else " Rows are counted without padding."),
     ]
 
@@ -266,6 +268,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--sequences", type=int, nargs=3, default=[4, 12, 12], help="as of `kvtuner search`")
     flags.add_argument("--budgets", nargs="+", default=["2bit", "2.5bit", "3bit", "3.5bit", "4bit"])
     flags.add_argument("--windows", type=int, nargs="+", default=[0, 32])
+    flags.add_argument("--three-bits", action="store_true", help="measure 3 bits too, and offer them")
     flags.add_argument("--trials", type=int, default=0, help="of refinement; 0 takes the exact solution")
     flags.add_argument("--padded", action="store_true", help="budgets hold the padding of this model's own rows")
     flags.add_argument("--paper-trials", type=int, default=200, help="of the KVTuner paper's search; 0 leaves it out")

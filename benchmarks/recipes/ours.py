@@ -15,7 +15,7 @@ from kvtuner.errors import SearchSpaceError
 from kvtuner.pipeline.options import DataOptions, MeasurementOptions, ModelOptions, SearchOptions
 from kvtuner.pipeline.stages.budget_search import BudgetSearch
 from kvtuner.pipeline.stages.search_run import SearchRun, checked_shape, measure_sensitivity
-from kvtuner.precision import PACKED_BITS, ExactWindow, PrecisionPair, RowShape, bytes_per_token
+from kvtuner.precision import ExactWindow, PrecisionPair, RowShape, bytes_per_token
 from kvtuner.run_folder import RunFolder, sha256_of
 from kvtuner.search_spaces.budget import Budget, Constraint
 from kvtuner.search_spaces.space import build_space, pairs_of
@@ -128,7 +128,7 @@ class OwnSearch:
     def uniforms(self, budget: Budget) -> dict[str, Configuration]:
         """The uniforms inside a budget of which no other has both sides as wide; with the best transforms."""
         constraint = self.constraint(budget)
-        pairs = [PrecisionPair(*bits) for bits in product(PACKED_BITS, PACKED_BITS)]
+        pairs = [PrecisionPair(*bits) for bits in product(self.search.run.bench.options.quant.widths, repeat=2)]
         kept = [pair for pair in pairs if constraint.is_met([pair] * constraint.num_layers)]
         widest = [
             pair
