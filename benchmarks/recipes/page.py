@@ -10,6 +10,7 @@ from kvtuner.report.table import Table
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     Row = Mapping[str, Any]
@@ -23,7 +24,7 @@ FAMILIES: Final = {
     "KVarN": ("D", style.VERMILION),
     "OSCAR": ("o", style.ORANGE),
     "SGLang": ("X", style.SKY),
-    "KVTuner paper": ("h", "white"),
+    "KVTuner paper": ("h", "#FFFFFF"),
 }
 
 
@@ -82,30 +83,27 @@ def _search_table(rows: Sequence[Row]) -> Table:
 @style.picture
 def picture(figure: Figure, result: Mapping[str, Any]) -> None:
     """KL by stored bits, a panel for each context; ours as fronts."""
-    figure.set_size_inches(11, 5)
+    figure.set_size_inches(7.6 * len(result["contexts"]), 5)
     panels = figure.subplots(1, len(result["contexts"]), sharey=True, squeeze=False)[0]
     for panel, context in zip(panels, result["contexts"], strict=True):
-        for window, colour in zip(("none", "last 32"), (style.BLUE, style.SKY), strict=True):
-            front = sorted((row["bits"], row["kl"]["mean"]) for row in context["searches"] if row["window"] == window)
-            if front:
-                label = f"ours, exact tokens: {window}"
-                panel.plot(*zip(*front, strict=True), marker="*", ms=11, lw=1.5, color=colour, label=label, zorder=3)
-        for row in context["recipes"]:
-            marker, colour = FAMILIES[row["family"]]
-            panel.errorbar(
-                row["bits"],
-                row["kl"]["mean"],
-                yerr=row["kl"]["error"],
-                marker=marker,
-                color=style.INK if colour == "white" else colour,
-                mfc=colour,
-                ms=7,
-                ls="",
-            )
-            panel.annotate(
-                row["name"], (row["bits"], row["kl"]["mean"]), xytext=(5, 4), textcoords="offset points", fontsize=7
-            )
-        panel.set(yscale="log", xlabel="stored bits per element", title=f"{context['tokens']} tokens")
-        panel.grid(True, which="both")
-    panels[0].set_ylabel("KL, nats per token")
-    panels[-1].legend()
+        _draw_context(panel, context)
+    for panel, context in zip(panels, result["contexts"], strict=True):  # with the limits of all panels
+        style.log_kl_axis(panel)
+        rows = [*context["recipes"], *context["searches"]]
+        labels = [style.Label(row["name"], row["bits"], row["kl"]["mean"]) for row in context["recipes"]]
+        style.place_labels(panel, labels, [(row["bits"], row["kl"]["mean"]) for row in rows])
+    panels[0].legend(loc="upper right")
+
+
+def _draw_context(panel: Axes, context: Mapping[str, Any]) -> None:
+    for window, colour in (("none", style.BLUE), ("last 32", style.SKY)):
+        front = sorted((row["bits"], row["kl"]["mean"]) for row in context["searches"] if row["window"] == window)
+        if front:
+            label = f"ours, exact tokens: {window}"
+            panel.plot(*zip(*front, strict=True), marker="*", ms=11, lw=1.5, color=colour, label=label, zorder=3)
+    for row in context["recipes"]:
+        marker, colour = FAMILIES[row["family"]]
+        bits, kl = row["bits"], row["kl"]
+        panel.errorbar(bits, kl["mean"], yerr=kl["error"], marker=marker, color=colour, mec=style.INK, ms=7, ls="")
+    panel.set(yscale="log", xlabel="stored bits per element", title=f"{context['tokens']} tokens of context")
+    panel.margins(0.08)
