@@ -121,6 +121,14 @@ def test_a_model_without_a_cache_of_the_kind_is_refused_before_weights_are_loade
     assert complaint in message
 
 
+def test_three_bits_of_heads_that_they_do_not_fill_are_refused(run: RunCommand, copied: Callable[..., Path]) -> None:
+    command = ("search", "--model", copied(head_dim=24), "--budget", "4bit", "--dry-run")
+    assert run(*command)[0] == 0
+    message = refusal_of(run)(*command, "--three-bits")
+    assert "head_dim 24 cannot be packed at 3 bits" in message
+    assert message.endswith("leave --three-bits out")
+
+
 def test_encoder_decoders_are_refused(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     assert "encoder-decoder" in refused("search", "--model", tmp_path, "--budget", "4bit")

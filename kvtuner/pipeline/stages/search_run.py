@@ -47,7 +47,10 @@ def calibration_options(options: MeasurementOptions, shape: ModelShape) -> Calib
         three_bits=options.three_bits,
     )
     for bits, head_dim in product(quant.widths, (geometry.head_dim, geometry.v_head_dim)):
-        check_group_size(head_dim, bits, head_dim)
+        try:
+            check_group_size(head_dim, bits, head_dim)
+        except PrecisionError as error:  # of 3 bits: whoever read the shape has checked the others
+            raise PrecisionError(f"{error}; leave --three-bits out") from error
     for flag, head_dim, group in (
         ("--k-group-size", geometry.head_dim, options.k_group_size),
         ("--v-group-size", geometry.v_head_dim, options.v_group_size),
