@@ -107,7 +107,7 @@ def copies(bits: int, head_dim: int) -> tuple[int, float]:
     shape = HeadShape("", HEADS, GQA, head_dim)
     launch = Device("sm_90", 0).launch(sass.side_of(shape, bits), sass.side_of(shape, bits), GQA)
     row = sass.measure(PrecisionPair(bits, bits), shape, 90, launch)
-    loaded_bits = 4 if bits == 3 else bits  # halfwords of third bytes are loaded for either half of the units
+    loaded_bits = 6 if bits == 3 else bits  # third bytes are loaded for either half of the units, beside zeros
     return row["async_copies_16B"], launch.tokens * 2 * head_dim * loaded_bits // 8 / (16 * 32 * launch.warps)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -52,17 +52,21 @@ def assert_stored(k_format: RowFormat, v_format: RowFormat, poisoned: MakePoison
         stored.write(slots, states)
     store(*(KernelSide.of(stored) for stored in found), slots, k, v)
     for name, wanted, got in zip(("keys", "values"), expected, found, strict=True):
-        written = payload(wanted)
-        assert torch.equal(wanted.rows.view(torch.uint8)[:, :written], got.rows.view(torch.uint8)[:, :written]), name
+        wanted_bytes, got_bytes = (stored.rows.view(torch.uint8).flatten(1) for stored in (wanted, got))
+        written = is_written(wanted)
+        assert torch.equal(wanted_bytes[:, written], got_bytes[:, written]), name
+        assert (got_bytes[:, ~written] == 255).all(), name  # as `poisoned` has it
 
 
-def payload(stored: PackedRows) -> Any:
-    """Bytes of a row without its padding, which the kernel leaves alone."""
-    spec = stored.format.spec
+def is_written(stored: PackedRows) -> torch.Tensor:
+    """The bytes of a row without its padding before and behind the words, which the kernel leaves alone."""
+    spec, size = stored.format.spec, stored.rows.view(torch.uint8).flatten(1).shape[1]
     if spec is None:
-        return slice(None).stop
+        return torch.ones(size, dtype=torch.bool)
     heads, dim = stored.format.num_heads, stored.format.head_dim
-    return words_offset(heads, dim, spec.bits) + 4 * heads * (dim // (spec.group_size or dim))
+    first_word, byte = words_offset(heads, dim, spec.bits), torch.arange(size)
+    last_word = first_word + 4 * heads * (dim // (spec.group_size or dim))
+    return (byte < heads * dim * spec.bits // 8) | ((byte >= first_word) & (byte < last_word))
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
