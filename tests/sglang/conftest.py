@@ -146,7 +146,7 @@ def mixed_layers() -> MixedLayers:
             mu = (0.3 * torch.randn(shape, generator=generator)).half() if kind.centered else None
             lam = (0.4 * torch.randn(shape, generator=generator)).exp().half() if kind.balanced else None
             v_transform = Transform(TransformKind.parse("none" if layer % 2 else "hadamard"))
-            k_bits, v_bits = (4, 8)[layer % 2], (4, 4, 8, 16)[layer % 4]
+            k_bits, v_bits = (4, 8, 3)[layer % 3], (4, 3, 8, 16)[layer % 4]
             choices.append(LayerQuantization(k_bits, v_bits, Transform(kind, mu, lam), v_transform))
         choices[-1] = LayerQuantization(16, 16)
         return choices

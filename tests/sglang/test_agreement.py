@@ -132,7 +132,7 @@ def test_without_a_profile_a_server_is_sglangs_own(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("bits", "symmetric"), [(16, False), (8, False), (8, True), (4, False), (4, True)])
+@pytest.mark.parametrize(("bits", "symmetric"), [(16, False), (8, False), (8, True), (4, False), (4, True), (3, False)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_agrees_at_every_uniform_width(
     name: str,
@@ -153,7 +153,10 @@ def test_every_family_agrees_at_every_uniform_width(
     assert_agrees(agreement)
 
 
-@pytest.mark.parametrize(("bits", "asym"), [(8, "true"), pytest.param(4, "false", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("bits", "asym"),
+    [(8, "true"), *(pytest.param(*flags, marks=pytest.mark.full) for flags in ((4, "false"), (3, "true")))],
+)
 def test_uniform_flags_serve_a_profile_of_their_own(
     bits: int,
     asym: str,

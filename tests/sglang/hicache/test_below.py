@@ -67,7 +67,7 @@ def test_an_unquantized_device_pool_reads_what_came_back_as_the_transformers_hos
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     flags = (
         "--enable-hierarchical-cache", "--enable-kvtuner-hicache", "--kvtuner-hicache-nbits-key", "4",
-        "--kvtuner-hicache-nbits-value", "2", "--kvtuner-hicache-asym", "--kvtuner-hicache-q-group-size", "16",
+        "--kvtuner-hicache-nbits-value", "3", "--kvtuner-hicache-asym", "--kvtuner-hicache-q-group-size", "16",
         "--hicache-ratio", "8", "--page-size", "16", "--enable-cache-report", "--max-total-tokens", "512",
         "--enable-metrics",
     )  # fmt: skip
@@ -138,7 +138,7 @@ def uniform_of(config: Any, logged: Any) -> Profile:
     )
     profile = uniform_profile(
         ModelGeometry.from_config(config),
-        PrecisionPair(4, 2),
+        PrecisionPair(4, 3),
         identity,
         k_group_size=16,
         v_group_size=16,
