@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from kvtuner.precision import ALL_BITS, PrecisionPair, RowShape
+from kvtuner.precision import NATIVE_BITS, SEARCHED_BITS, PrecisionPair, RowShape
 from kvtuner.search_spaces.budget import Budget, Constraint
 from kvtuner.search_spaces.space import Configuration, LayerChoice, LayerMenu, SearchSpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-PAIRS = [PrecisionPair(k, v) for k, v in product(ALL_BITS, ALL_BITS)]
+PAIRS = [PrecisionPair(k, v) for k, v in product((*SEARCHED_BITS, NATIVE_BITS), repeat=2)]
 # Rows of two heads are padded, and keys weigh twice as much as values.
 SHAPE = RowShape(num_kv_heads=2, head_dim=64, v_head_dim=32, k_group_size=64, v_group_size=32)
 

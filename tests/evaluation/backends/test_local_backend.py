@@ -122,7 +122,7 @@ def test_schemes_take_the_bytes_that_their_caches_hold(load_tiny: LoadTiny, sche
     assert schemes["own"].specs[0].k == QuantSpec(4, group_size=loaded.shape.geometry.head_dim)
 
 
-@pytest.mark.parametrize("name", ["K16V16", "int4", "K3V3"])
+@pytest.mark.parametrize("name", ["K16V16", "int4", "K5V5"])
 def test_schemes_that_there_are_not(name: str, load_tiny: LoadTiny) -> None:
     with pytest.raises(PrecisionError, match=name):
         named_scheme(name, load_tiny("llama-gqa").shape)

@@ -61,7 +61,9 @@ def storm() -> Callable[..., Any]:
     spec = importlib.util.spec_from_file_location("load_storm", HERE / "load_storm.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(HERE)  # as for a program that is run: it imports its neighbours
+        spec.loader.exec_module(module)
     run: Callable[..., Any] = module.storm
     return run
 
