@@ -34,6 +34,9 @@ Side = Literal["k", "v"]
 SIDES: Final[tuple[Side, Side]] = ("k", "v")
 Granularity = Literal["per_token", "per_channel"]
 Fit = Literal["minmax", "least_squares"]
+ConstantsPlace = Literal["auto", "inline", "file"]
+CONSTANTS_PLACES: Final[tuple[ConstantsPlace, ...]] = ("auto", "inline", "file")
+"""The places of mu and lambda: a profile's own file while it can hold them, always that file, or one beside it."""
 FITS: Final[tuple[Fit, ...]] = ("minmax", "least_squares")
 TOKEN_GROUPS: Final = (16, 32, 64, 128)
 """Tokens that may share one scale of a channel where keys are stored per channel."""

@@ -4,12 +4,20 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from kvtuner import __version__
 from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.profile.constants_file import (
+    MAX_INLINE_CHARS,
+    arrays_of,
+    constants_hash,
+    constants_path,
+    encode_constants,
+)
 from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.document import validated
 from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
@@ -24,6 +32,7 @@ from kvtuner.precision import (
     LAYOUT_ID,
     NATIVE_BITS,
     NO_WINDOW,
+    ConstantsPlace,
     ExactWindow,
     Fit,
     Granularity,
@@ -31,7 +40,7 @@ from kvtuner.precision import (
     Side,
 )
 from kvtuner.quant import IDENTITY, Transform
-from kvtuner.run_folder import sha256_of
+from kvtuner.run_folder import sha256_of, write_atomically
 from kvtuner.transforms import transform_names
 
 _NO_TRANSFORM: Final = str(IDENTITY.kind)
@@ -83,7 +92,8 @@ def build_profile(
     of tokens per scale of a channel. Symmetric grids lie around zero. Without a quality nothing was measured, without a
     provenance no search chose.
     Layers are those that own a cache, in their order. A profile is of version 1, which older readers take too, where
-    layers are all full and alike, with one group size, min-max grids, no 3 bits and no window.
+    layers are all full and alike, with one group size, min-max grids, no 3 bits and no window. Its constants stand in
+    its own file; `place_constants` moves them.
 
     A `ProfileError` names the layer whose choice a profile cannot hold; bits or a group size that rows cannot hold are
     a `PrecisionError`.
@@ -161,16 +171,57 @@ def _unsearched() -> Provenance:
 def dump_profile(profile: Profile) -> bytes:
     """The bytes of a profile's file: indented UTF-8 JSON in the order of the format; equal profiles give equal bytes.
 
-    A file larger than `load_profile` accepts is a `ProfileError`.
+    A file larger than `load_profile` accepts is a `ProfileError`. Constants of a side file are left to it.
     """
     document = profile.model_dump(mode="json", by_alias=True)
+    for layer in document["layers"] if profile.constants_sha256 else ():
+        for name in ("mu", "lambda"):
+            layer["k"].pop(name, None)
     data = (json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
     if len(data) > MAX_PROFILE_BYTES:
         raise ProfileError(
             f"a profile must be at most {MAX_PROFILE_BYTES} bytes, but this one has {len(data)};"
-            " use transforms without mu and lambda in some layers"
+            " keep its constants in a side file (--constants file)"
         )
     return data
+
+
+def dump_constants(profile: Profile) -> bytes | None:
+    """The bytes of a profile's side file; None where its own file holds its constants."""
+    return encode_constants(arrays_of(profile.layers)) if profile.constants_sha256 else None
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write a profile, with its side file before it; a side file of an older profile at the same path is removed."""
+    data, side_file = dump_profile(profile), dump_constants(profile)
+    if side_file is not None:
+        write_atomically(constants_path(path), side_file)
+    write_atomically(path, data)
+    if side_file is None:
+        constants_path(path).unlink(missing_ok=True)
+
+
+def place_constants(profile: Profile, place: ConstantsPlace) -> Profile:
+    """The same profile with its constants in a side file or in its own, under the digest and version of that."""
+    arrays, defaults = arrays_of(profile.layers), profile.defaults
+    is_large = sum(len(array.data) for array in arrays.values()) > MAX_INLINE_CHARS
+    in_file = bool(arrays) and (place == "file" or (place == "auto" and is_large))
+    if in_file == (profile.constants_sha256 is not None):
+        return profile
+    side_hash = constants_hash(profile.layers) if in_file else None
+    has_own_groups = any(record.group_size for entry in profile.layers for _, record, _ in entry.sides(defaults))
+    widths = [bits for pair in profile.pairs for bits in (pair.k_bits, pair.v_bits)]
+    version = max(first_version(widths, shared.grid_fit, profile.window) for shared in (defaults.k, defaults.v))
+    if in_file or has_own_groups or profile.geometry.is_by_layer:
+        version = FIT_VERSION
+    sides = {
+        name: shared.model_copy(update={"fit": None if version < FIT_VERSION else shared.grid_fit})
+        for name, shared in (("k", defaults.k), ("v", defaults.v))
+    }
+    defaults = defaults.model_copy(update=sides)
+    content = hashed_content(profile.layout, profile.geometry, defaults, profile.layers, profile.window, side_hash)
+    changes = {"schema_version": version, "digest": sha256_of(content), "constants_sha256": side_hash}
+    return Profile(**{**dict(profile), **changes, "defaults": defaults})
 
 
 def _usual_transform(layers: Sequence[LayerQuantization], side: Side) -> str:

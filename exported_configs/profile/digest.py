@@ -20,27 +20,31 @@ def hashed_content(
     defaults: Defaults,
     layers: Sequence[LayerRecord],
     window: ExactWindow = NO_WINDOW,
+    constants_sha256: str | None = None,
 ) -> dict[str, Any]:
     """The content that the digest hashes, with every default written out.
 
     A 16-bit side is ``{"bits":16}`` alone, since it has no group, grid or transform. Counts of the exact window that
-    are 0 are left out. There are no floats.
+    are 0 are left out. There are no floats. Constants in a side file are covered by its hash alone.
     """
+    names = {"mu", "lambda"} if constants_sha256 else set[str]()
     expanded = [
         {
             "layer": entry.layer,
-            "k": _expand_side(entry.k, defaults.k),
-            **({} if entry.v is None else {"v": _expand_side(entry.v, defaults.v)}),
+            **{side: _expand_side(record, shared, names) for side, record, shared in entry.sides(defaults)},
         }
         for entry in layers
     ]
     counts = {"residual_length": window.residual_length, "sinks": window.sinks}
-    kept = {name: tokens for name, tokens in counts.items() if tokens}
+    kept: dict[str, Any] = {name: tokens for name, tokens in counts.items() if tokens}
+    if constants_sha256:
+        kept["constants_sha256"] = constants_sha256
     return {"layout": layout, "geometry": geometry.hashed(), "layers": expanded, **kept}
 
 
-def _expand_side(record: SideRecord, defaults: SideDefaults) -> dict[str, Any]:
+def _expand_side(record: SideRecord, defaults: SideDefaults, elsewhere: set[str]) -> dict[str, Any]:
     if record.bits == NATIVE_BITS:
         return {"bits": NATIVE_BITS}
     transform = resolve_transform(record, defaults)
-    return {**defaults.model_dump(), **record.model_dump(by_alias=True), "transform": transform}
+    own = {name: value for name, value in record.model_dump(by_alias=True).items() if name not in elsewhere}
+    return {**defaults.model_dump(), **own, "transform": transform}

@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, WithJsonSchema, model_validator
 
 from kvtuner.errors import GeometryError, PrecisionError, ProfileError
+from kvtuner.exported_configs.profile.constants_file import constants_hash
 from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.field_types import MAX_COUNT, Sha256, StrictModel
 from kvtuner.exported_configs.profile.geometry_record import GeometryRecord
@@ -63,6 +64,8 @@ class Profile(StrictModel):
         digest: The digest of layout, geometry, expanded layers and window; new evaluations never change it.
         residual_length: The last tokens of a request that are also kept exactly; None is 0.
         sinks: The first tokens of a request that are also kept exactly; None is 0.
+        constants_sha256: The hash of the side file that holds all mu and lambda, which the layers have here; None where
+            the profile's own file holds them.
         layers: The storage of every layer that owns a cache, by ascending global id, which may have gaps; independent
             of tensor and pipeline parallelism.
     """
@@ -75,6 +78,7 @@ class Profile(StrictModel):
     defaults: Defaults
     residual_length: Annotated[int, Field(ge=0, le=MAX_RESIDUAL_LENGTH)] | None = None
     sinks: Annotated[int, Field(ge=0, le=MAX_SINKS)] | None = None
+    constants_sha256: Sha256 | None = None
     layers: Annotated[tuple[LayerRecord, ...], Field(strict=False, min_length=1, max_length=MAX_COUNT)]
     budget: BudgetRecord
     quality: QualityRecord | None
@@ -87,6 +91,8 @@ class Profile(StrictModel):
         _check_layer_ids(self, tuple(owners))
         for entry in self.layers:
             _check_layer(self, entry, owners[entry.layer])
+        if self.constants_sha256 not in (None, constants_hash(self.layers)):
+            raise ProfileError("constants_sha256: is not of the layers' mu and lambda; export the profile again")
         _check_digest(self)
         _check_budget(self)
         return self
@@ -214,7 +220,7 @@ def first_version(widths: Iterable[int], fit: Fit = "minmax", window: ExactWindo
 
 
 def _check_version(profile: Profile) -> None:
-    for name in ("residual_length", "sinks"):
+    for name in ("residual_length", "sinks", "constants_sha256"):
         if getattr(profile, name) is not None and profile.schema_version < FIT_VERSION:
             raise ProfileError(f"{name}: schema_version {profile.schema_version} has none; export the profile again")
     if profile.schema_version < FIT_VERSION:
@@ -306,7 +312,10 @@ def _check_constants(shape: tuple[int, int], keys: KeyRecord, place: str, kind: 
 
 def _check_digest(profile: Profile) -> None:
     actual = sha256_of(
-        hashed_content(profile.layout, profile.geometry, profile.defaults, profile.layers, profile.window)
+        hashed_content(
+            *(profile.layout, profile.geometry, profile.defaults, profile.layers),
+            *(profile.window, profile.constants_sha256),
+        )
     )
     if profile.digest != actual:
         raise ProfileError(

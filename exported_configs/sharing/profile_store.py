@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from kvtuner.errors import ProfileError, RunFolderError
+from kvtuner.exported_configs.profile.constants_file import MAX_CONSTANTS_BYTES, constants_name
 from kvtuner.exported_configs.profile.document import DocumentKind, read_document
 from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
@@ -26,7 +27,7 @@ from kvtuner.run_folder import RunFolder, write_atomically
 
 CACHE_VARIABLE: Final = "KVTUNER_CACHE"
 ORIGIN: Final = "origin.json"
-_MAX_BYTES: Final = MAX_PROFILE_BYTES + 1
+_MAX_BYTES: Final = max(MAX_PROFILE_BYTES, MAX_CONSTANTS_BYTES) + 1
 """The bytes that are read of a file: one more than any of ours has, so a larger file or a device is not whole."""
 _ORIGIN: Final = DocumentKind("origin", "pull the profile again", 2**16, field_name=re.compile(r"[^\x00-\x1f/]{1,255}"))
 
@@ -125,7 +126,7 @@ def _read(folder: Path) -> FetchedProfile | None:
             with (folder / name).open("rb") as file:
                 files[name] = file.read(_MAX_BYTES)
         path = folder / PurePosixPath(reference.path).name
-        profile = load_profile(files[path.name])
+        profile = load_profile(files[path.name], read_constants=lambda: files[constants_name(path.name)])
         is_whole = _hashes(files) == record["files"] and folder == _folder(reference, profile)
     except (ProfileError, OSError, KeyError, TypeError, AttributeError):
         return None  # never whole, or changed since: fetched again

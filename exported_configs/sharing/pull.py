@@ -3,12 +3,15 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Final
 
 from huggingface_hub import constants
 
 from kvtuner.errors import HubError, ProfileError, SignatureError
+from kvtuner.exported_configs.profile.build import dump_constants
+from kvtuner.exported_configs.profile.constants_file import MAX_CONSTANTS_BYTES, constants_name
 from kvtuner.exported_configs.profile.evaluation_record import EVALUATION, EVALUATION_SUFFIX, parse_evaluation
 from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
@@ -28,7 +31,7 @@ MAX_COMPANIONS: Final = 32
 
 
 def pull(reference: HubReference) -> FetchedProfile:
-    """Fetch a profile with its evaluations and signature, check it, and keep it.
+    """Fetch a profile with its side file, evaluations and signature, check it, and keep it.
 
     A commit that is kept whole is not fetched again. With ``HF_HUB_OFFLINE`` nothing is fetched at all. A profile that
     cannot be had is a `HubError`, a wrong one or one that is not pinned a `ProfileError`; one that cannot be kept is a
@@ -71,11 +74,14 @@ def _fetch(at: HubReference, sizes: Mapping[str, int | None]) -> FetchedProfile:
         raise HubError(f"{at}: the repository has no file {at.path}{others}")
     data = fetch_file(at, sizes[at.path], MAX_PROFILE_BYTES)
     try:
-        profile = load_profile(data)
+        profile = load_profile(data, read_constants=partial(_fetch_constants, at, sizes))
     except ProfileError as error:
         raise ProfileError(f"{at} holds no valid profile: {error}") from error
     check_digest(profile.digest, at.digest, str(at))
-    files, notes = {PurePosixPath(at.path).name: data}, []
+    name = PurePosixPath(at.path).name
+    files, notes = {name: data}, []
+    if (side_file := dump_constants(profile)) is not None:
+        files[constants_name(name)] = side_file
     for name in _companions(at.path, sizes):
         beside = HubReference(at.repo, at.revision, name)
         kind = SIGNATURE if name.endswith(SIGNATURE_SUFFIX) else EVALUATION
@@ -90,6 +96,13 @@ def _fetch(at: HubReference, sizes: Mapping[str, int | None]) -> FetchedProfile:
         else:
             files[PurePosixPath(name).name] = content
     return replace(store_profile(at, files, profile), notes=tuple(notes))
+
+
+def _fetch_constants(at: HubReference, sizes: Mapping[str, int | None]) -> bytes:
+    beside = replace(at, path=constants_name(at.path), digest=None)
+    if beside.path not in sizes:
+        raise ProfileError(f"its constants are in {beside.path}, which the repository does not have; ask its owner")
+    return fetch_file(beside, sizes[beside.path], MAX_CONSTANTS_BYTES)
 
 
 def _companions(path: str, names: Iterable[str]) -> list[str]:

@@ -8,6 +8,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from kvtuner.errors import HubError
+from kvtuner.exported_configs.profile.constants_file import constants_name
 from kvtuner.exported_configs.profile.evaluation_record import EVALUATION_SUFFIX
 from kvtuner.exported_configs.sharing.hub_client import Listing, hub_api, hub_errors, list_files
 from kvtuner.exported_configs.sharing.reference import profile_names
@@ -59,7 +60,11 @@ def plan_upload(
         name
         for name in head.sizes
         if name not in files
-        and any(name == f"{stem}.json{SIGNATURE_SUFFIX}" or name.startswith(stem + EVALUATION_SUFFIX) for stem in stems)
+        and any(
+            name in (f"{stem}.json{SIGNATURE_SUFFIX}", constants_name(stem))
+            or name.startswith(stem + EVALUATION_SUFFIX)
+            for stem in stems
+        )
     )
     return Upload(repo, branch, head, files, removed, private, create_pr)
 

@@ -1,6 +1,7 @@
 """Detached signatures of profiles by OpenSSF model signing: who vouches for a file. Knows nothing of keys.
 
-``profile.json.sig`` stands beside ``profile.json`` and covers its bytes. The library is asked about a private copy of
+``profile.json.sig`` stands beside ``profile.json`` and covers its bytes, and by the hash in them those of a side file
+with constants, which is read with it. The library is asked about a private copy of
 bytes that were read once, and the profile is loaded from these: nobody can change the file between the two.
 """
 

@@ -12,10 +12,9 @@ from transformers import DynamicCache
 
 from kvtuner.calibration.forward.simulator import LayerSpec
 from kvtuner.errors import OptionError
-from kvtuner.exported_configs.profile.build import dump_profile
+from kvtuner.exported_configs.profile.build import write_profile
 from kvtuner.precision import NATIVE_BITS, SIDES, PrecisionPair, RowShape, bytes_per_token, mean_bits
 from kvtuner.quant import QuantSpec
-from kvtuner.run_folder import write_atomically
 from kvtuner.runtime_loader.model_check import check_model
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
@@ -201,7 +200,7 @@ class ProfileScheme(CacheScheme):
         """The flag that names the profile's file, which is written to the folder where there is none yet."""
         file = self.file or folder / f"{self.name}.json"
         if self.file is None:
-            write_atomically(file, dump_profile(self.profile))
+            write_profile(file, self.profile)
         return ("--kvtuner-profile", str(file.absolute()))
 
 

@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from kvtuner.errors import BudgetError, OptionError, SearchSpaceError
-from kvtuner.precision import FITS, MAX_RESIDUAL_LENGTH, MAX_SINKS, ExactWindow, Fit
+from kvtuner.precision import CONSTANTS_PLACES, FITS, MAX_RESIDUAL_LENGTH, MAX_SINKS, ConstantsPlace, ExactWindow, Fit
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 
 if TYPE_CHECKING:
@@ -219,6 +219,11 @@ class SearchOptions(CalibrateOptions):
     nested: bool = option(False, "nested budgets: a larger one never takes bits away; needs --sampler none")
     tp_size: int = option(1, "tensor-parallel ranks that will serve", type=positive)
     pp_size: int = option(1, "pipeline stages that will serve; each keeps the budget", type=positive)
+    constants: ConstantsPlace = option(
+        "auto",
+        "place of mu and lambda: the profile's own file, one beside it, or the first while it can hold them",
+        choices=CONSTANTS_PLACES,
+    )
     report: bool = option(True, "write report.html and its pictures (`kvtuner report` does so later)")
     storage: str | None = option(
         None, "Optuna storage to share between workers; SQLite in the run folder by default", metavar="URL"

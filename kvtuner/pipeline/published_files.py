@@ -6,6 +6,8 @@ import hashlib
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ProfileError, SignatureError
+from kvtuner.exported_configs.profile.build import dump_constants
+from kvtuner.exported_configs.profile.constants_file import MAX_CONSTANTS_BYTES, constants_name, constants_path
 from kvtuner.exported_configs.profile.document import naming
 from kvtuner.exported_configs.profile.evaluation_record import (
     EVALUATION,
@@ -82,10 +84,14 @@ def upload_facts(upload: Upload) -> dict[str, Any]:
 
 
 def copy_fetched(fetched: FetchedProfile, profile: Path, signature: Path) -> None:
-    """Copy a profile from the local cache with its signature; the signature of another one is removed."""
+    """Copy a profile from the local cache with its side file and its signature; those of another one are removed."""
     data = fetched.path.read_bytes()
-    load_profile(data)
+    side_file = dump_constants(load_profile(data, fetched.path))
+    if side_file is not None:
+        write_atomically(constants_path(profile), side_file)
     write_atomically(profile, data)
+    if side_file is None:
+        constants_path(profile).unlink(missing_ok=True)
     source = fetched.path.with_name(fetched.path.name + SIGNATURE_SUFFIX)
     if source.exists():
         write_atomically(signature, source.read_bytes())
@@ -96,7 +102,9 @@ def copy_fetched(fetched: FetchedProfile, profile: Path, signature: Path) -> Non
 def _add_profile(files: dict[str, bytes], source: Path, name: str) -> EvaluatedProfile:
     """Add a profile with its evaluations and its signature; returns its part of the card."""
     data = files[name] = _read(source, MAX_PROFILE_BYTES)
-    profile = load_profile(data, source)
+    profile = load_profile(data, source, read_constants=lambda: _read(constants_path(source), MAX_CONSTANTS_BYTES))
+    if (side_file := dump_constants(profile)) is not None:
+        files[constants_name(name)] = side_file
     evaluations = []
     for file in evaluation_files(source):
         content = _read(file, EVALUATION.max_bytes)

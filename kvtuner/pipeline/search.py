@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtuner.calibration.sensitivity import TABLE_FILE, SensitivityTable
 from kvtuner.evaluation.validation import Validator
-from kvtuner.exported_configs.profile.build import dump_profile
+from kvtuner.exported_configs.profile.build import write_profile
 from kvtuner.pipeline.provenance import search_command
 from kvtuner.pipeline.sources import run_folder
 from kvtuner.pipeline.stages.baseline_comparison import BaselineComparison
@@ -18,7 +18,7 @@ from kvtuner.pipeline.stages.search_targets import SearchTarget, bind_target, re
 from kvtuner.report.search_data import DATA_FILE, ReportData
 from kvtuner.report.search_report import summary_json, write_search_report
 from kvtuner.report.table import RecordTable, record_table
-from kvtuner.run_folder import RunFolder, sha256_of, write_atomically
+from kvtuner.run_folder import RunFolder, sha256_of
 from kvtuner.tuner.objective import MeasuredKL
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _finish(run: SearchRun, target: SearchTarget, outcome: SearchOutcome, valida
     profile = make_profile(comparison, quality, command=search_command(run.options))
     file = run.folder.file(target.profile_file)
     bind_target(run.folder, target)
-    write_atomically(file, dump_profile(profile))
+    write_profile(file, profile)
     data = make_report_data(comparison, profile, quality)
     folder = RunFolder(run.folder.file(f"report{target.suffix}")) if target.suffix else run.folder
     folder.create()

@@ -47,6 +47,7 @@ def summary(profile: Profile) -> dict[str, Any]:
         "residual_length": profile.window.residual_length,
         "sinks": profile.window.sinks,
         "window_bytes_per_request": profile.window_bytes(),
+        "constants_sha256": profile.constants_sha256,
         "k_granularity": profile.defaults.k.granularity,
         "bf16_bytes_per_token": profile.bf16_bytes_per_token(),
         "tokens_per_gib": tokens_per_gib(stored),
@@ -69,6 +70,7 @@ def describe(profile: Profile) -> str:
         ("keys", _grid_text(profile.defaults.k)),
         ("values", _grid_text(profile.defaults.v)),
         *geometry_facts(profile),
+        *_side_file_facts(profile),
         *_window_facts(profile),
     ]
     if (quality := profile.quality) is not None:
@@ -137,6 +139,11 @@ def _window_facts(profile: Profile) -> list[tuple[str, str]]:
     return window_facts(profile.window, float(profile.effective_bits), profile.window_bytes())
 
 
+def _side_file_facts(profile: Profile) -> list[tuple[str, str]]:
+    """The side file, if there is one."""
+    return [("constants", f"in a side file, {profile.constants_sha256}")] if profile.constants_sha256 else []
+
+
 def _overview(profiles: Sequence[EvaluatedProfile]) -> Table:
     rows = []
     for shown in profiles:
@@ -188,6 +195,7 @@ def _identity(profile: Profile) -> list[tuple[str, str]]:
         ),
         ("keys", _grid_text(profile.defaults.k)),
         ("values", _grid_text(profile.defaults.v)),
+        *_side_file_facts(profile),
         *_window_facts(profile),
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,11 +12,10 @@ import pytest
 from kvtuner.exported_configs.profile.load import load_profile
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fixture_types import ModelFolder, RunCommand
 
 NUM_LAYERS = 3
+VECTORS = Path(__file__).resolve().parents[2] / "exported_configs" / "vectors" / "valid"
 
 
 @pytest.fixture
@@ -168,3 +168,24 @@ def test_no_code_of_a_model_is_run(run: RunCommand, model: Path) -> None:
     status, _, err = run("import", "0-2:8", "--from", "ranges", "--model", model)
     assert status == 2 and "code of its own" in err
     assert not (model / "ran").exists()
+
+
+def test_profile_is_written_anew_with_its_constants_beside_it_and_back(run: RunCommand, tmp_path: Path) -> None:
+    source, out, again = VECTORS / "transforms.json", tmp_path / "two.json", tmp_path / "one.json"
+    status, stdout, _ = run("export", source, "--to", "kvtuner", "--constants", "file", "--out", out)
+    assert status == 0 and f"{out}, {tmp_path / 'two.constants.safetensors'}: sha256:" in stdout
+    assert run("validate", out)[0] == 0
+    assert "in a side file, sha256:" in run("show", out)[1]
+    assert json.loads(run("diff", source, out, "--json")[1])["layers"] == []
+    assert run("export", out, "--to", "kvtuner", "--constants", "inline", "--out", again)[0] == 0
+    assert again.read_bytes() == source.read_bytes() and not (tmp_path / "one.constants.safetensors").exists()
+    again.unlink()
+    (tmp_path / "one.constants.safetensors").write_bytes(b"of another profile")
+    for flags, message in (
+        (("--to", "kvtuner"), "loses nothing and may write two files: give --out"),
+        (("--to", "kvtuner", "--out", out), "is there already"),
+        (("--to", "kvtuner", "--out", again), "one.constants.safetensors is there already"),
+        (("--to", "ranges", "--constants", "file"), "--constants is for --to kvtuner"),
+    ):
+        status, _, err = run("export", source, *flags)
+        assert status == 2 and message in err

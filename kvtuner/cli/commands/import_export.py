@@ -1,4 +1,4 @@
-"""``kvtuner import`` and ``kvtuner export``: profiles from and to the files of other tools."""
+"""``kvtuner import`` and ``kvtuner export``: profiles from and to the files of other tools, and written anew."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.cli.command import Command, add_profile, add_switch
+from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.formats import PRESETS, readable, writable
+from kvtuner.precision import CONSTANTS_PLACES
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
+
+    from kvtuner.exported_configs.profile.profile import Profile
+
+
+OWN_FORMAT: Final = "kvtuner"
+"""The name under which a profile is written anew, in its own format."""
 
 
 def _import(args: Namespace) -> int:
     from kvtuner.cli.output_file import check_new
     from kvtuner.exported_configs.formats.conversion import parse_map
-    from kvtuner.exported_configs.profile.build import dump_profile
+    from kvtuner.exported_configs.profile.build import dump_profile, write_profile
     from kvtuner.pipeline.profile_lookup import import_profile
     from kvtuner.report.profile_report import summary
-    from kvtuner.run_folder import write_atomically
 
     check_new(args.out, force=args.force)
     profile, notes = import_profile(
@@ -37,7 +44,7 @@ def _import(args: Namespace) -> int:
     if not args.out:
         print(dump_profile(profile).decode(), end="")
         return 0
-    write_atomically(Path(args.out), dump_profile(profile))
+    write_profile(Path(args.out), profile)
     facts = {"file": args.out, "notes": list(notes), **summary(profile)}
     text = f"{args.out}: {profile.digest}, {float(profile.mean_bits):.4g} mean bits, not measured"
     print(json.dumps(facts, indent=1) if args.json else text)
@@ -52,6 +59,10 @@ def _export(args: Namespace) -> int:
 
     check_new(args.out, force=args.force)
     profile = profile_of(args.profile).profile
+    if args.format == OWN_FORMAT:
+        return _rewrite(profile, args)
+    if args.constants is not None:
+        raise ProfileError(f"--constants is for --to {OWN_FORMAT}: no other tool's file has them; leave it out")
     exported = write(profile, args.format, lossy=args.lossy)
     _say_notes(exported.notes)
     if args.out:
@@ -63,6 +74,23 @@ def _export(args: Namespace) -> int:
         print(f"{args.out}: {args.format} of {profile.digest}")
     else:
         print(exported.text, end="")
+    return 0
+
+
+def _rewrite(profile: Profile, args: Namespace) -> int:
+    """Write a profile of this format anew, with its constants where they were asked for."""
+    from kvtuner.cli.output_file import check_new
+    from kvtuner.exported_configs.profile.build import place_constants, write_profile
+    from kvtuner.exported_configs.profile.constants_file import constants_path
+
+    if not args.out or args.lossy:
+        raise ProfileError(f"--to {OWN_FORMAT} loses nothing and may write two files: give --out, and no --lossy")
+    check_new(str(constants_path(Path(args.out))), force=args.force)
+    placed = place_constants(profile, args.constants or "auto")
+    write_profile(Path(args.out), placed)
+    files = [args.out] + ([str(constants_path(Path(args.out)))] if placed.constants_sha256 else [])
+    facts = {"format": OWN_FORMAT, "file": args.out, "files": files, "digest": placed.digest}
+    print(json.dumps(facts, indent=1) if args.json else f"{', '.join(files)}: {placed.digest}")
     return 0
 
 
@@ -95,7 +123,8 @@ def _add_import_flags(parser: ArgumentParser) -> None:
 
 def _add_export_flags(parser: ArgumentParser) -> None:
     add_profile(parser, "profile")
-    parser.add_argument("--to", dest="format", required=True, choices=writable(), help="format to write")
+    parser.add_argument("--to", dest="format", required=True, choices=(*writable(), OWN_FORMAT), help="format to write")
+    parser.add_argument("--constants", choices=CONSTANTS_PLACES, help=f"place of mu and lambda, for --to {OWN_FORMAT}")
     parser.add_argument("--out", metavar="FILE", help="write it there; to stdout by default")
     add_switch(parser, "--force", "overwrite the file that --out names")
     add_switch(parser, "--lossy", "drop what the format cannot say, and say what; for ranges and vllm-skip-layers")

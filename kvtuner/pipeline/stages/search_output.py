@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvtuner import __version__
 from kvtuner.evaluation.validation import uniform_pairs
-from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile
+from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, place_constants
 from kvtuner.exported_configs.profile.records import (
     BaselineRecord,
     CalibrationRecord,
@@ -48,7 +48,7 @@ def make_profile(comparison: BaselineComparison, quality: Sequence[OffsetQuality
     """The profile of the winner; `command` is the search that makes it again, as it may be shared."""
     run, outcome = comparison.run, comparison.outcome
     geometry, quant, loaded = run.shape.geometry, run.bench.options.quant, run.bench.loaded
-    return build_profile(
+    profile = build_profile(
         geometry=geometry,
         layers=[
             LayerQuantization(
@@ -69,6 +69,7 @@ def make_profile(comparison: BaselineComparison, quality: Sequence[OffsetQuality
         quality=_quality(comparison, quality[0].baselines),
         provenance=_provenance(run, outcome, command),
     )
+    return place_constants(profile, run.options.constants)
 
 
 def _quality(comparison: BaselineComparison, rows: Sequence[QualityRow]) -> QualityRecord:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     Document = dict[str, Any]
+    Tensors = dict[str, tuple[str, list[int], bytes]]
 
 
 def reseal(document: Document) -> Document:
@@ -32,7 +33,8 @@ def reseal(document: Document) -> Document:
     ]
     window = {name: document[name] for name in ("residual_length", "sinks") if document.get(name)}
     geometry = hashed_geometry(document["geometry"])
-    content = {"layout": document["layout"], "geometry": geometry, "layers": layers, **window}
+    side_file = {name: document[name] for name in ("constants_sha256",) if document.get(name)}
+    content = {"layout": document["layout"], "geometry": geometry, "layers": layers, **window, **side_file}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return {**document, "digest": "sha256:" + hashlib.sha256(text.encode()).hexdigest()}
 
@@ -154,3 +156,85 @@ def broken(valid: Mapping[str, bytes]) -> Iterator[tuple[str, bool, bytes]]:
     documents = {name: json.loads(data) for name, data in valid.items()}
     for name, is_safety, document in (*edits, *invalid(documents, changed)):
         yield name, is_safety, json.dumps(document, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+def safetensors(tensors: Tensors, **header: Any) -> bytes:
+    """A safetensors file of tensors by name, each a dtype, a shape and bytes, and more entries of the header."""
+    data = b""
+    for name, (dtype, shape, raw) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    return with_header(json.dumps(header, separators=(",", ":")), data)
+
+
+def with_header(text: str, data: bytes) -> bytes:
+    """A safetensors file of a header's text, which is padded, and bytes."""
+    padded = text.encode() + b" " * (-len(text.encode()) % 8)
+    return len(padded).to_bytes(8, "little") + padded + data
+
+
+def fp16(*rows: list[float]) -> tuple[str, list[int], bytes]:
+    return "F16", [len(rows), len(rows[0])], np.array(rows, dtype="<f2").tobytes()
+
+
+def broken_side_files(
+    document: Document, side: bytes, inline: Document
+) -> Iterator[tuple[str, bool, Document, bytes | None]]:
+    """Name of the broken rule, whether rows depend on it, the profile, and the file beside it, if any.
+
+    Args:
+        document: A profile with a side file, whose layer 1 is centered and 2 centered and balanced, with 2 heads of 32.
+        side: The file.
+        inline: A profile with constants of its own.
+    """
+    size = int.from_bytes(side[:8], "little")
+    header = json.loads(side[8 : 8 + size])
+    data = side[8 + size :]
+    tensors: Tensors = {
+        name: (entry["dtype"], entry["shape"], data[slice(*entry["data_offsets"])]) for name, entry in header.items()
+    }
+    first, last = min(tensors), max(tensors)
+    names = {name.rsplit(".", 1)[1]: name for name in tensors}
+
+    def sealed(file: bytes) -> tuple[Document, bytes]:
+        return changed(document, "constants_sha256", "sha256:" + hashlib.sha256(file).hexdigest()), file
+
+    def changed_tensors(**changes: Any) -> tuple[Document, bytes]:
+        kept = {**tensors, **changes}
+        return sealed(safetensors({name: kept[name] for name in sorted(kept) if kept[name] is not None}))
+
+    yield "side-file-missing", True, document, None
+    yield "side-file-altered", True, document, side[:-1] + bytes([side[-1] ^ 1])
+    yield "side-file-cut", True, document, side[:-2]
+    yield "side-file-longer", True, document, side + b"\0"
+    yield "side-file-superfluous", False, inline, side
+    yield "side-file-shorter-than-its-header", True, *sealed(side[: size // 2])
+    yield "side-file-with-bytes-left", True, *sealed(side + b"\0\0")
+    yield "side-file-with-bytes-missing", True, *sealed(side[:-2])
+    yield "side-file-header-not-json", True, *sealed(with_header("{" * 8, data))
+    yield "side-file-without-tensors", True, *sealed(with_header("{}", b""))
+    yield "side-file-with-metadata", False, *sealed(safetensors(tensors, __metadata__={"format": "pt"}))
+    yield "side-file-out-of-order", False, *sealed(safetensors(dict(reversed(tensors.items()))))
+    yield "side-file-with-spaces", False, *sealed(with_header(json.dumps(header), data))
+    yield "side-file-of-an-unknown-tensor", True, *changed_tensors(**{"layers.0.v.mu": tensors[first]})
+    yield "side-file-of-a-layer-without-rows", True, *changed_tensors(**{"layers.9.k.mu": tensors[first]})
+    yield "side-file-of-a-tensor-too-many", True, *changed_tensors(**{"layers.0.k.mu": tensors[first]})
+    yield "side-file-without-a-tensor", True, *changed_tensors(**{last: None})
+    yield "side-file-of-another-type", True, *changed_tensors(**{first: ("BF16", *tensors[first][1:])})
+    yield "side-file-of-another-shape", True, *changed_tensors(**{first: ("F16", [1, 64], tensors[first][2])})
+    yield "side-file-of-a-vector", True, *changed_tensors(**{first: ("F16", [64], tensors[first][2])})
+    yield "side-file-not-finite", True, *changed_tensors(**{names["mu"]: fp16([float("nan")] * 32, [0.0] * 32)})
+    yield "side-file-lambda-too-small", True, *changed_tensors(**{names["lambda"]: fp16([0.0] * 32, [1.0] * 32)})
+    overlap = {**header, last: {**header[last], "data_offsets": header[first]["data_offsets"]}}
+    yield "side-file-tensors-overlap", True, *sealed(with_header(json.dumps(overlap, separators=(",", ":")), data))
+    twice = json.dumps(header, separators=(",", ":"))[:-1] + f',"{first}":' + json.dumps(header[first]) + "}"
+    yield "side-file-tensor-twice", True, *sealed(with_header(twice, data))
+    mu = inline["layers"][1]["k"]["mu"]
+    yield "constants-in-both-files", True, changed(document, "layers.1.k.mu", mu), side
+    yield "constants-hash-before-its-version", True, changed(inline, "constants_sha256", "sha256:" + "0" * 64), side
+    yield (
+        "constants-hash-malformed",
+        True,
+        changed(document, "constants_sha256", document["constants_sha256"][7:]),
+        side,
+    )

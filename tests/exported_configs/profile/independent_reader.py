@@ -1,8 +1,8 @@
 """Profiles and their rows, read as docs/profiles.md says and by nothing else; knows no kvtuner.
 
-A profile takes forty lines, geometry by layer fifty more, a row twenty and the hash of a checkpoint twelve. Refused,
-with any exception, is
-what rows and addresses depend on; the rest of the format is not looked at.
+A profile takes forty lines, geometry by layer forty-five more, a side file twenty-five, a row twenty and the hash of a
+checkpoint twelve. Refused, with any exception, is what rows and addresses depend on; the rest of the format is not
+looked at.
 """
 
 import base64
@@ -104,9 +104,33 @@ def read_geometry(shape, version):
     return {name: x for name, x in shape.items() if name not in ("kind", "rope_dim")}, owners
 
 
-def read(data):
+def read_side_file(data, top):
+    if top.get("constants_sha256") is None:
+        return {}
+    assert top["schema_version"] == 2, "a side file of version 2"
+    assert top["constants_sha256"] == "sha256:" + hashlib.sha256(data).hexdigest(), "the side file"
+    size, keys, end = int.from_bytes(data[:8], "little"), {entry["layer"]: entry["k"] for entry in top["layers"]}, 0
+    content = data[8 + size :]
+    assert not any(k.get(name) is not None for k in keys.values() for name in ("mu", "lambda")), "one place"
+    for name, entry in json.loads(data[8 : 8 + size], object_pairs_hook=once).items():
+        match, shape = re.fullmatch("layers[.](0|[1-9][0-9]*)[.]k[.](mu|lambda)", name), entry["shape"]
+        start, end = end, end + 2 * shape[0] * shape[1]
+        assert (entry["dtype"], entry["data_offsets"], len(shape)) == ("F16", [start, end], 2), "one after the other"
+        text = base64.b64encode(content[start:end]).decode()
+        keys[int(match[1])][match[2]] = {"dtype": "float16", "shape": shape, "data": text}
+    assert end == len(content) > 0, "nothing else"
+    return {"constants_sha256": top["constants_sha256"]}
+
+
+def hashed(number, sides, extra):
+    elsewhere = ("mu", "lambda") if extra else ()
+    stored = {k: {name: x for name, x in side["stored"].items() if name not in elsewhere} for k, side in sides.items()}
+    return {"layer": number, **stored}
+
+
+def read(data, side_file=None):
     top = json.loads(data.decode(), object_pairs_hook=once)
-    layers, version = top["layers"], top["schema_version"]
+    layers, version, extra = top["layers"], top["schema_version"], read_side_file(side_file, top)
     geometry, owners = read_geometry(top["geometry"], version)
     defaults = {k: {name: x for name, x in top["defaults"][k].items() if (name, x) != ("fit", None)} for k in "kv"}
     window = {name: top[name] for name in WINDOW if top.get(name)}
@@ -114,8 +138,8 @@ def read(data):
     assert type(version) is int and version in (1, 2) and {"fit" in defaults[k] for k in "kv"} == {version == 2}, "fit"
     assert top["layout"] == "halfword-sliced-v1" and [entry["layer"] for entry in layers] == list(owners), "order"
     sides = [read_layer(entry, owners[entry["layer"]], defaults) for entry in layers]
-    stored = [{"layer": n, **{k: x["stored"] for k, x in side.items()}} for n, side in zip(owners, sides, strict=True)]
-    text = json.dumps({"geometry": geometry, "layers": stored, "layout": top["layout"], **window}, **CANONICAL)
+    stored = [hashed(number, side, extra) for number, side in zip(owners, sides, strict=True)]
+    text = json.dumps({"geometry": geometry, "layers": stored, "layout": top["layout"], **window, **extra}, **CANONICAL)
     assert top["digest"] == "sha256:" + hashlib.sha256(text.encode()).hexdigest(), "digest"
     return text, top["digest"], sides
 

@@ -19,10 +19,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 import vectors_by_layer as by_layer
-from broken_profiles import broken
+from broken_profiles import broken, broken_side_files
 
 from kvtuner.exported_configs.identity.checkpoint_hash import checkpoint_sha256
-from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, dump_profile
+from kvtuner.exported_configs.profile.build import (
+    AskedBudget,
+    LayerQuantization,
+    build_profile,
+    dump_constants,
+    dump_profile,
+    place_constants,
+)
+from kvtuner.exported_configs.profile.constants_file import constants_name
 from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.records import ModelIdentity, Provenance, QualityRecord
@@ -208,7 +216,7 @@ def with_nulls(profile: Profile) -> bytes:
     optional = ("rope_sha256", "tokenizer_sha256", "checkpoint_sha256", "weight_quantization", "max_positions")
     document["model"] = {**dict.fromkeys(optional), **document["model"]}
     document["provenance"] = {"command": None, **document["provenance"]}
-    document |= {"residual_length": None, "sinks": None}
+    document |= {"residual_length": None, "sinks": None, "constants_sha256": None}
     document["defaults"] = {side: {"fit": None, **shared} for side, shared in document["defaults"].items()}
     document["geometry"] = {"kind": None, "rope_dim": None, "exceptions": None, **document["geometry"]}
     for exception in document["geometry"]["exceptions"] or ():
@@ -249,7 +257,10 @@ def expectation(profile: Profile) -> Document:
 
     return {
         "canonical": canonical_json(
-            hashed_content(profile.layout, profile.geometry, profile.defaults, profile.layers, profile.window)
+            hashed_content(
+                *(profile.layout, profile.geometry, profile.defaults, profile.layers),
+                *(profile.window, profile.constants_sha256),
+            )
         ),
         "digest": profile.digest,
         "layers": [
@@ -305,15 +316,28 @@ def files() -> dict[str, bytes]:
     profiles_by_name = profiles()
     valid = {name: dump_profile(profile) for name, profile in profiles_by_name.items()}
     files = {f"valid/{name}.json": data for name, data in valid.items()}
+    with_side_file = place_constants(profiles_by_name["transforms"], "file")
+    side_file = dump_constants(with_side_file)
+    assert side_file is not None
+    files["valid/side-file.json"] = dump_profile(with_side_file)
+    files[constants_name("valid/side-file.json")] = side_file
     files["valid/order-and-space.json"] = shuffled(profiles_by_name["mixed"])
     files["valid/nulls.json"] = with_nulls(profiles_by_name["transforms"])
     files["valid/nulls-by-layer.json"] = with_nulls(profiles_by_name["latents"])
     expected: Document = {"valid": {}, "invalid": {}}
-    for path, data in sorted(files.items()):
-        name, profile = Path(path).stem, load_profile(data)
+    for path in sorted(path for path in files if path.endswith(".json")):
+        side_path = constants_name(path)
+        name, profile = Path(path).stem, load_profile(files[path], read_constants=lambda side=side_path: files[side])
         expected["valid"][name] = {**expectation(profile), "rows": rows(name, profile)}
     for name, is_safety, data in broken(valid):
         files[f"invalid/{name}.json"] = data
+        expected["invalid"][name] = {"rule": name.replace("-", " "), "safety": is_safety}
+    documents = [json.loads(files[f"valid/{name}.json"]) for name in ("side-file", "example")]
+    for name, is_safety, document, side in broken_side_files(documents[0], side_file, documents[1]):
+        path = f"invalid/{name}.json"
+        files[path] = json.dumps(document, indent=1, ensure_ascii=False).encode() + b"\n"
+        if side is not None:
+            files[constants_name(path)] = side
         expected["invalid"][name] = {"rule": name.replace("-", " "), "safety": is_safety}
     name = "checkpoint/model.safetensors"
     files[name] = checkpoint()

@@ -9,6 +9,7 @@ import runpy
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from safetensors.torch import load as load_tensors
 
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.identity.checkpoint_hash import checkpoint_sha256
-from kvtuner.exported_configs.profile import document, field_types, records
-from kvtuner.exported_configs.profile.build import dump_profile
+from kvtuner.exported_configs.profile import constants_file, document, field_types, records
+from kvtuner.exported_configs.profile.build import dump_constants, dump_profile
+from kvtuner.exported_configs.profile.constants_file import constants_path
 from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.signing import signature_bundle, signer
@@ -43,7 +45,20 @@ reader = module("independent_reader")
 
 
 def content(part: str, name: str) -> bytes:
-    return (FOLDER / part / f"{name}.json").read_bytes()
+    return file(part, name).read_bytes()
+
+
+def file(part: str, name: str) -> Path:
+    return FOLDER / part / f"{name}.json"
+
+
+def side_file(part: str, name: str) -> bytes | None:
+    path = constants_path(file(part, name))
+    return path.read_bytes() if path.exists() else None
+
+
+def read_by_the_other(part: str, name: str) -> Any:
+    return reader.read(content(part, name), side_file(part, name))
 
 
 def test_committed_vectors_are_what_the_generator_makes() -> None:
@@ -103,18 +118,21 @@ def test_vectors_cover_the_format() -> None:
     sides = [side for name in VALID for layer in EXPECTED["valid"][name]["layers"] for side in layer.values()]
     assert {side["bits"] for side in sides} == {2, 3, 4, 8, 16}
     assert len({side["transform"] for side in sides}) == 8
-    rows = [(row["side"], load_profile(content("valid", name)).quant_spec(row["layer"], row["side"]).bits)
+    rows = [(row["side"], load_profile(file("valid", name)).quant_spec(row["layer"], row["side"]).bits)
             for name in WITH_ROWS for row in EXPECTED["valid"][name]["rows"]]  # fmt: skip
     assert {("k", 8), ("k", 4), ("k", 3), ("k", 2), ("v", 4), ("v", 3), ("v", 2)} <= set(rows)
 
 
 @pytest.mark.parametrize("name", VALID)
 def test_both_readers_find_what_is_expected(name: str) -> None:
-    wanted, data = EXPECTED["valid"][name], content("valid", name)
-    profile = load_profile(data)
+    wanted = EXPECTED["valid"][name]
+    profile = load_profile(file("valid", name))
     assert (
         canonical_json(
-            hashed_content(profile.layout, profile.geometry, profile.defaults, profile.layers, profile.window)
+            hashed_content(
+                *(profile.layout, profile.geometry, profile.defaults, profile.layers),
+                *(profile.window, profile.constants_sha256),
+            )
         )
         == wanted["canonical"]
     )
@@ -124,9 +142,11 @@ def test_both_readers_find_what_is_expected(name: str) -> None:
         Fraction(wanted["mean_bits"]),
         Fraction(wanted["effective_bits"]),
     ]
-    assert load_profile(dump_profile(profile)) == profile
+    side = dump_constants(profile)
+    assert side == side_file("valid", name)
+    assert load_profile(dump_profile(profile), read_constants=lambda: side) == profile
 
-    text, digest, layers = reader.read(data)
+    text, digest, layers = read_by_the_other("valid", name)
     assert (text, digest) == (wanted["canonical"], wanted["digest"])
     facts = ("bits", "transform", "bytes")
     assert [{side: {fact: stored[fact] for fact in facts} for side, stored in layer.items()} for layer in layers] == (
@@ -148,8 +168,7 @@ def test_both_readers_find_what_is_expected(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_ROWS)
 def test_both_readers_get_the_same_numbers_of_a_row(name: str) -> None:
-    data = content("valid", name)
-    profile, (_, _, layers) = load_profile(data), reader.read(data)
+    profile, (_, _, layers) = load_profile(file("valid", name)), read_by_the_other("valid", name)
     for wanted in EXPECTED["valid"][name]["rows"]:
         row, output = bytes.fromhex(wanted["row"]), np.array(wanted["output"], dtype=np.float32)
         side = layers[[layer.layer for layer in profile.layers].index(wanted["layer"])][wanted["side"]]
@@ -167,12 +186,11 @@ def test_both_readers_get_the_same_numbers_of_a_row(name: str) -> None:
 
 @pytest.mark.parametrize("name", INVALID)
 def test_file_that_breaks_a_rule_is_refused_by_us_and_where_rows_depend_on_it_by_the_other(name: str) -> None:
-    data = content("invalid", name)
     with pytest.raises(ProfileError):
-        load_profile(data)
+        load_profile(file("invalid", name))
     if EXPECTED["invalid"][name]["safety"]:
         with pytest.raises((AssertionError, LookupError, TypeError, ValueError, AttributeError)):
-            reader.read(data)
+            read_by_the_other("invalid", name)
 
 
 def test_each_invalid_file_is_refused_for_another_reason() -> None:
@@ -180,8 +198,8 @@ def test_each_invalid_file_is_refused_for_another_reason() -> None:
     reasons = {}
     for name in INVALID:
         with pytest.raises(ProfileError) as refused:
-            load_profile(content("invalid", name))
-        reasons[name] = str(refused.value)
+            load_profile(file("invalid", name))
+        reasons[name] = str(refused.value).removeprefix(str(file("invalid", name)))
     assert len(set(reasons.values())) == len(reasons)
     assert sum("digest is sha256" in reason for reason in reasons.values()) == 1
 
@@ -217,6 +235,8 @@ def test_page_gives_the_limits_of_the_code() -> None:
     assert numbers(passage("## Limits\n", "\n## ").replace("UTF-8", "")) == [*bounds, document.MAX_INTEGER_DIGITS]
     assert numbers(passage("A *text* has", "characters")) == [1, field_types.MAX_TEXT]
     assert numbers(passage("a *count* an integer", ", a *seed*")) == [0, field_types.MAX_TOKENS]
+    assert numbers(passage("A side file must have at most", "bytes")) == [constants_file.MAX_CONSTANTS_BYTES]
+    assert numbers(passage("arrays exceed", "characters")) == [constants_file.MAX_INLINE_CHARS]
     most = field_types.MAX_COUNT
     assert numbers(passage("`geometry`, integers:", "\n`num_layers`")) == [1, most, 0, most]
     assert numbers(passage("`group_size` | integer,", "|")) == [1, most]
@@ -252,4 +272,5 @@ def test_other_reader_is_short_and_knows_no_kvtuner() -> None:
     }
     assert sum(lines[name] for name in ("once", "constant", "read_side", "read")) <= 40
     assert sum(lines[name] for name in ("read_layer", "check_counts", "read_geometry")) <= 45
+    assert sum(lines[name] for name in ("read_side_file", "hashed")) <= 25
     assert lines["checkpoint"] <= 12
