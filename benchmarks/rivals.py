@@ -18,6 +18,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -57,8 +58,13 @@ class Context:
     """The report sequences of one length; what was measured on them is journalled."""
 
     tokens: int
-    simulator: Simulator
+    bench: Workbench
     journal: Journal
+
+    @cached_property
+    def simulator(self) -> Simulator:
+        """The simulator, whose exact run is made when something is measured for the first time."""
+        return self.bench.simulator("report")
 
     @classmethod
     def prepare(cls, search: OwnSearch, tokens: int, num_sequences: int, folder: RunFolder) -> Context:
@@ -72,7 +78,7 @@ class Context:
         bench = Workbench.prepare(loaded, load_corpus(source, loaded.tokenizer), run.bench.options)
         identity = {"report": bench.corpus.hashes()["report"], "weights": bench.weights_sha256}
         journal = Journal(folder, "rivals.jsonl", sha256_of({**identity, "recipes": RECIPES_VERSION}))
-        return cls(tokens, bench.simulator("report"), journal)
+        return cls(tokens, bench, journal)
 
     def kl(self, key: str, run: Callable[[Simulator], TokenScores]) -> list[float]:
         """The mean KL of every sequence, nats per token; measured once."""
