@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvtuner.calibration.batches import batches
-from kvtuner.calibration.candidate_pass import CandidateMeasurement, QuantizationOptions
+from kvtuner.calibration.candidate_pass import CandidateMeasurement
 from kvtuner.calibration.forward.chain import DecoderChain
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.model_loading import ModelSource, load_model
+from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.transform_statistics import measure_constants
 
 if TYPE_CHECKING:

@@ -28,16 +28,10 @@ from kvtuner.calibration.row_sample import RowSample, sample_rows
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import (
-    NATIVE_BITS,
-    NO_WINDOW,
-    PACKED_BITS,
-    SEARCHED_BITS,
     ExactWindow,
-    Fit,
     PrecisionPair,
     Side,
 )
-from kvtuner.quant import QuantSpec, Transform, quantize_widths
 from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
@@ -45,37 +39,12 @@ if TYPE_CHECKING:
 
     from kvtuner.calibration.batches import Batch
     from kvtuner.calibration.forward.chain import DecoderChain, Trace
+    from kvtuner.calibration.quantization_options import QuantizationOptions
+    from kvtuner.quant import Transform
 
 SCORES_IN_FLIGHT = 1 << 23  # float32 attention scores of all widths: 32 MiB, and several temporaries of that size
 MAX_SPAN = 128  # tokens between a block's first and last row: early rows see few keys that causality hides from them
 TINY = 1e-12  # keeps the relative error of a zero finite
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizationOptions:
-    """The settings of all candidates: channels per scale, a head's by default; grids, window, whether to try 3 bits."""
-
-    k_group_size: int | None = None
-    v_group_size: int | None = None
-    symmetric: bool = False
-    fit: Fit = "minmax"
-    window: ExactWindow = NO_WINDOW
-    three_bits: bool = False
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The packed widths of all candidates, ascending."""
-        return PACKED_BITS if self.three_bits else SEARCHED_BITS
-
-    def group_size(self, side: Side) -> int | None:
-        """Channels per scale of one side."""
-        return self.k_group_size if side == "k" else self.v_group_size
-
-    def spec(self, side: Side, bits: int, transform: Transform) -> QuantSpec | None:
-        """The storage of one side of a layer at `bits`; None at 16, where it is not quantized."""
-        if bits == NATIVE_BITS:
-            return None
-        return QuantSpec(bits, transform, self.group_size(side), self.symmetric, self.fit)
 
 
 @dataclass
@@ -209,13 +178,12 @@ class CandidateMeasurement:
 
     def _readings(self, layer_id: int, side: Side, exact: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Keys or values as read back under each transform, [widths, batch, num_kv_heads, tokens, head_dim] float32."""
-        heads_last, size = exact.transpose(1, 2), self.options.group_size(side)
+        heads_last = exact.transpose(1, 2)
         exact = exact.to(torch.float32)
         for name in candidate_transforms(side):
             transform: Transform = self.constants[layer_id].transform(side, name)
             stored = transform.apply(heads_last)
-            symmetric, fit = self.options.symmetric, self.options.fit
-            quantized = quantize_widths(stored, self.options.widths, size, symmetric=symmetric, fit=fit)
+            quantized = self.options.quantize(side, stored)
             read = transform.invert(torch.stack([codes.dequantize() for codes in quantized])).transpose(2, 3)
             read = self.plan.mix(exact.expand_as(read), read, self.options.window).contiguous()
             self._add(layer_id, side, name, "e_self", exact.shape[0] * _relative_errors(exact, read).mean(dim=1))

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvtuner.calibration.batches import Batch
-    from kvtuner.calibration.candidate_pass import QuantizationOptions
     from kvtuner.calibration.forward.attention_hook import AttentionHook
     from kvtuner.calibration.forward.chain import DecoderChain, Trace
     from kvtuner.calibration.forward.continuation import Prompt
     from kvtuner.calibration.forward.read_plan import ReadPlan
+    from kvtuner.calibration.quantization_options import QuantizationOptions
     from kvtuner.run_folder import RunFolder
 
 JOURNAL = "isolated.jsonl"

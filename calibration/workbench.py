@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from kvtuner.calibration.batches import Batch, Offsets, batches
-from kvtuner.calibration.candidate_pass import CandidateMeasurement, QuantizationOptions
+from kvtuner.calibration.candidate_pass import CandidateMeasurement
 from kvtuner.calibration.forward.chain import DecoderChain
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import Simulator
 from kvtuner.calibration.isolated_kl import isolated_candidates, measure_isolated
+from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.sensitivity import TABLE_FILE, ScoreName, SensitivityTable, missing_candidates
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import CorpusError
-from kvtuner.precision import LAYOUT_ID, NO_WINDOW
+from kvtuner.precision import LAYOUT_ID, NO_WINDOW, SIDES, WIDE_WORD_BITS
 from kvtuner.run_folder import RunFolder, refuse_difference, sha256_of
 
 if TYPE_CHECKING:
@@ -123,6 +124,11 @@ class Workbench:
             **({} if options.quant.fit == "minmax" else {"fit": options.quant.fit}),
             **({} if options.quant.window == NO_WINDOW else asdict(options.quant.window)),
             **({"three_bits": True} if options.quant.three_bits else {}),
+            **{
+                f"{side}_word_bits": options.quant.word_bits(side)
+                for side in SIDES
+                if options.quant.word_bits(side) != WIDE_WORD_BITS
+            },
             "seed": options.seed,
             "layout": LAYOUT_ID,
             "measurement": MEASUREMENT,

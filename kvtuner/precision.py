@@ -20,15 +20,19 @@ NATIVE_BITS: Final = 16
 ALL_BITS: Final = (*PACKED_BITS, NATIVE_BITS)
 THREE_BITS: Final = 3
 """The one width whose units have 24 bits; a profile of schema version 1 does not have it."""
+WIDEST_PACKED_BITS: Final = PACKED_BITS[-1]
 SEARCHED_BITS: Final = (2, 4, 8)
 """The packed widths that a search measures and offers, if it is not asked for more."""
 ROW_ALIGNMENT_BYTES: Final = 16  # of the widest load of a GPU thread
 FP16_MAX: Final = 65504.0
-SCALE_WORD_BYTES: Final = 4  # a scale and a minimum, fp16 each
 LAYOUT_ID: Final = "halfword-sliced-v1"
 GIB: Final = 1 << 30
 MAX_RESIDUAL_LENGTH: Final = 1024
 MAX_SINKS: Final = 64
+WIDE_WORD_BITS: Final = 32
+"""The bits of a scale word that holds scale and minimum, fp16 each."""
+SHORT_WORD_BITS: Final = 16
+"""The bits of a scale word that holds a shortened scale and a zero point; 8-bit codes never have such words."""
 
 Side = Literal["k", "v"]
 SIDES: Final[tuple[Side, Side]] = ("k", "v")
@@ -38,6 +42,10 @@ ConstantsPlace = Literal["auto", "inline", "file"]
 CONSTANTS_PLACES: Final[tuple[ConstantsPlace, ...]] = ("auto", "inline", "file")
 """The places of mu and lambda: a profile's own file while it can hold them, always that file, or one beside it."""
 FITS: Final[tuple[Fit, ...]] = ("minmax", "least_squares")
+WordBits = Literal[32, 16]
+WORD_BITS: Final[tuple[WordBits, ...]] = (32, 16)
+WordChoice = Literal["32", "16", "auto"]
+WORD_CHOICES: Final[tuple[WordChoice, ...]] = ("32", "16", "auto")
 TOKEN_GROUPS: Final = (16, 32, 64, 128)
 """Tokens that may share one scale of a channel where keys are stored per channel."""
 
@@ -122,6 +130,11 @@ def _check_units(head_dim: int, bits: int) -> None:
         )
 
 
+def used_word_bits(bits: int, word_bits: WordBits) -> WordBits:
+    """The bits of a scale word beside codes of `bits`, on a side whose words have `word_bits`: 32 at 8 bits."""
+    return WIDE_WORD_BITS if bits == WIDEST_PACKED_BITS else word_bits
+
+
 def row_bytes(
     num_heads: int,
     head_dim: int,
@@ -129,6 +142,7 @@ def row_bytes(
     group_size: int | None = None,
     *,
     granularity: Granularity = "per_token",
+    word_bits: WordBits = WIDE_WORD_BITS,
 ) -> int:
     """Bytes of one token's keys (or values) in one layer: codes, scale words, padding.
 
@@ -138,6 +152,7 @@ def row_bytes(
         bits: 2, 3, 4, 8, or 16 for the native, unpadded dtype.
         group_size: channels per scale of a token, one group per head by default; or tokens per scale of a channel.
         granularity: per_channel spreads a group's scale words over its tokens, rounded up.
+        word_bits: the bits of a scale word; 8-bit codes have 32 whatever is asked.
 
     Raises:
         PrecisionError: `check_group_size` or `check_token_group` refuses the group.
@@ -152,14 +167,16 @@ def row_bytes(
     else:
         check_group_size(head_dim, bits, group_size)
     # Both are one word for every `group_size` codes; only those of a channel need not come out whole in a token.
-    stored = num_heads * head_dim * bits // 8 + -(-SCALE_WORD_BYTES * num_heads * head_dim // group_size)
+    stored = num_heads * head_dim * bits // 8 + -(
+        -(used_word_bits(bits, word_bits) // 8) * num_heads * head_dim // group_size
+    )
     return -(-stored // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
 
 
-def words_offset(num_heads: int, head_dim: int, bits: int) -> int:
-    """The bytes of a row before its scale words, which lie at a multiple of 4 bytes at 3 bits."""
-    code_bytes = num_heads * head_dim * bits // 8
-    return -(-code_bytes // SCALE_WORD_BYTES) * SCALE_WORD_BYTES if bits == THREE_BITS else code_bytes
+def words_offset(num_heads: int, head_dim: int, bits: int, word_bits: WordBits = WIDE_WORD_BITS) -> int:
+    """The bytes of a row before its scale words, which lie at a multiple of their own bytes at 3 bits."""
+    code_bytes, size = num_heads * head_dim * bits // 8, used_word_bits(bits, word_bits) // 8
+    return -(-code_bytes // size) * size if bits == THREE_BITS else code_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +190,8 @@ class RowShape:
         k_group_size: channels per scale of a token's keys; tokens per scale of a channel if keys are per channel.
         v_group_size: channels per scale of a token's values.
         k_granularity: values are always stored per token.
+        k_word_bits: bits of a scale word of keys.
+        v_word_bits: bits of a scale word of values.
     """
 
     num_kv_heads: int
@@ -181,14 +200,19 @@ class RowShape:
     k_group_size: int
     v_group_size: int
     k_granularity: Granularity = "per_token"
+    k_word_bits: WordBits = WIDE_WORD_BITS
+    v_word_bits: WordBits = WIDE_WORD_BITS
 
     def k_bytes(self, bits: int) -> int:
         """Bytes of one token's keys in one layer."""
-        return row_bytes(self.num_kv_heads, self.head_dim, bits, self.k_group_size, granularity=self.k_granularity)
+        granularity, word_bits = self.k_granularity, self.k_word_bits
+        return row_bytes(
+            self.num_kv_heads, self.head_dim, bits, self.k_group_size, granularity=granularity, word_bits=word_bits
+        )
 
     def v_bytes(self, bits: int) -> int:
         """Bytes of one token's values in one layer."""
-        return row_bytes(self.num_kv_heads, self.v_head_dim, bits, self.v_group_size)
+        return row_bytes(self.num_kv_heads, self.v_head_dim, bits, self.v_group_size, word_bits=self.v_word_bits)
 
     def pair_bytes(self, pair: PrecisionPair) -> int:
         """Bytes of one token in one layer, keys and values."""

@@ -14,8 +14,16 @@ import torch
 from torch import Tensor
 
 from kvtuner.errors import PrecisionError
-from kvtuner.grid_fit import FITTED_BITS, GroupIntegers
-from kvtuner.precision import FP16_MAX, Fit, check_group_size
+from kvtuner.grid_fit import FITTED_BITS, GroupIntegers, quantize_minmax
+from kvtuner.precision import (
+    FP16_MAX,
+    SHORT_WORD_BITS,
+    WIDE_WORD_BITS,
+    Fit,
+    WordBits,
+    check_group_size,
+    used_word_bits,
+)
 from kvtuner.transforms import TRANSFORMS, TransformKind
 
 if TYPE_CHECKING:
@@ -163,14 +171,17 @@ class Quantized:
     Attributes:
         codes: uint8 [..., num_kv_heads, head_dim], one code per channel, not packed.
         scale: fp16 [..., num_kv_heads, num_groups].
-        minimum: fp16 [..., num_kv_heads, num_groups]; NaN marks a group that held NaN or infinity.
+        minimum: fp16 [..., num_kv_heads, num_groups]; NaN marks a group that held NaN or infinity. Float32 where words
+            have 16 bits, which hold a zero point.
         bits: 2, 3, 4 or 8.
+        word_bits: the bits of a scale word; 32 at 8 bits.
     """
 
     codes: Tensor
     scale: Tensor
     minimum: Tensor
     bits: int
+    word_bits: WordBits = WIDE_WORD_BITS
 
     def dequantize(self) -> Tensor:
         """Values in stored space, float32 [..., num_kv_heads, head_dim]."""
@@ -179,23 +190,10 @@ class Quantized:
         return values.flatten(-2)
 
 
-def fp16_down(x: Tensor) -> Tensor:
-    """Largest fp16 at or below float32 `x`; |x| <= 65504."""
-    nearest = x.to(torch.float16)
-    word = nearest.view(torch.int16)
-    # The next fp16 below: one less if positive, one more in magnitude if negative. Never reached from +0.0.
-    step = -1 - 2 * (word >> 15)
-    return (word + (nearest.float() > x) * step).view(torch.float16)
-
-
-def fp16_up(x: Tensor) -> Tensor:
-    """Smallest fp16 at or above float32 `x`; |x| <= 65504."""
-    return -fp16_down(-x)
-
-
 def quantize(
-    x: Tensor, bits: int, group_size: int | None = None, *, symmetric: bool = False, fit: Fit = "minmax"
-) -> Quantized:
+    x: Tensor, bits: int, group_size: int | None = None, *, symmetric: bool = False, fit: Fit = "minmax",
+    word_bits: WordBits = WIDE_WORD_BITS,
+) -> Quantized:  # fmt: skip
     """Quantize per token, head and group of channels.
 
     Min-max grids, asymmetric: `minimum` is rounded down and `scale` up to fp16, so that every value lies inside the
@@ -212,16 +210,18 @@ def quantize(
         group_size: channels per scale; head_dim by default.
         symmetric: one grid around zero instead of [minimum, maximum].
         fit: how scale and minimum are chosen.
+        word_bits: the bits of a scale word, whose grids differ; 8-bit codes have 32 whatever is asked.
 
     Raises:
         PrecisionError: `check_group_size` refuses the group size, or `GroupIntegers` to fit such a group.
     """
-    return quantize_widths(x, (bits,), group_size, symmetric=symmetric, fit=fit)[0]
+    return quantize_widths(x, (bits,), group_size, symmetric=symmetric, fit=fit, word_bits=word_bits)[0]
 
 
 def quantize_widths(
-    x: Tensor, widths: Sequence[int], group_size: int | None = None, *, symmetric: bool = False, fit: Fit = "minmax"
-) -> list[Quantized]:
+    x: Tensor, widths: Sequence[int], group_size: int | None = None, *, symmetric: bool = False, fit: Fit = "minmax",
+    word_bits: WordBits = WIDE_WORD_BITS,
+) -> list[Quantized]:  # fmt: skip
     """`quantize` for each of `widths`: the same codes and words, with what widths share computed once."""
     head_dim = x.shape[-1]
     group_size = head_dim if group_size is None else group_size
@@ -237,47 +237,18 @@ def quantize_widths(
     integers = GroupIntegers(groups, low, high, symmetric=symmetric) if fitted_widths else None
     quantized = []
     for bits in widths:
-        codes, scale, minimum = _quantize_minmax(groups, low, high, bits, symmetric=symmetric)
+        used = used_word_bits(bits, word_bits)
+        codes, scale, minimum = quantize_minmax(groups, low, high, bits, symmetric=symmetric, word_bits=used)
         if integers is not None and bits in fitted_widths:
-            fitted = integers.fit(bits)
+            fitted = integers.fit(bits, used)
             codes = torch.where(fitted.usable.unsqueeze(-1), fitted.codes, codes)
             scale = torch.where(fitted.usable, fitted.scale, scale)
             minimum = torch.where(fitted.usable, fitted.minimum, minimum)
         minimum = torch.where(finite, minimum, torch.nan)
-        quantized.append(Quantized(codes.to(torch.uint8).flatten(-2), scale, minimum, bits))
+        if used == SHORT_WORD_BITS:
+            scale = torch.where(finite, scale, torch.nan)
+        quantized.append(Quantized(codes.to(torch.uint8).flatten(-2), scale, minimum, bits, used))
     return quantized
-
-
-def _quantize_minmax(
-    groups: Tensor, low: Tensor, high: Tensor, bits: int, *, symmetric: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, float32, of finite groups [..., num_groups, group_size], with the scale and the minimum of each."""
-    if symmetric:
-        scale = _symmetric_scale(torch.maximum(low.abs(), high.abs()), bits)
-        minimum = (-(2 ** (bits - 1)) * scale.float()).to(torch.float16)
-    else:
-        minimum = fp16_down(low)
-        scale = _covering_scale(high - minimum.float(), 2**bits - 1)
-    step = scale.float()
-    inverse = torch.where(step == 0, 0.0, torch.ones_like(step) / step)
-    codes = (groups - minimum.float().unsqueeze(-1)).mul_(inverse.unsqueeze(-1)).round_().clamp_(0, 2**bits - 1)
-    return codes, scale, minimum
-
-
-def _covering_scale(span: Tensor, levels: int) -> Tensor:
-    """Smallest fp16 scale of which `levels` steps cover `span`."""
-    scale = _divide(span, levels).to(torch.float16)
-    return (scale.view(torch.int16) + (scale.float() * levels < span)).view(torch.float16)
-
-
-def _symmetric_scale(largest: Tensor, bits: int) -> Tensor:
-    half = 2 ** (bits - 1)
-    return fp16_up(_divide(largest, half - 1).clamp(max=FP16_MAX / half))
-
-
-def _divide(x: Tensor, divisor: int) -> Tensor:
-    """IEEE division: by a Python number, CUDA would multiply by the rounded reciprocal."""
-    return x / torch.full_like(x, divisor)
 
 
 def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -305,6 +276,7 @@ class QuantSpec:
         group_size: channels per scale; head_dim by default.
         symmetric: one grid around zero.
         fit: how scale and minimum are chosen.
+        word_bits: the bits of a scale word; 8-bit codes have 32 whatever is asked.
         fp8: ignore all of the above and store e4m3fn (the baseline; `bits` must be 8).
     """
 
@@ -314,6 +286,7 @@ class QuantSpec:
     symmetric: bool = False
     fit: Fit = "minmax"
     fp8: bool = False
+    word_bits: WordBits = WIDE_WORD_BITS
 
     def __post_init__(self) -> None:
         if self.fp8 and self.bits != 8:
@@ -328,4 +301,6 @@ class QuantSpec:
     def quantize(self, x: Tensor) -> Quantized:
         """The codes and words of keys or values in model space, which fp8 has none of."""
         stored = self.transform.apply(x)
-        return quantize(stored, self.bits, self.group_size, symmetric=self.symmetric, fit=self.fit)
+        return quantize(
+            stored, self.bits, self.group_size, symmetric=self.symmetric, fit=self.fit, word_bits=self.word_bits
+        )

@@ -6,8 +6,18 @@ import torch
 from torch import Tensor
 
 from kvtuner.errors import PrecisionError
-from kvtuner.precision import THREE_BITS, num_slots, row_bytes, words_offset
+from kvtuner.precision import (
+    SHORT_WORD_BITS,
+    THREE_BITS,
+    WIDE_WORD_BITS,
+    WordBits,
+    num_slots,
+    row_bytes,
+    used_word_bits,
+    words_offset,
+)
 from kvtuner.quant import Quantized
+from kvtuner.zero_points import from_words, to_words
 
 
 def pack_rows(quantized: Quantized) -> Tensor:
@@ -16,13 +26,13 @@ def pack_rows(quantized: Quantized) -> Tensor:
     Per head there are ``head_dim / slots`` little-endian units of 16 bits (at 3 bits: 24) with ``slots`` codes; slot j
     of unit u holds channel ``j * (head_dim / slots) + u`` in bits ``[j * bits, (j + 1) * bits)``. At 3 bits the first
     two bytes of all heads' units come first, then the third bytes, for every head those of units 0, U / 2, 1, U / 2 + 1
-    and so on, then zeros up to a multiple of 4. A scale word is little-endian uint32: fp16 scale | fp16 minimum << 16,
-    one per (head, group).
+    and so on, then zeros up to a multiple of the word's bytes. A scale word, one per (head, group), is little-endian
+    uint32: fp16 scale | fp16 minimum << 16; or uint16: zero point | scale << 5, as `zero_points` has them.
 
     Returns:
         uint8 [..., row_bytes].
     """
-    bits, slots = quantized.bits, num_slots(quantized.bits)
+    bits, slots, word_bits = quantized.bits, num_slots(quantized.bits), quantized.word_bits
     num_heads, head_dim = quantized.codes.shape[-2:]
     lead = quantized.codes.shape[:-2]
     sliced = quantized.codes.to(torch.int32).unflatten(-1, (slots, head_dim // slots))
@@ -31,24 +41,30 @@ def pack_rows(quantized: Quantized) -> Tensor:
     parts = [torch.stack((units & 0xFF, units >> 8 & 0xFF), dim=-1).to(torch.uint8).flatten(-3)]
     if bits == THREE_BITS:
         parts.append((units >> 16).to(torch.uint8).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-3))
-    num_code_bytes, first_word = num_heads * head_dim * bits // 8, words_offset(num_heads, head_dim, bits)
+    num_code_bytes, first_word = num_heads * head_dim * bits // 8, words_offset(num_heads, head_dim, bits, word_bits)
     parts.append(units.new_zeros(*lead, first_word - num_code_bytes, dtype=torch.uint8))
-    words = torch.stack((quantized.scale, quantized.minimum), dim=-1).contiguous()
+    if word_bits == SHORT_WORD_BITS:
+        words = to_words(quantized.scale, quantized.minimum, bits).unsqueeze(-1)
+    else:
+        words = torch.stack((quantized.scale, quantized.minimum), dim=-1).contiguous()
     parts.append(words.view(torch.uint8).flatten(-3))
     group_size = head_dim // quantized.scale.shape[-1]
-    padding = row_bytes(num_heads, head_dim, bits, group_size) - first_word - parts[-1].shape[-1]
+    padding = row_bytes(num_heads, head_dim, bits, group_size, word_bits=word_bits) - first_word - parts[-1].shape[-1]
     parts.append(units.new_zeros(*lead, padding, dtype=torch.uint8))
     return torch.cat(parts, dim=-1)
 
 
-def unpack_rows(rows: Tensor, bits: int, num_heads: int, head_dim: int, group_size: int | None = None) -> Quantized:
+def unpack_rows(
+    rows: Tensor, bits: int, num_heads: int, head_dim: int, group_size: int | None = None,
+    *, word_bits: WordBits = WIDE_WORD_BITS,
+) -> Quantized:  # fmt: skip
     """Read rows that `pack_rows` wrote, uint8 [..., row_bytes]; `group_size` is head_dim by default.
 
     Raises:
         PrecisionError: A row of another length, or what `check_group_size` refuses.
     """
     group_size = head_dim if group_size is None else group_size
-    expected = row_bytes(num_heads, head_dim, bits, group_size)
+    expected = row_bytes(num_heads, head_dim, bits, group_size, word_bits=word_bits)
     if rows.shape[-1] != expected or rows.dtype != torch.uint8:
         raise PrecisionError(f"a row is uint8 [..., {expected}], not {rows.dtype} [..., {rows.shape[-1]}]")
     lead, slots = rows.shape[:-1], num_slots(bits)
@@ -60,7 +76,11 @@ def unpack_rows(rows: Tensor, bits: int, num_heads: int, head_dim: int, group_si
         units |= thirds.reshape(*lead, num_heads, head_dim // slots // 2, 2).transpose(-1, -2).flatten(-2) << 16
     shifts = torch.arange(slots, dtype=torch.int32, device=rows.device) * bits
     codes = (units.unsqueeze(-2) >> shifts.unsqueeze(-1)) & (2**bits - 1)
-    first_word, num_groups = words_offset(num_heads, head_dim, bits), head_dim // group_size
-    words = rows[..., first_word : first_word + 4 * num_heads * num_groups].contiguous().view(torch.float16)
-    words = words.reshape(*lead, num_heads, num_groups, 2)
-    return Quantized(codes.to(torch.uint8).flatten(-2), words[..., 0], words[..., 1], bits)
+    num_groups, used = head_dim // group_size, used_word_bits(bits, word_bits)
+    first_word = words_offset(num_heads, head_dim, bits, word_bits)
+    words = rows[..., first_word : first_word + used // 8 * num_heads * num_groups].contiguous()
+    if used == SHORT_WORD_BITS:
+        scale, minimum = from_words(words.view(torch.int16).reshape(*lead, num_heads, num_groups), bits)
+        return Quantized(codes.to(torch.uint8).flatten(-2), scale, minimum, bits, SHORT_WORD_BITS)
+    scale, minimum = words.view(torch.float16).reshape(*lead, num_heads, num_groups, 2).unbind(-1)
+    return Quantized(codes.to(torch.uint8).flatten(-2), scale, minimum, bits)

@@ -45,7 +45,8 @@ class RowFormat:
             return self.num_heads * self.head_dim * dtype.itemsize
         if self.spec.fp8:
             return self.num_heads * self.head_dim
-        return row_bytes(self.num_heads, self.head_dim, self.spec.bits, self.spec.group_size)
+        spec = self.spec
+        return row_bytes(self.num_heads, self.head_dim, spec.bits, spec.group_size, word_bits=spec.word_bits)
 
     def pack(self, states: Tensor) -> Tensor:
         """Rows uint8 [..., tokens, row_bytes] of [..., tokens, num_heads, head_dim]; native ones as they are."""
@@ -71,7 +72,8 @@ class RowFormat:
         if spec.fp8:
             states: Tensor = rows.view(torch.float8_e4m3fn).unflatten(-1, (self.num_heads, self.head_dim))
             return states.to(torch.float32)
-        return unpack_rows(rows, spec.bits, self.num_heads, self.head_dim, spec.group_size).dequantize()
+        heads, channels = self.num_heads, self.head_dim
+        return unpack_rows(rows, spec.bits, heads, channels, spec.group_size, word_bits=spec.word_bits).dequantize()
 
 
 def _pack(spec: QuantSpec, states: Tensor) -> Tensor:

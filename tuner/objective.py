@@ -14,8 +14,8 @@ from kvtuner.journal import Journal
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvtuner.calibration.candidate_pass import QuantizationOptions
     from kvtuner.calibration.forward.simulator import Simulator
+    from kvtuner.calibration.quantization_options import QuantizationOptions
     from kvtuner.calibration.sensitivity import SensitivityTable
     from kvtuner.run_folder import RunFolder
     from kvtuner.search_spaces.space import LayerChoice

@@ -15,7 +15,7 @@ import torch
 from gpu_parts import baselines
 from gpu_parts.machine import Machine
 from gpu_parts.pools import ALL_TRANSFORMS, TINY, HeadShape, empty_layer, keys_and_values, states
-from kvtuner.precision import ALL_BITS, PACKED_BITS, SCALE_WORD_BYTES, Fit, PrecisionPair, words_offset
+from kvtuner.precision import ALL_BITS, PACKED_BITS, WIDE_WORD_BITS, Fit, PrecisionPair, words_offset
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
@@ -230,7 +230,7 @@ def _miswritten(side: PackedRows, slots: Tensor, x: Tensor) -> float:
     written, expected = side.rows[slots].flatten(1), row.pack(x.cpu()).flatten(1)
     if row.spec is not None:  # the padding behind codes and scales is nobody's
         num_words = row.num_heads * row.head_dim // (row.spec.group_size or row.head_dim)
-        used = words_offset(row.num_heads, row.head_dim, row.bits) + SCALE_WORD_BYTES * num_words
+        used = words_offset(row.num_heads, row.head_dim, row.bits) + WIDE_WORD_BITS // 8 * num_words
         written, expected = written[:, :used], expected[:, :used]
     return _share_that_differs(written, expected)
 

@@ -14,7 +14,7 @@ from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantizatio
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import NATIVE_BITS, THREE_BITS, Granularity, PrecisionPair, Side
+from kvtuner.precision import NATIVE_BITS, SHORT_WORD_BITS, THREE_BITS, Granularity, PrecisionPair, Side, used_word_bits
 
 NATIVE: Final = PrecisionPair(NATIVE_BITS, NATIVE_BITS)
 _OWN_MODEL: Final = "give the file's own model"
@@ -59,6 +59,9 @@ class Storage:
             yield LostFeature(packed[0], f"{noun} are in groups of {defaults.group_size}, not {group_size}")
         if defaults.grid_fit == "least_squares":
             yield LostFeature(packed[0], f"{noun} are fitted by least squares")
+        short = [layer for layer in packed if used_word_bits(bits[layer], defaults.grid_word_bits) == SHORT_WORD_BITS]
+        if short:
+            yield LostFeature(short[0], f"{noun} have scale words of 16 bits")
         if defaults.symmetric != self.symmetric:
             yield LostFeature(packed[0], f"{noun} are {'symmetric' if defaults.symmetric else 'asymmetric'}")
         names = ((layer, profile.transform_name(layer, side)) for layer in packed)

@@ -32,12 +32,14 @@ from kvtuner.precision import (
     LAYOUT_ID,
     NATIVE_BITS,
     NO_WINDOW,
+    WIDE_WORD_BITS,
     ConstantsPlace,
     ExactWindow,
     Fit,
     Granularity,
     PrecisionPair,
     Side,
+    WordBits,
 )
 from kvtuner.quant import IDENTITY, Transform
 from kvtuner.run_folder import sha256_of, write_atomically
@@ -85,6 +87,8 @@ def build_profile(
     k_granularity: Granularity = "per_token",
     fit: Fit = "minmax",
     window: ExactWindow = NO_WINDOW,
+    k_word_bits: WordBits = WIDE_WORD_BITS,
+    v_word_bits: WordBits = WIDE_WORD_BITS,
 ) -> Profile:
     """Build a profile with its digest and its reached budget.
 
@@ -92,8 +96,8 @@ def build_profile(
     of tokens per scale of a channel. Symmetric grids lie around zero. Without a quality nothing was measured, without a
     provenance no search chose.
     Layers are those that own a cache, in their order. A profile is of version 1, which older readers take too, where
-    layers are all full and alike, with one group size, min-max grids, no 3 bits and no window. Its constants stand in
-    its own file; `place_constants` moves them.
+    layers are all full and alike, with one group size, min-max grids, words of 32 bits, no 3 bits and no window. Its
+    constants stand in its own file; `place_constants` moves them.
 
     A `ProfileError` names the layer whose choice a profile cannot hold; bits or a group size that rows cannot hold are
     a `PrecisionError`.
@@ -107,9 +111,9 @@ def build_profile(
     widths = (bits for layer in layers for bits in (layer.k_bits, layer.v_bits) if bits is not None)
     groups = {(layer.k_group_size or k_group_size, layer.v_group_size or v_group_size) for layer in layers}
     differ = geometry_record.is_by_layer or groups != {(k_group_size, v_group_size)}
-    version = FIT_VERSION if differ else first_version(widths, fit, window)
+    version = FIT_VERSION if differ else first_version(widths, fit, window, (k_word_bits, v_word_bits))
     grid = {"symmetric": symmetric} if version < FIT_VERSION else {"symmetric": symmetric, "fit": fit}
-    fields = {"k": {**keys, **grid}, "v": {**values, **grid}}
+    fields = {"k": {**keys, **grid, **_words(k_word_bits)}, "v": {**values, **grid, **_words(v_word_bits)}}
     defaults = validated(Defaults, fields, place="defaults")
     records = tuple(_layer_record(number, layer, defaults) for number, layer in zip(owners, layers, strict=True))
     figures = LayerSizes.of(geometry_record, defaults, records).reached_figures()
@@ -140,6 +144,8 @@ def uniform_profile(
     k_granularity: Granularity = "per_token",
     fit: Fit = "minmax",
     window: ExactWindow = NO_WINDOW,
+    k_word_bits: WordBits = WIDE_WORD_BITS,
+    v_word_bits: WordBits = WIDE_WORD_BITS,
 ) -> Profile:
     """Build a profile with the same widths in every layer, without transforms and measurements.
 
@@ -154,9 +160,15 @@ def uniform_profile(
         k_granularity=k_granularity,
         fit=fit,
         window=window,
+        k_word_bits=k_word_bits,
+        v_word_bits=v_word_bits,
         model=model,
         budget=AskedBudget(str(pair)),
     )
+
+
+def _words(word_bits: WordBits) -> dict[str, int]:
+    return {} if word_bits == WIDE_WORD_BITS else {"word_bits": word_bits}
 
 
 def _unsearched() -> Provenance:

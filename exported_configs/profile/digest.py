@@ -11,7 +11,7 @@ from kvtuner.exported_configs.profile.layer_storage import (
     SideRecord,
     resolve_transform,
 )
-from kvtuner.precision import NATIVE_BITS, NO_WINDOW, ExactWindow
+from kvtuner.precision import NATIVE_BITS, NO_WINDOW, WIDE_WORD_BITS, ExactWindow
 
 
 def hashed_content(
@@ -25,7 +25,8 @@ def hashed_content(
     """The content that the digest hashes, with every default written out.
 
     A 16-bit side is ``{"bits":16}`` alone, since it has no group, grid or transform. Counts of the exact window that
-    are 0 are left out. There are no floats. Constants in a side file are covered by its hash alone.
+    are 0, and words of 32 bits, are left out. There are no floats. Constants in a side file are covered by its hash
+    alone.
     """
     names = {"mu", "lambda"} if constants_sha256 else set[str]()
     expanded = [
@@ -47,4 +48,7 @@ def _expand_side(record: SideRecord, defaults: SideDefaults, elsewhere: set[str]
         return {"bits": NATIVE_BITS}
     transform = resolve_transform(record, defaults)
     own = {name: value for name, value in record.model_dump(by_alias=True).items() if name not in elsewhere}
-    return {**defaults.model_dump(), **own, "transform": transform}
+    shared = defaults.model_dump()
+    if defaults.grid_word_bits == WIDE_WORD_BITS:
+        shared.pop("word_bits", None)
+    return {**shared, **own, "transform": transform}

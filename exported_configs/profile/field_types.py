@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_serializer
 from pydantic import SerializerFunctionWrapHandler as Handler
 
-from kvtuner.precision import ALL_BITS
+from kvtuner.precision import ALL_BITS, WORD_BITS
 
 MAX_COUNT: Final = 1024
 """Cap on layers, heads and channels, so that no profile can ask for memory that no model needs."""
@@ -32,6 +32,12 @@ def _check_printable(text: str) -> str:
     return text
 
 
+def _check_word_bits(bits: int) -> int:
+    if bits not in WORD_BITS:
+        raise ValueError(f"must be 16 or 32, not {bits}")
+    return bits
+
+
 def _check_name(name: str) -> str:
     if name.startswith(("/", "~", ".")) or "\\" in name or "/../" in name or name.endswith("/.."):
         raise ValueError(f"must be a name, not a path of one machine like {name[:60]!a}; give its last component")
@@ -46,6 +52,9 @@ def _check_hub_id(name: str) -> str:
 
 # An integer Literal would take 4.0 and True for 4 and 1: pydantic compares literals by equality.
 Bits = Annotated[int, AfterValidator(_check_bits), WithJsonSchema({"type": "integer", "enum": list(ALL_BITS)})]
+WordSize = Annotated[
+    int, AfterValidator(_check_word_bits), WithJsonSchema({"type": "integer", "enum": sorted(WORD_BITS)})
+]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 LayerId = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
 Figure = Annotated[float, Field(allow_inf_nan=False, ge=-1e30, le=1e30), AfterValidator(round_figure)]

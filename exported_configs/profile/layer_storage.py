@@ -8,10 +8,21 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from kvtuner.exported_configs.profile.field_types import MAX_COUNT, Bits, Count, LayerId, StrictModel
+from kvtuner.exported_configs.profile.field_types import MAX_COUNT, Bits, Count, LayerId, StrictModel, WordSize
 from kvtuner.geometry import ModelGeometry
 from kvtuner.layer_geometry import LayerGeometry
-from kvtuner.precision import NATIVE_BITS, TOKEN_GROUPS, Fit, Granularity, PrecisionPair, RowShape, Side
+from kvtuner.precision import (
+    NATIVE_BITS,
+    SHORT_WORD_BITS,
+    TOKEN_GROUPS,
+    WIDE_WORD_BITS,
+    Fit,
+    Granularity,
+    PrecisionPair,
+    RowShape,
+    Side,
+    WordBits,
+)
 from kvtuner.transforms import transform_names
 
 _MAX_BASE64_CHARS: Final = 4 * -(-2 * MAX_COUNT * MAX_COUNT // 3)
@@ -67,14 +78,25 @@ def encode_fp16(matrix: torch.Tensor) -> dict[str, Any]:
 
 
 class _GridDefaults(StrictModel):
-    """The setting that keys and values have alike: the fit of grids, which version 1 does not name."""
+    """The settings that keys and values have alike and version 1 does not name: how grids are fitted and written.
+
+    Attributes:
+        fit: The fit of grids.
+        word_bits: The bits of a scale word; None is 32. Codes of 8 bits have 32 in any case.
+    """
 
     fit: Fit | None = None
+    word_bits: WordSize | None = None
 
     @property
     def grid_fit(self) -> Fit:
         """The fit of grids in any version."""
         return self.fit or "minmax"
+
+    @property
+    def grid_word_bits(self) -> WordBits:
+        """The bits of a scale word in any version."""
+        return SHORT_WORD_BITS if self.word_bits == SHORT_WORD_BITS else WIDE_WORD_BITS
 
 
 class KeyDefaults(_GridDefaults):
@@ -103,6 +125,8 @@ class KeyDefaults(_GridDefaults):
             raise ValueError(f"per_channel keys have transform 'none', not {self.transform!r}; use per_token with it")
         if self.grid_fit == "least_squares":
             raise ValueError("per_channel keys have fit 'minmax', not 'least_squares'; use per_token with it")
+        if self.grid_word_bits != WIDE_WORD_BITS:
+            raise ValueError("per_channel keys have scale words of 32 bits, not 16; use per_token with it")
         return self
 
 
@@ -123,7 +147,13 @@ class Defaults(StrictModel):
 
     def row_shape(self, geometry: ModelGeometry, tp_size: int = 1) -> RowShape:
         """The shape of the rows of one of `tp_size` ranks; `GeometryError` where heads cannot be split among them."""
-        shape = geometry.row_shape(tp_size=tp_size, k_group_size=self.k.group_size, v_group_size=self.v.group_size)
+        shape = geometry.row_shape(
+            tp_size=tp_size,
+            k_group_size=self.k.group_size,
+            v_group_size=self.v.group_size,
+            k_word_bits=self.k.grid_word_bits,
+            v_word_bits=self.v.grid_word_bits,
+        )
         return replace(shape, k_granularity=self.k.granularity)
 
     def layer_shape(self, geometry: LayerGeometry, layer: "LayerRecord", tp_size: int = 1) -> RowShape:
@@ -132,7 +162,8 @@ class Defaults(StrictModel):
             group_size_of(layer.k, self.k),
             self.v.group_size if layer.v is None else group_size_of(layer.v, self.v),
         )
-        return geometry.row_shape(*groups, self.k.granularity, tp_size)
+        shape = geometry.row_shape(*groups, self.k.granularity, tp_size)
+        return replace(shape, k_word_bits=self.k.grid_word_bits, v_word_bits=self.v.grid_word_bits)
 
 
 class KeyRecord(StrictModel):

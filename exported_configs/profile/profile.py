@@ -32,12 +32,14 @@ from kvtuner.precision import (
     MAX_SINKS,
     NATIVE_BITS,
     NO_WINDOW,
+    SHORT_WORD_BITS,
     THREE_BITS,
     ExactWindow,
     Fit,
     PrecisionPair,
     RowShape,
     Side,
+    WordBits,
 )
 from kvtuner.quant import QuantSpec, Transform
 from kvtuner.run_folder import sha256_of
@@ -46,7 +48,7 @@ from kvtuner.transforms import TransformKind
 SCHEMA_VERSIONS: Final = (1, 2)
 """The versions that are read; a profile is written in the first that can hold it."""
 FIT_VERSION: Final = 2
-"""The first version that says how grids are fitted, and the first with 3 bits or an exact window."""
+"""The first version that says how grids are fitted, and the first with 3 bits, short scale words or an exact window."""
 MIN_LAMBDA: Final = 1 / 64
 MAX_LAMBDA: Final = 64.0
 
@@ -184,7 +186,8 @@ class Profile(StrictModel):
         arrays = (record.mu, record.lam) if isinstance(record, KeyRecord) else (None, None)
         mu, lam = (None if array is None else array.decode() for array in arrays)
         transform = Transform(kind, mu, lam)
-        return QuantSpec(record.bits, transform, group_size_of(record, defaults), defaults.symmetric, defaults.grid_fit)
+        group_size, fit, word_bits = group_size_of(record, defaults), defaults.grid_fit, defaults.grid_word_bits
+        return QuantSpec(record.bits, transform, group_size, defaults.symmetric, fit, word_bits=word_bits)
 
     def to_geometry(self) -> ModelGeometry:
         """The geometry of all layers; where not all are full and alike, a `ProfileError` names the first other one."""
@@ -214,9 +217,12 @@ class Profile(StrictModel):
         return (entry.k, self.defaults.k) if side == "k" else (entry.v, self.defaults.v)
 
 
-def first_version(widths: Iterable[int], fit: Fit = "minmax", window: ExactWindow = NO_WINDOW) -> int:
-    """The first version that can hold sides of such widths, with such grids and such a window."""
-    return 1 if fit == "minmax" and window == NO_WINDOW and THREE_BITS not in widths else FIT_VERSION
+def first_version(
+    widths: Iterable[int], fit: Fit = "minmax", window: ExactWindow = NO_WINDOW, word_bits: Iterable[WordBits] = ()
+) -> int:
+    """The first version that can hold sides of such widths, with such grids, scale words and such a window."""
+    is_first = fit == "minmax" and window == NO_WINDOW and THREE_BITS not in widths
+    return 1 if is_first and SHORT_WORD_BITS not in word_bits else FIT_VERSION
 
 
 def _check_version(profile: Profile) -> None:
@@ -226,6 +232,10 @@ def _check_version(profile: Profile) -> None:
     if profile.schema_version < FIT_VERSION:
         _check_first_version(profile)
     for side, defaults in (("k", profile.defaults.k), ("v", profile.defaults.v)):
+        if defaults.word_bits is not None and profile.schema_version < FIT_VERSION:
+            raise ProfileError(
+                f"defaults.{side}.word_bits: schema_version {profile.schema_version} has none; export the profile again"
+            )
         if (defaults.fit is not None) != (profile.schema_version >= FIT_VERSION):
             rule = "has none" if profile.schema_version < FIT_VERSION else "needs it"
             raise ProfileError(

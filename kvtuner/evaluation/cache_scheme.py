@@ -13,7 +13,16 @@ from transformers import DynamicCache
 from kvtuner.calibration.forward.simulator import LayerSpec
 from kvtuner.errors import OptionError
 from kvtuner.exported_configs.profile.build import write_profile
-from kvtuner.precision import NATIVE_BITS, SIDES, PrecisionPair, RowShape, bytes_per_token, mean_bits
+from kvtuner.precision import (
+    NATIVE_BITS,
+    SIDES,
+    WIDE_WORD_BITS,
+    PrecisionPair,
+    RowShape,
+    WordBits,
+    bytes_per_token,
+    mean_bits,
+)
 from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader.model_check import check_model
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
@@ -238,11 +247,19 @@ class RankLayout:
         *,
         k_group_size: int | None = None,
         v_group_size: int | None = None,
+        k_word_bits: WordBits = WIDE_WORD_BITS,
+        v_word_bits: WordBits = WIDE_WORD_BITS,
         tp_size: int = 1,
         pp_size: int = 1,
     ) -> RankLayout:
         """The ranks that a budget is kept on; `GeometryError` for ranks that the model cannot be split over."""
-        shape = geometry.row_shape(tp_size=tp_size, k_group_size=k_group_size, v_group_size=v_group_size)
+        shape = geometry.row_shape(
+            tp_size=tp_size,
+            k_group_size=k_group_size,
+            v_group_size=v_group_size,
+            k_word_bits=k_word_bits,
+            v_word_bits=v_word_bits,
+        )
         return cls(shape, tuple(geometry.layers_of_stage(rank, pp_size) for rank in range(pp_size)))
 
     def bytes_per_token(self, pairs: Sequence[PrecisionPair]) -> int:

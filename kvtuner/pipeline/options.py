@@ -11,7 +11,17 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from kvtuner.errors import BudgetError, OptionError, SearchSpaceError
-from kvtuner.precision import CONSTANTS_PLACES, FITS, MAX_RESIDUAL_LENGTH, MAX_SINKS, ConstantsPlace, ExactWindow, Fit
+from kvtuner.precision import (
+    CONSTANTS_PLACES,
+    FITS,
+    MAX_RESIDUAL_LENGTH,
+    MAX_SINKS,
+    WORD_CHOICES,
+    ConstantsPlace,
+    ExactWindow,
+    Fit,
+    WordChoice,
+)
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 
 if TYPE_CHECKING:
@@ -156,6 +166,9 @@ class MeasurementOptions:
     )
     symmetric: bool = option(False, "one grid around zero instead of minimum and scale")
     fit: Fit = option("minmax", "fit of every grid: to the range, or by least squares", choices=FITS)
+    word_bits: WordChoice = option(
+        "32", "bits of a scale word; auto: 16 of a side whose rows that makes shorter", choices=WORD_CHOICES
+    )
     residual_length: int = option(
         0,
         "last tokens of a request that are kept exactly too, beside their rows",

@@ -180,6 +180,7 @@ def _settings(profile: Profile) -> dict[str, Any]:
             ("group_size", shared.group_size),
             ("symmetric", shared.symmetric),
             ("fit", shared.grid_fit),
+            ("word_bits", shared.grid_word_bits),
         )
     }
     return {**settings, "residual_length": profile.window.residual_length, "sinks": profile.window.sinks}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
 from kvtuner.layer_ranges import write_layers
-from kvtuner.precision import tokens_per_gib
+from kvtuner.precision import SHORT_WORD_BITS, tokens_per_gib
 from kvtuner.report.evaluation_report import evaluation_part
 from kvtuner.report.formatting import (
     count,
@@ -131,7 +131,8 @@ def _grid_text(defaults: KeyDefaults | ValueDefaults) -> str:
     unit = "tokens per scale of a channel" if defaults.granularity == "per_channel" else "channels per scale"
     text = f"{defaults.granularity.replace('_', ' ')}, {defaults.group_size} {unit}"
     fitted = ", fitted by least squares" if defaults.grid_fit == "least_squares" else ""
-    return text + ", symmetric" * defaults.symmetric + fitted
+    words = ", scale words of 16 bits" if defaults.grid_word_bits == SHORT_WORD_BITS else ""
+    return text + ", symmetric" * defaults.symmetric + fitted + words
 
 
 def _window_facts(profile: Profile) -> list[tuple[str, str]]:

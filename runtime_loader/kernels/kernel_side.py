@@ -10,7 +10,7 @@ import triton
 
 from kvtuner.errors import PrecisionError
 from kvtuner.grid_fit import FITTED_BITS
-from kvtuner.precision import num_slots
+from kvtuner.precision import SHORT_WORD_BITS, num_slots, used_word_bits
 from kvtuner.quant import IDENTITY
 from kvtuner.runtime_loader.kernels.transform_steps import KERNEL_STEPS
 
@@ -57,6 +57,8 @@ class KernelSide:
     def of(cls, stored: PackedRows) -> KernelSide:
         """Prepare a pool's rows."""
         row_format, spec = stored.format, stored.format.spec
+        if spec is not None and used_word_bits(spec.bits, spec.word_bits) == SHORT_WORD_BITS:
+            raise PrecisionError("the kernels have no scale words of 16 bits; serve it by KVTUNER_ATTENTION=torch")
         transform = IDENTITY if spec is None else spec.transform
         for step in transform.kind.steps:
             if step not in KERNEL_STEPS:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from kvtuner.calibration import candidate_pass as measure_module
 from kvtuner.calibration import row_sample
-from kvtuner.calibration.candidate_pass import CandidateMeasurement, QuantizationOptions
+from kvtuner.calibration.candidate_pass import CandidateMeasurement
 from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend
 from kvtuner.calibration.isolated_kl import measure_isolated
+from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.row_sample import RowSample
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.calibration.transform_statistics import measure_constants

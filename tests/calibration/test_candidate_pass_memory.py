@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtuner.calibration import candidate_pass
-from kvtuner.calibration.candidate_pass import CandidateMeasurement, QuantizationOptions
+from kvtuner.calibration.candidate_pass import CandidateMeasurement
 from kvtuner.calibration.forward.read_plan import ReadPlan
+from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.transform_statistics import measure_constants
 
 if TYPE_CHECKING:

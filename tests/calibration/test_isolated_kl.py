@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from kvtuner.calibration import isolated_kl as isolated
-from kvtuner.calibration.candidate_pass import QuantizationOptions
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
 from kvtuner.calibration.isolated_kl import JOURNAL, isolated_candidates, measure_isolated, spec_of
+from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import NonFiniteActivationError

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from kvtuner.calibration import workbench as calibrate_module
-from kvtuner.calibration.candidate_pass import CandidateMeasurement, QuantizationOptions
+from kvtuner.calibration.candidate_pass import CandidateMeasurement
 from kvtuner.calibration.corpus import MIN_SEQUENCE_LENGTH, Corpus, CorpusSource, load_corpus
 from kvtuner.calibration.isolated_kl import JOURNAL
 from kvtuner.calibration.model_loading import ModelSource, load_model
+from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.sensitivity import TABLE_FILE, SensitivityTable, missing_candidates
 from kvtuner.calibration.workbench import IDENTITY_FILE, CalibrationOptions, Workbench, measure_table
 from kvtuner.errors import CorpusError, NonFiniteActivationError, RunFolderError

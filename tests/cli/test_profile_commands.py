@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvtuner.exported_configs.profile.load import load_profile
+
 if TYPE_CHECKING:
-    from fixture_types import ModelFolder, RunCommand
+    from fixture_types import ModelFolder, RunCommand, Search
 
 pytestmark = pytest.mark.slow
 
@@ -187,3 +189,23 @@ def test_closed_output_is_no_failure(closed: str, finished: Path) -> None:
         ["sh", "-c", f'exec "$0" -m kvtuner show "$1" {closed}', sys.executable, str(finished)], capture_output=True
     )
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_short_words_stand_in_the_profile_and_the_rows_are_shorter(search: Search, tmp_path: Path) -> None:
+    flags = ("--layers", "0-2:K4V2", "--fit", "least_squares", "--k-group-size", "8", "--v-group-size", "8")
+    wide = search(tmp_path / "wide", *flags, trials=None)
+    short = search(tmp_path / "short", *flags, "--word-bits", "16", trials=None)
+    auto = search(tmp_path / "auto", *flags, "--word-bits", "auto", trials=None)
+    profiles = [load_profile(result["profile"]) for result in (wide, short, auto)]
+    assert [profile.schema_version for profile in profiles] == [2, 2, 2]
+    assert profiles[0].defaults.k.word_bits is profiles[0].defaults.v.word_bits is None
+    assert profiles[1].defaults.k.word_bits == profiles[1].defaults.v.word_bits == 16
+    assert profiles[1].digest == profiles[2].digest != profiles[0].digest
+    assert short["budget"]["bytes_per_token"] == profiles[1].bytes_per_token() < profiles[0].bytes_per_token()
+
+
+def test_words_that_padding_takes_back_stay_long(search: Search, tmp_path: Path) -> None:
+    result = search(tmp_path / "run", "--layers", "0-2:K4V2", "--word-bits", "auto", trials=None)
+    profile = load_profile(result["profile"])
+    longer = [defaults.word_bits is None for defaults in (profile.defaults.k, profile.defaults.v)]
+    assert longer == [True, True] and profile.schema_version == 1

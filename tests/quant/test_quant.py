@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvtuner.errors import PrecisionError
+from kvtuner.grid_fit import fp16_down, fp16_up
 from kvtuner.precision import PACKED_BITS
-from kvtuner.quant import Quantized, QuantSpec, Transform, TransformKind, fp16_down, fp16_up, quantize
+from kvtuner.quant import Quantized, QuantSpec, Transform, TransformKind, quantize
 
 F32 = np.float32
 

@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from hostile_groups import hostile_groups, squared_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from kvtuner.errors import PrecisionError
 from kvtuner.grid_fit import FITTED_BITS, MAX_GAIN, MAX_OFFSET, MIN_SCALE, NUM_REFITS, START_SHARE
 from kvtuner.precision import PACKED_BITS
-from kvtuner.quant import Quantized, quantize, quantize_widths
+from kvtuner.quant import quantize, quantize_widths
 
 WIDTHS = FITTED_BITS
 GROUP_SIZES = (16, 64, 80, 96, 128)
@@ -59,38 +60,6 @@ def oracle(group: Tensor, bits: int, *, symmetric: bool) -> tuple[list[int], flo
     if scale < MIN_SCALE or abs(minimum) > f32(scale) * f32(MAX_OFFSET):
         return None
     return codes, float(scale), float(np.float16(minimum))
-
-
-def hostile_groups(size: int, seed: int = 0) -> Tensor:
-    """Groups [groups, 1, size] of every kind that a model may give."""
-    generator = torch.Generator().manual_seed(seed)
-    normal = torch.randn(24, size, generator=generator)
-    heavy = normal[:4] / torch.rand(4, size, generator=generator).clamp_min(1e-3)
-    kinds = [
-        normal,
-        heavy,
-        normal[:4] * 1e-3,
-        normal[:4] * 1e-4,  # scales about the smallest normal fp16
-        normal[:4] * 1e-7,
-        normal[:4] * 1e-41,
-        normal[:4] * 1e4,
-        normal[:2] * 1e9,
-        normal[:4] + 30,
-        normal[:4] + 300,
-        normal[:4] - 3000,
-        normal[:4].bfloat16().float(),
-        torch.full((1, size), 3.0),
-        torch.zeros(1, size),
-        torch.cat((normal[:4, :-1], torch.full((4, 1), 50.0)), dim=1),
-        normal[:4] * 0.05 + (torch.rand(4, size, generator=generator) < 0.3) * 5,
-        torch.tensor([[-65504.0, 65504.0] * (size // 2), [0.0, 1.0] * (size // 2)]),
-        torch.arange(size).float().unsqueeze(0) / 7,
-    ]
-    return torch.cat(kinds).unsqueeze(1)
-
-
-def squared_error(x: Tensor, quantized: Quantized) -> float:
-    return float((quantized.dequantize().double() - x.double()).square().mean())
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

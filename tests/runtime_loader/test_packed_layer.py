@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvtuner.errors import CacheError, ProfileError
-from kvtuner.precision import PACKED_BITS, row_bytes
+from kvtuner.precision import PACKED_BITS, WordBits, row_bytes
 from kvtuner.quant import QuantSpec, Transform, quantize
 from kvtuner.row_packing import pack_rows
 from kvtuner.runtime_loader import row_format
@@ -28,16 +28,17 @@ def stored(spec: QuantSpec | None, heads: int = 3, head_dim: int = 64) -> Packed
 
 @pytest.mark.parametrize("bits", PACKED_BITS)
 @pytest.mark.parametrize(("head_dim", "group_size"), [(64, 32), (64, 64), (80, 40), (80, 80), (128, 64)])
-@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("symmetric", "word_bits"), [(False, 32), (True, 32), (False, 16)])
 def test_chunks_become_the_rows_that_quant_packs_of_the_whole(
-    bits: int, head_dim: int, group_size: int, symmetric: bool
+    bits: int, head_dim: int, group_size: int, symmetric: bool, word_bits: WordBits
 ) -> None:
-    side = stored(QuantSpec(bits, HADAMARD, group_size, symmetric), head_dim=head_dim)
+    side = stored(QuantSpec(bits, HADAMARD, group_size, symmetric, word_bits=word_bits), head_dim=head_dim)
     whole = states(2, 3, 37, head_dim)
     for chunk in whole.split([1, 5, 30, 1], dim=2):
         side.extend(chunk, fresh_is_exact=False)
-    expected = pack_rows(quantize(HADAMARD.apply(whole.transpose(1, 2)), bits, group_size, symmetric=symmetric))
-    assert expected.shape == (2, 37, row_bytes(3, head_dim, bits, group_size))
+    rotated = HADAMARD.apply(whole.transpose(1, 2))
+    expected = pack_rows(quantize(rotated, bits, group_size, symmetric=symmetric, word_bits=word_bits))
+    assert expected.shape == (2, 37, row_bytes(3, head_dim, bits, group_size, word_bits=word_bits))
     assert torch.equal(side.buffer.rows, expected)
 
 

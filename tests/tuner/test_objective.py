@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
-from kvtuner.calibration.candidate_pass import QuantizationOptions
+from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import PrecisionPair
 from kvtuner.run_folder import RunFolder

@@ -64,6 +64,8 @@ def make_profile(comparison: BaselineComparison, quality: Sequence[OffsetQuality
         symmetric=quant.symmetric,
         fit=quant.fit,
         window=quant.window,
+        k_word_bits=quant.k_word_bits,
+        v_word_bits=quant.v_word_bits,
         model=run.shape.identity(loaded.source, loaded.dtype_name, loaded.tokenizer),
         budget=AskedBudget(outcome.asked, run.options.tp_size, run.options.pp_size),
         quality=_quality(comparison, quality[0].baselines),

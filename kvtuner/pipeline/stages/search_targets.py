@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvtuner.errors import BudgetError, RunFolderError
 from kvtuner.exported_configs.profile.field_types import MAX_TEXT
 from kvtuner.layer_ranges import write_ranges
-from kvtuner.pipeline.stages.search_run import check_measured, kept_pairs, serving_ranks
+from kvtuner.pipeline.stages.search_run import check_measured, kept_pairs, serving_ranks, word_bits
 from kvtuner.run_folder import RunFolder, refuse_difference, sha256_of
 from kvtuner.search_spaces.budget import SMALLEST_PAIR, Budget, Constraint
 from kvtuner.search_spaces.layer_notation import check_layers, parse_ranges
@@ -127,11 +127,14 @@ def _hand_written(options: SearchOptions, layers: str, shape: ModelShape) -> Sea
 
 def _constraint(options: SearchOptions, shape: ModelShape, budget: Budget) -> Constraint:
     geometry, kept = shape.geometry, kept_pairs(options)
+    k_word_bits, v_word_bits = word_bits(options.measurement, shape)
     check_layers(kept, geometry.num_layers)
     constraint = budget.constraint(
         geometry,
         k_group_size=options.measurement.k_group_size,
         v_group_size=options.measurement.v_group_size,
+        k_word_bits=k_word_bits,
+        v_word_bits=v_word_bits,
         tp_size=options.tp_size,
         pp_size=options.pp_size,
         window=options.measurement.window,

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from kvtuner.calibration import isolated_kl
-from kvtuner.calibration.candidate_pass import QuantizationOptions
 from kvtuner.calibration.forward import simulator
 from kvtuner.calibration.forward.continuation import NO_PROMPT, prompt_bytes, run_prompt
 from kvtuner.calibration.forward.read_plan import AttentionCall, ReadPlan, attend
 from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
 from kvtuner.calibration.isolated_kl import measure_isolated
+from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.sensitivity import Candidate
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.quant import QuantSpec

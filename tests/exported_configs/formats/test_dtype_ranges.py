@@ -115,6 +115,7 @@ def test_keys_and_values_of_other_bits_are_refused_even_with_a_loss(take: Callab
             {"fit": "least_squares"},
             [f"from layer 0 on: {noun} are fitted by least squares" for noun in ("keys", "values")],
         ),
+        ({"k_word_bits": 16}, ["from layer 0 on: keys have scale words of 16 bits"]),
         ({"v_group_size": 32}, ["from layer 0 on: values are in groups of 32, not 64"]),
         ({"k_granularity": "per_channel", "k_group_size": 128}, ["from layer 0 on: keys are per channel"]),
     ],

@@ -23,7 +23,8 @@ def reseal(document: Document) -> Document:
 
     def expand(side: Document, defaults: Document) -> Document:
         stated = {name: value for name, value in side.items() if value is not None}
-        shared = {name: value for name, value in defaults.items() if (name, value) != ("fit", None)}
+        unsaid = (("fit", None), ("word_bits", None), ("word_bits", 32))
+        shared = {name: value for name, value in defaults.items() if (name, value) not in unsaid}
         return {"bits": 16} if side["bits"] == 16 else {**shared, **stated}
 
     defaults = document["defaults"]
@@ -64,8 +65,8 @@ def broken(valid: Mapping[str, bytes]) -> Iterator[tuple[str, bool, bytes]]:
     Args:
         valid: The valid files, by name.
     """
-    names = ("example", "transforms", "per-channel", "symmetric", "fitted", "window", "three-bits")
-    base, kinds, channel, plain, fitted, window, three = (json.loads(valid[name]) for name in names)
+    names = ("example", "transforms", "per-channel", "symmetric", "fitted", "window", "three-bits", "short-words")
+    base, kinds, channel, plain, fitted, window, three, short = (json.loads(valid[name]) for name in names)
     without_fit = {side: {**shared, "fit": None} for side, shared in three["defaults"].items()}
     text = valid["example"].decode()
     ones = [1.0] * 16
@@ -92,6 +93,18 @@ def broken(valid: Mapping[str, bytes]) -> Iterator[tuple[str, bool, bytes]]:
         ("three-bits-before-their-version", False, changed({**three, "schema_version": 1}, "defaults", without_fit)),
         ("three-bits-with-a-group-that-cuts-a-slot", True, changed(three, "defaults.k.group_size", 16)),
         ("three-bits-of-a-head-that-is-no-whole-unit", True, changed(three, "geometry.v_head_dim", 72)),
+        ("word-bits-before-their-version", True, changed(base, "defaults.k.word_bits", 16)),
+        ("word-bits-outside-the-set", True, changed(short, "defaults.v.word_bits", 8)),
+        ("word-bits-not-an-integer", True, changed(short, "defaults.k.word_bits", 16.0)),
+        (
+            "word-bits-per-channel",
+            True,
+            changed(
+                {**channel, "schema_version": 2},
+                "defaults",
+                {side: {**grid, "fit": "minmax", "word_bits": 16} for side, grid in channel["defaults"].items()},
+            ),
+        ),
         ("fit-unknown", False, changed(fitted, "defaults.v.fit", "best")),
         (
             "fit-per-channel",

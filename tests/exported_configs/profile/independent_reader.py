@@ -1,7 +1,7 @@
 """Profiles and their rows, read as docs/profiles.md says and by nothing else; knows no kvtuner.
 
-A profile takes forty lines, geometry by layer forty-five more, a side file twenty-five, a row twenty and the hash of a
-checkpoint twelve. Refused, with any exception, is what rows and addresses depend on; the rest of the format is not
+A profile takes forty lines, geometry by layer forty-five more, a side file twenty-five, a row twenty-five and the hash
+of a checkpoint twelve. Refused, with any exception, is what rows and addresses depend on; the rest of the format is not
 looked at.
 """
 
@@ -19,6 +19,7 @@ SIDE = {"bits", "transform", "group_size", "mu", "lambda"}
 KINDS = ("k", 2, STEPS), ("v", 3, STEPS[2:])
 LAYER_KIND = re.compile("(full|latent|none)|(window|shared):(0|[1-9][0-9]{0,9})")
 WINDOW = {"residual_length": 1024, "sinks": 64}
+UNSAID = ("fit", None), ("word_bits", None), ("word_bits", 32)
 CANONICAL = {"sort_keys": True, "separators": (",", ":"), "ensure_ascii": False}
 
 
@@ -37,19 +38,19 @@ def read_side(side, defaults, heads, dim, steps):
     given = {name: value for name, value in side.items() if value is not None}
     if given == {"bits": 16} and type(given["bits"]) is int:
         return {"stored": given, "bits": 16, "transform": "none", "bytes": heads * dim * 2}
-    full = {"mu": None, "lambda": None, **defaults, **given}
-    bits, kind, group = full["bits"], full["transform"], full["group_size"]
+    full = {"mu": None, "lambda": None, "word_bits": 32, **defaults, **given}
+    bits, kind, group, word = (full[name] for name in ("bits", "transform", "group_size", "word_bits"))
     parts = [step for step in steps if step in kind.split("+")]
     assert set(side) <= SIDE and kind == ("+".join(parts) or "none"), "transform"
     assert type(bits) is type(group) is int and bits in (2, 3, 4, 8) and dim * bits % 16 == 0 < group, "whole units"
     is_per_channel, unit = full["granularity"] == "per_channel" and len(steps) == 3, dim // {3: 8}.get(bits, 16 // bits)
     fits = group in (16, 32, 64, 128) and not parts if is_per_channel else dim % group == group % unit == 0
-    assert fits and (is_per_channel or full["granularity"] == "per_token"), "a group that fits"
+    assert fits and full["granularity"] == ("per_channel" if is_per_channel and word == 32 else "per_token"), "group"
     assert [full[name] is not None for name in ("mu", "lambda")] == [step in parts for step in STEPS[:2]], "constants"
     mu, lam = (0 if full[name] is None else constant(full[name], [heads, dim]) for name in ("mu", "lambda"))
     assert np.ndim(lam) == 0 or (lam.min() >= 1 / 64 and lam.max() <= 64), "lambda within 1/64 and 64"
-    size = -(-(heads * dim * bits // 8 - (-4 * heads * dim // group)) // 16) * 16
-    found = {"stored": {**defaults, **given}, "bits": bits, "transform": kind, "bytes": size}
+    size = -(-(heads * dim * bits // 8 - (-(word := 4 if bits == 8 else word // 8) * heads * dim // group)) // 16) * 16
+    found = {"stored": {**defaults, **given}, "bits": bits, "transform": kind, "bytes": size, "word": word}
     return {**found, "group": group, "mu": mu, "lambda": lam, "shape": (heads, dim)}
 
 
@@ -132,9 +133,10 @@ def read(data, side_file=None):
     top = json.loads(data.decode(), object_pairs_hook=once)
     layers, version, extra = top["layers"], top["schema_version"], read_side_file(side_file, top)
     geometry, owners = read_geometry(top["geometry"], version)
-    defaults = {k: {name: x for name, x in top["defaults"][k].items() if (name, x) != ("fit", None)} for k in "kv"}
+    defaults = {k: {name: x for name, x in top["defaults"][k].items() if (name, x) not in UNSAID} for k in "kv"}
     window = {name: top[name] for name in WINDOW if top.get(name)}
     assert all(type(n) is int and 0 < n <= WINDOW[name] for name, n in window.items()) and (version == 2 or not window)
+    assert all(repr(top["defaults"][k].get("word_bits")) in ("None", "16", "32")[: 2 * version - 1] for k in "kv")
     assert type(version) is int and version in (1, 2) and {"fit" in defaults[k] for k in "kv"} == {version == 2}, "fit"
     assert top["layout"] == "halfword-sliced-v1" and [entry["layer"] for entry in layers] == list(owners), "order"
     sides = [read_layer(entry, owners[entry["layer"]], defaults) for entry in layers]
@@ -172,10 +174,18 @@ def read_row(row, side):
     units = np.frombuffer(row, "<u2", heads * dim // 8 if bits == 3 else size // 2).reshape(heads, 1, -1)
     if bits == 3:
         thirds = np.frombuffer(row, "u1", heads * dim // 8, heads * dim // 4).reshape(heads, -1, 2)
-        units, size = units + (thirds.swapaxes(1, 2).reshape(units.shape).astype(int) << 16), size + -size % 4
+        units, size = (
+            units + (thirds.swapaxes(1, 2).reshape(units.shape).astype(int) << 16),
+            size + -size % side["word"],
+        )
     codes = (units >> np.arange(0, 24 if bits == 3 else 16, bits)[:, None] & 2**bits - 1).reshape(heads, dim)
-    words = np.frombuffer(row, "<f2", 2 * heads * dim // group, size).reshape(heads, -1, 2)
-    scale, minimum = np.moveaxis(words.astype("f4").repeat(group, axis=1), 2, 0)
+    if side["word"] == 4:
+        words = np.frombuffer(row, "<f2", 2 * heads * dim // group, size).reshape(heads, -1, 2).astype("f4")
+    else:
+        short = np.frombuffer(row, "<u2", heads * dim // group, size).reshape(heads, -1)
+        scale = (short >> 5 << 4).view("<f2").astype("f4")
+        words = np.stack((scale, (short & 31) * np.float32(-(2.0 ** (bits - 5))) * scale), axis=2)
+    scale, minimum = np.moveaxis(words.repeat(group, axis=1), 2, 0)
     x = codes.astype("f4") * scale + minimum
     x = rotate(x) if "hadamard" in side["transform"] else x
     return (x if np.ndim(side["lambda"]) == 0 else x * side["lambda"]) + side["mu"]

@@ -36,7 +36,7 @@ from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.records import ModelIdentity, Provenance, QualityRecord
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import ExactWindow
-from kvtuner.quant import Transform, quantize
+from kvtuner.quant import Transform
 from kvtuner.row_packing import pack_rows
 from kvtuner.run_folder import canonical_json
 from kvtuner.transforms import TransformKind
@@ -79,6 +79,10 @@ QUALITY = {
 # Those of schema version 1's first release: a later transform leaves published vectors as they are.
 KEY_KINDS = ("none", "hadamard", "balanced", "balanced+hadamard", "centered", "centered+hadamard",
              "centered+balanced", "centered+balanced+hadamard")  # fmt: skip
+
+
+WITH_ROWS = ("transforms", "symmetric", "fitted", "three-bits", "short-words", "short-words-of-keys", "groups",
+             "unequal-head-dims")  # fmt: skip
 
 
 def ramp(heads: int, head_dim: int, scale: float = 1.0) -> torch.Tensor:
@@ -162,6 +166,23 @@ def profiles() -> dict[str, Profile]:
             k_group_size=40,
             v_group_size=12,
         ),
+        "short-words": make(
+            ModelGeometry(4, 3, 3, 80, 48),
+            [
+                LayerQuantization(2, 4, transform("centered+hadamard", 3, 80)),
+                LayerQuantization(3, 3),
+                LayerQuantization(4, 2, transform("hadamard", 3, 80)),
+                LayerQuantization(8, 16),
+            ],
+            k_group_size=40,
+            v_group_size=48,
+            fit="least_squares",
+            k_word_bits=16,
+            v_word_bits=16,
+        ),
+        "short-words-of-keys": make(
+            small, [LayerQuantization(4, 2), LayerQuantization(2, 4)], k_group_size=16, symmetric=True, k_word_bits=16
+        ),
         "groups": make(
             ModelGeometry(2, 8, 2, 64, 64),
             [LayerQuantization(4, 2), LayerQuantization(2, 4)],
@@ -217,7 +238,9 @@ def with_nulls(profile: Profile) -> bytes:
     document["model"] = {**dict.fromkeys(optional), **document["model"]}
     document["provenance"] = {"command": None, **document["provenance"]}
     document |= {"residual_length": None, "sinks": None, "constants_sha256": None}
-    document["defaults"] = {side: {"fit": None, **shared} for side, shared in document["defaults"].items()}
+    document["defaults"] = {
+        side: {"fit": None, "word_bits": None, **shared} for side, shared in document["defaults"].items()
+    }
     document["geometry"] = {"kind": None, "rope_dim": None, "exceptions": None, **document["geometry"]}
     for exception in document["geometry"]["exceptions"] or ():
         exception |= {name: exception.get(name) for name in ("kind", *by_layer.COUNTS)}
@@ -284,7 +307,7 @@ def row(profile: Profile, layer: int, side: Side, x: torch.Tensor) -> Document:
     """A token's row and what it reads back as, in model space."""
     spec = profile.quant_spec(layer, side)
     assert spec is not None
-    quantized = quantize(spec.transform.apply(x), spec.bits, spec.group_size, symmetric=spec.symmetric, fit=spec.fit)
+    quantized = spec.quantize(x)
     return {
         "layer": layer,
         "side": side,
@@ -301,7 +324,7 @@ def rows(name: str, profile: Profile) -> list[Document]:
         quarters = torch.arange(16, dtype=torch.float32).reshape(1, 16) / 4 - 1
         sides: list[tuple[int, Side]] = [(0, "k"), (0, "v"), (1, "k")]
         return [row(profile, layer, side, quarters) for layer, side in sides]
-    if name in ("transforms", "symmetric", "fitted", "three-bits", "groups", "unequal-head-dims", *by_layer.NAMES):
+    if name in WITH_ROWS or name in by_layer.NAMES:
         return [
             row(profile, entry.layer, side, ramp(heads, k_dim if side == "k" else v_dim, 0.3125))
             for entry, (heads, k_dim, v_dim) in zip(profile.layers, dims, strict=True)

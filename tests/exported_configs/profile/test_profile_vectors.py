@@ -178,8 +178,9 @@ def test_both_readers_get_the_same_numbers_of_a_row(name: str) -> None:
         assert spec is not None
         heads, head_dim = output.shape
         stored = unpack_rows(
-            torch.tensor(list(row), dtype=torch.uint8), spec.bits, heads, head_dim, spec.group_size
-        ).dequantize()
+            torch.tensor(list(row), dtype=torch.uint8), spec.bits, heads, head_dim, spec.group_size,
+            word_bits=spec.word_bits,
+        ).dequantize()  # fmt: skip
         assert torch.equal(spec.transform.invert(stored), torch.from_numpy(output))
         assert torch.equal(spec.simulate(torch.tensor(wanted["input"])), torch.from_numpy(output))
 
