@@ -28,7 +28,7 @@ from kvtuner.calibration.isolated_kl import measure_isolated
 from kvtuner.evaluation.statistics import bootstrap_mean
 from kvtuner.pipeline.options import DataOptions, MeasurementOptions, ModelOptions, SearchOptions
 from kvtuner.pipeline.stages.search_run import SearchRun, checked_shape, measure_sensitivity
-from kvtuner.precision import PACKED_BITS, SIDES, PrecisionPair
+from kvtuner.precision import SIDES, PrecisionPair
 from kvtuner.run_folder import RunFolder, sha256_of
 from kvtuner.search_spaces.budget import Budget
 from kvtuner.search_spaces.space import build_space, pairs_of, predicted_score
@@ -131,7 +131,7 @@ class SearchJudge:
         """What Fisher's choice of a transform costs in isolated KL."""
         rows = []
         for side in SIDES:
-            for bits in PACKED_BITS:
+            for bits in self.bench.options.quant.widths:
                 chosen, best, agree = 0.0, 0.0, 0
                 for layer in range(self.full.geometry.num_layers):
                     scores = {n: s for n, s in self.full.of(layer, side, bits).items() if s.kl is not None}
@@ -149,7 +149,7 @@ class SearchJudge:
         without: dict[str, float] = {}
         layers = range(self.full.geometry.num_layers)
         for side in SIDES:
-            for bits in PACKED_BITS:
+            for bits in self.bench.options.quant.widths:
                 places = [
                     {n: s.kl for n, s in self.full.of(layer, side, bits).items() if s.kl is not None}
                     for layer in layers
