@@ -1,6 +1,6 @@
 """Profiles and their rows, read as docs/profiles.md says and by nothing else; knows no kvtuner.
 
-A profile takes forty lines, geometry by layer forty-five more, a side file twenty-five, a row twenty-five and the hash
+A profile takes forty lines, geometry by layer forty-six more, a side file twenty-five, a row twenty-five and the hash
 of a checkpoint twelve. Refused, with any exception, is what rows and addresses depend on; the rest of the format is not
 looked at.
 """
@@ -84,6 +84,7 @@ def read_geometry(shape, version):
     exceptions, usual = shape.pop("exceptions", []), {"kind": "full", "rope_dim": 0, **shape}
     own, shared = usual.pop("num_layers"), usual.pop("num_shared_layers")
     assert all(type(n) is int and 0 <= n <= 1024 for n in (own, shared)), "counts"
+    check_counts(usual, ())
     changed = {}
     for entry in exceptions:
         change = {name: x for name, x in entry.items() if name != "layers" and x is not None}

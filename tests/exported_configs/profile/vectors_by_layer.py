@@ -121,6 +121,10 @@ def invalid(documents: dict[str, Document], changed: Callable[..., Document]) ->
         changed(windows, "geometry.exceptions", [{"layers": [1]}, {"layers": [3], "kind": "full"}]),
     )
     yield "exception-as-the-others", True, changed(windows, f"{other}.head_dim", 32)
+    heads = {"num_attention_heads": 8}
+    all_layers = [{"layers": [0, 2], **heads}, {"layers": [1, 3], "kind": "full", **heads}]
+    excepted = changed(windows, "geometry.exceptions", all_layers)
+    yield "geometry-of-no-layer-breaks-its-rules", True, changed(excepted, "geometry.num_attention_heads", 7)
     yield "exception-out-of-order", True, changed(windows, f"{other}.layers", [3, 1])
     yield "exception-twice-in-one", True, changed(windows, f"{other}.layers", [1, 1, 3])
     yield "layer-in-two-exceptions", True, changed(two, "geometry.exceptions.1.layers", [3, 4])
