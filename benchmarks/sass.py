@@ -50,7 +50,9 @@ PAIRS: Final = ("K4V4", "K8V8", "K8V4", "K4V2", "K2V2", "K3V3", "K4V3", "K3V2")
 INSTRUCTION: Final = re.compile(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", re.MULTILINE)
 UNALIGNED: Final = ("num_splits", "num_requests", "num_tokens")
 """The arguments that need not be multiples of 16; pointers and strides are, as Triton finds when it launches."""
-PLAIN: Final = {"EXTEND": False, "CAPPED": False, "BIASED": False}
+PLAIN: Final[dict[str, Any]] = {
+    "EXTEND": False, "CAPPED": False, "BIASED": False, "RESIDUAL": 0, "SINKS": 0, "EXACT_PARTS": 0,
+}  # fmt: skip
 """The facts of one query per request and of plain scores."""
 ROWS_COLUMNS: Final = {
     "kernel": "{kernel}", "arch": "{arch}", "bits": "{bits}", "kind": "{kind}", "fit": "{fit}",
@@ -86,7 +88,16 @@ def type_of(name: str, facts: dict[str, Any]) -> str:
         return "*i32"
     if name.endswith(("pages_ptr", "spans_ptr", "device_ptr", "host_ptr")):
         return "*i64"
-    kinds = {"slots_ptr": "*i64", "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "out_ptr": "*bf16"}
+    kinds = {
+        "slots_ptr": "*i64",
+        "request_slots_ptr": "*i64",
+        "positions_ptr": "*i32",
+        "q_ptr": "*bf16",
+        "k_ptr": "*bf16",
+        "v_ptr": "*bf16",
+        "out_ptr": "*bf16",
+    }
+    kinds |= {"keys_ptr": "*bf16", "values_ptr": "*bf16"}
     return kinds.get(name, "*fp32")
 
 

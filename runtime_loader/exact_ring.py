@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -186,3 +186,19 @@ def request_bytes(layers: Iterable[LayerFormat], window: ExactWindow, dtype: tor
         channels = layer.k.num_heads * layer.k.head_dim + layer.v.num_heads * layer.v.head_dim
         total += torch.int32.itemsize + (channels * dtype.itemsize if needs_copies(layer) else 0)
     return window.num_tokens * total
+
+
+def largest_pool(
+    available_bytes: int, bytes_per_token: int, page_size: int, bytes_of_requests: Callable[[int], int]
+) -> int:
+    """Tokens of the largest pool, in whole pages, that fits beside the copies of all requests that it may run.
+
+    `bytes_of_requests` says what those take for a number of tokens, and never falls as that rises.
+    """
+    pages, too_many = 0, available_bytes // (bytes_per_token * page_size) + 1
+    while too_many - pages > 1:
+        middle = (pages + too_many) // 2
+        tokens = middle * page_size
+        fits = tokens * bytes_per_token + bytes_of_requests(tokens) <= available_bytes
+        pages, too_many = (middle, too_many) if fits else (pages, middle)
+    return pages * page_size

@@ -117,6 +117,7 @@ def by_dequantizing(
         merge_splits[(num_requests, shape.num_heads)](
             partial, lse, indptr, out, out.stride(0), out.stride(1), splits, num_requests, DIM=shape.head_dim,
             PADDED=triton.next_power_of_2(shape.head_dim), SPLITS=launch.MERGED_SPLITS, STEPS=(), EXTEND=False,
+            EXACT_PARTS=0,
         )  # fmt: skip
         return out
 

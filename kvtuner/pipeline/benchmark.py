@@ -17,7 +17,7 @@ from kvtuner.bench.hardware import read_bandwidth_in_subprocess, weight_bytes
 from kvtuner.bench.load_target import LoadTarget, ServerRecord
 from kvtuner.bench.runner import BenchWork, replay, run_loads
 from kvtuner.bench.server import ServerFlags, run_server
-from kvtuner.errors import EndpointError
+from kvtuner.errors import EndpointError, OptionError
 from kvtuner.evaluation.backends.endpoint import Endpoint
 from kvtuner.evaluation.cache_scheme import FP8, REFERENCE, CacheScheme
 from kvtuner.exported_configs.identity.mismatch import DERIVED
@@ -104,7 +104,11 @@ class _BenchSession:
         self._stream = [token for split in model.corpus.splits.values() for token in split.flatten().tolist()]
         prompt_seed = f"{model.seed} {sha256_of(model.corpus.hashes())}"
         self._work = BenchWork(self._folder, model.options.loads, self._stream, prompt_seed)
-        self._work.check()  # refused before a server is started
+        # Refused before a server is started.
+        self._work.check()
+        if model.options.kv_memory:
+            for scheme in model.schemes:
+                self._pool_tokens(scheme, model.options.kv_memory)
         self._bandwidth, self._no_bandwidth = self._find_bandwidth()
         self._served_model: str | None = None
 
@@ -162,7 +166,23 @@ class _BenchSession:
         return weight_bytes(self._model.shape.config, served, trust_remote_code=self._options.model.trust_remote_code)
 
     def _pool_tokens(self, scheme: CacheScheme, kv_memory: int) -> int:
-        return int(kv_memory // (scheme.bytes_per_token or self._model.profile.bytes_per_token()))
+        left = kv_memory - self._bytes_of_copies(scheme)
+        if left <= 0:
+            raise OptionError(f"--kv-memory is all for the exact copies of {scheme.name}; give more, or fewer requests")
+        return int(left // (scheme.bytes_per_token or self._model.profile.bytes_per_token()))
+
+    def _bytes_of_copies(self, scheme: CacheScheme) -> int:
+        """Bytes of the copies of an exact window, which a server keeps for every request slot."""
+        profile, flag = scheme.profile, "--max-running-requests"
+        if profile is None or not profile.window.num_tokens:
+            return 0
+        requests = self._flags_of_all.value(flag)
+        if requests is None:
+            raise OptionError(
+                f"{scheme.name} has {profile.window}, which takes bytes of every request: give {flag} to the servers,"
+                " or leave --kv-memory out"
+            )
+        return profile.window_bytes() * (int(requests) + 1)
 
     def _key(self, scheme: CacheScheme, flags: Sequence[str], facts: Mapping[str, Any]) -> str:
         """The hash of all that decides answers and times besides the load, a running server's own facts included."""

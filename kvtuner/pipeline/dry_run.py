@@ -42,7 +42,10 @@ def plan_of_work(options: CalibrateOptions) -> dict[str, Any]:
             "inside": [c.budget.text for c in constraints if c.is_met(pairs)],
         }
 
+    window = options.measurement.window
+    copies = window.request_bytes(ranks.bytes_per_token([PrecisionPair(16, 16)] * geometry.num_layers))
     return {
+        **({"window": str(window), "window_bytes_per_request": copies} if window.num_tokens else {}),
         "model": options.model.model,
         "architecture": shape.architecture,
         "context_length": shape.context_length,
@@ -92,6 +95,8 @@ def plan_lines(plan: dict[str, Any]) -> list[str]:
         f"{geometry}\n",
         *_sizes(plan).lines(),
     ]
+    if "window" in plan:
+        lines.append(f"beside them, {plan['window']}: {count(plan['window_bytes_per_request'])} bytes per request")
     if text := rank_text(plan["tp_size"], plan["pp_size"]):
         lines.append(f"bytes and tokens are those{text}")
     lines += [f"budget {row['asked']}: the smallest possible is {row['smallest']}" for row in plan["budgets"]]

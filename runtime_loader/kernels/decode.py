@@ -15,7 +15,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.queries import queries_of, softcap
+from kvtuner.runtime_loader.kernels.queries import (
+    have_copies,
+    is_in_window,
+    positions_of_queries,
+    queries_of,
+    softcap,
+)
 from kvtuner.runtime_loader.kernels.unpack_codes import (
     ONE,
     codes_of,
@@ -197,24 +203,28 @@ def _store_partial(
 @triton.jit(do_not_specialize=["num_splits", "num_requests"])
 def decode_split(
     q_ptr, q_stride_t, q_stride_h, q_indptr_ptr, k_rows_ptr, k_words_ptr, v_rows_ptr, v_words_ptr, bias_ptr,
-    indptr_ptr, slots_ptr, partial_ptr, lse_ptr, scale, cap, num_splits, num_requests,
+    indptr_ptr, slots_ptr, request_slots_ptr, positions_ptr, partial_ptr, lse_ptr, scale, cap, num_splits,
+    num_requests,
     HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, MIN_SPLIT: tl.constexpr,
     K_ROW: tl.constexpr, K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUPS: tl.constexpr, K_UNITS: tl.constexpr,
     V_ROW: tl.constexpr, V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUPS: tl.constexpr, V_UNITS: tl.constexpr,
-    EXTEND: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr,
+    EXTEND: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr, RESIDUAL: tl.constexpr,
+    SINKS: tl.constexpr, EXACT_PARTS: tl.constexpr,
 ):  # fmt: skip
     """One split of one request's rows: TILE pairs of query and head that read one KV head.
 
     Request r has the query r or, where it extends its rows, those from ``q_indptr[r]`` to ``q_indptr[r + 1]``. Queries
     are those of stored space; a bias is their product with mu. K_UNITS and V_UNITS are units of a head padded to a
     power of two, at least 16. Partial outputs are [queries, num_heads, parts, V_DIM] float32, in stored space, with the
-    log2 of their weight; a split without tokens has -inf and nothing else. Parts are splits and, where requests
-    extend, one more for what `attend_fresh` adds.
+    log2 of their weight; a split without tokens has -inf and nothing else. Parts are splits
+    and, behind them, EXACT_PARTS of model space. Under an exact window, a query does not read the rows of tokens whose
+    copies it reads, by the positions beside the places of its request's slot.
     """
     K_SLOTS: tl.constexpr = slots_of(K_BITS)
     V_SLOTS: tl.constexpr = slots_of(V_BITS)
     K_WIDE: tl.constexpr = K_DIM // K_SLOTS
     V_WIDE: tl.constexpr = V_DIM // V_SLOTS
+    WINDOWED: tl.constexpr = RESIDUAL + SINKS > 0
     split = tl.program_id(1)
     # Queries, heads and their mask are [TILE].
     request, kv_head, queries, heads, mask_pairs, any_pair = queries_of(
@@ -224,7 +234,7 @@ def decode_split(
         return
     begin, first, last = _split_of(indptr_ptr, request, split, num_splits, MIN_SPLIT, TOKENS)
     pairs = queries * (HEADS * GQA) + heads  # [TILE]
-    place = pairs * (num_splits + 1 if EXTEND else num_splits) + split  # [TILE]
+    place = pairs * (num_splits + EXACT_PARTS) + split  # [TILE]
     if last <= first:
         tl.store(lse_ptr + place, tl.full([TILE], float("-inf"), tl.float32), mask=mask_pairs)
         return
@@ -241,6 +251,10 @@ def decode_split(
         bias = scale * tl.load(bias_ptr + pairs, mask=mask_pairs, other=0.0)
     acc = for_each(_zeros, V_SLOTS, ([TILE, V_UNITS],))  # sums of weights times codes, [TILE, V_UNITS] for each slot
     min_sums = for_each(_zeros, V_GROUPS, ([TILE],))  # sums of weights times minima, [TILE] for each group
+    if WINDOWED:
+        length, query_positions = positions_of_queries(queries, request, q_indptr_ptr, indptr_ptr, EXTEND)  # [TILE]
+        first_query = length if EXTEND else length - 1
+        places_row = tl.load(request_slots_ptr + request).to(tl.int64) * (RESIDUAL + SINKS)
     # Not -inf: where no score is finite yet, exp2(-inf - -inf) would be NaN.
     top = tl.full([TILE], -1e30, tl.float32)  # [TILE]
     total = tl.zeros([TILE], tl.float32)  # [TILE]
@@ -261,6 +275,11 @@ def decode_split(
             scores = softcap(scores + bias[:, None], cap)
         if CAPPED or K_BITS == 16:
             scores += log2_v_scale[None, :]
+        if WINDOWED:  # a constant, apart from what is known on the device alone
+            if (start + TOKENS > first_query - RESIDUAL) | (start < SINKS):  # few blocks: all others skip this
+                copied = have_copies(tokens, mask_tokens, first_query, positions_ptr, places_row, RESIDUAL, SINKS)
+                hidden = copied[None, :] & is_in_window(query_positions, tokens, RESIDUAL, SINKS)  # [TILE, TOKENS]
+                scores = tl.where(hidden, float("-inf"), scores)
         # The online softmax: what was summed shrinks to the new maximum.
         new_top = tl.maximum(top, tl.max(scores, 1))  # [TILE]
         shrink = tl.exp2(top - new_top)  # [TILE]

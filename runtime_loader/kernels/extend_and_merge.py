@@ -5,21 +5,62 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.queries import queries_of, softcap
+from kvtuner.runtime_loader.kernels.queries import is_in_window, positions_of_queries, queries_of, softcap
 from kvtuner.runtime_loader.kernels.transform_steps import invert_steps
 from kvtuner.runtime_loader.kernels.unpack_codes import fp16_saturated
+
+
+@triton.jit
+def load_queries(q_ptr, q_stride_t, q_stride_h, queries, heads, mask_pairs, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Queries [TILE, PADDED] of pairs of query and head; a tile has a power of two of channels."""
+    channel = tl.arange(0, PADDED)  # [PADDED]
+    q_ptrs = q_ptr + queries[:, None] * q_stride_t + heads[:, None] * q_stride_h + channel[None, :]  # [TILE, PADDED]
+    return tl.load(q_ptrs, mask=mask_pairs[:, None] & (channel < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def add_block(q, keys, values, read, acc, top, total, scale, cap, CAPPED: tl.constexpr):
+    """Sums, maxima and totals of an online softmax with a block of keys [K_PADDED, TOKENS] and values of model space.
+
+    `read` [TILE, TOKENS] says which of them queries read.
+    """
+    scores = tl.dot(q, keys.to(q.dtype), input_precision="ieee") * scale  # [TILE, TOKENS]
+    if CAPPED:
+        scores = softcap(scores, cap)
+    scores = tl.where(read, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))  # [TILE]
+    shrink = tl.exp2(top - new_top)  # [TILE]
+    weights = tl.exp2(scores - new_top[:, None])  # [TILE, TOKENS]
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
+    return acc, new_top, total
+
+
+@triton.jit
+def store_part(
+    partial_ptr, lse_ptr, pairs, num_splits, acc, top, total, mask_pairs,
+    EXACT_PARTS: tl.constexpr, PART: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Store a part of model space behind the splits of the rows; without tokens its weight is -inf."""
+    channel = tl.arange(0, PADDED)  # [PADDED]
+    place = pairs * (num_splits + EXACT_PARTS) + num_splits + PART  # [TILE]
+    out = partial_ptr + place[:, None] * DIM + channel[None, :]  # [TILE, PADDED]
+    tl.store(out, acc / total[:, None], mask=mask_pairs[:, None] & (channel < DIM)[None, :])
+    tl.store(lse_ptr + place, top + tl.log2(total), mask=mask_pairs)
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_requests"])
 def attend_fresh(
     q_ptr, q_stride_t, q_stride_h, k_ptr, k_stride_t, k_stride_h, v_ptr, v_stride_t, v_stride_h, q_indptr_ptr,
-    partial_ptr, lse_ptr, scale, cap, num_splits, num_requests,
+    indptr_ptr, partial_ptr, lse_ptr, scale, cap, num_splits, num_requests,
     HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
     K_DIM: tl.constexpr, K_PADDED: tl.constexpr, V_DIM: tl.constexpr, V_PADDED: tl.constexpr, CAPPED: tl.constexpr,
+    RESIDUAL: tl.constexpr, SINKS: tl.constexpr, EXACT_PARTS: tl.constexpr, PART: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
-    """Causal attention of one request's new tokens over one another, as the last part beside `decode_split`'s.
+    """Causal attention of one request's new tokens over one another, as part PART beside `decode_split`'s.
 
-    Queries, keys, values and partial outputs are those of model space.
+    READS is "all", or what queries read of tokens as they are given: those "inside" of their exact window, or
+    "outside". Queries, keys, values and partial outputs are those of model space.
     """
     # Queries, heads and their mask are [TILE].
     request, kv_head, queries, heads, mask_pairs, any_pair = queries_of(
@@ -29,13 +70,12 @@ def attend_fresh(
         return
     first = tl.load(q_indptr_ptr + request).to(tl.int64)
     last = tl.load(q_indptr_ptr + request + 1).to(tl.int64)
-    # Channels are padded to a power of two, which a tile must be.
+    length, query_positions = positions_of_queries(queries, request, q_indptr_ptr, indptr_ptr, True)
+    q = load_queries(q_ptr, q_stride_t, q_stride_h, queries, heads, mask_pairs, K_DIM, K_PADDED)  # [TILE, K_PADDED]
     k_channel = tl.arange(0, K_PADDED)  # [K_PADDED]
     v_channel = tl.arange(0, V_PADDED)  # [V_PADDED]
     mask_k = k_channel < K_DIM  # [K_PADDED]
     mask_v = v_channel < V_DIM  # [V_PADDED]
-    q_ptrs = q_ptr + queries[:, None] * q_stride_t + heads[:, None] * q_stride_h + k_channel[None, :]
-    q = tl.load(q_ptrs, mask=mask_pairs[:, None] & mask_k[None, :], other=0.0)  # [TILE, K_PADDED], as are q_ptrs
     acc = tl.zeros([TILE, V_PADDED], tl.float32)  # [TILE, V_PADDED]
     # Not -inf: where no score is finite yet, exp2(-inf - -inf) would be NaN.
     top = tl.full([TILE], -1e30, tl.float32)  # [TILE]
@@ -52,32 +92,27 @@ def attend_fresh(
             v_ptr + tokens[:, None] * v_stride_t + kv_head * v_stride_h + v_channel[None, :],
             mask=mask_tokens[:, None] & mask_v[None, :], other=0.0,
         )  # fmt: skip  # [TOKENS, V_PADDED]
-        scores = tl.dot(q, keys.to(q.dtype), input_precision="ieee") * scale  # [TILE, TOKENS]
-        if CAPPED:
-            scores = softcap(scores, cap)
-        scores = tl.where(tokens[None, :] <= queries[:, None], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))  # [TILE]
-        shrink = tl.exp2(top - new_top)  # [TILE]
-        top = new_top
-        weights = tl.exp2(scores - top[:, None])  # [TILE, TOKENS]
-        total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
-    # Behind the splits of the rows.
-    place = (queries * (HEADS * GQA) + heads) * (num_splits + 1) + num_splits  # [TILE]
-    out = partial_ptr + place[:, None] * V_DIM + v_channel[None, :]  # [TILE, V_PADDED]
-    tl.store(out, acc / total[:, None], mask=mask_pairs[:, None] & mask_v[None, :])
-    tl.store(lse_ptr + place, top + tl.log2(total), mask=mask_pairs)
+        read = tokens[None, :] <= queries[:, None]  # [TILE, TOKENS]
+        if READS != "all":
+            inside = is_in_window(query_positions, length + (tokens - first).to(tl.int32), RESIDUAL, SINKS)
+            read = read & (inside if READS == "inside" else ~inside)
+        acc, top, total = add_block(q, keys, values, read, acc, top, total, scale, cap, CAPPED)
+    store_part(
+        partial_ptr, lse_ptr, queries * (HEADS * GQA) + heads, num_splits, acc, top, total, mask_pairs,
+        EXACT_PARTS, PART, V_DIM, V_PADDED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_requests"])
 def merge_splits(
     partial_ptr, lse_ptr, q_indptr_ptr, out_ptr, out_stride_t, out_stride_h, num_splits, num_requests,
     DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, EXTEND: tl.constexpr,
+    EXACT_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Merge one head of one query: weight its splits, undo the values' transform, once, and add its fresh part."""
+    """Merge one head of one query: weight its splits, undo the values' transform, once, and add its exact parts."""
     query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    parts = num_splits + 1 if EXTEND else num_splits
+    parts = num_splits + EXACT_PARTS
     # Splits of a query and head lie side by side, [queries, num_heads, parts].
     place = (query * tl.num_programs(1) + head) * parts
     channels = tl.arange(0, PADDED)  # [PADDED]
@@ -106,17 +141,19 @@ def merge_splits(
         top = new_top
     # Values have no constants, for which any pointer stands.
     out = invert_steps(out, head, channels, mask_channels, out_ptr, out_ptr, STEPS, DIM)
-    if EXTEND:
-        # The fresh part is in model space, so it is added after the transform of the rows' part is undone.
-        is_query = query < num_queries
-        fresh_lse = tl.load(lse_ptr + place + num_splits, mask=is_query, other=0.0)
-        fresh_ptrs = partial_ptr + (place + num_splits) * DIM + channels  # [PADDED]
-        fresh = tl.load(fresh_ptrs, mask=is_query & mask_channels, other=0.0)  # [PADDED]
-        new_top = tl.maximum(top, fresh_lse)  # [1]
+    for part in tl.static_range(EXACT_PARTS):
+        # Exact parts are in model space, so they are added after the transform of the rows' part is undone.
+        at = place + num_splits + part + tl.arange(0, 1)  # [1]
+        lse = tl.load(lse_ptr + at, mask=(query < num_queries) & (at >= 0), other=float("-inf"))  # [1]
+        is_written = lse != float("-inf")  # [1]; NaN must be seen
+        exact_ptrs = partial_ptr + at[:, None] * DIM + channels[None, :]  # [1, PADDED]
+        exact = tl.load(exact_ptrs, mask=is_written[:, None] & mask_channels[None, :], other=0.0)  # [1, PADDED]
+        new_top = tl.where(is_written, tl.maximum(top, lse), top)  # [1]
         shrink = tl.exp2(top - new_top)  # [1]
-        share = tl.exp2(fresh_lse - new_top)  # [1]
+        share = tl.where(is_written, tl.exp2(lse - new_top), 0.0)  # [1]
         total = total * shrink + share
-        out = out * shrink[:, None] + fresh[None, :] * share[:, None]
+        out = out * shrink[:, None] + exact * share[:, None]
+        top = new_top
     # A request without tokens has a total of 0, and reads zeros.
     out = tl.reshape(out / tl.where(total == 0.0, 1.0, total)[:, None], (PADDED,))  # [PADDED]
     if out_ptr.dtype.element_ty == tl.float16:

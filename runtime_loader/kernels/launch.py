@@ -13,10 +13,12 @@ from kvtuner.runtime_loader.kernels.extend_and_merge import attend_fresh, merge_
 from kvtuner.runtime_loader.kernels.queries import prepare_queries
 from kvtuner.runtime_loader.kernels.store_and_read_rows import read_side, store_rows
 from kvtuner.runtime_loader.kernels.transform_steps import changes_queries
+from kvtuner.runtime_loader.kernels.window import attend_copies, store_copies
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvtuner.runtime_loader.exact_ring import ExactRing, NewTokens, WindowReads
     from kvtuner.runtime_loader.kernels.kernel_side import Facts, KernelSide
     from kvtuner.runtime_loader.kernels.launch_settings import DecodeLaunch
     from kvtuner.runtime_loader.packed_attention import ExtendBounds, ScoreScaling
@@ -27,6 +29,8 @@ STORED_TOKENS: Final = 8
 READ_TOKENS: Final = 16
 MERGED_SPLITS: Final = 16
 FRESH: Final = {"TILE": 64, "TOKENS": 32}
+COPIED_TOKENS: Final = 32
+"""The places of a block, of those who copy tokens and of those who attend to copies."""
 EXACT: Final[dict[str, Any]] = {"enable_fp_fusion": False, "num_warps": 1}
 """Compiler options of kernels that round as `quant.py` does: a product and a sum stay two roundings.
 
@@ -97,24 +101,31 @@ def decode_facts(keys: KernelSide, values: KernelSide, gqa: int, launch: DecodeL
 
 def decode(
     q: Tensor, keys: KernelSide, values: KernelSide, indptr: Tensor, slots: Tensor, scores: ScoreScaling,
-    launch: DecodeLaunch, num_splits: int, scratch: Scratch, out: Tensor,
+    launch: DecodeLaunch, num_splits: int, scratch: Scratch, out: Tensor, window: WindowReads | None = None,
 ) -> None:  # fmt: skip
     """Attention of one query per request over packed rows, in at most `num_splits` parts of a request.
 
     As `PackedAttention.decode`; `indptr` may be longer than [requests + 1]; channels of `q` and `out` are contiguous.
     """
-    biased = keys.centered and scores.logit_cap > 0  # softmax cancels it otherwise
+    # Softmax cancels it where all keys are rows.
+    biased = keys.centered and (scores.logit_cap > 0 or window is not None)
     queries, bias = _prepare(q, keys, scratch, biased=biased)
     partial, lse = _attend_rows(
         q, queries, bias, keys, values, indptr, slots, scores, launch, num_splits, scratch,
-        num_requests=len(q), biased=biased,
+        num_requests=len(q), biased=biased, window=window, exact_parts=int(window is not None),
     )  # fmt: skip
-    _merge(partial, lse, indptr, values, num_splits, len(q), out, extend=False)
+    if window is not None:
+        grid = (keys.num_heads * triton.cdiv(q.shape[1] // keys.num_heads, TILE), 1, len(q))
+        _attend_copies(
+            grid, q, keys, values, indptr, indptr, partial, lse, scores, num_splits, len(q), window, TILE=TILE,
+            EXTEND=False, EXACT_PARTS=1, PART=0, num_warps=4,
+        )  # fmt: skip
+    _merge(partial, lse, indptr, values, num_splits, len(q), out, extend=False, exact_parts=int(window is not None))
 
 
 def extend(
     q: Tensor, k: Tensor, v: Tensor, keys: KernelSide, values: KernelSide, bounds: ExtendBounds, scores: ScoreScaling,
-    launch: DecodeLaunch, num_splits: int, scratch: Scratch, out: Tensor,
+    launch: DecodeLaunch, num_splits: int, scratch: Scratch, out: Tensor, window: WindowReads | None = None,
 ) -> None:  # fmt: skip
     """Attention of new tokens over their request's packed rows and, causally, over one another.
 
@@ -125,19 +136,69 @@ def extend(
     # what rows say; the values' transform is undone on their part alone.
     queries, bias = _prepare(q, keys, scratch, biased=keys.centered)
     num_requests = len(bounds.tokens) - 1
+    # What new tokens read of one another: all of it, or what is inside of their windows exactly and the rest as stored.
+    fresh = [("all", k, v)]
+    if window is not None and window.stored is not None:
+        k_stored, v_stored = (states.to(q.dtype).contiguous() for states in window.stored)
+        fresh = [("inside", k, v), ("outside", k_stored, v_stored)]
+    parts = len(fresh) + (window is not None)
     partial, lse = _attend_rows(
         q, queries, bias, keys, values, bounds.prefix, bounds.slots, scores, launch, num_splits, scratch,
-        num_requests=num_requests, biased=keys.centered, bounds=bounds,
+        num_requests=num_requests, biased=keys.centered, bounds=bounds, window=window, exact_parts=parts,
     )  # fmt: skip
     gqa = q.shape[1] // keys.num_heads
-    attend_fresh[(keys.num_heads * tiles_of(len(q), num_requests, gqa, FRESH["TILE"]),)](
-        q, q.stride(0), q.stride(1), k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), bounds.tokens,
-        partial, lse, scores.scale * LOG2_E, scores.logit_cap * LOG2_E, num_splits, num_requests,
-        HEADS=keys.num_heads, GQA=gqa, K_DIM=keys.head_dim, K_PADDED=keys.padded,
-        V_DIM=values.head_dim, V_PADDED=values.padded, CAPPED=scores.logit_cap > 0,
-        **FRESH, **fresh_options(keys, values),
+    grid = (keys.num_heads * tiles_of(len(q), num_requests, gqa, FRESH["TILE"]),)
+    for part, (reads, new_k, new_v) in enumerate(fresh):
+        attend_fresh[grid](
+            q, q.stride(0), q.stride(1), new_k, new_k.stride(0), new_k.stride(1), new_v, new_v.stride(0),
+            new_v.stride(1), bounds.tokens, bounds.prefix, partial, lse, scores.scale * LOG2_E,
+            scores.logit_cap * LOG2_E, num_splits, num_requests, HEADS=keys.num_heads, GQA=gqa, K_DIM=keys.head_dim,
+            K_PADDED=keys.padded, V_DIM=values.head_dim, V_PADDED=values.padded, CAPPED=scores.logit_cap > 0,
+            READS=reads, PART=part, EXACT_PARTS=parts, **window_constants(window), **FRESH,
+            **fresh_options(keys, values),
+        )  # fmt: skip
+    if window is not None:
+        _attend_copies(
+            grid, q, keys, values, bounds.tokens, bounds.prefix, partial, lse, scores, num_splits, num_requests,
+            window, TILE=FRESH["TILE"], EXTEND=True, EXACT_PARTS=parts, PART=parts - 1,
+            **fresh_options(keys, values),
+        )  # fmt: skip
+    _merge(partial, lse, bounds.tokens, values, num_splits, num_requests, out, extend=True, exact_parts=parts)
+
+
+def copy_tokens(ring: ExactRing, new: NewTokens, k: Tensor, v: Tensor) -> None:
+    """Copy new tokens to their places, as `PackedAttention.store_copies`; channels of all tensors are contiguous."""
+    extending, places = new.tokens is not None, ring.window.num_tokens
+    heads, k_dim, v_dim = ring.keys.shape[2], ring.keys.shape[3], ring.values.shape[3]
+    block = min(COPIED_TOKENS, triton.next_power_of_2(places)) if extending else 1
+    store_copies[(len(new.requests), triton.cdiv(places, block) if extending else 1, heads)](
+        k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), ring.keys, ring.values, ring.positions,
+        new.requests, new.rows if new.tokens is None else new.tokens, new.rows, HEADS=heads, BLOCK=block, K_DIM=k_dim,
+        K_PADDED=triton.next_power_of_2(k_dim), V_DIM=v_dim, V_PADDED=triton.next_power_of_2(v_dim),
+        EXTEND=extending, RESIDUAL=ring.window.residual_length, SINKS=ring.window.sinks,
     )  # fmt: skip
-    _merge(partial, lse, bounds.tokens, values, num_splits, num_requests, out, extend=True)
+
+
+def _attend_copies(
+    grid: tuple[int, ...], q: Tensor, keys: KernelSide, values: KernelSide, q_indptr: Tensor, indptr: Tensor,
+    partial: Tensor, lse: Tensor, scores: ScoreScaling, num_splits: int, num_requests: int, window: WindowReads,
+    **facts: Any,
+) -> None:  # fmt: skip
+    ring = window.ring
+    attend_copies[grid](
+        q, q.stride(0), q.stride(1), ring.keys, ring.values, ring.positions, window.requests, q_indptr, indptr,
+        partial, lse, scores.scale * LOG2_E, scores.logit_cap * LOG2_E, num_splits, num_requests,
+        HEADS=keys.num_heads, GQA=q.shape[1] // keys.num_heads, TOKENS=COPIED_TOKENS, K_DIM=keys.head_dim,
+        K_PADDED=keys.padded, V_DIM=values.head_dim, V_PADDED=values.padded, CAPPED=scores.logit_cap > 0,
+        **window_constants(window), **facts,
+    )  # fmt: skip
+
+
+def window_constants(window: WindowReads | None) -> Facts:
+    """The constants of an exact window; zeros without one."""
+    if window is None:
+        return {"RESIDUAL": 0, "SINKS": 0}
+    return {"RESIDUAL": window.ring.window.residual_length, "SINKS": window.ring.window.sinks}
 
 
 def tiles_of(num_queries: int, num_requests: int, gqa: int, tile: int) -> int:
@@ -186,13 +247,12 @@ def _prepare(q: Tensor, keys: KernelSide, scratch: Scratch, *, biased: bool) -> 
 def _attend_rows(
     q: Tensor, queries: Tensor, bias: Tensor, keys: KernelSide, values: KernelSide, indptr: Tensor,
     slots: Tensor, scores: ScoreScaling, launch: DecodeLaunch, num_splits: int, scratch: Scratch, *, num_requests: int,
-    biased: bool, bounds: ExtendBounds | None = None,
+    biased: bool, bounds: ExtendBounds | None = None, window: WindowReads | None = None, exact_parts: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Partial outputs [queries, num_heads, parts, v_head_dim] and their weights [queries, num_heads, parts]."""
     num_queries, num_heads = q.shape[:2]
     gqa, extending = num_heads // keys.num_heads, bounds is not None
-    # With room for a part of fresh tokens.
-    parts = num_splits + extending
+    parts = num_splits + exact_parts  # with room for those of model space
     partial = scratch.take((num_queries, num_heads, parts, values.head_dim), torch.float32)
     lse = scratch.take((num_queries, num_heads, parts), torch.float32)
     if bounds is None:
@@ -201,18 +261,21 @@ def _attend_rows(
         grid = (keys.num_heads * tiles_of(num_queries, num_requests, gqa, TILE), num_splits, 1)
     decode_split[grid](
         queries, queries.stride(0), queries.stride(1), indptr if bounds is None else bounds.tokens, keys.rows,
-        keys.words, values.rows, values.words, bias, indptr, slots, partial, lse, scores.scale * LOG2_E,
+        keys.words, values.rows, values.words, bias, indptr, slots, indptr if window is None else window.requests,
+        indptr if window is None else window.ring.positions, partial, lse, scores.scale * LOG2_E,
         scores.logit_cap * LOG2_E, num_splits, num_requests, EXTEND=extending, CAPPED=scores.logit_cap > 0,
-        BIASED=biased, num_warps=launch.warps, num_stages=launch.stages, **decode_facts(keys, values, gqa, launch),
+        BIASED=biased, EXACT_PARTS=exact_parts, num_warps=launch.warps, num_stages=launch.stages,
+        **window_constants(window), **decode_facts(keys, values, gqa, launch),
     )  # fmt: skip
     return partial, lse
 
 
 def _merge(
     partial: Tensor, lse: Tensor, q_indptr: Tensor, values: KernelSide, num_splits: int, num_requests: int,
-    out: Tensor, *, extend: bool,
+    out: Tensor, *, extend: bool, exact_parts: int,
 ) -> None:  # fmt: skip
     merge_splits[(len(out), out.shape[1])](
         partial, lse, q_indptr, out, out.stride(0), out.stride(1), num_splits, num_requests, DIM=values.head_dim,
         PADDED=values.padded, SPLITS=MERGED_SPLITS, STEPS=values.steps, EXTEND=extend,
+        EXACT_PARTS=exact_parts,
     )  # fmt: skip

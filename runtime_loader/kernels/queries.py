@@ -53,6 +53,31 @@ def queries_of(
 
 
 @triton.jit
+def positions_of_queries(queries, request, q_indptr_ptr, indptr_ptr, EXTEND: tl.constexpr):
+    """Return the tokens of a request in rows, and the positions of its queries [TILE]; each alone is the last row's."""
+    length = (tl.load(indptr_ptr + request + 1) - tl.load(indptr_ptr + request)).to(tl.int32)
+    if EXTEND:
+        positions = length + (queries - tl.load(q_indptr_ptr + request)).to(tl.int32)  # [TILE]
+    else:
+        positions = length - 1 + (queries * 0).to(tl.int32)  # [TILE]
+    return length, positions
+
+
+@triton.jit
+def is_in_window(query_positions, positions, RESIDUAL: tl.constexpr, SINKS: tl.constexpr):
+    """Whether queries [TILE] have tokens [TOKENS] in their exact window, [TILE, TOKENS]."""
+    return (positions[None, :] > query_positions[:, None] - RESIDUAL) | (positions < SINKS)[None, :]
+
+
+@triton.jit
+def have_copies(tokens, mask_tokens, first_query, positions_ptr, row, RESIDUAL: tl.constexpr, SINKS: tl.constexpr):
+    """Whether tokens [TOKENS] that a query from `first_query` on may read exactly have copies in a slot's places."""
+    asked = mask_tokens & ((tokens > first_query - RESIDUAL) | (tokens < SINKS))  # [TOKENS]
+    places = tl.where(tokens < SINKS, tokens, SINKS + tokens % max(RESIDUAL, 1))  # [TOKENS]
+    return asked & (tl.load(positions_ptr + row + places, mask=asked, other=-1) == tokens)
+
+
+@triton.jit
 def softcap(x, cap):
     """Cap * tanh(x / cap) of scores in units of log2."""
     # By exp2 of what is never positive, so that it cannot overflow.

@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 import torch
 import triton
 
-from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.kernels import NAME, launch
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
@@ -31,7 +30,6 @@ MOST_PREPARED: Final = 512
 """The requests that decode at once for which scratch is kept; for more it is allocated for the call."""
 SPARE_BYTES: Final = 4096
 """The bytes of a scratch that the alignment of its pieces may take."""
-_NO_WINDOW: Final = "the kernels read no exact window yet; serve the profile with residual_length and sinks 0"
 
 
 class TritonAttention:
@@ -54,7 +52,7 @@ class TritonAttention:
             settings, tiles = self._settings(self._side(keys), self._side(values), num_heads)
             kinds.add((settings, tiles, keys.format.head_dim, values.format.head_dim))
         most = max(
-            num_requests * (self._device.splits(settings, num_requests, tiles) * (v_head_dim + 1) + head_dim + 1)
+            num_requests * ((self._device.splits(settings, num_requests, tiles) + 1) * (v_head_dim + 1) + head_dim + 1)
             for settings, tiles, head_dim, v_head_dim in kinds
             for num_requests in range(1, min(max_requests, MOST_PREPARED) + 1)
         )
@@ -66,21 +64,19 @@ class TritonAttention:
 
     def store_copies(self, ring: ExactRing, new: NewTokens, k: Tensor, v: Tensor) -> None:
         """See `PackedAttention.store_copies`."""
-        raise ServingError(_NO_WINDOW)
+        launch.copy_tokens(ring, new, _dense(k), _dense(v))
 
     def decode(
         self, q: Tensor, keys: PackedRows, values: PackedRows, indptr: Tensor, slots: Tensor, scores: ScoreScaling,
         out: Tensor | None = None, window: WindowReads | None = None,
     ) -> Tensor:  # fmt: skip
         """See `PackedAttention.decode`."""
-        if window is not None:
-            raise ServingError(_NO_WINDOW)
         k_side, v_side = self._side(keys), self._side(values)
         settings, tiles = self._settings(k_side, v_side, q.shape[1])
         out = _output(q, values) if out is None else out
         if len(q):
             num_splits, scratch = self._device.splits(settings, len(q), tiles), self._scratch.restart()
-            launch.decode(_dense(q), k_side, v_side, indptr, slots, scores, settings, num_splits, scratch, out)
+            launch.decode(_dense(q), k_side, v_side, indptr, slots, scores, settings, num_splits, scratch, out, window)
         return out
 
     def extend(
@@ -88,8 +84,6 @@ class TritonAttention:
         scores: ScoreScaling, out: Tensor | None = None, window: WindowReads | None = None,
     ) -> Tensor:  # fmt: skip
         """See `PackedAttention.extend`: attention over rows is merged with that of new tokens over one another."""
-        if window is not None:
-            raise ServingError(_NO_WINDOW)
         k_side, v_side = self._side(keys), self._side(values)
         num_requests, gqa = len(bounds.tokens) - 1, q.shape[1] // k_side.num_heads
         settings = self._device.launch(k_side, v_side, gqa, extend=True)
@@ -101,7 +95,7 @@ class TritonAttention:
             num_splits = self._device.splits(settings, 1, tiles, least=1)
             launch.extend(
                 _dense(q), _dense(k.to(q.dtype)), _dense(v.to(q.dtype)), k_side, v_side, bounds, scores,
-                settings, num_splits, self._scratch.restart(), out,
+                settings, num_splits, self._scratch.restart(), out, window,
             )  # fmt: skip
         return out
 

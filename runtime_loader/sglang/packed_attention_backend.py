@@ -38,9 +38,6 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
             self.attention.prepare(
                 list(zip(self.pool.keys, self.pool.values, strict=True)), self.num_head, runner.req_to_token_pool.size
             )
-        with refusing():
-            if self.pool.copies is not None and self.attention.name != "torch":
-                raise ServingError("the kernels read no exact window yet; serve the profile without one")
         self._window: WindowReads | None = None  # of the layer that attends
         self.decode_attention_fwd = self._decode
         self.sliding_window_size = None  # `check_attention_layers` left none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +14,7 @@ from kvtuner.runtime_loader.exact_ring import request_bytes
 from kvtuner.runtime_loader.row_format import rank_formats
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
 from kvtuner.runtime_loader.sglang.compat.pool import MHATokenToKVPool, on_built, on_pool
-from kvtuner.runtime_loader.sglang.compat.processes import on_introduction
+from kvtuner.runtime_loader.sglang.compat.processes import on_beam_search, on_introduction
 from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
 from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, READS_KEY, RankState, process_state
 from kvtuner.runtime_loader.sglang.self_test import announce_capacity
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.runtime_loader.attention_backends import AttentionBackend
     from kvtuner.runtime_loader.sglang.hicache.tier import HostTier
+
+logger: Final = logging.getLogger("kvtuner")
 
 AGREEMENT_VARIABLE: Final = "KVTUNER_AGREEMENT_S"
 """The variable of the seconds that a rank waits for the others' word; 120 by default."""
@@ -40,6 +43,7 @@ def install_hooks(*, packed: bool, tiers: bool) -> None:
 
         on_pool(PackedKVPool, _bytes_per_token, _bytes_per_request, announce_capacity)
         on_triton_backend(make_backend)
+        on_beam_search(_refusal_of_beams)
     pool_class = PackedKVPool if packed else MHATokenToKVPool
     if not tiers:
         on_built(pool_class, lambda _, pool, requests: _add_copies(pool, requests))
@@ -55,6 +59,12 @@ def install_hooks(*, packed: bool, tiers: bool) -> None:
 
     on_built(pool_class, built)
     tier.install()
+
+
+def _refusal_of_beams() -> str | None:
+    # Beams take one another's tokens over, in slots that their copies do not follow to.
+    window = _profile().window
+    return f"Beam search is not supported with an exact window ({window})." if window.num_tokens else None
 
 
 def _add_copies(pool: Any, requests: Any) -> None:
@@ -73,6 +83,8 @@ def _begin_tier(tier: HostTier, kvc: Any, pool: Any) -> None:
         _check_dtype(kvc)
         profile = _profile(kvc.model_config)
         _agree(f"{profile.digest} below the device")
+        if profile.window.num_tokens:
+            logger.info("kvtuner: the device pool is exact, so that %s needs no copies", profile.window)
     source = PageSource(
         profile=_profile(),
         attend=request.attend,

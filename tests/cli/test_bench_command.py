@@ -12,6 +12,7 @@ from kvtuner.calibration.model_loading import DEMO_MODEL
 from kvtuner.cli import main
 from kvtuner.cli.parser import build_parser
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
+from kvtuner.precision import ExactWindow
 
 if TYPE_CHECKING:
     import argparse
@@ -28,6 +29,29 @@ def profile(profile_of: ProfileOf, tmp_path: Path) -> str:
     path = tmp_path / "profile.json"
     path.write_bytes(dump_profile(profile_of(config, [LayerQuantization(4, 4)] * config.num_hidden_layers)))
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "takes bytes of every request: give --max-running-requests to the servers, or leave --kv-memory out"),
+        (("--server-args", "--max-running-requests 9999"), "--kv-memory is all for the exact copies of profile"),
+    ],
+)
+def test_memory_of_the_copies_of_a_window_is_counted_before_a_server_starts(
+    flags: tuple[str, ...],
+    message: str,
+    profile_of: ProfileOf,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtuner.pipeline.benchmark.serving_client", lambda: None)
+    config, path = AutoConfig.from_pretrained(DEMO_MODEL), tmp_path / "windowed.json"
+    layers = [LayerQuantization(4, 4)] * config.num_hidden_layers
+    path.write_bytes(dump_profile(profile_of(config, layers, window=ExactWindow(32))))
+    assert main(["bench", str(path), "--model", "demo", "--kv-memory", "64MiB", *flags]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -196,14 +196,14 @@ def test_a_dry_run_loads_no_weights(run: RunCommand, model_folder: ModelFolder, 
     (config_only / "config.json").write_bytes((folder / "config.json").read_bytes())
     status, out, _ = run("search", "--model", config_only, "--budget", "4bit", "3bit", "--dry-run", "--json")
     plan = json.loads(out)
-    assert status == 0
     by_name = {row["name"]: row for row in plan["uniform"]}
     assert by_name["K4V4"]["inside"] == ["4bit"]
     assert by_name["K4V2"]["inside"] == ["4bit", "3bit"]
     assert by_name["bf16"]["bytes_per_token"] == 3 * 2 * (2 * 16) * 2  # layers, sides, heads x head_dim, bytes
     assert by_name["K8V4"]["bytes_per_token"] == 3 * ((32 + 8 + 8) + (16 + 8 + 8))  # codes, scale words, padding
-    assert plan["forward_tokens"]["total"] > 0
-    assert run("search", "--model", config_only, "--budget", "4bit", "--dry-run")[0] == 0
+    assert status == 0 and plan["forward_tokens"]["total"] > 0 and "window" not in plan
+    status, out, _ = run("search", "--model", config_only, "--budget", "4bit", "--residual-length", "32", "--dry-run")
+    assert (status, f"tokens exact: {32 * by_name['bf16']['bytes_per_token']:,} bytes per request" in out) == (0, True)
 
 
 def test_a_dry_run_foretells_the_forward_tokens(

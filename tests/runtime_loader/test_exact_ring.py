@@ -8,7 +8,7 @@ from windowed_requests import WindowedPool, live
 
 from kvtuner.precision import ExactWindow
 from kvtuner.quant import QuantSpec, Transform
-from kvtuner.runtime_loader.exact_ring import EMPTY, ExactRings, NewTokens, request_bytes
+from kvtuner.runtime_loader.exact_ring import EMPTY, ExactRings, NewTokens, largest_pool, request_bytes
 from kvtuner.runtime_loader.packed_attention import TorchAttention
 from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat
 from kvtuner.transforms import TransformKind
@@ -100,3 +100,21 @@ def test_a_request_takes_the_bytes_that_are_allocated_for_it(dtype: torch.dtype)
     # Two layers, two sides of two heads of 80 channels; a position of four bytes for each place of every layer.
     assert request_bytes(layers, window, dtype) == 10 * (2 * 2 * 2 * 80 * dtype.itemsize + 3 * 4)
     assert rings.num_bytes == num_requests * request_bytes(layers, window, dtype)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("asked", [None, 1, 8])
+def test_a_pool_and_the_copies_of_its_requests_take_all_that_is_available_and_no_more(
+    page_size: int, asked: int | None
+) -> None:
+    def bytes_of_requests(tokens: int) -> int:
+        by_default = max(min(tokens // 3, 40), 20)  # SGLang's own rule, with other numbers
+        return 700 * (1 + min(by_default if asked is None else asked, tokens // 2))
+
+    for available in (*range(0, 60_000, 977), 100_000):
+        fitting = [
+            tokens
+            for tokens in range(0, available // 90 + 1, page_size)
+            if tokens == 0 or tokens * 90 + bytes_of_requests(tokens) <= available
+        ]
+        assert largest_pool(available, 90, page_size, bytes_of_requests) == fitting[-1]

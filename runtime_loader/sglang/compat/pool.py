@@ -12,6 +12,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import KvBufferDesc, MHATokenToKVPool, unwrap_write_loc
 
 from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.exact_ring import largest_pool
 from kvtuner.runtime_loader.sglang.compat.hooks import AFTER, AROUND, check_leading, install
 from kvtuner.runtime_loader.sglang.process_state import refusing
 
@@ -69,11 +70,13 @@ def on_pool(
         costs = getattr(self, "_kvtuner_requests", None)
         if costs is None:
             return original(self, available_bytes, page_size)
-        rows_bytes = max(available_bytes - self._fixed_overhead_bytes, 0)
-        with refusing():
-            taken = costs.of_most_tokens(rows_bytes, self._cell_size, page_size)
-        result = original(self, available_bytes - taken, page_size)
-        announce_capacity(rows_bytes - taken, taken, result.max_total_num_tokens)
+        rows_bytes, taken = max(available_bytes - self._fixed_overhead_bytes, 0), 0
+        if costs.bytes_per_request:
+            with refusing():
+                tokens = costs.most_tokens(rows_bytes, self._cell_size, page_size)
+            rows_bytes, taken = tokens * self._cell_size, costs.of_tokens(tokens)
+        result = original(self, self._fixed_overhead_bytes + rows_bytes, page_size)
+        announce_capacity(rows_bytes, taken, result.max_total_num_tokens)
         return result
 
     for name, parameters in _OVERRIDDEN.items():
@@ -91,24 +94,19 @@ class _RequestCosts:
     configurator: Any
     bytes_per_request: int
 
-    def of_most_tokens(self, available_bytes: int, bytes_per_token: int, page_size: int) -> int:
-        """Bytes of all slots of the largest pool that fits together with them; a `ServingError` if none does."""
-        if not self.bytes_per_request:
-            return 0
-        pages, too_many = 0, available_bytes // (bytes_per_token * page_size) + 1
-        while too_many - pages > 1:
-            middle = (pages + too_many) // 2
-            needed = middle * page_size * bytes_per_token + self._of_slots(middle * page_size)
-            pages, too_many = (middle, too_many) if needed <= available_bytes else (pages, middle)
-        if pages == 0 and available_bytes >= bytes_per_token * page_size:
+    def most_tokens(self, available_bytes: int, bytes_per_token: int, page_size: int) -> int:
+        """The tokens of the largest pool that fits with all its slots; a `ServingError` where slots leave no page."""
+        tokens = largest_pool(available_bytes, bytes_per_token, page_size, self.of_tokens)
+        if tokens == 0 and available_bytes >= bytes_per_token * page_size:
             raise ServingError(
                 f"the exact window takes {self.bytes_per_request:,} bytes of each request, and only"
                 f" {available_bytes:,} bytes are available; give a smaller --max-running-requests or"
                 " --kvtuner-residual-length, or a profile with a shorter window"
             )
-        return self._of_slots(pages * page_size)
+        return tokens
 
-    def _of_slots(self, num_tokens: int) -> int:
+    def of_tokens(self, num_tokens: int) -> int:
+        """Bytes of all slots that SGLang makes for a pool of so many tokens."""
         # Each call would log that requests were reduced.
         log = logging.getLogger(_CONFIGURATOR.rpartition(".")[0])
         was_disabled, log.disabled = log.disabled, True

@@ -101,3 +101,12 @@ def on_scheduler(start: Callable[[Any], None]) -> None:
             start(server_args)
 
     install("sglang.srt.runtime_context.publish", publish, AFTER, "server_args", "role")
+
+
+def on_beam_search(refusal: Callable[[], str | None]) -> None:
+    """Answer requests for beam search with what `refusal` says, as with SGLang's own refusals; None lets them pass."""
+
+    def validate(original: Callable[..., str | None], self: Any, req: Any, recv_req: Any) -> str | None:
+        return refusal() or original(self, req, recv_req)
+
+    install("sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init", validate, AROUND, "req", "recv_req")

@@ -20,6 +20,7 @@ from gpu_parts.pools import HeadShape
 from kvtuner.precision import Fit, PrecisionPair
 from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.kernels import decode, extend_and_merge, queries, store_and_read_rows
+from kvtuner.runtime_loader.kernels import window as kernels_of_window
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import (
     EXACT,
@@ -39,6 +40,7 @@ from kvtuner.transforms import TransformKind
 HOPPER, AMD = 90, GPUTarget("hip", "gfx942", 64)
 HEADS, GQA = 8, 4
 VALUE_STEPS = ("hadamard",)
+WINDOW = {"RESIDUAL": 32, "SINKS": 4, "EXACT_PARTS": 3}
 WHOLE = [(bits, head_dim) for bits in (2, 4, 8) for head_dim in (64, 80, 96, 256) if head_dim * bits // 8 % 16 == 0]
 WHOLE.append((3, 256))
 """Widths and head dimensions whose codes of a head are whole pieces of 16 bytes."""
@@ -71,7 +73,7 @@ def read_back(bits: int, head_dim: int) -> Any:
     return sass.compiled(store_and_read_rows.read_side, read_facts(transformed(bits, head_dim)), HOPPER, **EXACT)
 
 
-def attending(pair: PrecisionPair, head_dim: int, target: int | GPUTarget, arch: str, **kind: bool) -> Any:
+def attending(pair: PrecisionPair, head_dim: int, target: int | GPUTarget, arch: str, **kind: Any) -> Any:
     """The kernel that reads rows, as the table launches it."""
     shape = HeadShape("", HEADS, GQA, head_dim)
     keys, values = (sass.side_of(shape, bits) for bits in (pair.k_bits, pair.v_bits))
@@ -86,13 +88,21 @@ def around(head_dim: int) -> list[Any]:
     size = {"DIM": head_dim, "PADDED": side.padded}
     prepare = {"HEADS": HEADS, "GQA": GQA, "STEPS": side.steps, "BIASED": True, **size}
     fresh = {"HEADS": HEADS, "GQA": GQA, "K_DIM": head_dim, "K_PADDED": side.padded, "V_DIM": head_dim}
-    fresh |= {"V_PADDED": side.padded, "CAPPED": True, **FRESH}
+    fresh |= {"V_PADDED": side.padded, "CAPPED": True, "EXTEND": True, **FRESH}
+    copying = {"HEADS": HEADS, "K_DIM": head_dim, "K_PADDED": side.padded, "V_DIM": head_dim, "V_PADDED": side.padded}
     kernels = [
         sass.compiled(queries.prepare_queries, prepare, HOPPER),
-        sass.compiled(extend_and_merge.attend_fresh, fresh, HOPPER, **fresh_options(side, side)),
     ]
+    for part, reads in enumerate(("all", "inside", "outside")):
+        facts = {**fresh, **WINDOW, "READS": reads, "PART": part}
+        kernels.append(sass.compiled(extend_and_merge.attend_fresh, facts, HOPPER, **fresh_options(side, side)))
+    facts = {**fresh, **WINDOW, "PART": 2}
+    kernels.append(sass.compiled(kernels_of_window.attend_copies, facts, HOPPER, **fresh_options(side, side)))
     for extending in (True, False):
-        merge = {"SPLITS": MERGED_SPLITS, "STEPS": VALUE_STEPS, "EXTEND": extending, **size}
+        facts = {**copying, **WINDOW, "EXTEND": extending, "BLOCK": 32 if extending else 1}
+        kernels.append(sass.compiled(kernels_of_window.store_copies, facts, HOPPER))
+    for extending in (True, False):
+        merge = {"SPLITS": MERGED_SPLITS, "STEPS": VALUE_STEPS, "EXTEND": extending, "EXACT_PARTS": 3, **size}
         kernels.append(sass.compiled(extend_and_merge.merge_splits, merge, HOPPER))
     return kernels
 
@@ -132,6 +142,11 @@ found = {
         for capped in (True, False)
     ]
     + [spills(attending(PrecisionPair(8, 4), head_dim, HOPPER, "sm_90", EXTEND=True)) for head_dim in (64, 128, 256)],
+    "windowed": [
+        spills(attending(pair, 128, HOPPER, "sm_90", EXTEND=extending, BIASED=True, **WINDOW))
+        for pair in pairs
+        for extending in (True, False)
+    ],
     "around": [spills(kernel) for head_dim in (80, 128, 256) for kernel in around(head_dim)],
     "copies": [copies(bits, head_dim) for bits, head_dim in WHOLE],
     "amd": [

@@ -7,6 +7,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ WINDOW = ExactWindow(12, 3)
 CHUNK = 64
 TOKENS = 14
 """More than the last tokens of the window, so that copies are replaced while answers grow."""
+
+OTHER_SCHEDULES = ("--disable-overlap-schedule", "--schedule-policy=lpm")
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,13 @@ def test_log_and_metrics_say_what_copies_take(case: Case, server: Server) -> Non
     assert f"kvtuner_window_tokens{{{rank}}} {WINDOW.num_tokens:.1f}" in metrics
 
 
+def test_beam_search_is_refused_by_name(server: Server, prompts: Prompts) -> None:
+    sampling = {"beam_width": 2, "max_new_tokens": 4}
+    with pytest.raises(HTTPError) as refusal:
+        server.post("/generate", {"input_ids": prompts(9)[0], "sampling_params": sampling})
+    assert f"not supported with an exact window ({WINDOW})" in refusal.value.read().decode()
+
+
 def test_chunks_read_their_own_requests_copies_of_earlier_chunks(case: Case, server: Server, prompts: Prompts) -> None:
     server.flush()
     (ids,) = prompts(150, seed=3)
@@ -133,6 +143,21 @@ def test_chunks_read_their_own_requests_copies_of_earlier_chunks(case: Case, ser
     without = fresh_reads(total, cuts)
     without[: len(ids)] &= torch.block_diag(*[torch.ones(n, n) for n in (64, 64, 22, TOKENS)]).bool()[: len(ids)]
     assert_reads(case, ids, answer, fresh_reads(total, cuts), fresh_reads(total, [0, 150]), without)
+
+
+@pytest.mark.parametrize("attend", ["fresh", pytest.param("cache", marks=pytest.mark.full)])
+def test_the_kernels_read_it_too(attend: str, case: Case, serve: Serve, prompts: Prompts) -> None:
+    ids, cuts, total = prompts(44, seed=3)[0], [0, 32, 44], 44 + 3
+    flags = ("--kvtuner-attend", attend, "--chunked-prefill-size", "32")
+    with serve(case.folder, *case.flags, *flags, KVTUNER_ATTENTION="triton") as server:
+        (answer,) = ask(case, server, [ids], 3)
+        log = server.log
+    assert f"attention triton, attend {attend}, self-test passed" in log
+    if attend == "fresh":
+        blocks = (torch.ones(32, 32), torch.ones(12, 12), torch.zeros(3, 3))
+        assert_reads(case, ids, answer, fresh_reads(total, cuts), torch.block_diag(*blocks).bool())
+    else:
+        assert_reads(case, ids, answer, window_reads(total), torch.zeros(total, total, dtype=torch.bool))
 
 
 def test_what_was_hit_is_read_from_rows(case: Case, server: Server, prompts: Prompts) -> None:
@@ -151,7 +176,11 @@ def test_what_was_hit_is_read_from_rows(case: Case, server: Server, prompts: Pro
     assert_reads(case, again, answer, exact, unbroken)
 
 
-@pytest.mark.parametrize("options", [(), ("--disable-overlap-schedule",), ("--enable-mixed-chunk",)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [("--enable-mixed-chunk",), *(pytest.param((flag,), marks=pytest.mark.full) for flag in OTHER_SCHEDULES)],
+    ids=str,
+)
 def test_without_hits_by_cache_company_slots_and_cuts_do_not_matter(
     options: tuple[str, ...], case: Case, serve: Serve, prompts: Prompts
 ) -> None:
