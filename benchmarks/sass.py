@@ -37,7 +37,16 @@ import dequantize_then_dot
 from gpu_parts.baselines import SGLANG_LAUNCH
 from gpu_parts.pools import ALL_TRANSFORMS, LLAMA, HeadShape, empty_rows, row_format
 
-from kvtuner.precision import FITS, NATIVE_BITS, THREE_BITS, Fit, PrecisionPair, RowShape, effective_bits
+from kvtuner.precision import (
+    FITS,
+    NATIVE_BITS,
+    SHORT_WORD_BITS,
+    THREE_BITS,
+    Fit,
+    PrecisionPair,
+    RowShape,
+    effective_bits,
+)
 from kvtuner.report.table import Table
 from kvtuner.runtime_loader.kernels import decode, launch
 from kvtuner.runtime_loader.kernels import store_and_read_rows as row_kernels
@@ -81,7 +90,8 @@ def type_of(name: str, facts: dict[str, Any]) -> str:
         return "fp32" if name in ("scale", "cap") else "i32"
     if "rows" in name or "words" in name:
         native = facts.get(f"{name[0].upper()}_BITS", facts.get("BITS")) == NATIVE_BITS
-        return "*bf16" if native else "*i16" if "rows" in name else "*i32"
+        short = facts.get(f"{name[0].upper()}_WORD", facts.get("WORD")) == SHORT_WORD_BITS
+        return "*bf16" if native else "*i16" if "rows" in name or short else "*i32"
     if name == "q_indptr_ptr" and facts.get("EXTEND", True):
         return "*i64"
     if "indptr" in name or "count" in name:

@@ -42,13 +42,15 @@ def _zeros(_, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _stored_grid(group, words_ptr, slots, mask_tokens, FIRST, ROW: tl.constexpr):
+def _stored_grid(
+    group, words_ptr, slots, mask_tokens, FIRST, ROW: tl.constexpr, BITS: tl.constexpr, WORD: tl.constexpr
+):
     """The scale and the minimum of a group of a head, [TOKENS] each, 0 where there is no token.
 
-    FIRST is the head's first word in a row; ROW is in units, two to a word.
+    FIRST is the head's first word in a row; ROW is in units of 16 bits, WORD the bits of a word.
     """
-    words = tl.load(words_ptr + (FIRST + group) + slots * (ROW // 2), mask=mask_tokens, other=0)  # [TOKENS]
-    return scale_and_minimum(words)
+    words = tl.load(words_ptr + (FIRST + group) + slots * (ROW // (WORD // 16)), mask=mask_tokens, other=0)  # [TOKENS]
+    return scale_and_minimum(words, BITS, WORD)
 
 
 @triton.jit
@@ -88,7 +90,7 @@ def _query_sum(group, q, TILE: tl.constexpr, BITS: tl.constexpr, IN_GROUP: tl.co
 def _scores_of(
     q, q_sums, rows_ptr, words_ptr, slots, mask_tokens, log2_v_scale, kv_head, unit, mask_units, scale,
     TILE: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr,
-    BITS: tl.constexpr, GROUPS: tl.constexpr, CAPPED: tl.constexpr, ASM: tl.constexpr,
+    BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr, CAPPED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Scores [TILE, TOKENS] of a block of keys; of codes, and without a cap, `log2_v_scale` is in them already."""
     IN_GROUP: tl.constexpr = slots_of(BITS) // GROUPS
@@ -103,8 +105,10 @@ def _scores_of(
             row_ptrs = rows_ptr + slots[None, :] * ROW  # [1, TOKENS]
             thirds = load_thirds(row_ptrs, kv_head, unit[:, None], mask_units[:, None], HEADS, WIDE)
         codes = codes_of(units, thirds, BITS, ASM)  # [K_UNITS, TOKENS] for each slot
-        first_word = words_at(HEADS, WIDE, BITS) + kv_head * GROUPS
-        grids = for_each(_stored_grid, GROUPS, (words_ptr, slots, mask_tokens, first_word, ROW))  # [TOKENS] twice
+        first_word = words_at(HEADS, WIDE, BITS, WORD) + kv_head * GROUPS
+        grids = for_each(  # [TOKENS] twice
+            _stored_grid, GROUPS, (words_ptr, slots, mask_tokens, first_word, ROW, BITS, WORD)
+        )
         scores = tl.zeros([TILE, TOKENS], tl.float32)  # [TILE, TOKENS]
         for group in tl.static_range(GROUPS):
             # Slots of a group share a scale, so that their codes add up before it is applied.
@@ -122,14 +126,15 @@ def _scores_of(
 @triton.jit
 def _value_grids(
     words_ptr, slots, mask_tokens, first_word,
-    TOKENS: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, ASM: tl.constexpr,
+    TOKENS: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Grids of values, a pair of [TOKENS] for each group, and the log2 and inverse of a token's largest scale."""
     grids = ()  # a pair of [TOKENS] for each group
     log2_v_scale = tl.zeros([TOKENS], tl.float32)  # [TOKENS]
     inverse = tl.full([TOKENS], 1.0, tl.float32)  # [TOKENS]
     if BITS != 16:
-        grids = for_each(_stored_grid, GROUPS, (words_ptr, slots, mask_tokens, first_word, ROW))
+        grids = for_each(_stored_grid, GROUPS, (words_ptr, slots, mask_tokens, first_word, ROW, BITS, WORD))
         largest = tl.full([TOKENS], 2.0**-24, tl.float32)  # [TOKENS]
         for group in tl.static_range(GROUPS):
             largest = tl.maximum(largest, grids[group][0])
@@ -207,7 +212,9 @@ def decode_split(
     num_requests,
     HEADS: tl.constexpr, GQA: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, MIN_SPLIT: tl.constexpr,
     K_ROW: tl.constexpr, K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUPS: tl.constexpr, K_UNITS: tl.constexpr,
+    K_WORD: tl.constexpr,
     V_ROW: tl.constexpr, V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUPS: tl.constexpr, V_UNITS: tl.constexpr,
+    V_WORD: tl.constexpr,
     EXTEND: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr, ASM: tl.constexpr, RESIDUAL: tl.constexpr,
     SINKS: tl.constexpr, EXACT_PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -264,12 +271,12 @@ def decode_split(
         # Past the end slot 0 is read, whatever it holds: the log2 hides it, so that codes need no mask of tokens.
         slots = tl.load(slots_ptr + begin + tokens, mask=mask_tokens, other=0).to(tl.int64)  # [TOKENS]
         v_grids, log2_v_scale, inverse = _value_grids(
-            v_words_ptr, slots, mask_tokens, words_at(HEADS, V_WIDE, V_BITS) + kv_head * V_GROUPS,
-            TOKENS, V_ROW, V_BITS, V_GROUPS, ASM,
+            v_words_ptr, slots, mask_tokens, words_at(HEADS, V_WIDE, V_BITS, V_WORD) + kv_head * V_GROUPS,
+            TOKENS, V_ROW, V_BITS, V_GROUPS, V_WORD, ASM,
         )  # fmt: skip  # [TOKENS] each
         scores = _scores_of(
             q, q_sums, k_rows_ptr, k_words_ptr, slots, mask_tokens, log2_v_scale, kv_head, k_unit, mask_k, scale,
-            TILE, TOKENS, HEADS, K_ROW, K_WIDE, K_BITS, K_GROUPS, CAPPED, ASM,
+            TILE, TOKENS, HEADS, K_ROW, K_WIDE, K_BITS, K_GROUPS, K_WORD, CAPPED, ASM,
         )  # fmt: skip  # [TILE, TOKENS]
         if CAPPED:
             scores = softcap(scores + bias[:, None], cap)

@@ -11,7 +11,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from kvtuner import grid_fit
+from kvtuner import grid_fit, zero_points
 
 _NUM_REFITS: Final = tl.constexpr(grid_fit.NUM_REFITS)
 _UNITS: Final = tl.constexpr(grid_fit.UNITS)
@@ -25,6 +25,9 @@ _FIRST_GRIDS: Final = tl.constexpr({
     (bits, symmetric): grid_fit.first_grid(bits, symmetric=symmetric)
     for bits in grid_fit.FITTED_BITS for symmetric in (False, True)
 })  # fmt: skip
+_LARGEST_SCALE: Final = tl.constexpr(zero_points.LARGEST_SCALE)
+_LAST_ZERO_POINT: Final = tl.constexpr(zero_points.LAST_ZERO_POINT)
+_SYMMETRIC_ZERO_POINT: Final = tl.constexpr(zero_points.SYMMETRIC_ZERO_POINT)
 _FP16_MAX: Final = tl.constexpr(65504.0)
 _ROUNDER: Final = tl.constexpr(
     13631488.0
@@ -52,6 +55,12 @@ def _rounded(x):
 
 
 @triton.jit
+def _rounded_widely(x):
+    """The nearest int32, half to even, of numbers from -2**22 to 2**22."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
 def _sum_of_group(x):
     return tl.sum(tl.sum(x, 1), 2)
 
@@ -68,15 +77,17 @@ def _mean(total, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def fit_grid(
+def _fit_codes(
     y, low, high, not_finite, mask, BITS: tl.constexpr, CHANNELS: tl.constexpr, SYMMETRIC: tl.constexpr,
-    IS_PADDED: tl.constexpr,
+    IS_PADDED: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
-    """Fit grids to groups with their range; `mask` can be broadcast to `y` and hides padding.
+    """Fit lines to groups with their range; `mask` can be broadcast to `y` and hides padding.
 
-    Returns int32 codes; the bits of scales and of minimums, int16; and whether each group can have them.
+    Returns int32 codes and, of each group: scale and mean, float32; the sum of codes and the zero point of words of 16
+    bits, int32; and whether it can be fitted.
     """
     ZERO: tl.constexpr = 1 << (BITS - 1)  # the code of zero in a symmetric grid
+    UNIT: tl.constexpr = _FRACTION >> (5 - BITS)  # of zero points
     COUNT: tl.constexpr = _SYMMETRIC_UNITS if SYMMETRIC else _UNITS
     largest = tl.maximum(tl.abs(low), tl.abs(high))  # [GROUPS, TOKENS], as all that is not said to have channels
     if SYMMETRIC:
@@ -103,7 +114,14 @@ def fit_grid(
     total = total_units
     covariance = span
     variance = span
+    zero_point = tl.full(span.shape, _SYMMETRIC_ZERO_POINT, tl.int32)
     for index in tl.static_range(_NUM_REFITS + 1):
+        if WORD == 16 and not SYMMETRIC and index == _NUM_REFITS:
+            zero = tl.minimum(tl.maximum(-origin * ratio, 0.0), COUNT)  # the place of zero among the integers
+            place = _rounded_widely(zero * multiplier.to(tl.float32))
+            position = (place + offset - _FRACTION // 2).to(tl.float32)
+            zero_point = tl.minimum(tl.maximum(_rounded(position * (1 / UNIT)), 0), _LAST_ZERO_POINT)
+            offset = zero_point * UNIT + (_FRACTION // 2 - place)
         start = offset - multiplier * _ROUNDER_BITS
         codes = (units * _to_channels(multiplier) + _to_channels(start)) >> _FRACTION_BITS  # the shape of y
         codes = tl.minimum(tl.maximum(codes, 0), (1 << BITS) - 1)
@@ -133,15 +151,52 @@ def fit_grid(
         tl.div_rn(covariance, tl.maximum(variance, 1.0)) * _MAX_GAIN,
     )
     usable = (covariance > 0.0) & (largest < _FP16_MAX) & (not_finite == 0)
+    if WORD == 16 and not SYMMETRIC:
+        usable = usable & (low <= 0.0) & (high >= 0.0)
+    mean = origin + _mean(total_units.to(tl.float32), CHANNELS) * unit
+    return codes, slope * unit, mean, total, zero_point, usable
+
+
+@triton.jit
+def fit_zero_point_grid(
+    y, low, high, not_finite, mask, BITS: tl.constexpr, CHANNELS: tl.constexpr, SYMMETRIC: tl.constexpr,
+    IS_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Fit grids that words of 16 bits can hold, as `fit_grid` does.
+
+    Returns int32 codes; the bits of fp16 scales and zero points, int32; and whether each group can have them.
+    """
+    CAP: tl.constexpr = _LARGEST_SCALE / (1 << (BITS - 1)) if SYMMETRIC else _LARGEST_SCALE
+    codes, scale, _, _, zero_point, usable = _fit_codes(
+        y, low, high, not_finite, mask, BITS, CHANNELS, SYMMETRIC, IS_PADDED, 16
+    )
+    half = tl.minimum(scale, CAP).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)  # [GROUPS, TOKENS]
+    half = ((half + 8) >> 4) << 4
+    exact = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return codes, half, zero_point, usable & (exact >= _MIN_SCALE)
+
+
+@triton.jit
+def fit_grid(
+    y, low, high, not_finite, mask, BITS: tl.constexpr, CHANNELS: tl.constexpr, SYMMETRIC: tl.constexpr,
+    IS_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Fit grids to groups with their range; `mask` can be broadcast to `y` and hides padding.
+
+    Returns int32 codes; the bits of scales and of minimums, int16; and whether each group can have them.
+    """
+    ZERO: tl.constexpr = 1 << (BITS - 1)  # the code of zero in a symmetric grid
+    codes, wanted, mean, total, _, usable = _fit_codes(
+        y, low, high, not_finite, mask, BITS, CHANNELS, SYMMETRIC, IS_PADDED, 32
+    )
     if SYMMETRIC:
-        scale = tl.minimum(slope * unit, _FP16_MAX / ZERO).to(tl.float16)
+        scale = tl.minimum(wanted, _FP16_MAX / ZERO).to(tl.float16)
         exact = scale.to(tl.float32)
         minimum = exact * -ZERO
     else:
-        scale = tl.minimum(slope * unit, _FP16_MAX).to(tl.float16)
+        scale = tl.minimum(wanted, _FP16_MAX).to(tl.float16)
         exact = scale.to(tl.float32)
-        minimum = origin + _mean(total_units.to(tl.float32), CHANNELS) * unit
-        minimum = minimum - exact * _mean(total.to(tl.float32), CHANNELS)
+        minimum = mean - exact * _mean(total.to(tl.float32), CHANNELS)
         minimum = tl.minimum(tl.maximum(minimum, -_FP16_MAX), _FP16_MAX)
         usable = usable & (tl.abs(minimum) <= exact * _MAX_OFFSET)
     usable = usable & (exact >= _MIN_SCALE)

@@ -10,7 +10,7 @@ import triton
 
 from kvtuner.errors import PrecisionError
 from kvtuner.grid_fit import FITTED_BITS
-from kvtuner.precision import SHORT_WORD_BITS, num_slots, used_word_bits
+from kvtuner.precision import SHORT_WORD_BITS, WIDE_WORD_BITS, WordBits, num_slots, used_word_bits
 from kvtuner.quant import IDENTITY
 from kvtuner.runtime_loader.kernels.transform_steps import KERNEL_STEPS
 
@@ -28,7 +28,7 @@ class KernelSide:
 
     Attributes:
         rows: The int16 units [slots, row units]; native rows as they are.
-        words: The rows viewed as int32.
+        words: The rows viewed as scale words, int32 or int16.
         mu: The mean keys, float32 [num_heads, head_dim]; any tensor where the transform has none.
         lam: The factors lambda, likewise.
         inverse: The inverse 1 / lambda, by IEEE division.
@@ -37,6 +37,7 @@ class KernelSide:
         steps: The steps of the transform, in their order.
         symmetric: Whether the grids that are written are symmetric.
         fitted: Whether they are fitted by least squares.
+        word_bits: The bits of a scale word.
     """
 
     rows: Tensor
@@ -52,13 +53,13 @@ class KernelSide:
     steps: tuple[str, ...]
     symmetric: bool
     fitted: bool
+    word_bits: WordBits
 
     @classmethod
     def of(cls, stored: PackedRows) -> KernelSide:
         """Prepare a pool's rows."""
         row_format, spec = stored.format, stored.format.spec
-        if spec is not None and used_word_bits(spec.bits, spec.word_bits) == SHORT_WORD_BITS:
-            raise PrecisionError("the kernels have no scale words of 16 bits; serve it by KVTUNER_ATTENTION=torch")
+        word_bits = WIDE_WORD_BITS if spec is None else used_word_bits(spec.bits, spec.word_bits)
         transform = IDENTITY if spec is None else spec.transform
         for step in transform.kind.steps:
             if step not in KERNEL_STEPS:
@@ -68,7 +69,7 @@ class KernelSide:
         lam = rows if transform.lam is None else _constant(transform.lam, rows)
         return cls(
             rows=rows,
-            words=rows if spec is None else stored.rows.view(torch.int32),
+            words=rows if spec is None or word_bits == SHORT_WORD_BITS else stored.rows.view(torch.int32),
             mu=mu,
             lam=lam,
             inverse=rows if transform.lam is None else torch.ones_like(lam) / lam,
@@ -79,6 +80,7 @@ class KernelSide:
             groups=1 if spec is None or spec.group_size is None else row_format.head_dim // spec.group_size,
             steps=transform.kind.steps,
             symmetric=spec is not None and spec.symmetric,
+            word_bits=word_bits,
             fitted=spec is not None and spec.fit == "least_squares" and spec.bits in FITTED_BITS,
         )
 

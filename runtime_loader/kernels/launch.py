@@ -82,6 +82,7 @@ def store_facts(keys: KernelSide, values: KernelSide) -> Facts:
         own = {
             "ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups, "STEPS": side.steps,
             "SYMMETRIC": side.symmetric, "FITTED": side.fitted, "PADDED": side.padded,
+            "WORD": side.word_bits,
         }  # fmt: skip
         facts |= {f"{name}_{key}": value for key, value in own.items()}
     return facts
@@ -94,7 +95,10 @@ def decode_facts(keys: KernelSide, values: KernelSide, gqa: int, launch: DecodeL
         "ASM": launch.asm,
     }  # fmt: skip
     for name, side in (("K", keys), ("V", values)):
-        own = {"ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups, "UNITS": side.units}
+        own = {
+            "ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups, "UNITS": side.units,
+            "WORD": side.word_bits,
+        }  # fmt: skip
         facts |= {f"{name}_{key}": value for key, value in own.items()}
     return facts
 
@@ -226,7 +230,7 @@ def read_facts(side: KernelSide) -> Facts:
     """The read kernel's constants."""
     return {
         "HEADS": side.num_heads, "ROW": side.row, "DIM": side.head_dim, "BITS": side.bits, "GROUPS": side.groups,
-        "STEPS": side.steps, "PADDED": side.padded, "TOKENS": READ_TOKENS,
+        "STEPS": side.steps, "PADDED": side.padded, "WORD": side.word_bits, "TOKENS": READ_TOKENS,
     }  # fmt: skip
 
 

@@ -110,7 +110,7 @@ class _Staging:
 
         def staging(side: DeviceSide, side_index: int) -> Tensor:
             spec = side.format.spec
-            kind = (side_index, side.row_bytes, spec and spec.bits, spec and spec.group_size)
+            kind = (side_index, side.row_bytes, spec and (spec.bits, spec.group_size, spec.word_bits))
             if kind not in shared:
                 # Zeros, which bytes of a row stay that no kernel writes: layers of one format may share a buffer.
                 shared[kind] = torch.zeros(self._block, side.row_bytes, dtype=torch.uint8, device=device)

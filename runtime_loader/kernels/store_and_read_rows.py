@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtuner.runtime_loader.kernels.fitted_grid import fit_grid
+from kvtuner.runtime_loader.kernels.fitted_grid import fit_grid, fit_zero_point_grid
 from kvtuner.runtime_loader.kernels.transform_steps import apply_steps, invert_steps, mixes_channels
 from kvtuner.runtime_loader.kernels.unpack_codes import (
     fp16_saturated,
@@ -103,10 +103,44 @@ def _grid_of(low, high, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
 
 
 @triton.jit
+def _zero_point_grid(low, high, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """The scale, as the bits of an fp16, and the zero point, int32, of ranges [GROUPS, TOKENS]."""
+    if SYMMETRIC:
+        HALF: tl.constexpr = 1 << (BITS - 1)
+        largest = tl.maximum(tl.abs(low), tl.abs(high))  # [GROUPS, TOKENS]
+        wanted = tl.minimum(tl.div_rn(largest, tl.full(largest.shape, HALF - 1, tl.float32)), 65024.0 / HALF)
+    else:
+        low = tl.minimum(low, 0.0)
+        span = tl.maximum(high, 0.0) - low  # [GROUPS, TOKENS]
+        wanted = tl.div_rn(span, tl.full(span.shape, (1 << BITS) - 1, tl.float32))
+    above = (-_fp16_down(-wanted).to(tl.float16, bitcast=True)).to(tl.int16, bitcast=True).to(tl.int32)
+    scale = ((above + 15) >> 4) << 4  # [GROUPS, TOKENS]
+    if SYMMETRIC:
+        zero_point = tl.where(scale == 0, 0, 16)
+    else:
+        places = -low * _inverse_of(scale) * (2.0 ** (5 - BITS))  # [GROUPS, TOKENS]
+        zero_point = (tl.minimum(tl.maximum(places, 0.0), 31.0) + 8388608.0).to(tl.int32, bitcast=True) & 31
+    return scale, zero_point
+
+
+@triton.jit
+def _inverse_of(scale):
+    """The inverse of scales, given as the bits of fp16; 0 of 0."""
+    step = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # the shape of scale
+    return tl.where(step == 0.0, 0.0, tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step))
+
+
+@triton.jit
+def _minimum_of(scale, zero_point, BITS: tl.constexpr):
+    """The minimum, float32, of scales, given as the bits of fp16, and zero points."""
+    step = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # the shape of scale
+    return zero_point.to(tl.float32) * (-(2.0 ** (BITS - 5))) * step
+
+
+@triton.jit
 def _codes_of(y, scale, minimum, BITS: tl.constexpr):
     """The codes of groups [GROUPS, slots, TOKENS, SPREAD] with grids [GROUPS, TOKENS], int32 of which 23 bits count."""
-    step = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)  # [GROUPS, TOKENS]
-    inverse = tl.where(step == 0.0, 0.0, tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step))  # [GROUPS, TOKENS]
+    inverse = _inverse_of(scale)  # [GROUPS, TOKENS]
     y = (y - minimum.to(tl.float32)[:, None, :, None]) * inverse[:, None, :, None]  # the shape of y
     # Half to even; the low bits of a float32 from 2**23 on are those of the integer that it is.
     return (tl.minimum(tl.maximum(y, 0.0), (1 << BITS) - 1) + 8388608.0).to(tl.int32, bitcast=True)
@@ -124,7 +158,8 @@ def _units_of(codes, slot, not_finite, BITS: tl.constexpr):
 def _store_side(
     x_ptr, x_stride_t, x_stride_h, rows_ptr, mu_ptr, inverse_ptr, tokens, slots, mask_tokens, head,
     ROW: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-    STEPS: tl.constexpr, SYMMETRIC: tl.constexpr, FITTED: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr,
+    STEPS: tl.constexpr, SYMMETRIC: tl.constexpr, FITTED: tl.constexpr, PADDED: tl.constexpr, WORD: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Store one head's keys or values of TOKENS tokens; ROW is the stride of a row in elements of `rows_ptr`."""
     x_ptr += head * x_stride_h
@@ -153,8 +188,21 @@ def _store_side(
         y = tl.reshape(y, (GROUPS, SLOTS // GROUPS, TOKENS, SPREAD))  # [GROUPS, slots, TOKENS, SPREAD]
         mask_groups = tl.reshape(mask_units, (1, 1, 1, SPREAD))
         low, high, not_finite = _range_of(y, mask_groups, PADDED != DIM)
-        scale, minimum = _grid_of(low, high, BITS, SYMMETRIC)  # [GROUPS, TOKENS] each
-        if FITTED:
+        if WORD == 16:
+            scale, zero_point = _zero_point_grid(low, high, BITS, SYMMETRIC)  # [GROUPS, TOKENS] each
+            minimum = _minimum_of(scale, zero_point, BITS)  # [GROUPS, TOKENS]
+            if FITTED:
+                codes, fitted_scale, fitted_point, usable = fit_zero_point_grid(
+                    y, low, high, not_finite, mask_groups, BITS, DIM // GROUPS, SYMMETRIC, PADDED != DIM
+                )
+                if tl.min(tl.min(usable.to(tl.int32), 1), 0) == 0:
+                    codes = tl.where(usable[:, None, :, None], codes, _codes_of(y, scale, minimum, BITS))
+                scale = tl.where(usable, fitted_scale, scale)
+                zero_point = tl.where(usable, fitted_point, zero_point)
+            else:
+                codes = _codes_of(y, scale, minimum, BITS)  # the shape of y
+        elif FITTED:
+            scale, minimum = _grid_of(low, high, BITS, SYMMETRIC)  # [GROUPS, TOKENS] each
             codes, fitted_scale, fitted_minimum, usable = fit_grid(
                 y, low, high, not_finite, mask_groups, BITS, DIM // GROUPS, SYMMETRIC, PADDED != DIM
             )
@@ -163,6 +211,7 @@ def _store_side(
             scale = tl.where(usable, fitted_scale, scale)
             minimum = tl.where(usable, fitted_minimum, minimum.to(tl.int16, bitcast=True))
         else:
+            scale, minimum = _grid_of(low, high, BITS, SYMMETRIC)  # [GROUPS, TOKENS] each
             codes = _codes_of(y, scale, minimum, BITS)  # the shape of y
             minimum = minimum.to(tl.int16, bitcast=True)
         units = _units_of(codes, slot, not_finite, BITS)  # [TOKENS, SPREAD]
@@ -174,11 +223,16 @@ def _store_side(
             thirds = third_bytes(row[:, None], head, unit, HEADS, UNITS)
             tl.store(thirds, (units >> 16).to(tl.uint8), mask=mask)
         group = tl.arange(0, GROUPS)[:, None]  # [GROUPS, 1]
-        words = row[None, :] + 2 * (words_at(HEADS, UNITS, BITS) + head * GROUPS + group)  # [GROUPS, TOKENS]
+        place = words_at(HEADS, UNITS, BITS, WORD) + head * GROUPS + group  # [GROUPS, 1]
+        words = row[None, :] + WORD // 16 * place  # [GROUPS, TOKENS]
         # NaN marks a group that held one; its bits are torch's.
-        minimum = tl.where(not_finite, 0x7E00, minimum).to(tl.int16)
-        tl.store(words, scale.to(tl.int16), mask=mask_tokens[None, :])
-        tl.store(words + 1, minimum, mask=mask_tokens[None, :])
+        if WORD == 16:
+            word = tl.where(not_finite, 0xFFE0, (scale << 1) | zero_point)  # [GROUPS, TOKENS]
+            tl.store(words, word.to(tl.int16), mask=mask_tokens[None, :])
+        else:
+            minimum = tl.where(not_finite, 0x7E00, minimum).to(tl.int16)
+            tl.store(words, scale.to(tl.int16), mask=mask_tokens[None, :])
+            tl.store(words + 1, minimum, mask=mask_tokens[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -187,9 +241,9 @@ def store_rows(
     v_ptr, v_stride_t, v_stride_h, v_rows_ptr, slots_ptr, num_tokens,
     HEADS: tl.constexpr, TOKENS: tl.constexpr,
     K_ROW: tl.constexpr, K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_GROUPS: tl.constexpr, K_STEPS: tl.constexpr,
-    K_SYMMETRIC: tl.constexpr, K_FITTED: tl.constexpr, K_PADDED: tl.constexpr,
+    K_SYMMETRIC: tl.constexpr, K_FITTED: tl.constexpr, K_PADDED: tl.constexpr, K_WORD: tl.constexpr,
     V_ROW: tl.constexpr, V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_GROUPS: tl.constexpr, V_STEPS: tl.constexpr,
-    V_SYMMETRIC: tl.constexpr, V_FITTED: tl.constexpr, V_PADDED: tl.constexpr,
+    V_SYMMETRIC: tl.constexpr, V_FITTED: tl.constexpr, V_PADDED: tl.constexpr, V_WORD: tl.constexpr,
 ):  # fmt: skip
     """Store the keys or the values, by the third axis of the grid, of one head and a block of tokens."""
     head = tl.program_id(1)
@@ -200,14 +254,14 @@ def store_rows(
         _store_side(
             k_ptr, k_stride_t, k_stride_h, k_rows_ptr, k_mu_ptr, k_inverse_ptr, tokens, slots, mask_tokens, head,
             K_ROW, HEADS, K_DIM, K_BITS, K_GROUPS, K_STEPS, K_SYMMETRIC, K_FITTED, K_PADDED,
-            TOKENS,
+            K_WORD, TOKENS,
         )  # fmt: skip
     else:
         # Values have no constants, for which any pointer stands.
         _store_side(
             v_ptr, v_stride_t, v_stride_h, v_rows_ptr, v_ptr, v_ptr, tokens, slots, mask_tokens, head,
             V_ROW, HEADS, V_DIM, V_BITS, V_GROUPS, V_STEPS, V_SYMMETRIC, V_FITTED, V_PADDED,
-            TOKENS,
+            V_WORD, TOKENS,
         )  # fmt: skip
 
 
@@ -215,7 +269,7 @@ def store_rows(
 def read_side(
     rows_ptr, words_ptr, mu_ptr, lam_ptr, slots_ptr, out_ptr, out_stride_t, out_stride_h, count_ptr,
     HEADS: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-    STEPS: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr,
+    STEPS: tl.constexpr, PADDED: tl.constexpr, WORD: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Read one head of the first `count` tokens back to [tokens, heads, DIM], with the roundings of `QuantSpec`."""
     SLOTS: tl.constexpr = slots_of(BITS)
@@ -240,11 +294,11 @@ def read_side(
         # Slot j of unit u is channel j * UNITS + u.
         codes = (units.to(tl.int32) >> (channels // UNITS * BITS)[None, :]) & ((1 << BITS) - 1)  # [TOKENS, PADDED]
         group = channels // (DIM // GROUPS)  # [PADDED]
+        first_word = words_at(HEADS, UNITS, BITS, WORD) + head * GROUPS
         words = tl.load(
-            words_ptr + slots[:, None] * (ROW // 2) + words_at(HEADS, UNITS, BITS) + head * GROUPS + group[None, :],
-            mask=mask, other=0,
-        )  # fmt: skip  # [TOKENS, PADDED]
-        scale, minimum = scale_and_minimum(words)  # [TOKENS, PADDED] each
+            words_ptr + slots[:, None] * (ROW // (WORD // 16)) + first_word + group[None, :], mask=mask, other=0
+        )  # [TOKENS, PADDED]
+        scale, minimum = scale_and_minimum(words, BITS, WORD)  # [TOKENS, PADDED] each
         # Zeros in padding, which steps that mix channels need.
         y = tl.where(mask, codes.to(tl.float32) * scale + minimum, 0.0)
         y = invert_steps(y, head, channels, mask_channels, mu_ptr, lam_ptr, STEPS, DIM)

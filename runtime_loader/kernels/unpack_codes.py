@@ -24,9 +24,10 @@ def slots_of(bits):
 
 
 @triton.constexpr_function
-def words_at(heads, units, bits):
+def words_at(heads, units, bits, word_bits):
     """Return the place of a row's first scale word, in words, as `words_offset` does in bytes."""
-    return (heads * units * 3 + 3) // 4 if bits == 3 else heads * units // 2
+    code_bytes, word_bytes = heads * units * (3 if bits == 3 else 2), word_bits // 8
+    return (code_bytes + word_bytes - 1) // word_bytes if bits == 3 else code_bytes // word_bytes
 
 
 @triton.constexpr_function
@@ -161,10 +162,16 @@ def codes_of(units, thirds, BITS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def scale_and_minimum(words):
-    """Split int32 scale words into float32 scales and minima."""
-    scale = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return scale, (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def scale_and_minimum(words, BITS: tl.constexpr, WORD: tl.constexpr):
+    """Split scale words, int32 or int16 of WORD bits, into float32 scales and minima."""
+    if WORD == 16:
+        # Fp16 without its sign and its lowest four bits, above the zero point.
+        scale = ((words >> 1) & 0x7FF0).to(tl.float16, bitcast=True).to(tl.float32)
+        minimum = (words & 31).to(tl.float32) * (-(2.0 ** (BITS - 5))) * scale
+    else:
+        scale = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        minimum = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale, minimum
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from kvtuner.transforms import TransformKind
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvtuner.precision import Fit
+    from kvtuner.precision import Fit, WordBits
 
 SPARE = 255
 """The byte of rows that nobody wrote: their scale words are NaN."""
@@ -37,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def row_format() -> Callable[..., RowFormat]:
-    """`row_format(num_heads, head_dim, bits, kind, group_size, symmetric, fit)`: the format with random constants."""
+    """`row_format(num_heads, head_dim, bits, kind, group_size, symmetric, fit, word_bits)`, with random constants."""
 
     def make(
         num_heads: int,
@@ -47,6 +47,7 @@ def row_format() -> Callable[..., RowFormat]:
         group_size: int | None = None,
         symmetric: bool = False,
         fit: Fit = "minmax",
+        word_bits: WordBits = 32,
     ) -> RowFormat:
         if bits == 16:
             return RowFormat(num_heads, head_dim, None)
@@ -54,7 +55,9 @@ def row_format() -> Callable[..., RowFormat]:
         parts, shape = TransformKind.parse(kind), (num_heads, head_dim)
         mu = (0.3 * torch.randn(shape, generator=generator)).half() if parts.centered else None
         lam = (0.4 * torch.randn(shape, generator=generator)).exp().half() if parts.balanced else None
-        return RowFormat(num_heads, head_dim, QuantSpec(bits, Transform(parts, mu, lam), group_size, symmetric, fit))
+        transform = Transform(parts, mu, lam)
+        spec = QuantSpec(bits, transform, group_size, symmetric, fit, word_bits=word_bits)
+        return RowFormat(num_heads, head_dim, spec)
 
     return make
 

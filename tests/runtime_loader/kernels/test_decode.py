@@ -93,6 +93,19 @@ def test_groups(bits: int, row_format: MakeRowFormat, poisoned: MakePoisoned) ->
     assert_agrees(keys, poisoned(row_format(2, 128, bits, "none", 64, symmetric=True), 130), 2)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_short_words(bits: int, row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
+    keys = row_format(2, 64, bits, "centered+hadamard", 64 // num_slots(bits), fit="least_squares", word_bits=16)
+    values = row_format(2, 64, 6 - bits, "hadamard", 32, fit="least_squares", word_bits=16)
+    assert_agrees(poisoned(keys, 130), poisoned(values, 130), 2)
+
+
+def test_short_words_beside_long_ones(row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
+    keys, values = row_format(3, 80, 4, "none", word_bits=16), row_format(3, 80, 2, "none")
+    assert_agrees(poisoned(keys, 130), poisoned(values, 130), 1)
+    assert_agrees(poisoned(values, 130), poisoned(keys, 130), 1, 5.0)
+
+
 @pytest.mark.parametrize("num_splits", [1, NUM_SPLITS])
 @pytest.mark.parametrize("where", ["keys", "values", "queries"])
 def test_nan_is_seen_by_its_request_and_by_no_other(

@@ -39,6 +39,22 @@ def test_rows_read_back_are_those_of_quant(
     torch.testing.assert_close(out, stored.read(slots, torch.float32), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(("bits", "head_dim", "group_size"), [(2, 64, 8), (3, 80, 40), (4, 96, None)])
+def test_rows_of_short_words_read_back_are_those_of_quant(
+    bits: int, head_dim: int, group_size: int | None, row_format: MakeRowFormat, poisoned: MakePoisoned
+) -> None:
+    kind = "centered+balanced+hadamard"
+    stored = poisoned(row_format(3, head_dim, bits, kind, group_size, fit="least_squares", word_bits=16), 9)
+    states = torch.randn(7, 3, head_dim, generator=torch.Generator().manual_seed(5)).half()
+    states[4, 0, 1] = torch.nan
+    slots = torch.tensor([8, 1, 3, 0, 5, 2, 7])
+    stored.write(slots, states)
+    out = torch.empty(7, 3, head_dim)
+    read(KernelSide.of(stored), slots, torch.tensor([7]), out)
+    torch.testing.assert_close(out, stored.read(slots, torch.float32), rtol=0, atol=0, equal_nan=True)
+    assert out[4].isnan().any() and out[[0, 1, 2, 3, 5, 6]].isfinite().all()
+
+
 @pytest.mark.parametrize("kind", ["none", "hadamard"])
 @pytest.mark.parametrize("bits", [2, 8])
 def test_an_fp16_model_reads_finite_numbers_of_keys_at_its_end(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from kvtuner.precision import ALL_BITS, words_offset
+from kvtuner.precision import ALL_BITS, used_word_bits, words_offset
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import STORED_TOKENS, store
 from kvtuner.runtime_loader.kernels.transform_steps import KERNEL_STEPS
@@ -16,6 +16,7 @@ from kvtuner.transforms import TRANSFORMS, candidate_transforms
 if TYPE_CHECKING:
     from fixture_types import MakePoisoned, MakeRowFormat
 
+    from kvtuner.precision import Fit
     from kvtuner.runtime_loader.packed_attention import PackedRows
     from kvtuner.runtime_loader.row_format import RowFormat
 
@@ -64,8 +65,9 @@ def is_written(stored: PackedRows) -> torch.Tensor:
     if spec is None:
         return torch.ones(size, dtype=torch.bool)
     heads, dim = stored.format.num_heads, stored.format.head_dim
-    first_word, byte = words_offset(heads, dim, spec.bits), torch.arange(size)
-    last_word = first_word + 4 * heads * (dim // (spec.group_size or dim))
+    first_word, byte = words_offset(heads, dim, spec.bits, spec.word_bits), torch.arange(size)
+    word_bytes = used_word_bits(spec.bits, spec.word_bits) // 8
+    last_word = first_word + word_bytes * heads * (dim // (spec.group_size or dim))
     return (byte < heads * dim * spec.bits // 8) | ((byte >= first_word) & (byte < last_word))
 
 
@@ -118,6 +120,26 @@ def test_fitted_rows_are_those_of_quant(
 ) -> None:
     keys = row_format(2, head_dim, bits, "none", group_size, symmetric, "least_squares")
     values = row_format(2, head_dim, V_BITS[bits], "hadamard", None, symmetric, "least_squares")
+    assert_stored(keys, values, poisoned, torch.float32)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("fit", ["minmax", "least_squares"])
+@pytest.mark.parametrize(
+    ("bits", "head_dim", "group_size"),
+    [(2, 64, None), (3, 64, 8), (4, 64, 16), (2, 80, None), (3, 80, 40), (4, 96, 48)],
+)
+def test_rows_of_short_words_are_those_of_quant(
+    bits: int,
+    head_dim: int,
+    group_size: int | None,
+    fit: Fit,
+    symmetric: bool,
+    row_format: MakeRowFormat,
+    poisoned: MakePoisoned,
+) -> None:
+    keys = row_format(3, head_dim, bits, "none", group_size, symmetric, fit, 16)
+    values = row_format(3, head_dim, V_BITS[bits], "hadamard", None, not symmetric, fit, 16)
     assert_stored(keys, values, poisoned, torch.float32)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvtuner.precision import PACKED_BITS, num_slots, words_offset
+from kvtuner.precision import PACKED_BITS, WORD_BITS, num_slots, words_offset
 from kvtuner.runtime_loader.kernels import unpack_codes
 from kvtuner.runtime_loader.kernels.unpack_codes import factor_of, slots_of, words_at
 
@@ -62,7 +62,9 @@ def codes_of(*arguments: Any) -> tuple[int, ...]:
 def test_kernels_find_slots_and_words_where_rows_have_them(bits: int) -> None:
     assert slots_of(bits) == num_slots(bits)
     for heads, head_dim in itertools.product((1, 2, 3, 8), (16, 64, 80, 96, 128, 256)):
-        assert 4 * words_at(heads, head_dim // num_slots(bits), bits) == words_offset(heads, head_dim, bits)
+        for word_bits in WORD_BITS[: 1 if bits == 8 else 2]:
+            place = words_at(heads, head_dim // num_slots(bits), bits, word_bits)
+            assert word_bits // 8 * place == words_offset(heads, head_dim, bits, word_bits)
 
 
 @pytest.mark.parametrize("bits", PACKED_BITS)
