@@ -233,7 +233,7 @@ def test_a_profile_with_any_name_finds_its_evaluations(evaluate: Evaluate, run: 
 
 def test_refusals(evaluate: Evaluate, run: RunCommand, model_folder: ModelFolder, tmp_path: Path) -> None:
     for flags, complaint in (
-        (("--against", "K3V3"), "K3V3"),
+        (("--against", "K5V5"), "K5V5"),
         (("--against", "K16V16"), "compared with anyway"),
         (("--levels", "vibes"), "'vibes' is none of likelihood"),
         (("--api", "openai"), "give --endpoint too"),

@@ -109,7 +109,7 @@ def check_that_another_kind_of_pool_is_refused() -> None:
 
     class Configurator(SimpleNamespace):
         def configure(self, **_: Any) -> Any:
-            return SimpleNamespace(token_to_kv_pool=self.pool)
+            return SimpleNamespace(token_to_kv_pool=self.pool, req_to_token_pool=None)
 
     KVCacheConfigurator.configure = Configurator.configure
     built: list[Any] = []
