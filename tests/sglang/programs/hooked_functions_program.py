@@ -27,6 +27,10 @@ HOOKED = [
     f"{SRT}.mem_cache.memory_pool.MHATokenToKVPool._build_kv_buffer_descs",
     f"{SRT}.mem_cache.memory_pool.MHATokenToKVPool._create_buffers",
     f"{SRT}.mem_cache.memory_pool.MHATokenToKVPool._init_data_ptrs_and_strides",
+    f"{SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs",
+    f"{SRT}.beam_search.coordinator.BeamCoordinator.validate_and_init",
+    f"{SRT}.layers.attention.triton_backend.TritonAttnBackend.forward_decode",
+    f"{SRT}.layers.attention.triton_backend.TritonAttnBackend.forward_extend",
     f"{SRT}.layers.attention.triton_backend.TritonAttnBackend._forward_extend_kernel",
     "sglang.kernels.ops.attention.decode_attention.decode_attention_fwd",
     "sglang.kernels.ops.attention.extend_attention.extend_attention_fwd",
@@ -40,8 +44,8 @@ HOOKED = [
 
 FIXED = ("configure", "get_init_info", "_wait_for_scheduler_ready", "_create_buffers", "_init_data_ptrs_and_strides")
 """Called by SGLang alone, whatever their parameters."""
-INHERITED = "calculate_pool_sizes"
-"""A method of which a class has an abstract one where it has none of its own."""
+INHERITED = ("calculate_pool_sizes", "forward_decode", "forward_extend")
+"""Methods of which a class has an abstract one where it has none of its own."""
 
 
 def changed(first: object, *, renamed: object = None) -> None:
@@ -77,7 +81,7 @@ for module in ("managers.scheduler", "entrypoints.engine"):
 for path in HOOKED:
     for fault in (None, changed):
         name = path.rpartition(".")[2]
-        if name != INHERITED if fault is None else name not in FIXED:
+        if name not in INHERITED if fault is None else name not in FIXED:
             # A process for each: what was hooked before the refusal stays hooked.
             child = multiprocessing.get_context("fork").Process(target=refuse, args=(path, fault))
             child.start()
