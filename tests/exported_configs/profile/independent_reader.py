@@ -1,4 +1,4 @@
-"""Profiles and their rows, read as docs/profiles.md says and by nothing else; knows no kvtuner.
+"""Profiles and their rows, read as docs/profiles.md and format.md say and by nothing else; knows no kvtuner.
 
 A profile takes forty lines, geometry by layer forty-six more, a side file twenty-five, a row twenty-five and the hash
 of a checkpoint twelve. Refused, with any exception, is what rows and addresses depend on; the rest of the format is not

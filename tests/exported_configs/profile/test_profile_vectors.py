@@ -1,4 +1,4 @@
-"""The published vectors: made by our code, read by another reader, and both agree; docs/profiles.md shows one."""
+"""The published vectors: made by our code, read by another reader, and both agree; the docs show one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FOLDER = ROOT / "exported_configs" / "vectors"
 EXPECTED = json.loads((FOLDER / "expected.json").read_bytes())
 VALID, INVALID = sorted(EXPECTED["valid"]), sorted(EXPECTED["invalid"])
 WITH_ROWS = [name for name in VALID if EXPECTED["valid"][name]["rows"]]
-PAGE = (ROOT / "docs" / "profiles.md").read_text(encoding="utf-8")
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("profiles", "format", "sharing")}
 
 
 def module(name: str) -> SimpleNamespace:
@@ -75,7 +75,7 @@ def test_checkpoint_has_the_hash_that_the_page_gives_it() -> None:
     assert len(data) < 2048 and len(load_tensors(data)) == 4
     text, digest = reader.checkpoint([data])
     assert digest == checkpoint_sha256((FOLDER / path).parent) == wanted["checkpoint_sha256"]
-    assert f"```\n{text}\n```" in PAGE and digest in PAGE
+    assert f"```\n{text}\n```" in PAGES["format"] and digest in PAGES["format"]
 
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 8191, 8192, 8193, 20000])
@@ -205,14 +205,14 @@ def test_each_invalid_file_is_refused_for_another_reason() -> None:
     assert sum("digest is sha256" in reason for reason in reasons.values()) == 1
 
 
-def test_page_shows_the_example_and_its_canonical_text() -> None:
+def test_pages_show_the_example_its_canonical_text_and_a_row() -> None:
     wanted = EXPECTED["valid"]["example"]
-    (shown,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    (shown,) = re.findall(r"```json\n(.*?)```", PAGES["profiles"], re.DOTALL)
     assert json.loads(shown) == json.loads(content("valid", "example"))
-    assert f"```\n{wanted['canonical']}\n```" in PAGE
-    assert f"{len(wanted['canonical'])} bytes" in PAGE
+    assert f"```\n{wanted['canonical']}\n```" in PAGES["format"]
+    assert f"{len(wanted['canonical'])} bytes" in PAGES["format"]
     row = next(row for row in wanted["rows"] if (row["layer"], row["side"]) == (0, "v"))
-    shown_row = re.search(r"row of 16 bytes:\n\n +([0-9a-f ]+)\n", PAGE)
+    shown_row = re.search(r"row of 16 bytes:\n\n +([0-9a-f ]+)\n", PAGES["format"])
     assert shown_row is not None and shown_row[1].replace(" ", "") == row["row"]
     assert row["input"] == [[channel / 4 - 1 for channel in range(16)]]
 
@@ -223,43 +223,47 @@ def numbers(text: str) -> list[int]:
     return [int(base.replace(",", "")) ** int(power or 1) for base, _, power in (n.partition("^") for n in numbers)]
 
 
-def passage(start: str, end: str) -> str:
-    """What stands between two words of the page."""
-    match = re.search(re.escape(start) + r"(.*?)" + re.escape(end), PAGE, re.DOTALL)
-    assert match is not None, f"{start!r} is not in docs/profiles.md"
+def passage(page: str, start: str, end: str) -> str:
+    """What stands between two words of a page."""
+    match = re.search(re.escape(start) + r"(.*?)" + re.escape(end), PAGES[page], re.DOTALL)
+    assert match is not None, f"{start!r} is not in docs/{page}.md"
     return " ".join(match[1].split())
 
 
-def test_page_gives_the_limits_of_the_code() -> None:
+def test_pages_give_the_limits_of_the_code() -> None:
     """Every number of a passage is a constant, and every constant is there."""
     bounds = [field_types.MAX_PROFILE_BYTES, document.MAX_DEPTH, document.MAX_FIELDS, document.MAX_ITEMS]
-    assert numbers(passage("## Limits\n", "\n## ").replace("UTF-8", "")) == [*bounds, document.MAX_INTEGER_DIGITS]
-    assert numbers(passage("A *text* has", "characters")) == [1, field_types.MAX_TEXT]
-    assert numbers(passage("a *count* an integer", ", a *seed*")) == [0, field_types.MAX_TOKENS]
-    assert numbers(passage("A side file must have at most", "bytes")) == [constants_file.MAX_CONSTANTS_BYTES]
-    assert numbers(passage("arrays exceed", "characters")) == [constants_file.MAX_INLINE_CHARS]
+    assert numbers(passage("format", "## Reading a file\n", "\n\n").replace("UTF-8", "")) == [
+        *bounds,
+        document.MAX_INTEGER_DIGITS,
+    ]
+    assert numbers(passage("profiles", "A *text* has", "characters")) == [1, field_types.MAX_TEXT]
+    assert numbers(passage("profiles", "a *count* an integer", ", a *seed*")) == [0, field_types.MAX_TOKENS]
+    assert numbers(passage("format", "A side file must have at most", "bytes")) == [constants_file.MAX_CONSTANTS_BYTES]
+    assert numbers(passage("profiles", "arrays exceed", "characters")) == [constants_file.MAX_INLINE_CHARS]
     most = field_types.MAX_COUNT
-    assert numbers(passage("`geometry`, integers:", "\n`num_layers`")) == [1, most, 0, most]
-    assert numbers(passage("`group_size` | integer,", "|")) == [1, most]
-    assert numbers(passage("`tp_size`, `pp_size` | integer,", "|")) == [1, most]
-    assert numbers(passage("`baselines` | list, at most", "|")) == [records.MAX_BASELINES]
-    (command,) = numbers(passage("`command` | text, at most", "|"))
+    assert numbers(passage("profiles", "`geometry`, integers:", "\n`num_layers`")) == [1, most, 0, most]
+    assert numbers(passage("profiles", "`group_size` | integer,", "|")) == [1, most]
+    assert numbers(passage("profiles", "`tp_size`, `pp_size` | integer,", "|")) == [1, most]
+    assert numbers(passage("profiles", "`baselines` | list, at most", "|")) == [records.MAX_BASELINES]
+    (command,) = numbers(passage("profiles", "`command` | text, at most", "|"))
     sections = json.loads((ROOT / "exported_configs" / "schema.json").read_bytes())["$defs"]
     assert command == sections["Provenance"]["properties"]["command"]["anyOf"][0]["maxLength"]
     figure = sections["IntervalRecord"]["properties"]["mean"]
-    assert [float(bound) for bound in re.findall(r"within \+-(1e\d+),", PAGE)] == [figure["maximum"]]
-    assert numbers(passage("damaged, above", "MiB")) == [signature_bundle.SIGNATURE.max_bytes // 2**20]
-    assert numbers(passage("It gets", "where somebody")) == [
+    assert [float(bound) for bound in re.findall(r"within \+-(1e\d+),", PAGES["profiles"])] == [figure["maximum"]]
+    assert numbers(passage("sharing", "damaged, above", "MiB")) == [signature_bundle.SIGNATURE.max_bytes // 2**20]
+    assert numbers(passage("sharing", "It gets", "where somebody")) == [
         signer.NETWORK_SECONDS,
         signer.PERSON_SECONDS,
     ]
 
 
-def test_page_names_every_field() -> None:
+def test_pages_name_every_field() -> None:
     schema = json.loads((ROOT / "exported_configs" / "schema.json").read_bytes())
     sections = [schema, *schema["$defs"].values()]
     for name in {name for section in sections for name in section.get("properties", ())}:
-        assert f"`{name}`" in PAGE or f'"{name}"' in PAGE, f"{name} is not in docs/profiles.md"
+        named = (f"`{name}`", f'"{name}"')
+        assert any(text in PAGES[page] for text in named for page in ("profiles", "format")), f"{name} is in neither"
 
 
 def test_other_reader_is_short_and_knows_no_kvtuner() -> None:

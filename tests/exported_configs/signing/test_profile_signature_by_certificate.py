@@ -231,7 +231,7 @@ def test_certificate_with_an_extension_that_cannot_be_read_is_refused(file: Path
 
 
 def test_certificate_counts_on_the_day_it_began(file: Path, folder: Path) -> None:
-    """The library decides, as docs/profiles.md says: an expired signer is good, one older than its root not."""
+    """The library decides, as docs/sharing.md says: an expired signer is good, one older than its root not."""
     old = certify(folder, "old", is_authority=True, days=(-400, 400))
     sign(file, certify(folder, "expired", old, days=(-300, -200)), old)
     assert verify_profile(file, trust(old)).signed_by == "CN=expired"
