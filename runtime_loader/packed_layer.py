@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.row_format import RowFormat
 
 MIN_GROWTH_TOKENS: Final = 16
+MAX_CANDIDATES: Final = 64
+"""The tokens of a chunk that may be removed again, as an assistant's are, with no loss of copies before them."""
 
 
 class TokenBuffer:
@@ -82,37 +84,38 @@ def _allocate(like: Tensor, capacity: int) -> Tensor:
 class ExactCopies:
     """The exact copies of one side beside its rows: of the first tokens and of the last, as far as they are at hand.
 
-    After a removal of the last tokens, those before them have copies only as far as they had some: others read rows.
+    A removal of the newest chunk's tokens, but for its first, loses no copies, up to `MAX_CANDIDATES` tokens. After any
+    other the remaining tokens have copies only as far as they had some: others read rows.
     """
 
     def __init__(self, window: ExactWindow) -> None:
         self.window = window
         self._first: Tensor | None = None  # [batch, num_heads, sinks at most, head_dim]
-        self._last: Tensor | None = None  # [batch, num_heads, residual_length at most, head_dim]
+        self._last: Tensor | None = None  # [batch, num_heads, residual_length and candidates at most, head_dim]
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of all copies."""
         return sum(copies.nbytes for copies in (self._first, self._last) if copies is not None)
 
-    def append(self, states: Tensor) -> None:
-        """Take the next tokens, [batch, num_heads, tokens, head_dim]."""
+    def append(self, states: Tensor) -> Tensor | None:
+        """Take the next tokens [batch, num_heads, tokens, head_dim], and return the newest ones at hand, likewise."""
         if not self.window.num_tokens:
-            return
+            return None
         states = states.detach()
         first = states if self._first is None else torch.cat((self._first, states), dim=2)
         last = states if self._last is None else torch.cat((self._last, states), dim=2)
+        kept = self.window.residual_length
+        kept += min(states.shape[2] - 1, MAX_CANDIDATES) if kept else 0
         # Copied out, or a view would keep the whole chunk.
         self._first = first[:, :, : self.window.sinks].clone()
-        self._last = last[:, :, max(last.shape[2] - self.window.residual_length, 0) :].clone()
+        self._last = last[:, :, max(last.shape[2] - kept, 0) :].clone()
+        return last
 
-    def put_over(self, read: Tensor) -> Tensor:
-        """What the newest token reads of all tokens, given them as read from rows; that tensor is written over."""
-        for copies, start in ((self._first, 0), (self._last, read.shape[2])):
-            if copies is not None:
-                begin = start - copies.shape[2] if start else 0
-                read[:, :, begin : begin + copies.shape[2]] = copies
-        return read
+    def put_first_over(self, read: Tensor) -> None:
+        """Write the copies of sinks over all tokens [batch, num_heads, tokens, head_dim] as read from rows."""
+        if self._first is not None:
+            read[:, :, : self._first.shape[2]] = self._first
 
     def truncate(self, length: int, removed: int) -> None:
         """Forget the last `removed` tokens, of which `length` remain."""
@@ -129,6 +132,14 @@ class ExactCopies:
     def clear(self) -> None:
         """Forget everything."""
         self._first = self._last = None
+
+
+def _with_newest(read: Tensor, newest: Tensor | None, most: int) -> Tensor:
+    """The last tokens read [batch, num_heads, tokens, head_dim] with at most so many copies written over their end."""
+    count = 0 if newest is None else min(newest.shape[2], most, read.shape[2])
+    if newest is not None and count:
+        read[:, :, -count:] = newest[:, :, -count:]
+    return read
 
 
 class PackedSide:
@@ -161,23 +172,29 @@ class PackedSide:
         if self.format.spec is None and rows.dtype != states.dtype:
             raise CacheError(f"the cache holds {rows.dtype}, but was given {states.dtype}; reset() it or use another")
 
-    def extend(self, states: Tensor, *, fresh_is_exact: bool) -> Tensor:
+    def extend(self, states: Tensor, *, fresh_is_exact: bool, num_copies: int = 0) -> Tensor:
         """Store a chunk [batch, num_heads, tokens, head_dim] and return all tokens that its queries read, likewise.
 
         With `fresh_is_exact` the chunk is read as it came; earlier tokens are always read from their rows, but for
-        those with a copy, which only a chunk of one token may read.
+        sinks. Before all tokens come the newest `num_copies`, from copies where there are any: of a first token that
+        there is not, anything.
         """
-        past = len(self.buffer)
+        past, tokens = len(self.buffer), states.shape[2]
         self.buffer.append(self.format.pack(states.transpose(1, 2)))
-        self.copies.append(states)
+        newest = self.copies.append(states)
         if fresh_is_exact and past == 0:
             return states
         rows = self.buffer.rows
         assert rows is not None
-        if not fresh_is_exact:
-            return self.copies.put_over(self.format.unpack(rows, states.dtype).transpose(1, 2))
-        read = torch.cat((self.format.unpack(rows[:, :past], states.dtype).transpose(1, 2), states), dim=2)
-        return self.copies.put_over(read)
+        if fresh_is_exact:
+            read = torch.cat((self.format.unpack(rows[:, :past], states.dtype).transpose(1, 2), states), dim=2)
+        else:
+            read = self.format.unpack(rows, states.dtype).transpose(1, 2)
+        self.copies.put_first_over(read)
+        if not num_copies:
+            return _with_newest(read, newest, self.copies.window.residual_length)
+        near = torch.nn.functional.pad(read[:, :, -num_copies:], (0, 0, max(num_copies - past - tokens, 0), 0))
+        return torch.cat((_with_newest(near, newest, num_copies), read), dim=2)
 
     def truncate(self, length: int) -> None:
         """Forget all tokens from `length` on."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from kvtuner.errors import CacheError
+from kvtuner.errors import CacheError, UnsupportedModelError
 from kvtuner.exported_configs.identity.mismatch import Policy, compare_models, refuse
 from kvtuner.exported_configs.identity.model_identity import identity_of, is_hub_id, public_name
 from kvtuner.geometry import ModelGeometry
@@ -26,10 +26,13 @@ from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 from kvtuner.runtime_loader.packed_layer import PackedSide
 from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_formats
+from kvtuner.runtime_loader.window_attention import WINDOW_ATTENTION, num_copies, register_window_attention
 from kvtuner.supported_models import refuse_other_caches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from transformers import PreTrainedModel
 
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.profile.records import ModelIdentity
@@ -62,40 +65,33 @@ class KVTunerLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, read_plan: ReadPlanName = "decode", **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: Any, read_plan: ReadPlanName = "decode",
+        num_copies: int = 0, **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Store a chunk and return what its queries read, both [batch, num_kv_heads, tokens, channels].
 
-        Releases of transformers pass more arguments, which are not used. Errors are those of `PackedSide.check`, and a
-        `CacheError` for a chunk of several tokens that an exact window would have to read one by one.
+        Before all tokens come the newest `num_copies` as `PackedSide.extend` gives them. Releases of transformers pass
+        more arguments, which are not used. Errors are those of `PackedSide.check`.
         """
         self.lazy_initialization(key_states, value_states)
         is_first = self.get_seq_length() == 0
-        self._check_chunk(key_states.shape[2], read_plan)
         exact = read_plan == "hit" or (read_plan == "decode" and is_first)
-        keys = self.k.extend(key_states, fresh_is_exact=exact)
-        return keys, self.v.extend(value_states, fresh_is_exact=exact)
+        keys = self.k.extend(key_states, fresh_is_exact=exact, num_copies=num_copies)
+        return keys, self.v.extend(value_states, fresh_is_exact=exact, num_copies=num_copies)
 
-    def reads_one_by_one(self, read_plan: ReadPlanName) -> bool:
-        """Whether the tokens of the next chunk read different copies, so that it must be of one token.
+    def copies_read(self, num_queries: int, read_plan: ReadPlanName) -> int:
+        """The newest tokens that are given twice, since the next chunk's tokens read different ones exactly.
 
-        An exact first chunk reads nothing but itself.
+        There are none for one token, nor for an exact first chunk, which reads nothing but itself.
         """
         is_exact = self.get_seq_length() == 0 and read_plan != "cache"
-        return self.window.residual_length > 0 and not is_exact
-
-    def _check_chunk(self, tokens: int, read_plan: ReadPlanName) -> None:
-        if tokens > 1 and self.reads_one_by_one(read_plan):
-            raise CacheError(
-                f"the cache keeps {self.window}, which every token counts from itself, but was given a chunk of"
-                f" {tokens} tokens after {self.get_seq_length()} by the read plan {read_plan}; give one token at a time"
-            )
+        if num_queries == 1 or is_exact or not self.window.residual_length:
+            return 0
+        return num_copies(num_queries, self.window.residual_length)
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Length and offset of what the next `update` returns."""
-        # Early releases of transformers 5 give the positions of the queries.
-        fresh = query_length.shape[0] if isinstance(query_length, Tensor) else query_length
-        return self.get_seq_length() + fresh, 0
+        return self.get_seq_length() + _count(query_length), 0
 
     def get_seq_length(self) -> int:
         """The number of stored tokens."""
@@ -148,9 +144,10 @@ class KVTunerCache(Cache):
         depend on where chunks were cut.
 
     The last and the first tokens of a profile's exact window are also kept as they came, and each token reads those
-    that its position has. So after the first chunk of ``decode``, and always by ``cache``, tokens are given one by one;
-    a longer chunk is refused, and so is one after the first by ``hit``. After a crop only copies at hand are read, so
-    that a result may depend, by any plan, on what was cropped. Sinks are the first tokens stored, padding included.
+    that its position has. Chunks of several tokens, but for an exact first one, so need attention that reads keys by
+    token: give them within `attending`, or they are refused. After a crop only copies at hand are read, so that a
+    result may depend, by any plan, on what was cropped, unless those were of one chunk of at most `MAX_CANDIDATES`
+    tokens and not its first. Sinks are the first tokens stored, padding included.
 
     16 bits mean the dtype that attention runs in: a bf16 or fp16 model stores exactly
     ``profile.bytes_per_token() * tokens * batch`` bytes; in a float32 model packed sides take as much as that
@@ -164,6 +161,7 @@ class KVTunerCache(Cache):
     def __init__(self, layers: Sequence[KVTunerLayer], read_plan: ReadPlanName = "decode") -> None:
         super().__init__(layers=[*layers])
         self._read_plan = _checked(read_plan)
+        self._is_attended = False
         self.num_calibrated_positions: int | None = None
 
     @classmethod
@@ -238,6 +236,33 @@ class KVTunerCache(Cache):
         finally:
             self._read_plan = before
 
+    @contextmanager
+    def attending(self, model: PreTrainedModel) -> Iterator[Self]:
+        """Let a model give this cache chunks of several tokens inside the block, beside an exact window too.
+
+        Chunked prefills and assisted generation do. Its attention is `scaled_dot_product_attention` meanwhile; without
+        a window it stays what it is.
+
+        Raises:
+            UnsupportedModelError: The model does not go through transformers' AttentionInterface.
+        """
+        if not self.window.residual_length:
+            yield self
+            return
+        before, was_attended = model.config._attn_implementation, self._is_attended
+        model.set_attn_implementation(register_window_attention())
+        if model.config._attn_implementation != WINDOW_ATTENTION:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not go through transformers' AttentionInterface, so that it cannot read"
+                f" {self.window} in a chunk; give one token at a time"
+            )
+        self._is_attended = True
+        try:
+            yield self
+        finally:
+            self._is_attended = was_attended
+            model.set_attn_implementation(before)
+
     @property
     def stored_bytes(self) -> int:
         """Bytes of the rows in use, all layers."""
@@ -254,11 +279,6 @@ class KVTunerCache(Cache):
         return sum(side.copies.stored_bytes for layer in self._packed_layers for side in (layer.k, layer.v))
 
     @property
-    def reads_one_by_one(self) -> bool:
-        """Whether the next chunk must be of one token, since each token counts an exact window from itself."""
-        return self._packed_layers[0].reads_one_by_one(self.read_plan)
-
-    @property
     def allocated_bytes(self) -> int:
         """Bytes of the buffers, all layers: up to a quarter (or 16 tokens) over the most ever stored."""
         return sum(side.buffer.allocated_bytes for layer in self._packed_layers for side in (layer.k, layer.v))
@@ -266,11 +286,28 @@ class KVTunerCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a chunk of one layer and return what its queries read; see `KVTunerLayer.update`."""
-        layer = self._packed_layers[layer_idx]
-        read = layer.update(key_states, value_states, read_plan=self.read_plan)
+        """Store a chunk of one layer and return what its queries read; see `KVTunerLayer.update`.
+
+        A `CacheError` refuses a chunk of several tokens that read different copies, outside of `attending`.
+        """
+        layer, tokens = self._packed_layers[layer_idx], key_states.shape[2]
+        copies = layer.copies_read(tokens, self.read_plan)
+        if copies and not self._is_attended:
+            raise CacheError(
+                f"the cache keeps {self.window}, which every token counts from itself, but was given a chunk of"
+                f" {tokens} tokens after {layer.get_seq_length()} by the read plan {self.read_plan}; give it within"
+                " `with cache.attending(model):`, or one token at a time"
+            )
+        read = layer.update(key_states, value_states, read_plan=self.read_plan, num_copies=copies)
         self._warn_beyond_calibration(layer.get_seq_length())
         return read
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of what the next `update` of a layer returns; the offset counts copies, negative."""
+        layer = self._packed_layers[layer_idx]
+        copies = layer.copies_read(_count(query_length), self.read_plan) if self._is_attended else 0
+        length, _ = layer.get_mask_sizes(query_length)
+        return length + copies, -copies
 
     def _warn_beyond_calibration(self, num_tokens: int) -> None:
         limit = self.num_calibrated_positions
@@ -297,6 +334,11 @@ def _identity(config: Any, profile: Profile) -> ModelIdentity:
 def _is_centered(profile: Profile) -> bool:
     specs = [profile.quant_spec(layer_id, "k") for layer_id in range(len(profile.pairs))]
     return any(spec is not None and spec.transform.kind.centered for spec in specs)
+
+
+def _count(query_length: int | Tensor) -> int:
+    # Early releases of transformers 5 give the positions of the queries.
+    return query_length.shape[0] if isinstance(query_length, Tensor) else query_length
 
 
 def _checked(read_plan: ReadPlanName) -> ReadPlanName:

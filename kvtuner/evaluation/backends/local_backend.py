@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,13 +120,15 @@ class LocalBackend(Backend):
     @torch.no_grad()
     def _logits(self, ids: Sequence[int], cache: Any, offset: int, kept: int) -> torch.Tensor:
         """The logits of the last `kept` tokens, [kept, vocab_size]."""
-        if len(ids) > 1 and self._read_plan != "hit" and isinstance(cache, KVTunerCache) and cache.reads_one_by_one:
-            return torch.cat([self._logits([token], cache, offset, 1) for token in ids])[-kept:]
         first = cache.get_seq_length()
         device = next(iter(self._model.get_input_embeddings().parameters())).device
         tokens = torch.tensor([list(ids)], device=device)
         positions = torch.arange(first + offset, first + offset + len(ids), device=device).unsqueeze(0)
-        output = self._model(tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=kept)
+        attending = isinstance(cache, KVTunerCache) and len(ids) > 1
+        with cache.attending(self._model) if attending else nullcontext():
+            output = self._model(
+                tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=kept
+            )
         logits: torch.Tensor = output.logits[0]
         if not bool(torch.isfinite(logits).all()):
             raise NonFiniteActivationError(

@@ -1,0 +1,92 @@
+"""The attention of a model's queries that read an exact window, each its own. Knows nothing of rows or caches.
+
+A chunk of several tokens reads near tokens exactly and the others from rows, and which those are differs by token. So a
+cache gives attention both, ``[copies of the newest tokens | all tokens as rows give them back]``, and the mask decides.
+A negative offset of keys says how many copies there are. Registered with AttentionInterface and AttentionMaskInterface,
+so no model code is patched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+WINDOW_ATTENTION = "kvtuner_window"
+
+
+def register_window_attention() -> str:
+    """Register the attention and mask functions; idempotent. Returns the implementation's name."""
+    AttentionInterface.register(WINDOW_ATTENTION, _attention)
+    AttentionMaskInterface.register(WINDOW_ATTENTION, _mask)
+    return WINDOW_ATTENTION
+
+
+def num_copies(num_queries: int, residual_length: int) -> int:
+    """The newest tokens that the queries of a chunk may read exactly, those before the first token included."""
+    return residual_length - 1 + num_queries
+
+
+def _mask(
+    *, kv_length: int, kv_offset: int, mask_function: MaskFunction, attention_mask: Tensor | None, **rest: Any
+) -> Tensor | None:
+    """The mask [batch, 1, queries, kv_length] of transformers' own function, by which each token is read once."""
+    if kv_offset < 0:
+        # Early releases of transformers 5 give the positions of the queries.
+        num_queries = rest["q_length"] if "q_length" in rest else len(rest["cache_position"])
+        residual_length, num_tokens = 1 - kv_offset - num_queries, kv_length + kv_offset
+        mask_function = _each_once(_with_padding(mask_function, attention_mask), residual_length, num_tokens)
+        attention_mask = None
+    rest |= {"kv_length": kv_length, "kv_offset": kv_offset, "allow_is_causal_skip": False}
+    mask: Tensor | None = sdpa_mask(**rest, mask_function=mask_function, attention_mask=attention_mask)
+    return mask
+
+
+def _with_padding(mask_function: MaskFunction, attention_mask: Tensor | None) -> MaskFunction:
+    if attention_mask is None:
+        return mask_function
+    is_token = attention_mask.bool()
+    return lambda batch, head, query, token: mask_function(batch, head, query, token) & is_token[batch, token]
+
+
+def _each_once(mask_function: MaskFunction, residual_length: int, num_tokens: int) -> MaskFunction:
+    """A mask of keys from a negative index on, which are copies of the newest tokens, and all tokens' from 0 on."""
+
+    def reads(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_copy = key < 0
+        token = torch.where(is_copy, key + num_tokens, key)
+        is_near = token > query - residual_length
+        return (token >= 0) & (is_copy == is_near) & mask_function(batch, head, query, token.clamp(min=0))
+
+    return reads
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    if softcap is None:
+        output: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **rest)[0]
+        return output, None
+    assert attention_mask is not None
+    group = query.shape[1] // key.shape[1]
+    products = query @ repeat_kv(key, group).mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(products / softcap)
+    weights = scores.masked_fill(~attention_mask, -torch.inf).softmax(-1)
+    return (weights @ repeat_kv(value, group)).transpose(1, 2).contiguous(), None
