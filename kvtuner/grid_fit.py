@@ -13,7 +13,7 @@ starts with twelve passes each has a squared error that is 3 to 6 % lower on Gau
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from kvtuner.zero_points import (
     scale_above,
     zero_point_unit,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FITTED_BITS: Final = (2, 3, 4)
 """The widths that are fitted: at 8 bits a fit lowers the squared error by less than 5 %."""
@@ -65,6 +68,18 @@ class FittedGrid(NamedTuple):
     scale: Tensor
     minimum: Tensor
     usable: Tensor
+
+    def completed(self, minmax: Callable[[], tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, scale and minimum of every group, those of `minmax()` where the fit does not hold."""
+        # On a processor it costs nothing to see that all hold, which is the rule; a GPU would have to wait for it.
+        if self.usable.device.type == "cpu" and bool(self.usable.all()):
+            return self.codes, self.scale, self.minimum
+        codes, scale, minimum = minmax()
+        return (
+            torch.where(self.usable.unsqueeze(-1), self.codes, codes),
+            torch.where(self.usable, self.scale, scale),
+            torch.where(self.usable, self.minimum, minimum),
+        )
 
 
 def first_grid(bits: int, *, symmetric: bool) -> tuple[int, int]:
@@ -178,7 +193,8 @@ class GroupIntegers:
 
 def _difference(count: int, products: Tensor, one: Tensor, other: Tensor) -> Tensor:
     """``count * products - one * other``, an exact integer below 2**31 that is rounded to float32 once."""
-    return (count * products.long() - one.long() * other.long()).float()
+    # Float64 holds the integers and their products; int64 would take twice as long on a CPU.
+    return (count * products.double() - one.double() * other.double()).float()
 
 
 def fp16_down(x: Tensor) -> Tensor:

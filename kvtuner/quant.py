@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -238,12 +239,11 @@ def quantize_widths(
     quantized = []
     for bits in widths:
         used = used_word_bits(bits, word_bits)
-        codes, scale, minimum = quantize_minmax(groups, low, high, bits, symmetric=symmetric, word_bits=used)
+        minmax = partial(quantize_minmax, groups, low, high, bits, symmetric=symmetric, word_bits=used)
         if integers is not None and bits in fitted_widths:
-            fitted = integers.fit(bits, used)
-            codes = torch.where(fitted.usable.unsqueeze(-1), fitted.codes, codes)
-            scale = torch.where(fitted.usable, fitted.scale, scale)
-            minimum = torch.where(fitted.usable, fitted.minimum, minimum)
+            codes, scale, minimum = integers.fit(bits, used).completed(minmax)
+        else:
+            codes, scale, minimum = minmax()
         minimum = torch.where(finite, minimum, torch.nan)
         if used == SHORT_WORD_BITS:
             scale = torch.where(finite, scale, torch.nan)

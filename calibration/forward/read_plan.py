@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -163,34 +164,44 @@ def attend_beside_window(call: AttentionCall, k: Tensor, v: Tensor, window: Exac
     """
     dtype, tokens = call.q.dtype, call.k.shape[2]
     k, v, blocks = saturated(k, dtype), saturated(v, dtype), []
+    mask_dtype = dtype if call.softcap is None else torch.float32
     for first in range(start, tokens, ROWS_AT_A_TIME):
         last = min(first + ROWS_AT_A_TIME, tokens)
-        # Tokens from `packed` on are exact to all rows, and those before `near` but the sinks to none.
-        packed, near = max(last - window.residual_length, 0), max(first + 1 - window.residual_length, 0)
-        sinks = min(window.sinks, near)
-        places = torch.arange(last, device=k.device)
-        read, exact = places[window.sinks : packed], torch.cat((places[:sinks], places[near:]))
-        rows = torch.arange(first, last, device=k.device)
-        hidden = torch.cat(
-            (
-                (read > rows.unsqueeze(-1)) | reads_exactly(window, rows, read),
-                (exact > rows.unsqueeze(-1)) | ~reads_exactly(window, rows, exact),
-            ),
-            dim=-1,
-        )
-        block_k = torch.cat((k[:, :, read], call.k[:, :, exact]), dim=2)
-        block_v = torch.cat((v[:, :, read], call.v[:, :, exact]), dim=2)
+        read, *exact = _runs(window, first, last)
+        block_k = torch.cat((k[:, :, read], *(call.k[:, :, run] for run in exact)), dim=2)
+        block_v = torch.cat((v[:, :, read], *(call.v[:, :, run] for run in exact)), dim=2)
         block = slice(first - call.first, last - call.first)
-        blocks.append(_attend_masked(call, block_k, block_v, block, hidden))
+        mask = _mask_beside_window(window, first, last, mask_dtype, k.device)
+        blocks.append(_attend_masked(call, block_k, block_v, block, mask))
     return torch.cat(blocks, dim=2)
 
 
-def _attend_masked(call: AttentionCall, k: Tensor, v: Tensor, rows: slice, hidden: Tensor) -> Tensor:
-    """Attention of `rows` of the queries over keys of which some are hidden, [rows, keys]."""
+def _runs(window: ExactWindow, first: int, last: int) -> tuple[slice, slice, slice]:
+    """The keys of a block of rows: those that any row reads back, then the sinks and the last ones that any reads."""
+    # Tokens from `packed` on are exact to all rows, and those before `near` but the sinks to none.
+    packed, near = max(last - window.residual_length, 0), max(first + 1 - window.residual_length, 0)
+    return slice(window.sinks, packed), slice(0, min(window.sinks, near)), slice(near, last)
+
+
+# All layers of all sequences of one length ask for the same few masks; of long sequences they would take too much.
+@lru_cache(maxsize=8)
+def _mask_beside_window(window: ExactWindow, first: int, last: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What is added to the scores of a block of rows over the keys of its `_runs`, [rows, keys]."""
+    with torch.inference_mode(False):  # whoever asks next may need gradients
+        rows, places = torch.arange(first, last, device=device), torch.arange(last, device=device)
+        read, *runs = (places[run] for run in _runs(window, first, last))
+        exact = torch.cat(runs)
+        hidden_of_read = (read > rows.unsqueeze(-1)) | reads_exactly(window, rows, read)
+        hidden_of_exact = (exact > rows.unsqueeze(-1)) | ~reads_exactly(window, rows, exact)
+        return _additive(torch.cat((hidden_of_read, hidden_of_exact), dim=-1), dtype)
+
+
+def _attend_masked(call: AttentionCall, k: Tensor, v: Tensor, rows: slice, mask: Tensor) -> Tensor:
+    """Attention of `rows` of the queries over keys of which some are hidden by a mask that is added, [rows, keys]."""
     if call.softcap is None:
-        return _attend_rows(call, k, v, rows, _additive(hidden, k.dtype))
+        return _attend_rows(call, k, v, rows, mask)
     scores = attention_scores(call, call.grouped_query(rows), k.to(torch.float32))
-    weights = scores.add_(_additive(hidden, torch.float32)).softmax(dim=-1)
+    weights = scores.add_(mask).softmax(dim=-1)
     return (weights @ v.to(torch.float32).unsqueeze(2)).flatten(1, 2).to(call.q.dtype)
 
 
