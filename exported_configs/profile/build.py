@@ -223,7 +223,10 @@ def place_constants(profile: Profile, place: ConstantsPlace) -> Profile:
     side_hash = constants_hash(profile.layers) if in_file else None
     has_own_groups = any(record.group_size for entry in profile.layers for _, record, _ in entry.sides(defaults))
     widths = [bits for pair in profile.pairs for bits in (pair.k_bits, pair.v_bits)]
-    version = max(first_version(widths, shared.grid_fit, profile.window) for shared in (defaults.k, defaults.v))
+    version = max(
+        first_version(widths, shared.grid_fit, profile.window, (shared.grid_word_bits,))
+        for shared in (defaults.k, defaults.v)
+    )
     if in_file or has_own_groups or profile.geometry.is_by_layer:
         version = FIT_VERSION
     sides = {

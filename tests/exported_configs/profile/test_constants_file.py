@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,14 @@ def test_version_that_a_profile_needs_without_its_side_file_is_kept(name: str) -
     placed = place_constants(inline, "file")
     assert placed.schema_version == 2 and placed.constants_sha256 is not None
     assert dump_profile(place_constants(placed, "inline")) == (VECTORS / f"{name}.json").read_bytes()
+
+
+def test_short_words_alone_need_the_second_version_wherever_the_constants_stand(
+    make_profile: Callable[..., Profile],
+) -> None:
+    inline = make_profile(k_word_bits=16)
+    assert inline.defaults.k.grid_fit == "minmax" and dump_constants(place_constants(inline, "file")) is not None
+    assert place_constants(place_constants(inline, "file"), "inline") == inline
 
 
 def test_profile_without_constants_has_no_side_file() -> None:
