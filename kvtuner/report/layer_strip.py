@@ -126,7 +126,7 @@ def tracks(layers: Sequence[LayerRow], prefix: str = "") -> dict[str, str]:
 def profile_strip(profile: Profile, terminal: Terminal) -> list[str]:
     """The strip of a profile with its legend, as lines for a terminal."""
     layers = profile_layers(profile)
-    return [*strip_lines(tracks(layers), terminal), *legend(layers, terminal)]
+    return [*strip_lines(tracks(layers), terminal), *legend((layers,), terminal)]
 
 
 def strip_lines(rows: Mapping[str, str], terminal: Terminal) -> list[str]:
@@ -147,12 +147,13 @@ def strip_lines(rows: Mapping[str, str], terminal: Terminal) -> list[str]:
     return lines
 
 
-def legend(layers: Sequence[LayerRow], terminal: Terminal) -> list[str]:
-    """The meaning of a strip's characters, as far as they occur."""
+def legend(strips: Sequence[Sequence[LayerRow]], terminal: Terminal) -> list[str]:
+    """The meaning of the characters of strips, as far as they occur."""
+    layers = [row for rows in strips for row in rows]
     codes = [(BIT_CODES[bits], str(bits)) for bits in bits_used(layers)]
     bits = " ".join(_painted(code, terminal) + (f"={name}" if code != name else "") for code, name in codes)
     kinds = "  ".join(f"{code}={name.replace('+', ' + ')}" for code, name in kinds_used(layers))
-    gap = f"  {NO_ROWS}=stores nothing" if any(row.layer >= len(layers) for row in layers) else ""
+    gap = f"  {NO_ROWS}=stores nothing" if any(rows[-1].layer >= len(rows) for rows in strips) else ""
     return ["", f"bits   {bits}{gap}", *indented("kind", kinds, terminal)]
 
 

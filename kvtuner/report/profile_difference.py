@@ -31,17 +31,22 @@ QUALITY: Final[dict[str, Callable[[QualityRecord], str]]] = {
     "unquantized": lambda quality: fixed(quality.reference_perplexity, 3),
     "read plan": lambda quality: quality.read_plan,
 }
-MARKS: Final = "^=other bits, transform or granularity  ~=other constants only"
+MARKS: Final = "^=other bits, group, transform or granularity  ~=other constants only"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """One layer of a compared profile: 16-bit keys have no granularity; constants are the base64 of mu and lambda."""
+    """One layer of a compared profile: 16-bit keys have no granularity; constants are the base64 of mu and lambda.
+
+    Group sizes are the layer's own, None for those of the defaults.
+    """
 
     pair: str
     k_transform: str
     v_transform: str
     k_granularity: str | None
+    k_group_size: int | None
+    v_group_size: int | None
     constants: tuple[str | None, str | None]
 
     @classmethod
@@ -54,12 +59,16 @@ class LayerState:
             str(profile.transform_name(layer, "k")),
             str(profile.transform_name(layer, "v")),
             None if keys.bits == NATIVE_BITS else profile.defaults.k.granularity,
+            keys.group_size,
+            entry.v.group_size if entry.v else None,
             (keys.mu.data if keys.mu else None, keys.lam.data if keys.lam else None),
         )
 
     def __str__(self) -> str:
         keys = PER_CHANNEL if self.k_granularity == "per_channel" else self.k_transform
-        return f"{self.pair} {keys}/{self.v_transform}"
+        groups = (self.k_group_size, self.v_group_size)
+        own = f" groups {'/'.join(str(size or '-') for size in groups)}" if any(groups) else ""
+        return f"{self.pair} {keys}/{self.v_transform}{own}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +76,8 @@ class LayerChange:
     """A layer that the two profiles store differently.
 
     Attributes:
-        changed: Some of ``bits``, ``granularity`` of keys that are quantized in both, ``transform``, and
-            ``constants`` of one and the same transform.
+        changed: Some of ``bits``, ``granularity`` of keys that are quantized in both, ``group_size`` of the layer's
+            own, ``transform``, and ``constants`` of one and the same transform.
     """
 
     layer: int
@@ -195,6 +204,7 @@ def _changes(first: Profile, second: Profile, *, with_constants: bool) -> tuple[
         differs = {
             "bits": before.pair != after.pair,
             "granularity": None not in granularities and granularities[0] != granularities[1],
+            "group_size": (before.k_group_size, before.v_group_size) != (after.k_group_size, after.v_group_size),
             "transform": not same_kind or before.v_transform != after.v_transform,
             "constants": with_constants and same_kind and before.constants != after.constants,
         }
@@ -253,7 +263,7 @@ def _fact_lines(difference: ProfileDifference) -> list[str]:
 
 def _strips(difference: ProfileDifference, terminal: Terminal) -> list[str]:
     first, second = profile_layers(difference.first), profile_layers(difference.second)
-    one, other, explained = tracks(first, "1 "), tracks(second, "2 "), legend((*first, *second), terminal)
+    one, other, explained = tracks(first, "1 "), tracks(second, "2 "), legend((first, second), terminal)
     if difference.layers is None:
         return [*strip_lines(one, terminal), "", *strip_lines(other, terminal), *explained]
     marks = [" "] * len(next(iter(one.values())))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from profile_samples import layers_of, make_profile
 
 from kvtuner.exported_configs.profile.evaluation_record import EvaluatedProfile
 from kvtuner.exported_configs.profile.layer_storage import LayerRecord
@@ -75,3 +76,23 @@ def test_layers_that_changed_are_named_by_their_ids() -> None:
     assert difference.layers is not None and [change.layer for change in difference.layers] == [7]
     marks = next(line for line in difference_lines(difference, Terminal()) if line.startswith("changed"))
     assert marks.split(" ", 1)[1].rstrip().endswith("^") and marks.rstrip().index("^") - len("changed  ") == 7
+
+
+def test_group_of_a_layers_own_is_a_change_of_that_layer() -> None:
+    profile = PROFILES["gaps"]
+    layers = [entry.model_dump(by_alias=True) for entry in profile.layers]
+    layers[2]["v"]["group_size"] = 16
+    changed = profile.model_copy(update={"layers": tuple(LayerRecord.model_validate(layer) for layer in layers)})
+    difference = difference_of(profile, changed)
+    assert difference.layers is not None
+    assert [(change.layer, change.changed) for change in difference.layers] == [(11, ("group_size",))]
+    lines = difference_lines(difference, Terminal())
+    assert next(line for line in lines if line.startswith("changed")).rstrip().index("^") - len("changed  ") == 11
+    assert next(line for line in lines if line.startswith("layer 11")).endswith("groups -/16")
+
+
+def test_difference_explains_a_gap_that_only_one_strip_has() -> None:
+    gaps, full = PROFILES["gaps"], make_profile(layers_of(10))
+    for difference in (difference_of(gaps, gaps), difference_of(gaps, full), difference_of(full, gaps)):
+        assert any("=stores nothing" in line for line in difference_lines(difference, Terminal()))
+    assert not any("=stores nothing" in line for line in difference_lines(difference_of(full, full), Terminal()))
