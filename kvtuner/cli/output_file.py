@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from kvtuner.errors import ProfileError, RunFolderError
 from kvtuner.run_folder import write_atomically
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _BEGINNING: Final = b"<!DOCTYPE html>"
 
@@ -37,6 +35,15 @@ def check_new(out: str | None, *, force: bool) -> None:
     """Refuse to overwrite a file without ``--force``."""
     if out is not None and os.path.lexists(out) and not force:
         raise ProfileError(f"{out} is there already; name another --out, or overwrite it with --force")
+
+
+def check_new_profile(out: str | None, *, force: bool) -> None:
+    """Refuse to overwrite a profile, or to replace the side file at its place, without ``--force``."""
+    from kvtuner.exported_configs.profile.constants_file import constants_path
+
+    check_new(out, force=force)
+    if out is not None:
+        check_new(str(constants_path(Path(out))), force=force)
 
 
 def _is_page(path: Path) -> bool:

@@ -67,7 +67,13 @@ def test_a_file_is_overwritten_by_force_only(run: RunCommand, model: Path, prese
     flags = ("--from", "kvtuner-yaml", "--model", model, "--out", out)
     status, _, err = run("import", preset, *flags)
     assert status == 2 and "is there already" in err and out.read_text() == "mine"
+    out.unlink()
+    beside = tmp_path / "there.constants.safetensors"
+    beside.write_text("mine too")
+    status, _, err = run("import", preset, *flags)
+    assert status == 2 and "there.constants.safetensors is there already" in err and beside.exists()
     assert run("import", preset, *flags, "--force")[0] == 0
+    assert not beside.exists()
     digest = load_profile(out).digest
     status, _, err = run("export", out, "--to", "kvtuner-yaml", "--out", out)
     assert status == 2 and "is there already" in err and load_profile(out).digest == digest

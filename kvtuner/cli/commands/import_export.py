@@ -22,13 +22,13 @@ OWN_FORMAT: Final = "kvtuner"
 
 
 def _import(args: Namespace) -> int:
-    from kvtuner.cli.output_file import check_new
+    from kvtuner.cli.output_file import check_new_profile
     from kvtuner.exported_configs.formats.conversion import parse_map
     from kvtuner.exported_configs.profile.build import dump_profile, write_profile
     from kvtuner.pipeline.profile_lookup import import_profile
     from kvtuner.report.profile_report import summary
 
-    check_new(args.out, force=args.force)
+    check_new_profile(args.out, force=args.force)
     profile, notes = import_profile(
         args.source,
         args.format,
@@ -79,13 +79,13 @@ def _export(args: Namespace) -> int:
 
 def _rewrite(profile: Profile, args: Namespace) -> int:
     """Write a profile of this format anew, with its constants where they were asked for."""
-    from kvtuner.cli.output_file import check_new
+    from kvtuner.cli.output_file import check_new_profile
     from kvtuner.exported_configs.profile.build import place_constants, write_profile
     from kvtuner.exported_configs.profile.constants_file import constants_path
 
     if not args.out or args.lossy:
         raise ProfileError(f"--to {OWN_FORMAT} loses nothing and may write two files: give --out, and no --lossy")
-    check_new(str(constants_path(Path(args.out))), force=args.force)
+    check_new_profile(args.out, force=args.force)
     placed = place_constants(profile, args.constants or "auto")
     write_profile(Path(args.out), placed)
     files = [args.out] + ([str(constants_path(Path(args.out)))] if placed.constants_sha256 else [])

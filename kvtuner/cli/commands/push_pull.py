@@ -48,8 +48,7 @@ def _is_agreed() -> bool:
 
 
 def _pull(args: Namespace) -> int:
-    from kvtuner.cli.output_file import check_new
-    from kvtuner.exported_configs.profile.constants_file import constants_path
+    from kvtuner.cli.output_file import check_new, check_new_profile
     from kvtuner.exported_configs.sharing.pull import pull
     from kvtuner.exported_configs.sharing.reference import HubReference, parse_reference
     from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE_SUFFIX
@@ -63,8 +62,8 @@ def _pull(args: Namespace) -> int:
         there = f"; {args.reference} is on this machine, add @main for the hub's" if is_here else ""
         raise ProfileError(f"{args.reference} is no profile of the hub; write owner/name[@revision][:path]{there}")
     copies = [] if args.out is None else [Path(args.out), Path(args.out + SIGNATURE_SUFFIX)]
-    for copy in [*copies, *(constants_path(out) for out in copies[:1])]:
-        check_new(str(copy), force=args.force)
+    check_new_profile(args.out, force=args.force)
+    check_new(args.out and args.out + SIGNATURE_SUFFIX, force=args.force)
     fetched = pull(reference)
     for note in fetched.notes:
         say(note)
