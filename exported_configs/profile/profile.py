@@ -104,6 +104,8 @@ class Profile(StrictModel):
         exact = f", {self.window}" if self.window.num_tokens else ""
         return f"Profile({self.model.id!r}, {size}{exact}, {self.digest[:19]})"
 
+    __str__ = __repr__  # pydantic's would print every constant
+
     def _repr_html_(self) -> str:
         """The strip of layers, which a notebook shows in place of the text."""
         from kvtuner.report.profile_report import strip_html  # the one import that points up; see pyproject.toml

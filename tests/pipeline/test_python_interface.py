@@ -81,6 +81,7 @@ def test_a_search_returns_its_profile_its_folder_and_its_tables(
     assert result.run_folder == tmp_path / "run"
     assert result.profile == kvtuner.load_profile(result.file)
     assert repr(result.profile) in repr(result) and "\n" not in repr(result)
+    assert str(result.profile) == repr(result.profile)
     assert result.profile.digest[:19] in repr(result.profile) and len(repr(result.profile)) < 150
     assert result._repr_html_() == result.profile._repr_html_()
     assert "K" in result.profile._repr_html_() and "<script" not in result.profile._repr_html_()
