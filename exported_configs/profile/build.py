@@ -24,7 +24,7 @@ from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.geometry_record import GeometryRecord
 from kvtuner.exported_configs.profile.layer_sizes import LayerSizes
 from kvtuner.exported_configs.profile.layer_storage import Defaults, LayerRecord, SideDefaults, encode_fp16
-from kvtuner.exported_configs.profile.profile import FIT_VERSION, Profile, first_version
+from kvtuner.exported_configs.profile.profile import SECOND_VERSION, Profile, first_version
 from kvtuner.exported_configs.profile.records import BudgetRecord, Libraries, ModelIdentity, Provenance, QualityRecord
 from kvtuner.geometry import ModelGeometry
 from kvtuner.layer_geometry import CacheGeometry
@@ -111,8 +111,8 @@ def build_profile(
     widths = (bits for layer in layers for bits in (layer.k_bits, layer.v_bits) if bits is not None)
     groups = {(layer.k_group_size or k_group_size, layer.v_group_size or v_group_size) for layer in layers}
     differ = geometry_record.is_by_layer or groups != {(k_group_size, v_group_size)}
-    version = FIT_VERSION if differ else first_version(widths, fit, window, (k_word_bits, v_word_bits))
-    grid = {"symmetric": symmetric} if version < FIT_VERSION else {"symmetric": symmetric, "fit": fit}
+    version = SECOND_VERSION if differ else first_version(widths, fit, window, (k_word_bits, v_word_bits))
+    grid = {"symmetric": symmetric} if version < SECOND_VERSION else {"symmetric": symmetric, "fit": fit}
     fields = {"k": {**keys, **grid, **_words(k_word_bits)}, "v": {**values, **grid, **_words(v_word_bits)}}
     defaults = validated(Defaults, fields, place="defaults")
     records = tuple(_layer_record(number, layer, defaults) for number, layer in zip(owners, layers, strict=True))
@@ -228,9 +228,9 @@ def place_constants(profile: Profile, place: ConstantsPlace) -> Profile:
         for shared in (defaults.k, defaults.v)
     )
     if in_file or has_own_groups or profile.geometry.is_by_layer:
-        version = FIT_VERSION
+        version = SECOND_VERSION
     sides = {
-        name: shared.model_copy(update={"fit": None if version < FIT_VERSION else shared.grid_fit})
+        name: shared.model_copy(update={"fit": None if version < SECOND_VERSION else shared.grid_fit})
         for name, shared in (("k", defaults.k), ("v", defaults.v))
     }
     defaults = defaults.model_copy(update=sides)

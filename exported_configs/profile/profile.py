@@ -47,8 +47,8 @@ from kvtuner.transforms import TransformKind
 
 SCHEMA_VERSIONS: Final = (1, 2)
 """The versions that are read; a profile is written in the first that can hold it."""
-FIT_VERSION: Final = 2
-"""The first version that says how grids are fitted, and the first with 3 bits, short scale words or an exact window."""
+SECOND_VERSION: Final = 2
+"""The version with fits, short scale words, 3 bits, an exact window, layers that differ, and a side file."""
 MIN_LAMBDA: Final = 1 / 64
 MAX_LAMBDA: Final = 64.0
 
@@ -224,42 +224,37 @@ def first_version(
 ) -> int:
     """The first version that can hold sides of such widths, with such grids, scale words and such a window."""
     is_first = fit == "minmax" and window == NO_WINDOW and THREE_BITS not in widths
-    return 1 if is_first and SHORT_WORD_BITS not in word_bits else FIT_VERSION
+    return 1 if is_first and SHORT_WORD_BITS not in word_bits else SECOND_VERSION
 
 
 def _check_version(profile: Profile) -> None:
-    for name in ("residual_length", "sinks", "constants_sha256"):
-        if getattr(profile, name) is not None and profile.schema_version < FIT_VERSION:
-            raise ProfileError(f"{name}: schema_version {profile.schema_version} has none; export the profile again")
-    if profile.schema_version < FIT_VERSION:
-        _check_first_version(profile)
-    for side, defaults in (("k", profile.defaults.k), ("v", profile.defaults.v)):
-        if defaults.word_bits is not None and profile.schema_version < FIT_VERSION:
-            raise ProfileError(
-                f"defaults.{side}.word_bits: schema_version {profile.schema_version} has none; export the profile again"
-            )
-        if (defaults.fit is not None) != (profile.schema_version >= FIT_VERSION):
-            rule = "has none" if profile.schema_version < FIT_VERSION else "needs it"
-            raise ProfileError(
-                f"defaults.{side}.fit: schema_version {profile.schema_version} {rule}; export the profile again"
-            )
-    least = first_version(bits for pair in profile.pairs for bits in (pair.k_bits, pair.v_bits))
-    if profile.schema_version < least:
+    """Refuse what only the second version has in the first, and the second without fits."""
+    version, shared = profile.schema_version, {"k": profile.defaults.k, "v": profile.defaults.v}
+    if version >= SECOND_VERSION:
+        wrong, rule = [f"defaults.{side}.fit" for side, defaults in shared.items() if defaults.fit is None], "needs it"
+    else:
+        wrong, rule = _fields_of_the_second(profile), "has none"
+    if wrong:
+        raise ProfileError(f"{wrong[0]}: schema_version {version} {rule}; export the profile again")
+    if version < SECOND_VERSION and any(THREE_BITS in (pair.k_bits, pair.v_bits) for pair in profile.pairs):
         raise ProfileError(
-            f"schema_version {profile.schema_version} has no layers of {THREE_BITS} bits, version {least} has;"
+            f"schema_version {version} has no layers of {THREE_BITS} bits, version {SECOND_VERSION} has;"
             " export the profile again"
         )
 
 
-def _check_first_version(profile: Profile) -> None:
-    """Refuse what only later versions have: geometry by layer, and groups of a side's own."""
-    geometry = profile.geometry
-    names = [f"geometry.{name}" for name in ("kind", "rope_dim", "exceptions") if getattr(geometry, name) is not None]
+def _fields_of_the_second(profile: Profile) -> list[str]:
+    """The fields of a profile that only the second version has."""
+    parts: list[tuple[str, StrictModel, tuple[str, ...]]] = [
+        ("", profile, ("residual_length", "sinks", "constants_sha256")),
+        ("geometry.", profile.geometry, ("kind", "rope_dim", "exceptions")),
+        ("defaults.k.", profile.defaults.k, ("word_bits", "fit")),
+        ("defaults.v.", profile.defaults.v, ("word_bits", "fit")),
+    ]
     for entry in profile.layers:
         sides = entry.sides(profile.defaults)
-        names += [f"layers[{entry.layer}].{side}.group_size" for side, record, _ in sides if record.group_size]
-    if names:
-        raise ProfileError(f"{names[0]}: schema_version {profile.schema_version} has none; export the profile again")
+        parts += [(f"layers[{entry.layer}].{side}.", record, ("group_size",)) for side, record, _ in sides]
+    return [place + name for place, part, names in parts for name in names if getattr(part, name) is not None]
 
 
 def _check_layer_ids(profile: Profile, owners: tuple[int, ...]) -> None:

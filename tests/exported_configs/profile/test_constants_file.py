@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import safetensors.torch
@@ -17,6 +17,9 @@ from kvtuner.exported_configs.profile.build import dump_constants, dump_profile,
 from kvtuner.exported_configs.profile.constants_file import arrays_of, constants_name, constants_path, decode_constants
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.profile import Profile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 VECTORS = Path(__file__).resolve().parents[3] / "exported_configs" / "vectors" / "valid"
 
