@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 NAMES = ("gaps", "windows", "two-geometries", "latents")
 COUNTS = ("num_attention_heads", "num_kv_heads", "head_dim", "v_head_dim", "rope_dim")
+MOST_LAYERS = 4096
 FULL, LATENT, NOTHING = (LayerKind(name) for name in ("full", "latent", "none"))
 
 
@@ -91,7 +92,10 @@ def hashed_geometry(geometry: Document) -> Document:
         named |= dict.fromkeys(exception["layers"], change)
     is_empty = [str(change.get("kind", "full")).startswith(("none", "shared")) for change in named.values()]
     layers: list[Document] = []
-    for number in range(geometry["num_layers"] + sum(is_empty)):
+    total = geometry["num_layers"] + sum(is_empty)
+    if total > MOST_LAYERS:
+        raise ValueError(f"{total} layers would fill the memory, and no reader accepts them")
+    for number in range(total):
         full = {**{name: usual.get(name) for name in (*COUNTS, "kind")}, **named.get(number, {})}
         empty = str(full["kind"]).startswith(("none", "shared"))
         layers.append({"kind": full["kind"]} if empty else full)
