@@ -27,11 +27,7 @@ from kvtuner.calibration.forward.read_plan import (
 from kvtuner.calibration.row_sample import RowSample, sample_rows
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.precision import (
-    ExactWindow,
-    PrecisionPair,
-    Side,
-)
+from kvtuner.precision import ExactWindow, PrecisionPair, Side
 from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:

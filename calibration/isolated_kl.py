@@ -37,7 +37,8 @@ JOURNAL = "isolated.jsonl"
 def isolated_candidates(scores: Mapping[Candidate, CandidateScores]) -> list[Candidate]:
     """All transforms at 2 bits, where the Fisher score is no guide, and the best by Fisher score at more."""
     isolated: list[Candidate] = []
-    layers, widths = (sorted({getattr(candidate, name) for candidate in scores}) for name in ("layer", "bits"))
+    layers = sorted({candidate.layer for candidate in scores})
+    widths = sorted({candidate.bits for candidate in scores})
     for place in product(layers, SIDES, widths):
         alternatives = [c for c in scores if (c.layer, c.side, c.bits) == place]
         best = min(alternatives, key=lambda c: scores[c].fisher)

@@ -166,17 +166,20 @@ def row_bytes(
         check_token_group(head_dim, bits, group_size)
     else:
         check_group_size(head_dim, bits, group_size)
+    num_codes, word_bytes = num_heads * head_dim, used_word_bits(bits, word_bits) // 8
     # Both are one word for every `group_size` codes; only those of a channel need not come out whole in a token.
-    stored = num_heads * head_dim * bits // 8 + -(
-        -(used_word_bits(bits, word_bits) // 8) * num_heads * head_dim // group_size
-    )
-    return -(-stored // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+    stored = num_codes * bits // 8 + _ceil_div(word_bytes * num_codes, group_size)
+    return _ceil_div(stored, ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
 
 
 def words_offset(num_heads: int, head_dim: int, bits: int, word_bits: WordBits = WIDE_WORD_BITS) -> int:
     """The bytes of a row before its scale words, which lie at a multiple of their own bytes at 3 bits."""
     code_bytes, size = num_heads * head_dim * bits // 8, used_word_bits(bits, word_bits) // 8
-    return -(-code_bytes // size) * size if bits == THREE_BITS else code_bytes
+    return _ceil_div(code_bytes, size) * size if bits == THREE_BITS else code_bytes
+
+
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
 
 
 @dataclass(frozen=True, slots=True)
