@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 READMES = ("README.md", "benchmarks/README.md", "calibration/demo/model/README.md")
-PAGES = [*(ROOT / name for name in (*READMES, "CONTRIBUTING.md", "CHANGELOG.md")), *DOCS]
+RESULTS = ("benchmarks/results/judged.md", "benchmarks/results/quantizer.md")
+PAGES = [*(ROOT / name for name in (*READMES, *RESULTS, "CONTRIBUTING.md", "CHANGELOG.md")), *DOCS]
 WIDTH = 120
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
