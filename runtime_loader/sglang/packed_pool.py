@@ -20,6 +20,7 @@ from kvtuner.runtime_loader.sglang.compat.pool import (
 )
 from kvtuner.runtime_loader.sglang.process_state import process_state
 from kvtuner.runtime_loader.sglang.self_test import announce, announce_window, self_test
+from kvtuner.runtime_loader.sglang.window_self_test import window_self_test
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,12 +69,13 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
         self._init_data_ptrs_and_strides()
 
     def add_copies(self, request_pool: Any) -> None:
-        """Allocate the copies of the profile's exact window, for as many requests as SGLang lets run; once."""
+        """Allocate and test the copies of the profile's exact window, for as many requests as SGLang lets run; once."""
         window = self.rank_state.profile.window
         if window.num_tokens:
             self._generations = generations_of(request_pool)
             layers = [LayerFormat(k.format, v.format) for k, v in zip(self.keys, self.values, strict=True)]
             self.copies = ExactRings(layers, window, len(self._generations), dtype=self.model_dtype, device=self.device)
+            window_self_test(self, self.copies, self._generations)
         announce_window(self, ranks())
 
     def forget_former_requests(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from kvtuner.errors import ServingError
 from kvtuner.layer_ranges import write_ranges
 from kvtuner.precision import NATIVE_BITS, PrecisionPair
-from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
+from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedAttention, PackedRows, ScoreScaling
 from kvtuner.runtime_loader.sglang.compat.metrics import set_gauge
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ def self_test(pool: PackedKVPool) -> None:
         pool.rank_state.attention.store(keys, values, slots, k, v)
         for name, stored, fresh in (("keys", keys, k), ("values", values, v)):
             if not torch.equal(stored.rows[slots], stored.format.pack(fresh)):
-                raise _failed(pool, f"{name} of layer {layer_id} are not stored as quant.py stores them")
+                raise failed(pool, f"{name} of layer {layer_id} are not stored as quant.py stores them")
         if not _reads_right(pool.rank_state, q, keys, values, slots):
-            raise _failed(pool, f"attention of layer {layer_id} is not attention over what its rows hold")
+            raise failed(pool, f"attention of layer {layer_id} is not attention over what its rows hold")
         # As SGLang allocates a pool.
         for stored in (keys, values):
             stored.rows[slots] = torch.zeros_like(stored.rows[slots])
@@ -79,16 +79,21 @@ def _reads_right(rank: RankState, q: Tensor, keys: PackedRows, values: PackedRow
         scores = ScoreScaling(keys.shape[-1] ** -0.5, cap)
         weights = torch.softmax(scores(products), dim=-1)
         expected = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(gqa, dim=1))
-        tolerance = max({torch.float32: 1e-4, torch.float16: 1e-2}.get(one.dtype, 4e-2), 16 * attention.rounding)
-        tolerance *= expected.abs().max().item()
+        allowed = tolerance(attention, one.dtype) * expected.abs().max().item()
         decoded = attention.decode(one, keys, values, ends, slots, scores)
         extended = attention.extend(one, new_k, new_v, keys, values, bounds, scores)
-        if any(bool(((output.float() - expected).abs() > tolerance).any()) for output in (decoded, extended)):
+        if any(bool(((output.float() - expected).abs() > allowed).any()) for output in (decoded, extended)):
             return False
     return True
 
 
-def _failed(pool: PackedKVPool, what: str) -> ServingError:
+def tolerance(attention: PackedAttention, dtype: torch.dtype) -> float:
+    """The error that attention in a served dtype may have, as a part of its largest output."""
+    return max({torch.float32: 1e-4, torch.float16: 1e-2}.get(dtype, 4e-2), 16 * attention.rounding)
+
+
+def failed(pool: PackedKVPool, what: str) -> ServingError:
+    """The refusal of a pool whose self-test failed."""
     return ServingError(
         f"the self-test of {pool.rank_state.attention.name} failed: {what}; report this, and serve without a profile"
     )
