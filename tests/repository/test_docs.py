@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 READMES = ("README.md", "benchmarks/README.md", "calibration/demo/model/README.md")
-RESULTS = ("benchmarks/results/judged.md", "benchmarks/results/quantizer.md")
+RESULTS = tuple(f"benchmarks/results/{name}.md" for name in ("instructions", "judged", "quantizer"))
 PAGES = [*(ROOT / name for name in (*READMES, *RESULTS, "CONTRIBUTING.md", "CHANGELOG.md")), *DOCS]
 WIDTH = 120
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
