@@ -14,6 +14,7 @@ from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantizatio
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.geometry import ModelGeometry
+from kvtuner.grid_fit import FITTED_BITS
 from kvtuner.precision import NATIVE_BITS, SHORT_WORD_BITS, THREE_BITS, Granularity, PrecisionPair, Side, used_word_bits
 
 NATIVE: Final = PrecisionPair(NATIVE_BITS, NATIVE_BITS)
@@ -57,8 +58,9 @@ class Storage:
             yield LostFeature(packed[0], f"{noun} are {defaults.granularity.replace('_', ' ')}")
         elif defaults.group_size != group_size:
             yield LostFeature(packed[0], f"{noun} are in groups of {defaults.group_size}, not {group_size}")
-        if defaults.grid_fit == "least_squares":
-            yield LostFeature(packed[0], f"{noun} are fitted by least squares")
+        fitted = [layer for layer in packed if bits[layer] in FITTED_BITS]
+        if fitted and defaults.grid_fit == "least_squares":
+            yield LostFeature(fitted[0], f"{noun} are fitted by least squares")
         short = [layer for layer in packed if used_word_bits(bits[layer], defaults.grid_word_bits) == SHORT_WORD_BITS]
         if short:
             yield LostFeature(short[0], f"{noun} have scale words of 16 bits")

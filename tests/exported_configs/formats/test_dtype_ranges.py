@@ -132,6 +132,14 @@ def test_what_is_dropped_is_refused_or_said(
     assert [note.removeprefix("dropped, ") for note in exported.notes] == dropped
 
 
+def test_nothing_is_lost_of_8_bits_which_are_not_fitted_and_have_wide_words(
+    take: Callable[..., Any], geometry: ModelGeometry
+) -> None:
+    model = take("0-3:8", "ranges")[0].model
+    profile = uniform_profile(geometry, PrecisionPair(8, 8), model, fit="least_squares", k_word_bits=16)
+    assert write(profile, "ranges").text == "0-3:int8\n"
+
+
 def test_the_first_transformed_layer_is_named(make_profile: Callable[..., Profile]) -> None:
     rotated = LayerQuantization(4, 4, Transform(TransformKind.parse("hadamard")))
     profile = make_profile(
