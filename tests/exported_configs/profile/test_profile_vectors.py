@@ -217,6 +217,20 @@ def test_pages_show_the_example_its_canonical_text_and_a_row() -> None:
     assert row["input"] == [[channel / 4 - 1 for channel in range(16)]]
 
 
+def test_example_changed_by_hand_is_valid_with_what_its_refusals_name() -> None:
+    """The page's way to write a profile: the right digest first, then each figure of the budget."""
+    document = json.loads(content("valid", "example"))
+    document["layers"][1]["v"] = {"bits": 4}
+    with pytest.raises(ProfileError, match="digest is") as refused:
+        load_profile(json.dumps(document).encode())
+    document["digest"] = re.findall(r"sha256:[0-9a-f]{64}", str(refused.value))[1]
+    for name in ("mean_bits", "effective_bits", "bytes_per_token"):
+        with pytest.raises(ProfileError, match=f"budget.{name}: is") as refused:
+            load_profile(json.dumps(document).encode())
+        document["budget"][name] = json.loads(re.findall(r"the layers give ([\d.]+);", str(refused.value))[0])
+    assert load_profile(json.dumps(document).encode()).pairs[1].v_bits == 4
+
+
 def numbers(text: str) -> list[int]:
     """Every number of a text; `2^53` is one."""
     numbers = re.findall(r"\b\d[\d,]*(?:\^\d+)?\b", text)
