@@ -101,6 +101,12 @@ class Workbench:
         """The hash of the weights, computed once: it reads all of them."""
         return self.loaded.weights_sha256
 
+    def with_quant(self, quant: QuantizationOptions) -> Workbench:
+        """The same model and corpus under other settings of all candidates."""
+        other = replace(self, options=replace(self.options, quant=quant))
+        vars(other)["weights_sha256"] = self.weights_sha256  # they are the same weights
+        return other
+
     def identity(self) -> dict[str, Any]:
         """The facts that decide every measurement; a run folder is bound to them."""
         loaded, options = self.loaded, self.options

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
 from kvtuner.pipeline.sources import corpus_source
+from kvtuner.pipeline.stages.scale_words import competing_layouts
 from kvtuner.pipeline.stages.search_run import calibration_options, checked_shape, row_shape, serving_ranks
 from kvtuner.pipeline.stages.search_targets import SearchTarget, targets_of
 from kvtuner.precision import PrecisionPair, effective_bits, mean_bits, tokens_per_gib
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
 def plan_of_work(options: CalibrateOptions) -> dict[str, Any]:
     """All that is known before weights are loaded; bytes are of the fullest rank, bits of the whole model."""
     shape = checked_shape(options)
-    targets = targets_of(options, shape) if isinstance(options, SearchOptions) else []
+    quant = calibration_options(options.measurement, shape).quant
+    targets = targets_of(options, shape, quant) if isinstance(options, SearchOptions) else []
     tp_size, pp_size = (options.tp_size, options.pp_size) if isinstance(options, SearchOptions) else (1, 1)
-    ranks = serving_ranks(options.measurement, shape, tp_size=tp_size, pp_size=pp_size)
-    geometry, rows = shape.geometry, row_shape(options.measurement, shape)
-    widths = calibration_options(options.measurement, shape).quant.widths
+    ranks = serving_ranks(quant, shape, tp_size=tp_size, pp_size=pp_size)
+    geometry, rows = shape.geometry, row_shape(quant, shape)
     constraints = [target.constraint for target in targets if target.constraint is not None]
 
     def row(name: str, pairs: Sequence[PrecisionPair]) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def plan_of_work(options: CalibrateOptions) -> dict[str, Any]:
         "pp_size": pp_size,
         "uniform": [
             row("bf16" if pair == PrecisionPair(16, 16) else str(pair), [pair] * geometry.num_layers)
-            for pair in (PrecisionPair(16, 16), *uniform_pairs(widths))
+            for pair in (PrecisionPair(16, 16), *uniform_pairs(quant.widths))
         ],
         "hand_written": [row(target.asked, target.pairs) for target in targets if target.pairs is not None],
         "budgets": [{"asked": c.budget.text, "smallest": c.smallest()} for c in constraints],
@@ -71,7 +72,10 @@ def _forward_tokens(options: CalibrateOptions, shape: ModelShape, targets: Seque
     widths = calibration_options(measurement, shape).quant.widths
     isolated = len(candidate_transforms("k")) + len(candidate_transforms("v")) + 2 * (len(widths) - 1)
     schemes = 2 * len(uniform_pairs(widths)) + 2
+    # The exact model once for its statistics and once for its predictions, then both layouts at each width below 8.
+    layouts = 2 * (len(widths) - 1) * len(competing_layouts(measurement, shape))
     planned = {
+        **({"scale layouts": calibrate * (2 + layouts)} if layouts else {}),
         "statistics": calibrate,
         "candidates": calibrate * (2 + 2 * measurement.fisher_draws),
         "isolated KL": calibrate * (2 + isolated * (layers + 1)) // 2 if measurement.score == "kl" else 0,

@@ -167,7 +167,10 @@ class MeasurementOptions:
     symmetric: bool = option(False, "one grid around zero instead of minimum and scale")
     fit: Fit = option("minmax", "fit of every grid: to the range, or by least squares", choices=FITS)
     word_bits: WordChoice = option(
-        "32", "bits of a scale word; auto: 16 of a side whose rows that makes shorter", choices=WORD_CHOICES
+        "32",
+        "bits of a scale word; auto: for keys and for values 32 in groups of a head or 16 in groups of half a head,"
+        " which take equal bytes, by measured KL; with a group size given, 16 if rows get shorter",
+        choices=WORD_CHOICES,
     )
     residual_length: int = option(
         0,

@@ -13,7 +13,7 @@ from kvtuner.pipeline.sources import run_folder
 from kvtuner.pipeline.stages.baseline_comparison import BaselineComparison
 from kvtuner.pipeline.stages.budget_search import BudgetSearch, SearchOutcome
 from kvtuner.pipeline.stages.search_output import make_profile, make_report_data
-from kvtuner.pipeline.stages.search_run import SearchRun, checked_shape, measure_sensitivity
+from kvtuner.pipeline.stages.search_run import SearchRun, calibration_options, checked_shape, measure_sensitivity
 from kvtuner.pipeline.stages.search_targets import SearchTarget, bind_target, refuse_other_targets, targets_of
 from kvtuner.report.search_data import DATA_FILE, ReportData
 from kvtuner.report.search_report import summary_json, write_search_report
@@ -113,10 +113,12 @@ def run_search(
     `on_result` is called with every result as soon as its files are written.
     """
     shape = checked_shape(options)
-    targets = targets_of(options, shape)
+    targets = targets_of(options, shape, calibration_options(options.measurement, shape).quant)
     folder = run_folder(options.model, options.out, "+".join(target.name for target in targets))
     refuse_other_targets(folder, targets)
     phases, table = measure_sensitivity(options, shape, folder, phase="calibration")
+    if phases.layouts:  # rows of 8 bits may have become longer
+        targets = targets_of(options, shape, phases.bench.options.quant)
     return _search_targets(SearchRun(options, phases, table), targets, on_result)
 
 

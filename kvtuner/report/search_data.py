@@ -233,6 +233,7 @@ class ReportData:
             where nothing was searched or the exact solution was not measured.
         uniform_winner: The label of the uniform that took the searched configuration's place; None if that won.
         uniform_kl: The cells of the K x V table, with the best transforms where `uniform_kl_transforms`.
+        scale_words: The bits and groups of the scale words in one line; empty where the search left them as they are.
         forwards: The forward passes by phase.
         provenance: The rows of names and values that say nothing of a machine.
     """
@@ -255,6 +256,7 @@ class ReportData:
     pair_additivity: PairAdditivity | None = None
     uniform_kl: tuple[UniformKl, ...] = ()
     uniform_kl_transforms: bool = True
+    scale_words: str = ""
     forwards: tuple[tuple[str, int], ...] = ()
     provenance: tuple[tuple[str, str], ...] = ()
     interval_level: float = DEFAULT_LEVEL

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TERMINAL_COLUMNS: Final = 100
 _SUMMARY: Final = (
     *("model", "read_plan", "score", "interval_level", "quality", "additivity", "pair_additivity"),
-    *("rank_correlations", "gain", "uniform_winner"),
+    *("rank_correlations", "gain", "uniform_winner", "scale_words"),
 )
 
 
@@ -103,8 +103,9 @@ def _outcome(data: ReportData) -> list[tuple[str, str]]:
 
 
 def _remarks(data: ReportData) -> list[tuple[str, str]]:
-    """The exact window and the findings of the search, by name; only what there is."""
-    rows, budget = [], data.budget
+    """The scale words, the exact window and the findings of the search, by name; only what there is."""
+    budget = data.budget
+    rows = [("scale words", data.scale_words)] if data.scale_words else []
     request_bytes = budget.window.request_bytes(budget.bf16_bytes_per_token)
     rows += window_facts(budget.window, budget.effective_bits, request_bytes)
     if data.uniform_winner is not None:

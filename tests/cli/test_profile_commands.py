@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,6 +17,19 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
+FITTED = ("--layers", "0-2:K4V2", "--fit", "least_squares", "--score", "fisher")
+WHOLE, HALF = 16, 8
+"""The channels of the tiny model's heads, and of half a head."""
+
+
+def events(out: Path, name: str) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    return [record for record in records if record["event"] == name]
+
+
+def side_layouts(file: Path | str) -> list[tuple[int, int]]:
+    defaults = load_profile(file).defaults
+    return [(side.group_size, side.grid_word_bits) for side in (defaults.k, defaults.v)]
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +217,71 @@ def test_short_words_stand_in_the_profile_and_the_rows_are_shorter(search: Searc
     assert short["budget"]["bytes_per_token"] == profiles[1].bytes_per_token() < profiles[0].bytes_per_token()
 
 
-def test_words_that_padding_takes_back_stay_long(search: Search, tmp_path: Path) -> None:
-    result = search(tmp_path / "run", "--layers", "0-2:K4V2", "--word-bits", "auto", trials=None)
+def test_a_group_size_of_a_side_stays_and_words_are_short_where_rows_are_shorter(
+    search: Search, tmp_path: Path
+) -> None:
+    groups = ("--k-group-size", str(WHOLE), "--v-group-size", str(HALF))
+    result = search(tmp_path / "run", *FITTED, *groups, "--word-bits", "auto", trials=None)
+    assert side_layouts(result["profile"]) == [
+        (WHOLE, 32),
+        (HALF, 16),
+    ]  # of the keys' words padding takes what is saved
+    assert not (tmp_path / "run" / "scale-layouts.jsonl").exists()
+
+
+def test_auto_measures_each_side_once_and_makes_the_profile_of_what_it_chose(search: Search, tmp_path: Path) -> None:
+    first = search(tmp_path / "auto", *FITTED, "--word-bits", "auto", trials=None)
+    chosen = {event["side"]: event["chosen"] for event in events(tmp_path / "auto", "scale layout")}
+    texts = {f"32 bits in groups of {WHOLE}": (WHOLE, 32), f"16 bits in groups of {HALF}": (HALF, 16)}
+    layouts = [texts[chosen[side]] for side in "kv"]
+    assert side_layouts(first["profile"]) == layouts
+    assert first["scale_words"].startswith(f"keys {chosen['k']}") and f", values {chosen['v']}" in first["scale_words"]
+    # The same again reads what was measured; another folder measures the same, and gives the same bytes.
+    again = search(tmp_path / "auto", *FITTED, "--word-bits", "auto", trials=None)
+    assert again["forwards"]["scale layouts"] == 0
+    other = search(tmp_path / "other", *FITTED, "--word-bits", "auto", trials=None)
+    files = [Path(result["profile"]).read_text().replace("other", "auto") for result in (first, again, other)]
+    assert files[0] == files[1] == files[2]
+
+
+@pytest.mark.parametrize("short_side", ["k", "v"])
+def test_a_measured_choice_decides_the_measurements_the_bytes_and_the_profile(
+    short_side: str, search: Search, run_search: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvtuner.calibration import scale_layouts
+
+    def measure(self: Any, side: str, layout: Any, bits: int) -> list[float]:
+        is_better = (layout.word_bits == 16) == (side == short_side)
+        return [0.25 if is_better else 0.5] * 2
+
+    monkeypatch.setattr(scale_layouts._LayoutMeasurement, "_measure", measure)
+    out = tmp_path / "run"
+    flags = ("--budget", "5bpe", "--fit", "least_squares", "--score", "fisher")
+    result = search(out, *flags, "--word-bits", "auto", trials=2, report=True)
+    layouts = [(HALF, 16), (WHOLE, 32)] if short_side == "k" else [(WHOLE, 32), (HALF, 16)]
     profile = load_profile(result["profile"])
-    longer = [defaults.word_bits is None for defaults in (profile.defaults.k, profile.defaults.v)]
-    assert longer == [True, True] and profile.schema_version == 1
+    assert side_layouts(result["profile"]) == layouts
+    assert result["budget"]["bytes_per_token"] == profile.bytes_per_token()
+    bound = json.loads((out / "run.json").read_text())["payload"]
+    other = "v" if short_side == "k" else "k"
+    assert (bound[f"{short_side}_group_size"], bound[f"{short_side}_word_bits"]) == (HALF, 16)
+    assert bound[f"{other}_group_size"] is None and f"{other}_word_bits" not in bound
+    texts = [f"{bits} bits in groups of {group}" for group, bits in layouts]
+    ratio = f" (0.50 of the KL of 32 bits in groups of {WHOLE})"
+    expected = f"keys {texts[0]}{ratio * (short_side == 'k')}, values {texts[1]}{ratio * (short_side == 'v')}"
+    assert result["scale_words"] == expected
+    assert expected in (out / "report.html").read_text()
+    status, _, stderr = run_search(*flags, "--out", out)
+    assert status == 2 and f"{short_side}_group_size is {HALF} there and null here" in stderr
+
+
+def test_a_plan_counts_the_comparison_and_sizes_rows_as_they_are_for_both(run_search: RunCommand) -> None:
+    plain, auto = (
+        json.loads(run_search("--budget", "3bit", "--dry-run", "--json", *words)[1])
+        for words in ((), ("--word-bits", "auto"))
+    )
+    assert auto["uniform"] == plain["uniform"]
+    # Two sequences of 64 tokens: the exact model twice, and two sides in two layouts at two widths.
+    assert auto["forward_tokens"].pop("scale layouts") == 128 * (2 + 8)
+    auto["forward_tokens"].pop("total")
+    assert auto["forward_tokens"].items() <= plain["forward_tokens"].items()

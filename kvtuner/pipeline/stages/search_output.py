@@ -21,6 +21,7 @@ from kvtuner.exported_configs.profile.records import (
     SplitCounts,
     SplitHashes,
 )
+from kvtuner.pipeline.stages.scale_words import layouts_text
 from kvtuner.precision import PrecisionPair, effective_bits, mean_bits
 from kvtuner.report.search_data import (
     AdditivityRow,
@@ -155,6 +156,9 @@ def make_report_data(
         additivity=_additivity(run, outcome),
         pair_additivity=pair_additivity(run.table) if measurement.pairs else None,
         uniform_kl=tuple(UniformKl(pair.k_bits, pair.v_bits, kl) for pair, kl in outcome.uniform_kl.items()),
+        scale_words=""
+        if measurement.word_bits == "32"
+        else layouts_text(run.bench.options.quant, run.shape, run.layouts),
         forwards=tuple((phase, round(passes)) for phase, passes in run.phases.passes.items()),
         provenance=_facts(run, profile),
     )

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model_loading import DEMO, ModelShape, load_model, read_shape
 from kvtuner.calibration.quantization_options import QuantizationOptions
+from kvtuner.calibration.scale_layouts import LayoutComparison, compare_layouts
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench, measure_table
 from kvtuner.errors import PrecisionError, SearchSpaceError
 from kvtuner.evaluation.cache_scheme import RankLayout
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.sources import corpus_source, model_source
-from kvtuner.precision import (
-    PACKED_BITS,
-    SEARCHED_BITS,
-    SHORT_WORD_BITS,
-    THREE_BITS,
-    WIDE_WORD_BITS,
-    PrecisionPair,
-    RowShape,
-    WordBits,
-    check_group_size,
-)
+from kvtuner.pipeline.stages.scale_words import competing_layouts, layouts_text, word_bits
+from kvtuner.precision import THREE_BITS, PrecisionPair, RowShape, check_group_size
 from kvtuner.search_spaces.layer_notation import parse_keep
 from kvtuner.search_spaces.space import Configuration, uniform
 
@@ -46,7 +38,10 @@ def checked_shape(options: CalibrateOptions) -> ModelShape:
 
 
 def calibration_options(options: MeasurementOptions, shape: ModelShape) -> CalibrationOptions:
-    """The settings of calibration; refuses group sizes that the model's heads cannot be packed with."""
+    """The settings of calibration; refuses group sizes that the model's heads cannot be packed with.
+
+    A side whose scale layout is still to be measured has words of 32 bits and groups of a head.
+    """
     geometry = shape.geometry
     k_word_bits, v_word_bits = word_bits(options, shape)
     quant = QuantizationOptions(
@@ -86,34 +81,13 @@ def calibration_options(options: MeasurementOptions, shape: ModelShape) -> Calib
     )
 
 
-def row_shape(options: MeasurementOptions, shape: ModelShape) -> RowShape:
-    """Rows of the whole model under the group sizes and word sizes."""
-    k_word_bits, v_word_bits = word_bits(options, shape)
+def row_shape(quant: QuantizationOptions, shape: ModelShape) -> RowShape:
+    """Rows of the whole model."""
     return shape.geometry.row_shape(
-        k_group_size=options.k_group_size,
-        v_group_size=options.v_group_size,
-        k_word_bits=k_word_bits,
-        v_word_bits=v_word_bits,
-    )
-
-
-def word_bits(options: MeasurementOptions, shape: ModelShape) -> tuple[WordBits, WordBits]:
-    """The bits of a scale word of keys and of values; by ``auto`` the fewest that make the whole model's rows shorter.
-
-    Words of 16 bits raise KL by 1 to 10 %, and half of what they save, in finer groups or wider codes, lowers it by
-    more: they are worth it wherever padding does not take what they save.
-    """
-    if options.word_bits != "auto":
-        asked: WordBits = SHORT_WORD_BITS if options.word_bits == "16" else WIDE_WORD_BITS
-        return asked, asked
-    wide = shape.geometry.row_shape(k_group_size=options.k_group_size, v_group_size=options.v_group_size)
-    short = replace(wide, k_word_bits=SHORT_WORD_BITS, v_word_bits=SHORT_WORD_BITS)
-    widths = PACKED_BITS if options.three_bits else SEARCHED_BITS
-    saves_keys = any(short.k_bytes(bits) < wide.k_bytes(bits) for bits in widths)
-    saves_values = any(short.v_bytes(bits) < wide.v_bytes(bits) for bits in widths)
-    return (
-        SHORT_WORD_BITS if saves_keys else WIDE_WORD_BITS,
-        SHORT_WORD_BITS if saves_values else WIDE_WORD_BITS,
+        k_group_size=quant.k_group_size,
+        v_group_size=quant.v_group_size,
+        k_word_bits=quant.k_word_bits,
+        v_word_bits=quant.v_word_bits,
     )
 
 
@@ -131,15 +105,14 @@ def check_measured(pairs: Iterable[PrecisionPair], options: MeasurementOptions) 
             raise SearchSpaceError(f"{pair} needs 3 bits to be measured too; add --three-bits")
 
 
-def serving_ranks(options: MeasurementOptions, shape: ModelShape, *, tp_size: int = 1, pp_size: int = 1) -> RankLayout:
+def serving_ranks(quant: QuantizationOptions, shape: ModelShape, *, tp_size: int = 1, pp_size: int = 1) -> RankLayout:
     """The ranks that will serve; refuses those that the model cannot be split over."""
-    k_word_bits, v_word_bits = word_bits(options, shape)
     return RankLayout.of(
         shape.geometry,
-        k_word_bits=k_word_bits,
-        v_word_bits=v_word_bits,
-        k_group_size=options.k_group_size,
-        v_group_size=options.v_group_size,
+        k_word_bits=quant.k_word_bits,
+        v_word_bits=quant.v_word_bits,
+        k_group_size=quant.k_group_size,
+        v_group_size=quant.v_group_size,
         tp_size=tp_size,
         pp_size=pp_size,
     )
@@ -147,11 +120,19 @@ def serving_ranks(options: MeasurementOptions, shape: ModelShape, *, tp_size: in
 
 @dataclass
 class Phases:
-    """Counts the forward passes over one sequence by phase, partial ones as fractions of their layers."""
+    """Counts the forward passes over one sequence by phase, partial ones as fractions of their layers.
+
+    Attributes:
+        bench: The workbench, with the scale layouts that were chosen.
+        folder: The run folder.
+        passes: The forward passes by phase.
+        layouts: The scale layouts that were compared, by side.
+    """
 
     bench: Workbench
     folder: RunFolder
     passes: dict[str, float] = field(default_factory=dict)
+    layouts: tuple[LayoutComparison, ...] = ()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -183,19 +164,37 @@ def measure_sensitivity(
     bench = Workbench.prepare(loaded, load_corpus(data, loaded.tokenizer), measurement)
     folder.create()
     phases = Phases(bench, folder)
+    _choose_layouts(options.measurement, phases)
     with phases.phase(phase):
-        return phases, measure_table(bench, folder, say)
+        return phases, measure_table(phases.bench, folder, say)
+
+
+def _choose_layouts(options: MeasurementOptions, phases: Phases) -> None:
+    """Choose the scale layouts that the options leave to a measurement, and log the figures."""
+    layouts = competing_layouts(options, phases.bench.loaded.shape)
+    if not layouts:
+        return
+    with phases.phase("scale layouts"):
+        phases.layouts = compare_layouts(phases.bench, layouts, phases.folder)
+    quant = phases.bench.options.quant
+    for comparison in phases.layouts:
+        quant = comparison.apply(quant)
+        figures = {"wide_kl": comparison.wide_kl, "short_kl": comparison.short_kl, "ratio": comparison.ratio}
+        phases.folder.log("scale layout", side=comparison.side, chosen=str(comparison.chosen), **figures)
+    phases.bench = phases.bench.with_quant(quant)
+    say(f"scale words: {layouts_text(quant, phases.bench.loaded.shape, phases.layouts)}")
 
 
 class SearchRun:
     """One search with everything loaded and calibrated."""
 
     def __init__(self, options: SearchOptions, phases: Phases, table: SensitivityTable) -> None:
-        self.options, self.phases, self.table = options, phases, table
+        self.options, self.phases, self.table, self.layouts = options, phases, table, phases.layouts
         self.bench, self.folder, self.seed = phases.bench, phases.folder, options.measurement.seed
         self.shape = self.bench.loaded.shape
-        self.rows = row_shape(options.measurement, self.shape)  # of the whole model
-        self.ranks = serving_ranks(options.measurement, self.shape, tp_size=options.tp_size, pp_size=options.pp_size)
+        quant = self.bench.options.quant
+        self.rows = row_shape(quant, self.shape)  # of the whole model
+        self.ranks = serving_ranks(quant, self.shape, tp_size=options.tp_size, pp_size=options.pp_size)
         self.corpus_source = corpus_source(options.data, options.model, self.shape, seed=self.seed)
         self.kept = kept_pairs(options)
 

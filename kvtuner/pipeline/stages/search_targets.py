@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvtuner.errors import BudgetError, RunFolderError
 from kvtuner.exported_configs.profile.field_types import MAX_TEXT
 from kvtuner.layer_ranges import write_ranges
-from kvtuner.pipeline.stages.search_run import check_measured, kept_pairs, serving_ranks, word_bits
+from kvtuner.pipeline.stages.search_run import check_measured, kept_pairs, serving_ranks
 from kvtuner.run_folder import RunFolder, refuse_difference, sha256_of
 from kvtuner.search_spaces.budget import SMALLEST_PAIR, Budget, Constraint
 from kvtuner.search_spaces.layer_notation import check_layers, parse_ranges
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kvtuner.calibration.model_loading import ModelShape
+    from kvtuner.calibration.quantization_options import QuantizationOptions
     from kvtuner.pipeline.options import SearchOptions
     from kvtuner.precision import PrecisionPair
 
@@ -48,14 +49,14 @@ class SearchTarget:
         return f"target{self.suffix}.json"
 
 
-def targets_of(options: SearchOptions, shape: ModelShape) -> list[SearchTarget]:
+def targets_of(options: SearchOptions, shape: ModelShape, quant: QuantizationOptions) -> list[SearchTarget]:
     """The targets of a search of this model; refuses what the model or the ranks cannot keep."""
     if options.layers:
-        return [_hand_written(options, options.layers, shape)]
+        return [_hand_written(options, options.layers, shape, quant)]
     budgets = [Budget.parse(text) for text in options.budget]
     if len({budget.name for budget in budgets}) < len(budgets):
         raise BudgetError(f"a budget is given twice: {' '.join(options.budget)}")
-    constraints = [_constraint(options, shape, budget) for budget in budgets]
+    constraints = [_constraint(options, shape, quant, budget) for budget in budgets]
     if options.nested:
         _check_ascending(constraints)
     restrictions = {
@@ -109,13 +110,13 @@ def _identity(options: SearchOptions, asked: str) -> dict[str, Any]:
     }
 
 
-def _hand_written(options: SearchOptions, layers: str, shape: ModelShape) -> SearchTarget:
+def _hand_written(options: SearchOptions, layers: str, shape: ModelShape, quant: QuantizationOptions) -> SearchTarget:
     pairs = tuple(parse_ranges(layers, shape.geometry.num_layers))
     check_measured(pairs, options.measurement)
     asked = write_ranges(pairs)
     if len(asked) > MAX_TEXT:  # the limit of a profile's field; the layers themselves stand beside it
         asked = f"{len(pairs)} layers by hand, {sha256_of(asked)[:19]}"
-    serving_ranks(options.measurement, shape, tp_size=options.tp_size, pp_size=options.pp_size)
+    serving_ranks(quant, shape, tp_size=options.tp_size, pp_size=options.pp_size)
     return SearchTarget(
         asked=asked,
         name="layers-" + sha256_of(asked)[7:15],
@@ -125,19 +126,18 @@ def _hand_written(options: SearchOptions, layers: str, shape: ModelShape) -> Sea
     )
 
 
-def _constraint(options: SearchOptions, shape: ModelShape, budget: Budget) -> Constraint:
+def _constraint(options: SearchOptions, shape: ModelShape, quant: QuantizationOptions, budget: Budget) -> Constraint:
     geometry, kept = shape.geometry, kept_pairs(options)
-    k_word_bits, v_word_bits = word_bits(options.measurement, shape)
     check_layers(kept, geometry.num_layers)
     constraint = budget.constraint(
         geometry,
-        k_group_size=options.measurement.k_group_size,
-        v_group_size=options.measurement.v_group_size,
-        k_word_bits=k_word_bits,
-        v_word_bits=v_word_bits,
+        k_group_size=quant.k_group_size,
+        v_group_size=quant.v_group_size,
+        k_word_bits=quant.k_word_bits,
+        v_word_bits=quant.v_word_bits,
         tp_size=options.tp_size,
         pp_size=options.pp_size,
-        window=options.measurement.window,
+        window=quant.window,
     )
     least = [kept.get(layer, SMALLEST_PAIR) for layer in range(geometry.num_layers)]
     if not constraint.is_met(least):

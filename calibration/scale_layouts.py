@@ -1,0 +1,159 @@
+"""The scale layout of keys and of values: the better of two that take equal bytes, by the KL of the whole model.
+
+Knows nothing of budgets, nor of which sides are to be measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from statistics import fmean, geometric_mean
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
+from kvtuner.calibration.transform_statistics import measure_constants
+from kvtuner.calibration.workbench import IDENTITY_FILE, Workbench
+from kvtuner.journal import Journal
+from kvtuner.precision import SHORT_WORD_BITS, WIDE_WORD_BITS, WIDEST_PACKED_BITS, Side, WordBits
+from kvtuner.run_folder import refuse_difference, sha256_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvtuner.calibration.quantization_options import QuantizationOptions
+    from kvtuner.calibration.sensitivity import LayerConstants
+    from kvtuner.run_folder import RunFolder
+
+JOURNAL: Final = "scale-layouts.jsonl"
+COMPARED_TRANSFORMS: Final[dict[Side, str]] = {"k": "centered+balanced+hadamard", "v": "hadamard"}
+"""The transforms under which layouts are compared: those that most layers end with."""
+_SMALLEST_KL: Final = 1e-12
+
+
+class ScaleLayout(NamedTuple):
+    """The channels that share a scale, and the bits of their scale word."""
+
+    group_size: int
+    word_bits: WordBits
+
+    def __str__(self) -> str:
+        return f"{self.word_bits} bits in groups of {self.group_size}"
+
+
+def equal_layouts(head_dim: int) -> tuple[ScaleLayout, ScaleLayout]:
+    """Wide words of whole heads and short words of half heads, whose rows below 8 bits take equal bytes.
+
+    Rows of 8 bits, whose words are always wide, are longer by a word a head in half heads. Heads that can be packed at
+    some widths in whole heads can be so in halves.
+    """
+    return ScaleLayout(head_dim, WIDE_WORD_BITS), ScaleLayout(head_dim // 2, SHORT_WORD_BITS)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutComparison:
+    """The two layouts of one side, with the KL of the model at each width below 8, nats per token.
+
+    A KL is the geometric mean over sequences, of which few have most of the arithmetic mean; infinite where one is.
+    """
+
+    side: Side
+    wide: ScaleLayout
+    short: ScaleLayout
+    wide_kl: Mapping[int, float]
+    short_kl: Mapping[int, float]
+
+    @property
+    def ratio(self) -> float:
+        """The KL of short words over that of wide ones, geometric mean over widths; NaN if both are infinite."""
+        logs = (math.log(self.short_kl[bits]) - math.log(kl) for bits, kl in self.wide_kl.items())
+        return math.exp(fmean(logs))
+
+    @property
+    def chosen(self) -> ScaleLayout:
+        """The layout with the lower KL; of equal ones the wide words."""
+        return self.short if self.ratio < 1 else self.wide
+
+    def apply(self, options: QuantizationOptions) -> QuantizationOptions:
+        """The options with this side's choice; as they are where it is the wide words, their default."""
+        return options if self.chosen == self.wide else with_layout(options, self.side, self.chosen)
+
+
+def with_layout(options: QuantizationOptions, side: Side, layout: ScaleLayout) -> QuantizationOptions:
+    """The options with the layout of one side."""
+    if side == "k":
+        return replace(options, k_group_size=layout.group_size, k_word_bits=layout.word_bits)
+    return replace(options, v_group_size=layout.group_size, v_word_bits=layout.word_bits)
+
+
+def compare_layouts(
+    bench: Workbench, layouts: Mapping[Side, tuple[ScaleLayout, ScaleLayout]], folder: RunFolder
+) -> tuple[LayoutComparison, ...]:
+    """Measure the layouts of each side on the calibrate split, or read what an earlier run measured in `folder`.
+
+    The other side is exact. Fit, grids, window and read plan are those of the workbench.
+
+    Raises:
+        RunFolderError: The folder holds the measurements of another model, data or settings.
+        NonFiniteActivationError: The model gives NaN or infinity as it is.
+    """
+    identity = bench.identity()
+    _refuse_other_run(folder, identity, layouts)
+    with folder.lock("calibration.lock", waiting="another process calibrates in this folder"):
+        measurement = _LayoutMeasurement(bench, Journal(folder, JOURNAL, sha256_of(identity), key_of=_key_of))
+        return tuple(
+            LayoutComparison(side, *pair, *(measurement.by_width(side, layout) for layout in pair))
+            for side, pair in layouts.items()
+        )
+
+
+def _refuse_other_run(folder: RunFolder, identity: Mapping[str, Any], sides: Mapping[Side, Any]) -> None:
+    """Refuse a folder that is bound to another run, whatever was chosen there."""
+    if not folder.file(IDENTITY_FILE).exists():
+        return
+    undecided = {f"{side}_{name}" for side in sides for name in ("group_size", "word_bits")}
+    known, wanted = (
+        {name: value for name, value in facts.items() if name not in undecided}
+        for facts in (folder.read_checked(IDENTITY_FILE), identity)
+    )
+    refuse_difference(known, wanted, f"{folder.path} holds the measurements of another run")
+
+
+def _key_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(record[name] for name in ("side", "group_size", "word_bits", "bits"))
+
+
+class _LayoutMeasurement:
+    """The KL of one side at one width in one layout, journalled; nothing runs where the journal has it all."""
+
+    def __init__(self, bench: Workbench, journal: Journal) -> None:
+        self._bench, self._journal = bench, journal
+        self._prepared: tuple[Simulator, tuple[LayerConstants, ...]] | None = None
+
+    def by_width(self, side: Side, layout: ScaleLayout) -> dict[int, float]:
+        """The KL at every measured width below 8."""
+        widths = [bits for bits in self._bench.options.quant.widths if bits < WIDEST_PACKED_BITS]
+        return {bits: self._kl(side, layout, bits) for bits in widths}
+
+    def _kl(self, side: Side, layout: ScaleLayout, bits: int) -> float:
+        record = {"side": side, **layout._asdict(), "bits": bits}
+        known = self._journal.get(_key_of(record))
+        if known is None:
+            kls = self._measure(side, layout, bits)
+            known = {**record, "kl": [kl if math.isfinite(kl) else None for kl in kls]}
+            self._journal.append(known)
+        return math.inf if None in known["kl"] else geometric_mean(max(kl, _SMALLEST_KL) for kl in known["kl"])
+
+    def _measure(self, side: Side, layout: ScaleLayout, bits: int) -> list[float]:
+        """The KL of every sequence."""
+        if self._prepared is None:
+            constants = measure_constants(self._bench.chain, self._bench.batches("calibrate"))
+            self._prepared = self._bench.simulator("calibrate"), constants
+        simulator, constants = self._prepared
+        options = with_layout(self._bench.options.quant, side, layout)
+        specs = {}
+        for layer, constant in enumerate(constants):
+            spec = options.spec(side, bits, constant.transform(side, COMPARED_TRANSFORMS[side]))
+            keys, values = (spec, None) if side == "k" else (None, spec)
+            specs[layer] = LayerSpec(keys, values, options.window)
+        kls: list[float] = simulator.measure(specs).kl.mean(dim=1).tolist()
+        return kls
