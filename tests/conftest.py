@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.build import LayerQuantization
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.precision import ExactWindow, Fit
+    from kvtuner.precision import ExactWindow, Fit, WordBits
 
 # Read when libraries are first imported. No test may reach the network, and a second thread only gets in the way of
 # tensors this small: on a busy machine waiting for it takes a hundred times the work.
@@ -219,7 +219,10 @@ def load_tiny(model_folder: ModelFolder) -> LoadTiny:
 
 @pytest.fixture(scope="session")
 def profile_of() -> ProfileOf:
-    """A profile of layer choices for a configuration, as if calibrated up to `last_position`, or not at all."""
+    """A profile of layer choices for a configuration, as if calibrated up to `last_position`, or not at all.
+
+    Its groups are whole heads, or half ones; `words` are the bits of the scale words of keys and of values.
+    """
     from kvtuner.exported_configs.profile import records
     from kvtuner.exported_configs.profile.build import AskedBudget, build_profile
     from kvtuner.geometry import ModelGeometry
@@ -247,17 +250,22 @@ def profile_of() -> ProfileOf:
         fit: Fit = "minmax",
         last_position: int | None = None,
         window: ExactWindow | None = None,
+        words: tuple[WordBits, WordBits] = (32, 32),
+        half_groups: bool = False,
     ) -> Profile:
         geometry = ModelGeometry.from_config(config)
+        share = 2 if half_groups else 1
         architecture = (getattr(config, "architectures", None) or ["Tiny"])[0]
         return build_profile(
             geometry=geometry,
             layers=layers,
-            k_group_size=group_size or geometry.head_dim,
-            v_group_size=group_size or geometry.v_head_dim,
+            k_group_size=group_size or geometry.head_dim // share,
+            v_group_size=group_size or geometry.v_head_dim // share,
             symmetric=symmetric,
             fit=fit,
             window=window or ExactWindow(),
+            k_word_bits=words[0],
+            v_word_bits=words[1],
             model=records.ModelIdentity(
                 id="tiny", revision=None, config_sha256=digest, architecture=architecture, dtype="bfloat16"
             ),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fixture_types import Compare, MixedLayers, ModelFolder, ProfileOf, Prompts, SaveProfile, Serve
     from sglang_server import Agreement
 
-    from kvtuner.precision import Fit
+    from kvtuner.precision import Fit, WordBits
 
 LENGTHS = (5, 33, 1, 60, 17, 48)
 FAMILIES = ("llama-gqa", "qwen2-bias", "qwen3-qk-norm", "qwen3-moe")
@@ -30,22 +30,25 @@ def assert_agrees(agreement: Agreement) -> None:
     assert agreement.same_argmax >= 0.995, agreement
 
 
-GRIDS: list[tuple[str, bool, Fit]] = [
-    (FAMILIES[0], True, "minmax"),
-    (FAMILIES[1], False, "minmax"),
-    (FAMILIES[2], False, "least_squares"),
-    (FAMILIES[3], False, "minmax"),
+WIDE: tuple[WordBits, WordBits] = (32, 32)
+SHORT: tuple[WordBits, WordBits] = (16, 16)
+GRIDS: list[tuple[str, bool, Fit, tuple[WordBits, WordBits]]] = [
+    (FAMILIES[0], True, "minmax", WIDE),
+    (FAMILIES[1], False, "minmax", SHORT),
+    (FAMILIES[2], False, "least_squares", (16, 32)),
+    (FAMILIES[3], False, "minmax", WIDE),
 ]
 OTHER_GRIDS = [
-    pytest.param(name, not symmetric, "least_squares", marks=pytest.mark.full) for name, symmetric, _ in GRIDS
+    pytest.param(name, not symmetric, "least_squares", SHORT, marks=pytest.mark.full) for name, symmetric, _, _ in GRIDS
 ]
 
 
-@pytest.mark.parametrize(("name", "symmetric", "fit"), [*GRIDS, *OTHER_GRIDS])
+@pytest.mark.parametrize(("name", "symmetric", "fit", "words"), [*GRIDS, *OTHER_GRIDS])
 def test_a_mixed_profile_agrees_with_the_transformers_host(
     name: str,
     symmetric: bool,
     fit: Fit,
+    words: tuple[WordBits, WordBits],
     serve: Serve,
     compare: Compare,
     prompts: Prompts,
@@ -56,7 +59,9 @@ def test_a_mixed_profile_agrees_with_the_transformers_host(
 ) -> None:
     folder = model_folder(name, num_hidden_layers=LAYERS)
     config = AutoConfig.from_pretrained(folder)
-    profile = profile_of(config, mixed_layers(config), symmetric=symmetric, fit=fit)
+    # Short words on both sides in groups of half a head, as a search takes them.
+    grids: dict[str, Any] = {"symmetric": symmetric, "fit": fit, "words": words, "half_groups": words == SHORT}
+    profile = profile_of(config, mixed_layers(config), **grids)
     with serve(folder, "--kvtuner-profile", str(save_profile(profile)), "--enable-metrics") as server:
         agreement = compare(server, folder, profile, prompts(*LENGTHS), 40)
         metrics = server.get("/metrics")

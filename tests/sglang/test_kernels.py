@@ -32,7 +32,8 @@ def test_decoding_short_and_long_extends_agree(
     fields = capped if name == "Gemma2" else {}
     folder = model_folder(name, num_hidden_layers=9, num_key_value_heads=1, **fields)
     config = AutoConfig.from_pretrained(folder)
-    profile = profile_of(config, mixed_layers(config), fit="minmax" if fields else "least_squares")
+    grids: dict[str, Any] = {} if fields else {"fit": "least_squares", "words": (16, 16), "half_groups": True}
+    profile = profile_of(config, mixed_layers(config), **grids)
     flags = ("--kvtuner-profile", str(save_profile(profile)), "--chunked-prefill-size", str(CHUNK))
     with serve(folder, *flags, KVTUNER_ATTENTION="triton") as server:
         agreement = compare(server, folder, profile, prompts(*LENGTHS), TOKENS, chunk=CHUNK)

@@ -27,11 +27,15 @@ HADAMARD = Transform(TransformKind.parse("hadamard"))
 
 @pytest.fixture
 def uneven(model_folder: ModelFolder, profile_of: ProfileOf, mixed_layers: MixedLayers) -> tuple[Path, Profile]:
-    """A model of five layers, and a profile whose two stages differ in bits; every head has its own constants."""
+    """A model of five layers, and a profile whose two stages differ in bits; values have short words.
+
+    Every head has its own constants.
+    """
     folder = model_folder("qwen2-bias", **LAYERS)
     config = AutoConfig.from_pretrained(folder)
     first = mixed_layers(config)[:3]
-    return folder, profile_of(config, [*first, LayerQuantization(8, 8, HADAMARD), LayerQuantization(8, 4)])
+    layers = [*first, LayerQuantization(8, 8, HADAMARD), LayerQuantization(8, 4)]
+    return folder, profile_of(config, layers, words=(32, 16), half_groups=True)
 
 
 TOPOLOGIES = {

@@ -14,6 +14,8 @@ from kvtuner.precision import ExactWindow
 if TYPE_CHECKING:
     from fixture_types import MixedLayers, ModelFolder, ProfileOf, RunProgram, SaveProfile
 
+    from kvtuner.precision import WordBits
+
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_pool_of_one_rank_keeps_moves_and_copies_whole_rows(
@@ -27,7 +29,8 @@ def test_a_pool_of_one_rank_keeps_moves_and_copies_whole_rows(
     config = AutoConfig.from_pretrained(model_folder("llama-gqa", num_hidden_layers=5))
     choices = mixed_layers(config)
     choices[3] = LayerQuantization(16, 2)
-    path = save_profile(profile_of(config, choices))
+    words: tuple[WordBits, WordBits] = (32, 32) if page_size == 1 else (16, 16)
+    path = save_profile(profile_of(config, choices, words=words, half_groups=True))
     program = Path(__file__).parent / "programs" / "pool_program.py"
     done = run_program(str(program), str(path), str(page_size))
     assert done.returncode == 0, done.stderr[-3000:]

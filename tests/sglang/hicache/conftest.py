@@ -33,10 +33,10 @@ SMALL = ("--max-total-tokens", "512", "--max-running-requests", "4", "--chunked-
 def served(
     model_folder: ModelFolder, profile_of: ProfileOf, mixed_layers: MixedLayers, save_profile: SaveProfile
 ) -> tuple[Path, Profile, Path]:
-    """A model, its mixed profile, and the profile's file."""
+    """A model, its mixed profile with short words of keys, and the profile's file."""
     folder = model_folder("llama-gqa", num_hidden_layers=4)
     config = AutoConfig.from_pretrained(folder)
-    profile = profile_of(config, mixed_layers(config))
+    profile = profile_of(config, mixed_layers(config), words=(16, 32), half_groups=True)
     return folder, profile, save_profile(profile)
 
 

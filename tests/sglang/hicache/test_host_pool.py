@@ -13,6 +13,8 @@ from kvtuner.exported_configs.profile.build import LayerQuantization
 if TYPE_CHECKING:
     from fixture_types import MixedLayers, ModelFolder, ProfileOf, RunProgram, SaveProfile
 
+    from kvtuner.precision import WordBits
+
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_host_pool_of_one_rank_keeps_pages_and_believes_no_others(
@@ -27,8 +29,10 @@ def test_a_host_pool_of_one_rank_keeps_pages_and_believes_no_others(
     config = AutoConfig.from_pretrained(model_folder("llama-gqa", num_hidden_layers=5))
     choices = mixed_layers(config)
     choices[3] = LayerQuantization(16, 2)
+    words: tuple[WordBits, WordBits] = (32, 32) if page_size == 1 else (16, 16)
     path, other = (
-        save_profile(profile_of(config, each)) for each in (choices, [LayerQuantization(8, 8), *choices[1:]])
+        save_profile(profile_of(config, each, words=words, half_groups=True))
+        for each in (choices, [LayerQuantization(8, 8), *choices[1:]])
     )
     program = Path(__file__).with_name("hicache_program.py")
     done = run_program(str(program), str(path), str(tmp_path), str(page_size), str(other))
