@@ -68,6 +68,11 @@ def source_of(model: str, out: Path) -> tuple[str, str]:
     return name, str(twin)
 
 
+def folder_of(out: Path, model: str, variant: str) -> Path:
+    """The folder of a model's variant."""
+    return out / model / variant.replace(", ", "-").replace(" ", "-")
+
+
 def searches_of(model: str, args: argparse.Namespace) -> dict[str, Any]:
     """All variants of one model, as JSON values."""
     name, source = source_of(model, args.out)
@@ -77,8 +82,7 @@ def searches_of(model: str, args: argparse.Namespace) -> dict[str, Any]:
         if variant not in args.variants:
             continue
         before = processor_seconds()
-        folder = args.out / name / variant.replace(", ", "-").replace(" ", "-")
-        calibrated = prepare(source, folder, args, measurement)
+        calibrated = prepare(source, folder_of(args.out, name, variant), args, measurement)
         rows = [compare(calibrated, budget, args) for budget in args.budgets]
         found.append({"variant": variant, "rows": rows})
         print(json.dumps({"model": name, **found[-1], "seconds": processor_seconds() - before}), flush=True)
