@@ -83,7 +83,10 @@ class GeometryRecord(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         try:
-            self.by_layer() if self.is_by_layer else self.to_geometry()
+            if self.is_by_layer:
+                self.by_layer()
+            else:
+                self.to_geometry()
         except GeometryError as error:
             raise ValueError(str(error)) from error
         return self

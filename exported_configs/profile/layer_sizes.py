@@ -26,20 +26,19 @@ class LayerSizes:
     @classmethod
     def of(cls, geometry: GeometryRecord, defaults: Defaults, layers: Sequence[LayerRecord], tp_size: int = 1) -> Self:
         """The sizes on one of `tp_size` ranks; `GeometryError` where heads cannot be split among them."""
-        owners, sums = geometry.owners(), (0, 0, 0, 0)
+        owners = geometry.owners()
+        num_bytes = num_native_bytes = payload_bits = num_elements = 0
         for entry in layers:
             layer, pair = owners[entry.layer], entry.pair
             shape = defaults.layer_shape(layer, entry, tp_size)
             rope_bits = NATIVE_BITS * layer.rope_dim
             v_bytes = 0 if entry.v is None else shape.v_bytes(pair.v_bits)
-            of_layer = (
-                shape.k_bytes(pair.k_bits) + v_bytes + rope_bits // 8,
-                shape.k_bytes(NATIVE_BITS) + shape.v_bytes(NATIVE_BITS) + rope_bits // 8,
-                layer.num_kv_heads * (pair.k_bits * layer.head_dim + pair.v_bits * layer.v_head_dim) + rope_bits,
-                layer.num_elements,
-            )
-            sums = (sums[0] + of_layer[0], sums[1] + of_layer[1], sums[2] + of_layer[2], sums[3] + of_layer[3])
-        return cls(*sums)
+            num_bytes += shape.k_bytes(pair.k_bits) + v_bytes + rope_bits // 8
+            num_native_bytes += shape.k_bytes(NATIVE_BITS) + shape.v_bytes(NATIVE_BITS) + rope_bits // 8
+            payload = pair.k_bits * layer.head_dim + pair.v_bits * layer.v_head_dim
+            payload_bits += layer.num_kv_heads * payload + rope_bits
+            num_elements += layer.num_elements
+        return cls(num_bytes, num_native_bytes, payload_bits, num_elements)
 
     @property
     def mean_bits(self) -> Fraction:
