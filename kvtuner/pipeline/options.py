@@ -314,7 +314,7 @@ def check_options(options: object) -> None:
         value, read = getattr(options, item.name), item.metadata.get("type")
         choices = item.metadata.get("choices")
         if choices and value is not None and value not in choices:
-            raise OptionError(f"{item.name} must be one of {', '.join(choices)}, not {value!r}")
+            raise OptionError(f"{item.name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
         # From Python a number arrives as it is: the reader of the flag's text checks it too.
         if read and isinstance(value, int):
             try:
