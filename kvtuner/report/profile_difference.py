@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic_core import to_jsonable_python
 
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import NATIVE_BITS, tokens_per_gib
+from kvtuner.precision import tokens_per_gib
 from kvtuner.report.formatting import NOT_MEASURED, count, fixed, interval, percent, printable
-from kvtuner.report.layer_strip import PER_CHANNEL, indented, legend, profile_layers, strip_lines, tracks
+from kvtuner.report.layer_difference import CONSTANTS, LayerChange, compare_layers
+from kvtuner.report.layer_strip import indented, legend, profile_layers, strip_lines, tracks
 from kvtuner.report.profile_report import geometry_facts, ratio_to_bf16
 from kvtuner.report.table import Table
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.records import QualityRecord
     from kvtuner.report.layer_strip import Terminal
 
-CONSTANTS: Final = ("constants",)
 FIGURES: Final = ("mean_bits", "effective_bits", "bytes_per_token", "tokens_per_gib", "ratio_to_bf16")
 QUALITY: Final[dict[str, Callable[[QualityRecord], str]]] = {
     "KL [95%]": lambda quality: interval(quality.measured_kl),
@@ -32,58 +32,6 @@ QUALITY: Final[dict[str, Callable[[QualityRecord], str]]] = {
     "read plan": lambda quality: quality.read_plan,
 }
 MARKS: Final = "^=other bits, group, transform or granularity  ~=other constants only"
-
-
-@dataclass(frozen=True, slots=True)
-class LayerState:
-    """One layer of a compared profile: 16-bit keys have no granularity; constants are the base64 of mu and lambda.
-
-    Group sizes are the layer's own, None for those of the defaults.
-    """
-
-    pair: str
-    k_transform: str
-    v_transform: str
-    k_granularity: str | None
-    k_group_size: int | None
-    v_group_size: int | None
-    constants: tuple[str | None, str | None]
-
-    @classmethod
-    def of(cls, profile: Profile, layer: int) -> LayerState:
-        """The state of a layer of a profile."""
-        (entry,) = (entry for entry in profile.layers if entry.layer == layer)
-        keys = entry.k
-        return cls(
-            str(entry.pair),
-            str(profile.transform_name(layer, "k")),
-            str(profile.transform_name(layer, "v")),
-            None if keys.bits == NATIVE_BITS else profile.defaults.k.granularity,
-            keys.group_size,
-            entry.v.group_size if entry.v else None,
-            (keys.mu.data if keys.mu else None, keys.lam.data if keys.lam else None),
-        )
-
-    def __str__(self) -> str:
-        keys = PER_CHANNEL if self.k_granularity == "per_channel" else self.k_transform
-        groups = (self.k_group_size, self.v_group_size)
-        own = f" groups {'/'.join(str(size or '-') for size in groups)}" if any(groups) else ""
-        return f"{self.pair} {keys}/{self.v_transform}{own}"
-
-
-@dataclass(frozen=True, slots=True)
-class LayerChange:
-    """A layer that the two profiles store differently.
-
-    Attributes:
-        changed: Some of ``bits``, ``granularity`` of keys that are quantized in both, ``group_size`` of the layer's
-            own, ``transform``, and ``constants`` of one and the same transform.
-    """
-
-    layer: int
-    first: LayerState
-    second: LayerState
-    changed: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +113,7 @@ def difference_of(first: Profile, second: Profile) -> ProfileDifference:
     before, after = _settings(first), _settings(second)
     defaults = {name: (value, after[name]) for name, value in before.items() if value != after[name]}
     has_same_layers = [entry.layer for entry in first.layers] == [entry.layer for entry in second.layers]
-    layers = _changes(first, second, with_constants=not geometry) if has_same_layers else None
+    layers = compare_layers(first, second, with_constants=not geometry) if has_same_layers else None
     overlap = None
     if first.quality is not None and second.quality is not None:
         a, b = first.quality.measured_kl, second.quality.measured_kl
@@ -193,24 +141,6 @@ def _settings(profile: Profile) -> dict[str, Any]:
         )
     }
     return {**settings, "residual_length": profile.window.residual_length, "sinks": profile.window.sinks}
-
-
-def _changes(first: Profile, second: Profile, *, with_constants: bool) -> tuple[LayerChange, ...]:
-    changes = []
-    for layer in (entry.layer for entry in first.layers):
-        before, after = LayerState.of(first, layer), LayerState.of(second, layer)
-        granularities = (before.k_granularity, after.k_granularity)
-        same_kind = before.k_transform == after.k_transform
-        differs = {
-            "bits": before.pair != after.pair,
-            "granularity": None not in granularities and granularities[0] != granularities[1],
-            "group_size": (before.k_group_size, before.v_group_size) != (after.k_group_size, after.v_group_size),
-            "transform": not same_kind or before.v_transform != after.v_transform,
-            "constants": with_constants and same_kind and before.constants != after.constants,
-        }
-        if changed := tuple(name for name, is_so in differs.items() if is_so):
-            changes.append(LayerChange(layer, before, after, changed))
-    return tuple(changes)
 
 
 def _apart(first: Profile, second: Profile) -> tuple[str, ...]:
