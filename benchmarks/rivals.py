@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import optuna
 import torch
+from measurements import PLAIN
 from recipes.moments import measure_moments
 from recipes.ours import PAPER, OwnSearch, SearchSettings, paper_configuration, stored_budget
 from recipes.page import markdown, picture
@@ -34,7 +35,6 @@ from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.workbench import Workbench
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.journal import Journal
-from kvtuner.pipeline.options import MeasurementOptions
 from kvtuner.run_folder import RunFolder, sha256_of
 from kvtuner.search_spaces.budget import Budget
 
@@ -205,13 +205,13 @@ def prepare_searches(args: argparse.Namespace) -> tuple[list[OwnSearch], OwnSear
     settings = SearchSettings(args.model, args.data, args.sequence_length, sequences, args.trials, args.padded)
     ours = []
     for window in args.windows:
-        measurement = MeasurementOptions(fit="least_squares", residual_length=window, three_bits=args.three_bits)
+        measurement = replace(PLAIN, fit="least_squares", residual_length=window, three_bits=args.three_bits)
         name = f"window-{window}{'-three-bits' if args.three_bits else ''}"
         ours.append(OwnSearch.prepare(args.out / name, settings, measurement))
     if not args.paper_trials:
         return ours, None
     settings = replace(settings, trials=args.paper_trials)
-    return ours, OwnSearch.prepare(args.out / "paper", settings, MeasurementOptions(score="e_o"))
+    return ours, OwnSearch.prepare(args.out / "paper", settings, replace(PLAIN, score="e_o"))
 
 
 def compare_all(args: argparse.Namespace) -> dict[str, Any]:

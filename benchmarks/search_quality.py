@@ -266,7 +266,9 @@ def settings_text(args: argparse.Namespace) -> str:
     for name in MeasurementOptions.__slots__:
         value = getattr(measurement, name)
         if value != getattr(defaults, name):
-            flags.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
+            flag = name.replace("_", "-")
+            switch = f"--{flag}" if value else f"--no-{flag}"
+            flags.append(switch if isinstance(value, bool) else f"--{flag} {value}")
     flags += [] if args.context is None else [f"--context {args.context}"]
     return f"with {' '.join(flags)}" if flags else "by default"
 

@@ -16,24 +16,25 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import optuna
+from measurements import PLAIN
 from search_quality import REFINED, add_arguments, compare, prepare, uniform_text
 
 from kvtuner.calibration.demo.outliers import make_twin
 from kvtuner.calibration.model_loading import read_shape
-from kvtuner.pipeline.options import MeasurementOptions, ModelOptions
+from kvtuner.pipeline.options import ModelOptions
 from kvtuner.pipeline.sources import model_source
 from kvtuner.report.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvtuner.precision import Fit
+    from kvtuner.pipeline.options import MeasurementOptions
 
-FITTED: Final[Fit] = "least_squares"
 REFERENCE_VARIANT: Final = "min-max"
 
 
@@ -43,17 +44,16 @@ def variants_of(head_dim: int) -> dict[str, MeasurementOptions]:
     Short words have groups of half a head, which take as many bytes as words of 32 bits for a whole one.
     """
     half = head_dim // 2
+    fitted = replace(PLAIN, fit="least_squares")
+    three_bits = replace(fitted, three_bits=True)
+    short_words = replace(three_bits, word_bits="16", k_group_size=half, v_group_size=half)
     return {
-        REFERENCE_VARIANT: MeasurementOptions(),
-        "fitted": MeasurementOptions(fit=FITTED),
-        "fitted, 3 bits": MeasurementOptions(fit=FITTED, three_bits=True),
-        "fitted, 3 bits, short words": MeasurementOptions(
-            fit=FITTED, three_bits=True, word_bits="16", k_group_size=half, v_group_size=half
-        ),
-        "fitted, 3 bits, last 32": MeasurementOptions(fit=FITTED, three_bits=True, residual_length=32),
-        "fitted, 3 bits, short words, last 32": MeasurementOptions(
-            fit=FITTED, three_bits=True, word_bits="16", k_group_size=half, v_group_size=half, residual_length=32
-        ),
+        REFERENCE_VARIANT: PLAIN,
+        "fitted": fitted,
+        "fitted, 3 bits": three_bits,
+        "fitted, 3 bits, short words": short_words,
+        "fitted, 3 bits, last 32": replace(three_bits, residual_length=32),
+        "fitted, 3 bits, short words, last 32": replace(short_words, residual_length=32),
     }
 
 

@@ -54,7 +54,7 @@ class SearchJudge:
         options = SearchOptions(
             model=ModelOptions(model=args.model),
             data=DataOptions(data=args.data, sequence_length=args.sequence_length, sequences=tuple(args.sequences)),
-            measurement=MeasurementOptions(fit="least_squares"),
+            measurement=MeasurementOptions(three_bits=False, word_bits="32", residual_length=0),
             budget=("4bit",),  # each part sets budgets of its own
         )
         self.folder = RunFolder(args.out)

@@ -35,6 +35,7 @@ SAMPLERS: Final = ("nsga2", "tpe", "random", "none")
 DEFAULT_SAMPLER: Final = "nsga2"
 DEFAULT_TRIALS: Final = 100
 """The refinement's size where none is given; `SearchOptions` keeps None, since hand-written layers refuse both."""
+DEFAULT_RESIDUAL_LENGTH: Final = 32
 _SEARCH_ONLY: Final = ("keep", "groups", "nested", "sampler", "trials", "storage")
 
 MAX_SEED: Final = 2**31
@@ -165,15 +166,15 @@ class MeasurementOptions:
         None, "channels per scale of values; head_dim by default", type=positive, metavar="CHANNELS"
     )
     symmetric: bool = option(False, "one grid around zero instead of minimum and scale")
-    fit: Fit = option("minmax", "fit of every grid: to the range, or by least squares", choices=FITS)
+    fit: Fit = option("least_squares", "fit of every grid: to the range, or by least squares", choices=FITS)
     word_bits: WordChoice = option(
-        "32",
+        "auto",
         "bits of a scale word; auto: for keys and for values 32 in groups of a head or 16 in groups of half a head,"
         " which take equal bytes, by measured KL; with a group size given, 16 if rows get shorter",
         choices=WORD_CHOICES,
     )
     residual_length: int = option(
-        0,
+        DEFAULT_RESIDUAL_LENGTH,
         "last tokens of a request that are kept exactly too, beside their rows",
         type=tokens_up_to(MAX_RESIDUAL_LENGTH),
         metavar="TOKENS",
@@ -184,7 +185,7 @@ class MeasurementOptions:
         type=tokens_up_to(MAX_SINKS),
         metavar="TOKENS",
     )
-    three_bits: bool = option(False, "also measure 3 bits, and offer them to the search")
+    three_bits: bool = option(True, "also measure 3 bits, and offer them to the search")
     pairs: bool = option(False, "also measure the paper's e_o of all K/V pairs")
     seed: int = option(0, "seed of documents, offsets, labels, sampler and bootstrap", type=seed)
 

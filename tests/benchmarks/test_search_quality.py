@@ -53,7 +53,7 @@ def test_the_flags_of_a_measurement_are_those_of_a_search() -> None:
     search_quality.add_measurement(parser)
     args = parser.parse_args(["--out", "x"])
     assert search_quality.settings_text(args) == "by default"
-    flags = "--fit least_squares --word-bits 16 --residual-length 32 --sinks 4 --three-bits --context 4096"
+    flags = "--fit minmax --word-bits 16 --residual-length 0 --sinks 4 --no-three-bits --context 4096"
     args = parser.parse_args(["--out", "x", *flags.split()])
     assert search_quality.settings_text(args) == f"with {flags}"
     with pytest.raises(SystemExit):

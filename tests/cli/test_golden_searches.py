@@ -1,4 +1,4 @@
-"""Five searches of the demo model whose profiles are known byte for byte: what a refactoring must not change."""
+"""Six searches of the demo model whose profiles are known byte for byte: what a refactoring must not change."""
 
 from __future__ import annotations
 
@@ -21,20 +21,26 @@ pytestmark = pytest.mark.slow
 GOLDEN: Final = Path(__file__).with_name("golden_searches.json")
 """The hashes of the profile files, the machine that made them, and what every layer stores."""
 COMMON: Final = ("--model", "demo", "--sequence-length", "128", "--sequences", "2,2,4", "--no-report")
+FIRST_EDITION: Final = ("--fit", "minmax", "--no-three-bits", "--word-bits", "32", "--residual-length", "0")
+"""What a search without flags measured before grids were fitted; its profiles are of the first version."""
 SEARCHES: Final[dict[str, tuple[str, ...]]] = {
-    "refined": ("--budget", "3.5bit", "--seed", "3", "--trials", "24"),
+    "as-a-user": ("--budget", "3bit", "--trials", "24"),
+    "refined": (*FIRST_EDITION, "--budget", "3.5bit", "--seed", "3", "--trials", "24"),
     "groups": (
         *("--budget", "4.5bpe", "--score", "fisher", "--sampler", "tpe", "--trials", "24"),
-        *("--groups", "--keep", "0:K8V8", "--k-group-size", "32"),
+        *("--groups", "--keep", "0:K8V8", "--k-group-size", "32", *FIRST_EDITION),
     ),
     "nested": (
         *("--budget", "2.5bit", "4bit", "6bit", "--nested", "--sampler", "none"),
-        *("--symmetric", "--tp-size", "2", "--read-plan", "hit"),
+        *("--symmetric", "--tp-size", "2", "--read-plan", "hit", *FIRST_EDITION),
     ),
-    "fitted": ("--budget", "3bit", "--fit", "least_squares", "--score", "fisher", "--trials", "24"),
+    "fitted": (
+        *("--budget", "3bit", "--score", "fisher", "--trials", "24"),
+        *(*FIRST_EDITION, "--fit", "least_squares"),
+    ),
     "hand-written": (
         *("--layers", "0-1:bf16,2-8:K4V2", "--score", "e_o", "--pairs"),
-        *("--pp-size", "3", "--read-plan", "cache"),
+        *("--pp-size", "3", "--read-plan", "cache", *FIRST_EDITION),
     ),
 }
 

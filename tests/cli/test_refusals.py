@@ -121,12 +121,13 @@ def test_a_model_without_a_cache_of_the_kind_is_refused_before_weights_are_loade
     assert complaint in message
 
 
-def test_three_bits_of_heads_that_they_do_not_fill_are_refused(run: RunCommand, copied: Callable[..., Path]) -> None:
+def test_heads_that_3_bits_do_not_fill_are_searched_without(run: RunCommand, copied: Callable[..., Path]) -> None:
     command = ("search", "--model", copied(head_dim=24), "--budget", "4bit", "--dry-run")
-    assert run(*command)[0] == 0
-    message = refusal_of(run)(*command, "--three-bits")
-    assert "head_dim 24 cannot be packed at 3 bits" in message
-    assert message.endswith("leave --three-bits out")
+    status, out, _ = run(*command)
+    assert status == 0
+    assert "K3V3" not in out and "K4V2" in out
+    message = refusal_of(run)(*command, "--keep", "0:K4V3")
+    assert "K4V3 needs 3 bits to be measured too; head_dim 24 cannot be packed at 3 bits" in message
 
 
 def test_encoder_decoders_are_refused(refused: Refused, tmp_path: Path) -> None:
@@ -179,8 +180,8 @@ def test_flags_that_contradict_the_model_or_themselves_are_refused(
     (("--layers", "0-2:K4V2", "--trials", "100"), "--trials is of a search, but --layers writes one"),
     (("--layers", "0-2:K4V2", "--storage", "sqlite:///x.db"), "--storage is of a search, but --layers writes one"),
     (("--budget", "4bit", "--keep", "0:16,1:K4V4"), "smallest possible is"),
-    (("--budget", "4bit", "--keep", "0:K4V3"), "K4V3 needs 3 bits to be measured too; add --three-bits"),
-    (("--layers", "0-1:K4V2,2:3"), "K3V3 needs 3 bits to be measured too; add --three-bits"),
+    (("--budget", "4bit", "--no-three-bits", "--keep", "0:K4V3"), "K4V3 needs 3 bits to be measured too; leave --no-"),
+    (("--layers", "0-1:K4V2,2:3", "--no-three-bits"), "K3V3 needs 3 bits to be measured too; leave --no-three-bits"),
     (("--budget", "4bit", "3bit", "--nested", "--sampler", "none"), "must ascend, but 3bit is smaller than 4bit"),
     (("--budget", "3bit", "50%", "--nested", "--sampler", "none"), "do not mix"),
     (("--budget", "4bit", "--sequence-length", "513"), "context of 512 tokens"),

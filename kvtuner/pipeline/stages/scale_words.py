@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.scale_layouts import ScaleLayout, equal_layouts
-from kvtuner.precision import PACKED_BITS, SEARCHED_BITS, SHORT_WORD_BITS, SIDES, WIDE_WORD_BITS, Side, WordBits
+from kvtuner.precision import SEARCHED_BITS, SHORT_WORD_BITS, SIDES, WIDE_WORD_BITS, Side, WordBits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,9 +28,8 @@ def word_bits(options: MeasurementOptions, shape: ModelShape) -> tuple[WordBits,
         return asked, asked
     wide = shape.geometry.row_shape(k_group_size=options.k_group_size, v_group_size=options.v_group_size)
     short = replace(wide, k_word_bits=SHORT_WORD_BITS, v_word_bits=SHORT_WORD_BITS)
-    widths = PACKED_BITS if options.three_bits else SEARCHED_BITS
-    saves_keys = any(short.k_bytes(bits) < wide.k_bytes(bits) for bits in widths)
-    saves_values = any(short.v_bytes(bits) < wide.v_bytes(bits) for bits in widths)
+    saves_keys = any(short.k_bytes(bits) < wide.k_bytes(bits) for bits in SEARCHED_BITS)
+    saves_values = any(short.v_bytes(bits) < wide.v_bytes(bits) for bits in SEARCHED_BITS)
     return (
         SHORT_WORD_BITS if options.k_group_size is not None and saves_keys else WIDE_WORD_BITS,
         SHORT_WORD_BITS if options.v_group_size is not None and saves_values else WIDE_WORD_BITS,

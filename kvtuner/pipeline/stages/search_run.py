@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import product
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.corpus import load_corpus
@@ -50,15 +49,10 @@ def calibration_options(options: MeasurementOptions, shape: ModelShape) -> Calib
         symmetric=options.symmetric,
         fit=options.fit,
         window=options.window,
-        three_bits=options.three_bits,
+        three_bits=why_no_three_bits(options, shape) is None,
         k_word_bits=k_word_bits,
         v_word_bits=v_word_bits,
     )
-    for bits, head_dim in product(quant.widths, (geometry.head_dim, geometry.v_head_dim)):
-        try:
-            check_group_size(head_dim, bits, head_dim)
-        except PrecisionError as error:  # of 3 bits: whoever read the shape has checked the others
-            raise PrecisionError(f"{error}; leave --three-bits out") from error
     for flag, head_dim, group in (
         ("--k-group-size", geometry.head_dim, options.k_group_size),
         ("--v-group-size", geometry.v_head_dim, options.v_group_size),
@@ -91,18 +85,34 @@ def row_shape(quant: QuantizationOptions, shape: ModelShape) -> RowShape:
     )
 
 
-def kept_pairs(options: SearchOptions) -> dict[int, PrecisionPair]:
+def why_no_three_bits(options: MeasurementOptions, shape: ModelShape) -> str | None:
+    """Why 3 bits are not measured, None where they are: they need heads of a multiple of 16 channels."""
+    if not options.three_bits:
+        return "leave --no-three-bits out"
+    geometry = shape.geometry
+    for head_dim, group in (
+        (geometry.head_dim, options.k_group_size),
+        (geometry.v_head_dim, options.v_group_size),
+    ):
+        try:
+            check_group_size(head_dim, THREE_BITS, group or head_dim)
+        except PrecisionError as error:
+            return str(error)
+    return None
+
+
+def kept_pairs(options: SearchOptions, shape: ModelShape) -> dict[int, PrecisionPair]:
     """The layers whose pairs are forced; refuses 3 bits that are not measured."""
     pairs = parse_keep(options.keep) if options.keep else {}
-    check_measured(pairs.values(), options.measurement)
+    check_measured(pairs.values(), options.measurement, shape)
     return pairs
 
 
-def check_measured(pairs: Iterable[PrecisionPair], options: MeasurementOptions) -> None:
+def check_measured(pairs: Iterable[PrecisionPair], options: MeasurementOptions, shape: ModelShape) -> None:
     """Refuse pairs of 3 bits where these are not measured by a `SearchSpaceError`."""
     for pair in pairs:
-        if THREE_BITS in (pair.k_bits, pair.v_bits) and not options.three_bits:
-            raise SearchSpaceError(f"{pair} needs 3 bits to be measured too; add --three-bits")
+        if THREE_BITS in (pair.k_bits, pair.v_bits) and (reason := why_no_three_bits(options, shape)):
+            raise SearchSpaceError(f"{pair} needs 3 bits to be measured too; {reason}")
 
 
 def serving_ranks(quant: QuantizationOptions, shape: ModelShape, *, tp_size: int = 1, pp_size: int = 1) -> RankLayout:
@@ -160,6 +170,8 @@ def measure_sensitivity(
             "no --data given: measuring on the shipped demo corpus (Python sources and generated tables);"
             " prompts like the ones you serve give a better profile"
         )
+    if options.measurement.three_bits and not measurement.quant.three_bits:
+        say(f"3 bits are not measured: {why_no_three_bits(options.measurement, shape)}")
     loaded = load_model(model_source(options.model), shape)
     bench = Workbench.prepare(loaded, load_corpus(data, loaded.tokenizer), measurement)
     folder.create()
@@ -196,7 +208,7 @@ class SearchRun:
         self.rows = row_shape(quant, self.shape)  # of the whole model
         self.ranks = serving_ranks(quant, self.shape, tp_size=options.tp_size, pp_size=options.pp_size)
         self.corpus_source = corpus_source(options.data, options.model, self.shape, seed=self.seed)
-        self.kept = kept_pairs(options)
+        self.kept = kept_pairs(options, self.shape)
 
     def uniform(self, pair: PrecisionPair, *, transforms: bool) -> Configuration:
         """One pair for all layers, without transforms or with the best ones."""

@@ -60,7 +60,7 @@ def targets_of(options: SearchOptions, shape: ModelShape, quant: QuantizationOpt
     if options.nested:
         _check_ascending(constraints)
     restrictions = {
-        "keep": {str(layer): str(pair) for layer, pair in sorted(kept_pairs(options).items())},
+        "keep": {str(layer): str(pair) for layer, pair in sorted(kept_pairs(options, shape).items())},
         "groups": options.groups,
         "sampler": options.refinement_sampler,
         "nested": [budget.text for budget in budgets] if options.nested else None,
@@ -112,7 +112,7 @@ def _identity(options: SearchOptions, asked: str) -> dict[str, Any]:
 
 def _hand_written(options: SearchOptions, layers: str, shape: ModelShape, quant: QuantizationOptions) -> SearchTarget:
     pairs = tuple(parse_ranges(layers, shape.geometry.num_layers))
-    check_measured(pairs, options.measurement)
+    check_measured(pairs, options.measurement, shape)
     asked = write_ranges(pairs)
     if len(asked) > MAX_TEXT:  # the limit of a profile's field; the layers themselves stand beside it
         asked = f"{len(pairs)} layers by hand, {sha256_of(asked)[:19]}"
@@ -127,7 +127,7 @@ def _hand_written(options: SearchOptions, layers: str, shape: ModelShape, quant:
 
 
 def _constraint(options: SearchOptions, shape: ModelShape, quant: QuantizationOptions, budget: Budget) -> Constraint:
-    geometry, kept = shape.geometry, kept_pairs(options)
+    geometry, kept = shape.geometry, kept_pairs(options, shape)
     check_layers(kept, geometry.num_layers)
     constraint = budget.constraint(
         geometry,
