@@ -40,12 +40,15 @@ class ScaleLayout(NamedTuple):
         return f"{self.word_bits} bits in groups of {self.group_size}"
 
 
-def equal_layouts(head_dim: int) -> tuple[ScaleLayout, ScaleLayout]:
+def equal_layouts(head_dim: int) -> tuple[ScaleLayout, ScaleLayout] | None:
     """Wide words of whole heads and short words of half heads, whose rows below 8 bits take equal bytes.
 
     Rows of 8 bits, whose words are always wide, are longer by a word a head in half heads. Heads that can be packed at
-    some widths in whole heads can be so in halves.
+    some widths in whole heads can be so in halves. None where head_dim is no power of two: the Triton kernels have no
+    launch settings for halves of other heads.
     """
+    if head_dim & (head_dim - 1):
+        return None
     return ScaleLayout(head_dim, WIDE_WORD_BITS), ScaleLayout(head_dim // 2, SHORT_WORD_BITS)
 
 

@@ -43,7 +43,8 @@ def competing_layouts(options: MeasurementOptions, shape: ModelShape) -> dict[Si
     heads = (shape.geometry.head_dim, shape.geometry.v_head_dim)
     groups = (options.k_group_size, options.v_group_size)
     sides = zip(SIDES, heads, groups, strict=True)
-    return {side: equal_layouts(head_dim) for side, head_dim, group in sides if group is None}
+    layouts = {side: equal_layouts(head_dim) for side, head_dim, group in sides if group is None}
+    return {side: pair for side, pair in layouts.items() if pair is not None}
 
 
 def layouts_text(quant: QuantizationOptions, shape: ModelShape, comparisons: Sequence[LayoutComparison]) -> str:
