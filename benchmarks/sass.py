@@ -22,7 +22,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,8 +40,9 @@ from gpu_parts.pools import ALL_TRANSFORMS, LLAMA, HeadShape, empty_rows, row_fo
 from kvtuner.precision import (
     FITS,
     NATIVE_BITS,
-    SHORT_WORD_BITS,
     THREE_BITS,
+    WIDE_WORD_BITS,
+    WORD_BITS,
     Fit,
     PrecisionPair,
     RowShape,
@@ -64,11 +65,12 @@ PLAIN: Final[dict[str, Any]] = {
 }  # fmt: skip
 """The facts of one query per request and of plain scores."""
 ROWS_COLUMNS: Final = {
-    "kernel": "{kernel}", "arch": "{arch}", "bits": "{bits}", "kind": "{kind}", "fit": "{fit}",
+    "kernel": "{kernel}", "arch": "{arch}", "bits": "{bits}", "words": "{word_bits}", "kind": "{kind}", "fit": "{fit}",
     "per element": "{lane_instructions_per_element:.1f}", "H200 limit": "{limit:.1f}", "spills": "{spills}",
 }  # fmt: skip
 DECODE_COLUMNS: Final = {
-    "arch": "{arch}", "pair": "K{k_bits}V{v_bits}", "heads": "{num_kv_heads}", "kernel": "{whose}",
+    "arch": "{arch}", "pair": "K{k_bits}V{v_bits}", "heads": "{num_kv_heads}", "group": "{group_size}",
+    "words": "{word_bits}", "kernel": "{whose}",
     "tokens/warps/stages": "{launch_row[tokens]}/{launch_row[warps]}/{launch_row[stages]}",
     "per element": "{lane_instructions_per_element:.2f}", "H200 limit": "{limit:.2f}", "registers": "{registers}",
     "spills": "{spills}", "converted": "{int_to_float}",
@@ -90,8 +92,7 @@ def type_of(name: str, facts: dict[str, Any]) -> str:
         return "fp32" if name in ("scale", "cap") else "i32"
     if "rows" in name or "words" in name:
         native = facts.get(f"{name[0].upper()}_BITS", facts.get("BITS")) == NATIVE_BITS
-        short = facts.get(f"{name[0].upper()}_WORD", facts.get("WORD")) == SHORT_WORD_BITS
-        return "*bf16" if native else "*i16" if "rows" in name or short else "*i32"
+        return "*bf16" if native else "*i16" if "rows" in name else "*i32"
     if name == "q_indptr_ptr" and facts.get("EXTEND", True):
         return "*i64"
     if "indptr" in name or "count" in name:
@@ -160,16 +161,19 @@ def measure(
     names = [text.split()[0] for text in loop_of(code)]
     opcodes = collections.Counter(name.partition(".")[0] for name in names)
     group = shape.group_size or shape.head_dim
-    stored = effective_bits([pair], RowShape(shape.num_kv_heads, shape.head_dim, shape.head_dim, group, group))
+    heads, words = (shape.num_kv_heads, shape.head_dim, shape.head_dim), shape.word_bits
+    stored = effective_bits([pair], RowShape(*heads, group, group, k_word_bits=words, v_word_bits=words))
     registers = re.search(r"REG:(\d+)", disassembled(kernel, "-res-usage"))
     return {
         "kernel": function.__name__, "arch": arch, "k_bits": pair.k_bits, "v_bits": pair.v_bits,
-        "head_dim": shape.head_dim, "group_size": group, "num_kv_heads": shape.num_kv_heads, "gqa": shape.gqa,
+        "head_dim": shape.head_dim, "group_size": group, "word_bits": words,
+        "num_kv_heads": shape.num_kv_heads, "gqa": shape.gqa,
         "launch_row": asdict(settings), "baseline": baseline,
         "lane_instructions_per_element": lanes_per_element(
             len(names), settings.warps, 2 * settings.tokens * shape.head_dim, 3
         ),
         "int_to_float": opcodes["I2F"] + opcodes["I2FP"], "shared_stores": opcodes["STS"],
+        "waiting_loads": opcodes["LDG"],
         "spills": spills_of(code), "registers": int(registers[1]) if registers else -1,
         "shared_bytes": kernel.metadata.shared,
         "async_copies_16B": sum(name.startswith("LDGSTS") and ".128" in name for name in names),
@@ -182,19 +186,19 @@ def lanes_per_element(instructions: int, warps: int, elements: int, digits: int)
     return round(instructions * 32 * warps / elements, digits)
 
 
-def rows_kernels(arch: int) -> list[Count]:
+def rows_kernels(arch: int, heads: HeadShape) -> list[Count]:
     """The counts of the kernels that write and read rows, whole, as they are launched."""
     rows: list[Count] = []
-    native = side_of(LLAMA, NATIVE_BITS)
+    native = side_of(heads, NATIVE_BITS)
 
     def code_of(function: Any, facts: dict[str, Any]) -> str:
         return disassembled(compiled(function, facts, arch, **launch.EXACT))
 
     kinds = ("none", "centered", "hadamard", ALL_TRANSFORMS)
     for bits, kind, fit in itertools.product((8, 4, 3, 2), kinds, FITS):
-        side = side_of(LLAMA, bits, kind, fit)
-        row_bytes = row_format(LLAMA, bits, kind).row_bytes(torch.bfloat16)
-        limit = H200_LANES_PER_S * (row_bytes / (LLAMA.num_kv_heads * LLAMA.head_dim) + 2) / H200_BYTES_PER_S
+        side = side_of(heads, bits, kind, fit)
+        row_bytes = row_format(heads, bits, kind).row_bytes(torch.bfloat16)
+        limit = H200_LANES_PER_S * (row_bytes / (heads.num_kv_heads * heads.head_dim) + 2) / H200_BYTES_PER_S
         # A program of the store kernel writes keys or values: the instructions of the other are subtracted.
         other = code_of(row_kernels.store_rows, launch.store_facts(native, native))
         for function, facts, subtracted, tokens in (
@@ -205,9 +209,10 @@ def rows_kernels(arch: int) -> list[Count]:
                 continue  # the same kernel
             code = code_of(function, facts)
             count = len(INSTRUCTION.findall(code)) - len(INSTRUCTION.findall(subtracted))
-            lanes = lanes_per_element(count, launch.EXACT["num_warps"], tokens * LLAMA.head_dim, 1)
+            lanes = lanes_per_element(count, launch.EXACT["num_warps"], tokens * heads.head_dim, 1)
             rows.append({
                 "kernel": function.__name__, "arch": arch, "bits": bits, "kind": kind, "fit": fit,
+                "group_size": heads.group_size or heads.head_dim, "word_bits": heads.word_bits,
                 "lane_instructions_per_element": lanes, "spills": spills_of(code), "limit": round(limit, 1),
             })  # fmt: skip
     return rows
@@ -216,11 +221,12 @@ def rows_kernels(arch: int) -> list[Count]:
 def decode_kernels(args: argparse.Namespace) -> list[Count]:
     """The counts of our decode kernel and, unless that is left out, of the baseline at both launch settings."""
     rows = []
-    for arch, heads, name in itertools.product(args.arch, args.kv_heads, args.pairs):
-        pair, shape = PrecisionPair.parse(name), HeadShape("", heads, args.gqa, 128, args.group_size)
+    for arch, heads, name, words in itertools.product(args.arch, args.kv_heads, args.pairs, args.word_bits):
+        pair, shape = PrecisionPair.parse(name), HeadShape("", heads, args.gqa, args.head_dim, args.group_size, words)
         committed = Device(f"sm_{arch}", 0).launch(side_of(shape, pair.k_bits), side_of(shape, pair.v_bits), args.gqa)
         kernels = [(committed, False)]
-        if not args.without_baseline and THREE_BITS not in (pair.k_bits, pair.v_bits):  # the baseline has none
+        # The baseline has no codes of 3 bits and no short words.
+        if not args.without_baseline and THREE_BITS not in (pair.k_bits, pair.v_bits) and words == WIDE_WORD_BITS:
             kernels += [(SGLANG_LAUNCH, True), (committed, True)]
         rows += [measure(pair, shape, arch, settings, baseline=baseline) for settings, baseline in kernels]
     return rows
@@ -239,7 +245,9 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", default=list(PAIRS))
     parser.add_argument("--kv-heads", type=int, nargs="+", default=[8])
     parser.add_argument("--gqa", type=int, default=4)
-    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--group-size", type=int, help="channels of a scale; a head's by default")
+    parser.add_argument("--word-bits", type=int, nargs="+", choices=WORD_BITS, default=[WIDE_WORD_BITS])
     parser.add_argument("--without-baseline", action="store_true")
     parser.add_argument("--rows", action="store_true", help="count the kernels that write and read rows instead")
     parser.add_argument("--json", action="store_true")
@@ -247,11 +255,12 @@ def main() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: what is interpreted cannot be compiled; unset it")
     if args.rows:
-        rows = [row for arch in args.arch for row in rows_kernels(arch)]
-        table = table_of(rows, ROWS_COLUMNS, left=(0, 1, 2, 3))
+        shapes = [replace(LLAMA, group_size=args.group_size, word_bits=words) for words in args.word_bits]
+        rows = [row for arch, heads in itertools.product(args.arch, shapes) for row in rows_kernels(arch, heads)]
+        table = table_of(rows, ROWS_COLUMNS, left=(0, 1, 2, 3, 4))
     else:
         rows = decode_kernels(args)
-        table = table_of(rows, DECODE_COLUMNS, left=(0, 1, 3, 4))
+        table = table_of(rows, DECODE_COLUMNS, left=(0, 1, 5, 6))
     print(json.dumps(rows, indent=1) if args.json else "\n".join(table.lines()))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kvtuner.precision import NATIVE_BITS
+from kvtuner.precision import NATIVE_BITS, WIDE_WORD_BITS
 from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.packed_attention import PackedRows
 from kvtuner.runtime_loader.row_format import RowFormat
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gpu_parts.machine import Machine
-    from kvtuner.precision import Fit, PrecisionPair
+    from kvtuner.precision import Fit, PrecisionPair, WordBits
     from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
 
     Layer = tuple[PackedRows, PackedRows]
@@ -29,13 +29,14 @@ ALL_TRANSFORMS: Final = "centered+balanced+hadamard"
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """The heads of a model's attention, and the channels of one scale; None for all of a head's."""
+    """The heads of a model's attention, the channels of one scale, None for all of a head's, and its word's bits."""
 
     name: str
     num_kv_heads: int
     gqa: int
     head_dim: int
     group_size: int | None = None
+    word_bits: WordBits = WIDE_WORD_BITS
 
     @property
     def num_heads(self) -> int:
@@ -67,7 +68,8 @@ def row_format(
     generator = torch.Generator().manual_seed(bits)
     mu = torch.randn(size, generator=generator).half() if parts.centered else None
     lam = (0.4 * torch.randn(size, generator=generator)).exp().half() if parts.balanced else None
-    return RowFormat(*size, QuantSpec(bits, Transform(parts, mu, lam), shape.group_size, symmetric, fit))
+    transform = Transform(parts, mu, lam)
+    return RowFormat(*size, QuantSpec(bits, transform, shape.group_size, symmetric, fit, word_bits=shape.word_bits))
 
 
 def empty_rows(device: torch.device | str, dtype: torch.dtype, row: RowFormat, num_slots: int) -> PackedRows:

@@ -5,6 +5,11 @@ Scale and minimum are folded. With code c, key = s * c + m, and codes unpacked a
     q . key   = s * (q / f . f * c) + m * sum(q)
     sum p * v = sum w * (f * c) / f + sum p * m          with w = p * s, rounded once
 
+or, of short words with m = -z * s for a zero point z,
+
+    q . key   = s * (q / f . f * c - z * sum(q))
+    sum p * v = sum w * (f * c) / f - sum w * z
+
 so that codes enter the tensor cores exactly. The exponent of w is that of a softmax whose scores are those of p plus
 log2(s): the running maximum of those keeps w at most 1, whatever the scales are, and fp16 holds it. A group whose scale
 is 0 has codes 0, so that any other scale gives the same: 2 ** -24 is taken.
@@ -22,6 +27,7 @@ from kvtuner.runtime_loader.kernels.queries import (
     queries_of,
     softcap,
 )
+from kvtuner.runtime_loader.kernels.stored_grids import stored_grids
 from kvtuner.runtime_loader.kernels.unpack_codes import (
     ONE,
     codes_of,
@@ -30,27 +36,14 @@ from kvtuner.runtime_loader.kernels.unpack_codes import (
     fp16_saturated,
     load_thirds,
     log2_and_inverse,
-    scale_and_minimum,
+    offset_step,
     slots_of,
-    words_at,
 )
 
 
 @triton.jit
 def _zeros(_, SHAPE: tl.constexpr):
     return tl.zeros(SHAPE, tl.float32)
-
-
-@triton.jit
-def _stored_grid(
-    group, words_ptr, slots, mask_tokens, FIRST, ROW: tl.constexpr, BITS: tl.constexpr, WORD: tl.constexpr
-):
-    """The scale and the minimum of a group of a head, [TOKENS] each, 0 where there is no token.
-
-    FIRST is the head's first word in a row; ROW is in units of 16 bits, WORD the bits of a word.
-    """
-    words = tl.load(words_ptr + (FIRST + group) + slots * (ROW // (WORD // 16)), mask=mask_tokens, other=0)  # [TOKENS]
-    return scale_and_minimum(words, BITS, WORD)
 
 
 @triton.jit
@@ -75,15 +68,15 @@ def _sliced_query(slot, q_base, mask, BITS: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _query_sum(group, q, TILE: tl.constexpr, BITS: tl.constexpr, IN_GROUP: tl.constexpr):
-    """The sum of queries over the channels of a group, [TILE]."""
+def _query_sum(group, q, TILE: tl.constexpr, BITS: tl.constexpr, IN_GROUP: tl.constexpr, WORD: tl.constexpr):
+    """The sum of queries over the channels of a group, times the step of a zero point if words are short, [TILE]."""
     q_sum = tl.zeros([TILE], tl.float32)  # [TILE]
     if BITS != 16:
         for slot in tl.static_range(IN_GROUP):
             # Summed after the rounding, so that the minimum is weighted by the queries that the codes meet.
             part = q[group * IN_GROUP + slot].to(tl.float32)  # [TILE, K_UNITS]
             q_sum += tl.sum(part, 1) * factor_of(group * IN_GROUP + slot, BITS)
-    return q_sum
+    return q_sum * offset_step(BITS, WORD)
 
 
 @triton.jit
@@ -105,36 +98,36 @@ def _scores_of(
             row_ptrs = rows_ptr + slots[None, :] * ROW  # [1, TOKENS]
             thirds = load_thirds(row_ptrs, kv_head, unit[:, None], mask_units[:, None], HEADS, WIDE)
         codes = codes_of(units, thirds, BITS, ASM)  # [K_UNITS, TOKENS] for each slot
-        first_word = words_at(HEADS, WIDE, BITS, WORD) + kv_head * GROUPS
-        grids = for_each(  # [TOKENS] twice
-            _stored_grid, GROUPS, (words_ptr, slots, mask_tokens, first_word, ROW, BITS, WORD)
-        )
+        grids = stored_grids(words_ptr, slots, mask_tokens, kv_head, HEADS, WIDE, ROW, BITS, GROUPS, WORD)
         scores = tl.zeros([TILE, TOKENS], tl.float32)  # [TILE, TOKENS]
+        if not CAPPED:
+            scores += log2_v_scale[None, :]  # in a sum that is made anyway
         for group in tl.static_range(GROUPS):
             # Slots of a group share a scale, so that their codes add up before it is applied.
             products = tl.zeros([TILE, TOKENS], tl.float32)  # [TILE, TOKENS]
             for slot in tl.static_range(IN_GROUP):
                 products = tl.dot(q[group * IN_GROUP + slot], codes[group * IN_GROUP + slot], products)
-            k_scale, minimum = grids[group]  # [TOKENS] each
-            low = q_sums[group][:, None] * (minimum * scale)[None, :]  # [TILE, TOKENS]
-            if group == 0 and not CAPPED:
-                low += log2_v_scale[None, :]  # in a sum that is made anyway
-            scores += products * (k_scale * (scale / ONE))[None, :] + low
+            k_scale, offset = grids[group]  # [TOKENS] each
+            if WORD == 16:
+                products += q_sums[group][:, None] * offset[None, :]
+            else:
+                scores += q_sums[group][:, None] * (offset * scale)[None, :]
+            scores += products * (k_scale * (scale / ONE))[None, :]
     return scores
 
 
 @triton.jit
 def _value_grids(
-    words_ptr, slots, mask_tokens, first_word,
-    TOKENS: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr,
-    ASM: tl.constexpr,
+    words_ptr, slots, mask_tokens, kv_head,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr, ROW: tl.constexpr, BITS: tl.constexpr,
+    GROUPS: tl.constexpr, WORD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grids of values, a pair of [TOKENS] for each group, and the log2 and inverse of a token's largest scale."""
     grids = ()  # a pair of [TOKENS] for each group
     log2_v_scale = tl.zeros([TOKENS], tl.float32)  # [TOKENS]
     inverse = tl.full([TOKENS], 1.0, tl.float32)  # [TOKENS]
     if BITS != 16:
-        grids = for_each(_stored_grid, GROUPS, (words_ptr, slots, mask_tokens, first_word, ROW, BITS, WORD))
+        grids = stored_grids(words_ptr, slots, mask_tokens, kv_head, HEADS, WIDE, ROW, BITS, GROUPS, WORD)
         largest = tl.full([TOKENS], 2.0**-24, tl.float32)  # [TOKENS]
         for group in tl.static_range(GROUPS):
             largest = tl.maximum(largest, grids[group][0])
@@ -145,16 +138,26 @@ def _value_grids(
 
 @triton.jit
 def _group_weights(group, scaled_weights, grids, inverse, GROUPS: tl.constexpr):
-    """The weights of a group's codes, fp16 [TILE, TOKENS]."""
+    """The weights of a group's codes, [TILE, TOKENS]."""
     if GROUPS > 1:  # in them is the largest scale of the groups; this group's is at most that
         scaled_weights = scaled_weights * (grids[group][0] * inverse)[None, :]  # [TILE, TOKENS]
-    return scaled_weights.to(tl.float16)
+    return scaled_weights
 
 
 @triton.jit
-def _shrunk_min_sum(group, scaled_weights, grids, inverse, min_sums, shrink):
-    """The sum of weights times minima of a group, [TILE], with those of a block."""
-    return min_sums[group] * shrink + tl.sum(scaled_weights * (inverse * grids[group][1])[None, :], 1)
+def _rounded(group, weights):
+    """The weights of a group as a tensor core takes them."""
+    return weights[group].to(tl.float16)
+
+
+@triton.jit
+def _shrunk_offset_sum(group, scaled_weights, weights, grids, inverse, offset_sums, shrink, WORD: tl.constexpr):
+    """The sum of weights times offsets of a group, [TILE], with those of a block."""
+    if WORD == 16:  # zero points are counted in steps, as codes are
+        products = weights[group] * grids[group][1][None, :]
+    else:
+        products = scaled_weights * (inverse * grids[group][1])[None, :]
+    return offset_sums[group] * shrink + tl.sum(products, 1)
 
 
 @triton.jit
@@ -167,7 +170,7 @@ def _shrunk_code_sum(slot, weights, codes, acc, shrink, IN_GROUP: tl.constexpr):
 def _add_values(
     scaled_weights, acc, min_sums, shrink, grids, inverse, rows_ptr, slots, mask_tokens, kv_head, unit, mask_units,
     HEADS: tl.constexpr, ROW: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
-    ASM: tl.constexpr,
+    WORD: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The sums over tokens, shrunk to the new maximum, with a block of values by its weights [TILE, TOKENS].
 
@@ -186,7 +189,10 @@ def _add_values(
             thirds = load_thirds(row_ptrs, kv_head, unit[None, :], mask_units[None, :], HEADS, WIDE)
         codes = codes_of(units, thirds, BITS, ASM)  # [TOKENS, V_UNITS] for each slot
         weights = for_each(_group_weights, GROUPS, (scaled_weights, grids, inverse, GROUPS))  # [TILE, TOKENS]
-        min_sums = for_each(_shrunk_min_sum, GROUPS, (scaled_weights, grids, inverse, min_sums, shrink))
+        min_sums = for_each(
+            _shrunk_offset_sum, GROUPS, (scaled_weights, weights, grids, inverse, min_sums, shrink, WORD)
+        )
+        weights = for_each(_rounded, GROUPS, (weights,))
         acc = for_each(_shrunk_code_sum, slots_of(BITS), (weights, codes, acc, shrink, slots_of(BITS) // GROUPS))
     return acc, min_sums
 
@@ -194,13 +200,17 @@ def _add_values(
 @triton.jit
 def _store_partial(
     out, acc, min_sums, total, mask, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
+    WORD: tl.constexpr,
 ):  # fmt: skip
     """Store a partial output at the channels of the first slot, `out` [TILE, V_UNITS], and of the others."""
     SLOTS: tl.constexpr = slots_of(BITS)
     for slot in tl.static_range(SLOTS):
         output = acc[slot]  # [TILE, V_UNITS]
         if BITS != 16:
-            output = output * (1 / (ONE * factor_of(slot, BITS))) + min_sums[slot // (SLOTS // GROUPS)][:, None]
+            low = min_sums[slot // (SLOTS // GROUPS)][:, None]  # [TILE, 1]
+            if WORD == 16:
+                low *= offset_step(BITS, WORD) / ONE
+            output = output * (1 / (ONE * factor_of(slot, BITS))) + low
         # Slot j of unit u is channel j * DIM / SLOTS + u.
         tl.store(out + slot * (DIM // SLOTS), output / total[:, None], mask=mask)
 
@@ -252,7 +262,7 @@ def decode_split(
     q_base = q_ptr + queries[:, None] * q_stride_t + heads[:, None] * q_stride_h + k_unit[None, :]  # [TILE, K_UNITS]
     mask_q = mask_pairs[:, None] & mask_k[None, :]  # [TILE, K_UNITS]
     q = for_each(_sliced_query, K_SLOTS, (q_base, mask_q, K_BITS, K_WIDE))  # [TILE, K_UNITS] for each slot
-    q_sums = for_each(_query_sum, K_GROUPS, (q, TILE, K_BITS, K_SLOTS // K_GROUPS))  # [TILE] for each group
+    q_sums = for_each(_query_sum, K_GROUPS, (q, TILE, K_BITS, K_SLOTS // K_GROUPS, K_WORD))  # [TILE] for each group
     bias = tl.zeros([TILE], tl.float32)  # [TILE]
     if BIASED:
         bias = scale * tl.load(bias_ptr + pairs, mask=mask_pairs, other=0.0)
@@ -271,8 +281,8 @@ def decode_split(
         # Past the end slot 0 is read, whatever it holds: the log2 hides it, so that codes need no mask of tokens.
         slots = tl.load(slots_ptr + begin + tokens, mask=mask_tokens, other=0).to(tl.int64)  # [TOKENS]
         v_grids, log2_v_scale, inverse = _value_grids(
-            v_words_ptr, slots, mask_tokens, words_at(HEADS, V_WIDE, V_BITS, V_WORD) + kv_head * V_GROUPS,
-            TOKENS, V_ROW, V_BITS, V_GROUPS, V_WORD, ASM,
+            v_words_ptr, slots, mask_tokens, kv_head,
+            TOKENS, HEADS, V_WIDE, V_ROW, V_BITS, V_GROUPS, V_WORD, ASM,
         )  # fmt: skip  # [TOKENS] each
         scores = _scores_of(
             q, q_sums, k_rows_ptr, k_words_ptr, slots, mask_tokens, log2_v_scale, kv_head, k_unit, mask_k, scale,
@@ -295,10 +305,10 @@ def decode_split(
         total = total * shrink + tl.sum(scaled_weights * inverse[None, :], 1)
         acc, min_sums = _add_values(
             scaled_weights, acc, min_sums, shrink, v_grids, inverse, v_rows_ptr, slots, mask_tokens, kv_head, v_unit,
-            mask_v, HEADS, V_ROW, V_WIDE, V_BITS, V_GROUPS, ASM,
+            mask_v, HEADS, V_ROW, V_WIDE, V_BITS, V_GROUPS, V_WORD, ASM,
         )  # fmt: skip
     out = partial_ptr + place[:, None] * V_DIM + v_unit[None, :]  # [TILE, V_UNITS]
-    _store_partial(out, acc, min_sums, total, mask_pairs[:, None] & mask_v[None, :], V_DIM, V_BITS, V_GROUPS)
+    _store_partial(out, acc, min_sums, total, mask_pairs[:, None] & mask_v[None, :], V_DIM, V_BITS, V_GROUPS, V_WORD)
     if not CAPPED:
         top += bias  # what every score of this split has more
     tl.store(lse_ptr + place, top + tl.log2(total), mask=mask_pairs)

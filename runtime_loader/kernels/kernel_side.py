@@ -10,7 +10,7 @@ import triton
 
 from kvtuner.errors import PrecisionError
 from kvtuner.grid_fit import FITTED_BITS
-from kvtuner.precision import SHORT_WORD_BITS, WIDE_WORD_BITS, WordBits, num_slots, used_word_bits
+from kvtuner.precision import WIDE_WORD_BITS, WordBits, num_slots, used_word_bits
 from kvtuner.quant import IDENTITY
 from kvtuner.runtime_loader.kernels.transform_steps import KERNEL_STEPS
 
@@ -28,7 +28,7 @@ class KernelSide:
 
     Attributes:
         rows: The int16 units [slots, row units]; native rows as they are.
-        words: The rows viewed as scale words, int32 or int16.
+        words: The rows viewed as int32, scale words or pairs of short ones.
         mu: The mean keys, float32 [num_heads, head_dim]; any tensor where the transform has none.
         lam: The factors lambda, likewise.
         inverse: The inverse 1 / lambda, by IEEE division.
@@ -69,7 +69,7 @@ class KernelSide:
         lam = rows if transform.lam is None else _constant(transform.lam, rows)
         return cls(
             rows=rows,
-            words=rows if spec is None or word_bits == SHORT_WORD_BITS else stored.rows.view(torch.int32),
+            words=rows if spec is None else stored.rows.view(torch.int32),
             mu=mu,
             lam=lam,
             inverse=rows if transform.lam is None else torch.ones_like(lam) / lam,

@@ -12,8 +12,11 @@ import triton.language as tl
 from kvtuner.runtime_loader.kernels.fitted_grid import fit_grid, fit_zero_point_grid
 from kvtuner.runtime_loader.kernels.transform_steps import apply_steps, invert_steps, mixes_channels
 from kvtuner.runtime_loader.kernels.unpack_codes import (
+    ONE,
     fp16_saturated,
+    offset_step,
     scale_and_minimum,
+    scale_and_zero_point,
     slots_of,
     third_bytes,
     words_at,
@@ -295,10 +298,14 @@ def read_side(
         codes = (units.to(tl.int32) >> (channels // UNITS * BITS)[None, :]) & ((1 << BITS) - 1)  # [TOKENS, PADDED]
         group = channels // (DIM // GROUPS)  # [PADDED]
         first_word = words_at(HEADS, UNITS, BITS, WORD) + head * GROUPS
-        words = tl.load(
-            words_ptr + slots[:, None] * (ROW // (WORD // 16)) + first_word + group[None, :], mask=mask, other=0
-        )  # [TOKENS, PADDED]
-        scale, minimum = scale_and_minimum(words, BITS, WORD)  # [TOKENS, PADDED] each
+        place = slots[:, None] * (ROW // (WORD // 16)) + first_word + group[None, :]  # [TOKENS, PADDED]
+        if WORD == 16:
+            words = tl.load(rows_ptr + place, mask=mask, other=0).to(tl.int32)  # [TOKENS, PADDED]
+            scale, zero_point = scale_and_zero_point(words, 0)  # [TOKENS, PADDED] each
+            minimum = zero_point * (offset_step(BITS, WORD) / ONE) * scale  # [TOKENS, PADDED]; exact
+        else:
+            words = tl.load(words_ptr + place, mask=mask, other=0)  # [TOKENS, PADDED]
+            scale, minimum = scale_and_minimum(words)  # [TOKENS, PADDED] each
         # Zeros in padding, which steps that mix channels need.
         y = tl.where(mask, codes.to(tl.float32) * scale + minimum, 0.0)
         y = invert_steps(y, head, channels, mask_channels, mu_ptr, lam_ptr, STEPS, DIM)

@@ -162,16 +162,29 @@ def codes_of(units, thirds, BITS: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def scale_and_minimum(words, BITS: tl.constexpr, WORD: tl.constexpr):
-    """Split scale words, int32 or int16 of WORD bits, into float32 scales and minima."""
-    if WORD == 16:
-        # Fp16 without its sign and its lowest four bits, above the zero point.
-        scale = ((words >> 1) & 0x7FF0).to(tl.float16, bitcast=True).to(tl.float32)
-        minimum = (words & 31).to(tl.float32) * (-(2.0 ** (BITS - 5))) * scale
-    else:
-        scale = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        minimum = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def scale_and_minimum(words):
+    """Split scale words of 32 bits into float32 scales and minima."""
+    scale = (words & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    minimum = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return scale, minimum
+
+
+@triton.constexpr_function
+def offset_step(bits, word_bits):
+    """Return the factor by which a group's offset counts: short words hold a zero point in units of 2^bits / 32."""
+    return -(2.0 ** (bits - 5)) if word_bits == 16 else 1.0
+
+
+@triton.jit
+def scale_and_zero_point(words, HALF: tl.constexpr):
+    """Split short words, the lower or the upper halves of 32 bits, into float32 scales and `ONE` times zero points."""
+    # Fp16 without its sign and its lowest four bits, above the zero point, whose bits alone are a subnormal fp16.
+    scale = ((words >> 1) & 0x7FF07FF0) >> (16 * HALF)
+    zero_point = (words & 0x001F001F) >> (16 * HALF)
+    return (
+        scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),
+        zero_point.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),
+    )
 
 
 @triton.jit

@@ -100,6 +100,27 @@ def test_short_words(bits: int, row_format: MakeRowFormat, poisoned: MakePoisone
     assert_agrees(poisoned(keys, 130), poisoned(values, 130), 2)
 
 
+@pytest.mark.parametrize(
+    ("bits", "num_heads", "head_dim", "group_size"),
+    [
+        (4, 3, 64, 32),
+        (4, 2, 128, 32),
+        (3, 1, 80, 40),
+        (3, 1, 80, 80),
+        (3, 2, 96, 48),
+        (2, 3, 128, 16),
+        (2, 1, 256, 128),
+    ],
+)
+def test_short_words_that_share_four_bytes_with_another_group_or_head(
+    bits: int, num_heads: int, head_dim: int, group_size: int, row_format: MakeRowFormat, poisoned: MakePoisoned
+) -> None:
+    sides = (row_format(num_heads, head_dim, bits, kind, group_size, word_bits=16) for kind in ("centered", "none"))
+    keys, values = (poisoned(side, 130) for side in sides)
+    assert_agrees(keys, values, 2)
+    assert_agrees(keys, values, 2, 5.0)
+
+
 def test_short_words_beside_long_ones(row_format: MakeRowFormat, poisoned: MakePoisoned) -> None:
     keys, values = row_format(3, 80, 4, "none", word_bits=16), row_format(3, 80, 2, "none")
     assert_agrees(poisoned(keys, 130), poisoned(values, 130), 1)

@@ -54,6 +54,17 @@ def test_the_decode_loop_is_short_converts_nothing_and_copies_codes_by_sixteen_b
 
 
 @compiling
+@pytest.mark.parametrize("group_size", ["128", "64"])
+def test_the_decode_loop_over_short_words_converts_no_integer_and_copies_words_ahead(group_size: str) -> None:
+    flags = ("--word-bits", "16", "--group-size", group_size, "--without-baseline", "--json")
+    rows = run(str(ROOT / "benchmarks" / "sass.py"), "--pairs", "K4V4", "K3V3", "K2V2", *flags)
+    most = {"128": (2.7, 3.0, 2.5), "64": (3.2, 3.6, 3.0)}[group_size]
+    for row, lanes in zip(rows, most, strict=True):
+        assert row["lane_instructions_per_element"] <= lanes, row
+        assert (row["int_to_float"], row["waiting_loads"], row["spills"]) == (0, 0, 0), row
+
+
+@compiling
 def test_the_count_sees_what_a_baseline_wastes() -> None:
     ours, *baselines = run(str(ROOT / "benchmarks" / "sass.py"), "--pairs", "K4V4", "--json")
     assert [row["baseline"] for row in (ours, *baselines)] == [False, True, True]

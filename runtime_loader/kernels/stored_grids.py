@@ -1,0 +1,62 @@
+"""The grids of a block of tokens inside kernels: scale words as scales and offsets. Knows nothing of codes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvtuner.runtime_loader.kernels.unpack_codes import for_each, scale_and_minimum, scale_and_zero_point, words_at
+
+
+@triton.jit
+def _loaded_words(index, words_ptr, slots, mask_tokens, first, ROW: tl.constexpr):
+    """A word of 32 bits of each token, or two short ones, [TOKENS], 0 where there is no token."""
+    return tl.load(words_ptr + (first + index) + slots * (ROW // 2), mask=mask_tokens, other=0)
+
+
+@triton.jit
+def _grid_of(group, words, shifts, PAIRED: tl.constexpr, WORD: tl.constexpr):
+    """The scale and the offset of a group of a head, [TOKENS] each."""
+    if WORD == 32:
+        grid = scale_and_minimum(words[group])
+    elif PAIRED:
+        grid = scale_and_zero_point(words[group // 2], group % 2)
+    else:
+        grid = scale_and_zero_point(words[group] >> shifts[group], 0)
+    return grid
+
+
+@triton.jit
+def _shift_of(group, first):
+    """The place of a group's short word in the 32 bits that hold it."""
+    return (first + group) % 2 * 16
+
+
+@triton.jit
+def _loaded_half(group, words_ptr, slots, mask_tokens, first, ROW: tl.constexpr):
+    """The 32 bits of each token that hold the short word of a group, [TOKENS]."""
+    return _loaded_words((first + group) // 2, words_ptr, slots, mask_tokens, 0, ROW)
+
+
+@triton.jit
+def stored_grids(
+    words_ptr, slots, mask_tokens, kv_head, HEADS: tl.constexpr, WIDE: tl.constexpr, ROW: tl.constexpr,
+    BITS: tl.constexpr, GROUPS: tl.constexpr, WORD: tl.constexpr,
+):  # fmt: skip
+    """The scale and the offset of each group of a head, pairs of [TOKENS], 0 where there is no token.
+
+    The offset is the minimum or, of short words, `ONE` times the zero point. ROW is in units of 16 bits. Short words
+    are loaded two at a time: fewer than four bytes are not copied ahead of the loop.
+    """
+    FIRST: tl.constexpr = words_at(HEADS, WIDE, BITS, WORD)
+    first = FIRST + kv_head * GROUPS
+    PAIRED: tl.constexpr = GROUPS % 2 == 0 and FIRST % 2 == 0
+    shifts = ()
+    if WORD == 32:
+        words = for_each(_loaded_words, GROUPS, (words_ptr, slots, mask_tokens, first, ROW))
+    elif PAIRED:
+        words = for_each(_loaded_words, GROUPS // 2, (words_ptr, slots, mask_tokens, first // 2, ROW))
+    else:
+        words = for_each(_loaded_half, GROUPS, (words_ptr, slots, mask_tokens, first, ROW))
+        shifts = for_each(_shift_of, GROUPS, (first,))
+    return for_each(_grid_of, GROUPS, (words, shifts, PAIRED, WORD))
