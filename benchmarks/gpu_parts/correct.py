@@ -15,7 +15,16 @@ import torch
 from gpu_parts import baselines
 from gpu_parts.machine import Machine
 from gpu_parts.pools import ALL_TRANSFORMS, TINY, HeadShape, empty_layer, keys_and_values, states
-from kvtuner.precision import ALL_BITS, PACKED_BITS, WIDE_WORD_BITS, Fit, PrecisionPair, words_offset
+from kvtuner.precision import (
+    ALL_BITS,
+    FITS,
+    PACKED_BITS,
+    SHORT_WORD_BITS,
+    Fit,
+    PrecisionPair,
+    used_word_bits,
+    words_offset,
+)
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
@@ -68,6 +77,7 @@ class Case:
             f"{self.what} {self.pair} {shape.num_kv_heads}x{shape.gqa}x{shape.head_dim}": True,
             self.kind: self.kind != "none",
             f"groups of {shape.group_size}": shape.group_size,
+            "short words": shape.word_bits == SHORT_WORD_BITS,
             "symmetric": self.symmetric,
             "fitted": self.fit == "least_squares",
             f"cap {self.logit_cap:g}": self.logit_cap,
@@ -108,6 +118,12 @@ def cases(*, smoke: bool) -> list[Case]:
     listed += [
         Case(what, pair, grouped, "none", symmetric)
         for what, pair, symmetric in itertools.product(("decode", "store", "read"), same, (False, True))
+    ]
+    short, odd = replace(grouped, word_bits=SHORT_WORD_BITS), HeadShape("", 3, 1, 80, None, SHORT_WORD_BITS)
+    listed += [
+        Case(what, pair, heads, "none", fit=fit)
+        for what, pair, heads in itertools.product(("decode", "store", "read"), same, (short, odd))
+        for fit in (FITS if what == "store" else FITS[:1])
     ]
     listed += [
         Case("store", PrecisionPair(*bits), HeadShape("", 3, 1, head_dim), kind, symmetric, "least_squares")
@@ -230,7 +246,8 @@ def _miswritten(side: PackedRows, slots: Tensor, x: Tensor) -> float:
     written, expected = side.rows[slots].flatten(1), row.pack(x.cpu()).flatten(1)
     if row.spec is not None:  # the padding behind codes and scales is nobody's
         num_words = row.num_heads * row.head_dim // (row.spec.group_size or row.head_dim)
-        used = words_offset(row.num_heads, row.head_dim, row.bits) + WIDE_WORD_BITS // 8 * num_words
+        word_bits = used_word_bits(row.bits, row.spec.word_bits)
+        used = words_offset(row.num_heads, row.head_dim, row.bits, word_bits) + word_bits // 8 * num_words
         written, expected = written[:, :used], expected[:, :used]
     return _share_that_differs(written, expected)
 

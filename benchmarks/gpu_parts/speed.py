@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -25,7 +25,7 @@ from gpu_parts.pools import (
     row_format,
     states,
 )  # fmt: skip
-from kvtuner.precision import PrecisionPair
+from kvtuner.precision import SHORT_WORD_BITS, PrecisionPair
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from gpu_parts.machine import Machine
     from gpu_parts.pools import Layer
 
-PAIRS: Final = tuple(PrecisionPair.parse(pair) for pair in ("K16V16", "K8V8", "K8V4", "K4V4", "K4V2", "K2V2"))
+PAIRS: Final = tuple(PrecisionPair.parse(pair) for pair in ("K16V16", "K8V8", "K8V4", "K4V4", "K3V3", "K4V2", "K2V2"))
+SHORT_PAIRS: Final = tuple(PrecisionPair.parse(pair) for pair in ("K4V4", "K3V3", "K2V2"))
+"""The pairs that are also timed with short words, in groups of half a head."""
 BATCHES: Final = (1, 8, 32, 128)
 LENGTHS: Final = (1024, 4096, 16384, 32768, 131072)
 MOST_TIMES: Final = 1024
@@ -92,15 +94,17 @@ def decode(machine: Machine, shape: HeadShape, num_requests: int, length: int) -
     for name in baselines.of_torch(machine):
         row = {**base, "pair": "K16V16", "kernel": name, "bytes": num_bytes}
         yield timed(machine, row, baselines.by_torch, machine, name, shape, q, length, copies)
-    for pair, kind in (*((pair, "none") for pair in PAIRS), (PrecisionPair(4, 4), ALL_TRANSFORMS)):
-        per_token = sum(row_format(shape, bits).row_bytes(machine.dtype) for bits in (pair.k_bits, pair.v_bits))
+    short = replace(shape, group_size=shape.head_dim // 2, word_bits=SHORT_WORD_BITS)
+    stored = [(pair, "none", shape) for pair in PAIRS] + [(pair, "none", short) for pair in SHORT_PAIRS]
+    for pair, kind, heads in (*stored, (PrecisionPair(4, 4), ALL_TRANSFORMS, shape)):
+        per_token = sum(row_format(heads, bits).row_bytes(machine.dtype) for bits in (pair.k_bits, pair.v_bits))
         times = times_of(machine, num_tokens * per_token)
         num_slots = max(num_tokens, min(times * num_tokens, 1 << 22))
         attention = TritonAttention(machine.device)
-        rows = filled(machine, attention, shape, pair, num_slots, kind)
-        attention.prepare([rows], shape.num_heads, num_requests)
+        rows = filled(machine, attention, heads, pair, num_slots, kind)
+        attention.prepare([rows], heads.num_heads, num_requests)
         batch = batch_of(machine, num_requests, length, num_slots, times)
-        for name, kernel in kernels_over(machine, shape, pair, kind, attention, rows, num_requests).items():
+        for name, kernel in kernels_over(machine, heads, pair, kind, attention, rows, num_requests).items():
             runs = [functools.partial(kernel, q, batch.indptr, slots) for slots in batch.slots]
             row = {**base, "kind": kind, "pair": str(pair), "kernel": name, "bytes": num_tokens * per_token}
             yield timed(machine, row, list, runs)
@@ -118,13 +122,14 @@ def kernels_over(
     def ours(q: Tensor, indptr: Tensor, slots: Tensor) -> Tensor:
         return attention.decode(q, *rows, indptr, slots, scores)
 
-    kernels: dict[str, Callable[..., object]] = {"ours": ours}
+    is_short = shape.word_bits == SHORT_WORD_BITS
+    kernels: dict[str, Callable[..., object]] = {"ours, short words" if is_short else "ours": ours}
     sglang_kernel, _ = baselines.sglang_kernels()
     if pair == baselines.NATIVE and sglang_kernel is not None:
         for splits in baselines.SGLANG_SPLITS:
             run = baselines.by_sglang(sglang_kernel, machine, shape, *rows, num_requests, splits)
             kernels[f"sglang triton, {splits} splits"] = run
-    if pair == PrecisionPair(4, 4) and kind == "none":
+    if pair == PrecisionPair(4, 4) and kind == "none" and not is_short:
         kernels["dequantize then dot"] = baselines.by_dequantizing(machine, shape, *rows, num_requests)
     return kernels
 
@@ -248,7 +253,7 @@ def _sweep(machine: Machine, pair: PrecisionPair, shape: HeadShape, num_requests
     programs = [count * Device.of(machine.device).processors for count in (1, 4, 8, 16, 32)]
     splits_of_processors = {count // (num_requests * shape.num_kv_heads) or 1 for count in programs}
     for candidate, splits in itertools.product(CANDIDATES, sorted(splits_of_processors)):
-        settings = dataclasses.replace(candidate, asm=candidate.asm and not machine.smoke)
+        settings = replace(candidate, asm=candidate.asm and not machine.smoke)
         row = {"shape": shape.name, "batch": num_requests, "length": length, "pair": str(pair)}
-        row |= {"launch": dataclasses.asdict(settings), "splits": splits}
+        row |= {"launch": asdict(settings), "splits": splits}
         yield timed(machine, row, list, [functools.partial(run, settings, splits, slots) for slots in batch.slots])
