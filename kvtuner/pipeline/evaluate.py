@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from kvtuner.calibration.model_loading import load_model
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench
-from kvtuner.errors import CorpusError, EndpointError, OptionError, PrecisionError, RunFolderError
+from kvtuner.errors import CorpusError, EndpointError, PrecisionError, RunFolderError
 from kvtuner.evaluation.backends.base import TextTokenizer
 from kvtuner.evaluation.backends.local_backend import LocalBackend
 from kvtuner.evaluation.backends.server_backend import server_backends
@@ -148,22 +148,11 @@ class _EvaluationSession:
             raise PrecisionError(f"{unstored[0]} is no scheme to evaluate, such as fp8 or K8V8: nothing here stores it")
         searched: ReadPlanName = quality.read_plan if quality else "decode"
         self._read_plan = None if model.urls else options.read_plan or searched
-        self._check_window()
         for scheme in model.schemes:  # refuses what it cannot
             scheme.cache(model.shape.config, self._read_plan or "decode", model.shape.context_length)
         self._text = TextTokenizer(model.tokenizer)
         self._question_sets = _question_sets(model, self._text)
         _check_tasks(options)
-
-    def _check_window(self) -> None:
-        """Refuse an exact window where nothing here reads it: in chunks that are exact within themselves."""
-        window, options = self._model.profile.window, self._model.options
-        asked = {*options.asked_levels, *(options.tasks or ())} - {"likelihood"}
-        if window.residual_length and self._read_plan == "hit" and asked:
-            raise OptionError(
-                f"the profile has {window}, which a cache here cannot read by the plan hit; give --read-plan decode, or"
-                " --levels likelihood, which is simulated"
-            )
 
     def cells(self) -> tuple[Sequence[Backend], list[Cell]]:
         """The backends, and all cells but samples."""

@@ -260,9 +260,7 @@ def test_refusals(evaluate: Evaluate, run: RunCommand, model_folder: ModelFolder
     assert "cannot be read" in err
 
 
-def test_a_profile_with_a_window_is_evaluated_here_and_refused_where_nothing_reads_it(
-    evaluate: Evaluate, tmp_path: Path
-) -> None:
+def test_a_profile_with_a_window_is_evaluated_by_any_read_plan(evaluate: Evaluate, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     plain = load_profile(file)
     fits = {side: getattr(plain.defaults, side).model_copy(update={"fit": "minmax"}) for side in ("k", "v")}
@@ -280,8 +278,10 @@ def test_a_profile_with_a_window_is_evaluated_here_and_refused_where_nothing_rea
         kls.append({name: cell["mean"] for name, cell in next(iter(cells.values())).items()})
     assert kls[1]["profile"] < 0.8 * kls[0]["profile"]
     assert kls[1]["fp8"] == kls[0]["fp8"]
-    status, _, err, _ = evaluate("--read-plan", "hit", as_json=False)
-    assert status == 2 and "cannot read by the plan hit" in err
+    for read_plan in ("hit", "cache"):
+        status, evaluation, err, _ = evaluate(*flags, "--read-plan", read_plan, "--out", str(tmp_path / read_plan))
+        assert status == 0, err
+        assert results(evaluation, "recall", "accuracy")[48, 0]["profile"]["mean"] <= 1
 
 
 SERVER = ("--endpoint", "http://127.0.0.1:9")

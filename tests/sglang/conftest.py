@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,7 +167,10 @@ def compare() -> Compare:
     def log_probs(
         model: Any, cache: Any, ids: Sequence[int], fed: Sequence[int], chunk: int | None = None
     ) -> torch.Tensor:
-        with nullcontext() if chunk is None else cache.reading("hit"):
+        with ExitStack() as chunks:
+            if chunk is not None:
+                chunks.enter_context(cache.reading("hit"))
+                chunks.enter_context(cache.attending(model))
             for piece in torch.tensor([ids]).split(chunk or len(ids), dim=1):
                 rows = [model(piece, past_key_values=cache, use_cache=True)]
         for token in fed[:-1]:

@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.precision import ExactWindow
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,12 +160,13 @@ def test_every_family_agrees_at_every_uniform_width(
 
 
 @pytest.mark.parametrize(
-    ("bits", "asym"),
-    [(8, "true"), *(pytest.param(*flags, marks=pytest.mark.full) for flags in ((4, "false"), (3, "true")))],
+    ("bits", "asym", "residual_length"),
+    [(4, "false", 32), *(pytest.param(*flags, 0, marks=pytest.mark.full) for flags in ((8, "true"), (3, "true")))],
 )
 def test_uniform_flags_serve_a_profile_of_their_own(
     bits: int,
     asym: str,
+    residual_length: int,
     serve: Serve,
     compare: Compare,
     prompts: Prompts,
@@ -173,11 +175,12 @@ def test_uniform_flags_serve_a_profile_of_their_own(
 ) -> None:
     folder = model_folder("qwen3-qk-norm", num_hidden_layers=LAYERS)
     config = AutoConfig.from_pretrained(folder)
-    profile = profile_of(config, [LayerQuantization(bits, bits)] * LAYERS, symmetric=asym == "false")
+    window, layers = ExactWindow(residual_length), [LayerQuantization(bits, bits)] * LAYERS
+    profile = profile_of(config, layers, symmetric=asym == "false", window=window)
     flags = (
         "--enable-kvtuner-quant", "--kvtuner-nbits-key", str(bits), "--kvtuner-nbits-value", str(bits),
         "--kvtuner-asym", asym, "--kvtuner-q-group-size", "32", "--kvtuner-axis-key", "0", "--kvtuner-axis-value", "0",
-        "--kvtuner-residual-length", "0",
+        "--kvtuner-residual-length", str(residual_length),
     )  # fmt: skip
     with serve(folder, *flags) as server:
         agreement = compare(server, folder, profile, prompts(*LENGTHS), 40)

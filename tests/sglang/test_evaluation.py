@@ -19,6 +19,7 @@ from kvtuner.calibration.model_loading import DEMO_MODEL, ModelSource, load_toke
 from kvtuner.cli import main
 from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.precision import ExactWindow
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 if TYPE_CHECKING:
@@ -190,6 +191,30 @@ def test_likelihoods_of_servers_are_those_of_transformers(
     assert 0.3 < bound / means["truncated_kl_nats_per_token", "profile"] < 1.001, "only tokens that both name"
     assert likelihoods(openai)["top1_agreement", "profile"] == pytest.approx(means["top1_agreement", "profile"])
     assert {cell["flag"] for cell in openai["cells"]} == {"unread"}
+
+
+def test_hits_have_no_copies_so_that_a_server_shows_a_window_as_if_there_were_none(
+    served: tuple[str, ...],
+    evaluate: Evaluate,
+    serve: Serve,
+    profile_of: ProfileOf,
+    save_profile: SaveProfile,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = AutoConfig.from_pretrained(DEMO_MODEL)
+    layers = [LayerQuantization(2, 4)] * config.num_hidden_layers
+    windowed = save_profile(profile_of(config, layers, window=ExactWindow(32)))
+    with serve(DEMO_MODEL, "--kvtuner-profile", str(windowed)) as server:
+        empty(server.url, served[1], served[3].removeprefix("bf16="))
+        flags = ("--model", "demo", "--json", "--out", str(tmp_path / "windowed"), "--endpoint", server.url)
+        assert main(["eval", str(windowed), *flags, *SCORING, *served[2:]]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["profile_digest"] == load_profile(windowed).digest
+    assert {cell["flag"] for cell in found["cells"]} == {None}
+    means, without = likelihoods(found), likelihoods(evaluate(*SCORING, *served)[1])
+    for measure in ("truncated_kl_nats_per_token", "nll_nats_per_token"):
+        assert means[measure, "profile"] == pytest.approx(without[measure, "profile"], rel=1e-3)
 
 
 def test_a_server_without_a_prefix_cache_is_flagged_and_shows_no_damage(

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from kvtuner.calibration.model_loading import DEMO_MODEL
 from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.precision import ExactWindow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,12 +37,12 @@ ON_A_PROCESSOR = (
 
 @pytest.fixture(scope="module")
 def mixed(profile_of: ProfileOf, save_profile: SaveProfile) -> Path:
-    """A profile of the demo model."""
+    """A profile of the demo model, with a window."""
     config = AutoConfig.from_pretrained(DEMO_MODEL)
     choices = [
         LayerQuantization(8, 4) if layer < 3 else LayerQuantization(4, 4) for layer in range(config.num_hidden_layers)
     ]
-    path: Path = save_profile(profile_of(config, choices))
+    path: Path = save_profile(profile_of(config, choices, window=ExactWindow(16)))
     return path
 
 
@@ -158,7 +159,9 @@ def test_a_server_of_something_else_is_refused(bench: Bench, mixed: Path, facts:
     ],
     ids=["small", "whole"],
 )
-def test_the_ablation_serves_every_group_or_says_why_not(loads: tuple[str, ...], bench: Bench, tmp_path: Path) -> None:
+def test_the_ablation_serves_every_group_or_says_why_not(
+    loads: tuple[str, ...], bench: Bench, mixed: Path, tmp_path: Path
+) -> None:
     common = ("--ablation", "--levels", "likelihood", "--kv-memory", "32MiB", "--server-args", ON_A_PROCESSOR)
     status, found, output = bench(*common, *loads)
     assert found, output[-3000:]
@@ -169,8 +172,10 @@ def test_the_ablation_serves_every_group_or_says_why_not(loads: tuple[str, ...],
     assert "tail pages" in schemes["K4V4-per-channel"]["refused"]
     served = [scheme for scheme in found["ways"] if scheme["refused"] is None]
     assert len(served) == 8
+    copies = (4 + 1) * load_profile(mixed).window_bytes()
     for scheme in served:
-        assert scheme["server"]["tokens_that_fit"] == pytest.approx((32 << 20) // scheme["bytes_per_token"], rel=0.01)
+        rows = (32 << 20) - (copies if scheme["name"] == "profile" else 0)
+        assert scheme["server"]["tokens_that_fit"] == pytest.approx(rows // scheme["bytes_per_token"], rel=0.01)
         assert len(scheme["gates"]) == 7
         assert all(gate["verdict"] == "passed" for gate in scheme["gates"] if gate["name"] not in BY_TIME)
         assert all(row["success_rate"] == 1 for row in scheme["loads"])

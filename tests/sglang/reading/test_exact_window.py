@@ -112,9 +112,11 @@ def test_a_server_agrees_with_the_transformers_host(
     case: Case, server: Server, compare: Compare, prompts: Prompts
 ) -> None:
     agreement = compare(server, case.folder, case.profile, prompts(5, 1, 17, 33), 40)
-    assert agreement.own > 1e-4
-    assert agreement.divergence <= 0.02 * agreement.own + 1e-6, agreement
-    assert agreement.same_argmax >= 0.995, agreement
+    in_chunks = compare(server, case.folder, case.profile, prompts(150, 71, seed=1), 20, CHUNK)
+    for each in (agreement, in_chunks):
+        assert each.own > 1e-4
+        assert each.divergence <= 0.02 * each.own + 1e-6, each
+        assert each.same_argmax >= 0.995, each
 
 
 def test_log_and_metrics_say_what_copies_take(case: Case, server: Server) -> None:
@@ -170,6 +172,24 @@ def test_what_was_hit_is_read_from_rows(case: Case, server: Server, prompts: Pro
     assert hit == 65
     total = len(again) + TOKENS
     exact, unbroken = window_reads(total, hit), window_reads(total)
+    for reads in (exact, unbroken):
+        reads[:60, :60] = True
+        reads[hit : len(again), hit : len(again)] = True
+    assert_reads(case, again, answer, exact, unbroken)
+
+
+def test_what_comes_back_from_a_lower_tier_is_read_from_rows(case: Case, serve: Serve, prompts: Prompts) -> None:
+    tiers = ("--enable-hierarchical-cache", "--hicache-ratio", "3", "--enable-cache-report", "--page-size", "16")
+    ids = prompts(60, seed=6)[0]
+    with serve(case.folder, *case.flags, *tiers, "--max-total-tokens", "256") as server:
+        (first,) = ask(case, server, [ids])
+        again = [*ids, *first["output_ids"][:5], *prompts(4, seed=7)[0]]
+        for other in prompts(*[100] * 4, seed=11):
+            ask(case, server, [other])
+        (answer,) = ask(case, server, [again])
+    hit = answer["meta_info"]["cached_tokens"]
+    assert (hit, answer["meta_info"]["cached_tokens_details"]["host"]) == (64, 64)
+    exact, unbroken = (window_reads(len(again) + TOKENS, at_hand_from) for at_hand_from in (hit, 0))
     for reads in (exact, unbroken):
         reads[:60, :60] = True
         reads[hit : len(again), hit : len(again)] = True
