@@ -133,7 +133,7 @@ def _search_table(variants: Sequence[Mapping[str, Any]]) -> Table:
                     f"{kl:.3g}",
                     f"{kl / reference[row['budget']]:.2f}" if reference else "-",
                     uniform_text(row, "uniform"),
-                    uniform_text(row, "uniform+t"),
+                    f"{row['uniform+t']:.3g} ({row['uniform+t_name']}, {row['uniform+t_stored_bits']:.2f})",
                     f"{kl / row['uniform+t']:.2f}",
                     "even" if low <= 0 <= high else "search" if mean < 0 else "UNIFORM",
                 ]
@@ -157,8 +157,9 @@ def notes(args: argparse.Namespace) -> list[str]:
         f"KL in nats per token on {report} unseen sequences of {args.sequence_length} tokens, small and large positions"
         f" pooled; calibrated on {calibrate} and refined in {args.trials} trials on {select} sequences, seed"
         f" {args.seeds[0]}. Budgets are of payload; `stored bits` hold scales, padding, and the copies of the window in"
-        f" a request of {args.context} tokens, which rows have less: all of one budget store as much. `lower`: where"
-        " the 95 % interval of the paired difference excludes zero.",
+        f" a request of {args.context} tokens, which rows have less: nothing of one budget stores more. The best"
+        " uniform alike has the same grids, transforms and window, and its own stored bits beside it: no uniform uses"
+        " what is left. `lower`: where the 95 % interval of the paired difference excludes zero.",
     ]
 
 

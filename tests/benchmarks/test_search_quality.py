@@ -63,6 +63,7 @@ def test_the_flags_of_a_measurement_are_those_of_a_search() -> None:
 def variant(name: str, kl: float, less: float) -> dict[str, Any]:
     row = {"budget": "3bit", "stored_bits": 4.0, "exact": 0.5, "exact+refined": {"kl": [kl]}}
     row |= {"uniform": 2.0, "uniform_name": "K4V2", "uniform+t": 0.5, "uniform+t_name": "K3V3"}
+    row["uniform+t_stored_bits"] = 3.75
     return {"variant": name, "rows": [{**row, "less_uniform+t": [less, less - 0.1, less + 0.1]}]}
 
 
@@ -71,8 +72,8 @@ def test_the_page_says_the_share_of_min_max_and_who_is_lower() -> None:
     twin = [variant("fitted", 0.21, -0.3)]
     models = [{"model": "demo", "variants": variants}, {"model": "twin", "variants": twin}]
     text = search_variants.markdown({"notes": ["A note."], "models": models})
-    assert "| min-max | 3bit | 4.000 | 0.5 | 0.4 | 1.00 | 2 (K4V2) | 0.5 (K3V3) | 0.80 | even |" in text
-    assert "| fitted | 3bit | 4.000 | 0.5 | 0.2 | 0.50 | 2 (K4V2) | 0.5 (K3V3) | 0.40 | search |" in text
+    assert "| min-max | 3bit | 4.000 | 0.5 | 0.4 | 1.00 | 2 (K4V2) | 0.5 (K3V3, 3.75) | 0.80 | even |" in text
+    assert "| fitted | 3bit | 4.000 | 0.5 | 0.2 | 0.50 | 2 (K4V2) | 0.5 (K3V3, 3.75) | 0.40 | search |" in text
     assert "| 1.20 | UNIFORM |" in text
     assert "| fitted | 1.05 |" in text
     assert "| 0.21 | - |" in text  # the twin has no min-max grids to compare with
@@ -94,7 +95,7 @@ def test_a_committed_page_is_that_of_its_json_and_ways_of_a_budget_store_as_much
 @pytest.mark.slow
 def test_a_comparison_counts_the_window_and_compares_with_the_uniform_alike(tmp_path: Path) -> None:
     argv = "--budgets 3bit --methods exact exact+refined --seeds 0 --trials 6 --sequence-length 96 --sequences 1 2 2"
-    flags = "--fit least_squares --residual-length 8 --three-bits --context 1024"
+    flags = "--word-bits 32 --residual-length 8 --context 1024"
     json_file = tmp_path / "quality.json"
     argv += f" {flags} --out {tmp_path} --json {json_file}"
     search_quality.main(argv.split())
