@@ -88,8 +88,6 @@ def profile_of_scheme(scheme: RecallScheme, model: CalibratedModel, configuratio
     return build_profile(
         geometry=geometry,
         layers=layers,
-        k_group_size=geometry.head_dim,
-        v_group_size=geometry.v_head_dim,
         symmetric=False,
         fit=quant.fit,
         window=scheme.window,

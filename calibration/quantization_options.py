@@ -10,11 +10,11 @@ from kvtuner.precision import (
     NO_WINDOW,
     PACKED_BITS,
     SEARCHED_BITS,
-    WIDE_WORD_BITS,
+    WHOLE_HEADS,
     ExactWindow,
     Fit,
+    ScaleLayout,
     Side,
-    WordBits,
 )
 from kvtuner.quant import Quantized, QuantSpec, Transform, quantize_widths
 
@@ -24,45 +24,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationOptions:
-    """The settings of all candidates: channels per scale, a head's by default; grids, words, window, 3 bits or not."""
+    """The settings of all candidates: scale layouts, grids, window, 3 bits or not."""
 
-    k_group_size: int | None = None
-    v_group_size: int | None = None
+    k_layout: ScaleLayout = WHOLE_HEADS
+    v_layout: ScaleLayout = WHOLE_HEADS
     symmetric: bool = False
     fit: Fit = "minmax"
     window: ExactWindow = NO_WINDOW
     three_bits: bool = False
-    k_word_bits: WordBits = WIDE_WORD_BITS
-    v_word_bits: WordBits = WIDE_WORD_BITS
 
     @property
     def widths(self) -> tuple[int, ...]:
         """The packed widths of all candidates, ascending."""
         return PACKED_BITS if self.three_bits else SEARCHED_BITS
 
-    def group_size(self, side: Side) -> int | None:
-        """Channels per scale of one side."""
-        return self.k_group_size if side == "k" else self.v_group_size
-
-    def word_bits(self, side: Side) -> WordBits:
-        """Bits of a scale word of one side."""
-        return self.k_word_bits if side == "k" else self.v_word_bits
+    def layout(self, side: Side) -> ScaleLayout:
+        """The scale layout of one side."""
+        return self.k_layout if side == "k" else self.v_layout
 
     def spec(self, side: Side, bits: int, transform: Transform) -> QuantSpec | None:
         """The storage of one side of a layer at `bits`; None at 16, where it is not quantized."""
         if bits == NATIVE_BITS:
             return None
-        return QuantSpec(
-            bits, transform, self.group_size(side), self.symmetric, self.fit, word_bits=self.word_bits(side)
-        )
+        layout = self.layout(side)
+        return QuantSpec(bits, transform, layout.group_size, self.symmetric, self.fit, word_bits=layout.word_bits)
 
     def quantize(self, side: Side, stored: Tensor) -> list[Quantized]:
         """One side of a layer, in stored space, at each of `widths`."""
+        group_size, word_bits = self.layout(side).group_size, self.layout(side).word_bits
         return quantize_widths(
-            stored,
-            self.widths,
-            self.group_size(side),
-            symmetric=self.symmetric,
-            fit=self.fit,
-            word_bits=self.word_bits(side),
+            stored, self.widths, group_size, symmetric=self.symmetric, fit=self.fit, word_bits=word_bits
         )

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from statistics import fmean, geometric_mean
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.calibration.workbench import IDENTITY_FILE, Workbench
 from kvtuner.journal import Journal
-from kvtuner.precision import SHORT_WORD_BITS, WIDE_WORD_BITS, WIDEST_PACKED_BITS, Side, WordBits
+from kvtuner.precision import SHORT_WORD_BITS, WIDE_WORD_BITS, WIDEST_PACKED_BITS, ScaleLayout, Side
 from kvtuner.run_folder import refuse_difference, sha256_of
 
 if TYPE_CHECKING:
@@ -28,16 +28,6 @@ JOURNAL: Final = "scale-layouts.jsonl"
 COMPARED_TRANSFORMS: Final[dict[Side, str]] = {"k": "centered+balanced+hadamard", "v": "hadamard"}
 """The transforms under which layouts are compared: those that most layers end with."""
 _SMALLEST_KL: Final = 1e-12
-
-
-class ScaleLayout(NamedTuple):
-    """The channels that share a scale, and the bits of their scale word."""
-
-    group_size: int
-    word_bits: WordBits
-
-    def __str__(self) -> str:
-        return f"{self.word_bits} bits in groups of {self.group_size}"
 
 
 def equal_layouts(head_dim: int) -> tuple[ScaleLayout, ScaleLayout] | None:
@@ -83,9 +73,7 @@ class LayoutComparison:
 
 def with_layout(options: QuantizationOptions, side: Side, layout: ScaleLayout) -> QuantizationOptions:
     """The options with the layout of one side."""
-    if side == "k":
-        return replace(options, k_group_size=layout.group_size, k_word_bits=layout.word_bits)
-    return replace(options, v_group_size=layout.group_size, v_word_bits=layout.word_bits)
+    return replace(options, k_layout=layout) if side == "k" else replace(options, v_layout=layout)
 
 
 def compare_layouts(
@@ -138,7 +126,7 @@ class _LayoutMeasurement:
         return {bits: self._kl(side, layout, bits) for bits in widths}
 
     def _kl(self, side: Side, layout: ScaleLayout, bits: int) -> float:
-        record = {"side": side, **layout._asdict(), "bits": bits}
+        record = {"side": side, "group_size": layout.group_size, "word_bits": layout.word_bits, "bits": bits}
         known = self._journal.get(_key_of(record))
         if known is None:
             kls = self._measure(side, layout, bits)

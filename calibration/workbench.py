@@ -123,17 +123,16 @@ class Workbench:
             "read_plan": options.read_plan,
             "num_draws": options.num_draws,
             "batch_size": options.batch_size,
-            "k_group_size": options.quant.k_group_size,
-            "v_group_size": options.quant.v_group_size,
+            **{f"{side}_group_size": options.quant.layout(side).group_size for side in SIDES},
             "symmetric": options.quant.symmetric,
             # Absent where it is what every measurement had before there was a choice.
             **({} if options.quant.fit == "minmax" else {"fit": options.quant.fit}),
             **({} if options.quant.window == NO_WINDOW else asdict(options.quant.window)),
             **({"three_bits": True} if options.quant.three_bits else {}),
             **{
-                f"{side}_word_bits": options.quant.word_bits(side)
+                f"{side}_word_bits": options.quant.layout(side).word_bits
                 for side in SIDES
-                if options.quant.word_bits(side) != WIDE_WORD_BITS
+                if options.quant.layout(side).word_bits != WIDE_WORD_BITS
             },
             "seed": options.seed,
             "layout": LAYOUT_ID,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from kvtuner.errors import GeometryError
-from kvtuner.precision import WIDE_WORD_BITS, PrecisionPair, RowShape, WordBits, bytes_per_token
+from kvtuner.precision import WHOLE_HEADS, PrecisionPair, RowShape, ScaleLayout, bytes_per_token
 
 
 class ConfigLike(Protocol):
@@ -86,25 +86,11 @@ class ModelGeometry:
         return range(start, start + sizes[pp_rank])
 
     def row_shape(
-        self,
-        *,
-        tp_size: int = 1,
-        k_group_size: int | None = None,
-        v_group_size: int | None = None,
-        k_word_bits: WordBits = WIDE_WORD_BITS,
-        v_word_bits: WordBits = WIDE_WORD_BITS,
+        self, k_layout: ScaleLayout = WHOLE_HEADS, v_layout: ScaleLayout = WHOLE_HEADS, *, tp_size: int = 1
     ) -> RowShape:
         """The shape of a rank's rows; the whole model's by default."""
         heads = len(self.kv_heads_of_rank(0, tp_size))
-        return RowShape(
-            num_kv_heads=heads,
-            head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim,
-            k_group_size=self.head_dim if k_group_size is None else k_group_size,
-            v_group_size=self.v_head_dim if v_group_size is None else v_group_size,
-            k_word_bits=k_word_bits,
-            v_word_bits=v_word_bits,
-        )
+        return RowShape.of(heads, (self.head_dim, self.v_head_dim), k_layout, v_layout)
 
     def bf16_bytes_per_token(self, *, tp_size: int = 1) -> int:
         """The bytes of one token in an unquantized 16-bit cache, all layers."""

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from kvtuner.errors import GeometryError
 from kvtuner.geometry import ModelGeometry, kv_heads_of_rank
-from kvtuner.precision import Granularity, RowShape
+from kvtuner.precision import RowShape, ScaleLayout
 
 KindName = Literal["full", "window", "latent", "none", "shared"]
 KINDS: Final[dict[KindName, str]] = {"full": "", "window": ":N", "latent": "", "none": "", "shared": ":L"}
@@ -103,12 +103,10 @@ class LayerGeometry:
         """The numbers that are cached of one token."""
         return self.num_kv_heads * (self.head_dim + self.v_head_dim) + self.rope_dim
 
-    def row_shape(
-        self, k_group_size: int, v_group_size: int, granularity: Granularity = "per_token", tp_size: int = 1
-    ) -> RowShape:
+    def row_shape(self, k_layout: ScaleLayout, v_layout: ScaleLayout, *, tp_size: int = 1) -> RowShape:
         """The shape of a rank's rows, without rotary channels; `GeometryError` where heads cannot be split."""
         heads = len(kv_heads_of_rank(self.num_kv_heads, 0, tp_size))
-        return RowShape(heads, self.head_dim, self.v_head_dim, k_group_size, v_group_size, granularity)
+        return RowShape.of(heads, (self.head_dim, self.v_head_dim), k_layout, v_layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Every byte figure in the project, from the tuner's budget to the size of the ser
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -183,6 +183,31 @@ def _ceil_div(number: int, divisor: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaleLayout:
+    """What shares a scale on one side of a layer, keys or values, and the bits of its scale word.
+
+    Attributes:
+        group_size: channels per scale of a token, a head's if None; or tokens per scale of a channel.
+        word_bits: bits of a scale word.
+        granularity: values are always stored per token.
+    """
+
+    group_size: int | None = None
+    word_bits: WordBits = WIDE_WORD_BITS
+    granularity: Granularity = "per_token"
+
+    def __str__(self) -> str:
+        return f"{self.word_bits} bits in groups of {self.group_size}"
+
+    def of_head(self, head_dim: int) -> ScaleLayout:
+        """The same with a group size, where it has none, of a head of so many channels."""
+        return replace(self, group_size=head_dim) if self.group_size is None else self
+
+
+WHOLE_HEADS: Final = ScaleLayout()
+
+
+@dataclass(frozen=True, slots=True)
 class RowShape:
     """The shape that decides a row's bytes besides its bits: heads on one rank, channels, and what shares a scale.
 
@@ -205,6 +230,19 @@ class RowShape:
     k_granularity: Granularity = "per_token"
     k_word_bits: WordBits = WIDE_WORD_BITS
     v_word_bits: WordBits = WIDE_WORD_BITS
+
+    @classmethod
+    def of(cls, heads: int, channels: tuple[int, int], k_layout: ScaleLayout, v_layout: ScaleLayout) -> RowShape:
+        """The shape of so many heads whose keys and whose values have so many channels, in these layouts."""
+        return cls(
+            heads,
+            *channels,
+            channels[0] if k_layout.group_size is None else k_layout.group_size,
+            channels[1] if v_layout.group_size is None else v_layout.group_size,
+            k_layout.granularity,
+            k_layout.word_bits,
+            v_layout.word_bits,
+        )
 
     def k_bytes(self, bits: int) -> int:
         """Bytes of one token's keys in one layer."""

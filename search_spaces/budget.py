@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvtuner.errors import BudgetError
-from kvtuner.precision import NO_WINDOW, WIDE_WORD_BITS, ExactWindow, PrecisionPair, RowShape, WordBits
+from kvtuner.precision import NO_WINDOW, WIDE_WORD_BITS, ExactWindow, PrecisionPair, RowShape, ScaleLayout, WordBits
 from kvtuner.search_spaces.space import payload_bits
 
 if TYPE_CHECKING:
@@ -108,13 +108,8 @@ class Budget:
             GeometryError: Ranks that the model cannot be split over.
             PrecisionError: Group sizes that rows of 2 bits cannot be packed with.
         """
-        shape = geometry.row_shape(
-            tp_size=tp_size,
-            k_group_size=k_group_size,
-            v_group_size=v_group_size,
-            k_word_bits=k_word_bits,
-            v_word_bits=v_word_bits,
-        )
+        layouts = (ScaleLayout(k_group_size, k_word_bits), ScaleLayout(v_group_size, v_word_bits))
+        shape = geometry.row_shape(*layouts, tp_size=tp_size)
         stages = tuple(geometry.layers_of_stage(rank, pp_size) for rank in range(pp_size))
         constraint = Constraint(self, shape, stages, window)
         if not constraint.is_met([SMALLEST_PAIR] * geometry.num_layers):

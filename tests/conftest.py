@@ -226,7 +226,7 @@ def profile_of() -> ProfileOf:
     from kvtuner.exported_configs.profile import records
     from kvtuner.exported_configs.profile.build import AskedBudget, build_profile
     from kvtuner.geometry import ModelGeometry
-    from kvtuner.precision import ExactWindow
+    from kvtuner.precision import ExactWindow, ScaleLayout
 
     digest = "sha256:" + 64 * "0"
 
@@ -259,13 +259,11 @@ def profile_of() -> ProfileOf:
         return build_profile(
             geometry=geometry,
             layers=layers,
-            k_group_size=group_size or geometry.head_dim // share,
-            v_group_size=group_size or geometry.v_head_dim // share,
+            k_layout=ScaleLayout(group_size or geometry.head_dim // share, word_bits=words[0]),
+            v_layout=ScaleLayout(group_size or geometry.v_head_dim // share, word_bits=words[1]),
             symmetric=symmetric,
             fit=fit,
             window=window or ExactWindow(),
-            k_word_bits=words[0],
-            v_word_bits=words[1],
             model=records.ModelIdentity(
                 id="tiny", revision=None, config_sha256=digest, architecture=architecture, dtype="bfloat16"
             ),

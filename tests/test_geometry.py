@@ -12,7 +12,7 @@ import transformers
 
 from kvtuner.errors import GeometryError
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import PrecisionPair
+from kvtuner.precision import PrecisionPair, ScaleLayout
 
 
 def geometry(**changes: int) -> ModelGeometry:
@@ -251,7 +251,7 @@ def test_row_shape_is_one_ranks() -> None:
     shape = geometry(num_kv_heads=4, head_dim=80, v_head_dim=96)
     whole = shape.row_shape()
     assert (whole.num_kv_heads, whole.k_group_size, whole.v_group_size) == (4, 80, 96)
-    rank = shape.row_shape(tp_size=8, k_group_size=40, v_group_size=48)
+    rank = shape.row_shape(tp_size=8, k_layout=ScaleLayout(40), v_layout=ScaleLayout(48))
     assert (rank.num_kv_heads, rank.head_dim, rank.v_head_dim) == (1, 80, 96)
     assert (rank.k_group_size, rank.v_group_size) == (40, 48)
     with pytest.raises(GeometryError, match="tp_size 3"):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvtuner.errors import GeometryError
 from kvtuner.geometry import ModelGeometry
 from kvtuner.layer_geometry import MAX_WINDOW, CacheGeometry, LayerGeometry, LayerKind
+from kvtuner.precision import ScaleLayout
 
 FULL, LATENT, NOTHING = (LayerKind.parse(text) for text in ("full", "latent", "none"))
 
@@ -85,11 +86,11 @@ def test_layers_alike_are_one_geometry_and_the_first_other_one_is_named(other: L
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(0, 3))
 def test_rows_of_a_layer_are_those_of_the_same_uniform_model(heads: int, tp_size: int, layers: int) -> None:
     layer = LayerGeometry(FULL, heads, heads, 64, 32)
-    uniform = ModelGeometry(layers + 1, heads, heads, 64, 32)
+    uniform, layouts = ModelGeometry(layers + 1, heads, heads, 64, 32), (ScaleLayout(32), ScaleLayout(16))
     try:
-        wanted = uniform.row_shape(tp_size=tp_size, k_group_size=32, v_group_size=16)
+        wanted = uniform.row_shape(*layouts, tp_size=tp_size)
     except GeometryError as error:
         with pytest.raises(GeometryError, match=re.escape(str(error))):
-            layer.row_shape(32, 16, tp_size=tp_size)
+            layer.row_shape(*layouts, tp_size=tp_size)
     else:
-        assert layer.row_shape(32, 16, tp_size=tp_size) == wanted
+        assert layer.row_shape(*layouts, tp_size=tp_size) == wanted

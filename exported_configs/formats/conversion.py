@@ -4,7 +4,7 @@ Knows formats by the rows of `FORMATS` alone.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +15,7 @@ from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.geometry import ModelGeometry
 from kvtuner.grid_fit import FITTED_BITS
-from kvtuner.precision import NATIVE_BITS, SHORT_WORD_BITS, THREE_BITS, Granularity, PrecisionPair, Side, used_word_bits
+from kvtuner.precision import NATIVE_BITS, SHORT_WORD_BITS, THREE_BITS, PrecisionPair, ScaleLayout, Side, used_word_bits
 
 NATIVE: Final = PrecisionPair(NATIVE_BITS, NATIVE_BITS)
 _OWN_MODEL: Final = "give the file's own model"
@@ -36,10 +36,9 @@ class LostFeature(NamedTuple):
 class Storage:
     """The one way in which every quantized layer is stored, without transforms; the fields are a profile's defaults."""
 
-    k_group_size: int
-    v_group_size: int
+    k_layout: ScaleLayout
+    v_layout: ScaleLayout
     symmetric: bool = False
-    k_granularity: Granularity = "per_token"
 
     def lost_features(self, profile: Profile) -> list[LostFeature]:
         """The features of a profile that the storage lacks, by the first layer of each; 16 bits lose nothing."""
@@ -48,16 +47,15 @@ class Storage:
     def _lost_of(self, profile: Profile, side: Side) -> Iterator[LostFeature]:
         is_key = side == "k"
         noun, defaults = ("keys", profile.defaults.k) if is_key else ("values", profile.defaults.v)
-        group_size = self.k_group_size if is_key else self.v_group_size
-        granularity = self.k_granularity if is_key else "per_token"
+        layout = self.k_layout if is_key else self.v_layout
         bits = [pair.k_bits if is_key else pair.v_bits for pair in profile.pairs]
         packed = [layer for layer, width in enumerate(bits) if width != NATIVE_BITS]
         if not packed:
             return
-        if defaults.granularity != granularity:
+        if defaults.granularity != layout.granularity:
             yield LostFeature(packed[0], f"{noun} are {defaults.granularity.replace('_', ' ')}")
-        elif defaults.group_size != group_size:
-            yield LostFeature(packed[0], f"{noun} are in groups of {defaults.group_size}, not {group_size}")
+        elif defaults.group_size != layout.group_size:
+            yield LostFeature(packed[0], f"{noun} are in groups of {defaults.group_size}, not {layout.group_size}")
         fitted = [layer for layer in packed if bits[layer] in FITTED_BITS]
         if fitted and defaults.grid_fit == "least_squares":
             yield LostFeature(fitted[0], f"{noun} are fitted by least squares")
@@ -97,7 +95,8 @@ class ImportOptions:
 
     def storage(self, geometry: ModelGeometry, *, symmetric: bool = False) -> Storage:
         """The storage of a format that has no groups of its own: one group per head."""
-        return Storage(self.group_size or geometry.head_dim, self.group_size or geometry.v_head_dim, symmetric)
+        layout = ScaleLayout(self.group_size)
+        return Storage(layout.of_head(geometry.head_dim), layout.of_head(geometry.v_head_dim), symmetric)
 
     def map_notes(self, names: Iterable[str]) -> tuple[str, ...]:
         """One note for each mapped word: what stands in its place, or that no layer has it."""
@@ -181,7 +180,9 @@ def read(
     profile = build_profile(
         geometry=geometry,
         layers=[LayerQuantization(pair.k_bits, pair.v_bits) for pair in pairs],
-        **asdict(imported.storage),
+        k_layout=imported.storage.k_layout,
+        v_layout=imported.storage.v_layout,
+        symmetric=imported.storage.symmetric,
         model=model,
         budget=AskedBudget(f"imported from {name}"),
     )
@@ -210,8 +211,7 @@ def _module(name: str) -> Any:
 
 
 def _check_groups(pairs: Sequence[PrecisionPair], storage: Storage, geometry: ModelGeometry) -> None:
-    shape = geometry.row_shape(k_group_size=storage.k_group_size, v_group_size=storage.v_group_size)
-    shape = replace(shape, k_granularity=storage.k_granularity)
+    shape = geometry.row_shape(storage.k_layout, storage.v_layout)
     for layer, pair in enumerate(pairs):
         for noun, row_bytes, bits in (("keys", shape.k_bytes, pair.k_bits), ("values", shape.v_bytes, pair.v_bits)):
             try:

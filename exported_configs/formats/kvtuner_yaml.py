@@ -9,9 +9,10 @@ from kvtuner.exported_configs.formats.conversion import Exported, Imported, Impo
 from kvtuner.exported_configs.formats.foreign_file import read_text, read_yaml
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import NATIVE_BITS, SEARCHED_BITS, PrecisionPair
+from kvtuner.precision import NATIVE_BITS, SEARCHED_BITS, PrecisionPair, ScaleLayout
 
 KIVI_GROUP: Final = 32
+_KIVI_KEYS: Final = ScaleLayout(KIVI_GROUP, granularity="per_channel")
 _SIDES: Final = ("nbits_key", "nbits_value")
 _KIVI_NOTE: Final = (
     "keys are per channel in groups of 32 tokens: the profile loads and shows, but no server reads it yet, and it does"
@@ -26,7 +27,7 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
     scheme, notes = _scheme(options)
     storage = options.storage(geometry)
     if scheme == "kivi":
-        storage = Storage(KIVI_GROUP, options.group_size or KIVI_GROUP, k_granularity="per_channel")
+        storage = Storage(_KIVI_KEYS, ScaleLayout(options.group_size or KIVI_GROUP))
         notes.append(_KIVI_NOTE)
     if options.group_size is not None:
         notes.append(f"groups of {options.group_size} channels as --group-size says, not those of the preset")
@@ -36,8 +37,8 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
 def write(profile: Profile) -> Exported:
     """Write a preset; its storage is that of one of the two schemes."""
     schemes = {
-        "pertoken": Storage(profile.geometry.head_dim, profile.geometry.v_head_dim),
-        "kivi": Storage(KIVI_GROUP, KIVI_GROUP, k_granularity="per_channel"),
+        "pertoken": ImportOptions().storage(profile.to_geometry()),
+        "kivi": Storage(_KIVI_KEYS, ScaleLayout(KIVI_GROUP)),
     }
     lost = {scheme: storage.lost_features(profile) for scheme, storage in schemes.items()}
     nearest = "kivi" if profile.has_per_channel_keys else "pertoken"

@@ -18,7 +18,7 @@ from kvtuner.exported_configs.formats.conversion import (
 from kvtuner.exported_configs.formats.foreign_file import read_json
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import NATIVE_BITS, SEARCHED_BITS, PrecisionPair, bytes_per_token
+from kvtuner.precision import NATIVE_BITS, SEARCHED_BITS, PrecisionPair, ScaleLayout, bytes_per_token
 
 DEFAULT_GROUP: Final = 64
 FULL_PRECISION: Final = 0
@@ -41,7 +41,7 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
     storage = options.storage(geometry)
     if options.group_size is None and groups:
         (group,) = groups
-        storage = Storage(group, group)
+        storage = Storage(ScaleLayout(group), ScaleLayout(group))
     elif groups and set(groups) != {options.group_size}:
         notes = (f"groups of {options.group_size} channels as --group-size says, not those of the file",)
     widths = {layer: bits or NATIVE_BITS for layer, (bits, _) in entries.items()}
@@ -51,7 +51,8 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
 def write(profile: Profile) -> Exported:
     """Write the quantized layers: its reader quantizes every layer that is named, and leaves the others alone."""
     group = profile.defaults.k.group_size
-    lost = sorted(uneven_layers(profile) + Storage(group, group).lost_features(profile))
+    storage = Storage(ScaleLayout(group), ScaleLayout(group))
+    lost = sorted(uneven_layers(profile) + storage.lost_features(profile))
     entries = [
         {"layer_idx": layer, "bits": pair.k_bits, "group_size": group}
         for layer, pair in enumerate(profile.pairs)

@@ -32,14 +32,14 @@ from kvtuner.precision import (
     LAYOUT_ID,
     NATIVE_BITS,
     NO_WINDOW,
+    WHOLE_HEADS,
     WIDE_WORD_BITS,
     ConstantsPlace,
     ExactWindow,
     Fit,
-    Granularity,
     PrecisionPair,
+    ScaleLayout,
     Side,
-    WordBits,
 )
 from kvtuner.quant import IDENTITY, Transform
 from kvtuner.run_folder import sha256_of, write_atomically
@@ -77,24 +77,20 @@ def build_profile(
     *,
     geometry: ModelGeometry | CacheGeometry,
     layers: Sequence[LayerQuantization],
-    k_group_size: int,
-    v_group_size: int,
+    k_layout: ScaleLayout = WHOLE_HEADS,
+    v_layout: ScaleLayout = WHOLE_HEADS,
     symmetric: bool,
     model: ModelIdentity,
     budget: AskedBudget,
     quality: QualityRecord | None = None,
     provenance: Provenance | None = None,
-    k_granularity: Granularity = "per_token",
     fit: Fit = "minmax",
     window: ExactWindow = NO_WINDOW,
-    k_word_bits: WordBits = WIDE_WORD_BITS,
-    v_word_bits: WordBits = WIDE_WORD_BITS,
 ) -> Profile:
     """Build a profile with its digest and its reached budget.
 
-    A group size is the number of channels per scale; of per_channel keys, which no server reads yet, it is the number
-    of tokens per scale of a channel. Symmetric grids lie around zero. Without a quality nothing was measured, without a
-    provenance no search chose.
+    Groups of whole heads are of the most frequent head size; no server reads per_channel keys yet. Symmetric grids lie
+    around zero. Without a quality nothing was measured, without a provenance no search chose.
     Layers are those that own a cache, in their order. A profile is of version 1, which older readers take too, where
     layers are all full and alike, with one group size, min-max grids, words of 32 bits, no 3 bits and no window. Its
     constants stand in its own file; `place_constants` moves them.
@@ -106,14 +102,17 @@ def build_profile(
     owners = geometry_record.owners()
     if len(layers) != len(owners):
         raise ProfileError(f"geometry has num_layers {len(owners)}, but {len(layers)} layers were chosen")
-    keys = {"granularity": k_granularity, "group_size": k_group_size, "transform": _usual_transform(layers, "k")}
-    values = {"granularity": "per_token", "group_size": v_group_size, "transform": _usual_transform(layers, "v")}
+    k_layout, v_layout = k_layout.of_head(geometry_record.head_dim), v_layout.of_head(geometry_record.v_head_dim)
     widths = (bits for layer in layers for bits in (layer.k_bits, layer.v_bits) if bits is not None)
-    groups = {(layer.k_group_size or k_group_size, layer.v_group_size or v_group_size) for layer in layers}
-    differ = geometry_record.is_by_layer or groups != {(k_group_size, v_group_size)}
-    version = SECOND_VERSION if differ else first_version(widths, fit, window, (k_word_bits, v_word_bits))
+    usual = (k_layout.group_size, v_layout.group_size)
+    groups = {(layer.k_group_size or usual[0], layer.v_group_size or usual[1]) for layer in layers}
+    differ = geometry_record.is_by_layer or groups != {usual}
+    version = SECOND_VERSION if differ else first_version(widths, fit, window, (k_layout.word_bits, v_layout.word_bits))
     grid = {"symmetric": symmetric} if version < SECOND_VERSION else {"symmetric": symmetric, "fit": fit}
-    fields = {"k": {**keys, **grid, **_words(k_word_bits)}, "v": {**values, **grid, **_words(v_word_bits)}}
+    fields = {
+        "k": {**_layout(k_layout), "transform": _usual_transform(layers, "k"), **grid},
+        "v": {**_layout(v_layout), "transform": _usual_transform(layers, "v"), **grid},
+    }
     defaults = validated(Defaults, fields, place="defaults")
     records = tuple(_layer_record(number, layer, defaults) for number, layer in zip(owners, layers, strict=True))
     figures = LayerSizes.of(geometry_record, defaults, records).reached_figures()
@@ -138,37 +137,33 @@ def uniform_profile(
     pair: PrecisionPair,
     model: ModelIdentity,
     *,
-    k_group_size: int | None = None,
-    v_group_size: int | None = None,
+    k_layout: ScaleLayout = WHOLE_HEADS,
+    v_layout: ScaleLayout = WHOLE_HEADS,
     symmetric: bool = False,
-    k_granularity: Granularity = "per_token",
     fit: Fit = "minmax",
     window: ExactWindow = NO_WINDOW,
-    k_word_bits: WordBits = WIDE_WORD_BITS,
-    v_word_bits: WordBits = WIDE_WORD_BITS,
 ) -> Profile:
     """Build a profile with the same widths in every layer, without transforms and measurements.
 
-    Group sizes are those of `build_profile`, and so are errors; by default all channels of a head share a scale.
+    Errors are those of `build_profile`.
     """
     return build_profile(
         geometry=geometry,
         layers=[LayerQuantization(pair.k_bits, pair.v_bits)] * geometry.num_layers,
-        k_group_size=geometry.head_dim if k_group_size is None else k_group_size,
-        v_group_size=geometry.v_head_dim if v_group_size is None else v_group_size,
+        k_layout=k_layout,
+        v_layout=v_layout,
         symmetric=symmetric,
-        k_granularity=k_granularity,
         fit=fit,
         window=window,
-        k_word_bits=k_word_bits,
-        v_word_bits=v_word_bits,
         model=model,
         budget=AskedBudget(str(pair)),
     )
 
 
-def _words(word_bits: WordBits) -> dict[str, int]:
-    return {} if word_bits == WIDE_WORD_BITS else {"word_bits": word_bits}
+def _layout(layout: ScaleLayout) -> dict[str, Any]:
+    """A scale layout as the fields of defaults; what version 1 has alone where words are wide."""
+    words = {} if layout.word_bits == WIDE_WORD_BITS else {"word_bits": layout.word_bits}
+    return {"granularity": layout.granularity, "group_size": layout.group_size, **words}
 
 
 def _unsearched() -> Provenance:

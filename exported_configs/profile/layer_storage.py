@@ -1,7 +1,6 @@
 """The storage of every layer: all that the digest covers. Rules that span parts are the profile's."""
 
 import base64
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 import numpy as np
@@ -20,6 +19,7 @@ from kvtuner.precision import (
     Granularity,
     PrecisionPair,
     RowShape,
+    ScaleLayout,
     Side,
     WordBits,
 )
@@ -147,23 +147,11 @@ class Defaults(StrictModel):
 
     def row_shape(self, geometry: ModelGeometry, tp_size: int = 1) -> RowShape:
         """The shape of the rows of one of `tp_size` ranks; `GeometryError` where heads cannot be split among them."""
-        shape = geometry.row_shape(
-            tp_size=tp_size,
-            k_group_size=self.k.group_size,
-            v_group_size=self.v.group_size,
-            k_word_bits=self.k.grid_word_bits,
-            v_word_bits=self.v.grid_word_bits,
-        )
-        return replace(shape, k_granularity=self.k.granularity)
+        return geometry.row_shape(layout_of(None, self.k), layout_of(None, self.v), tp_size=tp_size)
 
     def layer_shape(self, geometry: LayerGeometry, layer: "LayerRecord", tp_size: int = 1) -> RowShape:
         """The shape of one layer's rows, with its own groups where it has some; errors are those of `row_shape`."""
-        groups = (
-            group_size_of(layer.k, self.k),
-            self.v.group_size if layer.v is None else group_size_of(layer.v, self.v),
-        )
-        shape = geometry.row_shape(*groups, self.k.granularity, tp_size)
-        return replace(shape, k_word_bits=self.k.grid_word_bits, v_word_bits=self.v.grid_word_bits)
+        return geometry.row_shape(layout_of(layer.k, self.k), layout_of(layer.v, self.v), tp_size=tp_size)
 
 
 class KeyRecord(StrictModel):
@@ -223,3 +211,9 @@ def resolve_transform(record: SideRecord, defaults: SideDefaults) -> KeyTransfor
 def group_size_of(record: SideRecord, defaults: SideDefaults) -> int:
     """The channels per scale of keys or values of a layer: its own, or the default."""
     return record.group_size or defaults.group_size
+
+
+def layout_of(record: SideRecord | None, defaults: SideDefaults) -> ScaleLayout:
+    """The scale layout of keys or values of a layer; that of the defaults without a record."""
+    group_size = defaults.group_size if record is None else group_size_of(record, defaults)
+    return ScaleLayout(group_size, defaults.grid_word_bits, defaults.granularity)

@@ -16,10 +16,10 @@ from kvtuner.exported_configs.profile.build import write_profile
 from kvtuner.precision import (
     NATIVE_BITS,
     SIDES,
-    WIDE_WORD_BITS,
+    WHOLE_HEADS,
     PrecisionPair,
     RowShape,
-    WordBits,
+    ScaleLayout,
     bytes_per_token,
     mean_bits,
 )
@@ -244,22 +244,14 @@ class RankLayout:
     def of(
         cls,
         geometry: ModelGeometry,
+        k_layout: ScaleLayout = WHOLE_HEADS,
+        v_layout: ScaleLayout = WHOLE_HEADS,
         *,
-        k_group_size: int | None = None,
-        v_group_size: int | None = None,
-        k_word_bits: WordBits = WIDE_WORD_BITS,
-        v_word_bits: WordBits = WIDE_WORD_BITS,
         tp_size: int = 1,
         pp_size: int = 1,
     ) -> RankLayout:
         """The ranks that a budget is kept on; `GeometryError` for ranks that the model cannot be split over."""
-        shape = geometry.row_shape(
-            tp_size=tp_size,
-            k_group_size=k_group_size,
-            v_group_size=v_group_size,
-            k_word_bits=k_word_bits,
-            v_word_bits=v_word_bits,
-        )
+        shape = geometry.row_shape(k_layout, v_layout, tp_size=tp_size)
         return cls(shape, tuple(geometry.layers_of_stage(rank, pp_size) for rank in range(pp_size)))
 
     def bytes_per_token(self, pairs: Sequence[PrecisionPair]) -> int:

@@ -15,7 +15,7 @@ from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import choose
 from kvtuner.exported_configs.sharing.reference import FileReference, check_digest, find_profile, parse_reference
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import ExactWindow, PrecisionPair
+from kvtuner.precision import ExactWindow, PrecisionPair, ScaleLayout
 from kvtuner.runtime_loader.model_check import check_model
 from kvtuner.runtime_loader.sglang.compat.model import refuse_other_pools
 from kvtuner.runtime_loader.sglang.request import PROFILE_VARIABLE, REQUEST_VARIABLE
@@ -105,12 +105,13 @@ class LoadedRequest:
             return self.named_profile
         uniform = self.request.uniform
         assert uniform is not None
+        layout = ScaleLayout(uniform.q_group_size)
         return uniform_profile(
             ModelGeometry.from_config(config),
             PrecisionPair(uniform.nbits_key, uniform.nbits_value),
             identity_of_model(model_config),
-            k_group_size=uniform.q_group_size,
-            v_group_size=uniform.q_group_size,
+            k_layout=layout,
+            v_layout=layout,
             symmetric=not uniform.asym,
             window=ExactWindow(uniform.residual_length, uniform.sinks),
         )

@@ -19,7 +19,7 @@ from kvtuner.calibration.row_sample import RowSample
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.precision import NO_WINDOW, PACKED_BITS, SEARCHED_BITS, ExactWindow, PrecisionPair
+from kvtuner.precision import NO_WINDOW, PACKED_BITS, SEARCHED_BITS, ExactWindow, PrecisionPair, ScaleLayout
 from kvtuner.quant import QuantSpec
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.run_folder import RunFolder
@@ -141,7 +141,7 @@ def naive_scores(
     spec = QuantSpec(
         candidate.bits,
         constants[candidate.layer].transform(candidate.side, candidate.transform),
-        options.group_size(candidate.side),
+        options.layout(candidate.side).group_size,
         options.symmetric,
     )
     exact = call.k if candidate.side == "k" else call.v
@@ -198,7 +198,9 @@ def test_group_sizes_and_symmetry_reach_every_candidate(
 ) -> None:
     chain, plan = chain_of(model), DECODE
     half = chain.geometry.head_dim // 2
-    options = QuantizationOptions(k_group_size=half, v_group_size=half, symmetric=True, three_bits=True)
+    options = QuantizationOptions(
+        k_layout=ScaleLayout(half), v_layout=ScaleLayout(half), symmetric=True, three_bits=True
+    )
     (batch,) = random_batches(1, TOKENS)
     measurement, constants = measured(chain, [batch], plan, options=options)
     for side, bits, transform in [*CANDIDATES, ("k", 3, "centered+balanced"), ("v", 3, "hadamard")]:

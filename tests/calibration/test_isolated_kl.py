@@ -20,7 +20,7 @@ from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import NonFiniteActivationError
-from kvtuner.precision import SEARCHED_BITS
+from kvtuner.precision import SEARCHED_BITS, ScaleLayout
 from kvtuner.quant import QuantSpec
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.run_folder import RunFolder
@@ -102,7 +102,7 @@ def setting(chain_of: Callable[..., DecoderChain], random_batches: RandomBatches
 def test_it_is_the_simulators_kl_of_one_side_of_one_layer(name: str, setting: Any, tmp_path: Path) -> None:
     chain, batches, constants = setting
     plan = ReadPlan(name, 0 if name == "cache" else SPLIT)
-    options = QuantizationOptions(k_group_size=8, symmetric=True)
+    options = QuantizationOptions(k_layout=ScaleLayout(8), symmetric=True)
     found = kl_of(chain, batches, RunFolder(tmp_path), constants=constants, plan=plan, options=options)
     simulator = Simulator(chain, batches, plan)
     assert list(found) == CANDIDATES
@@ -124,7 +124,7 @@ def test_sequences_of_a_smaller_last_batch_weigh_as_much_as_the_others(
 
 def test_each_candidate_is_stored_as_its_name_says(setting: Any) -> None:
     _, _, constants = setting
-    options = QuantizationOptions(k_group_size=8, v_group_size=4, symmetric=True)
+    options = QuantizationOptions(k_layout=ScaleLayout(8), v_layout=ScaleLayout(4), symmetric=True)
     key = spec_of(Candidate(1, "k", 4, "centered+balanced"), constants, options)
     assert key.v is None
     assert (key.k.bits, key.k.group_size, key.k.symmetric) == (4, 8, True)

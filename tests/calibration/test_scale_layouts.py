@@ -14,11 +14,11 @@ import torch
 from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.calibration.forward.simulator import LayerSpec
 from kvtuner.calibration.quantization_options import QuantizationOptions
-from kvtuner.calibration.scale_layouts import JOURNAL, LayoutComparison, ScaleLayout, compare_layouts, equal_layouts
+from kvtuner.calibration.scale_layouts import JOURNAL, LayoutComparison, compare_layouts, equal_layouts
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.calibration.workbench import IDENTITY_FILE, CalibrationOptions, Workbench
 from kvtuner.errors import RunFolderError
-from kvtuner.precision import PACKED_BITS, ExactWindow, check_group_size, row_bytes
+from kvtuner.precision import PACKED_BITS, ExactWindow, ScaleLayout, check_group_size, row_bytes
 from kvtuner.quant import QuantSpec, Transform, hadamard
 from kvtuner.run_folder import RunFolder
 from kvtuner.transforms import TransformKind
@@ -85,7 +85,7 @@ def test_rows_of_both_layouts_take_equal_bytes_below_8_bits_and_are_longer_at_8(
     wide, short = layouts
     for heads, bits in product(range(1, 9), PACKED_BITS):
         check_group_size(head_dim, bits, short.group_size)
-        sizes = [row_bytes(heads, head_dim, bits, group, word_bits=words) for group, words in (wide, short)]
+        sizes = [row_bytes(heads, head_dim, bits, x.group_size, word_bits=x.word_bits) for x in (wide, short)]
         if bits < 8:
             assert sizes[0] == sizes[1]
         else:
@@ -106,8 +106,8 @@ def test_the_geometric_mean_over_widths_decides_and_equal_layouts_stay_wide() ->
 
 def test_a_chosen_layout_becomes_the_options_of_its_side_alone() -> None:
     short = LayoutComparison("v", WIDE, SHORT, {2: 1.0}, {2: 0.5})
-    assert short.apply(FITTED) == replace(FITTED, v_group_size=16, v_word_bits=16)
-    assert replace(short, side="k").apply(FITTED) == replace(FITTED, k_group_size=16, k_word_bits=16)
+    assert short.apply(FITTED) == replace(FITTED, v_layout=ScaleLayout(16, 16))
+    assert replace(short, side="k").apply(FITTED) == replace(FITTED, k_layout=ScaleLayout(16, 16))
     assert replace(short, short_kl={2: 2.0}).apply(FITTED) == FITTED
 
 
@@ -172,7 +172,7 @@ def test_the_folder_of_another_run_is_refused_before_anything_is_measured(
     bench_of: Callable[..., Workbench], tmp_path: Path
 ) -> None:
     folder, bench = RunFolder(tmp_path), bench_of()
-    chosen = bench.with_quant(replace(FITTED, k_group_size=16, k_word_bits=16))
+    chosen = bench.with_quant(replace(FITTED, k_layout=ScaleLayout(16, 16)))
     folder.check_identity(IDENTITY_FILE, chosen.identity(), "measurements")
     compare_layouts(bench, LAYOUTS, folder)  # of a run that chose short words of keys
     with pytest.raises(RunFolderError, match="k_group_size is 16 there and null here"):

@@ -19,7 +19,7 @@ from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.sensitivity import TABLE_FILE, SensitivityTable, missing_candidates
 from kvtuner.calibration.workbench import IDENTITY_FILE, CalibrationOptions, Workbench, measure_table
 from kvtuner.errors import CorpusError, NonFiniteActivationError, RunFolderError
-from kvtuner.precision import SEARCHED_BITS, ExactWindow
+from kvtuner.precision import SEARCHED_BITS, ExactWindow, ScaleLayout
 from kvtuner.read_plan_names import READ_PLANS
 from kvtuner.run_folder import EVENTS, RunFolder
 from kvtuner.transforms import candidate_transforms
@@ -210,8 +210,8 @@ def test_each_phase_is_logged(bench_of: Callable[..., Workbench], tmp_path: Path
         ({"num_draws": 3}, "num_draws"),
         ({"batch_size": 2}, "batch_size"),
         ({"seed": 5}, "seed"),
-        ({"quant": QuantizationOptions(k_group_size=8)}, "k_group_size"),
-        ({"quant": QuantizationOptions(v_group_size=8)}, "v_group_size"),
+        ({"quant": QuantizationOptions(k_layout=ScaleLayout(8))}, "k_group_size"),
+        ({"quant": QuantizationOptions(v_layout=ScaleLayout(8))}, "v_group_size"),
         ({"quant": QuantizationOptions(symmetric=True)}, "symmetric"),
     ],
 )

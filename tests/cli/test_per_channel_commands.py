@@ -11,7 +11,7 @@ from kvtuner.calibration.model_loading import ModelSource, read_config
 from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import dump_profile, uniform_profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import PrecisionPair
+from kvtuner.precision import PrecisionPair, ScaleLayout
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +27,9 @@ def two_files(tmp_path: Path) -> tuple[Path, Path]:
     model = identity_of(config, id="demo", revision=None, dtype="float32")
     files = tmp_path / "token.json", tmp_path / "channel.json"
     for file, k_granularity, group in zip(files, ("per_token", "per_channel"), (None, 32), strict=True):
-        profile = uniform_profile(geometry, PrecisionPair(4, 2), model, k_group_size=group, k_granularity=k_granularity)
+        profile = uniform_profile(
+            geometry, PrecisionPair(4, 2), model, k_layout=ScaleLayout(group, granularity=k_granularity)
+        )
         file.write_bytes(dump_profile(profile))
     return files
 

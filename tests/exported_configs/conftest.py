@@ -16,6 +16,7 @@ from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantizatio
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.records import ModelIdentity, Provenance, QualityRecord
 from kvtuner.geometry import ModelGeometry
+from kvtuner.precision import ScaleLayout
 from kvtuner.quant import Transform
 from kvtuner.transforms import TransformKind
 
@@ -84,8 +85,8 @@ def make_profile(choices: tuple[LayerQuantization, ...]) -> Callable[..., Profil
         arguments: dict[str, Any] = {
             "geometry": ModelGeometry(max(len(layers), 1), 6, NUM_KV_HEADS, HEAD_DIM, V_HEAD_DIM),
             "layers": layers,
-            "k_group_size": 24,
-            "v_group_size": 32,
+            "k_layout": ScaleLayout(24),
+            "v_layout": ScaleLayout(32),
             "symmetric": False,
             "model": ModelIdentity.model_validate(MODEL),
             "budget": AskedBudget("4bit", tp_size=3, pp_size=2),
@@ -112,7 +113,7 @@ def per_channel(make_profile: Callable[..., Profile], make_transform: Callable[.
         LayerQuantization(2, 8),
         LayerQuantization(16, 8),
     ]
-    return make_profile(layers=layers, k_granularity="per_channel", k_group_size=32)
+    return make_profile(layers=layers, k_layout=ScaleLayout(32, granularity="per_channel"))
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from profile_samples import BITS, ESCAPES, choice, hostile, layers_of, make_prof
 
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.precision import ScaleLayout
 from kvtuner.report.layer_strip import COLOURS, Terminal, profile_strip, wants_colour
 from kvtuner.report.profile_difference import difference_lines, difference_of
 from kvtuner.report.profile_report import describe
@@ -49,7 +50,7 @@ def test_the_legend_names_what_occurs_and_nothing_else() -> None:
 
 
 def test_keys_per_channel_have_a_letter_of_their_own() -> None:
-    profile = make_profile([choice(), choice((16, 4))], k_granularity="per_channel", k_group_size=32)
+    profile = make_profile([choice(), choice((16, 4))], k_layout=ScaleLayout(32, granularity="per_channel"))
     lines = profile_strip(profile, Terminal(80))
     assert "K kind p." in lines
     assert "p=per channel" in " ".join(lines)
@@ -165,7 +166,9 @@ def test_show_says_every_layer_once(run: RunCommand, tmp_path: Path) -> None:
 
 def test_show_says_how_scales_are_shared() -> None:
     plain = [choice((4, 4))]
-    lines = describe(make_profile(plain, k_granularity="per_channel", k_group_size=32, v_group_size=8)).splitlines()
+    lines = describe(
+        make_profile(plain, k_layout=ScaleLayout(32, granularity="per_channel"), v_layout=ScaleLayout(8))
+    ).splitlines()
     assert "keys      per channel, 32 tokens per scale of a channel" in lines
     assert "values    per token, 8 channels per scale" in lines
     assert "keys      per token, 16 channels per scale, symmetric" in describe(make_profile(plain, symmetric=True))

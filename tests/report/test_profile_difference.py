@@ -29,7 +29,7 @@ from profile_samples import (
 
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.records import ModelIdentity, Provenance
-from kvtuner.precision import ExactWindow
+from kvtuner.precision import ExactWindow, ScaleLayout
 from kvtuner.report.layer_strip import Terminal
 from kvtuner.report.profile_difference import difference_lines, difference_of, difference_page
 
@@ -75,14 +75,14 @@ def test_diff_marks_and_lists_what_changed(other: Profile, changed: dict[int, li
 
 def test_diff_of_another_granularity_or_group_says_which() -> None:
     plain = [choice((4, 4)), choice((16, 4)), choice((2, 4))]
-    first, second = make_profile(plain), make_profile(plain, k_granularity="per_channel", k_group_size=32)
+    first, second = make_profile(plain), make_profile(plain, k_layout=ScaleLayout(32, granularity="per_channel"))
     facts = difference_of(first, second).to_json()
     assert {row["layer"]: row["changed"] for row in facts["layers"]} == {0: ["granularity"], 2: ["granularity"]}
     assert facts["defaults"] == {"k.granularity": ["per_token", "per_channel"], "k.group_size": [16, 32]}
     lines = difference_lines(difference_of(first, second), Terminal(80))
     assert any(line.startswith("changed") and line[9:] == "^ ^" for line in lines)
     assert any(line.startswith("layer 0") and "per channel/none" in line for line in lines)
-    groups = difference_of(first, make_profile(plain, v_group_size=8))
+    groups = difference_of(first, make_profile(plain, v_layout=ScaleLayout(8)))
     assert groups.to_json()["defaults"] == {"v.group_size": [16, 8]} and groups.layers == ()
     assert defaults_of(difference_lines(groups, Terminal(80))) == [["v.group_size", "16", "8", "*"]]
     assert "v.group_size" in Page(difference_page(groups, ("a", "b"))).cells
@@ -100,7 +100,9 @@ def defaults_of(lines: list[str]) -> list[list[str]]:
 def test_diff_names_each_default_that_differs_once_with_both_values() -> None:
     plain = [choice((4, 4)), choice((16, 4))]
     first = make_profile(plain)
-    second = make_profile(plain, k_granularity="per_channel", k_group_size=32, v_group_size=8, symmetric=True)
+    second = make_profile(
+        plain, k_layout=ScaleLayout(32, granularity="per_channel"), v_layout=ScaleLayout(8), symmetric=True
+    )
     assert defaults_of(difference_lines(difference_of(first, second), Terminal(80))) == [
         ["k.granularity", "per_token", "per_channel", "*"],
         ["k.group_size", "16", "32", "*"],

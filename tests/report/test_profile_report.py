@@ -31,7 +31,7 @@ from profile_samples import (
 from kvtuner.exported_configs.profile.build import AskedBudget, dump_profile
 from kvtuner.exported_configs.profile.evaluation_record import EvaluatedProfile, dump_evaluation, evaluation_path
 from kvtuner.exported_configs.profile.records import BaselineRecord, ModelIdentity, Provenance, QualityRecord
-from kvtuner.precision import ExactWindow
+from kvtuner.precision import ExactWindow, ScaleLayout
 from kvtuner.report.plots.kl_by_bits import profile_points
 from kvtuner.report.profile_difference import difference_of, difference_page
 from kvtuner.report.profile_report import describe, profile_page, summary
@@ -88,7 +88,7 @@ def test_a_page_of_what_was_not_measured_says_so() -> None:
 
 
 def test_a_page_of_keys_per_channel_gives_no_command_to_serve_them() -> None:
-    profile = make_profile([choice()], k_granularity="per_channel", k_group_size=32)
+    profile = make_profile([choice()], k_layout=ScaleLayout(32, granularity="per_channel"))
     page = Page(profile_page([EvaluatedProfile("p.json", profile)]))
     assert "sglang serve" not in page.text and "tail pages" in page.text
 

@@ -13,7 +13,7 @@ from kvtuner.evaluation.cache_scheme import ProfileScheme
 from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import LayerQuantization, uniform_profile
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.precision import ExactWindow, PrecisionPair
+from kvtuner.precision import ExactWindow, PrecisionPair, ScaleLayout
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
@@ -62,7 +62,9 @@ def test_keys_per_channel_are_refused_by_every_host_until_there_are_tail_pages(p
 
     def per_channel(k_bits: int) -> Profile:
         pair = PrecisionPair(k_bits, 4)
-        return uniform_profile(served.to_geometry(), pair, served.model, k_granularity="per_channel", k_group_size=32)
+        return uniform_profile(
+            served.to_geometry(), pair, served.model, k_layout=ScaleLayout(32, granularity="per_channel")
+        )
 
     for check in (check_model, KVTunerCache.from_profile):
         check(served, config)

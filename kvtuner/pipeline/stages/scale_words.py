@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvtuner.calibration.scale_layouts import ScaleLayout, equal_layouts
-from kvtuner.precision import SEARCHED_BITS, SHORT_WORD_BITS, SIDES, WIDE_WORD_BITS, Side, WordBits
+from kvtuner.calibration.scale_layouts import equal_layouts
+from kvtuner.precision import SEARCHED_BITS, SHORT_WORD_BITS, SIDES, WIDE_WORD_BITS, ScaleLayout, Side, WordBits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvtuner.pipeline.options import MeasurementOptions
 
 
-def word_bits(options: MeasurementOptions, shape: ModelShape) -> tuple[WordBits, WordBits]:
+def resolve_word_bits(options: MeasurementOptions, shape: ModelShape) -> tuple[WordBits, WordBits]:
     """The bits of a scale word of keys and of values, as far as options decide them; 32 of a side to be measured.
 
     By ``auto`` a side with a group size of its own has 16 where that makes its rows shorter. In equal groups they raise
@@ -26,7 +26,7 @@ def word_bits(options: MeasurementOptions, shape: ModelShape) -> tuple[WordBits,
     if options.word_bits != "auto":
         asked: WordBits = SHORT_WORD_BITS if options.word_bits == "16" else WIDE_WORD_BITS
         return asked, asked
-    wide = shape.geometry.row_shape(k_group_size=options.k_group_size, v_group_size=options.v_group_size)
+    wide = shape.geometry.row_shape(ScaleLayout(options.k_group_size), ScaleLayout(options.v_group_size))
     short = replace(wide, k_word_bits=SHORT_WORD_BITS, v_word_bits=SHORT_WORD_BITS)
     saves_keys = any(short.k_bytes(bits) < wide.k_bytes(bits) for bits in SEARCHED_BITS)
     saves_values = any(short.v_bytes(bits) < wide.v_bytes(bits) for bits in SEARCHED_BITS)
@@ -53,6 +53,5 @@ def layouts_text(quant: QuantizationOptions, shape: ModelShape, comparisons: Seq
     heads = (shape.geometry.head_dim, shape.geometry.v_head_dim)
     parts = []
     for side, noun, head_dim in zip(SIDES, ("keys", "values"), heads, strict=True):
-        layout = ScaleLayout(quant.group_size(side) or head_dim, quant.word_bits(side))
-        parts.append(f"{noun} {layout}{ratios.get(side, '')}")
+        parts.append(f"{noun} {quant.layout(side).of_head(head_dim)}{ratios.get(side, '')}")
     return ", ".join(parts)

@@ -60,13 +60,11 @@ def make_profile(comparison: BaselineComparison, quality: Sequence[OffsetQuality
             )
             for layer, choice in enumerate(outcome.configuration)
         ],
-        k_group_size=quant.k_group_size or geometry.head_dim,
-        v_group_size=quant.v_group_size or geometry.v_head_dim,
+        k_layout=quant.k_layout,
+        v_layout=quant.v_layout,
         symmetric=quant.symmetric,
         fit=quant.fit,
         window=quant.window,
-        k_word_bits=quant.k_word_bits,
-        v_word_bits=quant.v_word_bits,
         model=run.shape.identity(loaded.source, loaded.dtype_name, loaded.tokenizer),
         budget=AskedBudget(outcome.asked, run.options.tp_size, run.options.pp_size),
         quality=_quality(comparison, quality[0].baselines),

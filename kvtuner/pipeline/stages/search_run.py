@@ -16,8 +16,8 @@ from kvtuner.errors import PrecisionError, SearchSpaceError
 from kvtuner.evaluation.cache_scheme import RankLayout
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.sources import corpus_source, model_source
-from kvtuner.pipeline.stages.scale_words import competing_layouts, layouts_text, word_bits
-from kvtuner.precision import THREE_BITS, PrecisionPair, RowShape, check_group_size
+from kvtuner.pipeline.stages.scale_words import competing_layouts, layouts_text, resolve_word_bits
+from kvtuner.precision import THREE_BITS, PrecisionPair, RowShape, ScaleLayout, check_group_size
 from kvtuner.search_spaces.layer_notation import parse_keep
 from kvtuner.search_spaces.space import Configuration, uniform
 
@@ -42,16 +42,14 @@ def calibration_options(options: MeasurementOptions, shape: ModelShape) -> Calib
     A side whose scale layout is still to be measured has words of 32 bits and groups of a head.
     """
     geometry = shape.geometry
-    k_word_bits, v_word_bits = word_bits(options, shape)
+    k_word_bits, v_word_bits = resolve_word_bits(options, shape)
     quant = QuantizationOptions(
-        k_group_size=options.k_group_size,
-        v_group_size=options.v_group_size,
+        k_layout=ScaleLayout(options.k_group_size, k_word_bits),
+        v_layout=ScaleLayout(options.v_group_size, v_word_bits),
         symmetric=options.symmetric,
         fit=options.fit,
         window=options.window,
         three_bits=why_no_three_bits(options, shape) is None,
-        k_word_bits=k_word_bits,
-        v_word_bits=v_word_bits,
     )
     for flag, head_dim, group in (
         ("--k-group-size", geometry.head_dim, options.k_group_size),
@@ -77,12 +75,7 @@ def calibration_options(options: MeasurementOptions, shape: ModelShape) -> Calib
 
 def row_shape(quant: QuantizationOptions, shape: ModelShape) -> RowShape:
     """Rows of the whole model."""
-    return shape.geometry.row_shape(
-        k_group_size=quant.k_group_size,
-        v_group_size=quant.v_group_size,
-        k_word_bits=quant.k_word_bits,
-        v_word_bits=quant.v_word_bits,
-    )
+    return shape.geometry.row_shape(quant.k_layout, quant.v_layout)
 
 
 def why_no_three_bits(options: MeasurementOptions, shape: ModelShape) -> str | None:
@@ -117,15 +110,7 @@ def check_measured(pairs: Iterable[PrecisionPair], options: MeasurementOptions, 
 
 def serving_ranks(quant: QuantizationOptions, shape: ModelShape, *, tp_size: int = 1, pp_size: int = 1) -> RankLayout:
     """The ranks that will serve; refuses those that the model cannot be split over."""
-    return RankLayout.of(
-        shape.geometry,
-        k_word_bits=quant.k_word_bits,
-        v_word_bits=quant.v_word_bits,
-        k_group_size=quant.k_group_size,
-        v_group_size=quant.v_group_size,
-        tp_size=tp_size,
-        pp_size=pp_size,
-    )
+    return RankLayout.of(shape.geometry, quant.k_layout, quant.v_layout, tp_size=tp_size, pp_size=pp_size)
 
 
 @dataclass

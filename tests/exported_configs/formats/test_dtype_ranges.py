@@ -9,7 +9,7 @@ import pytest
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.formats.conversion import parse_map, write
 from kvtuner.exported_configs.profile.build import LayerQuantization, uniform_profile
-from kvtuner.precision import ExactWindow, PrecisionPair
+from kvtuner.precision import ExactWindow, PrecisionPair, ScaleLayout
 from kvtuner.quant import Transform
 from kvtuner.transforms import TransformKind
 
@@ -115,9 +115,9 @@ def test_keys_and_values_of_other_bits_are_refused_even_with_a_loss(take: Callab
             {"fit": "least_squares"},
             [f"from layer 0 on: {noun} are fitted by least squares" for noun in ("keys", "values")],
         ),
-        ({"k_word_bits": 16}, ["from layer 0 on: keys have scale words of 16 bits"]),
-        ({"v_group_size": 32}, ["from layer 0 on: values are in groups of 32, not 64"]),
-        ({"k_granularity": "per_channel", "k_group_size": 128}, ["from layer 0 on: keys are per channel"]),
+        ({"k_layout": ScaleLayout(word_bits=16)}, ["from layer 0 on: keys have scale words of 16 bits"]),
+        ({"v_layout": ScaleLayout(32)}, ["from layer 0 on: values are in groups of 32, not 64"]),
+        ({"k_layout": ScaleLayout(128, granularity="per_channel")}, ["from layer 0 on: keys are per channel"]),
     ],
 )
 def test_what_is_dropped_is_refused_or_said(
@@ -136,7 +136,9 @@ def test_nothing_is_lost_of_8_bits_which_are_not_fitted_and_have_wide_words(
     take: Callable[..., Any], geometry: ModelGeometry
 ) -> None:
     model = take("0-3:8", "ranges")[0].model
-    profile = uniform_profile(geometry, PrecisionPair(8, 8), model, fit="least_squares", k_word_bits=16)
+    profile = uniform_profile(
+        geometry, PrecisionPair(8, 8), model, fit="least_squares", k_layout=ScaleLayout(word_bits=16)
+    )
     assert write(profile, "ranges").text == "0-3:int8\n"
 
 
@@ -144,8 +146,8 @@ def test_the_first_transformed_layer_is_named(make_profile: Callable[..., Profil
     rotated = LayerQuantization(4, 4, Transform(TransformKind.parse("hadamard")))
     profile = make_profile(
         layers=[LayerQuantization(16, 16), LayerQuantization(4, 4), LayerQuantization(16, 16), rotated, rotated],
-        k_group_size=48,
-        v_group_size=32,
+        k_layout=ScaleLayout(48),
+        v_layout=ScaleLayout(32),
     )
     with pytest.raises(ProfileError, match="layer 3: keys are hadamard; --lossy"):
         write(profile, "ranges")

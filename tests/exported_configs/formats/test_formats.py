@@ -19,6 +19,7 @@ from kvtuner.exported_configs.formats.conversion import ImportOptions, parse_map
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.geometry import ModelGeometry
+from kvtuner.precision import ScaleLayout
 from kvtuner.quant import Transform
 from kvtuner.transforms import TransformKind
 
@@ -64,9 +65,8 @@ def arguments(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "geometry": ModelGeometry(num_layers, 4, 2, head_dim, v_head_dim),
         "layers": layers,
-        "k_granularity": granularity,
-        "k_group_size": draw(st.sampled_from([head_dim, head_dim, 32, 64])),
-        "v_group_size": draw(st.sampled_from([v_head_dim, v_head_dim, 32, 64])),
+        "k_layout": ScaleLayout(draw(st.sampled_from([head_dim, head_dim, 32, 64])), granularity=granularity),
+        "v_layout": ScaleLayout(draw(st.sampled_from([v_head_dim, v_head_dim, 32, 64]))),
         "symmetric": draw(st.booleans()),
         "budget": AskedBudget("by hand"),
     }

@@ -10,7 +10,7 @@ import pytest
 from kvtuner.exported_configs.formats.conversion import write
 from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import PrecisionPair
+from kvtuner.precision import PrecisionPair, ScaleLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,7 +95,7 @@ def test_a_preset_is_the_profile_that_was_built_by_hand(take: Callable[..., Any]
     text = preset(*[(4, 2)] * 4)
     for scheme, options in (
         ("pertoken", {}),
-        ("kivi", {"k_group_size": 32, "v_group_size": 32, "k_granularity": "per_channel"}),
+        ("kivi", {"k_layout": ScaleLayout(32, granularity="per_channel"), "v_layout": ScaleLayout(32)}),
     ):
         taken = take(text, "kvtuner-yaml", scheme=scheme)[0]
         assert taken.digest == uniform_profile(geometry, PrecisionPair(4, 2), taken.model, **options).digest

@@ -10,7 +10,7 @@ import pytest
 from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.formats.conversion import parse_map, write
 from kvtuner.exported_configs.profile.build import uniform_profile
-from kvtuner.precision import PrecisionPair
+from kvtuner.precision import PrecisionPair, ScaleLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -205,7 +205,7 @@ def test_what_is_written_is_what_modelopt_writes(take: Callable[..., Any], geome
         ((4, 4), {"symmetric": True}, "layer 0: K4V4 is neither INT8 nor unquantized (and 3 more)"),
         ((8, 16), {"symmetric": True}, "layer 0: K8V16 is neither"),
         ((8, 8), {}, "layer 0: keys are asymmetric"),
-        ((8, 8), {"symmetric": True, "k_group_size": 64}, "layer 0: keys are in groups of 64, not 128"),
+        ((8, 8), {"symmetric": True, "k_layout": ScaleLayout(64)}, "layer 0: keys are in groups of 64, not 128"),
     ],
 )
 def test_other_storage_is_refused_by_layer_and_loss(

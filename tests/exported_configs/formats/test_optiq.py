@@ -11,7 +11,7 @@ from kvtuner.errors import ProfileError
 from kvtuner.exported_configs.formats.conversion import write
 from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import PrecisionPair
+from kvtuner.precision import PrecisionPair, ScaleLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -140,7 +140,7 @@ def test_a_group_of_no_channels_is_refused(refusal: Callable[..., str], group_si
         ((4, 4), {"symmetric": True}, "layer 0: keys are symmetric"),
         ((4, 4), {"fit": "least_squares"}, "layer 0: keys are fitted by least squares"),
         ((4, 4), {}, "layer 0: values are in groups of 64, not 128"),
-        ((4, 4), {"k_granularity": "per_channel", "k_group_size": 64}, "layer 0: keys are per channel"),
+        ((4, 4), {"k_layout": ScaleLayout(64, granularity="per_channel")}, "layer 0: keys are per channel"),
     ],
 )
 def test_other_storage_is_refused_by_layer_and_loss(

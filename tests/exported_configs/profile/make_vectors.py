@@ -35,7 +35,7 @@ from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.records import ModelIdentity, Provenance, QualityRecord
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import ExactWindow
+from kvtuner.precision import ExactWindow, ScaleLayout
 from kvtuner.quant import Transform
 from kvtuner.row_packing import pack_rows
 from kvtuner.run_folder import canonical_json
@@ -103,10 +103,7 @@ def transform(kind_name: str, heads: int, head_dim: int) -> Transform:
 
 def make(geometry: ModelGeometry, layers: list[LayerQuantization], **changes: Any) -> Profile:
     """A profile of hand-written layers; `changes` are arguments of `build_profile`."""
-    groups = {} if "k_group_size" in changes else {"k_group_size": geometry.head_dim}
     arguments: dict[str, Any] = {
-        **groups,
-        "v_group_size": changes.get("v_group_size") or geometry.v_head_dim,
         "symmetric": False,
         "model": ModelIdentity.model_validate(MODEL),
         "budget": AskedBudget("by hand"),
@@ -163,8 +160,8 @@ def profiles() -> dict[str, Profile]:
                 LayerQuantization(3, 4, transform("centered+hadamard", 3, 80)),
                 LayerQuantization(16, 3, Transform(), transform("hadamard", 3, 48)),
             ],
-            k_group_size=40,
-            v_group_size=12,
+            k_layout=ScaleLayout(40),
+            v_layout=ScaleLayout(12),
         ),
         "short-words": make(
             ModelGeometry(4, 3, 3, 80, 48),
@@ -174,30 +171,33 @@ def profiles() -> dict[str, Profile]:
                 LayerQuantization(4, 2, transform("hadamard", 3, 80)),
                 LayerQuantization(8, 16),
             ],
-            k_group_size=40,
-            v_group_size=48,
+            k_layout=ScaleLayout(40, word_bits=16),
+            v_layout=ScaleLayout(48, word_bits=16),
             fit="least_squares",
-            k_word_bits=16,
-            v_word_bits=16,
         ),
         "short-words-of-keys": make(
-            small, [LayerQuantization(4, 2), LayerQuantization(2, 4)], k_group_size=16, symmetric=True, k_word_bits=16
+            small,
+            [LayerQuantization(4, 2), LayerQuantization(2, 4)],
+            k_layout=ScaleLayout(16, word_bits=16),
+            symmetric=True,
         ),
         "groups": make(
             ModelGeometry(2, 8, 2, 64, 64),
             [LayerQuantization(4, 2), LayerQuantization(2, 4)],
-            k_group_size=16,
-            v_group_size=32,
+            k_layout=ScaleLayout(16),
+            v_layout=ScaleLayout(32),
         ),
         "native": make(small, [LayerQuantization(16, 16)] * 2),
-        "unequal-head-dims": make(wide, unequal, k_group_size=24, v_group_size=16),
+        "unequal-head-dims": make(wide, unequal, k_layout=ScaleLayout(24), v_layout=ScaleLayout(16)),
         "shared-layers": make(
             ModelGeometry(4, 8, 2, 32, 32, 2),
             [LayerQuantization(4, 4)] * 4,
             budget=AskedBudget("4bit", tp_size=4, pp_size=3),
         ),
         "per-channel": make(
-            small, [LayerQuantization(2, 2), LayerQuantization(16, 4)], k_group_size=32, k_granularity="per_channel"
+            small,
+            [LayerQuantization(2, 2), LayerQuantization(16, 4)],
+            k_layout=ScaleLayout(32, granularity="per_channel"),
         ),
         "names": make(
             small,

@@ -17,7 +17,7 @@ from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantizatio
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.records import QualityRecord
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import ALL_BITS, FITS, ExactWindow
+from kvtuner.precision import ALL_BITS, FITS, ExactWindow, ScaleLayout
 from kvtuner.quant import Transform
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def test_random_profiles_survive_the_file_bit_for_bit(
         built = make_profile(
             geometry=geometry,
             layers=layers,
-            k_group_size=head_dim,
-            v_group_size=head_dim,
+            k_layout=ScaleLayout(head_dim),
+            v_layout=ScaleLayout(head_dim),
             symmetric=bool(seed % 2),
             fit=FITS[seed // 2 % 2],
             budget=AskedBudget("4bit"),
@@ -220,8 +220,12 @@ def test_constants_of_other_heads_are_refused(
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"k_group_size": 20}, PrecisionError, "group_size 20 must divide head_dim 48"),
-        ({"k_group_size": 0}, ProfileError, "defaults.k.group_size: must be greater than or equal to 1, not 0"),
+        ({"k_layout": ScaleLayout(20)}, PrecisionError, "group_size 20 must divide head_dim 48"),
+        (
+            {"k_layout": ScaleLayout(0)},
+            ProfileError,
+            "defaults.k.group_size: must be greater than or equal to 1, not 0",
+        ),
         ({"budget": AskedBudget("4bit", tp_size=2)}, ProfileError, "tp_size 2 does not divide num_kv_heads 3"),
         ({"budget": AskedBudget("4bit", pp_size=6)}, ProfileError, "pp_size 6 does not fit 5 layers"),
         ({"budget": AskedBudget("4bit\n")}, ProfileError, "budget.asked: must be printable"),

@@ -17,6 +17,7 @@ from kvtuner.exported_configs.profile.build import dump_constants, dump_profile,
 from kvtuner.exported_configs.profile.constants_file import arrays_of, constants_name, constants_path, decode_constants
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.profile import Profile
+from kvtuner.precision import ScaleLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +71,7 @@ def test_version_that_a_profile_needs_without_its_side_file_is_kept(name: str) -
 def test_short_words_alone_need_the_second_version_wherever_the_constants_stand(
     make_profile: Callable[..., Profile],
 ) -> None:
-    inline = make_profile(k_word_bits=16)
+    inline = make_profile(k_layout=ScaleLayout(24, 16))
     assert inline.defaults.k.grid_fit == "minmax" and dump_constants(place_constants(inline, "file")) is not None
     assert place_constants(place_constants(inline, "file"), "inline") == inline
 

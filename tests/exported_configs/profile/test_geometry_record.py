@@ -20,7 +20,7 @@ from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.geometry import ModelGeometry
 from kvtuner.layer_geometry import CacheGeometry, LayerGeometry, LayerKind
-from kvtuner.precision import PrecisionPair, bytes_per_token, effective_bits, mean_bits
+from kvtuner.precision import PrecisionPair, ScaleLayout, bytes_per_token, effective_bits, mean_bits
 
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
@@ -61,7 +61,12 @@ def built(geometry: CacheGeometry | ModelGeometry, **changes: Any) -> Profile:
         [layer for layer in geometry.layers if layer.kind.owns_cache] if isinstance(geometry, CacheGeometry) else []
     )
     layers = [LayerQuantization(4, None if layer.kind.name == "latent" else 8) for layer in owners]
-    arguments = {"k_group_size": 16, "v_group_size": 16, "symmetric": False, "budget": AskedBudget("by hand")}
+    arguments = {
+        "k_layout": ScaleLayout(16),
+        "v_layout": ScaleLayout(16),
+        "symmetric": False,
+        "budget": AskedBudget("by hand"),
+    }
     model = ModelIdentity.model_validate(MODEL)
     return build_profile(geometry=geometry, model=model, **{"layers": layers, **arguments, **changes})
 
@@ -134,8 +139,8 @@ def test_sizes_of_layers_alike_are_those_of_the_one_byte_formula(seed: int) -> N
     geometry = ModelGeometry(layers, heads * 2, heads, 64, 32)
     pairs = [PrecisionPair(draw.choice([2, 4, 8, 16]), draw.choice([2, 4, 8, 16])) for _ in range(layers)]
     chosen = [LayerQuantization(pair.k_bits, pair.v_bits) for pair in pairs]
-    profile = built(geometry, layers=chosen, k_group_size=32, v_group_size=32)
-    rows = geometry.row_shape(k_group_size=32, v_group_size=32)
+    profile = built(geometry, layers=chosen, k_layout=ScaleLayout(32), v_layout=ScaleLayout(32))
+    rows = geometry.row_shape(k_layout=ScaleLayout(32), v_layout=ScaleLayout(32))
     assert profile.row_shape() == rows and profile.bytes_per_token() == bytes_per_token(pairs, rows)
     assert (profile.mean_bits, profile.effective_bits) == (mean_bits(pairs, rows), effective_bits(pairs, rows))
     assert profile.bf16_bytes_per_token() == geometry.bf16_bytes_per_token()
@@ -144,7 +149,7 @@ def test_sizes_of_layers_alike_are_those_of_the_one_byte_formula(seed: int) -> N
 def test_latent_takes_the_bytes_of_one_row_and_its_rotary_channels() -> None:
     """The sum by hand is 32 bytes of 64 codes and 8 of two groups, padded to 48, and 32 of 16 rotary channels."""
     latent = LayerGeometry(LayerKind("latent"), 16, 1, 64, 0, 16)
-    profile = built(CacheGeometry((latent,)), k_group_size=32, layers=[LayerQuantization(4, None)])
+    profile = built(CacheGeometry((latent,)), k_layout=ScaleLayout(32), layers=[LayerQuantization(4, None)])
     assert profile.bytes_per_token() == profile.bytes_per_token(16) == 48 + 32
     assert profile.bf16_bytes_per_token() == 2 * (64 + 16)
     assert profile.mean_bits == Fraction(64 * 4 + 16 * 16, 80) and profile.effective_bits == 8 * 80 / 80
@@ -171,13 +176,18 @@ def test_groups_of_a_layer_are_stored_and_refused_where_one_group_is_needed() ->
         LayerQuantization(16, 16, k_group_size=8),
     ]
     geometry = ModelGeometry(3, 4, 2, 32, 32)
-    profile = built(geometry, layers=layers, k_group_size=32, v_group_size=32)
+    profile = built(geometry, layers=layers, k_layout=ScaleLayout(32), v_layout=ScaleLayout(32))
     spec = profile.quant_spec(1, "v")
     assert profile.schema_version == 2 and spec is not None and spec.group_size == 16
     assert profile.layers[2].k.group_size is None
     with pytest.raises(ProfileError, match=r"layers\[1\].v has groups of 16, and other layers of 32"):
         profile.row_shape()
-    same = built(geometry, layers=[LayerQuantization(4, 4, k_group_size=32)] * 3, k_group_size=32, v_group_size=32)
+    same = built(
+        geometry,
+        layers=[LayerQuantization(4, 4, k_group_size=32)] * 3,
+        k_layout=ScaleLayout(32),
+        v_layout=ScaleLayout(32),
+    )
     assert same.schema_version == 1
 
 

@@ -16,7 +16,7 @@ from kvtuner.exported_configs.profile.layer_storage import Fp16Array, encode_fp1
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.records import QualityRecord
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import ExactWindow
+from kvtuner.precision import ExactWindow, ScaleLayout
 from kvtuner.quant import Transform
 from kvtuner.run_folder import canonical_json
 from kvtuner.transforms import TransformKind
@@ -49,8 +49,8 @@ def test_canonical_text_of_a_tiny_profile_is_the_one_written_by_hand(make_profil
     profile = make_profile(
         geometry=ModelGeometry(1, 2, 1, 8, 8),
         layers=[LayerQuantization(2, 16, Transform(kind, mu=zeros, lam=ones))],
-        k_group_size=8,
-        v_group_size=8,
+        k_layout=ScaleLayout(8),
+        v_layout=ScaleLayout(8),
         budget=AskedBudget("4bit"),
     )
     assert canonical_json(hashed_content(profile.layout, profile.geometry, profile.defaults, profile.layers)) == BY_HAND
@@ -77,13 +77,13 @@ def test_digest_of_keys_per_channel_agrees_with_an_independent_expansion(
 
 
 def test_granularity_alone_changes_the_digest(make_profile: Callable[..., Profile]) -> None:
-    plain = {"geometry": ModelGeometry(2, 6, 3, 64, 32), "budget": AskedBudget("by hand"), "k_group_size": 64}
+    plain = {"geometry": ModelGeometry(2, 6, 3, 64, 32), "budget": AskedBudget("by hand")}
     for layers, differs in (
         ([LayerQuantization(4, 4), LayerQuantization(16, 4)], True),
         ([LayerQuantization(16, 4)] * 2, False),
     ):
         digests = {
-            make_profile(**plain, layers=layers, k_granularity=granularity).digest
+            make_profile(**plain, layers=layers, k_layout=ScaleLayout(64, granularity=granularity)).digest
             for granularity in ("per_token", "per_channel")
         }
         assert len(digests) == 1 + differs
@@ -123,7 +123,12 @@ def test_every_change_of_storage_changes_the_digest(
         for number, alternatives in changed_layers.items()
         for choice in alternatives
     ]
-    variants += [{"k_group_size": 48}, {"v_group_size": 16}, {"symmetric": True}, {"fit": "least_squares"}]
+    variants += [
+        {"k_layout": ScaleLayout(48)},
+        {"v_layout": ScaleLayout(16)},
+        {"symmetric": True},
+        {"fit": "least_squares"},
+    ]
     variants += [{"window": ExactWindow(32)}, {"window": ExactWindow(33)}, {"window": ExactWindow(0, 32)}]
     variants += [{"geometry": ModelGeometry(5, 3, 3, 48, 32)}, {"geometry": ModelGeometry(5, 6, 3, 48, 32, 1)}]
     variants += [{"layers": [choices[1], choices[0], *choices[2:]]}]

@@ -16,7 +16,7 @@ from kvtuner.exported_configs.profile.layer_storage import KeyTransform, ValueTr
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import LAYOUT_ID, PrecisionPair, RowShape
+from kvtuner.precision import LAYOUT_ID, PrecisionPair, RowShape, ScaleLayout
 from kvtuner.quant import QuantSpec
 from kvtuner.transforms import candidate_transforms, transform_names
 
@@ -46,8 +46,8 @@ def test_bits_and_bytes_are_those_worked_out_by_hand(make_profile: Callable[...,
     profile = make_profile(
         geometry=ModelGeometry(2, 4, 2, 64, 64),
         layers=[LayerQuantization(4, 2), LayerQuantization(8, 16)],
-        k_group_size=64,
-        v_group_size=64,
+        k_layout=ScaleLayout(64),
+        v_layout=ScaleLayout(64),
         budget=AskedBudget("8bit"),
     )
     # Codes + 4 bytes per head, up to 16: K4 64+8 -> 80, V2 32+8 -> 48, K8 128+8 -> 144; V16 is 2*64*2.
@@ -129,7 +129,7 @@ def test_nothing_is_quantized_with_keys_per_channel_yet(per_channel: Profile) ->
 
 def test_unquantized_keys_are_not_per_channel(make_profile: Callable[..., Profile]) -> None:
     layers = [LayerQuantization(16, 4)] * 5
-    profile = make_profile(layers=layers, k_granularity="per_channel", k_group_size=64)
+    profile = make_profile(layers=layers, k_layout=ScaleLayout(64, granularity="per_channel"))
     assert not profile.has_per_channel_keys
 
 
@@ -140,7 +140,7 @@ def test_tokens_per_scale_outside_the_set_are_refused(
     with pytest.raises(
         ProfileError, match=rf"group_size of \(16, 32, 64, 128\) tokens, not {group_size}; KIVI's is 32"
     ):
-        make_profile(layers=choices[:1], k_granularity="per_channel", k_group_size=group_size)
+        make_profile(layers=choices[:1], k_layout=ScaleLayout(group_size, granularity="per_channel"))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,9 @@ def test_transforms_of_keys_per_channel_are_refused(
 ) -> None:
     layers = [choices[number] for number in numbers]
     with pytest.raises(ProfileError, match=place + ": per_channel keys have transform 'none', not"):
-        make_profile(layers=layers, k_granularity="per_channel", k_group_size=16, budget=AskedBudget("4bit", tp_size=3))
+        make_profile(
+            layers=layers, k_layout=ScaleLayout(16, granularity="per_channel"), budget=AskedBudget("4bit", tp_size=3)
+        )
 
 
 def test_heads_that_do_not_fill_units_are_refused_per_channel_too(make_profile: Callable[..., Profile]) -> None:
@@ -159,8 +161,7 @@ def test_heads_that_do_not_fill_units_are_refused_per_channel_too(make_profile: 
         make_profile(
             geometry=ModelGeometry(1, 1, 1, 36, 32),
             layers=[LayerQuantization(2, 16)],
-            k_granularity="per_channel",
-            k_group_size=32,
+            k_layout=ScaleLayout(32, granularity="per_channel"),
             budget=AskedBudget("4bit"),
         )
 

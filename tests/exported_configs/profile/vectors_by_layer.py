@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization
 from kvtuner.layer_geometry import CacheGeometry, LayerGeometry, LayerKind
+from kvtuner.precision import ScaleLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ def profiles(make: Callable[..., Profile], transform: Callable[..., Any]) -> dic
     latent = LayerGeometry(LATENT, 16, 1, 64, 0, 16)
     rotated = transform("hadamard", 1, 64)
     groups = {"k_group_size": 64, "v_group_size": 64}
+    sixteen, thirty_two = (dict.fromkeys(("k_layout", "v_layout"), ScaleLayout(size)) for size in (16, 32))
     return {
         # Layers 3, 7 and 11 of a hybrid: the others have linear attention.
         "gaps": make(
@@ -41,12 +43,13 @@ def profiles(make: Callable[..., Profile], transform: Callable[..., Any]) -> dic
                 LayerQuantization(16, 8),
                 LayerQuantization(8, 4, transform("hadamard", 2, 32)),
             ],
-            **{"k_group_size": 32, "v_group_size": 32},
+            **thirty_two,
         ),
         "windows": make(
             CacheGeometry((LayerGeometry(window(128), 8, 2, 32, 32), LayerGeometry(FULL, 8, 2, 32, 32)) * 2),
             [LayerQuantization(4, 4), LayerQuantization(4, 2)] * 2,
-            **{"k_group_size": 32, "v_group_size": 32, "fit": "least_squares"},
+            **thirty_two,
+            fit="least_squares",
         ),
         # Layers 4 and 5 read what 2 and 3 cached.
         "two-geometries": make(
@@ -62,7 +65,7 @@ def profiles(make: Callable[..., Profile], transform: Callable[..., Any]) -> dic
                 LayerQuantization(16, 16),
                 LayerQuantization(2, 4, transform("centered+balanced+hadamard", 1, 64), rotated, **groups),
             ],
-            **{"k_group_size": 16, "v_group_size": 16},
+            **sixteen,
             budget=AskedBudget("by hand", tp_size=4, pp_size=4),
         ),
         "latents": make(
@@ -73,7 +76,7 @@ def profiles(make: Callable[..., Profile], transform: Callable[..., Any]) -> dic
                 LayerQuantization(8, None, rotated),
                 LayerQuantization(16, None),
             ],
-            **{"k_group_size": 32, "v_group_size": 32},
+            **thirty_two,
         ),
     }
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.geometry import ModelGeometry
-from kvtuner.precision import PrecisionPair
+from kvtuner.precision import PrecisionPair, ScaleLayout
 from kvtuner.runtime_loader.row_format import rank_formats
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
@@ -140,8 +140,8 @@ def uniform_of(config: Any, logged: Any) -> Profile:
         ModelGeometry.from_config(config),
         PrecisionPair(4, 3),
         identity,
-        k_group_size=16,
-        v_group_size=16,
+        k_layout=ScaleLayout(16),
+        v_layout=ScaleLayout(16),
         symmetric=False,
     )
     assert logged[1] == profile.digest
