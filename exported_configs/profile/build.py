@@ -24,8 +24,9 @@ from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.geometry_record import GeometryRecord
 from kvtuner.exported_configs.profile.layer_sizes import LayerSizes
 from kvtuner.exported_configs.profile.layer_storage import Defaults, LayerRecord, SideDefaults, encode_fp16
-from kvtuner.exported_configs.profile.profile import SECOND_VERSION, Profile, first_version
+from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.exported_configs.profile.records import BudgetRecord, Libraries, ModelIdentity, Provenance, QualityRecord
+from kvtuner.exported_configs.profile.versions import first_version
 from kvtuner.geometry import ModelGeometry
 from kvtuner.layer_geometry import CacheGeometry
 from kvtuner.precision import (
@@ -103,18 +104,15 @@ def build_profile(
     if len(layers) != len(owners):
         raise ProfileError(f"geometry has num_layers {len(owners)}, but {len(layers)} layers were chosen")
     k_layout, v_layout = k_layout.of_head(geometry_record.head_dim), v_layout.of_head(geometry_record.v_head_dim)
-    widths = (bits for layer in layers for bits in (layer.k_bits, layer.v_bits) if bits is not None)
-    usual = (k_layout.group_size, v_layout.group_size)
-    groups = {(layer.k_group_size or usual[0], layer.v_group_size or usual[1]) for layer in layers}
-    differ = geometry_record.is_by_layer or groups != {usual}
-    version = SECOND_VERSION if differ else first_version(widths, fit, window, (k_layout.word_bits, v_layout.word_bits))
-    grid = {"symmetric": symmetric} if version < SECOND_VERSION else {"symmetric": symmetric, "fit": fit}
+    grid = {"symmetric": symmetric, "fit": fit}
     fields = {
         "k": {**_layout(k_layout), "transform": _usual_transform(layers, "k"), **grid},
         "v": {**_layout(v_layout), "transform": _usual_transform(layers, "v"), **grid},
     }
     defaults = validated(Defaults, fields, place="defaults")
     records = tuple(_layer_record(number, layer, defaults) for number, layer in zip(owners, layers, strict=True))
+    exact = {"residual_length": window.residual_length or None, "sinks": window.sinks or None}
+    version, defaults = first_version(geometry_record, defaults, records, **exact)
     figures = LayerSizes.of(geometry_record, defaults, records).reached_figures()
     return Profile(
         schema_version=version,
@@ -123,8 +121,8 @@ def build_profile(
         model=model,
         geometry=geometry_record,
         defaults=defaults,
-        residual_length=window.residual_length or None,
-        sinks=window.sinks or None,
+        residual_length=exact["residual_length"],
+        sinks=exact["sinks"],
         layers=records,
         budget=validated(BudgetRecord, {**asdict(budget), **figures}, place="budget"),
         quality=quality,
@@ -210,25 +208,16 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 def place_constants(profile: Profile, place: ConstantsPlace) -> Profile:
     """The same profile with its constants in a side file or in its own, under the digest and version of that."""
-    arrays, defaults = arrays_of(profile.layers), profile.defaults
+    arrays = arrays_of(profile.layers)
     is_large = sum(len(array.data) for array in arrays.values()) > MAX_INLINE_CHARS
     in_file = bool(arrays) and (place == "file" or (place == "auto" and is_large))
     if in_file == (profile.constants_sha256 is not None):
         return profile
     side_hash = constants_hash(profile.layers) if in_file else None
-    has_own_groups = any(record.group_size for entry in profile.layers for _, record, _ in entry.sides(defaults))
-    widths = [bits for pair in profile.pairs for bits in (pair.k_bits, pair.v_bits)]
-    version = max(
-        first_version(widths, shared.grid_fit, profile.window, (shared.grid_word_bits,))
-        for shared in (defaults.k, defaults.v)
+    exact = {"residual_length": profile.residual_length, "sinks": profile.sinks}
+    version, defaults = first_version(
+        profile.geometry, profile.defaults, profile.layers, **exact, constants_sha256=side_hash
     )
-    if in_file or has_own_groups or profile.geometry.is_by_layer:
-        version = SECOND_VERSION
-    sides = {
-        name: shared.model_copy(update={"fit": None if version < SECOND_VERSION else shared.grid_fit})
-        for name, shared in (("k", defaults.k), ("v", defaults.v))
-    }
-    defaults = defaults.model_copy(update=sides)
     content = hashed_content(profile.layout, profile.geometry, defaults, profile.layers, profile.window, side_hash)
     changes = {"schema_version": version, "digest": sha256_of(content), "constants_sha256": side_hash}
     return Profile(**{**dict(profile), **changes, "defaults": defaults})

@@ -16,7 +16,8 @@ from kvtuner.exported_configs.profile.constants_file import (
 )
 from kvtuner.exported_configs.profile.document import DocumentKind, naming, read_document, short, validated
 from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
-from kvtuner.exported_configs.profile.profile import SCHEMA_VERSIONS, Profile
+from kvtuner.exported_configs.profile.profile import Profile
+from kvtuner.exported_configs.profile.versions import SCHEMA_VERSIONS
 from kvtuner.precision import LAYOUT_ID
 
 

@@ -1,7 +1,6 @@
 """The profile: the storage of every layer of one model, valid by construction. Knows nothing of files or serving."""
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from fractions import Fraction
 from typing import Annotated, Final, Literal, Self
 
@@ -24,6 +23,7 @@ from kvtuner.exported_configs.profile.layer_storage import (
     resolve_transform,
 )
 from kvtuner.exported_configs.profile.records import BudgetRecord, ModelIdentity, Provenance, QualityRecord
+from kvtuner.exported_configs.profile.versions import SCHEMA_VERSIONS, SECOND_VERSION, why_second_version
 from kvtuner.geometry import ConfigLike, ModelGeometry
 from kvtuner.grid_fit import FITTED_BITS, check_channels
 from kvtuner.layer_geometry import LayerGeometry
@@ -31,24 +31,15 @@ from kvtuner.precision import (
     MAX_RESIDUAL_LENGTH,
     MAX_SINKS,
     NATIVE_BITS,
-    NO_WINDOW,
-    SHORT_WORD_BITS,
-    THREE_BITS,
     ExactWindow,
-    Fit,
     PrecisionPair,
     RowShape,
     Side,
-    WordBits,
 )
 from kvtuner.quant import QuantSpec, Transform
 from kvtuner.run_folder import sha256_of
 from kvtuner.transforms import TransformKind
 
-SCHEMA_VERSIONS: Final = (1, 2)
-"""The versions that are read; a profile is written in the first that can hold it."""
-SECOND_VERSION: Final = 2
-"""The version with fits, short scale words, 3 bits, an exact window, layers that differ, and a side file."""
 MIN_LAMBDA: Final = 1 / 64
 MAX_LAMBDA: Final = 64.0
 
@@ -219,42 +210,17 @@ class Profile(StrictModel):
         return (entry.k, self.defaults.k) if side == "k" else (entry.v, self.defaults.v)
 
 
-def first_version(
-    widths: Iterable[int], fit: Fit = "minmax", window: ExactWindow = NO_WINDOW, word_bits: Iterable[WordBits] = ()
-) -> int:
-    """The first version that can hold sides of such widths, with such grids, scale words and such a window."""
-    is_first = fit == "minmax" and window == NO_WINDOW and THREE_BITS not in widths
-    return 1 if is_first and SHORT_WORD_BITS not in word_bits else SECOND_VERSION
-
-
 def _check_version(profile: Profile) -> None:
     """Refuse what only the second version has in the first, and the second without fits."""
-    version, shared = profile.schema_version, {"k": profile.defaults.k, "v": profile.defaults.v}
-    if version >= SECOND_VERSION:
-        wrong, rule = [f"defaults.{side}.fit" for side, defaults in shared.items() if defaults.fit is None], "needs it"
+    if profile.schema_version < SECOND_VERSION:
+        own = {name: getattr(profile, name) for name in ("residual_length", "sinks", "constants_sha256")}
+        wrong = why_second_version(profile.geometry, profile.defaults, profile.layers, **own)
     else:
-        wrong, rule = _fields_of_the_second(profile), "has none"
+        shared = {"k": profile.defaults.k, "v": profile.defaults.v}
+        missing = [side for side, defaults in shared.items() if defaults.fit is None]
+        wrong = [f"defaults.{side}.fit: schema_version {profile.schema_version} needs it" for side in missing]
     if wrong:
-        raise ProfileError(f"{wrong[0]}: schema_version {version} {rule}; export the profile again")
-    if version < SECOND_VERSION and any(THREE_BITS in (pair.k_bits, pair.v_bits) for pair in profile.pairs):
-        raise ProfileError(
-            f"schema_version {version} has no layers of {THREE_BITS} bits, version {SECOND_VERSION} has;"
-            " export the profile again"
-        )
-
-
-def _fields_of_the_second(profile: Profile) -> list[str]:
-    """The fields of a profile that only the second version has."""
-    parts: list[tuple[str, StrictModel, tuple[str, ...]]] = [
-        ("", profile, ("residual_length", "sinks", "constants_sha256")),
-        ("geometry.", profile.geometry, ("kind", "rope_dim", "exceptions")),
-        ("defaults.k.", profile.defaults.k, ("word_bits", "fit")),
-        ("defaults.v.", profile.defaults.v, ("word_bits", "fit")),
-    ]
-    for entry in profile.layers:
-        sides = entry.sides(profile.defaults)
-        parts += [(f"layers[{entry.layer}].{side}.", record, ("group_size",)) for side, record, _ in sides]
-    return [place + name for place, part, names in parts for name in names if getattr(part, name) is not None]
+        raise ProfileError(f"{wrong[0]}; export the profile again")
 
 
 def _check_layer_ids(profile: Profile, owners: tuple[int, ...]) -> None:
