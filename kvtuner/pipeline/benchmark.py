@@ -182,6 +182,8 @@ class _BenchSession:
                 f"{scheme.name} has {profile.window}, which takes bytes of every request: give {flag} to the servers,"
                 " or leave --kv-memory out"
             )
+        if not requests.isdecimal():
+            raise OptionError(f"{flag} must be a whole number of requests, not {requests[:60]!a}")
         return profile.window_bytes() * (int(requests) + 1)
 
     def _key(self, scheme: CacheScheme, flags: Sequence[str], facts: Mapping[str, Any]) -> str:

@@ -35,6 +35,10 @@ def profile(profile_of: ProfileOf, tmp_path: Path) -> str:
     ("flags", "message"),
     [
         ((), "takes bytes of every request: give --max-running-requests to the servers, or leave --kv-memory out"),
+        (
+            ("--server-args", "--max-running-requests 8x"),
+            "--max-running-requests must be a whole number of requests, not",
+        ),
         (("--server-args", "--max-running-requests 9999"), "--kv-memory is all for the exact copies of profile"),
     ],
 )
