@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import torch
 
 from kvtuner.errors import PrecisionError, ProfileError
 from kvtuner.exported_configs.profile import build
-from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, dump_profile
+from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, dump_profile, place_constants
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.records import QualityRecord
 from kvtuner.geometry import ModelGeometry
@@ -255,3 +256,37 @@ def test_profile_too_large_to_be_loaded_is_not_written(profile: Profile, monkeyp
     monkeypatch.setattr(build, "MAX_PROFILE_BYTES", size - 1)
     with pytest.raises(ProfileError, match=f"at most {size - 1} bytes, but this one has {size}"):
         dump_profile(profile)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layer", "refusal"),
+    [
+        ({}, {}, None),
+        ({"symmetric": True}, {"k_bits": 2}, None),
+        ({}, {"k_bits": 16, "k_group_size": 16}, None),  # of 16 bits nothing is grouped
+        ({}, {"k_bits": 3}, "schema_version 1 has no layers of 3 bits, version 2 has"),
+        ({}, {"v_group_size": 16}, "layers[0].v.group_size: schema_version 1 has none"),
+        ({"fit": "least_squares"}, {}, "defaults.k.fit: schema_version 1 has none"),
+        ({"v_layout": ScaleLayout(32, 16)}, {}, "defaults.v.word_bits: schema_version 1 has none"),
+        ({"window": ExactWindow(0, 4)}, {}, "sinks: schema_version 1 has none"),
+    ],
+)
+def test_whatever_the_first_version_lacks_makes_the_second_and_is_refused_in_the_first(
+    make_profile: Callable[..., Profile],
+    choices: tuple[LayerQuantization, ...],
+    changes: Any,
+    layer: Any,
+    refusal: str | None,
+) -> None:
+    profile = make_profile(layers=[replace(choices[0], **layer), *choices[1:]], **changes)
+    assert profile.schema_version == (1 if refusal is None else 2)
+    in_file = place_constants(profile, "file")
+    assert in_file.schema_version == 2
+    assert dump_profile(place_constants(in_file, "inline")) == dump_profile(profile)
+    if refusal is not None:
+        document = json.loads(dump_profile(profile)) | {"schema_version": 1}
+        if "least_squares" not in changes.values():
+            for side in document["defaults"].values():
+                del side["fit"]
+        with pytest.raises(ProfileError, match=re.escape(f"{refusal}; export the profile again")):
+            load_profile(json.dumps(document).encode())
