@@ -176,6 +176,14 @@ def test_no_code_of_a_model_is_run(run: RunCommand, model: Path) -> None:
     assert not (model / "ran").exists()
 
 
+def test_a_side_file_for_a_profile_without_constants_is_said_to_be_missing(run: RunCommand, tmp_path: Path) -> None:
+    source, out = tmp_path / "plain.json", tmp_path / "again.json"
+    assert run("import", "0-8:8", "--from", "ranges", "--model", "demo", "--out", source)[0] == 0
+    status, stdout, err = run("export", source, "--to", "kvtuner", "--constants", "file", "--out", out)
+    assert status == 0 and stdout.startswith(f"{out}: sha256:") and out.read_bytes() == source.read_bytes()
+    assert "--constants file: the profile has neither mu nor lambda" in err
+
+
 def test_profile_is_written_anew_with_its_constants_beside_it_and_back(run: RunCommand, tmp_path: Path) -> None:
     source, out, again = VECTORS / "transforms.json", tmp_path / "two.json", tmp_path / "one.json"
     status, stdout, _ = run("export", source, "--to", "kvtuner", "--constants", "file", "--out", out)

@@ -80,13 +80,14 @@ def _export(args: Namespace) -> int:
 def _rewrite(profile: Profile, args: Namespace) -> int:
     """Write a profile of this format anew, with its constants where they were asked for."""
     from kvtuner.cli.output_file import check_new_profile
-    from kvtuner.exported_configs.profile.build import place_constants, write_profile
+    from kvtuner.exported_configs.profile.build import write_profile
     from kvtuner.exported_configs.profile.constants_file import constants_path
+    from kvtuner.pipeline.placed_constants import place_as_asked
 
     if not args.out or args.lossy:
         raise ProfileError(f"--to {OWN_FORMAT} loses nothing and may write two files: give --out, and no --lossy")
     check_new_profile(args.out, force=args.force)
-    placed = place_constants(profile, args.constants or "auto")
+    placed = place_as_asked(profile, args.constants or "auto")
     write_profile(Path(args.out), placed)
     files = [args.out] + ([str(constants_path(Path(args.out)))] if placed.constants_sha256 else [])
     facts = {"format": OWN_FORMAT, "file": args.out, "files": files, "digest": placed.digest}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvtuner import __version__
 from kvtuner.evaluation.validation import uniform_pairs
-from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, place_constants
+from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile
 from kvtuner.exported_configs.profile.records import (
     BaselineRecord,
     CalibrationRecord,
@@ -21,6 +21,7 @@ from kvtuner.exported_configs.profile.records import (
     SplitCounts,
     SplitHashes,
 )
+from kvtuner.pipeline.placed_constants import place_as_asked
 from kvtuner.pipeline.stages.scale_words import layouts_text
 from kvtuner.precision import PrecisionPair, effective_bits, mean_bits
 from kvtuner.report.search_data import (
@@ -70,7 +71,7 @@ def make_profile(comparison: BaselineComparison, quality: Sequence[OffsetQuality
         quality=_quality(comparison, quality[0].baselines),
         provenance=_provenance(run, outcome, command),
     )
-    return place_constants(profile, run.options.constants)
+    return place_as_asked(profile, run.options.constants)
 
 
 def _quality(comparison: BaselineComparison, rows: Sequence[QualityRow]) -> QualityRecord:
