@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -56,14 +55,19 @@ class CalibrationOptions:
     seed: int = 0
 
 
-@dataclass(frozen=True)  # without slots, which cached_property cannot have
+@dataclass(frozen=True, slots=True)
 class Workbench:
-    """A loaded model with its corpus: what calibration, search and validation measure on."""
+    """A loaded model with its corpus: what calibration, search and validation measure on.
+
+    Attributes:
+        weights_sha256: The hash of the weights, computed once: it reads all of them.
+    """
 
     loaded: LoadedModel
     chain: DecoderChain
     corpus: Corpus
     options: CalibrationOptions
+    weights_sha256: str
 
     @classmethod
     def prepare(cls, loaded: LoadedModel, corpus: Corpus, options: CalibrationOptions) -> Workbench:
@@ -74,7 +78,8 @@ class Workbench:
             UnsupportedModelError: It has no such chain.
         """
         _refuse_unknown_tokens(loaded, corpus)
-        return cls(loaded, DecoderChain(loaded.model, loaded.shape.geometry), corpus, options)
+        chain = DecoderChain(loaded.model, loaded.shape.geometry)
+        return cls(loaded, chain, corpus, options, loaded.weights_sha256)
 
     @property
     def plan(self) -> ReadPlan:
@@ -96,16 +101,9 @@ class Workbench:
         """A simulator over a split; `reuse` for many configurations that are alike."""
         return Simulator(self.chain, self.batches(split, offsets), self.plan, reuse=reuse)
 
-    @cached_property
-    def weights_sha256(self) -> str:
-        """The hash of the weights, computed once: it reads all of them."""
-        return self.loaded.weights_sha256
-
     def with_quant(self, quant: QuantizationOptions) -> Workbench:
         """The same model and corpus under other settings of all candidates."""
-        other = replace(self, options=replace(self.options, quant=quant))
-        vars(other)["weights_sha256"] = self.weights_sha256  # they are the same weights
-        return other
+        return replace(self, options=replace(self.options, quant=quant))
 
     def identity(self) -> dict[str, Any]:
         """The facts that decide every measurement; a run folder is bound to them."""

@@ -186,5 +186,5 @@ def test_the_folder_of_another_run_is_refused_before_anything_is_measured(
 def test_the_same_model_under_other_settings_keeps_the_hash_of_its_weights(bench_of: Callable[..., Workbench]) -> None:
     bench = bench_of()
     other = bench.with_quant(QuantizationOptions(symmetric=True))
-    assert "weights_sha256" in vars(other) and other.weights_sha256 == bench_of().weights_sha256
+    assert other.weights_sha256 is bench.weights_sha256 == bench_of().weights_sha256
     assert other.options == replace(bench.options, quant=QuantizationOptions(symmetric=True))
