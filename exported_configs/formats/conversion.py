@@ -194,7 +194,7 @@ def write(profile: Profile, name: str, *, lossy: bool = False) -> Exported:
     can_lose = formats.FORMATS[name].can_lose
     if lossy and not can_lose:
         raise ProfileError(f"{name} is never written with a loss; leave --lossy out")
-    profile.row_shape()  # no other tool's file has layers of several shapes
+    profile.check_one_shape()  # as no other tool's file has layers of several
     if three := [layer for layer, pair in enumerate(profile.pairs) if THREE_BITS in (pair.k_bits, pair.v_bits)]:
         # No loss that may be dropped: the width is what the file would be about.
         raise refusal(name, [LostFeature(layer, f"{THREE_BITS} bits") for layer in three])

@@ -130,9 +130,14 @@ class Profile(StrictModel):
     def row_shape(self, tp_size: int = 1) -> RowShape:
         """The shape of the rows of one of `tp_size` ranks; `GeometryError` where heads cannot be split among them.
 
-        Where layers have not all one shape, a `ProfileError` names the first that differs.
+        Errors for layers of several shapes are those of `check_one_shape`.
         """
-        geometry = self.to_geometry()
+        self.check_one_shape()
+        return self.defaults.row_shape(self.to_geometry(), tp_size)
+
+    def check_one_shape(self) -> None:
+        """Check that rows of all layers have one shape; a `ProfileError` names the first layer that differs."""
+        self.to_geometry()
         for entry in self.layers:
             for side, record, defaults in entry.sides(self.defaults):
                 if group_size_of(record, defaults) != defaults.group_size:
@@ -141,7 +146,6 @@ class Profile(StrictModel):
                         f" {defaults.group_size}: such a profile is shown, signed and shared, but not yet measured or"
                         " converted; use one group_size"
                     )
-        return self.defaults.row_shape(geometry, tp_size)
 
     @property
     def has_per_channel_keys(self) -> bool:
