@@ -80,8 +80,10 @@ class LayerGeometry:
             return
         is_latent = kind.name == "latent"
         for name, value in counts.items():
-            if value < (name != "rope_dim" and not (is_latent and name == "v_head_dim")):
-                raise GeometryError(f"{name} must be positive, but is {value}")
+            can_be_zero = name == "rope_dim" or (is_latent and name == "v_head_dim")
+            if value < (0 if can_be_zero else 1):
+                rule = "be at least 0" if can_be_zero else "be positive"
+                raise GeometryError(f"{name} must {rule}, but is {value}")
         if is_latent and (self.num_kv_heads, self.v_head_dim) != (1, 0):
             raise GeometryError(
                 "a latent is one key head without values: num_kv_heads must be 1 and v_head_dim 0, but they are"
