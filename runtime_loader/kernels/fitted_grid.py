@@ -29,9 +29,8 @@ _LARGEST_SCALE: Final = tl.constexpr(zero_points.LARGEST_SCALE)
 _LAST_ZERO_POINT: Final = tl.constexpr(zero_points.LAST_ZERO_POINT)
 _SYMMETRIC_ZERO_POINT: Final = tl.constexpr(zero_points.SYMMETRIC_ZERO_POINT)
 _FP16_MAX: Final = tl.constexpr(65504.0)
-_ROUNDER: Final = tl.constexpr(
-    13631488.0
-)  # 1.625 * 2**23: a sum with it has no fraction, and its low bits are that sum
+# 1.625 * 2**23: a sum with it has no fraction, and its low bits are that sum.
+_ROUNDER: Final = tl.constexpr(13631488.0)
 _ROUNDER_BITS: Final = tl.constexpr(0x4B500000)  # its bits; the upper 12 are odd, so that they can be divided by
 _ROUNDER_INVERSE: Final = tl.constexpr(pow(0x4B5, -1, 4096))
 

@@ -42,6 +42,7 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
             raise ServingError("a packed KV pool can be neither resized after capture nor moved by drafts")
         self.model_dtype = dtype
         self.copies: ExactRings | None = None
+        self._generations = torch.zeros(0, dtype=torch.int64)  # SGLang's own, of its request slots, beside copies
         self.rank_state = process_state().active_rank()
         # On CUDA, models whose kernels write straight into a bf16 pool go through `set_kv_buffer` at any other dtype.
         super().__init__(*args, dtype=torch.uint8, **kwargs)
