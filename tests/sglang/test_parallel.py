@@ -71,8 +71,8 @@ def served(
         ) as server:
             agreement = compare(server, folder, profile, prompts(5, 33, 1, 60, 17, 48), 40)
             log = server.log
-        said = r"([\d,]+) bytes for each of" if profile.window.num_tokens else r"  ([\d,]+) bytes per token"
-        return agreement, sorted(int(text.replace(",", "")) for text in re.findall(said, log))
+        pattern = r"([\d,]+) bytes for each of" if profile.window.num_tokens else r"  ([\d,]+) bytes per token"
+        return agreement, sorted(int(text.replace(",", "")) for text in re.findall(pattern, log))
 
     return run
 
