@@ -205,8 +205,8 @@ def test_closed_output_is_no_failure(closed: str, finished: Path) -> None:
 
 
 def test_short_words_stand_in_the_profile_and_the_rows_are_shorter(search: Search, tmp_path: Path) -> None:
-    flags = ("--layers", "0-2:K4V2", "--fit", "least_squares", "--k-group-size", "8", "--v-group-size", "8")
-    wide = search(tmp_path / "wide", *flags, trials=None)
+    flags = ("--layers", "0-2:K4V2", "--k-group-size", "8", "--v-group-size", "8")
+    wide = search(tmp_path / "wide", *flags, "--word-bits", "32", trials=None)
     short = search(tmp_path / "short", *flags, "--word-bits", "16", trials=None)
     auto = search(tmp_path / "auto", *flags, "--word-bits", "auto", trials=None)
     profiles = [load_profile(result["profile"]) for result in (wide, short, auto)]
@@ -271,17 +271,17 @@ def test_a_measured_choice_decides_the_measurements_the_bytes_and_the_profile(
     expected = f"keys {texts[0]}{ratio * (short_side == 'k')}, values {texts[1]}{ratio * (short_side == 'v')}"
     assert result["scale_words"] == expected
     assert expected in (out / "report.html").read_text()
-    status, _, stderr = run_search(*flags, "--out", out)
+    status, _, stderr = run_search(*flags, "--word-bits", "32", "--out", out)
     assert status == 2 and f"{short_side}_group_size is {HALF} there and null here" in stderr
 
 
 def test_a_plan_counts_the_comparison_and_sizes_rows_as_they_are_for_both(run_search: RunCommand) -> None:
     plain, auto = (
         json.loads(run_search("--budget", "3bit", "--dry-run", "--json", *words)[1])
-        for words in ((), ("--word-bits", "auto"))
+        for words in (("--word-bits", "32"), ())
     )
     assert auto["uniform"] == plain["uniform"]
-    # Two sequences of 64 tokens: the exact model twice, and two sides in two layouts at two widths.
-    assert auto["forward_tokens"].pop("scale layouts") == 128 * (2 + 8)
+    # Two sequences of 64 tokens: the exact model twice, and two sides in two layouts at three widths.
+    assert auto["forward_tokens"].pop("scale layouts") == 128 * (2 + 12)
     auto["forward_tokens"].pop("total")
     assert auto["forward_tokens"].items() <= plain["forward_tokens"].items()

@@ -147,8 +147,8 @@ def test_every_option_of_the_measurement_runs(search: Search, tmp_path: Path, fl
 
 
 def test_a_window_stands_in_the_profile_and_is_charged_beside_its_rows(search: Search, tmp_path: Path) -> None:
-    flags = ("--layers", "0-2:K2V2")
-    plain = search(tmp_path / "plain", *flags, trials=None)
+    flags = ("--layers", "0-2:K2V2", "--fit", "minmax", "--word-bits", "32")
+    plain = search(tmp_path / "plain", *flags, "--residual-length", "0", trials=None)
     result = search(tmp_path / "run", *flags, "--residual-length", "24", "--sinks", "2", trials=None)
     profile = load_profile(result["profile"])
     assert profile.window == ExactWindow(24, 2)
@@ -201,9 +201,11 @@ def test_a_dry_run_loads_no_weights(run: RunCommand, model_folder: ModelFolder, 
     assert by_name["K4V2"]["inside"] == ["4bit", "3bit"]
     assert by_name["bf16"]["bytes_per_token"] == 3 * 2 * (2 * 16) * 2  # layers, sides, heads x head_dim, bytes
     assert by_name["K8V4"]["bytes_per_token"] == 3 * ((32 + 8 + 8) + (16 + 8 + 8))  # codes, scale words, padding
-    assert status == 0 and plan["forward_tokens"]["total"] > 0 and "window" not in plan
-    status, out, _ = run("search", "--model", config_only, "--budget", "4bit", "--residual-length", "32", "--dry-run")
-    assert (status, f"tokens exact: {32 * by_name['bf16']['bytes_per_token']:,} bytes per request" in out) == (0, True)
+    assert status == 0 and plan["forward_tokens"]["total"] > 0
+    assert plan["window_bytes_per_request"] == 32 * by_name["bf16"]["bytes_per_token"]
+    status, out, _ = run("search", "--model", config_only, "--budget", "4bit", "--dry-run")
+    assert (status, f"tokens exact: {plan['window_bytes_per_request']:,} bytes per request" in out) == (0, True)
+    assert "exact" not in run("search", "--model", config_only, "--budget", "4bit", "--residual-length", "0", "--dry-run")[1]
 
 
 def test_a_dry_run_foretells_the_forward_tokens(
@@ -231,7 +233,8 @@ def test_bytes_on_a_rank_keep_the_budget_of_a_rank(
     for row in (result["quality"][0]["winner"], *result["quality"][0]["baselines"]):
         assert row["fits_budget"] == (row["bytes_per_token"] <= 120), row["name"]
     text = run("report", tmp_path / "run")[1]
-    assert f"bytes per token  {budget['bytes_per_token']} (bf16 {budget['bf16_bytes_per_token']}) on a rank" in text
+    stored = f"{budget['bytes_per_token']} (bf16 {budget['bf16_bytes_per_token']}) on a rank"
+    assert stored in next(line for line in text.splitlines() if line.startswith("bytes per token"))
     profile = load_profile(tmp_path / "run/profile.json")
     assert profile.budget.bytes_per_token == profile.bytes_per_token() > budget["bytes_per_token"]
 
@@ -252,7 +255,7 @@ def test_a_dry_run_of_a_hand_written_configuration_states_its_bytes_and_work(
     (row,) = plan["hand_written"]
     assert row["name"] == "0:K16V16,1-2:K4V4"
     assert row["bytes_per_token"] == 128 + 2 * 2 * 32  # 2 heads x 16 channels: 16 bytes of codes, 8 of scales, padding
-    assert plan["forward_tokens"]["uniform table"] == 2 * 64 * 16
+    assert plan["forward_tokens"]["uniform table"] == 2 * 64 * 25  # 2, 3, 4, 8 and 16 bits of keys by those of values
     assert plan["forward_tokens"]["hand-written"] == 2 * 64
     assert plan["forward_tokens"]["validation"] > 0
     assert "hand-written" in run(*command)[1]
@@ -334,7 +337,7 @@ def test_pairs_are_compared_with_the_sum_of_their_sides_where_asked_for(
 ) -> None:
     assert search(tmp_path / "plain", "--budget", "3bit", trials=2)["pair_additivity"] is None
     additivity = search(tmp_path / "pairs", "--budget", "3bit", "--pairs", trials=2)["pair_additivity"]
-    assert additivity["num_pairs"] == 3 * 9
+    assert additivity["num_pairs"] == 3 * 16
     assert 0 < additivity["median"] <= additivity["maximum"]
     assert "e_o differs from the sum of its sides by" in run("report", tmp_path / "pairs")[1]
     assert "K/V pairs" in (tmp_path / "pairs/report.html").read_text()
