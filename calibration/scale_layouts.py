@@ -66,6 +66,13 @@ class LayoutComparison:
         """The layout with the lower KL; of equal ones the wide words."""
         return self.short if self.ratio < 1 else self.wide
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The KL of both by width, and their ratio, as JSON values; None where one is not finite."""
+        both = {"wide_kl": self.wide_kl, "short_kl": self.short_kl}
+        by_width = {name: {bits: _finite(kl) for bits, kl in kls.items()} for name, kls in both.items()}
+        return {**by_width, "ratio": _finite(self.ratio)}
+
     def apply(self, options: QuantizationOptions) -> QuantizationOptions:
         """The options with this side's choice; as they are where it is the wide words, their default."""
         return options if self.chosen == self.wide else with_layout(options, self.side, self.chosen)
@@ -95,6 +102,10 @@ def compare_layouts(
             LayoutComparison(side, *pair, *(measurement.by_width(side, layout) for layout in pair))
             for side, pair in layouts.items()
         )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _refuse_other_run(folder: RunFolder, identity: Mapping[str, Any], sides: Mapping[Side, Any]) -> None:
@@ -130,7 +141,7 @@ class _LayoutMeasurement:
         known = self._journal.get(_key_of(record))
         if known is None:
             kls = self._measure(side, layout, bits)
-            known = {**record, "kl": [kl if math.isfinite(kl) else None for kl in kls]}
+            known = {**record, "kl": [_finite(kl) for kl in kls]}
             self._journal.append(known)
         return math.inf if None in known["kl"] else geometric_mean(max(kl, _SMALLEST_KL) for kl in known["kl"])
 

@@ -15,6 +15,7 @@ from kvtuner.calibration.corpus import CorpusSource, load_corpus
 from kvtuner.exported_configs.profile.build import dump_profile
 from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.precision import ExactWindow
 from kvtuner.run_folder import sha256_of
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
@@ -81,7 +82,8 @@ def test_figures_are_those_of_the_cache_itself(
     with torch.no_grad():
         exact = loaded.model(ids).logits.double().log_softmax(-1)
         cache = KVTunerCache.from_profile(profile, loaded.shape.config, "cache")
-        quantized = loaded.model(ids, past_key_values=cache).logits.double().log_softmax(-1)
+        with cache.attending(loaded.model):
+            quantized = loaded.model(ids, past_key_values=cache).logits.double().log_softmax(-1)
     kl = (exact.exp() * (exact - quantized)).sum(-1).mean()
     agree = (exact.argmax(-1) == quantized.argmax(-1)).double().mean()
     nll = -quantized[:, :-1].gather(-1, ids[:, 1:, None]).mean()
@@ -262,16 +264,14 @@ def test_refusals(evaluate: Evaluate, run: RunCommand, model_folder: ModelFolder
 
 def test_a_profile_with_a_window_is_evaluated_by_any_read_plan(evaluate: Evaluate, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
-    plain = load_profile(file)
-    fits = {side: getattr(plain.defaults, side).model_copy(update={"fit": "minmax"}) for side in ("k", "v")}
-    update = {"schema_version": 2, "residual_length": 24, "defaults": plain.defaults.model_copy(update=fits)}
-    windowed = plain.model_copy(update=update)
-    stored = (windowed.layout, windowed.geometry, windowed.defaults, windowed.layers)
-    digest = sha256_of(hashed_content(*stored, windowed.window))
+    searched = load_profile(file)
+    stored = (searched.layout, searched.geometry, searched.defaults, searched.layers)
     flags = ("--levels", "likelihood,recall", "--lengths", "48", "--problems", "2", "--questions", "2")
     kls = []
-    for profile in (plain, windowed.model_copy(update={"digest": digest})):
-        file.write_bytes(dump_profile(profile))
+    for window in (ExactWindow(), ExactWindow(24)):
+        digest = sha256_of(hashed_content(*stored, window))
+        update = {"residual_length": window.residual_length, "digest": digest}
+        file.write_bytes(dump_profile(searched.model_copy(update=update)))
         status, evaluation, err, _ = evaluate(*flags, "--against", "fp8")
         assert status == 0, err
         cells = results(evaluation, "likelihood", "kl_nats_per_token")

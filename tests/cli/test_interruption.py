@@ -215,12 +215,12 @@ def test_a_full_disk_is_said_in_one_line_and_nothing_is_lost(
     command = ("calibrate", "--model", model_folder("llama-gqa"), "--data", corpus_file, *SMALL, "--out", out)
     real_fsync, calls = os.fsync, iter(range(1000))
 
-    def full_after_twenty(descriptor: int) -> None:
-        if next(calls) >= 20:
+    def full_after_forty(descriptor: int) -> None:
+        if next(calls) >= 40:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real_fsync(descriptor)
 
-    monkeypatch.setattr("kvtuner.run_folder.os.fsync", full_after_twenty)
+    monkeypatch.setattr("kvtuner.run_folder.os.fsync", full_after_forty)
     status, _, err = run(*command)
     assert status == 2
     assert "no space left" in err.splitlines()[-1]

@@ -205,7 +205,8 @@ def test_a_dry_run_loads_no_weights(run: RunCommand, model_folder: ModelFolder, 
     assert plan["window_bytes_per_request"] == 32 * by_name["bf16"]["bytes_per_token"]
     status, out, _ = run("search", "--model", config_only, "--budget", "4bit", "--dry-run")
     assert (status, f"tokens exact: {plan['window_bytes_per_request']:,} bytes per request" in out) == (0, True)
-    assert "exact" not in run("search", "--model", config_only, "--budget", "4bit", "--residual-length", "0", "--dry-run")[1]
+    command = ("search", "--model", config_only, "--budget", "4bit", "--residual-length", "0", "--dry-run")
+    assert "exact" not in run(*command)[1]
 
 
 def test_a_dry_run_foretells_the_forward_tokens(

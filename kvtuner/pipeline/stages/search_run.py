@@ -176,8 +176,7 @@ def _choose_layouts(options: MeasurementOptions, phases: Phases) -> None:
     quant = phases.bench.options.quant
     for comparison in phases.layouts:
         quant = comparison.apply(quant)
-        figures = {"wide_kl": comparison.wide_kl, "short_kl": comparison.short_kl, "ratio": comparison.ratio}
-        phases.folder.log("scale layout", side=comparison.side, chosen=str(comparison.chosen), **figures)
+        phases.folder.log("scale layout", side=comparison.side, chosen=str(comparison.chosen), **comparison.figures)
     phases.bench = phases.bench.with_quant(quant)
     say(f"scale words: {layouts_text(quant, phases.bench.loaded.shape, phases.layouts)}")
 
