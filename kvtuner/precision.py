@@ -27,6 +27,7 @@ ROW_ALIGNMENT_BYTES: Final = 16  # of the widest load of a GPU thread
 FP16_MAX: Final = 65504.0
 LAYOUT_ID: Final = "halfword-sliced-v1"
 GIB: Final = 1 << 30
+POSITION_BYTES: Final = 4  # of the int32 that names the token in a place of an exact window
 MAX_RESIDUAL_LENGTH: Final = 1024
 MAX_SINKS: Final = 64
 WIDE_WORD_BITS: Final = 32
@@ -298,16 +299,21 @@ class ExactWindow:
         """The most tokens of a request that are kept twice; 0 where there is no window."""
         return self.residual_length + self.sinks
 
-    def request_bytes(self, native_bytes_per_token: int) -> int:
-        """Bytes of one request's copies, where a token takes so many bytes unquantized."""
-        return self.num_tokens * native_bytes_per_token
-
     def bits_at(self, context_length: int) -> Fraction:
         """Bits per cached element that the copies add to `effective_bits` in a request of `context_length` tokens."""
         return Fraction(NATIVE_BITS * min(self.num_tokens, context_length), context_length)
 
 
 NO_WINDOW: Final = ExactWindow()
+
+
+def copy_bytes(pair: PrecisionPair, native_bytes: int) -> int:
+    """Bytes that a server keeps of a copied token in one layer, which takes `native_bytes` unquantized.
+
+    They are its position and, unless rows of 16 bits are exact already, its keys and values.
+    """
+    is_exact = (pair.k_bits, pair.v_bits) == (NATIVE_BITS, NATIVE_BITS)
+    return POSITION_BYTES if is_exact else POSITION_BYTES + native_bytes
 
 
 def tokens_per_gib(stored_bytes: int) -> int:

@@ -10,7 +10,16 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvtuner.errors import BudgetError
-from kvtuner.precision import NO_WINDOW, WIDE_WORD_BITS, ExactWindow, PrecisionPair, RowShape, ScaleLayout, WordBits
+from kvtuner.precision import (
+    NO_WINDOW,
+    WIDE_WORD_BITS,
+    ExactWindow,
+    PrecisionPair,
+    RowShape,
+    ScaleLayout,
+    WordBits,
+    copy_bytes,
+)
 from kvtuner.search_spaces.space import payload_bits
 
 if TYPE_CHECKING:
@@ -143,7 +152,14 @@ class Constraint:
         """Cost of one layer at `pair`."""
         if self.budget.kind == "mean_bits":
             return payload_bits(pair, self.shape)
-        return self.shape.pair_bytes(pair)
+        return self.shape.pair_bytes(pair) - self.uncopied(pair)
+
+    def uncopied(self, pair: PrecisionPair) -> int:
+        """The whole bytes that `cap` takes off for copies of a layer's keys and values, where `pair` needs none."""
+        native = self.shape.pair_bytes(NATIVE_PAIR)
+        if self.budget.request_tokens is None or pair != NATIVE_PAIR:
+            return 0
+        return min(native, self.window.num_tokens * native // self.budget.request_tokens)
 
     def cap(self, stage: int) -> int:
         """The cost that the layers of one stage may have together."""
@@ -165,11 +181,11 @@ class Constraint:
                 return self.budget.unit_bytes
 
     def _window_cost(self, stage: int) -> Fraction:
-        """Bytes of the exact copies of a stage's layers, spread over the tokens of a request."""
+        """Bytes of the exact copies of a stage's layers, all packed, spread over the tokens of a request."""
         if self.budget.request_tokens is None:
             return Fraction(0)
-        native = len(self.stages[stage]) * self.shape.pair_bytes(NATIVE_PAIR)
-        return Fraction(self.window.request_bytes(native), self.budget.request_tokens)
+        layer_bytes = self.window.num_tokens * copy_bytes(SMALLEST_PAIR, self.shape.pair_bytes(NATIVE_PAIR))
+        return Fraction(len(self.stages[stage]) * layer_bytes, self.budget.request_tokens)
 
     def stage_costs(self, pairs: Sequence[PrecisionPair]) -> list[int]:
         """The cost of a configuration in each stage."""

@@ -20,6 +20,7 @@ from kvtuner.precision import (
     bytes_per_token,
     check_group_size,
     check_token_group,
+    copy_bytes,
     effective_bits,
     mean_bits,
     row_bytes,
@@ -276,9 +277,9 @@ def test_padding_and_scales_only_ever_add_to_the_payload() -> None:
     assert effective_bits(native, LLAMA_8B) == mean_bits(native, LLAMA_8B) == 16
 
 
-def test_window_costs_native_bytes_beside_the_rows_and_few_bits_of_a_long_context() -> None:
+def test_copies_take_native_bytes_and_positions_and_few_bits_of_a_long_context() -> None:
     window = ExactWindow(residual_length=32, sinks=4)
-    assert window.request_bytes(1000) == 36_000
+    assert copy_bytes(PrecisionPair(16, 4), 1000) == 1004 and copy_bytes(PrecisionPair(16, 16), 1000) == 4
     assert ExactWindow(32).bits_at(4096) == Fraction(1, 8)
     assert window.bits_at(16) == 16  # no more copies than tokens
     assert ExactWindow().bits_at(1) == 0

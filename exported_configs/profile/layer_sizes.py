@@ -8,18 +8,21 @@ from typing import Self
 from kvtuner.exported_configs.profile.field_types import round_figure
 from kvtuner.exported_configs.profile.geometry_record import GeometryRecord
 from kvtuner.exported_configs.profile.layer_storage import Defaults, LayerRecord
-from kvtuner.precision import NATIVE_BITS
+from kvtuner.precision import NATIVE_BITS, copy_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
     """What one token takes in all layers: the bytes of a rank and, over all heads, payload bits and elements.
 
+    Native bytes are those of an unquantized token, copied ones those of a token in an exact window.
+
     A layer with a window counts in full: it stores each token, if only for a while.
     """
 
     num_bytes: int
     num_native_bytes: int
+    num_copied_bytes: int
     payload_bits: int
     num_elements: int
 
@@ -27,18 +30,20 @@ class LayerSizes:
     def of(cls, geometry: GeometryRecord, defaults: Defaults, layers: Sequence[LayerRecord], tp_size: int = 1) -> Self:
         """The sizes on one of `tp_size` ranks; `GeometryError` where heads cannot be split among them."""
         owners = geometry.owners()
-        num_bytes = num_native_bytes = payload_bits = num_elements = 0
+        num_bytes = num_native_bytes = num_copied_bytes = payload_bits = num_elements = 0
         for entry in layers:
             layer, pair = owners[entry.layer], entry.pair
             shape = defaults.layer_shape(layer, entry, tp_size)
             rope_bits = NATIVE_BITS * layer.rope_dim
             v_bytes = 0 if entry.v is None else shape.v_bytes(pair.v_bits)
             num_bytes += shape.k_bytes(pair.k_bits) + v_bytes + rope_bits // 8
-            num_native_bytes += shape.k_bytes(NATIVE_BITS) + shape.v_bytes(NATIVE_BITS) + rope_bits // 8
+            native_bytes = shape.k_bytes(NATIVE_BITS) + shape.v_bytes(NATIVE_BITS) + rope_bits // 8
+            num_native_bytes += native_bytes
+            num_copied_bytes += copy_bytes(pair, native_bytes)
             payload = pair.k_bits * layer.head_dim + pair.v_bits * layer.v_head_dim
             payload_bits += layer.num_kv_heads * payload + rope_bits
             num_elements += layer.num_elements
-        return cls(num_bytes, num_native_bytes, payload_bits, num_elements)
+        return cls(num_bytes, num_native_bytes, num_copied_bytes, payload_bits, num_elements)
 
     @property
     def mean_bits(self) -> Fraction:

@@ -124,8 +124,8 @@ class Profile(StrictModel):
         return ExactWindow(self.residual_length or 0, self.sinks or 0)
 
     def window_bytes(self) -> int:
-        """The bytes of one request's exact copies, all layers, on one rank that holds all heads."""
-        return self.window.request_bytes(self.bf16_bytes_per_token())
+        """The bytes that a server keeps of one request's exact copies, all layers, on one rank with all heads."""
+        return self.window.num_tokens * self.sizes().num_copied_bytes
 
     def row_shape(self, tp_size: int = 1) -> RowShape:
         """The shape of the rows of one of `tp_size` ranks; `GeometryError` where heads cannot be split among them.

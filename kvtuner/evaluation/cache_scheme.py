@@ -21,6 +21,7 @@ from kvtuner.precision import (
     RowShape,
     ScaleLayout,
     bytes_per_token,
+    copy_bytes,
     mean_bits,
 )
 from kvtuner.quant import QuantSpec
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.geometry import ModelGeometry
+    from kvtuner.precision import ExactWindow
     from kvtuner.read_plan_names import ReadPlanName
     from kvtuner.search_spaces.budget import Constraint
 
@@ -89,7 +91,11 @@ class CacheScheme:
         if constraint.budget.kind == "mean_bits":
             return constraint.is_met(self.pairs)
         stages = enumerate(constraint.stages)
-        return all(self._layer_bytes(layers, constraint.shape) <= constraint.cap(stage) for stage, layers in stages)
+        return all(
+            self._layer_bytes(layers, constraint.shape)
+            <= constraint.cap(stage) + sum(constraint.uncopied(self.pairs[layer]) for layer in layers)
+            for stage, layers in stages
+        )
 
     def cache(self, config: Any, read_plan: ReadPlanName, context_length: int) -> Any:
         """An empty transformers cache that stores by this scheme, and can hold so many tokens.
@@ -257,6 +263,12 @@ class RankLayout:
     def bytes_per_token(self, pairs: Sequence[PrecisionPair]) -> int:
         """The stored bytes of one token of a configuration."""
         return max(bytes_per_token(pairs[stage.start : stage.stop], self.shape) for stage in self.stages)
+
+    def window_bytes(self, pairs: Sequence[PrecisionPair], window: ExactWindow) -> int:
+        """The bytes of one request's exact copies."""
+        native = self.shape.pair_bytes(PrecisionPair(NATIVE_BITS, NATIVE_BITS))
+        layers = [copy_bytes(pair, native) for pair in pairs]
+        return window.num_tokens * max(sum(layers[stage.start : stage.stop]) for stage in self.stages)
 
     def bf16_bytes_per_token(self) -> int:
         """The bytes of one token of the unquantized cache."""

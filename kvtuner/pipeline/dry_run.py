@@ -14,6 +14,7 @@ from kvtuner.precision import PrecisionPair, effective_bits, mean_bits, tokens_p
 from kvtuner.report.formatting import count
 from kvtuner.report.search_data import rank_text
 from kvtuner.report.table import Table
+from kvtuner.search_spaces.budget import SMALLEST_PAIR
 from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def plan_of_work(options: CalibrateOptions) -> dict[str, Any]:
         }
 
     window = options.measurement.window
-    copies = window.request_bytes(ranks.bytes_per_token([PrecisionPair(16, 16)] * geometry.num_layers))
+    copies = ranks.window_bytes([SMALLEST_PAIR] * geometry.num_layers, window)
     return {
         **({"window": str(window), "window_bytes_per_request": copies} if window.num_tokens else {}),
         "model": options.model.model,

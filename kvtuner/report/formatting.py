@@ -49,7 +49,7 @@ def count(value: int | None) -> str:
     return NOT_MEASURED if value is None else f"{value:,}"
 
 
-def window_facts(window: ExactWindow, effective_bits: float, request_bytes: int) -> list[tuple[str, str]]:
+def window_facts(window: ExactWindow, effective_bits: float, request_bytes: int | None) -> list[tuple[str, str]]:
     """The cost of an exact window: bytes of a request, and stored bits of an element at two lengths of context.
 
     Without a window there is nothing to say.
@@ -58,7 +58,7 @@ def window_facts(window: ExactWindow, effective_bits: float, request_bytes: int)
         return []
     bits = [f"{effective_bits + float(window.bits_at(n)):.3f} at {n // 1024}k" for n in WINDOW_CONTEXTS]
     return [
-        ("window", f"{window}: {request_bytes:,} bytes per request"),
+        ("window", f"{window}: {count(request_bytes)} bytes per request"),
         ("bits with window", f"{', '.join(bits)} tokens of context"),
     ]
 

@@ -33,7 +33,11 @@ def rank_text(tp_size: int, pp_size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BudgetOutcome:
-    """The budget as the user wrote it, and what the winner takes: bytes are those of the fullest rank."""
+    """The budget as the user wrote it, and what the winner takes: bytes are those of the fullest rank.
+
+    Attributes:
+        window_bytes: The bytes of one request's exact copies; None in data of an earlier release.
+    """
 
     asked: str
     mean_bits: float
@@ -44,6 +48,7 @@ class BudgetOutcome:
     pp_size: int = 1
     residual_length: int = 0
     sinks: int = 0
+    window_bytes: int | None = None
 
     @property
     def window(self) -> ExactWindow:

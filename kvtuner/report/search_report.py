@@ -106,8 +106,7 @@ def _remarks(data: ReportData) -> list[tuple[str, str]]:
     """The scale words, the exact window and the findings of the search, by name; only what there is."""
     budget = data.budget
     rows = [("scale words", data.scale_words)] if data.scale_words else []
-    request_bytes = budget.window.request_bytes(budget.bf16_bytes_per_token)
-    rows += window_facts(budget.window, budget.effective_bits, request_bytes)
+    rows += window_facts(budget.window, budget.effective_bits, budget.window_bytes)
     if data.uniform_winner is not None:
         rows.append(("winner", f"uniform {data.uniform_winner}: better than the searched one on the report split"))
     if data.gain is not None:

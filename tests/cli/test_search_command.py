@@ -202,7 +202,8 @@ def test_a_dry_run_loads_no_weights(run: RunCommand, model_folder: ModelFolder, 
     assert by_name["bf16"]["bytes_per_token"] == 3 * 2 * (2 * 16) * 2  # layers, sides, heads x head_dim, bytes
     assert by_name["K8V4"]["bytes_per_token"] == 3 * ((32 + 8 + 8) + (16 + 8 + 8))  # codes, scale words, padding
     assert status == 0 and plan["forward_tokens"]["total"] > 0
-    assert plan["window_bytes_per_request"] == 32 * by_name["bf16"]["bytes_per_token"]
+    positions = 3 * 4  # of a copied token, in each layer
+    assert plan["window_bytes_per_request"] == 32 * (by_name["bf16"]["bytes_per_token"] + positions)
     status, out, _ = run("search", "--model", config_only, "--budget", "4bit", "--dry-run")
     assert (status, f"tokens exact: {plan['window_bytes_per_request']:,} bytes per request" in out) == (0, True)
     command = ("search", "--model", config_only, "--budget", "4bit", "--residual-length", "0", "--dry-run")

@@ -96,7 +96,7 @@ def test_a_page_of_keys_per_channel_gives_no_command_to_serve_them() -> None:
 def test_an_exact_window_is_shown_with_what_it_costs() -> None:
     profile = make_profile([choice()], window=ExactWindow(32, 4))
     page = Page(profile_page([EvaluatedProfile("p.json", profile)]))
-    native = profile.to_geometry().bf16_bytes_per_token()
+    native = profile.to_geometry().bf16_bytes_per_token() + 4  # of the position, in the one layer
     at_4k = f"{float(profile.effective_bits) + 16 * 36 / 4096:.3f} at 4k"
     cost = f"the last 32 tokens and the first 4 tokens exact: {36 * native:,} bytes per request"
     assert cost in page.text and at_4k in page.text

@@ -264,9 +264,9 @@ def test_gain_override_and_pairs_stand_in_table_page_and_summary(make_report: Ma
 
 def test_an_exact_window_is_shown_with_what_it_costs(make_report: MakeReport) -> None:
     plain = make_report(2)
-    budget = replace(plain.budget, residual_length=32)
+    budget = replace(plain.budget, residual_length=32, window_bytes=4321)
     windowed = replace(plain, budget=budget)
-    cost = f"the last 32 tokens exact: {32 * budget.bf16_bytes_per_token:,} bytes per request"
+    cost = "the last 32 tokens exact: 4,321 bytes per request"
     assert cost in Page(page_text(windowed)).text and cost not in Page(page_text(plain)).text
     assert "the last 32 tokens exact" in terminal_table(windowed)
     assert f"{budget.effective_bits + 0.125:.3f} at 4k" in Page(page_text(windowed)).text

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from profile_samples import make_profile
 from windowed_requests import WindowedPool, live
 
-from kvtuner.precision import ExactWindow
+from kvtuner.evaluation.cache_scheme import CacheScheme, RankLayout
+from kvtuner.exported_configs.profile.build import LayerQuantization
+from kvtuner.geometry import ModelGeometry
+from kvtuner.precision import ExactWindow, ScaleLayout
 from kvtuner.quant import QuantSpec, Transform
 from kvtuner.runtime_loader.exact_ring import EMPTY, ExactRings, NewTokens, largest_pool, request_bytes
 from kvtuner.runtime_loader.packed_attention import TorchAttention
-from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat
+from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_formats
+from kvtuner.search_spaces.budget import Budget
 from kvtuner.transforms import TransformKind
 
 WINDOWS = (ExactWindow(1), ExactWindow(5), ExactWindow(32), ExactWindow(4, 2), ExactWindow(0, 3), ExactWindow(1024, 64))
@@ -100,6 +105,46 @@ def test_a_request_takes_the_bytes_that_are_allocated_for_it(dtype: torch.dtype)
     # Two layers, two sides of two heads of 80 channels; a position of four bytes for each place of every layer.
     assert request_bytes(layers, window, dtype) == 10 * (2 * 2 * 2 * 80 * dtype.itemsize + 3 * 4)
     assert rings.num_bytes == num_requests * request_bytes(layers, window, dtype)
+
+
+LAYERS = [LayerQuantization(*bits) for bits in ((4, 2), (16, 16), (16, 8), (3, 16), (16, 16), (8, 4), (2, 2), (16, 16))]
+
+
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(80, 80), (96, 48), (64, 32)])
+@pytest.mark.parametrize("window", [ExactWindow(32), ExactWindow(7, 3), ExactWindow()], ids=str)
+def test_profiles_and_ranks_count_the_copies_that_a_server_charges(
+    window: ExactWindow, head_dim: int, v_head_dim: int
+) -> None:
+    geometry = ModelGeometry(len(LAYERS), 4, 2, head_dim, v_head_dim)
+    layouts = {"k_layout": ScaleLayout(), "v_layout": ScaleLayout()}
+    profile = make_profile(LAYERS, geometry=geometry, window=window, **layouts)
+    whole = rank_formats(profile, range(len(LAYERS)))
+    assert profile.window_bytes() == request_bytes(whole, window, torch.bfloat16)
+    for tp_size, pp_size in ((1, 1), (2, 3)):
+        stages = [geometry.layers_of_stage(stage, pp_size) for stage in range(pp_size)]
+        charged = [request_bytes(rank_formats(profile, s, tp_size=tp_size), window, torch.bfloat16) for s in stages]
+        ranks = RankLayout.of(geometry, tp_size=tp_size, pp_size=pp_size)
+        assert ranks.window_bytes(profile.pairs, window) == max(charged)
+
+
+@pytest.mark.parametrize("requests", ["32x4000", "5x64", "3x1000"])
+@pytest.mark.parametrize("window", [ExactWindow(32), ExactWindow(7, 3)], ids=str)
+def test_memory_is_kept_where_a_server_has_it_for_rows_and_copies(window: ExactWindow, requests: str) -> None:
+    geometry = ModelGeometry(len(LAYERS), 4, 2, 80, 96)
+    profile = make_profile(LAYERS, geometry=geometry, window=window, k_layout=ScaleLayout(), v_layout=ScaleLayout())
+    formats = rank_formats(profile, range(len(LAYERS)))
+    count, tokens = map(int, requests.split("x"))
+    rows = sum(layer.bytes_per_token(torch.bfloat16) for layer in formats)
+    needed = count * (rows * tokens + request_bytes(formats, window, torch.bfloat16))
+    spare = count * tokens * (1 + 3)  # less than a byte of a token of the cap, and of each layer without copies
+
+    def keeps(memory: int) -> bool:
+        constraint = Budget.parse(f"{memory}B@{requests}").constraint(geometry, window=window)
+        scheme = CacheScheme(name="c", pairs=profile.pairs, rows=geometry.row_shape(), key="c")
+        assert scheme.keeps(constraint) == constraint.is_met(profile.pairs)
+        return constraint.is_met(profile.pairs)
+
+    assert keeps(needed + spare) and not keeps(needed - 1)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

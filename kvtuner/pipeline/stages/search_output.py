@@ -142,6 +142,7 @@ def make_report_data(
             pp_size=run.options.pp_size,
             residual_length=profile.window.residual_length,
             sinks=profile.window.sinks,
+            window_bytes=ranks.window_bytes(profile.pairs, profile.window),
         ),
         layers=layer_rows(outcome.configuration),
         quality=quality,
