@@ -191,23 +191,19 @@ def test_a_bad_yaml_file_is_refused_by_name(run: RunCommand, tmp_path: Path, tex
 
 def test_a_dry_run_loads_no_weights(run: RunCommand, model_folder: ModelFolder, tmp_path: Path) -> None:
     folder = model_folder("llama-gqa")
-    config_only = tmp_path / "config_only"
-    config_only.mkdir()
+    config_only = tmp_path  # a folder with the configuration alone
     (config_only / "config.json").write_bytes((folder / "config.json").read_bytes())
-    status, out, _ = run("search", "--model", config_only, "--budget", "4bit", "3bit", "--dry-run", "--json")
-    plan = json.loads(out)
+    command = ("search", "--model", config_only, "--budget", "4bit", "3bit", "--dry-run")
+    plan = json.loads(run(*command, "--json")[1])
     by_name = {row["name"]: row for row in plan["uniform"]}
-    assert by_name["K4V4"]["inside"] == ["4bit"]
-    assert by_name["K4V2"]["inside"] == ["4bit", "3bit"]
+    assert [by_name[name]["inside"] for name in ("K4V4", "K4V2")] == [["4bit"], ["4bit", "3bit"]]
     assert by_name["bf16"]["bytes_per_token"] == 3 * 2 * (2 * 16) * 2  # layers, sides, heads x head_dim, bytes
     assert by_name["K8V4"]["bytes_per_token"] == 3 * ((32 + 8 + 8) + (16 + 8 + 8))  # codes, scale words, padding
-    assert status == 0 and plan["forward_tokens"]["total"] > 0
-    positions = 3 * 4  # of a copied token, in each layer
-    assert plan["window_bytes_per_request"] == 32 * (by_name["bf16"]["bytes_per_token"] + positions)
-    status, out, _ = run("search", "--model", config_only, "--budget", "4bit", "--dry-run")
+    assert plan["forward_tokens"]["total"] > 0
+    assert plan["window_bytes_per_request"] == 32 * (by_name["bf16"]["bytes_per_token"] + 3 * 4)  # and positions
+    status, out, _ = run(*command)
     assert (status, f"tokens exact: {plan['window_bytes_per_request']:,} bytes per request" in out) == (0, True)
-    command = ("search", "--model", config_only, "--budget", "4bit", "--residual-length", "0", "--dry-run")
-    assert "exact" not in run(*command)[1]
+    assert "exact" not in run(*command, "--residual-length", "0")[1]
 
 
 def test_a_dry_run_foretells_the_forward_tokens(
@@ -219,8 +215,8 @@ def test_a_dry_run_foretells_the_forward_tokens(
         "--sequence-length", "64", "--sequences", "2,2,3", "--fisher-draws", "1",
     )  # fmt: skip
     assert status == 0
-    done = sum(result["forward_passes"].values()) * 64
-    assert 0.3 * json.loads(out)["forward_tokens"]["total"] <= done <= json.loads(out)["forward_tokens"]["total"]
+    total = json.loads(out)["forward_tokens"]["total"]
+    assert 0.3 * total <= sum(result["forward_passes"].values()) * 64 <= total
 
 
 @pytest.mark.parametrize("ranks", [("--tp-size", "2"), ("--tp-size", "2", "--pp-size", "2")])
@@ -258,8 +254,7 @@ def test_a_dry_run_of_a_hand_written_configuration_states_its_bytes_and_work(
     assert row["name"] == "0:K16V16,1-2:K4V4"
     assert row["bytes_per_token"] == 128 + 2 * 2 * 32  # 2 heads x 16 channels: 16 bytes of codes, 8 of scales, padding
     assert plan["forward_tokens"]["uniform table"] == 2 * 64 * 25  # 2, 3, 4, 8 and 16 bits of keys by those of values
-    assert plan["forward_tokens"]["hand-written"] == 2 * 64
-    assert plan["forward_tokens"]["validation"] > 0
+    assert plan["forward_tokens"]["hand-written"] == 2 * 64 and plan["forward_tokens"]["validation"] > 0
     assert "hand-written" in run(*command)[1]
 
 
