@@ -74,7 +74,7 @@ def _forward_tokens(options: CalibrateOptions, shape: ModelShape, targets: Seque
     isolated = len(candidate_transforms("k")) + len(candidate_transforms("v")) + 2 * (len(widths) - 1)
     schemes = 2 * len(uniform_pairs(widths)) + 2
     # The exact model once for its statistics and once for its predictions, then both layouts at each width below 8.
-    layouts = 2 * (len(widths) - 1) * len(competing_layouts(options, shape))
+    layouts = 2 * (len(widths) - 1) * len(competing_layouts(measurement, shape))
     planned = {
         **({"scale layouts": calibrate * (2 + layouts)} if layouts else {}),
         "statistics": calibrate,

@@ -222,8 +222,10 @@ def test_a_group_size_of_a_side_stays_and_words_are_short_where_rows_are_shorter
 ) -> None:
     groups = ("--k-group-size", str(WHOLE), "--v-group-size", str(HALF))
     result = search(tmp_path / "run", *FITTED, *groups, "--word-bits", "auto", trials=None)
-    # Of the keys' words padding takes what is saved.
-    assert side_layouts(result["profile"]) == [(WHOLE, 32), (HALF, 16)]
+    assert side_layouts(result["profile"]) == [
+        (WHOLE, 32),
+        (HALF, 16),
+    ]  # of the keys' words padding takes what is saved
     assert not (tmp_path / "run" / "scale-layouts.jsonl").exists()
 
 

@@ -161,12 +161,12 @@ def measure_sensitivity(
     bench = Workbench.prepare(loaded, load_corpus(data, loaded.tokenizer), measurement)
     folder.create()
     phases = Phases(bench, folder)
-    _choose_layouts(options, phases)
+    _choose_layouts(options.measurement, phases)
     with phases.phase(phase):
         return phases, measure_table(phases.bench, folder, say)
 
 
-def _choose_layouts(options: CalibrateOptions, phases: Phases) -> None:
+def _choose_layouts(options: MeasurementOptions, phases: Phases) -> None:
     """Choose the scale layouts that the options leave to a measurement, and log the figures."""
     layouts = competing_layouts(options, phases.bench.loaded.shape)
     if not layouts:
