@@ -170,8 +170,8 @@ class MeasurementOptions:
     word_bits: WordChoice = option(
         "auto",
         "bits of a scale word; auto: for keys and for values 32 in groups of a head or 16 in groups of half a head,"
-        " which take equal bytes, by measured KL (heads of 2^n channels); with a group size given, 16 if rows get"
-        " shorter",
+        " which take equal bytes, if measured KL falls by a tenth (heads of 2^n channels); with a group size given, 16"
+        " if rows get shorter",
         choices=WORD_CHOICES,
     )
     residual_length: int = option(
