@@ -50,7 +50,8 @@ def test_readmes_search_is_the_one_that_made_the_catalogues_profile() -> None:
     (file,) = CATALOGUE.glob("demo-3bit.evaluation-*.json")
     cells = {(cell["measure"], cell["position"]): cell["results"] for cell in json.loads(file.read_text())["cells"]}
     shares = {found["subject"]: found["mean"] for found in cells["top1_agreement", 0]}
-    for found in cells["kl_nats_per_token", 0]:
+    # An evaluation's K8V8 has neither the grids nor the window of a search.
+    for found in (cell for cell in cells["kl_nats_per_token", 0] if cell["subject"] in ("profile", "fp8")):
         row = printed["3bit" if found["subject"] == "profile" else found["subject"]]
         for shown, figure in zip(row.group(3, 4, 5), (found["mean"], found["low"], found["high"]), strict=True):
             assert float(shown) == pytest.approx(figure, rel=0.006), row[0]
