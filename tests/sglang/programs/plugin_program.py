@@ -113,7 +113,7 @@ def check_that_another_kind_of_pool_is_refused() -> None:
 
     KVCacheConfigurator.configure = Configurator.configure
     built: list[Any] = []
-    pool.on_built(Packed, lambda _, found: built.append(found))
+    pool.on_built(Packed, lambda _, found, _requests: built.append(found))
     configure: Any = KVCacheConfigurator.configure
     configure(Configurator(pool=Packed(), is_draft_worker=False))
     assert [type(found) for found in built] == [Packed]
