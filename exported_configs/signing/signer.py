@@ -54,7 +54,10 @@ class Signer:
             account = {"identity_token": self.identity_token, "use_ambient_credentials": True}
             return call_with_timeout(lambda: config.use_sigstore_signer(**account).sign(file, signature), seconds)
         if certificate is None:
-            password = "name its password's variable with --password-env if it has one"
+            if self.password is None:
+                password = "name its password's variable with --password-env if it has one"
+            else:  # OpenSSL takes one wrong password in 256 for right, and then calls the key malformed
+                password = "the right password if it has one, or none"
             advice = f"give the PEM file of a key {_CURVES}, and {password}"
         elif self.chain:
             advice = f"give the key of {certificate}, {_CURVES}"
