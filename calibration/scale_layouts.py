@@ -7,29 +7,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from statistics import fmean, geometric_mean
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
-from kvtuner.calibration.transform_statistics import measure_constants
-from kvtuner.calibration.workbench import IDENTITY_FILE, Workbench
+from kvtuner.calibration.whole_model_kl import (
+    WholeModelKL,
+    finite_or_none,
+    mean_over_sequences,
+    refuse_other_run,
+)
 from kvtuner.journal import Journal
 from kvtuner.precision import SHORT_WORD_BITS, WIDE_WORD_BITS, WIDEST_PACKED_BITS, ScaleLayout, Side
-from kvtuner.run_folder import refuse_difference, sha256_of
+from kvtuner.run_folder import sha256_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from kvtuner.calibration.quantization_options import QuantizationOptions
-    from kvtuner.calibration.sensitivity import LayerConstants
+    from kvtuner.calibration.workbench import Workbench
     from kvtuner.run_folder import RunFolder
 
 JOURNAL: Final = "scale-layouts.jsonl"
-COMPARED_TRANSFORMS: Final[dict[Side, str]] = {"k": "centered+balanced+hadamard", "v": "hadamard"}
-"""The transforms under which layouts are compared: those that most layers end with."""
 WORTHWHILE_RATIO: Final = 0.9
 """The share of the KL of wide words below which short ones are worth a third more instructions in decode."""
-_SMALLEST_KL: Final = 1e-12
 
 
 def equal_layouts(head_dim: int) -> tuple[ScaleLayout, ScaleLayout] | None:
@@ -72,8 +72,8 @@ class LayoutComparison:
     def figures(self) -> dict[str, Any]:
         """The KL of both by width, and their ratio, as JSON values; None where one is not finite."""
         both = {"wide_kl": self.wide_kl, "short_kl": self.short_kl}
-        by_width = {name: {bits: _finite(kl) for bits, kl in kls.items()} for name, kls in both.items()}
-        return {**by_width, "ratio": _finite(self.ratio)}
+        by_width = {name: {bits: finite_or_none(kl) for bits, kl in kls.items()} for name, kls in both.items()}
+        return {**by_width, "ratio": finite_or_none(self.ratio)}
 
     def apply(self, options: QuantizationOptions) -> QuantizationOptions:
         """The options with this side's choice; as they are where it is the wide words, their default."""
@@ -83,6 +83,11 @@ class LayoutComparison:
 def with_layout(options: QuantizationOptions, side: Side, layout: ScaleLayout) -> QuantizationOptions:
     """The options with the layout of one side."""
     return replace(options, k_layout=layout) if side == "k" else replace(options, v_layout=layout)
+
+
+def undecided_facts(sides: Iterable[Side]) -> tuple[str, ...]:
+    """The facts of a run's identity that the choice of these sides decides."""
+    return tuple(f"{side}_{name}" for side in sides for name in ("group_size", "word_bits"))
 
 
 def compare_layouts(
@@ -97,29 +102,13 @@ def compare_layouts(
         NonFiniteActivationError: The model gives NaN or infinity as it is.
     """
     identity = bench.identity()
-    _refuse_other_run(folder, identity, layouts)
+    refuse_other_run(folder, identity, undecided_facts(layouts))
     with folder.lock("calibration.lock", waiting="another process calibrates in this folder"):
         measurement = _LayoutMeasurement(bench, Journal(folder, JOURNAL, sha256_of(identity), key_of=_key_of))
         return tuple(
             LayoutComparison(side, *pair, *(measurement.by_width(side, layout) for layout in pair))
             for side, pair in layouts.items()
         )
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _refuse_other_run(folder: RunFolder, identity: Mapping[str, Any], sides: Mapping[Side, Any]) -> None:
-    """Refuse a folder that is bound to another run, whatever was chosen there."""
-    if not folder.file(IDENTITY_FILE).exists():
-        return
-    undecided = {f"{side}_{name}" for side in sides for name in ("group_size", "word_bits")}
-    known, wanted = (
-        {name: value for name, value in facts.items() if name not in undecided}
-        for facts in (folder.read_checked(IDENTITY_FILE), identity)
-    )
-    refuse_difference(known, wanted, f"{folder.path} holds the measurements of another run")
 
 
 def _key_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -130,34 +119,21 @@ class _LayoutMeasurement:
     """The KL of one side at one width in one layout, journalled; nothing runs where the journal has it all."""
 
     def __init__(self, bench: Workbench, journal: Journal) -> None:
-        self._bench, self._journal = bench, journal
-        self._prepared: tuple[Simulator, tuple[LayerConstants, ...]] | None = None
+        self._quant, self._journal, self._model = bench.options.quant, journal, WholeModelKL(bench)
 
     def by_width(self, side: Side, layout: ScaleLayout) -> dict[int, float]:
         """The KL at every measured width below 8."""
-        widths = [bits for bits in self._bench.options.quant.widths if bits < WIDEST_PACKED_BITS]
+        widths = [bits for bits in self._quant.widths if bits < WIDEST_PACKED_BITS]
         return {bits: self._kl(side, layout, bits) for bits in widths}
 
     def _kl(self, side: Side, layout: ScaleLayout, bits: int) -> float:
         record = {"side": side, "group_size": layout.group_size, "word_bits": layout.word_bits, "bits": bits}
         known = self._journal.get(_key_of(record))
         if known is None:
-            kls = self._measure(side, layout, bits)
-            known = {**record, "kl": [_finite(kl) for kl in kls]}
+            known = {**record, "kl": self._measure(side, layout, bits)}
             self._journal.append(known)
-        return math.inf if None in known["kl"] else geometric_mean(max(kl, _SMALLEST_KL) for kl in known["kl"])
+        return mean_over_sequences(known["kl"])
 
-    def _measure(self, side: Side, layout: ScaleLayout, bits: int) -> list[float]:
+    def _measure(self, side: Side, layout: ScaleLayout, bits: int) -> list[float | None]:
         """The KL of every sequence."""
-        if self._prepared is None:
-            constants = measure_constants(self._bench.chain, self._bench.batches("calibrate"))
-            self._prepared = self._bench.simulator("calibrate"), constants
-        simulator, constants = self._prepared
-        options = with_layout(self._bench.options.quant, side, layout)
-        specs = {}
-        for layer, constant in enumerate(constants):
-            spec = options.spec(side, bits, constant.transform(side, COMPARED_TRANSFORMS[side]))
-            keys, values = (spec, None) if side == "k" else (None, spec)
-            specs[layer] = LayerSpec(keys, values, options.window)
-        kls: list[float] = simulator.measure(specs).kl.mean(dim=1).tolist()
-        return kls
+        return self._model.measure(with_layout(self._quant, side, layout), bits, (side,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvtuner.calibration.window_lengths import lengths_for
 from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
 from kvtuner.pipeline.sources import corpus_source
@@ -75,7 +76,9 @@ def _forward_tokens(options: CalibrateOptions, shape: ModelShape, targets: Seque
     schemes = 2 * len(uniform_pairs(widths)) + 2
     # The exact model once for its statistics and once for its predictions, then both layouts at each width below 8.
     layouts = 2 * (len(widths) - 1) * len(competing_layouts(measurement, shape))
+    lengths = lengths_for(source.sequence_length) if measurement.residual_length == "auto" else ()
     planned = {
+        **({"window length": calibrate * (2 + 2 * len(lengths))} if lengths else {}),
         **({"scale layouts": calibrate * (2 + layouts)} if layouts else {}),
         "statistics": calibrate,
         "candidates": calibrate * (2 + 2 * measurement.fisher_draws),

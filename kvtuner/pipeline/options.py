@@ -8,7 +8,7 @@ of its own.
 from __future__ import annotations
 
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
 
 from kvtuner.errors import BudgetError, OptionError, SearchSpaceError
 from kvtuner.precision import (
@@ -60,6 +60,15 @@ def positive(text: str) -> int:
     if value < 1:
         raise OptionError(f"must be at least 1, not {value}")
     return value
+
+
+def window_length(text: str) -> int | Literal["auto"]:
+    """A count of the last tokens, or ``auto``."""
+    if text == "auto":
+        return "auto"
+    if not text.lstrip("-").isdecimal():
+        raise OptionError(f"must be a count of tokens, or auto, not {text!r}")
+    return tokens_up_to(MAX_RESIDUAL_LENGTH)(text)
 
 
 def tokens_up_to(most: int) -> Callable[[str], int]:
@@ -174,11 +183,12 @@ class MeasurementOptions:
         " if rows get shorter",
         choices=WORD_CHOICES,
     )
-    residual_length: int = option(
+    residual_length: int | Literal["auto"] = option(
         DEFAULT_RESIDUAL_LENGTH,
-        "last tokens of a request that are kept exactly too, beside their rows",
-        type=tokens_up_to(MAX_RESIDUAL_LENGTH),
-        metavar="TOKENS",
+        "last tokens of a request that are kept exactly too, beside their rows; auto: the length with the least"
+        " measured KL at equal bytes in the served context",
+        type=window_length,
+        metavar="TOKENS|auto",
     )
     sinks: int = option(
         0,
@@ -195,8 +205,8 @@ class MeasurementOptions:
 
     @property
     def window(self) -> ExactWindow:
-        """The exact window of everything that is measured."""
-        return ExactWindow(self.residual_length, self.sinks)
+        """The exact window of everything that is measured; a length that is still to be measured is 0."""
+        return ExactWindow(0 if self.residual_length == "auto" else self.residual_length, self.sinks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -318,7 +328,7 @@ def check_options(options: object) -> None:
         if choices and value is not None and value not in choices:
             raise OptionError(f"{item.name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
         # From Python a number arrives as it is: the reader of the flag's text checks it too.
-        if read and isinstance(value, int):
+        if read and isinstance(value, int | str):
             try:
                 read(str(value))
             except OptionError as error:

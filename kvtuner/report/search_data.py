@@ -239,6 +239,7 @@ class ReportData:
         uniform_winner: The label of the uniform that took the searched configuration's place; None if that won.
         uniform_kl: The cells of the K x V table, with the best transforms where `uniform_kl_transforms`.
         scale_words: The bits and groups of the scale words in one line; empty where the search left them as they are.
+        window_length: The chosen length of the exact window in one line; empty where the search was told it.
         forwards: The forward passes by phase.
         provenance: The rows of names and values that say nothing of a machine.
     """
@@ -262,6 +263,7 @@ class ReportData:
     uniform_kl: tuple[UniformKl, ...] = ()
     uniform_kl_transforms: bool = True
     scale_words: str = ""
+    window_length: str = ""
     forwards: tuple[tuple[str, int], ...] = ()
     provenance: tuple[tuple[str, str], ...] = ()
     interval_level: float = DEFAULT_LEVEL

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TERMINAL_COLUMNS: Final = 100
 _SUMMARY: Final = (
     *("model", "read_plan", "score", "interval_level", "quality", "additivity", "pair_additivity"),
-    *("rank_correlations", "gain", "uniform_winner", "scale_words"),
+    *("rank_correlations", "gain", "uniform_winner", "scale_words", "window_length"),
 )
 
 
@@ -103,9 +103,10 @@ def _outcome(data: ReportData) -> list[tuple[str, str]]:
 
 
 def _remarks(data: ReportData) -> list[tuple[str, str]]:
-    """The scale words, the exact window and the findings of the search, by name; only what there is."""
+    """The scale words, the exact window and its length, and the findings of the search, by name; only what there is."""
     budget = data.budget
     rows = [("scale words", data.scale_words)] if data.scale_words else []
+    rows += [("window length", data.window_length)] if data.window_length else []
     rows += window_facts(budget.window, budget.effective_bits, budget.window_bytes)
     if data.uniform_winner is not None:
         rows.append(("winner", f"uniform {data.uniform_winner}: better than the searched one on the report split"))

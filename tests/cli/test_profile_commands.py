@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.precision import ExactWindow
 
 if TYPE_CHECKING:
     from fixture_types import ModelFolder, RunCommand, Search
@@ -285,3 +286,60 @@ def test_a_plan_counts_the_comparison_and_sizes_rows_as_they_are_for_both(run_se
     assert auto["forward_tokens"].pop("scale layouts") == 128 * (2 + 12)
     auto["forward_tokens"].pop("total")
     assert auto["forward_tokens"].items() <= plain["forward_tokens"].items()
+
+
+def test_a_window_stands_in_the_profile_and_is_charged_beside_its_rows(search: Search, tmp_path: Path) -> None:
+    flags = ("--layers", "0-2:K2V2", "--fit", "minmax", "--word-bits", "32")
+    plain = search(tmp_path / "plain", *flags, "--residual-length", "0", trials=None)
+    result = search(tmp_path / "run", *flags, "--residual-length", "24", "--sinks", "2", trials=None)
+    profile = load_profile(result["profile"])
+    assert profile.window == ExactWindow(24, 2)
+    assert {"--residual-length", "24", "--sinks", "2"} <= {*(profile.provenance.command or "").split()}
+    assert result["budget"]["bytes_per_token"] == plain["budget"]["bytes_per_token"] == profile.bytes_per_token()
+    assert (result["budget"]["residual_length"], result["budget"]["sinks"]) == (24, 2)
+    for before, after in zip(plain["quality"], result["quality"], strict=True):
+        assert after["winner"]["kl"]["mean"] < 0.8 * before["winner"]["kl"]["mean"]
+        # The rivals of a search have its window, but for fp8, which is as SGLang serves it.
+        kls = [{row["name"]: row["kl"]["mean"] for row in quality["baselines"]} for quality in (before, after)]
+        assert kls[1]["K4V4"] < kls[0]["K4V4"]
+        assert kls[1]["fp8"] == kls[0]["fp8"]
+
+
+@pytest.fixture
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths that are few of the tiny model's 512 positions."""
+    from kvtuner.calibration import window_lengths
+
+    monkeypatch.setattr(window_lengths, "COMPARED_LENGTHS", (0, 4, 8))
+
+
+@pytest.mark.usefixtures("short_windows")
+def test_auto_measures_window_lengths_and_the_profile_keeps_the_chosen_one(search: Search, tmp_path: Path) -> None:
+    flags = ("--layers", "0-2:K2V2", "--residual-length", "auto", "--score", "fisher")
+    result = search(tmp_path / "run", *flags, trials=None)
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    (event,) = (event for event in events if event["event"] == "window length")
+    figures = {int(length): kl for length, kl in event["at_equal_bytes"].items()}
+    assert list(figures) == [0, 4, 8] and event["chosen"] == min(figures, key=figures.__getitem__) > 0
+    profile = load_profile(result["profile"])
+    assert profile.window == ExactWindow(event["chosen"])
+    assert result["budget"]["residual_length"] == event["chosen"]
+    assert result["window_length"].startswith(f"the last {event['chosen']} tokens, of 0, 4, 8, 0.")
+    assert "--residual-length auto" in (profile.provenance.command or "")
+    # The same again reads what was measured.
+    again = search(tmp_path / "run", *flags, trials=None)
+    assert (again["forwards"]["window length"], again["digest"]) == (0, result["digest"])
+    plan = search(tmp_path / "plan", *flags, "--dry-run", trials=None)
+    # Two sequences of 64 tokens: the exact model twice, and three lengths at two widths.
+    assert plan["forward_tokens"]["window length"] == 128 * (2 + 6)
+
+
+@pytest.mark.usefixtures("short_windows")
+def test_a_budget_of_requests_holds_the_copies_of_a_measured_window(search: Search, tmp_path: Path) -> None:
+    flags = ("--budget", "64KiB@2x256", "--score", "fisher", "--sampler", "none")
+    measured = search(tmp_path / "auto", *flags, "--residual-length", "auto", trials=None)
+    length = measured["budget"]["residual_length"]
+    given = search(tmp_path / "given", *flags, "--residual-length", str(length), trials=None)
+    assert length > 0 and measured["digest"] == given["digest"]
+    profile = load_profile(measured["profile"])
+    assert 2 * (256 * profile.bytes_per_token() + profile.window_bytes()) <= 64 * 1024

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.precision import ExactWindow, PrecisionPair
+from kvtuner.precision import PrecisionPair
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -144,23 +144,6 @@ def test_cheap_scores_skip_the_isolated_forwards(search: Search, tmp_path: Path,
 def test_every_option_of_the_measurement_runs(search: Search, tmp_path: Path, flags: tuple[str, ...]) -> None:
     result = search(tmp_path / "run", "--budget", "4bit", *flags)
     assert load_profile(result["profile"]).mean_bits <= 4
-
-
-def test_a_window_stands_in_the_profile_and_is_charged_beside_its_rows(search: Search, tmp_path: Path) -> None:
-    flags = ("--layers", "0-2:K2V2", "--fit", "minmax", "--word-bits", "32")
-    plain = search(tmp_path / "plain", *flags, "--residual-length", "0", trials=None)
-    result = search(tmp_path / "run", *flags, "--residual-length", "24", "--sinks", "2", trials=None)
-    profile = load_profile(result["profile"])
-    assert profile.window == ExactWindow(24, 2)
-    assert {"--residual-length", "24", "--sinks", "2"} <= {*(profile.provenance.command or "").split()}
-    assert result["budget"]["bytes_per_token"] == plain["budget"]["bytes_per_token"] == profile.bytes_per_token()
-    assert (result["budget"]["residual_length"], result["budget"]["sinks"]) == (24, 2)
-    for before, after in zip(plain["quality"], result["quality"], strict=True):
-        assert after["winner"]["kl"]["mean"] < 0.8 * before["winner"]["kl"]["mean"]
-        # The rivals of a search have its window, but for fp8, which is as SGLang serves it.
-        kls = [{row["name"]: row["kl"]["mean"] for row in quality["baselines"]} for quality in (before, after)]
-        assert kls[1]["K4V4"] < kls[0]["K4V4"]
-        assert kls[1]["fp8"] == kls[0]["fp8"]
 
 
 def test_a_yaml_file_is_overlaid_by_flags(

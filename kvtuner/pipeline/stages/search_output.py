@@ -159,6 +159,7 @@ def make_report_data(
         scale_words=""
         if measurement.word_bits == "32"
         else layouts_text(run.bench.options.quant, run.shape, run.layouts),
+        window_length="" if run.window is None else str(run.window),
         forwards=tuple((phase, round(passes)) for phase, passes in run.phases.passes.items()),
         provenance=_facts(run, profile),
     )

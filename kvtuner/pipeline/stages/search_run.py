@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.model_loading import DEMO, ModelShape, load_model, read_shape
 from kvtuner.calibration.quantization_options import QuantizationOptions
-from kvtuner.calibration.scale_layouts import LayoutComparison, compare_layouts
+from kvtuner.calibration.scale_layouts import LayoutComparison, compare_layouts, undecided_facts
+from kvtuner.calibration.window_lengths import LengthComparison, compare_lengths
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench, measure_table
 from kvtuner.errors import PrecisionError, SearchSpaceError
 from kvtuner.evaluation.cache_scheme import RankLayout
@@ -122,12 +123,14 @@ class Phases:
         folder: The run folder.
         passes: The forward passes by phase.
         layouts: The scale layouts that were compared, by side.
+        window: The window lengths that were compared, None where the options give one.
     """
 
     bench: Workbench
     folder: RunFolder
     passes: dict[str, float] = field(default_factory=dict)
     layouts: tuple[LayoutComparison, ...] = ()
+    window: LengthComparison | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -161,9 +164,23 @@ def measure_sensitivity(
     bench = Workbench.prepare(loaded, load_corpus(data, loaded.tokenizer), measurement)
     folder.create()
     phases = Phases(bench, folder)
+    _choose_window(options.measurement, phases)
     _choose_layouts(options.measurement, phases)
     with phases.phase(phase):
         return phases, measure_table(phases.bench, folder, say)
+
+
+def _choose_window(options: MeasurementOptions, phases: Phases) -> None:
+    """Choose the length of the exact window where the options leave it to a measurement, and log the figures."""
+    if options.residual_length != "auto":
+        return
+    undecided = undecided_facts(competing_layouts(options, phases.bench.loaded.shape))
+    with phases.phase("window length"):
+        comparison = compare_lengths(phases.bench, phases.folder, undecided)
+    phases.window = comparison
+    phases.folder.log("window length", chosen=comparison.chosen, **comparison.figures)
+    phases.bench = phases.bench.with_quant(comparison.apply(phases.bench.options.quant))
+    say(f"window length: {comparison}")
 
 
 def _choose_layouts(options: MeasurementOptions, phases: Phases) -> None:
@@ -185,7 +202,8 @@ class SearchRun:
     """One search with everything loaded and calibrated."""
 
     def __init__(self, options: SearchOptions, phases: Phases, table: SensitivityTable) -> None:
-        self.options, self.phases, self.table, self.layouts = options, phases, table, phases.layouts
+        self.options, self.phases, self.table = options, phases, table
+        self.layouts, self.window = phases.layouts, phases.window
         self.bench, self.folder, self.seed = phases.bench, phases.folder, options.measurement.seed
         self.shape = self.bench.loaded.shape
         quant = self.bench.options.quant

@@ -1,0 +1,73 @@
+"""KL of the whole model with one or both sides of every layer at one width. Knows nothing of what is compared by it."""
+
+from __future__ import annotations
+
+import math
+from statistics import geometric_mean
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtuner.calibration.forward.simulator import LayerSpec, Simulator
+from kvtuner.calibration.transform_statistics import measure_constants
+from kvtuner.calibration.workbench import IDENTITY_FILE
+from kvtuner.run_folder import refuse_difference
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from kvtuner.calibration.quantization_options import QuantizationOptions
+    from kvtuner.calibration.sensitivity import LayerConstants
+    from kvtuner.calibration.workbench import Workbench
+    from kvtuner.precision import Side
+    from kvtuner.run_folder import RunFolder
+
+USUAL_TRANSFORMS: Final[dict[Side, str]] = {"k": "centered+balanced+hadamard", "v": "hadamard"}
+"""The transforms that most layers end with."""
+_SMALLEST_KL: Final = 1e-12
+
+
+class WholeModelKL:
+    """Measures the model on the calibrate split with all layers alike; loads nothing before it is asked."""
+
+    def __init__(self, bench: Workbench) -> None:
+        self._bench = bench
+        self._prepared: tuple[Simulator, tuple[LayerConstants, ...]] | None = None
+
+    def measure(self, quant: QuantizationOptions, bits: int, sides: Sequence[Side]) -> list[float | None]:
+        """The KL of every sequence, nats per token, under the usual transforms; None where it is not finite.
+
+        Sides that are not named are exact.
+        """
+        if self._prepared is None:
+            constants = measure_constants(self._bench.chain, self._bench.batches("calibrate"))
+            self._prepared = self._bench.simulator("calibrate"), constants
+        simulator, constants = self._prepared
+        specs = {}
+        for layer, constant in enumerate(constants):
+            keys, values = (
+                quant.spec(side, bits, constant.transform(side, USUAL_TRANSFORMS[side])) if side in sides else None
+                for side in ("k", "v")
+            )
+            specs[layer] = LayerSpec(keys, values, quant.window)
+        return [finite_or_none(kl) for kl in simulator.measure(specs).kl.mean(dim=1).tolist()]
+
+
+def mean_over_sequences(kls: Sequence[float | None]) -> float:
+    """The geometric mean, since few sequences have most of the arithmetic mean; infinite where one is not finite."""
+    finite = [max(kl, _SMALLEST_KL) for kl in kls if kl is not None]
+    return math.inf if len(finite) < len(kls) else geometric_mean(finite)
+
+
+def finite_or_none(value: float) -> float | None:
+    """The value as JSON can hold it."""
+    return value if math.isfinite(value) else None
+
+
+def refuse_other_run(folder: RunFolder, identity: Mapping[str, Any], undecided: Collection[str]) -> None:
+    """Refuse a folder that is bound to another run, whatever it holds of the facts that are still undecided."""
+    if not folder.file(IDENTITY_FILE).exists():
+        return
+    known, wanted = (
+        {name: value for name, value in facts.items() if name not in undecided}
+        for facts in (folder.read_checked(IDENTITY_FILE), identity)
+    )
+    refuse_difference(known, wanted, f"{folder.path} holds the measurements of another run")
