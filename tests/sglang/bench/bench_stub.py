@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from sglang_server import Server
 
-CONSTANT_S = 0.05
+CONSTANT_S = 0.25
 STEP_S = 0.002
 
 
