@@ -3,10 +3,11 @@
     python benchmarks/judging/judge_grids.py --model demo --out runs/judge --json judged.json
 
 Menus of items are compared: fitted grids of 2, 3, 4 and 8 bits, and the same with one more idea each: values in a
-calibrated basis whose second half has few or no bits, trellis codes of values, ternary codes, and fitted grids by KV
-head. Every item is measured alone (calibrate split) in every layer, a knapsack allocates stored bits without padding,
-and the result is measured as a whole (report split), all menus on the same sequences. An idea's share is its KL by that
-of the fitted menu, with the standard error over sequences. The decisions are in docs/method.md.
+calibrated basis whose second half has few or no bits, trellis codes of values, ternary codes, words of 16 bits without
+and with ternary codes, and fitted grids by KV head. Every item is measured alone (calibrate split) in every layer, a
+knapsack allocates stored bits without padding, and the result is measured as a whole (report split), all menus on the
+same sequences. An idea's share is its KL by that of the fitted menu, with the standard error over sequences. The
+decisions are in docs/method.md.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench
 from kvtuner.pipeline.options import DataOptions, ModelOptions
 from kvtuner.pipeline.sources import corpus_source, model_source
+from kvtuner.precision import SHORT_WORD_BITS
 from kvtuner.quant import QuantSpec
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ KEY_TRANSFORMS: Final = ("balanced+hadamard", "centered+balanced+hadamard")
 VALUE_TRANSFORMS: Final = ("none", "hadamard")
 HALVES: Final = ((4, None), (4, 2), (8, None), (8, 2), (8, 4), (16, None), (16, 2), (16, 4))
 """Levels of the strong half and of the weak one."""
+SHORT_PARTS: Final = (1, 2, 4)
+"""The groups of a head in which words of 16 bits are judged."""
 Storage = QuantSpec | Judged | ByHead
 Place = tuple[int, str, int | None]
 """A layer, a side, and a head; None for all heads of the layer."""
@@ -65,6 +69,8 @@ MENUS: Final = {
     "fitted 2/4/8": ("fitted",),
     "fitted": ("fitted", "three"),
     "ternary": ("fitted", "three", "ternary"),
+    "short words": ("fitted", "three", "short fitted", "short three"),
+    "short words, ternary": ("fitted", "three", "short fitted", "short three", "ternary", "short ternary"),
     "halves, by weights": ("fitted", "three", "weights"),
     "halves, by gradients": ("fitted", "three", "gradients"),
     "trellis": ("fitted", "three", "trellis"),
@@ -99,12 +105,14 @@ class Judge:
         items: list[Item] = []
 
         def add(family: str, name: str, judged: Judged) -> None:
-            bits = judged.grid.code_bits(channels) + judged.grid.num_words * WORD_BITS
-            items.append(Item(family, name, self.num_heads * bits, judged))
+            items.append(Item(family, name, self.num_heads * judged.grid.stored_bits(channels), judged))
 
         for name, transform in transforms.items():
             for levels, family in ((4, "fitted"), (8, "three"), (16, "fitted"), (3, "ternary")):
                 add(family, f"{levels} levels {name}", Judged(Levels(levels), transform))
+                for parts in SHORT_PARTS:
+                    grid = Levels(levels, parts, SHORT_WORD_BITS)
+                    add(f"short {family}", f"{levels} levels {parts} short {name}", Judged(grid, transform))
         last = QuantSpec(8, transform)
         items.append(Item("fitted", "8 bits", self.num_heads * (8 * channels + WORD_BITS), last))
         if side == "v":

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch
 from torch import Tensor
 
+from kvtuner.precision import WIDE_WORD_BITS
 from kvtuner.quant import IDENTITY, QuantSpec, Transform, hadamard
+from kvtuner.zero_points import LARGEST_SCALE, LAST_ZERO_POINT, nearest_scale
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-WORD_BITS: Final = 32
+WORD_BITS: Final = WIDE_WORD_BITS
 """A scale and a minimum, fp16 each; a trellis has a scale and a mean."""
 NUM_REFITS: Final = 3
 MAX_GAIN: Final = 1.6
@@ -32,12 +34,8 @@ class Grid(Protocol):
     def read(self, y: Tensor) -> Tensor:
         """The numbers that a reader sees, float32, same shape."""
 
-    def code_bits(self, channels: int) -> int:
-        """Bits of the codes."""
-
-    @property
-    def num_words(self) -> int:
-        """Pairs of scale and minimum."""
+    def stored_bits(self, channels: int) -> int:
+        """Bits of the codes and words of a head."""
 
 
 def fp16(x: Tensor) -> Tensor:
@@ -45,29 +43,42 @@ def fp16(x: Tensor) -> Tensor:
     return x.clamp(-65504, 65504).half().float()
 
 
-def line_through(y: Tensor, codes: Tensor) -> Tensor:
-    """What is read of `codes` with the least-squares line through `y`, rescaled to be unbiased along what was written.
+def unbiased_slope(y: Tensor, codes: Tensor) -> Tensor:
+    """The slope of the least-squares line through `y` over `codes`, rescaled to be unbiased along what was written.
 
     As `grid_fit` does it, the rescale widens the line by at most `MAX_GAIN`.
     """
-    mean, middle = y.mean(-1, keepdim=True), codes.mean(-1, keepdim=True)
-    from_mean, from_middle = y - mean, codes - middle
+    from_mean, from_middle = y - y.mean(-1, keepdim=True), codes - codes.mean(-1, keepdim=True)
     covariance = (from_mean * from_middle).sum(-1, keepdim=True).clamp_min(1e-12)
     least_squares = covariance / from_middle.square().sum(-1, keepdim=True).clamp_min(1e-12)
-    unbiased = from_mean.square().sum(-1, keepdim=True) / covariance
-    scale = fp16(torch.minimum(unbiased, least_squares * MAX_GAIN))
-    return codes * scale + fp16(mean - scale * middle)
+    return torch.minimum(from_mean.square().sum(-1, keepdim=True) / covariance, least_squares * MAX_GAIN)
+
+
+def line_through(y: Tensor, codes: Tensor) -> Tensor:
+    """What is read of `codes` with that slope through the means of both, in words of 32 bits."""
+    scale = fp16(unbiased_slope(y, codes))
+    return codes * scale + fp16(y.mean(-1, keepdim=True) - scale * codes.mean(-1, keepdim=True))
 
 
 @dataclass(frozen=True)
 class Levels:
-    """A grid of `levels` equal steps whose scale and minimum are fitted: ternary where there are three."""
+    """A grid of `levels` equal steps whose scale and minimum are fitted: ternary where there are three.
+
+    Attributes:
+        parts: The groups of a head, each with a word.
+        word_bits: Of 32 bits with a scale and a minimum, or of 16 with a shortened scale and a zero point, as
+            `kvtuner.zero_points` has them.
+    """
 
     levels: int
-    num_words: int = 1
+    parts: int = 1
+    word_bits: int = WIDE_WORD_BITS
 
     def read(self, y: Tensor) -> Tensor:
         """The numbers that a reader sees."""
+        return self._read_groups(y.unflatten(-1, (self.parts, -1))).flatten(-2)
+
+    def _read_groups(self, y: Tensor) -> Tensor:
         low, high, top = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True), self.levels - 1
         scale = ((high - low) * START_SHARE[self.levels] / top).clamp_min(1e-12)
         minimum = (low + high) / 2 - scale * top / 2
@@ -78,11 +89,21 @@ class Levels:
             slope = ((codes - middle) * (y - mean)).sum(-1, keepdim=True) / spread
             scale = torch.where(slope > 1e-12, slope, scale)
             minimum = mean - scale * middle
-        return line_through(y, codes)
+        if self.word_bits == WIDE_WORD_BITS:
+            return line_through(y, codes)
+        # The place of zero among the codes, in 1/32 of them.
+        unit = self.levels / (LAST_ZERO_POINT + 1)
+        zero = (-minimum / scale / unit).round().clamp(0, LAST_ZERO_POINT) * unit
+        codes = (y / scale + zero).round().clamp(0, top)
+        return (codes - zero) * nearest_scale(unbiased_slope(y, codes).clamp(max=LARGEST_SCALE)).float()
 
     def code_bits(self, channels: int) -> int:
         """Bits of the codes: five ternary ones in a byte."""
         return 8 * -(-channels // 5) if self.levels == 3 else channels * (self.levels - 1).bit_length()
+
+    def stored_bits(self, channels: int) -> int:
+        """Bits of the codes and words of a head."""
+        return self.code_bits(channels) + self.parts * self.word_bits
 
 
 @dataclass(frozen=True)
@@ -104,14 +125,9 @@ class Halves:
             (strong, torch.zeros_like(weak) if self.weak is None else hadamard(self.weak.read(hadamard(weak)))), -1
         )
 
-    def code_bits(self, channels: int) -> int:
-        """Bits of the codes of both halves."""
-        return sum(grid.code_bits(channels // 2) for grid in (self.strong, self.weak) if grid is not None)
-
-    @property
-    def num_words(self) -> int:
-        """Each half that has codes has one."""
-        return 1 if self.weak is None else 2
+    def stored_bits(self, channels: int) -> int:
+        """Bits of the codes and words of both halves."""
+        return sum(grid.stored_bits(channels // 2) for grid in (self.strong, self.weak) if grid is not None)
 
 
 @dataclass(frozen=True)
@@ -124,11 +140,10 @@ class Trellis:
 
     bits: int
     states: int = 256
-    num_words: int = 1
 
-    def code_bits(self, channels: int) -> int:
-        """Bits of the codes."""
-        return channels * self.bits
+    def stored_bits(self, channels: int) -> int:
+        """Bits of the codes, and of a scale and a mean."""
+        return channels * self.bits + WORD_BITS
 
     @cached_property
     def values(self) -> Tensor:

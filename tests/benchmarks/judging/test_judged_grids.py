@@ -33,6 +33,16 @@ def test_levels_err_as_the_fitted_grids_of_the_quantizer(bits: int, channels: in
     assert squared_error(Levels(2**bits).read(x), x) == pytest.approx(fitted, rel=0.02)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_levels_in_short_words_err_as_the_quantizer_does(bits: int, parts: int) -> None:
+    x = gaussian(300, 2, 64) + 0.3
+    fitted = QuantSpec(bits, fit="least_squares", group_size=64 // parts, word_bits=16)
+    levels = Levels(2**bits, parts, 16)
+    assert squared_error(levels.read(x), x) == pytest.approx(squared_error(fitted.simulate(x), x), rel=0.03)
+    assert levels.stored_bits(64) == 64 * bits + 16 * parts
+
+
 def test_ternary_codes_lie_between_one_and_two_bits() -> None:
     x = gaussian(300, 2, 64)
     errors = [squared_error(Levels(levels).read(x), x) for levels in (2, 3, 4)]
@@ -83,8 +93,8 @@ def test_the_weak_half_without_bits_reads_its_mean() -> None:
     read = Halves(Levels(16), None).read(x)
     assert bool((read[..., 16:] == 0).all())
     assert squared_error(read[..., :16], x[..., :16]) < 0.01
-    assert Halves(Levels(16), None).code_bits(32) == 64
-    assert (Halves(Levels(16), None).num_words, Halves(Levels(4), Levels(2)).num_words) == (1, 2)
+    assert Halves(Levels(16), None).stored_bits(32) == 64 + 32
+    assert Halves(Levels(4), Levels(2)).stored_bits(32) == 32 + 16 + 2 * 32
 
 
 def test_heads_are_stored_each_its_own_way() -> None:
