@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import optuna
 from search_quality import SEARCHES, CalibratedModel, add_arguments, prepare
-from search_variants import folder_of, variants_of
+from search_variants import VARIANTS, folder_of
 
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, write_profile
 from kvtuner.pipeline.eval_bench_options import EvalOptions
@@ -98,7 +98,7 @@ def profile_of_scheme(scheme: RecallScheme, model: CalibratedModel, configuratio
 
 def recall_of(scheme: RecallScheme, args: argparse.Namespace) -> dict[str, Any]:
     """The answers of a scheme and of the unquantized model, by length."""
-    model = prepare(args.model, folder_of(args.out, args.model, scheme.variant), args, variants_of(64)[scheme.variant])
+    model = prepare(args.model, folder_of(args.out, args.model, scheme.variant), args, VARIANTS[scheme.variant])
     configuration = configuration_of(scheme, model, args)
     profile = profile_of_scheme(scheme, model, configuration)
     folder = args.out / "recall"

@@ -1,13 +1,13 @@
 """KL by stored bits of other projects' recipes beside our searches, simulated on one model.
 
-    python benchmarks/rivals.py --model demo --contexts 512 4000 --out runs/rivals --markdown F.md --json F.json \
-        --picture F.png
+    python benchmarks/rivals.py --model demo --out runs/rivals --markdown F.md --json F.json --picture F.png
 
 Goal: ours has the lower KL in as many stored bits, or the table says who has. Every recipe (`benchmarks/recipes/`)
 stores the model's cache as its paper or code says; what is stored counts in full: codes, scales, norms, exact tokens at
-the end of the context. For each the exact solver gets that many bits. Ours has fitted grids, with or without a window,
-whichever is better on the select split. KL is that of text that no search or calibration saw, at random positions;
-read plan `decode`. A stopped run goes on where it was.
+the end of the context. For each the exact solver gets that many bits. Ours is measured as a search does by default, but
+for its window, which is the best of `--windows` on the select split. Searches and recipes calibrate on sequences as
+long as the context. KL is that of text that no search or calibration saw, at random positions; read plan `decode`. A
+stopped run goes on where it was.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from kvtuner.calibration.corpus import load_corpus
 from kvtuner.calibration.workbench import Workbench
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.journal import Journal
+from kvtuner.pipeline.options import MeasurementOptions
 from kvtuner.run_folder import RunFolder, sha256_of
 from kvtuner.search_spaces.budget import Budget
 
@@ -67,18 +68,16 @@ class Context:
         return self.bench.simulator("report")
 
     @classmethod
-    def prepare(cls, search: OwnSearch, tokens: int, num_sequences: int, folder: RunFolder) -> Context:
+    def prepare(cls, search: OwnSearch, plan: ContextPlan, folder: RunFolder) -> Context:
         """Take sequences behind all that the searches read."""
         run = search.search.run
-        used = run.corpus_source.sequence_length * sum(run.corpus_source.num_sequences[:2])
-        source = replace(
-            run.corpus_source, sequence_length=tokens, num_sequences=(math.ceil(used / tokens), 1, num_sequences)
-        )
+        calibrate, select, report = plan.sequences
+        source = replace(run.corpus_source, num_sequences=(calibrate + select, 1, report))
         loaded = run.bench.loaded
         bench = Workbench.prepare(loaded, load_corpus(source, loaded.tokenizer), run.bench.options)
         identity = {"report": bench.corpus.hashes()["report"], "weights": bench.weights_sha256}
         journal = Journal(folder, "rivals.jsonl", sha256_of({**identity, "recipes": RECIPES_VERSION}))
-        return cls(tokens, bench, journal)
+        return cls(plan.tokens, bench, journal)
 
     def kl(self, key: str, run: Callable[[Simulator], TokenScores]) -> list[float]:
         """The mean KL of every sequence, nats per token; measured once."""
@@ -199,54 +198,65 @@ def search_row(search: OwnSearch, budget: str, context: Context) -> dict[str, An
     }
 
 
-def prepare_searches(args: argparse.Namespace) -> tuple[list[OwnSearch], OwnSearch | None]:
+@dataclass(frozen=True, slots=True)
+class ContextPlan:
+    """What is measured in one context: its tokens, and the sequences that calibrate, select and report."""
+
+    tokens: int
+    sequences: tuple[int, int, int]
+
+    @classmethod
+    def parse(cls, text: str) -> ContextPlan:
+        """Read ``512:4,12,24``."""
+        tokens, _, counts = text.partition(":")
+        calibrate, select, report = map(int, counts.split(","))
+        return cls(int(tokens), (calibrate, select, report))
+
+
+def prepare_searches(plan: ContextPlan, args: argparse.Namespace) -> tuple[list[OwnSearch], OwnSearch | None]:
     """Ours with every window, and the paper's, each calibrated in a folder of its own."""
-    sequences = tuple(args.sequences)
-    settings = SearchSettings(args.model, args.data, args.sequence_length, sequences, args.trials, args.padded)
-    ours = []
-    for window in args.windows:
-        measurement = replace(PLAIN, fit="least_squares", residual_length=window, three_bits=args.three_bits)
-        name = f"window-{window}{'-three-bits' if args.three_bits else ''}"
-        ours.append(OwnSearch.prepare(args.out / name, settings, measurement))
+    settings = SearchSettings(args.model, args.data, plan.tokens, plan.sequences, args.trials, args.padded)
+    folder = args.out / str(plan.tokens)
+    ours = [
+        OwnSearch.prepare(folder / f"window-{window}", settings, MeasurementOptions(residual_length=window))
+        for window in args.windows
+    ]
     if not args.paper_trials:
         return ours, None
     settings = replace(settings, trials=args.paper_trials)
-    return ours, OwnSearch.prepare(args.out / "paper", settings, replace(PLAIN, score="e_o"))
+    return ours, OwnSearch.prepare(folder / "paper", settings, replace(PLAIN, score="e_o"))
 
 
-def compare_all(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure everything; the result as JSON values."""
-    searches, paper = prepare_searches(args)
-    folder, bench = RunFolder(args.out), searches[0].search.run.bench
+def compare_all(plan: ContextPlan, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything in one context; the result as JSON values."""
+    searches, paper = prepare_searches(plan, args)
+    bench = searches[0].search.run.bench
     recipes = all_recipes(measure_moments(bench.chain, [*bench.batches("calibrate"), *bench.batches("select")]))
-    contexts = []
-    for tokens, num_sequences in zip(args.contexts, args.report_sequences, strict=True):
-        context = Context.prepare(searches[0], tokens, num_sequences, folder)
-        rivals = [recipe_rival(recipe, searches[0], context) for recipe in recipes]
-        rivals += [] if paper is None else paper_rivals(paper, args.paper_budgets, context)
-        contexts.append(
-            {
-                "tokens": tokens,
-                "note": f"{num_sequences} sequences; unquantized perplexity {context.perplexity():.2f}.",
-                "recipes": [rival.beside(context, searches) for rival in rivals],
-                "searches": [search_row(search, budget, context) for search in searches for budget in args.budgets],
-            }
-        )
-    return {"model": args.name or args.model, "notes": notes(args), "contexts": contexts}
+    context = Context.prepare(searches[0], plan, RunFolder(args.out))
+    rivals = [recipe_rival(recipe, searches[0], context) for recipe in recipes]
+    rivals += [] if paper is None else paper_rivals(paper, args.paper_budgets, context)
+    calibrate, select, report = plan.sequences
+    return {
+        "tokens": plan.tokens,
+        "note": f"{report} sequences; calibrated on {calibrate} and chosen on {select}, which the recipes that"
+        f" calibrate also read; unquantized perplexity {context.perplexity():.2f}.",
+        "recipes": [rival.beside(context, searches) for rival in rivals],
+        "searches": [search_row(search, budget, context) for search in searches for budget in args.budgets],
+    }
 
 
 def notes(args: argparse.Namespace) -> list[str]:
     """What the figures are of."""
     searched = f"refined in {args.trials} trials" if args.trials else "the exact solver's, without refinement"
-    widths = "2, 3, 4 and 8 bits" if args.three_bits else "2, 4 and 8 bits"
+    windows = " or ".join(map(str, args.windows))
     return [
-        "KL in nats per token, mean and standard error over sequences, at random positions of the context; the first"
-        " quarter of a sequence is a prompt that was prefilled exactly. Stored bits are those of an element at the end"
-        " of the context, with scales and exact tokens. `lower`: beyond two standard errors of the paired difference.",
+        "KL in nats per token, mean and standard error over sequences as long as the context, at random positions; the"
+        " first quarter of a sequence is a prompt that was prefilled exactly. Stored bits are those of an element at"
+        " the end of the context, with scales and exact tokens. `lower`: beyond two standard errors of the paired"
+        " difference.",
         "",
-        f"Ours: fitted grids of {widths}, {searched}, calibrated on {args.sequences[0]} and chosen on"
-        f" {args.sequences[1]} sequences of {args.sequence_length} tokens, which the recipes that calibrate also read."
-        " In as many bits as a recipe it has 32 exact tokens or none, whichever is better on those."
+        f"Ours: measured as a search does by default, {searched}. In as many bits as a recipe it has {windows} exact"
+        " tokens, whichever is best on the sequences that it is chosen on."
         + (" Budgets hold this model's padded rows." if args.padded else " Rows are counted without padding."),
     ]
 
@@ -268,13 +278,16 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--name", help="what the table calls the model")
     flags.add_argument("--data", default="demo")
     flags.add_argument("--out", type=Path, required=True)
-    flags.add_argument("--contexts", type=int, nargs="+", default=[512, 4000])
-    flags.add_argument("--report-sequences", type=int, nargs="+", default=[24, 4], help="for each context")
-    flags.add_argument("--sequence-length", type=int, default=512, help="of what searches and recipes calibrate on")
-    flags.add_argument("--sequences", type=int, nargs=3, default=[4, 12, 12], help="as of `kvtuner search`")
+    flags.add_argument(
+        "--contexts",
+        type=ContextPlan.parse,
+        nargs="+",
+        default=[ContextPlan(512, (4, 12, 24)), ContextPlan(4000, (2, 3, 6))],
+        metavar="TOKENS:N,N,N",
+        help="tokens, and sequences that calibrate, select and report",
+    )
     flags.add_argument("--budgets", nargs="+", default=["2bit", "2.5bit", "3bit", "3.5bit", "4bit"])
-    flags.add_argument("--windows", type=int, nargs="+", default=[0, 32])
-    flags.add_argument("--three-bits", action="store_true", help="measure 3 bits too, and offer them")
+    flags.add_argument("--windows", type=int, nargs="+", default=[0, 32, 128])
     flags.add_argument("--trials", type=int, default=0, help="of refinement; 0 takes the exact solution")
     flags.add_argument("--padded", action="store_true", help="budgets hold the padding of this model's own rows")
     flags.add_argument("--paper-trials", type=int, default=200, help="of the KVTuner paper's search; 0 leaves it out")
@@ -289,7 +302,8 @@ def main() -> None:
     """Run the command line."""
     args = parser().parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    result = compare_all(args)
+    contexts = [compare_all(plan, args) for plan in args.contexts]
+    result = {"model": args.name or args.model, "notes": notes(args), "contexts": contexts}
     print(markdown(result))
     write(args, result)
 

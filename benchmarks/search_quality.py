@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import optuna
 from greedy import greedy
 
@@ -38,7 +39,7 @@ from kvtuner.pipeline.options import DataOptions, MeasurementOptions, ModelOptio
 from kvtuner.pipeline.stages.baseline_comparison import scheme_of
 from kvtuner.pipeline.stages.budget_search import BudgetSearch
 from kvtuner.pipeline.stages.search_run import SearchRun, checked_shape, measure_sensitivity
-from kvtuner.precision import bytes_per_token
+from kvtuner.precision import WIDEST_PACKED_BITS, bytes_per_token
 from kvtuner.report.table import Table
 from kvtuner.run_folder import RunFolder, sha256_of
 from kvtuner.search_spaces.budget import Budget
@@ -115,6 +116,19 @@ class CalibratedModel(BudgetSearch):
         copies = 0.0 if self.context is None else float(self.window.bits_at(self.context))
         return 8 * bytes_per_token(pairs_of(configuration), rows) / elements + copies
 
+    def uniform_kl_at(self, stored_bits: float) -> float:
+        """The KL that uniforms with the best transforms would have in as many stored bits, by their own KL.
+
+        It is interpolated, as the logarithm, between the neighbours on the front of uniforms whose keys have at least
+        the bits of their values.
+        """
+        near = {
+            pair: (self.stored_bits(uniform), uniform)
+            for pair, uniform in self.uniforms().items()
+            if WIDEST_PACKED_BITS >= pair.k_bits >= pair.v_bits and abs(self.stored_bits(uniform) - stored_bits) <= 1
+        }
+        return kl_at([(bits, self.report_kl(uniform)) for bits, uniform in near.values()], stored_bits)
+
     def problem(self, budget: str) -> tuple[SearchSpace, Constraint]:
         """The search space and the constraint of a budget."""
         rows = self.run.rows
@@ -149,6 +163,19 @@ class CalibratedModel(BudgetSearch):
         except SearchSpaceError:
             return None, 0
         return study.best, self.objective.num_sequences - before
+
+
+def kl_at(points: Sequence[tuple[float, float]], stored_bits: float) -> float:
+    """The KL in so many stored bits on the front of `points` (bits, KL); that of its end beyond it.
+
+    Between two points the logarithm of the KL is linear.
+    """
+    front: list[tuple[float, float]] = []
+    for point in sorted(points):
+        if not front or point[1] < front[-1][1]:
+            front.append(point)
+    bits, logs = zip(*((bits, math.log(kl)) for bits, kl in front), strict=True)
+    return math.exp(float(np.interp(stored_bits, bits, logs)))
 
 
 def prepare(source: str, out: Path, args: argparse.Namespace, measurement: MeasurementOptions) -> CalibratedModel:
@@ -214,13 +241,14 @@ def compare_search(
 
 
 def beside_uniform(model: CalibratedModel, refined: Configuration, uniform: Configuration) -> dict[str, Any]:
-    """The refined configuration of the first seed, its stored bits, and its KL less that of the best uniform alike."""
+    """The refined configuration of the first seed, its stored bits, and its KL beside that of uniforms alike."""
     difference = kl_difference(model.measured(refined), model.measured(uniform), seed=0)
     return {
         "pairs": " ".join(map(str, pairs_of(refined))),
         "stored_bits": model.stored_bits(refined),
         "uniform+t_stored_bits": model.stored_bits(uniform),
         "less_uniform+t": [difference.mean, difference.low, difference.high],
+        "uniforms_in_as_many": model.uniform_kl_at(model.stored_bits(refined)),
     }
 
 
@@ -244,13 +272,15 @@ def markdown(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> str:
         {"uniform": "best plain uniform", "uniform+t": "best uniform"} if args.plain else {"uniform+t": "best uniform"}
     )
     header = ["budget", *names.values(), *methods]
-    header += [f"{REFINED} / {name}" for name in names.values()] if REFINED in methods else []
+    if REFINED in methods:
+        header += [f"{REFINED} / {name}" for name in names.values()] + ["/ uniforms in as many stored bits"]
     cells = []
     for row in rows:
         cells.append([row["budget"], *(uniform_text(row, name) for name in names), *(cell(row[m]) for m in methods)])
         if REFINED in methods:
             refined = statistics.median(row[REFINED]["kl"])
             cells[-1] += [f"{refined / row[name]:.2f}" for name in names]
+            cells[-1].append(f"{row[REFINED]['kl'][0] / row['uniforms_in_as_many']:.2f}")
     note = (
         f"KL, nats per token, on the report split, small and large offsets pooled. Model {args.model};"
         f" sequences {args.sequences} of {args.sequence_length} tokens; {args.trials} trials;"

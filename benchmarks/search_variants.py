@@ -6,8 +6,8 @@ Goal: of min-max grids of 2, 4 and 8 bits, fitted ones have at most .55 of the K
 the outlier twin has at most 1.05 of the model's.
 
 Every variant is a search of `search_quality.py` with other measurement flags, in a folder of its own. The copies of a
-window count in a request of `--context` tokens. Beside each search stands the best uniform with the same grids,
-transforms and window, and as many stored bytes. A model is a name that `kvtuner search` knows, `twin` for the demo
+window count in a request of `--context` tokens. Beside each search stand uniforms with the same grids, transforms and
+window, in as many stored bytes. A model is a name that `kvtuner search` knows, `twin` for the demo
 model's with outlier key channels, or NAME=FOLDER. A stopped run goes on where it was.
 """
 
@@ -25,9 +25,6 @@ from measurements import PLAIN
 from search_quality import REFINED, add_arguments, compare, prepare, uniform_text
 
 from kvtuner.calibration.demo.outliers import make_twin
-from kvtuner.calibration.model_loading import read_shape
-from kvtuner.pipeline.options import ModelOptions
-from kvtuner.pipeline.sources import model_source
 from kvtuner.report.table import Table
 
 if TYPE_CHECKING:
@@ -38,23 +35,18 @@ if TYPE_CHECKING:
 REFERENCE_VARIANT: Final = "min-max"
 
 
-def variants_of(head_dim: int) -> dict[str, MeasurementOptions]:
-    """The measurements to compare by name, for heads of so many channels; min-max grids come first.
-
-    Short words have groups of half a head, which take as many bytes as words of 32 bits for a whole one.
-    """
-    half = head_dim // 2
-    fitted = replace(PLAIN, fit="least_squares")
-    three_bits = replace(fitted, three_bits=True)
-    short_words = replace(three_bits, word_bits="16", k_group_size=half, v_group_size=half)
-    return {
-        REFERENCE_VARIANT: PLAIN,
-        "fitted": fitted,
-        "fitted, 3 bits": three_bits,
-        "fitted, 3 bits, short words": short_words,
-        "fitted, 3 bits, last 32": replace(three_bits, residual_length=32),
-        "fitted, 3 bits, short words, last 32": replace(short_words, residual_length=32),
-    }
+FITTED: Final = replace(PLAIN, fit="least_squares")
+THREE_BITS: Final = replace(FITTED, three_bits=True)
+CHOSEN_WORDS: Final = replace(THREE_BITS, word_bits="auto")
+VARIANTS: Final[dict[str, MeasurementOptions]] = {
+    REFERENCE_VARIANT: PLAIN,
+    "fitted": FITTED,
+    "fitted, 3 bits": THREE_BITS,
+    "fitted, 3 bits, words by KL": CHOSEN_WORDS,
+    "fitted, 3 bits, last 32": replace(THREE_BITS, residual_length=32),
+    "fitted, 3 bits, words by KL, last 32": replace(CHOSEN_WORDS, residual_length=32),
+}
+"""The measurements to compare by name: min-max grids first, the defaults of a search last."""
 
 
 def source_of(model: str, out: Path) -> tuple[str, str]:
@@ -76,9 +68,8 @@ def folder_of(out: Path, model: str, variant: str) -> Path:
 def searches_of(model: str, args: argparse.Namespace) -> dict[str, Any]:
     """All variants of one model, as JSON values."""
     name, source = source_of(model, args.out)
-    head_dim = read_shape(model_source(ModelOptions(model=source))).geometry.head_dim
     found = []
-    for variant, measurement in variants_of(head_dim).items():
+    for variant, measurement in VARIANTS.items():
         if variant not in args.variants:
             continue
         before = processor_seconds()
@@ -134,12 +125,13 @@ def _search_table(variants: Sequence[Mapping[str, Any]]) -> Table:
                     f"{kl / reference[row['budget']]:.2f}" if reference else "-",
                     uniform_text(row, "uniform"),
                     f"{row['uniform+t']:.3g} ({row['uniform+t_name']}, {row['uniform+t_stored_bits']:.2f})",
-                    f"{kl / row['uniform+t']:.2f}",
+                    f"{kl / row['uniforms_in_as_many']:.2f}",
                     "even" if low <= 0 <= high else "search" if mean < 0 else "UNIFORM",
                 ]
             )
     header = ["grids", "budget", "stored bits", "exact", "refined", "of min-max"]
-    return Table([*header, "best plain uniform", "best uniform alike", "of uniform", "lower"], cells)
+    header += ["best plain uniform", "best uniform alike", "of uniforms in as many bits", "lower"]
+    return Table(header, cells)
 
 
 def _twin_table(models: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
@@ -158,8 +150,10 @@ def notes(args: argparse.Namespace) -> list[str]:
         f" pooled; calibrated on {calibrate} and refined in {args.trials} trials on {select} sequences, seed"
         f" {args.seeds[0]}. Budgets are of payload; `stored bits` hold scales, padding, and the copies of the window in"
         f" a request of {args.context} tokens, which rows have less: nothing of one budget stores more. The best"
-        " uniform alike has the same grids, transforms and window, and its own stored bits beside it: no uniform uses"
-        " what is left. `lower`: where the 95 % interval of the paired difference excludes zero.",
+        " uniform alike is the best inside the budget with the same grids, transforms and window; its own stored bits"
+        " stand beside it. `lower` compares the two: where the 95 % interval of the paired difference excludes zero."
+        " Uniforms use up few budgets, so the share is of the KL that uniforms alike would have in as many bits as the"
+        " search, interpolated between two of them.",
     ]
 
 
@@ -174,7 +168,7 @@ def write(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = list(variants_of(64))
+    names = list(VARIANTS)
     add_arguments(flags)
     flags.add_argument("--models", nargs="+", default=["demo"], help="demo, twin, or NAME=FOLDER")
     flags.add_argument("--variants", nargs="+", choices=names, default=names)

@@ -15,7 +15,7 @@ from kvtuner.errors import SearchSpaceError
 from kvtuner.pipeline.options import DataOptions, MeasurementOptions, ModelOptions, SearchOptions
 from kvtuner.pipeline.stages.budget_search import BudgetSearch
 from kvtuner.pipeline.stages.search_run import SearchRun, checked_shape, measure_sensitivity
-from kvtuner.precision import ExactWindow, PrecisionPair, RowShape, bytes_per_token
+from kvtuner.precision import SIDES, ExactWindow, PrecisionPair, RowShape, bytes_per_token
 from kvtuner.run_folder import RunFolder, sha256_of
 from kvtuner.search_spaces.budget import Budget, Constraint
 from kvtuner.search_spaces.space import build_space, pairs_of
@@ -108,7 +108,8 @@ class OwnSearch:
     def key(self, configuration: Configuration) -> str:
         """Text that says everything that decides a configuration's KL besides model and data."""
         quant = self.search.run.bench.options.quant
-        return f"{quant.fit}, {self.window}: {configuration_key(configuration)}"
+        layouts = ", ".join(f"{side} {quant.layout(side)}" for side in SIDES)
+        return f"{quant.fit}, {layouts}, {self.window}: {configuration_key(configuration)}"
 
     def best(self, budget: Budget) -> Configuration | None:
         """The exact solution, refined if trials are asked for; None where the budget is below 2 bits everywhere."""

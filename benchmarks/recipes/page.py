@@ -96,11 +96,11 @@ def picture(figure: Figure, result: Mapping[str, Any]) -> None:
 
 
 def _draw_context(panel: Axes, context: Mapping[str, Any]) -> None:
-    for window, colour in (("none", style.BLUE), ("last 32", style.SKY)):
+    windows = dict.fromkeys(row["window"] for row in context["searches"])
+    for window, colour in zip(windows, (style.BLUE, style.SKY, style.GREEN), strict=False):
         front = sorted((row["bits"], row["kl"]["mean"]) for row in context["searches"] if row["window"] == window)
-        if front:
-            label = f"ours, exact tokens: {window}"
-            panel.plot(*zip(*front, strict=True), marker="*", ms=11, lw=1.5, color=colour, label=label, zorder=3)
+        label = f"ours, exact tokens: {window}"
+        panel.plot(*zip(*front, strict=True), marker="*", ms=11, lw=1.5, color=colour, label=label, zorder=3)
     for row in context["recipes"]:
         marker, colour = FAMILIES[row["family"]]
         bits, kl = row["bits"], row["kl"]

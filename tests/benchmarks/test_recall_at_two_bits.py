@@ -19,7 +19,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("recall-*.json"))
 
 
 def test_every_scheme_takes_its_grids_from_a_variant_of_the_searches() -> None:
-    variants = search_variants.variants_of(64)
+    variants = search_variants.VARIANTS
     for scheme in recall_at_two_bits.SCHEMES:
         settings = variants[scheme.variant]
         assert ("min-max" in scheme.name) == (settings.fit == "minmax")

@@ -32,6 +32,14 @@ def test_a_budget_of_stored_bits_is_exact() -> None:
         assert float(stored_budget(bits).amount) == bits
 
 
+def test_a_context_names_its_tokens_and_its_sequences() -> None:
+    assert rivals.ContextPlan.parse("4000:2,3,6") == rivals.ContextPlan(4000, (2, 3, 6))
+    flags = rivals.parser()
+    assert flags.parse_args(["--out", "x", "--contexts", "64:1,1,2", "128:1,1,3"]).contexts[1].sequences == (1, 1, 3)
+    with pytest.raises(SystemExit):
+        flags.parse_args(["--out", "x", "--contexts", "512"])
+
+
 def result_of(lower: str) -> dict[str, Any]:
     kl = {"mean": 0.25, "error": 0.01, "sequences": [0.24, 0.26]}
     ours = {"kl": {**kl, "mean": 0.5}, "bits": 2.4, "padded_bits": 3.0, "window": "last 32", "lower": lower}

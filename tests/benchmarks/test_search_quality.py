@@ -18,7 +18,8 @@ import search_quality  # noqa: E402
 import search_variants  # noqa: E402
 
 from kvtuner.errors import BudgetError  # noqa: E402
-from kvtuner.precision import ExactWindow, row_bytes  # noqa: E402
+from kvtuner.pipeline.options import MeasurementOptions  # noqa: E402
+from kvtuner.precision import ExactWindow  # noqa: E402
 
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("search-variants-*.json"))
 
@@ -36,15 +37,17 @@ def test_rows_get_what_the_copies_of_a_window_leave_of_a_budget() -> None:
             search_quality.rows_budget(text, window, context)
 
 
-@pytest.mark.parametrize(("head_dim", "heads"), [(64, 2), (128, 2), (32, 3)])
-def test_short_words_with_groups_of_half_a_head_take_as_many_bytes(head_dim: int, heads: int) -> None:
-    settings = search_variants.variants_of(head_dim)["fitted, 3 bits, short words"]
-    group = settings.k_group_size
-    assert (settings.word_bits, settings.v_group_size) == ("16", group)
-    assert group is not None
-    for bits in (2, 3, 4):
-        short = row_bytes(heads, head_dim, bits, group, word_bits=16)
-        assert short == row_bytes(heads, head_dim, bits)
+def test_the_last_variant_is_what_a_search_measures_by_default() -> None:
+    assert list(search_variants.VARIANTS.values())[-1] == MeasurementOptions()
+
+
+def test_uniforms_in_as_many_bits_lie_on_the_line_between_two_of_their_front() -> None:
+    points = [(3.0, 0.4), (4.0, 0.1), (3.5, 0.5), (5.0, 0.2), (6.0, 0.05)]
+    assert search_quality.kl_at(points, 3.5) == pytest.approx(0.2)  # the uniform of 3.5 bits is worse than that of 3
+    assert search_quality.kl_at(points, 4.0) == pytest.approx(0.1)
+    assert search_quality.kl_at(points, 5.0) == pytest.approx(0.1 * 0.5**0.5)
+    assert search_quality.kl_at(points, 2.0) == pytest.approx(0.4)
+    assert search_quality.kl_at(points, 7.0) == pytest.approx(0.05)
 
 
 def test_the_flags_of_a_measurement_are_those_of_a_search() -> None:
@@ -63,7 +66,7 @@ def test_the_flags_of_a_measurement_are_those_of_a_search() -> None:
 def variant(name: str, kl: float, less: float) -> dict[str, Any]:
     row = {"budget": "3bit", "stored_bits": 4.0, "exact": 0.5, "exact+refined": {"kl": [kl]}}
     row |= {"uniform": 2.0, "uniform_name": "K4V2", "uniform+t": 0.5, "uniform+t_name": "K3V3"}
-    row["uniform+t_stored_bits"] = 3.75
+    row |= {"uniform+t_stored_bits": 3.75, "uniforms_in_as_many": 0.4}
     return {"variant": name, "rows": [{**row, "less_uniform+t": [less, less - 0.1, less + 0.1]}]}
 
 
@@ -72,9 +75,9 @@ def test_the_page_says_the_share_of_min_max_and_who_is_lower() -> None:
     twin = [variant("fitted", 0.21, -0.3)]
     models = [{"model": "demo", "variants": variants}, {"model": "twin", "variants": twin}]
     text = search_variants.markdown({"notes": ["A note."], "models": models})
-    assert "| min-max | 3bit | 4.000 | 0.5 | 0.4 | 1.00 | 2 (K4V2) | 0.5 (K3V3, 3.75) | 0.80 | even |" in text
-    assert "| fitted | 3bit | 4.000 | 0.5 | 0.2 | 0.50 | 2 (K4V2) | 0.5 (K3V3, 3.75) | 0.40 | search |" in text
-    assert "| 1.20 | UNIFORM |" in text
+    assert "| min-max | 3bit | 4.000 | 0.5 | 0.4 | 1.00 | 2 (K4V2) | 0.5 (K3V3, 3.75) | 1.00 | even |" in text
+    assert "| fitted | 3bit | 4.000 | 0.5 | 0.2 | 0.50 | 2 (K4V2) | 0.5 (K3V3, 3.75) | 0.50 | search |" in text
+    assert "| 1.50 | UNIFORM |" in text
     assert "| fitted | 1.05 |" in text
     assert "| 0.21 | - |" in text  # the twin has no min-max grids to compare with
 
@@ -107,6 +110,7 @@ def test_a_comparison_counts_the_window_and_compares_with_the_uniform_alike(tmp_
     assert row["uniform+t_name"] in ("K2V3", "K3V2", "K2V2")
     assert row["exact+refined"]["select_kl"][0] > 0
     assert "greedy" not in row
+    assert row["uniforms_in_as_many"] <= row["uniform+t"]
     mean, low, high = row["less_uniform+t"]
     assert low <= mean <= high
     assert mean == pytest.approx(row["exact+refined"]["kl"][0] - row["uniform+t"], abs=1e-12)
