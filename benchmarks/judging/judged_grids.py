@@ -66,8 +66,8 @@ class Levels:
 
     Attributes:
         parts: The groups of a head, each with a word.
-        word_bits: Of 32 bits with a scale and a minimum, or of 16 with a shortened scale and a zero point, as
-            `kvtuner.zero_points` has them.
+        word_bits: The bits of a word: 32 for a scale and a minimum, 16 for a shortened scale and a zero point as in
+            `kvtuner.zero_points`.
     """
 
     levels: int

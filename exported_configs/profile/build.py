@@ -26,7 +26,7 @@ from kvtuner.exported_configs.profile.layer_sizes import LayerSizes
 from kvtuner.exported_configs.profile.layer_storage import Defaults, LayerRecord, SideDefaults, encode_fp16
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.exported_configs.profile.records import BudgetRecord, Libraries, ModelIdentity, Provenance, QualityRecord
-from kvtuner.exported_configs.profile.versions import first_version
+from kvtuner.exported_configs.profile.versions import SECOND_VERSION, SECOND_VERSION_QUALITY, first_version
 from kvtuner.geometry import ModelGeometry
 from kvtuner.layer_geometry import CacheGeometry
 from kvtuner.precision import (
@@ -125,7 +125,7 @@ def build_profile(
         sinks=exact["sinks"],
         layers=records,
         budget=validated(BudgetRecord, {**asdict(budget), **figures}, place="budget"),
-        quality=quality,
+        quality=_quality_of(version, quality),
         provenance=provenance or _unsearched(),
     )
 
@@ -220,7 +220,15 @@ def place_constants(profile: Profile, place: ConstantsPlace) -> Profile:
     )
     content = hashed_content(profile.layout, profile.geometry, defaults, profile.layers, profile.window, side_hash)
     changes = {"schema_version": version, "digest": sha256_of(content), "constants_sha256": side_hash}
-    return Profile(**{**dict(profile), **changes, "defaults": defaults})
+    changes |= {"defaults": defaults, "quality": _quality_of(version, profile.quality)}
+    return Profile(**{**dict(profile), **changes})
+
+
+def _quality_of(version: int, quality: QualityRecord | None) -> QualityRecord | None:
+    """A quality with the fields that a version has."""
+    if quality is None or version >= SECOND_VERSION:
+        return quality
+    return quality.model_copy(update=dict.fromkeys(SECOND_VERSION_QUALITY))
 
 
 def _usual_transform(layers: Sequence[LayerQuantization], side: Side) -> str:

@@ -23,7 +23,12 @@ from kvtuner.exported_configs.profile.layer_storage import (
     resolve_transform,
 )
 from kvtuner.exported_configs.profile.records import BudgetRecord, ModelIdentity, Provenance, QualityRecord
-from kvtuner.exported_configs.profile.versions import SCHEMA_VERSIONS, SECOND_VERSION, why_second_version
+from kvtuner.exported_configs.profile.versions import (
+    SCHEMA_VERSIONS,
+    SECOND_VERSION,
+    SECOND_VERSION_QUALITY,
+    why_second_version,
+)
 from kvtuner.geometry import ConfigLike, ModelGeometry
 from kvtuner.grid_fit import FITTED_BITS, check_channels
 from kvtuner.layer_geometry import LayerGeometry
@@ -218,6 +223,7 @@ def _check_version(profile: Profile) -> None:
     """Refuse what only the second version has in the first, and the second without fits."""
     if profile.schema_version < SECOND_VERSION:
         own = {name: getattr(profile, name) for name in ("residual_length", "sinks", "constants_sha256")}
+        own |= {f"quality.{name}": getattr(profile.quality, name, None) for name in SECOND_VERSION_QUALITY}
         wrong = why_second_version(profile.geometry, profile.defaults, profile.layers, **own)
     else:
         shared = {"k": profile.defaults.k, "v": profile.defaults.v}

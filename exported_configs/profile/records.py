@@ -92,6 +92,25 @@ class BaselineRecord(StrictModel):
     kl_high: Figure
 
 
+class UniformRecord(StrictModel):
+    """The best uniform inside the budget, of the same transforms, grids and window; a baseline by its name.
+
+    Attributes:
+        difference: The paired difference, the profile's KL less this one's; below zero the profile is better.
+    """
+
+    name: Annotated[str, Field(pattern=r"^K(2|3|4|8|16)V(2|3|4|8|16)( \+ transforms)?$")]
+    difference: IntervalRecord
+
+
+class BudgetPoint(StrictModel):
+    """The KL that the additive scores predict for a larger budget, nats per token, and the bits that it would take."""
+
+    mean_bits: Figure
+    effective_bits: Figure
+    predicted_kl: Figure
+
+
 class QualityRecord(StrictModel):
     """The measurements on the report split. Each sequence is read at small and at large positions, with equal weight.
 
@@ -102,6 +121,8 @@ class QualityRecord(StrictModel):
         kl_p99: The 99th percentile over tokens, the larger of those at small and at large positions.
         top1_agreement: The share of positions whose most likely token is the unquantized model's.
         reference_perplexity: The perplexity of the unquantized model on the same tokens and positions.
+        best_uniform: The fair rival; None where no uniform was measured inside the budget.
+        larger_budgets: The predictions for larger budgets, ascending; None where nothing was solved.
     """
 
     metric: Literal["kl_nats_per_token"]
@@ -114,6 +135,14 @@ class QualityRecord(StrictModel):
     perplexity: Figure
     reference_perplexity: Figure
     baselines: Annotated[tuple[BaselineRecord, ...], Field(strict=False, max_length=MAX_BASELINES)]
+    best_uniform: UniformRecord | None = None
+    larger_budgets: Annotated[tuple[BudgetPoint, ...], Field(strict=False, max_length=MAX_BASELINES)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.best_uniform and self.best_uniform.name not in {baseline.name for baseline in self.baselines}:
+            raise ValueError(f"best_uniform must be one of the baselines, but is {self.best_uniform.name!r}")
+        return self
 
 
 class SplitHashes(StrictModel):

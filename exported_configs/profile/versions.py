@@ -11,6 +11,8 @@ SCHEMA_VERSIONS: Final = (1, 2)
 """The versions that are read; a profile is written in the first that can hold it."""
 SECOND_VERSION: Final = 2
 """The version with fits, short scale words, 3 bits, an exact window, layers that differ, and a side file."""
+SECOND_VERSION_QUALITY: Final = ("best_uniform", "larger_budgets")
+"""The fields of a quality that only the second version has; a profile of the first is written without them."""
 
 
 def first_version(

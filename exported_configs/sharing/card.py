@@ -15,6 +15,7 @@ from markupsafe import Markup
 from kvtuner.errors import HubError
 from kvtuner.exported_configs.profile.evaluation_record import Cell, EvaluatedProfile
 from kvtuner.exported_configs.profile.profile import Profile
+from kvtuner.exported_configs.verdict import verdict_of
 
 TAGS: Final = ("kv-cache", "kv-cache-quantization", "sglang", "kvtuner")
 _SAFE: Final = str.maketrans({character: f"&#{ord(character)};" for character in "&<>|`[]*_"})
@@ -62,6 +63,7 @@ def _environment() -> Environment:
         as_is=Markup,
         code=lambda text: Markup("`" + text.replace("`", "'") + "`"),
         measure=_measure,
+        verdict=verdict_of,
         shell=lambda text: Markup(shlex.quote(text)),
     )
     return environment

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvtuner.bench.client import RequestResult
 
-Verdict = Literal["passed", "failed", "not asked"]
+GateVerdict = Literal["passed", "failed", "not asked"]
 SKIPPED: Final = "not asked"
 """The verdict of a gate that the server's answers cannot decide."""
 Outcome = tuple[bool | None, str]
@@ -42,7 +42,7 @@ class Gate:
     """A claim that is checked, its verdict, and as `detail` the figures that decide it, or why it is skipped."""
 
     name: str
-    verdict: Verdict
+    verdict: GateVerdict
     detail: str
 
 

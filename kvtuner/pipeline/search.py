@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.exported_configs.verdict import Verdict
     from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
 
 
@@ -78,6 +79,11 @@ class SearchResult:
     def run_folder(self) -> Path:
         """The folder that holds everything that was measured; the same search goes on there."""
         return self.file.parent
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What the profile gained, and what to do; None where nothing was measured."""
+        return self.data.verdict
 
     @property
     def layers(self) -> RecordTable:

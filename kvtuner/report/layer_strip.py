@@ -24,6 +24,8 @@ PER_CHANNEL: Final = "per channel"
 KIND_CODES: Final = {**{name: kind.letter for name, kind in TRANSFORMS.items()}, PER_CHANNEL: "p"}
 # Of the 256 colours: ink on paper. Darker is wider, far enough apart that lightness alone tells them.
 COLOURS: Final = {"2": (16, 229), "3": (16, 151), "4": (16, 73), "8": (231, 24), "F": (231, 17)}
+UNKNOWN: Final = "?"
+"""The mark of a transform that this release does not know."""
 NO_ROWS: Final = "."
 """The mark of a layer that stores nothing, between others that do."""
 BAND: Final = 10  # layers that stay side by side on the narrowest screen
@@ -114,8 +116,8 @@ def tracks(layers: Sequence[LayerRow], prefix: str = "") -> dict[str, str]:
     lines = {
         "K bits": {row.layer: BIT_CODES[row.k_bits] for row in layers},
         "V bits": {row.layer: BIT_CODES[row.v_bits] for row in layers},
-        "K kind": {row.layer: KIND_CODES[row.k_transform] for row in layers},
-        "V kind": {row.layer: KIND_CODES[row.v_transform] for row in layers},
+        "K kind": {row.layer: KIND_CODES.get(row.k_transform, UNKNOWN) for row in layers},
+        "V kind": {row.layer: KIND_CODES.get(row.v_transform, UNKNOWN) for row in layers},
     }
     total = 1 + max(row.layer for row in layers)
     return {

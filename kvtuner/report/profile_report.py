@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
+from kvtuner.exported_configs.verdict import verdict_of
 from kvtuner.layer_ranges import write_layers
 from kvtuner.precision import SHORT_WORD_BITS, tokens_per_gib
 from kvtuner.report.evaluation_report import evaluation_part
@@ -55,6 +56,7 @@ def summary(profile: Profile) -> dict[str, Any]:
             asdict(row) | {"k_transform": profile.transform_name(row.layer, "k")} for row in profile_layers(profile)
         ],
         "quality": None if profile.quality is None else profile.quality.model_dump(mode="json"),
+        "verdict": None if (verdict := verdict_of(profile)) is None else verdict.to_json(),
     }
 
 
@@ -174,6 +176,7 @@ def _article(shown: EvaluatedProfile) -> dict[str, Any]:
     return {
         "name": shown.name,
         "profile": profile,
+        "verdict": verdict_of(profile),
         "layers": layers,
         "tables": tables,
         "picture": profile_picture(points, {"first": "this profile"}) if points else None,

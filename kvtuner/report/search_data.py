@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvtuner.errors import RunFolderError
 from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval
+from kvtuner.exported_configs.verdict import TRANSFORMED, Verdict
 from kvtuner.precision import ExactWindow
 from kvtuner.report.layer_strip import LayerRow  # noqa: TC001 - pydantic looks it up to read the JSON
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
 REPORT_VERSION: Final = 1
 DATA_FILE: Final = "report-data.json"
+ALL_OFFSETS: Final = "all"
+"""The kind of offsets of results over small and large ones."""
+_PAIR: Final = re.compile("K[0-9]+V[0-9]+")
 SAMPLED: Final = "sampler"
 """The source of the sampler's own trials; that of a warm start is any other text."""
 SCORE_TITLES: Final = {
@@ -130,9 +135,14 @@ class QualityRow:
     difference: Interval | None = None
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether all layers have the pair that is the name."""
+        return _PAIR.fullmatch(self.name) is not None
+
+    @property
     def label(self) -> str:
-        """The name, and whether there are transforms."""
-        return f"{self.name} + transforms" if self.transforms else self.name
+        """The name, and of a uniform whether it has transforms."""
+        return f"{self.name}{TRANSFORMED}" if self.transforms and self.is_uniform else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +159,12 @@ class OffsetQuality:
         """The winner, then the baselines from most to least memory, those without transforms first."""
         ranked = sorted(self.baselines, key=lambda row: (-row.effective_bits, row.name, row.transforms))
         return [self.winner, *ranked]
+
+    def deciding_rows(self) -> list[QualityRow]:
+        """The winner, the best uniform inside the budget with and without transforms, and fp8."""
+        rivals = [self.best_baseline(transforms=flag) for flag in (True, False)]
+        rivals += [row for row in self.baselines if not row.is_uniform]
+        return [self.winner, *(row for row in rivals if row is not None)]
 
     def best_baseline(self, *, transforms: bool) -> QualityRow | None:
         """The baseline of least KL inside the budget, among those with or without transforms."""
@@ -240,6 +256,7 @@ class ReportData:
         uniform_kl: The cells of the K x V table, with the best transforms where `uniform_kl_transforms`.
         scale_words: The bits and groups of the scale words in one line; empty where the search left them as they are.
         window_length: The chosen length of the exact window in one line; empty where the search was told it.
+        verdict: What the profile gained, and what to do; None in data of an earlier release.
         forwards: The forward passes by phase.
         provenance: The rows of names and values that say nothing of a machine.
     """
@@ -264,6 +281,7 @@ class ReportData:
     uniform_kl_transforms: bool = True
     scale_words: str = ""
     window_length: str = ""
+    verdict: Verdict | None = None
     forwards: tuple[tuple[str, int], ...] = ()
     provenance: tuple[tuple[str, str], ...] = ()
     interval_level: float = DEFAULT_LEVEL

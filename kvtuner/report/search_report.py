@@ -1,4 +1,4 @@
-"""The report of a search: a table for the terminal, JSON, and a page with pictures. Measures nothing."""
+"""The report of a search: JSON, and a page with pictures. Measures nothing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.precision import tokens_per_gib
-from kvtuner.report.formatting import ascii_text, count, fixed, interval, number, percent, window_facts
+from kvtuner.report.formatting import count, fixed, interval, number, percent
 from kvtuner.report.layer_strip import layer_table
 from kvtuner.report.search_data import SCORE_TITLES, rank_text
+from kvtuner.report.search_text import search_facts, stored_facts
 from kvtuner.report.table import Table
 from kvtuner.run_folder import write_atomically
 
@@ -16,10 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from kvtuner.evaluation.statistics import Interval
     from kvtuner.report.search_data import OffsetQuality, ReportData, SensitivityRow
 
-TERMINAL_COLUMNS: Final = 100
 _SUMMARY: Final = (
     *("model", "read_plan", "score", "interval_level", "quality", "additivity", "pair_additivity"),
     *("rank_correlations", "gain", "uniform_winner", "scale_words", "window_length"),
@@ -51,7 +50,6 @@ def search_page(data: ReportData, pictures: Mapping[str, bytes]) -> str:
         "search.html",
         title=f"KV cache of {data.model} at {data.budget.asked}",
         data=data,
-        headline=_headline(data),
         score=SCORE_TITLES[data.score],
         level=_level(data),
         pictures={name: (png, descriptions[name]) for name, png in pictures.items()},
@@ -60,20 +58,8 @@ def search_page(data: ReportData, pictures: Mapping[str, bytes]) -> str:
     )
 
 
-def terminal_table(data: ReportData) -> str:
-    """The budget as asked and reached, and quality beside every baseline, in ASCII and at most 100 columns."""
-    lines = Table.of_facts(_outcome(data)).lines()
-    for quality in data.quality:
-        reference = fixed(quality.reference_perplexity, 3)
-        title = f"quality at {quality.offsets} positions ({quality.positions}), unquantized perplexity {reference}"
-        lines += ["", title, *_terminal_quality(quality, _level(data)).lines()]
-    if data.quality:
-        lines += ["", "* inside the budget; +t best transforms; vs winner: KL by the paired interval"]
-    return "\n".join(ascii_text(line)[:TERMINAL_COLUMNS].rstrip() for line in lines)
-
-
 def summary_json(data: ReportData) -> dict[str, Any]:
-    """The figures of the terminal table as plain JSON values, for ``--json``."""
+    """The verdict and the figures as plain JSON values, for ``--json``."""
     full = data.to_json()
     budget = {
         **full["budget"],
@@ -82,53 +68,18 @@ def summary_json(data: ReportData) -> dict[str, Any]:
         "tokens_against_bf16": round(data.budget.ratio, 4),
     }
     summary = {name: full[name] for name in _SUMMARY}
-    return {**summary, "budget": budget, "layers": [row.pair for row in data.layers], "forwards": dict(data.forwards)}
+    verdict = {"verdict": None if data.verdict is None else data.verdict.to_json()}
+    return {
+        **verdict,
+        **summary,
+        "budget": budget,
+        "layers": [row.pair for row in data.layers],
+        "forwards": dict(data.forwards),
+    }
 
 
 def _level(data: ReportData) -> str:
     return f"{100 * data.interval_level:g}%"
-
-
-def _outcome(data: ReportData) -> list[tuple[str, str]]:
-    budget, rank = data.budget, rank_text(data.budget.tp_size, data.budget.pp_size)
-    stored, bf16 = budget.bytes_per_token, budget.bf16_bytes_per_token
-    return [
-        ("model", data.model),
-        ("asked", f"{budget.asked}, read plan {data.read_plan}"),
-        ("reached", f"mean_bits {budget.mean_bits:.3f}, effective_bits {budget.effective_bits:.3f}"),
-        ("bytes per token", f"{stored:,} (bf16 {bf16:,}){rank}"),
-        ("tokens per GiB", f"{tokens_per_gib(stored):,} (bf16 {tokens_per_gib(bf16):,}): {budget.ratio:.2f}x"),
-        *_remarks(data),
-    ]
-
-
-def _remarks(data: ReportData) -> list[tuple[str, str]]:
-    """The scale words, the exact window and its length, and the findings of the search, by name; only what there is."""
-    budget = data.budget
-    rows = [("scale words", data.scale_words)] if data.scale_words else []
-    rows += [("window length", data.window_length)] if data.window_length else []
-    rows += window_facts(budget.window, budget.effective_bits, budget.window_bytes)
-    if data.uniform_winner is not None:
-        rows.append(("winner", f"uniform {data.uniform_winner}: better than the searched one on the report split"))
-    if data.gain is not None:
-        rows.append(("refinement", f"{number(data.gain)} nats per token below the exact solution, select split"))
-    if (pairs := data.pair_additivity) is not None:
-        spread = f"{percent(pairs.median)} in the median, {percent(pairs.maximum)} at most"
-        rows.append(("K/V pairs", f"e_o differs from the sum of its sides by {spread}"))
-    return rows
-
-
-def _headline(data: ReportData) -> str:
-    """The winner's KL beside the best uniforms of its size."""
-    if not data.quality or data.quality[0].winner.kl is None:
-        return "The quality of this configuration was not measured."
-    quality = data.quality[0]
-    kl = interval(quality.winner.kl)
-    text = f"KL against the unquantized cache: {kl} nats per token ({quality.offsets} position offsets)."
-    for transforms, kind in ((False, "without transforms"), (True, "with the best transforms")):
-        if baseline := quality.best_baseline(transforms=transforms):
-            text += f" Best uniform inside the budget {kind}: {baseline.name} with {interval(baseline.kl)}."
-    return text
 
 
 def _page_tables(data: ReportData) -> dict[str, Table]:
@@ -141,7 +92,7 @@ def _page_tables(data: ReportData) -> dict[str, Table]:
         (f"bytes per token{rank}", count(stored), count(bf16)),
         ("tokens per GiB", count(tokens_per_gib(stored)), count(tokens_per_gib(bf16))),
         ("tokens against bf16", f"{budget.ratio:.2f}x", "1x"),
-        *((name, remark, "") for name, remark in _remarks(data)),
+        *((name, remark, "") for name, remark in stored_facts(data) + search_facts(data)),
     ]
     checks = [(row.name, number(row.predicted), number(row.measured), fixed(row.ratio)) for row in data.additivity]
     correlations = [
@@ -169,28 +120,6 @@ def _quality_table(quality: OffsetQuality, level: str) -> Table:
     ]
     headers = ("", f"KL [{level}]", f"minus winner's [{level}]", "p99", "top-1", "perplexity")
     return Table((*headers, "in budget", "mean_bits", "effective_bits"), rows, has_winner=True)
-
-
-def _terminal_quality(quality: OffsetQuality, level: str) -> Table:
-    """The page's table in 100 columns: fewer digits, and the comparison with the winner in a word."""
-    rows = [
-        (
-            ("* " if row.fits_budget else "  ") + row.name + (" +t" if row.transforms else ""),
-            *(fixed(row.mean_bits), fixed(row.effective_bits), interval(row.kl), _comparison(row.difference)),
-            *(number(row.kl_p99), percent(row.top1), fixed(row.perplexity)),
-        )
-        for row in quality.rows()
-    ]
-    headers = ("", "bits", "stored", f"KL nats/token [{level}]", "vs winner", "p99", "top-1", "perplexity")
-    return Table(headers, rows, left=(0, 3, 4))
-
-
-def _comparison(difference: Interval | None) -> str:
-    if difference is None:
-        return ""
-    if not difference.excludes_zero:
-        return "unclear"
-    return "worse" if difference.mean > 0 else "better"
 
 
 def _transform_gains(rows: Sequence[SensitivityRow]) -> list[tuple[str, ...]]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HEAVY: Final = ("torch", "transformers", "optuna", "sglang", "matplotlib", "numpy", "pydantic")
-COMMAND_ONLY: Final = {"command", "config", "dry_run", "json", "debug"}
+COMMAND_ONLY: Final = {"command", "config", "dry_run", "json", "debug", "verbose"}
 
 
 def test_the_import_brings_nothing_heavy() -> None:

@@ -5,7 +5,6 @@ import errno
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,16 +14,11 @@ import pytest
 from page_reader import Page, check_harmless
 
 from kvtuner.errors import RunFolderError
-from kvtuner.evaluation.statistics import Interval
+from kvtuner.report.layer_strip import Terminal
 from kvtuner.report.plots.search_plots import PICTURES
-from kvtuner.report.search_data import BudgetOutcome, PairAdditivity, ReportData
-from kvtuner.report.search_report import (
-    TERMINAL_COLUMNS,
-    search_page,
-    summary_json,
-    terminal_table,
-    write_search_report,
-)
+from kvtuner.report.search_data import PairAdditivity, ReportData
+from kvtuner.report.search_report import search_page, summary_json, write_search_report
+from kvtuner.report.search_text import search_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +31,7 @@ HOSTILE = (
 )
 
 
+WIDE = Terminal(width=120)
 PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
 
 
@@ -82,7 +77,9 @@ def test_the_page_holds_the_very_pictures_that_lie_beside_it(make_report: MakeRe
 def test_outside_strings_add_no_tag_and_are_shown_as_they_are(make_report: MakeReport) -> None:
     data = make_report(3)
     plain, attacked = Page(page_text(data)), Page(page_text(hostile(data)))
-    assert attacked.names() == plain.names()
+    # The legend of the strip has an entry for each transform that is known.
+    names = [[name for name in page.names() if name not in ("li", "span")] for page in (plain, attacked)]
+    assert names[0] == names[1]
     assert "script" not in attacked.names()
     assert attacked.cells.count(HOSTILE) >= 2 * len(data.layers) + 2 * len(data.provenance)
     assert f"KV cache precision of {HOSTILE}" in attacked.text
@@ -135,7 +132,6 @@ def test_what_was_not_measured_is_said_to_be_so(make_report: MakeReport) -> None
     bare = ReportData(data.model, data.corpus, "decode", "kl", data.budget, data.layers)
     text = Page(page_text(bare)).text
     assert text.count("Not measured in this run.") >= 6
-    assert "The quality of this configuration was not measured." in text
 
 
 def test_numbers_that_do_not_exist_are_dashes(make_report: MakeReport) -> None:
@@ -174,63 +170,6 @@ def test_a_full_disk_leaves_the_old_report_whole(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_the_terminal_table_shows_asked_reached_and_every_baseline(make_report: MakeReport) -> None:
-    data = make_report(6)
-    text = terminal_table(data)
-    assert "asked            4bit, read plan decode" in text
-    assert "mean_bits 3.920, effective_bits 4.170" in text
-    assert "1,342,177 (bf16 349,525): 3.84x" in text
-    lines = [re.sub(r" {2,}", "|", line.strip("* ")) for line in text.splitlines()]
-    assert "winner|3.92|4.17|0.00490 [0.00441, 0.00539]|0.0588|99.5%|5.40" in lines
-    for transforms in (False, True):
-        for row in data.quality[0].baselines:
-            if row.transforms == transforms and row.kl:
-                start = f"{row.name}{' +t' if transforms else ''}|{row.mean_bits:.2f}|{row.effective_bits:.2f}|"
-                assert sum(line.startswith(start) for line in lines) == len(data.quality)
-    fitting = [line for line in text.splitlines() if line.startswith("* ") and "." in line[:20]]
-    assert len(fitting) == len(data.quality) * sum(
-        row.fits_budget for row in (data.quality[0].winner, *data.quality[0].baselines)
-    )
-
-
-@pytest.mark.parametrize(("low", "high", "word"), [(0.1, 0.3, "worse"), (-0.3, -0.1, "better"), (-0.1, 0.3, "unclear")])
-def test_the_terminal_table_judges_by_the_paired_interval_alone(
-    make_report: MakeReport, low: float, high: float, word: str
-) -> None:
-    data = make_report(2)
-    quality = data.quality[0]
-    baseline = replace(quality.baselines[0], difference=Interval((low + high) / 2, low, high))
-    text = terminal_table(replace(data, quality=(replace(quality, baselines=(baseline,)),)))
-    (line,) = [line for line in text.splitlines() if baseline.name in line]
-    assert [w for w in ("worse", "better", "unclear") if w in line] == [word]
-
-
-def test_the_terminal_table_is_short_ascii_whatever_the_names(make_report: MakeReport) -> None:
-    data = make_report(2, model="\x1b[31mmodel\x07\n" + "é" * 200, budget=BudgetOutcome("4\tbit", 4, 4, 8, 32, 2, 2))
-    long_names = replace(data, quality=tuple(replace(q, positions="p" * 300) for q in data.quality))
-    for line in terminal_table(long_names).split("\n"):
-        assert len(line) <= TERMINAL_COLUMNS
-        assert line.isascii() and (line.isprintable() or not line)
-    assert len(terminal_table(data).split("\n")) == len(terminal_table(make_report(2)).split("\n"))
-
-
-def test_the_widest_numbers_fit_the_terminal_table(make_report: MakeReport) -> None:
-    data = make_report(2)
-    quality = data.quality[0]
-    wide = replace(
-        quality.baselines[0],
-        transforms=True,
-        kl=Interval(-0.00123, -0.00234, -0.00101),
-        difference=Interval(0.0, -0.1, 0.1),
-        kl_p99=-0.00123,
-        top1=1.0,
-        perplexity=1234567.891,
-        bytes_per_token=10**9,
-    )
-    text = terminal_table(replace(data, quality=(replace(quality, baselines=(wide,)),)))
-    assert "1,234,567.89" in text
-
-
 def test_the_summary_is_plain_json_with_the_numbers_of_the_table(make_report: MakeReport) -> None:
     data = make_report(3)
     summary = json.loads(json.dumps(summary_json(data), allow_nan=False))
@@ -252,9 +191,9 @@ def test_gain_override_and_pairs_stand_in_table_page_and_summary(make_report: Ma
         "uniform K4V4 + transforms",
         "3.1% in the median, 42.0% at most",
     ):
-        assert text in terminal_table(noted)
+        assert text in " ".join(search_text(noted, WIDE, verbose=True).split())
         assert text in Page(page_text(noted)).text
-        assert text not in terminal_table(plain)
+        assert text not in search_text(plain, WIDE, verbose=True)
     summary = summary_json(noted)
     assert summary["gain"] == 0.0012
     assert summary["uniform_winner"] == "K4V4 + transforms"
@@ -268,7 +207,7 @@ def test_an_exact_window_is_shown_with_what_it_costs(make_report: MakeReport) ->
     windowed = replace(plain, budget=budget)
     cost = "the last 32 tokens exact: 4,321 bytes per request"
     assert cost in Page(page_text(windowed)).text and cost not in Page(page_text(plain)).text
-    assert "the last 32 tokens exact" in terminal_table(windowed)
+    assert "the last 32 tokens exact" in search_text(windowed, WIDE)
     assert f"{budget.effective_bits + 0.125:.3f} at 4k" in Page(page_text(windowed)).text
     assert summary_json(windowed)["budget"]["residual_length"] == 32
     assert ReportData.from_json(windowed.to_json()) == windowed

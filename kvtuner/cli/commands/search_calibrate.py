@@ -21,18 +21,20 @@ def _search(args: Namespace) -> int:
     options = options_from(SearchOptions, vars(args))
     if args.dry_run:
         return _dry_run(options, as_json=args.json)
-    results = run_search(options, on_result=None if args.json else _print_result)
+    results = run_search(options, on_result=None if args.json else partial(_print_result, verbose=args.verbose))
     if args.json:
         printed = [result.to_json() for result in results]
         print(json.dumps(printed[0] if len(printed) == 1 else printed, indent=1))
     return 0
 
 
-def _print_result(result: SearchResult) -> None:
-    from kvtuner.report.search_report import terminal_table
+def _print_result(result: SearchResult, *, verbose: bool) -> None:
+    from kvtuner.report.layer_strip import Terminal
+    from kvtuner.report.search_text import search_text
 
     report = result.report or f"not written; kvtuner report {result.run_folder} does so"
-    print(f"{terminal_table(result.data)}\n\nprofile: {result.file}\nreport:  {report}\n")
+    text = search_text(result.data, Terminal.of_stdout(), verbose=verbose)
+    print(f"{text}\n\nprofile: {result.file}\nreport:  {report}\n")
 
 
 def _calibrate(args: Namespace) -> int:
@@ -58,6 +60,11 @@ def _dry_run(options: CalibrateOptions, *, as_json: bool) -> int:
     return 0
 
 
+def _add_search_flags(parser: ArgumentParser) -> None:
+    _add_flags(parser, SearchOptions)
+    add_switch(parser, "--verbose", "print all baselines, at small and at large positions too")
+
+
 def _add_flags(parser: ArgumentParser, options: type) -> None:
     add_options(parser, options)
     group = parser.add_argument_group("run")
@@ -71,7 +78,7 @@ def _add_flags(parser: ArgumentParser, options: type) -> None:
 
 
 COMMANDS: Final = (
-    Command("search", "from a model to profile.json and a report", partial(_add_flags, options=SearchOptions), _search),
+    Command("search", "from a model to profile.json and a report", _add_search_flags, _search),
     Command(
         "calibrate",
         "measure sensitivity only; search with the same --out reuses it",

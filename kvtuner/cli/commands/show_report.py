@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.cli.command import Command, add_profile
+from kvtuner.cli.command import Command, add_profile, add_switch
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 
 def _report(args: Namespace) -> int:
+    from kvtuner.report.layer_strip import Terminal
     from kvtuner.report.search_data import DATA_FILE, ReportData
-    from kvtuner.report.search_report import summary_json, terminal_table, write_search_report
+    from kvtuner.report.search_report import summary_json, write_search_report
+    from kvtuner.report.search_text import search_text
     from kvtuner.run_folder import RunFolder
 
     results = []
@@ -27,7 +29,7 @@ def _report(args: Namespace) -> int:
         page = write_search_report(data, folder)
         results.append({"report": str(page), **summary_json(data)})
         if not args.json:
-            print(f"{terminal_table(data)}\n\nreport: {page}")
+            print(f"{search_text(data, Terminal.of_stdout(), verbose=args.verbose)}\n\nreport: {page}")
     if args.json:
         print(json.dumps(results[0] if len(results) == 1 else results, indent=1))
     return 0
@@ -73,13 +75,18 @@ def _show(args: Namespace) -> int:
 
 
 def _lines(profile: Profile, evaluations: Sequence[Evaluation]) -> str:
+    from kvtuner.exported_configs.verdict import verdict_of
     from kvtuner.report.evaluation_report import evaluation_lines
     from kvtuner.report.formatting import printable
     from kvtuner.report.layer_strip import Terminal, profile_strip
     from kvtuner.report.profile_report import describe
+    from kvtuner.report.search_text import verdict_lines
 
-    parts = [describe(profile), "\n".join(profile_strip(profile, Terminal.of_stdout()))]
+    terminal = Terminal.of_stdout()
+    parts = ["\n".join(profile_strip(profile, terminal)), describe(profile)]
     parts += ["\n".join(map(printable, evaluation_lines(evaluation, profile))) for evaluation in evaluations]
+    if (verdict := verdict_of(profile)) is not None:
+        parts.append("\n".join(verdict_lines(verdict, terminal.width)))
     return "\n\n".join(parts)
 
 
@@ -104,6 +111,7 @@ def _evaluations(path: Path, profile: Profile) -> list[Evaluation]:
 
 def _add_report_flags(parser: ArgumentParser) -> None:
     parser.add_argument("folder", help="run folder")
+    add_switch(parser, "--verbose", "print all baselines, at small and at large positions too")
 
 
 def _add_show_flags(parser: ArgumentParser) -> None:

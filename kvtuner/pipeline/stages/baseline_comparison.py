@@ -11,15 +11,18 @@ from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.cache_scheme import CacheScheme, Fp8Scheme, UnquantizedScheme
 from kvtuner.evaluation.validation import OFFSETS, SequenceSums, Validator, kl_difference, pooled, uniform_pairs
 from kvtuner.pipeline.progress import say
-from kvtuner.report.search_data import OffsetQuality, QualityRow
+from kvtuner.precision import NATIVE_BITS
+from kvtuner.report.search_data import ALL_OFFSETS, OffsetQuality, QualityRow
 from kvtuner.tuner.objective import configuration_key, layer_specs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtuner.calibration.batches import Offsets
+    from kvtuner.evaluation.statistics import Interval
     from kvtuner.pipeline.stages.budget_search import SearchOutcome
     from kvtuner.pipeline.stages.search_run import SearchRun
+    from kvtuner.precision import PrecisionPair
     from kvtuner.search_spaces.space import Configuration
 
 HAND_WRITTEN: Final = "hand-written"
@@ -34,7 +37,7 @@ class BaselineComparison:
 
     def __init__(self, run: SearchRun, outcome: SearchOutcome, validator: Validator) -> None:
         self.run, self.outcome, self.winner = run, outcome, _winner(run, outcome)
-        self.reference, *baselines = _baselines(run)
+        self.reference, *baselines = _baselines(run, _best_pair(run, outcome))
         self.measured = _measure_all(run, validator, [self.reference, self.winner], baselines)
         self.baselines = [baseline for baseline in baselines if baseline.key in self.measured]
         self.outcome = self._overridden()
@@ -46,27 +49,39 @@ class BaselineComparison:
         """The results of a scheme over all kinds of offsets."""
         return pooled(list(self.measured[scheme.key].values()))
 
+    def winner_less(self, scheme: CacheScheme) -> Interval:
+        """The paired difference over all kinds of offsets, the winner's KL less that of a scheme."""
+        return kl_difference(self.pooled(self.winner), self.pooled(scheme), self.run.seed)
+
+    @property
+    def best_uniform(self) -> CacheScheme | None:
+        """The fair rival: the uniform of least pooled KL inside the budget, with transforms where it has any."""
+        uniforms = self._uniforms_inside()
+        return min(uniforms, key=lambda scheme: sum(self.pooled(scheme).kl), default=None)
+
     def quality(self) -> tuple[OffsetQuality, ...]:
-        """The winner beside its baselines at each kind of offsets, as a report shows them."""
+        """The winner beside its baselines over all kinds of offsets, and at each, as a report shows them."""
         run = self.run
         tokens, context = run.bench.corpus.splits["report"].shape[1], run.shape.context_length
-        positions: dict[Offsets, str] = {
-            "small": f"0 to {tokens - 1}",
-            "large": f"{max(0, context - tokens)} to {max(context, tokens) - 1}",
-        }
+        small, large = f"0 to {tokens - 1}", f"{max(0, context - tokens)} to {max(context, tokens) - 1}"
+        positions = {ALL_OFFSETS: f"{small} and {large}", "small": small, "large": large}
         return tuple(
             OffsetQuality(
                 offsets=offsets,
-                positions=positions[offsets],
-                reference_perplexity=self.measured[self.reference.key][offsets].perplexity,
+                positions=where,
+                reference_perplexity=self._sums(self.reference, offsets).perplexity,
                 winner=self._row(self.winner, offsets),
                 baselines=tuple(self._row(baseline, offsets) for baseline in self.baselines),
             )
-            for offsets in OFFSETS
+            for offsets, where in positions.items()
         )
 
-    def _row(self, scheme: CacheScheme, offsets: Offsets) -> QualityRow:
-        sums, winner, seed = self.measured[scheme.key][offsets], self.measured[self.winner.key][offsets], self.run.seed
+    def _sums(self, scheme: CacheScheme, offsets: str) -> SequenceSums:
+        by_offsets = {str(kind): sums for kind, sums in self.measured[scheme.key].items()}
+        return self.pooled(scheme) if offsets == ALL_OFFSETS else by_offsets[offsets]
+
+    def _row(self, scheme: CacheScheme, offsets: str) -> QualityRow:
+        sums, winner, seed = self._sums(scheme, offsets), self._sums(self.winner, offsets), self.run.seed
         effective = scheme.effective_bits
         assert effective is not None
         return QualityRow(
@@ -83,24 +98,26 @@ class BaselineComparison:
             difference=None if scheme is self.winner else kl_difference(sums, winner, seed),
         )
 
+    def _uniforms_inside(self) -> list[CacheScheme]:
+        """The uniforms that keep the budget and the pairs of layers that are kept."""
+        return [
+            scheme
+            for scheme in self.baselines
+            if len(set(scheme.pairs)) == 1
+            and not isinstance(scheme, Fp8Scheme)
+            and self.outcome.fits(scheme)
+            and all(scheme.pairs[layer] == pair for layer, pair in self.run.kept.items())
+        ]
+
     def _overridden(self) -> SearchOutcome:
         """The best uniform inside the budget instead of the winner, if the paired interval excludes zero.
 
         Layers that are kept stay as they are, and so does a nested family.
         """
-        run, outcome = self.run, self.outcome
-        uniforms = set(map(str, uniform_pairs(run.table.widths)))
-        allowed = [
-            scheme
-            for scheme in self.baselines
-            if scheme.name in uniforms
-            and outcome.fits(scheme)
-            and all(scheme.pairs[layer] == pair for layer, pair in run.kept.items())
-        ]
-        if outcome.study is None or run.options.nested or not allowed:
+        run, outcome, baseline = self.run, self.outcome, self.best_uniform
+        if outcome.study is None or run.options.nested or baseline is None:
             return outcome
-        baseline = min(allowed, key=lambda scheme: sum(self.pooled(scheme).kl))
-        if kl_difference(self.pooled(self.winner), self.pooled(baseline), run.seed).low <= 0:
+        if self.winner_less(baseline).low <= 0:
             return outcome
         name = f"{baseline.name} with transforms" if baseline.has_transforms else baseline.name
         say(f"uniform {name} beats the searched configuration on the report split and takes its place")
@@ -113,10 +130,23 @@ class BaselineComparison:
         )
 
 
-def _baselines(run: SearchRun) -> list[CacheScheme]:
+def _best_pair(run: SearchRun, outcome: SearchOutcome) -> PrecisionPair | None:
+    """The uniform inside the budget that has the least KL with transforms on the select split."""
+    schemes = {
+        pair: scheme_of(run, str(pair), run.uniform(pair, transforms=True), transforms=True)
+        for pair in outcome.uniform_kl
+        if max(pair.k_bits, pair.v_bits) < NATIVE_BITS
+    }
+    inside = [pair for pair, scheme in schemes.items() if outcome.fits(scheme)]
+    return min(inside, key=lambda pair: (outcome.uniform_kl[pair], str(pair)), default=None)
+
+
+def _baselines(run: SearchRun, best: PrecisionPair | None) -> list[CacheScheme]:
+    """The unquantized model, uniforms without transforms and with the best, the best pair among them, and fp8."""
     schemes: list[CacheScheme] = [UnquantizedScheme.of(run.shape.geometry)]
+    pairs = dict.fromkeys([*uniform_pairs(run.table.widths), *([] if best is None else [best])])
     for transforms in (False, True):
-        for pair in uniform_pairs(run.table.widths):
+        for pair in pairs:
             configuration = run.uniform(pair, transforms=transforms)
             if transforms and all(c.k_transform == c.v_transform == "none" for c in configuration):
                 continue
@@ -138,8 +168,7 @@ def scheme_of(run: SearchRun, name: str, configuration: Configuration, *, transf
 
 def _winner(run: SearchRun, outcome: SearchOutcome) -> CacheScheme:
     name = outcome.uniform_name or (HAND_WRITTEN if outcome.study is None else outcome.asked)
-    transforms = outcome.uniform_name is not None and outcome.has_transforms
-    return scheme_of(run, name, outcome.configuration, transforms=transforms)
+    return scheme_of(run, name, outcome.configuration, transforms=outcome.has_transforms)
 
 
 def _measure_all(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import math
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtuner import __version__
 from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile
 from kvtuner.exported_configs.profile.records import (
     BaselineRecord,
+    BudgetPoint,
     CalibrationRecord,
     IntervalRecord,
     Libraries,
@@ -20,7 +21,9 @@ from kvtuner.exported_configs.profile.records import (
     SearchRecord,
     SplitCounts,
     SplitHashes,
+    UniformRecord,
 )
+from kvtuner.exported_configs.verdict import TRANSFORMED, verdict_of
 from kvtuner.pipeline.placed_constants import place_as_asked
 from kvtuner.pipeline.stages.scale_words import layouts_text
 from kvtuner.precision import PrecisionPair, effective_bits, mean_bits
@@ -44,6 +47,12 @@ if TYPE_CHECKING:
     from kvtuner.pipeline.stages.baseline_comparison import BaselineComparison
     from kvtuner.pipeline.stages.budget_search import SearchOutcome
     from kvtuner.pipeline.stages.search_run import SearchRun
+
+
+SHOWN_BUDGETS: Final = (2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
+"""The payload bits for which a profile says what larger budgets would have."""
+LEAST_STEP: Final = 0.25
+"""The bits by which a larger budget exceeds what was reached."""
 
 
 def make_profile(comparison: BaselineComparison, quality: Sequence[OffsetQuality], *, command: str) -> Profile:
@@ -96,7 +105,33 @@ def _quality(comparison: BaselineComparison, rows: Sequence[QualityRow]) -> Qual
         perplexity=winner.perplexity,
         reference_perplexity=comparison.pooled(comparison.reference).perplexity,
         baselines=tuple(baselines),
+        best_uniform=_best_uniform(comparison),
+        larger_budgets=_larger_budgets(run, comparison.outcome) if is_known else None,
     )
+
+
+def _best_uniform(comparison: BaselineComparison) -> UniformRecord | None:
+    """The best uniform by its label among the baselines, and the paired difference over all kinds of offsets."""
+    uniform = comparison.best_uniform
+    if uniform is None:
+        return None
+    difference = comparison.winner_less(uniform)
+    label = f"{uniform.name}{TRANSFORMED}" if uniform.has_transforms else uniform.name
+    return UniformRecord(name=label, difference=IntervalRecord(**asdict(difference)))
+
+
+def _larger_budgets(run: SearchRun, outcome: SearchOutcome) -> tuple[BudgetPoint, ...] | None:
+    """The exact front at larger budgets of payload; None where pipeline stages were solved apart."""
+    points = front_points(outcome.fronts, run.rows)
+    reached = float(mean_bits(pairs_of(outcome.configuration), run.rows))
+    found = []
+    for budget in SHOWN_BUDGETS:
+        inside = [point for point in points if point.mean_bits <= budget]
+        if inside and budget >= reached + LEAST_STEP:
+            best = min(inside, key=lambda point: (point.predicted_kl, point.effective_bits))
+            bits = {"mean_bits": budget, "effective_bits": best.effective_bits}
+            found.append(BudgetPoint(**bits, predicted_kl=best.predicted_kl))
+    return tuple(found) or None
 
 
 def _provenance(run: SearchRun, outcome: SearchOutcome, command: str) -> Provenance:
@@ -159,6 +194,7 @@ def make_report_data(
         scale_words=""
         if measurement.word_bits == "32"
         else layouts_text(run.bench.options.quant, run.shape, run.layouts),
+        verdict=verdict_of(profile),
         window_length="" if run.window is None else str(run.window),
         forwards=tuple((phase, round(passes)) for phase, passes in run.phases.passes.items()),
         provenance=_facts(run, profile),

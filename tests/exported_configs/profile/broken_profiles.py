@@ -67,6 +67,8 @@ def broken(valid: Mapping[str, bytes]) -> Iterator[tuple[str, bool, bytes]]:
     """
     names = ("example", "transforms", "per-channel", "symmetric", "fitted", "window", "three-bits", "short-words")
     base, kinds, channel, plain, fitted, window, three, short = (json.loads(valid[name]) for name in names)
+    evidence, beside = (json.loads(valid[name]) for name in ("evidence", "evidence-beside-the-uniform"))
+    rival = {**beside["quality"]["best_uniform"], "name": "K4V4"}
     without_fit = {side: {**shared, "fit": None} for side, shared in three["defaults"].items()}
     text = valid["example"].decode()
     ones = [1.0] * 16
@@ -105,6 +107,10 @@ def broken(valid: Mapping[str, bytes]) -> Iterator[tuple[str, bool, bytes]]:
                 {side: {**grid, "fit": "minmax", "word_bits": 16} for side, grid in channel["defaults"].items()},
             ),
         ),
+        ("best-uniform-before-its-version", False, changed(evidence, "quality.best_uniform", rival)),
+        ("larger-budgets-before-their-version", False, changed(evidence, "quality.larger_budgets", [])),
+        ("best-uniform-that-is-no-baseline", False, changed(beside, "quality.best_uniform.name", "K8V4")),
+        ("best-uniform-that-is-no-pair", False, changed(beside, "quality.best_uniform.name", "fp8")),
         ("fit-unknown", False, changed(fitted, "defaults.v.fit", "best")),
         (
             "fit-per-channel",

@@ -65,7 +65,7 @@ SEARCHED = {
     "search": {"sampler": "nsga2", "trials": 100, "seed": 7},
     "libraries": LIBRARIES,
 }
-QUALITY = {
+QUALITY: dict[str, Any] = {
     "metric": "kl_nats_per_token",
     "read_plan": "decode",
     "split_tokens": 4096,
@@ -74,6 +74,15 @@ QUALITY = {
     **{"kl_p99": 0.2, "top1_agreement": 0.97, "perplexity": 12.5, "reference_perplexity": 12.25},
     "baselines": [
         {"name": "K4V4", "mean_bits": 4.0, "effective_bits": 4.25, "kl_mean": 0.05, "kl_low": 0.04, "kl_high": 0.06}
+    ],
+}
+COMPARED_QUALITY = {
+    **QUALITY,
+    "baselines": [{**QUALITY["baselines"][0], "name": "K4V4 + transforms"}, *QUALITY["baselines"]],
+    "best_uniform": {"name": "K4V4 + transforms", "difference": {"mean": -0.0375, "low": -0.045, "high": -0.03}},
+    "larger_budgets": [
+        {"mean_bits": 5.0, "effective_bits": 5.25, "predicted_kl": 0.006},
+        {"mean_bits": 6.0, "effective_bits": 6.25, "predicted_kl": 0.0025},
     ],
 }
 # Those of schema version 1's first release: a later transform leaves published vectors as they are.
@@ -211,6 +220,13 @@ def profiles() -> dict[str, Profile]:
             quality=QualityRecord.model_validate(QUALITY),
             provenance=Provenance.model_validate({**SEARCHED, "command": "kvtuner search --model owner/model"}),
         ),
+        "evidence-beside-the-uniform": make(
+            small,
+            [LayerQuantization(4, 4), LayerQuantization(8, 2)],
+            fit="least_squares",
+            quality=QualityRecord.model_validate(COMPARED_QUALITY),
+            provenance=Provenance.model_validate(SEARCHED),
+        ),
         **by_layer.profiles(make, transform),
     }
 
@@ -237,6 +253,8 @@ def with_nulls(profile: Profile) -> bytes:
     optional = ("rope_sha256", "tokenizer_sha256", "checkpoint_sha256", "weight_quantization", "max_positions")
     document["model"] = {**dict.fromkeys(optional), **document["model"]}
     document["provenance"] = {"command": None, **document["provenance"]}
+    if document["quality"] is not None:
+        document["quality"] = {"best_uniform": None, "larger_budgets": None, **document["quality"]}
     document |= {"residual_length": None, "sinks": None, "constants_sha256": None}
     document["defaults"] = {
         side: {"fit": None, "word_bits": None, **shared} for side, shared in document["defaults"].items()
@@ -346,6 +364,7 @@ def files() -> dict[str, bytes]:
     files[constants_name("valid/side-file.json")] = side_file
     files["valid/order-and-space.json"] = shuffled(profiles_by_name["mixed"])
     files["valid/nulls.json"] = with_nulls(profiles_by_name["transforms"])
+    files["valid/nulls-of-evidence.json"] = with_nulls(profiles_by_name["evidence"])
     files["valid/nulls-by-layer.json"] = with_nulls(profiles_by_name["latents"])
     expected: Document = {"valid": {}, "invalid": {}}
     for path in sorted(path for path in files if path.endswith(".json")):

@@ -95,17 +95,18 @@ def test_checkpoint_of_large_tensors_has_the_hash_that_the_page_gives_it(tmp_pat
 def test_null_means_absent() -> None:
     """A null stands for an absent field; elsewhere a null is refused: see the invalid files."""
     nulls = set()
-    for name, same in (("nulls", "transforms"), ("nulls-by-layer", "latents")):
+    pairs = (("nulls", "transforms"), ("nulls-of-evidence", "evidence"), ("nulls-by-layer", "latents"))
+    for name, same in pairs:
         nulls_file = json.loads(content("valid", name))
         geometry, layers = nulls_file["geometry"], nulls_file["layers"]
         sides = [layer[side] for layer in layers for side in ("k", "v") if layer[side]]
         nodes = [nulls_file, nulls_file["model"], nulls_file["provenance"], *nulls_file["defaults"].values()]
-        nodes += [geometry, *(geometry["exceptions"] or ()), *layers, *sides]
+        nodes += [geometry, *(geometry["exceptions"] or ()), *layers, *sides, nulls_file["quality"] or {}]
         nulls |= {name for node in nodes for name, value in node.items() if value is None}
         assert load_profile(content("valid", name)) == load_profile(content("valid", same))
     schema = json.loads((ROOT / "exported_configs" / "schema.json").read_bytes())
     names = ("ModelIdentity", "Provenance", "GeometryRecord", "GeometryException", "KeyDefaults", "ValueDefaults")
-    names += ("LayerRecord", "KeyRecord", "ValueRecord")
+    names += ("LayerRecord", "KeyRecord", "ValueRecord", "QualityRecord")
     sections = {"Profile": schema, **{name: schema["$defs"][name] for name in names}}
     optional = {name for section in sections.values() for name in {*section["properties"]} - {*section["required"]}}
     others = [section for name, section in schema["$defs"].items() if name not in sections]

@@ -1,0 +1,210 @@
+"""The verdict on a measured profile: what it gained beside its rivals, and what to do. Knows nothing of outputs.
+
+Terminal, report, card, page, JSON and Python all say it in these words. The rules are in docs/method.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from statistics import median_low
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from kvtuner.layer_ranges import write_layers, write_ranges
+from kvtuner.precision import SIDES, PrecisionPair
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.exported_configs.profile.records import BudgetPoint, IntervalRecord, QualityRecord, UniformRecord
+
+Recommendation = Literal["use", "use the uniform", "another budget", "more text"]
+HARMLESS_KL: Final = 0.02
+"""The KL, nats per token, up to which a cache is taken for harmless whatever fp8 has."""
+FP8_FACTOR: Final = 2.0
+"""The multiple of fp8's KL up to which a cache is taken for harmless."""
+EQUAL_SHARE: Final = 0.25
+"""The share of the uniform's KL within which a difference must surely lie for both to be called equal."""
+TRANSFORMED: Final = " + transforms"
+MAX_SEQUENCES: Final = 4096
+"""The most report sequences that are suggested."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a profile gained, and what to do.
+
+    Attributes:
+        findings: Sentences on size, quality, and what bits by layer gained.
+        recommendation: The advice in a word or two.
+        advice: The advice in a sentence, with the flags of the search that it asks for, if it asks for one.
+    """
+
+    findings: tuple[str, ...]
+    recommendation: Recommendation
+    advice: str
+
+    def __str__(self) -> str:
+        return " ".join((*self.findings, self.advice))
+
+    def to_json(self) -> dict[str, Any]:
+        """The verdict as plain JSON values."""
+        return {"text": str(self), **asdict(self), "findings": list(self.findings)}
+
+
+def verdict_of(profile: Profile) -> Verdict | None:
+    """The verdict on a profile; None where nothing was measured."""
+    return None if profile.quality is None else _Facts(profile, profile.quality).verdict()
+
+
+class _Facts:
+    """A profile's figures beside those of its rivals."""
+
+    def __init__(self, profile: Profile, quality: QualityRecord) -> None:
+        self.profile, self.quality, self.kl = profile, quality, quality.measured_kl.mean
+        self.baselines = {baseline.name: baseline for baseline in quality.baselines}
+        self.fp8 = self.baselines.get("fp8")
+        self.uniform: UniformRecord | None = quality.best_uniform
+        self.limit = max(HARMLESS_KL, FP8_FACTOR * self.fp8.kl_mean) if self.fp8 else HARMLESS_KL
+
+    def verdict(self) -> Verdict:
+        findings = (self._size(), self._quality(), *self._gains(), *self._next_budget())
+        if self.kl > self.limit:
+            return Verdict(findings, "another budget", self._larger_budget())
+        if self.uniform is None or self._is_uniform or self._is_below:
+            return Verdict(findings, "use", "Use it.")
+        if self._is_equal:
+            layers = write_ranges([self._pair_of(self.uniform)] * len(self.profile.layers))
+            name = _with_transforms(self.uniform.name)
+            advice = f"Use uniform {name}, by a search with --layers {layers}: it is simpler, and as good."
+            return Verdict(findings, "use the uniform", advice)
+        return Verdict(findings, "more text", self._more_text(self.uniform))
+
+    @property
+    def _is_uniform(self) -> bool:
+        return len(set(self.profile.pairs)) == 1
+
+    @property
+    def _difference(self) -> IntervalRecord:
+        assert self.uniform is not None
+        return self.uniform.difference
+
+    @property
+    def _is_below(self) -> bool:
+        return self._difference.high < 0
+
+    @property
+    def _is_equal(self) -> bool:
+        """Whether the difference from the uniform surely is a small share of its KL."""
+        margin = EQUAL_SHARE * self._uniform_kl
+        return -margin <= self._difference.low and self._difference.high <= margin
+
+    @property
+    def _uniform_kl(self) -> float:
+        assert self.uniform is not None
+        return self.baselines[self.uniform.name].kl_mean
+
+    def _size(self) -> str:
+        ratio = self.profile.bf16_bytes_per_token() / self.profile.bytes_per_token()
+        return f"{ratio:.2f}x the tokens of bf16, {ratio / 2:.2f}x of fp8."
+
+    def _quality(self) -> str:
+        text = f"KL {_figure(self.kl)} nats per token"
+        if self.fp8 is not None and self.fp8.kl_mean > 0:
+            text += f", {_times(self.kl / self.fp8.kl_mean)} fp8's"
+        return f"{text}{self._beside_uniform()}."
+
+    def _beside_uniform(self) -> str:
+        if self.uniform is None or self._is_uniform:
+            return ""
+        name, kl = _with_transforms(self.uniform.name), _figure(self._uniform_kl)
+        if self._is_below:
+            return f", {1 - self.kl / self._uniform_kl:.0%} below the best uniform in the budget, {name} ({kl})"
+        if self._is_equal:
+            return f", as the best uniform in the budget, {name} ({kl})"
+        return f", which this text does not tell from the best uniform in the budget, {name} ({kl})"
+
+    def _gains(self) -> Sequence[str]:
+        """What bits by layer gained; where they gained nothing, what did."""
+        if self.uniform is None:
+            return ()
+        name = _with_transforms(self.uniform.name)
+        if self._is_uniform:
+            return (f"Bits by layer gained nothing: this is uniform {name}.{self._gain_of_transforms()}",)
+        if self._is_below:
+            wide = self._wide_layers()
+            return (f"Most bits went to {wide}.",) if wide else ()
+        if self._is_equal:
+            return (f"Bits by layer gained nothing over it.{self._gain_of_transforms()}",)
+        return ()
+
+    def _gain_of_transforms(self) -> str:
+        assert self.uniform is not None
+        plain = self.baselines.get(self.uniform.name.removesuffix(TRANSFORMED))
+        if not self.uniform.name.endswith(TRANSFORMED) or plain is None or plain.kl_mean <= self.kl:
+            return ""
+        return f" The transforms did: without them it has {_figure(plain.kl_mean)}."
+
+    def _wide_layers(self) -> str:
+        """The layers whose keys or values have more bits than half of all layers', such as ``keys of layers 0, 4``."""
+        parts = []
+        for side, noun in zip(SIDES, ("keys", "values"), strict=True):
+            bits = [pair.k_bits if side == "k" else pair.v_bits for pair in self.profile.pairs]
+            usual = median_low(bits)
+            layers = [entry.layer for entry, own in zip(self.profile.layers, bits, strict=True) if own > usual]
+            if layers:
+                parts.append(f"{noun} of layer{'s' * (len(layers) > 1)} {write_layers(layers)}")
+        return " and ".join(parts)
+
+    def _next_budget(self) -> Sequence[str]:
+        """What a bit more would bring."""
+        wanted = float(self.profile.mean_bits) + 1
+        for point in self.quality.larger_budgets or ():
+            if point.mean_bits >= wanted and self.kl <= self.limit:
+                return (f"{point.mean_bits:g}bit would have about {_figure(self._scaled(point))}.",)
+        return ()
+
+    def _scaled(self, point: BudgetPoint) -> float:
+        """A predicted KL times what was measured of this profile over what was predicted of it."""
+        predicted = self.quality.predicted_kl
+        return point.predicted_kl * self.kl / predicted if predicted else math.inf
+
+    def _larger_budget(self) -> str:
+        """The smallest budget whose KL would be harmless."""
+        why = "twice fp8's" if self.limit > HARMLESS_KL else "which is taken for harmless"
+        why = f"this one's KL is above {_figure(self.limit)}, {why}"
+        for point in self.quality.larger_budgets or ():
+            if (kl := self._scaled(point)) <= self.limit:
+                more = f"{point.effective_bits / float(self.profile.effective_bits) - 1:.0%} more bytes"
+                return f"Use --budget {point.mean_bits:g}bit: {why}, that would have about {_figure(kl)} in {more}."
+        return f"Use another budget: {why}."
+
+    def _more_text(self, uniform: UniformRecord) -> str:
+        """How much text would tell both apart, or show that they are equal: an interval narrows as its square root."""
+        calibration = self.profile.provenance.calibration
+        name, margin = _with_transforms(uniform.name), EQUAL_SHARE * self._uniform_kl
+        if calibration is None or margin <= 0:
+            return f"Measure more text: this one does not tell it from {name}."
+        counts = calibration.num_sequences
+        half_width = (self._difference.high - self._difference.low) / 2
+        wanted = max(2 * counts.report, 4 * math.ceil(counts.report * (half_width / margin) ** 2 / 4))
+        if wanted > MAX_SEQUENCES:
+            return f"Use it or {name}: to tell them apart takes more than {MAX_SEQUENCES:,} report sequences."
+        flags = f"--sequences {counts.calibrate},{counts.select},{wanted}"
+        return f"Measure more text, {flags}: {counts.report} report sequences do not tell it from {name}."
+
+    def _pair_of(self, uniform: UniformRecord) -> PrecisionPair:
+        return PrecisionPair.parse(uniform.name.removesuffix(TRANSFORMED))
+
+
+def _with_transforms(name: str) -> str:
+    return name.replace(TRANSFORMED, " with transforms")
+
+
+def _figure(value: float) -> str:
+    return f"{value:#.3g}".rstrip(".")
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2g} times" if ratio >= 1 else f"{ratio:.0%} of"

@@ -1,0 +1,130 @@
+"""The result of a search as text for a terminal: bits, size, what decides, and the verdict. Measures nothing."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING, Final
+
+from kvtuner.precision import tokens_per_gib
+from kvtuner.report.formatting import ascii_text, fixed, interval, number, percent, window_facts
+from kvtuner.report.layer_strip import legend, strip_lines, tracks
+from kvtuner.report.search_data import SCORE_TITLES, rank_text
+from kvtuner.report.table import Table
+
+if TYPE_CHECKING:
+    from kvtuner.evaluation.statistics import Interval
+    from kvtuner.exported_configs.verdict import Verdict
+    from kvtuner.report.layer_strip import Terminal
+    from kvtuner.report.search_data import OffsetQuality, QualityRow, ReportData
+
+MAX_WIDTH: Final = 120
+"""The columns that lines of text fill at most."""
+
+
+def search_text(data: ReportData, terminal: Terminal, *, verbose: bool = False) -> str:
+    """The result of a search, in ASCII and as wide as the terminal.
+
+    Without `verbose` the quality is that of the winner and its rivals over all positions; with it there are all
+    baselines, at small and at large positions too, and what the search found on its way.
+    """
+    width = min(terminal.width, MAX_WIDTH)
+    parts = [[*strip_lines(tracks(data.layers), terminal), *legend((data.layers,), terminal)]]
+    facts = size_facts(data) + stored_facts(data) + (search_facts(data) if verbose else [])
+    parts.append(facts_lines(facts, width))
+    for quality in data.quality if verbose else data.quality[:1]:
+        parts.append(_quality_lines(quality, data, width, verbose=verbose))
+    if data.verdict is not None:
+        parts.append(verdict_lines(data.verdict, width))
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def verdict_lines(verdict: Verdict, width: int) -> list[str]:
+    """The verdict in lines of a terminal."""
+    return facts_lines([("verdict", " ".join(verdict.findings)), ("advice", verdict.advice)], width)
+
+
+def facts_lines(facts: list[tuple[str, str]], width: int) -> list[str]:
+    """Names and what they stand for, wrapped."""
+    indent = 2 + max((len(name) for name, _ in facts), default=0)
+    lines = []
+    for name, text in facts:
+        lines += textwrap.wrap(
+            ascii_text(text), width, initial_indent=name.ljust(indent), subsequent_indent=" " * indent
+        )
+    return lines
+
+
+def size_facts(data: ReportData) -> list[tuple[str, str]]:
+    """The budget as asked and reached."""
+    budget, rank = data.budget, rank_text(data.budget.tp_size, data.budget.pp_size)
+    stored, bf16 = budget.bytes_per_token, budget.bf16_bytes_per_token
+    return [
+        ("model", data.model),
+        ("asked", f"{budget.asked}, read plan {data.read_plan}"),
+        ("reached", f"mean_bits {budget.mean_bits:.3f}, effective_bits {budget.effective_bits:.3f}"),
+        ("bytes per token", f"{stored:,} (bf16 {bf16:,}){rank}"),
+        ("tokens per GiB", f"{tokens_per_gib(stored):,} (bf16 {tokens_per_gib(bf16):,}): {budget.ratio:.2f}x"),
+    ]
+
+
+def stored_facts(data: ReportData) -> list[tuple[str, str]]:
+    """The scale words, and the exact window with what it costs; only what there is."""
+    budget, named = data.budget, (("scale words", data.scale_words), ("window length", data.window_length))
+    rows = [(name, text) for name, text in named if text]
+    return rows + window_facts(budget.window, budget.effective_bits, budget.window_bytes)
+
+
+def search_facts(data: ReportData) -> list[tuple[str, str]]:
+    """The findings of the search by name; only what there is."""
+    rows = [("allocated by", SCORE_TITLES[data.score])]
+    if data.uniform_winner is not None:
+        rows.append(("winner", f"uniform {data.uniform_winner}: better than the searched one on the report split"))
+    if data.gain is not None:
+        rows.append(("refinement", f"{number(data.gain)} nats per token below the exact solution, select split"))
+    if (pairs := data.pair_additivity) is not None:
+        spread = f"{percent(pairs.median)} in the median, {percent(pairs.maximum)} at most"
+        rows.append(("K/V pairs", f"e_o differs from the sum of its sides by {spread}"))
+    return rows
+
+
+def _quality_lines(quality: OffsetQuality, data: ReportData, width: int, *, verbose: bool) -> list[str]:
+    reference = fixed(quality.reference_perplexity, 3)
+    title = f"quality at {quality.offsets} positions ({quality.positions}), unquantized perplexity {reference}"
+    rows = quality.rows() if verbose else quality.deciding_rows()
+    note = "* inside the budget; +t with the best transforms; vs winner: KL by the paired interval"
+    level = f"{100 * data.interval_level:g}%"
+    return [*textwrap.wrap(title, width), *_quality_table(rows, level, width).lines(), *textwrap.wrap(note, width)]
+
+
+def _quality_table(rows: list[QualityRow], level: str, width: int) -> Table:
+    """The columns that fit; those that decide least are left out first."""
+    columns = {
+        "": [
+            ("* " if row.fits_budget else "  ") + row.name + " +t" * (row.transforms and row.is_uniform) for row in rows
+        ],
+        "bits": [fixed(row.mean_bits) for row in rows],
+        "stored": [fixed(row.effective_bits) for row in rows],
+        f"KL nats/token [{level}]": [interval(row.kl) for row in rows],
+        "vs winner": [comparison(row.difference) for row in rows],
+        "p99": [number(row.kl_p99) for row in rows],
+        "top-1": [percent(row.top1) for row in rows],
+        "perplexity": [fixed(row.perplexity) for row in rows],
+    }
+    for least in ("p99", "perplexity", "bits", "top-1"):
+        if sum(2 + max(map(len, [name, *cells])) for name, cells in columns.items()) - 2 <= width:
+            break
+        del columns[least]
+    cells = [[ascii_text(cell) for cell in row] for row in zip(*columns.values(), strict=True)]
+    names = list(columns)
+    return Table(names, cells, left=(0, names.index(f"KL nats/token [{level}]"), names.index("vs winner")))
+
+
+def comparison(difference: Interval | None) -> str:
+    """What a paired difference says of a row beside the winner."""
+    if difference is None:
+        return ""
+    if difference.low == difference.high == 0:
+        return "the same"
+    if not difference.excludes_zero:
+        return "unclear"
+    return "worse" if difference.mean > 0 else "better"

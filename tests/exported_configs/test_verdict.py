@@ -1,0 +1,189 @@
+"""The verdict on a profile: each recommendation where its rule holds, in words that hold the figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvtuner.errors import ProfileError
+from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile
+from kvtuner.exported_configs.profile.profile import Profile
+from kvtuner.exported_configs.profile.records import ModelIdentity, Provenance, QualityRecord
+from kvtuner.exported_configs.verdict import EQUAL_SHARE, HARMLESS_KL, MAX_SEQUENCES, Verdict, verdict_of
+from kvtuner.geometry import ModelGeometry
+
+HASH = "sha256:" + "0" * 64
+MIXED = [(4, 2), (2, 2), (4, 4), (2, 2), (2, 2), (8, 2)]
+UNIFORM = [(4, 2)] * 6
+
+
+def profile_of(
+    kl: float,
+    *,
+    difference: tuple[float, float] | None = (-0.003, -0.001),
+    uniform_kl: float = 0.01,
+    plain_kl: float = 0.05,
+    fp8_kl: float | None = 0.008,
+    pairs: list[tuple[int, int]] = MIXED,
+    **quality: Any,
+) -> Profile:
+    """A profile of six layers beside K4V2 with transforms, whose KL it exceeds by an interval, K4V2 and fp8."""
+
+    def baseline(name: str, bits: float, mean: float) -> dict[str, Any]:
+        bounds = {"kl_mean": mean, "kl_low": mean / 2, "kl_high": mean * 2}
+        return {"name": name, "mean_bits": bits, "effective_bits": bits + 0.5, **bounds}
+
+    rivals = [baseline("K4V2 + transforms", 3.0, uniform_kl), baseline("K4V2", 3.0, plain_kl)]
+    rivals += [] if fp8_kl is None else [baseline("fp8", 8.0, fp8_kl)]
+    best = None
+    if difference is not None:
+        low, high = difference
+        best = {"name": "K4V2 + transforms", "difference": {"mean": (low + high) / 2, "low": low, "high": high}}
+    record = {
+        **{"metric": "kl_nats_per_token", "read_plan": "decode", "split_tokens": 4096, "predicted_kl": kl / 2},
+        "measured_kl": {"mean": kl, "low": kl / 2, "high": kl * 2},
+        **{"kl_p99": 1.0, "top1_agreement": 0.9, "perplexity": 12.0, "reference_perplexity": 11.0},
+        **{"baselines": rivals, "best_uniform": best, **quality},
+    }
+    calibration = {
+        "corpus": "corpus",
+        "token_ids_sha256": {"calibrate": HASH, "select": HASH, "report": HASH},
+        "num_sequences": {"calibrate": 4, "select": 12, "report": 12},
+        **{"sequence_length": 512, "position_range": [0, 8191], "seed": 0, "score": "kl"},
+    }
+    provenance = {
+        **{"kvtuner_version": "0", "calibration": calibration, "search": {"sampler": "none", "trials": 1, "seed": 0}},
+        "libraries": {"torch": torch.__version__, "transformers": "5", "optuna": "5"},
+    }
+    identity = {"id": "owner/model", "revision": None, "config_sha256": HASH, "architecture": "A", "dtype": "float32"}
+    return build_profile(
+        geometry=ModelGeometry(6, 2, 2, 64, 64),
+        layers=[LayerQuantization(*pair) for pair in pairs],
+        symmetric=False,
+        fit="least_squares",
+        model=ModelIdentity.model_validate(identity),
+        budget=AskedBudget("3bit"),
+        quality=QualityRecord.model_validate(record),
+        provenance=Provenance.model_validate(provenance),
+    )
+
+
+def verdict(*args: Any, **settings: Any) -> Verdict:
+    found = verdict_of(profile_of(*args, **settings))
+    assert found is not None
+    return found
+
+
+def test_a_search_that_gained_says_by_how_much_and_where_its_bits_went() -> None:
+    found = verdict(0.007)
+    assert found.recommendation == "use" and found.advice == "Use it."
+    profile = profile_of(0.007)
+    ratio = profile.bf16_bytes_per_token() / profile.bytes_per_token()
+    assert found.findings == (
+        f"{ratio:.2f}x the tokens of bf16, {ratio / 2:.2f}x of fp8.",
+        "KL 0.00700 nats per token, 88% of fp8's, 30% below the best uniform in the budget, K4V2 with transforms"
+        " (0.0100).",
+        "Most bits went to keys of layers 0, 2, 5 and values of layer 2.",
+    )
+    assert str(found) == " ".join((*found.findings, "Use it."))
+
+
+def test_a_search_that_gained_nothing_recommends_the_uniform_and_says_what_did_gain() -> None:
+    margin = EQUAL_SHARE * 0.01
+    found = verdict(0.0105, difference=(-margin, margin))
+    assert found.recommendation == "use the uniform"
+    assert found.advice.startswith("Use uniform K4V2 with transforms, by a search with --layers 0-5:K4V2: ")
+    assert "as the best uniform in the budget, K4V2 with transforms (0.0100)" in found.findings[1]
+    assert found.findings[2] == (
+        "Bits by layer gained nothing over it. The transforms did: without them it has 0.0500."
+    )
+    assert "transforms did" not in str(verdict(0.0105, difference=(-margin, margin), plain_kl=0.01))
+
+
+def test_a_winner_that_is_the_uniform_is_called_so() -> None:
+    found = verdict(0.01, difference=(0.0, 0.0), pairs=UNIFORM)
+    assert found.recommendation == "use"
+    assert "Bits by layer gained nothing: this is uniform K4V2 with transforms." in found.findings[2]
+    assert "unclear" not in str(found)
+
+
+@pytest.mark.parametrize(("half_width", "wanted"), [(0.0026, 24), (0.005, 48), (0.01, 192)])
+def test_a_difference_that_is_not_told_apart_asks_for_as_much_text_as_would(half_width: float, wanted: int) -> None:
+    found = verdict(0.0105, difference=(-half_width, half_width))
+    assert found.recommendation == "more text"
+    # An interval narrows as the square root: a quarter of the uniform's KL is wanted, and at least twice the text.
+    assert f"--sequences 4,12,{wanted}: 12 report sequences do not tell it" in found.advice
+
+
+def test_a_difference_that_no_text_would_tell_leaves_the_choice() -> None:
+    found = verdict(0.0105, difference=(-0.06, 0.06))
+    assert found.recommendation == "more text"
+    assert f"takes more than {MAX_SEQUENCES:,} report sequences" in found.advice and "Use it or K4V2" in found.advice
+
+
+BUDGETS = [
+    {"mean_bits": 3.5, "effective_bits": 4.0, "predicted_kl": 0.016},
+    {"mean_bits": 4.0, "effective_bits": 5.0, "predicted_kl": 0.009},
+    {"mean_bits": 6.0, "effective_bits": 7.0, "predicted_kl": 0.001},
+]
+
+
+def test_a_kl_that_harms_asks_for_the_smallest_budget_that_does_not() -> None:
+    found = verdict(0.05, larger_budgets=BUDGETS)  # twice what was predicted: 4 bits have 0.018
+    assert found.recommendation == "another budget"
+    stored = float(profile_of(0.05).effective_bits)
+    assert found.advice == (
+        "Use --budget 4bit: this one's KL is above 0.0200, which is taken for harmless, that would have about 0.0180 in"
+        f" {5.0 / stored - 1:.0%} more bytes."
+    )
+    assert verdict(0.05).advice.startswith("Use another budget: this one's KL is above 0.0200")
+    assert "--budget 6bit" in verdict(0.05, larger_budgets=BUDGETS, predicted_kl=0.01).advice  # 4 bits have 0.045
+    assert "Use another budget:" in verdict(0.05, larger_budgets=BUDGETS, predicted_kl=None).advice
+
+
+def test_what_is_harmless_is_measured_by_fp8_where_that_loses_more() -> None:
+    assert verdict(HARMLESS_KL).recommendation == "use"
+    assert verdict(HARMLESS_KL * 1.01).recommendation == "another budget"
+    assert verdict(0.039, fp8_kl=0.02).recommendation == "use"
+    assert "above 0.0400, twice fp8's" in verdict(0.041, fp8_kl=0.02).advice
+    assert "fp8's" not in verdict(0.007, fp8_kl=None).findings[1]
+    assert "2.5 times fp8's" in verdict(0.02, fp8_kl=0.008).findings[1]
+
+
+def test_a_verdict_says_what_a_bit_more_would_have() -> None:
+    assert verdict(0.007, larger_budgets=BUDGETS).findings[-1] == "4bit would have about 0.0180."
+    assert "would have" not in str(verdict(0.007))
+
+
+def test_a_profile_without_measurements_has_no_verdict_and_one_without_a_rival_a_short_one() -> None:
+    profile = profile_of(0.007)
+    assert verdict_of(profile.model_copy(update={"quality": None})) is None
+    found = verdict(0.007, difference=None)
+    assert (found.recommendation, len(found.findings)) == ("use", 2)
+    assert found.to_json()["text"] == str(found)
+
+
+def test_a_rival_must_be_a_baseline_of_a_pair() -> None:
+    with pytest.raises(ValueError, match="best_uniform must be one of the baselines, but is 'K4V4'"):
+        profile_of(0.007, best_uniform={"name": "K4V4", "difference": {"mean": 0.0, "low": 0.0, "high": 0.0}})
+    with pytest.raises(ValueError, match=r"best_uniform\.name"):
+        profile_of(0.007, best_uniform={"name": "fp8", "difference": {"mean": 0.0, "low": 0.0, "high": 0.0}})
+
+
+def test_a_profile_of_the_first_version_is_written_without_the_comparison() -> None:
+    profile = profile_of(0.007)
+    first = build_profile(
+        geometry=ModelGeometry(6, 2, 2, 64, 64),
+        layers=[LayerQuantization(4, 2)] * 6,
+        symmetric=False,
+        model=profile.model,
+        budget=AskedBudget("3bit"),
+        quality=profile.quality,
+        provenance=profile.provenance,
+    )
+    assert first.schema_version == 1 and first.quality is not None and first.quality.best_uniform is None
+    assert profile.quality is not None
+    with pytest.raises(ProfileError, match=r"quality\.best_uniform: schema_version 1 has none"):
+        Profile(**{**dict(first), "quality": profile.quality})
