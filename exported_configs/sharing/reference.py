@@ -76,7 +76,10 @@ def is_commit(revision: str) -> bool:
 
 
 def parse_reference(text: str) -> ProfileReference:
-    """Read a reference, of a file that exists here before one of the hub; `ProfileError` for a bad digest or path."""
+    """Read a reference; `ProfileError` for a bad digest or path.
+
+    A name is of a file rather than of the hub if there is such a file, or such a folder and no revision.
+    """
     if len(text) > MAX_LENGTH or "\0" in text:
         raise ProfileError(f"a profile is named in at most {MAX_LENGTH} characters, not {ascii(text)[:60]}")
     name, digest = text, None
@@ -92,6 +95,9 @@ def parse_reference(text: str) -> ProfileReference:
     match = _HUB.fullmatch(name)
     file = Path(os.path.expanduser(name))
     if match is None or (name.endswith(".json") and match["path"] is None) or os.path.exists(file):
+        return FileReference(file, digest)
+    # What would lie in a folder of this machine is a mistyped path, not a repository of an owner called runs.
+    if match["revision"] is None and match["path"] is None and file.parent.is_dir():
         return FileReference(file, digest)
     path = match["path"] or PROFILE_FILE
     if not path.isprintable() or "\\" in path or any(part in ("", ".", "..") for part in path.split("/")):
@@ -160,6 +166,11 @@ def find_profiles(text: str) -> list[ResolvedProfile]:
         path = catalogue_file(reference.name)
         profiles = [ResolvedProfile(path, load_profile(path), f"{CATALOGUE_PREFIX}{reference.name}", "catalogue")]
     else:
+        if _HUB.fullmatch(str(reference.path)) and not os.path.exists(reference.path):
+            raise ProfileError(
+                f"there is no {reference.path}, and {reference.path.parent} is a folder here; a profile of the hub is"
+                f" then written {reference.path}@main"
+            )
         files = profile_files(reference.path)
         profiles = [ResolvedProfile(path, load_profile(path), path.name, "folder") for path in files]
     profiles = [resolved for resolved in profiles if resolved.profile.digest == reference.digest] or profiles

@@ -6,6 +6,7 @@ Imports nothing heavy.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 from itertools import chain
 from pathlib import Path
@@ -27,7 +28,7 @@ from kvtuner.cli.commands import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 _MODULES: Final = (
     search_calibrate,
@@ -49,7 +50,12 @@ _PATHS: Final = ("model", "data", "out")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, except None and off."""
+    """Shows defaults, except None and off, and of a switch that is off the flag alone that turns it on."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction) and not action.default:
+            return action.option_strings[0]
+        return super()._format_action_invocation(action)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False, argparse.SUPPRESS, []):
@@ -63,15 +69,28 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
+    def refuse_unknown(self, word: str, what: str, known: Iterable[str]) -> NoReturn:
+        """End with the known word that is most like an unknown one, if any is."""
+        near = difflib.get_close_matches(word, list(known), n=1)
+        self.error(f"there is no {what} {word!r}" + (f"; did you mean {near[0]}?" if near else ""))
 
-def build_parser() -> argparse.ArgumentParser:
+
+def build_parser() -> _Parser:
     """Build the parser of the whole command line."""
-    parser = _Parser(prog="kvtuner", description="Per-layer mixed-precision KV caches: measure, search, prove, share.")
+    parser = _Parser(
+        prog="kvtuner",
+        description="Per-layer mixed-precision KV caches: measure, search, prove, share.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=f"kvtuner {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in COMMANDS.values():
         sub_parser = commands.add_parser(
-            command.name, help=command.summary, description=command.summary, formatter_class=_Help
+            command.name,
+            help=command.summary,
+            description=command.summary,
+            formatter_class=_Help,
+            allow_abbrev=False,  # a new flag must not change what an abbreviation means
         )
         command.add_flags(sub_parser)
         add_switch(sub_parser, "--json", "print the result as JSON on stdout")
@@ -79,18 +98,30 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+def parse(parser: _Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse flags over the YAML file that ``--config`` names, if any; argparse exits with 2 on a bad flag."""
-    args = parser.parse_args(argv)
+    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        parser.refuse_unknown(argv[0], "command", COMMANDS)
+    args, unknown = parser.parse_known_args(argv)
+    if args.command is None:
+        return parser.parse_args(argv)
+    command = _sub_parser(parser, args.command)
+    if unknown:
+        command.refuse_unknown(unknown[0].partition("=")[0], "flag or argument", command._option_string_actions)
     if getattr(args, "config", None):
-        sub_parsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-        _apply_config_file(
-            sub_parsers.choices[args.command], Path(args.config), keep_budget=not getattr(args, "budget", None)
-        )
+        _apply_config_file(command, Path(args.config), keep_budget=not getattr(args, "budget", None))
         args = parser.parse_args(argv)
     if args.command in ("search", "calibrate") and not args.model:
-        parser.error(f"{args.command} needs --model")
+        example = f"kvtuner {args.command} --model Qwen/Qwen2.5-7B-Instruct"
+        command.error(f"give --model, as in: {example}{' --budget 4bit' * (args.command == 'search')}")
     return args
+
+
+def _sub_parser(parser: _Parser, name: str) -> _Parser:
+    sub_parsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    command = sub_parsers.choices[name]
+    assert isinstance(command, _Parser)
+    return command
 
 
 def _apply_config_file(command: argparse.ArgumentParser, path: Path, *, keep_budget: bool) -> None:

@@ -54,9 +54,17 @@ def option(default: Any, text: str, **flag: Any) -> Any:
     return field(default=default, metadata={"help": text, **flag})
 
 
+def whole_number(text: str) -> int:
+    """A whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise OptionError(f"must be a whole number, not {text!r}") from None
+
+
 def positive(text: str) -> int:
     """A count of at least 1."""
-    value = int(text)
+    value = whole_number(text)
     if value < 1:
         raise OptionError(f"must be at least 1, not {value}")
     return value
@@ -67,7 +75,7 @@ def window_length(text: str) -> int | Literal["auto"]:
     if text == "auto":
         return "auto"
     if not text.lstrip("-").isdecimal():
-        raise OptionError(f"must be a count of tokens, or auto, not {text!r}")
+        raise OptionError(f"must be a whole number of tokens, or auto, not {text!r}")
     return tokens_up_to(MAX_RESIDUAL_LENGTH)(text)
 
 
@@ -75,7 +83,7 @@ def tokens_up_to(most: int) -> Callable[[str], int]:
     """A reader of a count of tokens from 0 to `most`."""
 
     def read(text: str) -> int:
-        value = int(text)
+        value = whole_number(text)
         if not 0 <= value <= most:
             raise OptionError(f"must be within 0..{most} tokens, not {value}")
         return value
@@ -85,7 +93,7 @@ def tokens_up_to(most: int) -> Callable[[str], int]:
 
 def seed(text: str) -> int:
     """A seed that every generator takes."""
-    value = int(text)
+    value = whole_number(text)
     if not 0 <= value < MAX_SEED:
         raise OptionError(f"must be within 0..{MAX_SEED - 1}, not {value}")
     return value

@@ -69,4 +69,38 @@ def test_the_help_of_calibrate_says_which_search_reuses_it() -> None:
 def test_a_model_is_needed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(build_parser(), [command])
-    assert f"{command} needs --model" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"kvtuner {command}: error: give --model, as in: kvtuner {command} --model Qwen/" in error
+    assert ("--budget 4bit" in error) == (command == "search")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["serch"], "kvtuner: error: there is no command 'serch'; did you mean search?"),
+        (["xyz"], "kvtuner: error: there is no command 'xyz'; see kvtuner --help"),
+        (
+            ["search", "--mod", "demo"],
+            "kvtuner search: error: there is no flag or argument '--mod'; did you mean --model?",
+        ),
+        (["show", "a", "--jsno=1"], "kvtuner show: error: there is no flag or argument '--jsno'; did you mean --json?"),
+        (["search", "--trials", "many"], "argument --trials: must be a whole number, not 'many'"),
+        (["search", "--seed", "1.5"], "argument --seed: must be a whole number, not '1.5'"),
+        (["search", "--residual-length", "x"], "--residual-length: must be a whole number of tokens, or auto, not 'x'"),
+    ],
+)
+def test_what_is_mistyped_is_named_with_what_is_meant(
+    command: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(build_parser(), command)
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_help_shows_only_the_switches_that_change_something(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(build_parser(), ["search", "--help"])
+    described = [line.strip() for line in capsys.readouterr().out.partition("options:")[2].splitlines()]
+    starts = {line.split("  ")[0] for line in described if line.startswith("--")}
+    assert {"--json", "--debug", "--report, --no-report", "--three-bits, --no-three-bits"} <= starts

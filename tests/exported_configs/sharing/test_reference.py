@@ -14,6 +14,7 @@ from kvtuner.exported_configs.sharing.reference import (
     FileReference,
     HubReference,
     check_digest,
+    find_profiles,
     is_commit,
     parse_reference,
     parse_repo,
@@ -52,7 +53,11 @@ def test_what_exists_here_is_meant_before_the_hub(tmp_path: Path, monkeypatch: p
     (tmp_path / "runs" / "demo-4bit").mkdir(parents=True)
     assert parse_reference("runs/demo-4bit") == FileReference(Path("runs/demo-4bit"))
     assert parse_reference(f"runs/demo-4bit#{DIGEST}") == FileReference(Path("runs/demo-4bit"), DIGEST)
-    assert isinstance(parse_reference("runs/demo-8bit"), HubReference)
+    assert parse_reference("runs/typo") == FileReference(Path("runs/typo"))
+    with pytest.raises(ProfileError, match=r"there is no runs/typo, and runs is a folder here; .* runs/typo@main"):
+        find_profiles("runs/typo")
+    for text in ("runs/typo@main", "runs/typo:profile.json", "others/demo-8bit"):
+        assert isinstance(parse_reference(text), HubReference)
     assert parse_reference("~/x.json") == FileReference(Path.home() / "x.json")
 
 
