@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvtuner.bench.loads import LoadOptions
 from kvtuner.errors import CorpusError, EndpointError, OptionError
-from kvtuner.pipeline.options import DataOptions, ModelOptions, check_options, option, positive, seed
+from kvtuner.pipeline.number_readers import positive, seed
+from kvtuner.pipeline.options import DataOptions, ModelOptions, check_options, option
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 
 if TYPE_CHECKING:

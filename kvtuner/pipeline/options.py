@@ -11,10 +11,17 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
 
 from kvtuner.errors import BudgetError, OptionError, SearchSpaceError
+from kvtuner.pipeline.number_readers import (
+    MIN_REPORT_SEQUENCES,
+    positive,
+    seed,
+    sequences,
+    tokens_up_to,
+    window_length,
+)
 from kvtuner.precision import (
     CONSTANTS_PLACES,
     FITS,
-    MAX_RESIDUAL_LENGTH,
     MAX_SINKS,
     WORD_CHOICES,
     ConstantsPlace,
@@ -25,7 +32,7 @@ from kvtuner.precision import (
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from kvtuner.calibration.sensitivity import ScoreName
     from kvtuner.tuner.samplers import SamplerName
@@ -38,10 +45,6 @@ DEFAULT_TRIALS: Final = 100
 DEFAULT_RESIDUAL_LENGTH: Final = 32
 _SEARCH_ONLY: Final = ("keep", "groups", "nested", "sampler", "trials", "storage")
 
-MAX_SEED: Final = 2**31
-MIN_REPORT_SEQUENCES: Final = 2
-"""The sequences that an interval needs."""
-
 Options = TypeVar("Options")
 
 
@@ -52,63 +55,6 @@ def option(default: Any, text: str, **flag: Any) -> Any:
     `group` is the title of a group of flags that begins with this one.
     """
     return field(default=default, metadata={"help": text, **flag})
-
-
-def whole_number(text: str) -> int:
-    """A whole number."""
-    try:
-        return int(text)
-    except ValueError:
-        raise OptionError(f"must be a whole number, not {text!r}") from None
-
-
-def positive(text: str) -> int:
-    """A count of at least 1."""
-    value = whole_number(text)
-    if value < 1:
-        raise OptionError(f"must be at least 1, not {value}")
-    return value
-
-
-def window_length(text: str) -> int | Literal["auto"]:
-    """A count of the last tokens, or ``auto``."""
-    if text == "auto":
-        return "auto"
-    if not text.lstrip("-").isdecimal():
-        raise OptionError(f"must be a whole number of tokens, or auto, not {text!r}")
-    return tokens_up_to(MAX_RESIDUAL_LENGTH)(text)
-
-
-def tokens_up_to(most: int) -> Callable[[str], int]:
-    """A reader of a count of tokens from 0 to `most`."""
-
-    def read(text: str) -> int:
-        value = whole_number(text)
-        if not 0 <= value <= most:
-            raise OptionError(f"must be within 0..{most} tokens, not {value}")
-        return value
-
-    return read
-
-
-def seed(text: str) -> int:
-    """A seed that every generator takes."""
-    value = whole_number(text)
-    if not 0 <= value < MAX_SEED:
-        raise OptionError(f"must be within 0..{MAX_SEED - 1}, not {value}")
-    return value
-
-
-def sequences(text: str) -> tuple[int, int, int]:
-    """Counts of the three splits; one count is all three."""
-    splits = [positive(part) for part in text.split(",")]
-    if len(splits) == 1:
-        splits *= 3
-    if len(splits) != 3:
-        raise OptionError(f"one count or three (calibrate,select,report), not {text!r}")
-    if splits[2] < MIN_REPORT_SEQUENCES:
-        raise OptionError("the report split needs at least 2 sequences for its intervals")
-    return splits[0], splits[1], splits[2]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from kvtuner.evaluation.scheme_registry import named_schemes
 from kvtuner.exported_configs.identity.mismatch import Mismatch, Policy, compare_models, refuse
 from kvtuner.exported_configs.identity.model_identity import is_hub_id
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
-from kvtuner.pipeline.options import MAX_SEED
+from kvtuner.pipeline.number_readers import MAX_SEED
 from kvtuner.pipeline.progress import say
 from kvtuner.run_folder import RunFolder
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model

@@ -1,0 +1,72 @@
+"""Readers of the numbers that flags take, which refuse others by an `OptionError`. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Literal
+
+from kvtuner.errors import OptionError
+from kvtuner.precision import MAX_RESIDUAL_LENGTH
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_SEED: Final = 2**31
+MIN_REPORT_SEQUENCES: Final = 2
+"""The sequences that an interval needs."""
+
+
+def whole_number(text: str) -> int:
+    """A whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise OptionError(f"must be a whole number, not {text!r}") from None
+
+
+def positive(text: str) -> int:
+    """A count of at least 1."""
+    value = whole_number(text)
+    if value < 1:
+        raise OptionError(f"must be at least 1, not {value}")
+    return value
+
+
+def window_length(text: str) -> int | Literal["auto"]:
+    """A count of the last tokens, or ``auto``."""
+    if text == "auto":
+        return "auto"
+    if not text.lstrip("-").isdecimal():
+        raise OptionError(f"must be a whole number of tokens, or auto, not {text!r}")
+    return tokens_up_to(MAX_RESIDUAL_LENGTH)(text)
+
+
+def tokens_up_to(most: int) -> Callable[[str], int]:
+    """A reader of a count of tokens from 0 to `most`."""
+
+    def read(text: str) -> int:
+        value = whole_number(text)
+        if not 0 <= value <= most:
+            raise OptionError(f"must be within 0..{most} tokens, not {value}")
+        return value
+
+    return read
+
+
+def seed(text: str) -> int:
+    """A seed that every generator takes."""
+    value = whole_number(text)
+    if not 0 <= value < MAX_SEED:
+        raise OptionError(f"must be within 0..{MAX_SEED - 1}, not {value}")
+    return value
+
+
+def sequences(text: str) -> tuple[int, int, int]:
+    """Counts of the three splits; one count is all three."""
+    splits = [positive(part) for part in text.split(",")]
+    if len(splits) == 1:
+        splits *= 3
+    if len(splits) != 3:
+        raise OptionError(f"one count or three (calibrate,select,report), not {text!r}")
+    if splits[2] < MIN_REPORT_SEQUENCES:
+        raise OptionError("the report split needs at least 2 sequences for its intervals")
+    return splits[0], splits[1], splits[2]
