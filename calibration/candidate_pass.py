@@ -28,7 +28,6 @@ from kvtuner.calibration.row_sample import RowSample, sample_rows
 from kvtuner.calibration.sensitivity import Candidate, CandidateScores, LayerConstants
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.precision import ExactWindow, PrecisionPair, Side
-from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -176,7 +175,7 @@ class CandidateMeasurement:
         """Keys or values as read back under each transform, [widths, batch, num_kv_heads, tokens, head_dim] float32."""
         heads_last = exact.transpose(1, 2)
         exact = exact.to(torch.float32)
-        for name in candidate_transforms(side):
+        for name in self.options.transform_names(side):
             transform: Transform = self.constants[layer_id].transform(side, name)
             stored = transform.apply(heads_last)
             quantized = self.options.quantize(side, stored)

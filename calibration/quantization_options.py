@@ -17,14 +17,17 @@ from kvtuner.precision import (
     Side,
 )
 from kvtuner.quant import Quantized, QuantSpec, Transform, quantize_widths
+from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvtuner.transforms import TransformChoice
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizationOptions:
-    """The settings of all candidates: scale layouts, grids, window, 3 bits or not."""
+    """The settings of all candidates: scale layouts, grids, window, 3 bits or not, and the choice of transforms."""
 
     k_layout: ScaleLayout = WHOLE_HEADS
     v_layout: ScaleLayout = WHOLE_HEADS
@@ -32,11 +35,16 @@ class QuantizationOptions:
     fit: Fit = "minmax"
     window: ExactWindow = NO_WINDOW
     three_bits: bool = False
+    transforms: TransformChoice = "all"
 
     @property
     def widths(self) -> tuple[int, ...]:
         """The packed widths of all candidates, ascending."""
         return PACKED_BITS if self.three_bits else SEARCHED_BITS
+
+    def transform_names(self, side: Side) -> tuple[str, ...]:
+        """The names of the transforms of one side's candidates."""
+        return candidate_transforms(side, self.transforms)
 
     def layout(self, side: Side) -> ScaleLayout:
         """The scale layout of one side."""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from kvtuner.precision import Side
     from kvtuner.run_folder import RunFolder
 
-USUAL_TRANSFORMS: Final[dict[Side, str]] = {"k": "centered+balanced+hadamard", "v": "hadamard"}
-"""The transforms that most layers end with."""
 _SMALLEST_KL: Final = 1e-12
 
 
@@ -33,9 +31,10 @@ class WholeModelKL:
         self._prepared: tuple[Simulator, tuple[LayerConstants, ...]] | None = None
 
     def measure(self, quant: QuantizationOptions, bits: int, sides: Sequence[Side]) -> list[float | None]:
-        """The KL of every sequence, nats per token, under the usual transforms; None where it is not finite.
+        """The KL of every sequence, nats per token; None where it is not finite.
 
-        Sides that are not named are exact.
+        Sides that are not named are exact, others have the last of the transforms to choose from: of all, centred and
+        balanced keys are rotated and values too, as in most layers of a profile.
         """
         if self._prepared is None:
             constants = measure_constants(self._bench.chain, self._bench.batches("calibrate"))
@@ -44,7 +43,9 @@ class WholeModelKL:
         specs = {}
         for layer, constant in enumerate(constants):
             keys, values = (
-                quant.spec(side, bits, constant.transform(side, USUAL_TRANSFORMS[side])) if side in sides else None
+                quant.spec(side, bits, constant.transform(side, quant.transform_names(side)[-1]))
+                if side in sides
+                else None
                 for side in ("k", "v")
             )
             specs[layer] = LayerSpec(keys, values, quant.window)

@@ -127,6 +127,7 @@ class Workbench:
             **({} if options.quant.fit == "minmax" else {"fit": options.quant.fit}),
             **({} if options.quant.window == NO_WINDOW else asdict(options.quant.window)),
             **({"three_bits": True} if options.quant.three_bits else {}),
+            **({} if options.quant.transforms == "all" else {"transforms": options.quant.transforms}),
             **{
                 f"{side}_word_bits": options.quant.layout(side).word_bits
                 for side in SIDES

@@ -4,8 +4,8 @@ Knows nothing of rows or models.
 
 A group becomes integers of its own range, of 8 bits, and a grid a multiplier and an offset with 14 bits behind the
 point: codes come of integers alone. A pass finds the codes and sums them, their squares, and their products with the
-group's integers. Every number is below 2**24, where float32 is as exact as an integer: no order of summing and no
-fused operation can change a sum. What follows from the sums is a few IEEE operations on one number of a group.
+group's integers. Every sum is below 2**24, where float32 is as exact as an integer: no order of summing and no fused
+operation can change one. What follows from the sums is a few IEEE operations on one number of a group.
 
 This is Lloyd's iteration (codes, then the best line through them) from one start and of three passes. The best of ten
 starts with twelve passes each has a squared error that is 3 to 6 % lower on Gaussian, Laplace and Student groups.
@@ -49,7 +49,7 @@ MAX_CHANNELS: Final = 256
 MAX_GAIN: Final = 1.6
 """The most by which the last rescale widens the grid of least squares."""
 MAX_OFFSET: Final = 256.0
-"""The most steps between zero and the minimum: beyond them fp16 holds the minimum to less than a quarter of a step."""
+"""The most steps between zero and the minimum: up to there fp16 errs by at most an eighth of a step."""
 MIN_SCALE: Final = 2.0**-14
 """The smallest scale that is fitted: the smallest normal fp16, below which a scale has few digits."""
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 FP8_E4M3_MAX: Final = 448.0
+NAN_BITS: Final = 0x7E00
+"""The bits of an fp16 minimum that marks a group that held NaN or infinity."""
 StepFunction = Callable[[Tensor, Any], Tensor]
 
 
@@ -198,9 +200,9 @@ def quantize(
     """Quantize per token, head and group of channels.
 
     Min-max grids, asymmetric: `minimum` is rounded down and `scale` up to fp16, so that every value lies inside the
-    grid and errs by at most half a step. Symmetric: ``minimum = -2**(bits-1) * scale``, stored alike, so that no reader
-    needs a mode; the scale is capped at 65504 / 2**(bits-1), beyond which values saturate. A group with NaN or infinity
-    reads NaN.
+    grid and errs by at most half a step, and what the sum rounds; beside zero points, which are rounded, the edges may
+    lie a quarter of a step outside the grid. Symmetric: ``minimum = -2**(bits-1) * scale``, stored alike, so that no reader needs a mode; the scale is capped at
+    65504 / 2**(bits-1), beyond which values saturate. A group with NaN or infinity reads NaN.
 
     Fitted grids (`grid_fit`) are those of least squares, rescaled to be unbiased: outliers may saturate. Widths that
     are not fitted, and groups that cannot be (constant, tiny, or far from zero), have min-max grids.
@@ -244,11 +246,19 @@ def quantize_widths(
             codes, scale, minimum = integers.fit(bits, used).completed(minmax)
         else:
             codes, scale, minimum = minmax()
-        minimum = torch.where(finite, minimum, torch.nan)
+        minimum = torch.where(finite, minimum, _not_a_number(minimum))
         if used == SHORT_WORD_BITS:
             scale = torch.where(finite, scale, torch.nan)
         quantized.append(Quantized(codes.to(torch.uint8).flatten(-2), scale, minimum, bits, used))
     return quantized
+
+
+def _not_a_number(like: Tensor) -> Tensor:
+    """NaN in the dtype of `like`; in fp16 with the same bits on every device, for they are stored."""
+    nan = torch.tensor(torch.nan, dtype=torch.float32, device=like.device)
+    if like.dtype != torch.float16:
+        return nan
+    return torch.tensor(NAN_BITS, dtype=torch.int16, device=like.device).view(torch.float16)
 
 
 def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:

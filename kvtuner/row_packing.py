@@ -78,7 +78,8 @@ def unpack_rows(
     codes = (units.unsqueeze(-2) >> shifts.unsqueeze(-1)) & (2**bits - 1)
     num_groups, used = head_dim // group_size, used_word_bits(bits, word_bits)
     first_word = words_offset(num_heads, head_dim, bits, word_bits)
-    words = rows[..., first_word : first_word + used // 8 * num_heads * num_groups].contiguous()
+    words = rows[..., first_word : first_word + used // 8 * num_heads * num_groups]
+    words = words.clone(memory_format=torch.contiguous_format)  # a view may begin at an odd byte
     if used == SHORT_WORD_BITS:
         scale, minimum = from_words(words.view(torch.int16).reshape(*lead, num_heads, num_groups), bits)
         return Quantized(codes.to(torch.uint8).flatten(-2), scale, minimum, bits, SHORT_WORD_BITS)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtuner.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvtuner.geometry import ConfigLike
 
 _OTHER_CACHES: Final = {
@@ -18,6 +20,11 @@ _OTHER_CACHES: Final = {
 _SINKS: Final = ("gpt_oss",)
 """No configuration says that its layers have sinks: the attention hook would find them in the weights."""
 _WINDOWS: Final = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+_OTHER_ATTENTION: Final = {
+    "s_aux": "attention sinks",
+    **{name: name for name in ("position_bias", "head_mask", "sinks", "indices", "block_indices")},
+}
+"""What arguments of some models' attention are, which change its result."""
 _FULL: Final = ("full_attention", "attention")
 
 
@@ -63,3 +70,13 @@ def _refusal(name: str, what: str) -> str:
         f"{name!r} has {what}; only full attention layers of decoder-only models are supported:"
         " run it with its own cache"
     )
+
+
+def refuse_other_attention(layer: str, arguments: Mapping[str, object]) -> None:
+    """Refuse a layer's attention that is more than a softmax over keys, by an `UnsupportedModelError`.
+
+    The arguments are those that transformers gives beside queries, keys, values, mask, scaling and cap.
+    """
+    for argument, what in _OTHER_ATTENTION.items():
+        if arguments.get(argument) is not None:
+            raise UnsupportedModelError(f"{layer} has {what}: that is not supported yet")

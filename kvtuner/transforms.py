@@ -8,7 +8,7 @@ candidates, may not import the search spaces.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from kvtuner.errors import PrecisionError
 
@@ -66,6 +66,10 @@ class TransformKind:
         return self.name
 
 
+TransformChoice = Literal["all", "hadamard", "none"]
+TRANSFORM_CHOICES: Final[tuple[TransformChoice, ...]] = ("all", "hadamard", "none")
+"""The transforms that a search chooses from: all, those that hold no constants of a model, or none."""
+
 # The order breaks ties: of equal scores the transform that stands first is taken. A capital letter means rotated keys.
 TRANSFORMS: Final = {
     kind.name: kind
@@ -87,6 +91,7 @@ def transform_names(side: Side) -> tuple[str, ...]:
     return tuple(name for name, kind in TRANSFORMS.items() if side == "k" or kind.has_values)
 
 
-def candidate_transforms(side: Side) -> tuple[str, ...]:
-    """The names of the transforms that calibration measures for keys or values."""
-    return tuple(name for name in transform_names(side) if TRANSFORMS[name].is_candidate)
+def candidate_transforms(side: Side, choice: TransformChoice = "all") -> tuple[str, ...]:
+    """The names of the transforms that calibration measures for keys or values, as far as they are chosen from."""
+    allowed = {"all": TRANSFORMS, "hadamard": ("none", "hadamard"), "none": ("none",)}[choice]
+    return tuple(name for name in transform_names(side) if TRANSFORMS[name].is_candidate and name in allowed)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from kvtuner.precision import ExactWindow
     from kvtuner.runtime_loader.row_format import LayerFormat
 
+COPIES_SHARE: Final = 1 / 8
+LEAST_REQUESTS: Final = 8
 EMPTY: Final = -1
 """The position beside a place without a copy."""
 
@@ -186,6 +188,15 @@ def request_bytes(layers: Iterable[LayerFormat], window: ExactWindow, dtype: tor
         channels = layer.k.num_heads * layer.k.head_dim + layer.v.num_heads * layer.v.head_dim
         total += torch.int32.itemsize + (channels * dtype.itemsize if needs_copies(layer) else 0)
     return window.num_tokens * total
+
+
+def most_requests(num_tokens: int, bytes_per_token: int, bytes_per_request: int) -> int:
+    """The requests to run at once beside a pool of so many tokens, if nobody says how many.
+
+    Their copies take at most `COPIES_SHARE` of what rows and copies take, but for `LEAST_REQUESTS`.
+    """
+    copies_bytes = num_tokens * bytes_per_token * COPIES_SHARE / (1 - COPIES_SHARE)
+    return max(LEAST_REQUESTS, int(copies_bytes / bytes_per_request))
 
 
 def largest_pool(

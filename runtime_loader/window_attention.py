@@ -15,6 +15,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from kvtuner.supported_models import refuse_other_attention
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -81,6 +83,7 @@ def _attention(
     softcap: float | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
+    refuse_other_attention(f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})", rest)
     if softcap is None:
         output: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **rest)[0]
         return output, None
@@ -88,5 +91,6 @@ def _attention(
     group = query.shape[1] // key.shape[1]
     products = query @ repeat_kv(key, group).mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = softcap * torch.tanh(products / softcap)
-    weights = scores.masked_fill(~attention_mask, -torch.inf).softmax(-1)
+    # The query of a padding token reads no key: of infinities its sum would be NaN, and spoil what others read of it.
+    weights = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min).softmax(-1)
     return (weights @ repeat_kv(value, group)).transpose(1, 2).contiguous(), None

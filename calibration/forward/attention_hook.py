@@ -16,13 +16,12 @@ from torch import Tensor
 
 from kvtuner.calibration.forward.read_plan import AttentionCall, attend
 from kvtuner.errors import UnsupportedModelError
+from kvtuner.supported_models import refuse_other_attention
 
 IMPLEMENTATION = "kvtuner"
 AttentionHook = Callable[[int, AttentionCall], Tensor]
 
 _hook: ContextVar[AttentionHook | None] = ContextVar("kvtuner_attention_hook", default=None)
-# Arguments of some models' attention that change its result.
-_UNSUPPORTED_ARGUMENTS = ("position_bias", "head_mask", "sinks", "indices", "block_indices")
 
 
 @contextmanager
@@ -59,7 +58,6 @@ def _attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -72,15 +70,11 @@ def _attention(
         raise UnsupportedModelError(f"layer {layer_id} ({name}) is not causal; only decoders have a KV cache to tune")
     if attention_mask is not None:
         raise UnsupportedModelError(f"layer {layer_id} ({name}) builds its own attention mask, which is not supported")
-    if s_aux is not None:
-        raise UnsupportedModelError(f"layer {layer_id} ({name}) has attention sinks, which are not supported yet")
     if sliding_window is not None and sliding_window < key.shape[2]:
         raise UnsupportedModelError(
             f"layer {layer_id} ({name}) has a window of {sliding_window}, below the {key.shape[2]} tokens it reads"
         )
-    for argument in _UNSUPPORTED_ARGUMENTS:
-        if kwargs.get(argument) is not None:
-            raise UnsupportedModelError(f"layer {layer_id} ({name}) has {argument}, which is not supported yet")
+    refuse_other_attention(f"layer {layer_id} ({name})", kwargs)
     call = AttentionCall(query, key, value, query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap)
     hook = _hook.get()
     output = attend(call) if hook is None else hook(layer_id, call)

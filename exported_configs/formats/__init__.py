@@ -27,7 +27,7 @@ class Format:
 
 
 FORMATS: Final = {
-    "kvtuner-yaml": Format("kvtuner_yaml", ("scheme", "group_size")),
+    "kvtuner-yaml": Format("kvtuner_yaml", ("scheme", "group_size"), can_lose=True),
     "modelopt": Format("modelopt", ("words", "group_size", "symmetric")),
     "optiq": Format("optiq", ("group_size",)),
     "ranges": Format("dtype_ranges", ("words", "group_size", "symmetric", "default_word"), can_lose=True),

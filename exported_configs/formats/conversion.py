@@ -17,6 +17,8 @@ from kvtuner.geometry import ModelGeometry
 from kvtuner.grid_fit import FITTED_BITS
 from kvtuner.precision import NATIVE_BITS, SHORT_WORD_BITS, THREE_BITS, PrecisionPair, ScaleLayout, Side, used_word_bits
 
+EXPORTABLE: Final = "--transforms none --fit minmax --word-bits 32 --no-three-bits --residual-length 0"
+"""The flags of a search whose profiles have nothing that other tools lack, but for their own limits."""
 NATIVE: Final = PrecisionPair(NATIVE_BITS, NATIVE_BITS)
 _OWN_MODEL: Final = "give the file's own model"
 
@@ -26,7 +28,7 @@ class LostFeature(NamedTuple):
 
     layer: int
     what: str
-    way_out: str = "keep the profile's own file"
+    way_out: str = f"keep the profile's own file, or search with {EXPORTABLE}"
 
     def __str__(self) -> str:
         return f"layer {self.layer}: {self.what}"
@@ -197,10 +199,15 @@ def write(profile: Profile, name: str, *, lossy: bool = False) -> Exported:
     profile.check_one_shape()  # as no other tool's file has layers of several
     if three := [layer for layer, pair in enumerate(profile.pairs) if THREE_BITS in (pair.k_bits, pair.v_bits)]:
         # No loss that may be dropped: the width is what the file would be about.
-        raise refusal(name, [LostFeature(layer, f"{THREE_BITS} bits") for layer in three])
+        raise refusal(
+            name, [LostFeature(layer, f"{THREE_BITS} bits", "search with --no-three-bits") for layer in three]
+        )
     exported: Exported = _module(name).write(profile)
     if exported.lost and not lossy:
-        lost = [feature._replace(way_out="--lossy drops that") for feature in exported.lost]
+        lost = [
+            feature._replace(way_out=f"--lossy drops that; a search with {EXPORTABLE} has nothing to drop")
+            for feature in exported.lost
+        ]
         raise refusal(name, lost if can_lose else exported.lost)
     dropped = (f"dropped, from layer {feature.layer} on: {feature.what}" for feature in exported.lost)
     return replace(exported, notes=(*exported.notes, *dropped))

@@ -11,12 +11,11 @@ from kvtuner.pipeline.sources import corpus_source
 from kvtuner.pipeline.stages.scale_words import competing_layouts
 from kvtuner.pipeline.stages.search_run import calibration_options, checked_shape, row_shape, serving_ranks
 from kvtuner.pipeline.stages.search_targets import SearchTarget, targets_of
-from kvtuner.precision import PrecisionPair, effective_bits, mean_bits, tokens_per_gib
+from kvtuner.precision import SIDES, PrecisionPair, effective_bits, mean_bits, tokens_per_gib
 from kvtuner.report.formatting import count
 from kvtuner.report.search_data import rank_text
 from kvtuner.report.table import Table
 from kvtuner.search_spaces.budget import SMALLEST_PAIR
-from kvtuner.transforms import candidate_transforms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,8 +70,9 @@ def _forward_tokens(options: CalibrateOptions, shape: ModelShape, targets: Seque
     source = corpus_source(options.data, options.model, shape, seed=measurement.seed)
     calibrate, select, report = (count * source.sequence_length for count in source.num_sequences)
     layers = shape.geometry.num_layers
-    widths = calibration_options(measurement, shape).quant.widths
-    isolated = len(candidate_transforms("k")) + len(candidate_transforms("v")) + 2 * (len(widths) - 1)
+    quant = calibration_options(measurement, shape).quant
+    widths = quant.widths
+    isolated = sum(len(quant.transform_names(side)) for side in SIDES) + 2 * (len(widths) - 1)
     schemes = 2 * len(uniform_pairs(widths)) + 2
     # The exact model once for its statistics and once for its predictions, then both layouts at each width below 8.
     layouts = 2 * (len(widths) - 1) * len(competing_layouts(measurement, shape))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvtuner.bench.loads import LoadOptions
 from kvtuner.errors import CorpusError, EndpointError, OptionError
-from kvtuner.pipeline.number_readers import positive, seed
+from kvtuner.pipeline.number_readers import positive, seed, whole_number
 from kvtuner.pipeline.options import DataOptions, ModelOptions, check_options, option
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 
@@ -41,7 +41,7 @@ _UNITS: Final = {None: 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 def several(text: str) -> int:
     """A count of at least 2, which an interval needs."""
-    value = int(text)
+    value = whole_number(text)
     if value < 2:
         raise OptionError(f"intervals need at least 2, not {value}")
     return value

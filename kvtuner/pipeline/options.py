@@ -30,6 +30,7 @@ from kvtuner.precision import (
     WordChoice,
 )
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
+from kvtuner.transforms import TRANSFORM_CHOICES, TransformChoice
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -149,6 +150,11 @@ class MeasurementOptions:
         "first tokens of a request that are kept exactly too",
         type=tokens_up_to(MAX_SINKS),
         metavar="TOKENS",
+    )
+    transforms: TransformChoice = option(
+        "all",
+        "transforms of keys and values to choose from: all, hadamard alone, or none, as other tools' files need",
+        choices=TRANSFORM_CHOICES,
     )
     three_bits: bool = option(True, "also measure 3 bits, and offer them to the search")
     pairs: bool = option(False, "also measure the paper's e_o of all K/V pairs")

@@ -58,7 +58,8 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
     ) -> Tensor:
         """Attend as SGLang's method does, with chunks of new tokens; a request's first forward is one of these."""
         # Attention of extends runs eagerly, on the stream of the forward, whatever graphs are around it.
-        self.pool.forget_former_requests()
+        if layer.layer_id == self.pool.start_layer:
+            self.pool.forget_former_requests()
         self._enter(layer, forward_batch, save_kv_cache)
         output: Tensor = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **rest)
         return output
@@ -66,7 +67,8 @@ class PackedAttnBackend(TritonAttnBackend):  # type: ignore[misc]  # sglang is n
     def _enter(self, layer: Any, forward_batch: Any, save_kv_cache: bool) -> None:
         copies = self.pool.copies_of(layer.layer_id)
         if copies is not None and not save_kv_cache:
-            raise ServingError("this model stores keys by itself, so that an exact window would miss them")
+            with refusing():
+                raise ServingError("this model stores keys by itself, so that an exact window would miss them")
         self._window = None if copies is None else WindowReads(copies, forward_batch.req_pool_indices)
 
     def _store_copies(self, layer: Any, new: NewTokens, k: Tensor, v: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader.attention_backends import BACKEND_VARIABLE, backend_for
-from kvtuner.runtime_loader.exact_ring import request_bytes
+from kvtuner.runtime_loader.exact_ring import most_requests, request_bytes
 from kvtuner.runtime_loader.row_format import rank_formats
 from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
 from kvtuner.runtime_loader.sglang.compat.pool import MHATokenToKVPool, on_built, on_pool
@@ -41,7 +41,7 @@ def install_hooks(*, packed: bool, tiers: bool) -> None:
         from kvtuner.runtime_loader.sglang.compat.attention import on_triton_backend
         from kvtuner.runtime_loader.sglang.packed_attention_backend import make_backend
 
-        on_pool(PackedKVPool, _bytes_per_token, _bytes_per_request, announce_capacity)
+        on_pool(PackedKVPool, _bytes_per_token, _bytes_per_request, _most_requests, announce_capacity)
         on_triton_backend(make_backend)
         on_beam_search(_refusal_of_beams)
     pool_class = PackedKVPool if packed else MHATokenToKVPool
@@ -140,6 +140,16 @@ def _bytes_per_request(kvc: Any, layers: range) -> int:
     profile, here = _profile(kvc.model_config), ranks()
     formats = rank_formats(profile, layers, tp_rank=here.tp_rank, tp_size=here.tp_size)
     return request_bytes(formats, profile.window, kvc.kv_cache_dtype) if profile.window.num_tokens else 0
+
+
+def _most_requests(kvc: Any, num_tokens: int) -> int | None:
+    """Return how many requests leave most memory to rows, the same on all ranks; None without a window."""
+    profile, here = _profile(kvc.model_config), ranks()
+    if not profile.window.num_tokens:
+        return None
+    formats = rank_formats(profile, range(len(profile.layers)), tp_rank=here.tp_rank, tp_size=here.tp_size)
+    token = sum(layer.bytes_per_token(kvc.kv_cache_dtype) for layer in formats)
+    return most_requests(num_tokens, token, request_bytes(formats, profile.window, kvc.kv_cache_dtype))
 
 
 def _backend(kvc: Any) -> AttentionBackend:

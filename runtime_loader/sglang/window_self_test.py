@@ -78,7 +78,12 @@ class _Step:
     def new(self) -> NewTokens:
         if self.is_decode:
             return NewTokens(self.slots, self.indptr(self.ends))
-        return NewTokens(self.slots, self.indptr(self.before), self.indptr(self.lengths))
+        return NewTokens(self.slots, self.indptr(self.before), self.bounds)
+
+    @property
+    def bounds(self) -> Tensor:
+        """The bounds of new tokens, in int64 as SGLang has them."""
+        return self.indptr(self.lengths).long()
 
     def indptr(self, lengths: Iterable[int]) -> Tensor:
         return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=self.slots.device)
@@ -160,7 +165,7 @@ class _LayerTest:
         else:
             if self._by_cache:
                 reads = WindowReads(self._ring, step.slots, (_as_stored(keys, step.k), _as_stored(values, step.v)))
-            bounds = ExtendBounds(step.indptr(step.lengths), step.indptr(prefixes), slots, max(step.lengths))
+            bounds = ExtendBounds(step.bounds, step.indptr(prefixes), slots, max(step.lengths))
             found = attention.extend(q, step.k, step.v, keys, values, bounds, scores, window=reads)
         queries = zip(self._requests, q.split(step.lengths), step.before, strict=True)
         expected = torch.cat([self._attended(step, request, of, before, scores) for request, of, before in queries])

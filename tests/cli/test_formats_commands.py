@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvtuner.exported_configs.formats.conversion import EXPORTABLE
 from kvtuner.exported_configs.profile.load import load_profile
 
 if TYPE_CHECKING:
-    from fixture_types import ModelFolder, RunCommand
+    from fixture_types import ModelFolder, RunCommand, Search
 
 NUM_LAYERS = 3
 VECTORS = Path(__file__).resolve().parents[2] / "exported_configs" / "vectors" / "valid"
@@ -120,9 +121,33 @@ def test_what_is_lost_is_refused_or_said(run: RunCommand, model: Path, tmp_path:
     assert (status, stdout) == (2, "") and "layer 0: keys are symmetric (and 1 more); --lossy" in err
     status, stdout, err = run("export", out, "--to", "ranges", "--lossy")
     assert (status, stdout) == (0, "0-2:int4\n") and "note: dropped, from layer 0 on: keys are symmetric" in err
-    for name in ("modelopt", "optiq", "kvtuner-yaml"):
+    assert run("export", out, "--to", "kvtuner-yaml", "--lossy")[:2] == (0, preset_of(4, 4))
+    for name in ("modelopt", "optiq"):
         status, _, err = run("export", out, "--to", name, "--lossy")
         assert status == 2 and "leave --lossy out" in err
+
+
+def preset_of(k_bits: int, v_bits: int) -> str:
+    return "".join(f"{n}:\n  nbits_key: {k_bits}\n  nbits_value: {v_bits}\n" for n in range(NUM_LAYERS))
+
+
+@pytest.mark.slow
+def test_a_search_with_the_flags_that_a_refusal_names_is_exported_without_a_loss(
+    run: RunCommand, search: Search, model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    layers = ("--layers", "0-2:K4V2", "--score", "fisher")
+    search(tmp_path / "usual", *layers, trials=None)
+    status, _, err = run("export", tmp_path / "usual", "--to", "kvtuner-yaml")
+    assert status == 2 and f"a search with {EXPORTABLE} has nothing to drop" in err
+    plain = search(tmp_path / "plain", *layers, *EXPORTABLE.split(), trials=None)
+    assert {row["transforms"] for row in plain["quality"][0]["baselines"]} == {False}
+    preset = tmp_path / "Tiny_pertoken_KVTuner4_0.yaml"
+    assert run("export", tmp_path / "plain", "--to", "kvtuner-yaml", "--out", preset)[0] == 0
+    assert preset.read_text() == preset_of(4, 2)
+    back = tmp_path / "back.json"
+    model = model_folder("llama-gqa")
+    assert run("import", preset, "--from", "kvtuner-yaml", "--model", model, "--out", back)[0] == 0
+    assert load_profile(back).digest == load_profile(plain["profile"]).digest
 
 
 @pytest.mark.parametrize("name", ["kvtuner-yaml", "optiq", "ranges", "modelopt", "vllm-skip-layers"])

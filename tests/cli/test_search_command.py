@@ -139,7 +139,7 @@ def test_cheap_scores_skip_the_isolated_forwards(search: Search, tmp_path: Path,
 @pytest.mark.parametrize("flags", [
     ("--read-plan", "hit"), ("--read-plan", "cache"), ("--symmetric",), ("--k-group-size", "16", "--v-group-size", "8"),
     ("--groups",), ("--pairs",), ("--sampler", "tpe"), ("--sampler", "random"), ("--batch-size", "2"),
-    ("--pp-size", "2"), ("--tp-size", "2"), ("--three-bits", "--pairs"),
+    ("--pp-size", "2"), ("--tp-size", "2"), ("--three-bits", "--pairs"), ("--transforms", "hadamard"),
 ])  # fmt: skip
 def test_every_option_of_the_measurement_runs(search: Search, tmp_path: Path, flags: tuple[str, ...]) -> None:
     result = search(tmp_path / "run", "--budget", "4bit", *flags)

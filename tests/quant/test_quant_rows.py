@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from kvtuner.errors import PrecisionError
 from kvtuner.precision import LAYOUT_ID, row_bytes, words_offset
 from kvtuner.quant import Quantized, quantize
 from kvtuner.row_packing import pack_rows, unpack_rows
+
+if TYPE_CHECKING:
+    from kvtuner.precision import WordBits
 
 # (num_heads, head_dim, bits, group_size)
 LAYOUTS = [
@@ -222,3 +226,13 @@ def test_rows_of_another_length_or_dtype_are_refused() -> None:
         unpack_rows(rows, 8, 2, 64)
     with pytest.raises(PrecisionError, match="group_size 24"):
         unpack_rows(rows, 4, 2, 64, 24)
+
+
+@pytest.mark.parametrize("word_bits", [32, 16])
+def test_a_row_is_read_wherever_its_bytes_begin(word_bits: WordBits) -> None:
+    quantized = quantize(torch.randn(1, 1, 32, generator=torch.Generator().manual_seed(0)), 4, word_bits=word_bits)
+    row = pack_rows(quantized)
+    odd = torch.zeros(row.numel() + 1, dtype=torch.uint8)
+    odd[1:] = row.flatten()
+    read = unpack_rows(odd[1:].view(1, -1), 4, 1, 32, word_bits=word_bits)
+    assert torch.equal(read.dequantize(), quantized.dequantize())

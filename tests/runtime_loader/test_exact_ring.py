@@ -12,7 +12,16 @@ from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.geometry import ModelGeometry
 from kvtuner.precision import ExactWindow, ScaleLayout
 from kvtuner.quant import QuantSpec, Transform
-from kvtuner.runtime_loader.exact_ring import EMPTY, ExactRings, NewTokens, largest_pool, request_bytes
+from kvtuner.runtime_loader.exact_ring import (
+    COPIES_SHARE,
+    EMPTY,
+    LEAST_REQUESTS,
+    ExactRings,
+    NewTokens,
+    largest_pool,
+    most_requests,
+    request_bytes,
+)
 from kvtuner.runtime_loader.packed_attention import TorchAttention
 from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_formats
 from kvtuner.search_spaces.budget import Budget
@@ -163,3 +172,24 @@ def test_a_pool_and_the_copies_of_its_requests_take_all_that_is_available_and_no
             if tokens == 0 or tokens * 90 + bytes_of_requests(tokens) <= available
         ]
         assert largest_pool(available, 90, page_size, bytes_of_requests) == fitting[-1]
+
+
+@pytest.mark.parametrize("context_length", [4096, 131072])
+@pytest.mark.parametrize("residual_length", [32, 128])
+def test_where_nobody_says_how_many_requests_copies_leave_most_of_the_memory_to_rows(
+    residual_length: int, context_length: int
+) -> None:
+    # Llama-3.1-8B at K4V4: 32 layers of 2 x 1,024 channels.
+    token, request = 36_864, residual_length * 32 * (4 + 4096)
+
+    def bytes_of_requests(tokens: int) -> int:
+        of_sglang = max(min(tokens * 512 // context_length, 4096), 2048)
+        return request * (1 + min(of_sglang, tokens // 2, most_requests(tokens, token, request)))
+
+    for gib in (2, 5, 20, 80):
+        available = gib << 30
+        tokens = largest_pool(available, token, 1, bytes_of_requests)
+        copies = bytes_of_requests(tokens)
+        assert tokens * token + copies <= available
+        assert copies <= max(available * COPIES_SHARE + request, (LEAST_REQUESTS + 1) * request)
+        assert tokens * token >= (1 - COPIES_SHARE) * available - 2 * request - token or gib == 2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, GraniteSWAConfig, GraniteSWAForCausalLM, PreTrainedModel
 from uncached_forward import logits_in_chunks, uncached_logits
 
 from kvtuner.errors import UnsupportedModelError
@@ -136,6 +136,27 @@ def test_generate_in_chunks_and_with_candidates_writes_what_it_writes_token_by_t
     assert torch.equal(generate(**options), generate(**chunks))
 
 
+def capped_model() -> Gemma2ForCausalLM:
+    """A model whose scores have a cap, and whose own attention is eager."""
+    torch.manual_seed(3)
+    config = Gemma2Config(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=1.5,
+        max_position_embeddings=128,
+        sliding_window=128,
+        initializer_range=0.3,
+        attn_implementation="eager",
+    )
+    return Gemma2ForCausalLM(config).double().eval()
+
+
 def test_padding_is_read_by_nobody(model_of: ModelOf, profile_of: ProfileOf) -> None:
     model = owned(model_of("qwen2-mqa-80", torch.float64))
     profile = profile_of(model.config, LAYERS, window=ExactWindow(5))
@@ -161,24 +182,28 @@ def test_padding_is_read_by_nobody(model_of: ModelOf, profile_of: ProfileOf) -> 
         assert (found[row : row + 1, -count:] - expected).abs().max() <= TOLERANCE
 
 
+def test_padding_under_a_logit_cap_is_read_by_nobody(profile_of: ProfileOf) -> None:
+    model, tokens, padding = capped_model(), prompt(1, 23), 4
+    profile = profile_of(model.config, LAYERS, window=ExactWindow(5))
+    padded = torch.cat((torch.zeros(1, padding, dtype=torch.long), tokens), dim=1)
+    mask = (torch.arange(27) >= padding).long().unsqueeze(0)
+    positions = (torch.arange(27) - padding).clamp(min=0).unsqueeze(0)
+    caches = [KVTunerCache.from_profile(profile, model.config, "cache", context_length=TOKENS) for _ in "ab"]
+    with caches[0].attending(model):
+        expected = logits_in_chunks(model, caches[0], tokens, [0, 8, 10, 23])
+    parts = []
+    with caches[1].attending(model):
+        for start, stop in ((0, 3), (3, 12), (12, 14), (14, 27)):
+            chunk, up_to = slice(start, stop), mask[:, :stop]
+            output = model(
+                padded[:, chunk], attention_mask=up_to, position_ids=positions[:, chunk], past_key_values=caches[1]
+            )
+            parts.append(output.logits)
+    assert (torch.cat(parts, dim=1)[:, padding:] - expected).abs().max() <= TOLERANCE
+
+
 def test_logit_caps_are_kept(profile_of: ProfileOf) -> None:
-    torch.manual_seed(3)
-    config = Gemma2Config(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        query_pre_attn_scalar=8,
-        attn_logit_softcapping=1.5,
-        max_position_embeddings=128,
-        sliding_window=128,
-        initializer_range=0.3,
-        attn_implementation="eager",
-    )
-    model, tokens = Gemma2ForCausalLM(config).double().eval(), prompt(2, TOKENS)
+    model, tokens = capped_model(), prompt(2, TOKENS)
     profile = profile_of(model.config, LAYERS, window=ExactWindow(5, 1))
     cache, singles = [KVTunerCache.from_profile(profile, model.config, "cache", context_length=TOKENS) for _ in "ab"]
     with cache.attending(model):
@@ -212,3 +237,22 @@ def test_attending_gives_the_model_its_attention_back_whatever_happens(
     monkeypatch.setattr(type(model), "_can_set_attn_implementation", lambda _: False)
     with pytest.raises(UnsupportedModelError, match="does not go through"), windowed.attending(model):
         pass
+
+
+def test_attention_that_reads_more_than_keys_is_refused(profile_of: ProfileOf) -> None:
+    torch.manual_seed(3)
+    config = GraniteSWAConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        sliding_window=128,
+        layer_types=["full_attention"] * 2,
+    )
+    model = GraniteSWAForCausalLM(config).eval()
+    cache = KVTunerCache.from_profile(profile_of(config, LAYERS, window=ExactWindow(5)), config, context_length=TOKENS)
+    with cache.attending(model), pytest.raises(UnsupportedModelError, match=r"GraniteSWAAttention.* attention sinks"):
+        model(prompt(1, 8), past_key_values=cache)

@@ -128,7 +128,11 @@ def _add_export_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--constants", choices=CONSTANTS_PLACES, help=f"place of mu and lambda, for --to {OWN_FORMAT}")
     parser.add_argument("--out", metavar="FILE", help="write it there; to stdout by default")
     add_switch(parser, "--force", "overwrite the file that --out names")
-    add_switch(parser, "--lossy", "drop what the format cannot say, and say what; for ranges and vllm-skip-layers")
+    add_switch(
+        parser,
+        "--lossy",
+        "drop what the format cannot say, and say what; for kvtuner-yaml, ranges and vllm-skip-layers",
+    )
 
 
 COMMANDS: Final = (

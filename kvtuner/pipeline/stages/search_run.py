@@ -51,6 +51,7 @@ def calibration_options(options: MeasurementOptions, shape: ModelShape) -> Calib
         fit=options.fit,
         window=options.window,
         three_bits=why_no_three_bits(options, shape) is None,
+        transforms=options.transforms,
     )
     for flag, head_dim, group in (
         ("--k-group-size", geometry.head_dim, options.k_group_size),

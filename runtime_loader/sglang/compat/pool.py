@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.mem_cache.kv_cache_configurator import get_schedule
 from sglang.srt.mem_cache.memory_pool import KvBufferDesc, MHATokenToKVPool, unwrap_write_loc
 
 from kvtuner.errors import ServingError
@@ -35,6 +36,8 @@ _OVERRIDDEN: Final = {
     "get_device_pool_infos": (),
     "set_kv_buffer_prefix_valid": (),
 }
+LARGEST_COPIES_SHARE: Final = 0.5
+"""The share of the memory that exact copies may take."""
 _CAPACITY = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 
 
@@ -42,12 +45,15 @@ def on_pool(
     pool_class: type,
     bytes_per_token: Callable[[Any, range], int],
     bytes_per_request: Callable[[Any, range], int],
+    most_requests: Callable[[Any, int], int | None],
     announce_capacity: Callable[[int, int, int], None],
 ) -> None:
     """Build dense pools as `pool_class`, and size them by what a token, and a request beside them, takes of a rank.
 
-    Both are functions of the configurator and of global layer ids. `announce_capacity` is called with the bytes for
-    rows, the bytes of all requests, and the tokens that SGLang makes of the former.
+    Both are functions of the configurator and of global layer ids. `most_requests` gives the requests to run at once
+    where nobody asked for a number, for a pool of so many tokens, None for as many as SGLang likes; it must be the same
+    on all ranks. `announce_capacity` is called with the bytes for rows, the bytes of all requests, and the tokens that
+    SGLang makes of the former.
     """
 
     def build(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
@@ -79,28 +85,41 @@ def on_pool(
         announce_capacity(rows_bytes, taken, result.max_total_num_tokens)
         return result
 
+    def limited(original: Callable[..., int], self: Any, token_capacity: int) -> int:
+        slots = original(self, token_capacity)
+        if self.is_draft_worker or get_schedule().max_running_requests is not None:
+            return slots
+        with refusing():
+            most = most_requests(self, token_capacity)
+        return slots if most is None else min(slots, most)
+
     for name, parameters in _OVERRIDDEN.items():
         check_leading(f"{_POOL}.{name}", "self", *parameters)
     install(f"{_CONFIGURATOR}._build_mha_kv_pool", build, AROUND, "max_total_num_tokens", "mha_pool_class")
     install(f"{_CAPACITY}._compute_cell_size", cell_size, AROUND, "kvc", "num_layers")
-    check_leading(f"{_CONFIGURATOR}.resolve_max_num_reqs", "self", "token_capacity")
+    install(f"{_CONFIGURATOR}.resolve_max_num_reqs", limited, AROUND, "token_capacity")
     install(f"{_CAPACITY}.calculate_pool_sizes", sized, AROUND, "available_bytes", "page_size")
 
 
 @dataclass(frozen=True, slots=True)
 class _RequestCosts:
-    """The bytes that each request slot takes beside the rows; SGLang makes as many slots as the tokens allow."""
+    """The bytes that each request slot takes beside the rows; SGLang makes as many slots as it is asked to."""
 
     configurator: Any
     bytes_per_request: int
 
     def most_tokens(self, available_bytes: int, bytes_per_token: int, page_size: int) -> int:
-        """The tokens of the largest pool that fits with all its slots; a `ServingError` where slots leave no page."""
+        """The tokens of the largest pool that fits with all its slots.
+
+        Slots that take more than `LARGEST_COPIES_SHARE` of the bytes are a `ServingError`: few tokens would fit.
+        """
         tokens = largest_pool(available_bytes, bytes_per_token, page_size, self.of_tokens)
-        if tokens == 0 and available_bytes >= bytes_per_token * page_size:
+        if self.of_tokens(tokens) > LARGEST_COPIES_SHARE * available_bytes >= bytes_per_token * page_size:
+            fitting = int(LARGEST_COPIES_SHARE * available_bytes) // self.bytes_per_request - 1
+            number = f"--max-running-requests {fitting} or less" if fitting > 0 else "more memory"
             raise ServingError(
-                f"the exact window takes {self.bytes_per_request:,} bytes of each request, and only"
-                f" {available_bytes:,} bytes are available; give a smaller --max-running-requests or"
+                f"the exact copies of each request take {self.bytes_per_request:,} bytes, and those of all that are to"
+                f" run at once more than half of the {available_bytes:,} that are available; give {number}, a smaller"
                 " --kvtuner-residual-length, or a profile with a shorter window"
             )
         return tokens

@@ -92,6 +92,7 @@ KEY_KINDS = ("none", "hadamard", "balanced", "balanced+hadamard", "centered", "c
 
 WITH_ROWS = ("transforms", "symmetric", "fitted", "three-bits", "short-words", "short-words-of-keys", "groups",
              "unequal-head-dims")  # fmt: skip
+WITH_SPECIAL_ROWS = ("symmetric", "fitted", "three-bits", "short-words")
 
 
 def ramp(heads: int, head_dim: int, scale: float = 1.0) -> torch.Tensor:
@@ -329,10 +330,24 @@ def row(profile: Profile, layer: int, side: Side, x: torch.Tensor) -> Document:
     return {
         "layer": layer,
         "side": side,
-        "input": x.tolist(),
+        "input": numbers_of(x),
         "row": bytes(pack_rows(quantized).tolist()).hex(),
-        "output": spec.transform.invert(quantized.dequantize()).tolist(),
+        "output": numbers_of(spec.transform.invert(quantized.dequantize())),
     }
+
+
+def numbers_of(x: torch.Tensor) -> list[list[float | None]]:
+    """The numbers of each head; JSON has no NaN, for which null stands."""
+    return [[None if number != number else number for number in head] for head in x.tolist()]
+
+
+def special(heads: int, head_dim: int) -> list[torch.Tensor]:
+    """Tokens whose groups are negative zeros, subnormal, or hold NaN, each beside a head of usual numbers if any."""
+    tokens = [torch.full((heads, head_dim), -0.0), ramp(heads, head_dim, 2.0**-140), ramp(heads, head_dim)]
+    tokens[2][0, 0] = torch.nan
+    for token in tokens[:2]:
+        token[1:] = ramp(heads, head_dim)[1:]
+    return tokens
 
 
 def rows(name: str, profile: Profile) -> list[Document]:
@@ -343,12 +358,16 @@ def rows(name: str, profile: Profile) -> list[Document]:
         sides: list[tuple[int, Side]] = [(0, "k"), (0, "v"), (1, "k")]
         return [row(profile, layer, side, quarters) for layer, side in sides]
     if name in WITH_ROWS or name in by_layer.NAMES:
-        return [
-            row(profile, entry.layer, side, ramp(heads, k_dim if side == "k" else v_dim, 0.3125))
+        places = [
+            (entry.layer, side, heads, k_dim if side == "k" else v_dim)
             for entry, (heads, k_dim, v_dim) in zip(profile.layers, dims, strict=True)
             for side, record, _ in entry.sides(profile.defaults)
             if record.bits != 16
         ]
+        tokens = [(place, ramp(*place[2:], 0.3125)) for place in places]
+        if name in WITH_SPECIAL_ROWS:
+            tokens += [(place, token) for place in places for token in special(*place[2:])]
+        return [row(profile, layer, side, token) for (layer, side, *_), token in tokens]
     return []
 
 

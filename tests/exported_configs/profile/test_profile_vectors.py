@@ -25,7 +25,7 @@ from kvtuner.exported_configs.profile.constants_file import constants_path
 from kvtuner.exported_configs.profile.digest import hashed_content
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.signing import signature_bundle, signer
-from kvtuner.row_packing import unpack_rows
+from kvtuner.row_packing import pack_rows, unpack_rows
 from kvtuner.run_folder import canonical_json
 
 HERE = Path(__file__).parent
@@ -174,7 +174,7 @@ def test_both_readers_get_the_same_numbers_of_a_row(name: str) -> None:
         row, output = bytes.fromhex(wanted["row"]), np.array(wanted["output"], dtype=np.float32)
         side = layers[[layer.layer for layer in profile.layers].index(wanted["layer"])][wanted["side"]]
         assert len(row) == side["bytes"]
-        assert np.array_equal(reader.read_row(row, side), output)
+        assert np.array_equal(reader.read_row(row, side), output, equal_nan=True)
         spec = profile.quant_spec(wanted["layer"], wanted["side"])
         assert spec is not None
         heads, head_dim = output.shape
@@ -182,8 +182,18 @@ def test_both_readers_get_the_same_numbers_of_a_row(name: str) -> None:
             torch.tensor(list(row), dtype=torch.uint8), spec.bits, heads, head_dim, spec.group_size,
             word_bits=spec.word_bits,
         ).dequantize()  # fmt: skip
-        assert torch.equal(spec.transform.invert(stored), torch.from_numpy(output))
-        assert torch.equal(spec.simulate(torch.tensor(wanted["input"])), torch.from_numpy(output))
+        tokens = torch.from_numpy(np.array(wanted["input"], dtype=np.float32))
+        for read in (spec.transform.invert(stored), spec.simulate(tokens)):
+            torch.testing.assert_close(read, torch.from_numpy(output), rtol=0, atol=0, equal_nan=True)
+        assert bytes(pack_rows(spec.quantize(tokens)).tolist()) == row
+
+
+def test_rows_of_zeros_subnormal_numbers_and_nan_are_among_the_vectors() -> None:
+    outputs = [output for name in VALID for row in EXPECTED["valid"][name]["rows"] for output in row["output"]]
+    inputs = [head for name in VALID for row in EXPECTED["valid"][name]["rows"] for head in row["input"]]
+    assert any(set(head) == {None} for head in outputs)
+    assert any(all(x == 0 and str(x) == "-0.0" for x in head) for head in inputs)
+    assert any(0 < max(map(abs, head)) < 2**-126 for head in inputs if None not in head)
 
 
 @pytest.mark.parametrize("name", INVALID)
