@@ -46,6 +46,7 @@ from kvtuner.precision import (
     Fit,
     PrecisionPair,
     RowShape,
+    ScaleLayout,
     effective_bits,
 )
 from kvtuner.report.table import Table
@@ -160,13 +161,13 @@ def measure(
     code = disassembled(kernel)
     names = [text.split()[0] for text in loop_of(code)]
     opcodes = collections.Counter(name.partition(".")[0] for name in names)
-    group = shape.group_size or shape.head_dim
-    heads, words = (shape.num_kv_heads, shape.head_dim, shape.head_dim), shape.word_bits
-    stored = effective_bits([pair], RowShape(*heads, group, group, k_word_bits=words, v_word_bits=words))
+    layout = ScaleLayout(shape.group_size, shape.word_bits)
+    rows = RowShape(shape.num_kv_heads, shape.head_dim, shape.head_dim, layout, layout)
+    stored = effective_bits([pair], rows)
     registers = re.search(r"REG:(\d+)", disassembled(kernel, "-res-usage"))
     return {
         "kernel": function.__name__, "arch": arch, "k_bits": pair.k_bits, "v_bits": pair.v_bits,
-        "head_dim": shape.head_dim, "group_size": group, "word_bits": words,
+        "head_dim": shape.head_dim, "group_size": rows.k_layout.group_size, "word_bits": shape.word_bits,
         "num_kv_heads": shape.num_kv_heads, "gqa": shape.gqa,
         "launch_row": asdict(settings), "baseline": baseline,
         "lane_instructions_per_element": lanes_per_element(

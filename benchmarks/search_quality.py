@@ -132,13 +132,8 @@ class CalibratedModel(BudgetSearch):
     def problem(self, budget: str) -> tuple[SearchSpace, Constraint]:
         """The search space and the constraint of a budget."""
         rows = self.run.rows
-        constraint = rows_budget(budget, self.window, self.context).constraint(
-            self.run.shape.geometry,
-            k_group_size=rows.k_group_size,
-            v_group_size=rows.v_group_size,
-            k_word_bits=rows.k_word_bits,
-            v_word_bits=rows.v_word_bits,
-        )
+        geometry = self.run.shape.geometry
+        constraint = rows_budget(budget, self.window, self.context).constraint(geometry, rows.k_layout, rows.v_layout)
         return self.space(constraint), constraint
 
     def starts(self, space: SearchSpace, constraint: Constraint, trials: int) -> list[Configuration]:

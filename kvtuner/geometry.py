@@ -90,7 +90,7 @@ class ModelGeometry:
     ) -> RowShape:
         """The shape of a rank's rows; the whole model's by default."""
         heads = len(self.kv_heads_of_rank(0, tp_size))
-        return RowShape.of(heads, (self.head_dim, self.v_head_dim), k_layout, v_layout)
+        return RowShape(heads, self.head_dim, self.v_head_dim, k_layout, v_layout)
 
     def bf16_bytes_per_token(self, *, tp_size: int = 1) -> int:
         """The bytes of one token in an unquantized 16-bit cache, all layers."""

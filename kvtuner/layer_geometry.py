@@ -108,7 +108,7 @@ class LayerGeometry:
     def row_shape(self, k_layout: ScaleLayout, v_layout: ScaleLayout, *, tp_size: int = 1) -> RowShape:
         """The shape of a rank's rows, without rotary channels; `GeometryError` where heads cannot be split."""
         heads = len(kv_heads_of_rank(self.num_kv_heads, 0, tp_size))
-        return RowShape.of(heads, (self.head_dim, self.v_head_dim), k_layout, v_layout)
+        return RowShape(heads, self.head_dim, self.v_head_dim, k_layout, v_layout)
 
 
 @dataclass(frozen=True, slots=True)

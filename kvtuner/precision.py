@@ -216,49 +216,35 @@ class RowShape:
         num_kv_heads: The KV heads on one rank.
         head_dim: channels of a key head.
         v_head_dim: channels of a value head.
-        k_group_size: channels per scale of a token's keys; tokens per scale of a channel if keys are per channel.
-        v_group_size: channels per scale of a token's values.
-        k_granularity: values are always stored per token.
-        k_word_bits: bits of a scale word of keys.
-        v_word_bits: bits of a scale word of values.
+        k_layout: What shares a scale of keys; whole heads by default, and with their channels as its group size.
+        v_layout: The same of values.
     """
 
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
-    k_group_size: int
-    v_group_size: int
-    k_granularity: Granularity = "per_token"
-    k_word_bits: WordBits = WIDE_WORD_BITS
-    v_word_bits: WordBits = WIDE_WORD_BITS
+    k_layout: ScaleLayout = WHOLE_HEADS
+    v_layout: ScaleLayout = WHOLE_HEADS
 
-    @classmethod
-    def of(cls, heads: int, channels: tuple[int, int], k_layout: ScaleLayout, v_layout: ScaleLayout) -> RowShape:
-        """The shape of so many heads whose keys and whose values have so many channels, in these layouts."""
-        return cls(
-            heads,
-            *channels,
-            channels[0] if k_layout.group_size is None else k_layout.group_size,
-            channels[1] if v_layout.group_size is None else v_layout.group_size,
-            k_layout.granularity,
-            k_layout.word_bits,
-            v_layout.word_bits,
-        )
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "k_layout", self.k_layout.of_head(self.head_dim))
+        object.__setattr__(self, "v_layout", self.v_layout.of_head(self.v_head_dim))
 
     def k_bytes(self, bits: int) -> int:
         """Bytes of one token's keys in one layer."""
-        granularity, word_bits = self.k_granularity, self.k_word_bits
-        return row_bytes(
-            self.num_kv_heads, self.head_dim, bits, self.k_group_size, granularity=granularity, word_bits=word_bits
-        )
+        return self._side_bytes(self.head_dim, bits, self.k_layout)
 
     def v_bytes(self, bits: int) -> int:
         """Bytes of one token's values in one layer."""
-        return row_bytes(self.num_kv_heads, self.v_head_dim, bits, self.v_group_size, word_bits=self.v_word_bits)
+        return self._side_bytes(self.v_head_dim, bits, self.v_layout)
 
     def pair_bytes(self, pair: PrecisionPair) -> int:
         """Bytes of one token in one layer, keys and values."""
         return self.k_bytes(pair.k_bits) + self.v_bytes(pair.v_bits)
+
+    def _side_bytes(self, channels: int, bits: int, layout: ScaleLayout) -> int:
+        words, granularity = layout.word_bits, layout.granularity
+        return row_bytes(self.num_kv_heads, channels, bits, layout.group_size, granularity=granularity, word_bits=words)
 
 
 def bytes_per_token(pairs: Sequence[PrecisionPair], shape: RowShape) -> int:

@@ -200,9 +200,10 @@ def quantize(
     """Quantize per token, head and group of channels.
 
     Min-max grids, asymmetric: `minimum` is rounded down and `scale` up to fp16, so that every value lies inside the
-    grid and errs by at most half a step, and what the sum rounds; beside zero points, which are rounded, the edges may
-    lie a quarter of a step outside the grid. Symmetric: ``minimum = -2**(bits-1) * scale``, stored alike, so that no reader needs a mode; the scale is capped at
-    65504 / 2**(bits-1), beyond which values saturate. A group with NaN or infinity reads NaN.
+    grid and errs by at most half a step, and what the sum rounds; beside zero points, which are rounded, the edges
+    may lie a quarter of a step outside the grid. Symmetric: ``minimum = -2**(bits-1) * scale``, stored alike, so
+    that no reader needs a mode; the scale is capped at 65504 / 2**(bits-1), beyond which values saturate. A group
+    with NaN or infinity reads NaN.
 
     Fitted grids (`grid_fit`) are those of least squares, rescaled to be unbiased: outliers may saturate. Widths that
     are not fitted, and groups that cannot be (constant, tiny, or far from zero), have min-max grids.

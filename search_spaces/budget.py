@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Final, Literal
 from kvtuner.errors import BudgetError
 from kvtuner.precision import (
     NO_WINDOW,
-    WIDE_WORD_BITS,
+    WHOLE_HEADS,
     ExactWindow,
     PrecisionPair,
     RowShape,
     ScaleLayout,
-    WordBits,
     copy_bytes,
 )
 from kvtuner.search_spaces.space import payload_bits
@@ -101,11 +100,9 @@ class Budget:
     def constraint(
         self,
         geometry: ModelGeometry,
+        k_layout: ScaleLayout = WHOLE_HEADS,
+        v_layout: ScaleLayout = WHOLE_HEADS,
         *,
-        k_group_size: int | None = None,
-        v_group_size: int | None = None,
-        k_word_bits: WordBits = WIDE_WORD_BITS,
-        v_word_bits: WordBits = WIDE_WORD_BITS,
         tp_size: int = 1,
         pp_size: int = 1,
         window: ExactWindow = NO_WINDOW,
@@ -117,8 +114,7 @@ class Budget:
             GeometryError: Ranks that the model cannot be split over.
             PrecisionError: Group sizes that rows of 2 bits cannot be packed with.
         """
-        layouts = (ScaleLayout(k_group_size, k_word_bits), ScaleLayout(v_group_size, v_word_bits))
-        shape = geometry.row_shape(*layouts, tp_size=tp_size)
+        shape = geometry.row_shape(k_layout, v_layout, tp_size=tp_size)
         stages = tuple(geometry.layers_of_stage(rank, pp_size) for rank in range(pp_size))
         constraint = Constraint(self, shape, stages, window)
         if not constraint.is_met([SMALLEST_PAIR] * geometry.num_layers):

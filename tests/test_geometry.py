@@ -250,10 +250,10 @@ def test_stage_that_the_layers_cannot_fill_is_refused(pp_rank: int, pp_size: int
 def test_row_shape_is_one_ranks() -> None:
     shape = geometry(num_kv_heads=4, head_dim=80, v_head_dim=96)
     whole = shape.row_shape()
-    assert (whole.num_kv_heads, whole.k_group_size, whole.v_group_size) == (4, 80, 96)
+    assert (whole.num_kv_heads, whole.k_layout.group_size, whole.v_layout.group_size) == (4, 80, 96)
     rank = shape.row_shape(tp_size=8, k_layout=ScaleLayout(40), v_layout=ScaleLayout(48))
     assert (rank.num_kv_heads, rank.head_dim, rank.v_head_dim) == (1, 80, 96)
-    assert (rank.k_group_size, rank.v_group_size) == (40, 48)
+    assert (rank.k_layout.group_size, rank.v_layout.group_size) == (40, 48)
     with pytest.raises(GeometryError, match="tp_size 3"):
         shape.row_shape(tp_size=3)
 

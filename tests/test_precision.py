@@ -17,6 +17,7 @@ from kvtuner.precision import (
     ExactWindow,
     PrecisionPair,
     RowShape,
+    ScaleLayout,
     bytes_per_token,
     check_group_size,
     check_token_group,
@@ -26,7 +27,7 @@ from kvtuner.precision import (
     row_bytes,
 )
 
-LLAMA_8B = RowShape(num_kv_heads=8, head_dim=128, v_head_dim=128, k_group_size=128, v_group_size=128)
+LLAMA_8B = RowShape(num_kv_heads=8, head_dim=128, v_head_dim=128)
 
 
 @pytest.mark.parametrize("k_bits", ALL_BITS)
@@ -171,7 +172,7 @@ def test_row_bytes_per_channel_spread_the_words_of_a_group_over_its_tokens(
     num_heads: int, head_dim: int, bits: int, group_size: int, expected: int
 ) -> None:
     assert row_bytes(num_heads, head_dim, bits, group_size, granularity="per_channel") == expected
-    shape = RowShape(num_heads, head_dim, 64, group_size, 64, "per_channel")
+    shape = RowShape(num_heads, head_dim, 64, ScaleLayout(group_size, granularity="per_channel"))
     assert shape.k_bytes(bits) == expected
     assert shape.v_bytes(8) == row_bytes(num_heads, 64, 8, 64)
 
@@ -233,7 +234,7 @@ def test_more_bits_never_take_fewer_bytes(num_heads: int, head_dim: int) -> None
 
 
 def test_bytes_per_token_add_up_over_layers_sides_and_group_sizes() -> None:
-    shape = RowShape(num_kv_heads=2, head_dim=80, v_head_dim=96, k_group_size=40, v_group_size=48)
+    shape = RowShape(2, 80, 96, ScaleLayout(40), ScaleLayout(48))
     pairs = [PrecisionPair(8, 4), PrecisionPair(2, 16), PrecisionPair(16, 8)]
     by_hand = [(160 + 16) + (96 + 16), (40 + 16 + 8) + 2 * 96 * 2, 2 * 80 * 2 + (192 + 16)]
     assert [shape.pair_bytes(pair) for pair in pairs] == by_hand
@@ -257,7 +258,7 @@ def test_mean_and_effective_bits_are_exact(texts: list[str], mean: Fraction, eff
 
 
 def test_mean_bits_weigh_keys_and_values_by_their_channels() -> None:
-    shape = RowShape(num_kv_heads=1, head_dim=192, v_head_dim=128, k_group_size=192, v_group_size=128)
+    shape = RowShape(num_kv_heads=1, head_dim=192, v_head_dim=128)
     assert mean_bits([PrecisionPair(4, 8)], shape) == Fraction(4 * 192 + 8 * 128, 320)
     assert effective_bits([PrecisionPair(4, 8)], shape) == Fraction(8 * (112 + 144), 320)
 

@@ -69,7 +69,9 @@ def _way_out(profile: Profile) -> str:
     fit = []
     for group in MLX_GROUPS:
         with suppress(PrecisionError):
-            bytes_per_token(profile.pairs, replace(profile.row_shape(), k_group_size=group, v_group_size=group))
+            bytes_per_token(
+                profile.pairs, replace(profile.row_shape(), k_layout=ScaleLayout(group), v_layout=ScaleLayout(group))
+            )
             fit.append(group)
     if not fit:
         return "rows of this model can have none of them: keep the profile's own file"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PAIRS = [PrecisionPair(k, v) for k, v in product((*SEARCHED_BITS, NATIVE_BITS), repeat=2)]
 # Rows of two heads are padded, and keys weigh twice as much as values.
-SHAPE = RowShape(num_kv_heads=2, head_dim=64, v_head_dim=32, k_group_size=64, v_group_size=32)
+SHAPE = RowShape(num_kv_heads=2, head_dim=64, v_head_dim=32)
 
 
 def space_of(

@@ -48,7 +48,7 @@ from kvtuner.search_spaces.space import LayerChoice, LayerMenu, SearchSpace, pre
 from kvtuner.tuner.study import refine
 
 url, log, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
-shape = RowShape(2, 64, 32, 64, 32)
+shape = RowShape(2, 64, 32)
 pairs = [PrecisionPair(bits, bits) for bits in (2, 4, 8)]
 choices = tuple(LayerChoice(p, "none", "none", shape.pair_bytes(p), 1 / p.k_bits) for p in pairs)
 space = SearchSpace(tuple(LayerMenu(i, choices) for i in range(4)), tuple((i,) for i in range(4)), shape)

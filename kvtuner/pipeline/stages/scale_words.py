@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.scale_layouts import equal_layouts
-from kvtuner.precision import SEARCHED_BITS, SHORT_WORD_BITS, SIDES, WIDE_WORD_BITS, ScaleLayout, Side, WordBits
+from kvtuner.precision import SHORT_WORD_BITS, SIDES, WIDE_WORD_BITS, ScaleLayout, Side, WordBits
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from kvtuner.calibration.model_loading import ModelShape
     from kvtuner.calibration.quantization_options import QuantizationOptions
@@ -17,23 +17,26 @@ if TYPE_CHECKING:
     from kvtuner.pipeline.options import MeasurementOptions
 
 
-def resolve_word_bits(options: MeasurementOptions, shape: ModelShape) -> tuple[WordBits, WordBits]:
-    """The bits of a scale word of keys and of values, as far as options decide them; 32 of a side to be measured.
+def given_layouts(
+    options: MeasurementOptions, shape: ModelShape, widths: Collection[int]
+) -> tuple[ScaleLayout, ScaleLayout]:
+    """The scale layouts of keys and of values, as far as options decide them; words of 32 bits where they do not.
 
-    By ``auto`` a side with a group size of its own has 16 where that makes its rows shorter. In equal groups they raise
-    KL by 1 to 6 %, and half of what they save, in finer groups or wider codes, lowers it by more.
+    By ``auto`` a side with a group size of its own has words of 16 bits where they make its rows shorter at one of the
+    widths. In equal groups they raise KL by 1 to 6 %; half of the saved bytes, spent on finer groups or wider codes,
+    lower it by more.
     """
+    word_bits: WordBits = SHORT_WORD_BITS if options.word_bits == "16" else WIDE_WORD_BITS
+    k_layout, v_layout = ScaleLayout(options.k_group_size, word_bits), ScaleLayout(options.v_group_size, word_bits)
     if options.word_bits != "auto":
-        asked: WordBits = SHORT_WORD_BITS if options.word_bits == "16" else WIDE_WORD_BITS
-        return asked, asked
-    wide = shape.geometry.row_shape(ScaleLayout(options.k_group_size), ScaleLayout(options.v_group_size))
-    short = replace(wide, k_word_bits=SHORT_WORD_BITS, v_word_bits=SHORT_WORD_BITS)
-    saves_keys = any(short.k_bytes(bits) < wide.k_bytes(bits) for bits in SEARCHED_BITS)
-    saves_values = any(short.v_bytes(bits) < wide.v_bytes(bits) for bits in SEARCHED_BITS)
-    return (
-        SHORT_WORD_BITS if options.k_group_size is not None and saves_keys else WIDE_WORD_BITS,
-        SHORT_WORD_BITS if options.v_group_size is not None and saves_values else WIDE_WORD_BITS,
-    )
+        return k_layout, v_layout
+    short = [replace(layout, word_bits=SHORT_WORD_BITS) for layout in (k_layout, v_layout)]
+    wide_rows, short_rows = shape.geometry.row_shape(k_layout, v_layout), shape.geometry.row_shape(*short)
+    if options.k_group_size is not None and any(short_rows.k_bytes(n) < wide_rows.k_bytes(n) for n in widths):
+        k_layout = short[0]
+    if options.v_group_size is not None and any(short_rows.v_bytes(n) < wide_rows.v_bytes(n) for n in widths):
+        v_layout = short[1]
+    return k_layout, v_layout
 
 
 def competing_layouts(options: MeasurementOptions, shape: ModelShape) -> dict[Side, tuple[ScaleLayout, ScaleLayout]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.corpus import load_corpus
@@ -17,13 +17,13 @@ from kvtuner.errors import PrecisionError, SearchSpaceError
 from kvtuner.evaluation.cache_scheme import RankLayout
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.sources import corpus_source, model_source
-from kvtuner.pipeline.stages.scale_words import competing_layouts, layouts_text, resolve_word_bits
-from kvtuner.precision import THREE_BITS, PrecisionPair, RowShape, ScaleLayout, check_group_size
+from kvtuner.pipeline.stages.scale_words import competing_layouts, given_layouts, layouts_text
+from kvtuner.precision import THREE_BITS, PrecisionPair, RowShape, check_group_size
 from kvtuner.search_spaces.layer_notation import parse_keep
 from kvtuner.search_spaces.space import Configuration, uniform
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from kvtuner.calibration.sensitivity import SensitivityTable
     from kvtuner.pipeline.options import CalibrateOptions, MeasurementOptions, SearchOptions
@@ -42,37 +42,39 @@ def calibration_options(options: MeasurementOptions, shape: ModelShape) -> Calib
 
     A side whose scale layout is still to be measured has words of 32 bits and groups of a head.
     """
-    geometry = shape.geometry
-    k_word_bits, v_word_bits = resolve_word_bits(options, shape)
-    quant = QuantizationOptions(
-        k_layout=ScaleLayout(options.k_group_size, k_word_bits),
-        v_layout=ScaleLayout(options.v_group_size, v_word_bits),
+    plain = QuantizationOptions(
         symmetric=options.symmetric,
         fit=options.fit,
         window=options.window,
         three_bits=why_no_three_bits(options, shape) is None,
         transforms=options.transforms,
     )
+    _check_groups(options, shape, plain.widths)
+    k_layout, v_layout = given_layouts(options, shape, plain.widths)
+    return CalibrationOptions(
+        read_plan=options.read_plan,
+        score=options.score,
+        num_draws=options.fisher_draws,
+        batch_size=options.batch_size,
+        quant=replace(plain, k_layout=k_layout, v_layout=v_layout),
+        with_pairs=options.pairs,
+        seed=options.seed,
+    )
+
+
+def _check_groups(options: MeasurementOptions, shape: ModelShape, widths: Collection[int]) -> None:
+    geometry = shape.geometry
     for flag, head_dim, group in (
         ("--k-group-size", geometry.head_dim, options.k_group_size),
         ("--v-group-size", geometry.v_head_dim, options.v_group_size),
     ):
         if group is None:
             continue
-        for bits in quant.widths:
+        for bits in widths:
             try:
                 check_group_size(head_dim, bits, group)
             except PrecisionError as error:
                 raise PrecisionError(f"{flag} {group}: {error}") from error
-    return CalibrationOptions(
-        read_plan=options.read_plan,
-        score=options.score,
-        num_draws=options.fisher_draws,
-        batch_size=options.batch_size,
-        quant=quant,
-        with_pairs=options.pairs,
-        seed=options.seed,
-    )
 
 
 def row_shape(quant: QuantizationOptions, shape: ModelShape) -> RowShape:

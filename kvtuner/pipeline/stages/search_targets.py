@@ -131,10 +131,8 @@ def _constraint(options: SearchOptions, shape: ModelShape, quant: QuantizationOp
     check_layers(kept, geometry.num_layers)
     constraint = budget.constraint(
         geometry,
-        k_group_size=quant.k_layout.group_size,
-        v_group_size=quant.v_layout.group_size,
-        k_word_bits=quant.k_layout.word_bits,
-        v_word_bits=quant.v_layout.word_bits,
+        quant.k_layout,
+        quant.v_layout,
         tp_size=options.tp_size,
         pp_size=options.pp_size,
         window=quant.window,

@@ -63,8 +63,8 @@ def test_bits_and_bytes_are_those_worked_out_by_hand(make_profile: Callable[...,
 def test_pairs_and_shapes_follow_the_layers(profile: Profile) -> None:
     assert [str(pair) for pair in profile.pairs] == ["K8V4", "K4V2", "K16V16", "K2V8", "K4V16"]
     assert isinstance(profile.pairs[0], PrecisionPair)
-    assert profile.row_shape() == RowShape(3, 48, 32, k_group_size=24, v_group_size=32)
-    assert profile.row_shape(tp_size=3) == RowShape(1, 48, 32, k_group_size=24, v_group_size=32)
+    assert profile.row_shape() == RowShape(3, 48, 32, ScaleLayout(24))
+    assert profile.row_shape(tp_size=3) == RowShape(1, 48, 32, ScaleLayout(24))
     assert profile.to_geometry() == ModelGeometry(5, 6, 3, 48, 32, 0)
 
 
