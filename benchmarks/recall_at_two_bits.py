@@ -22,10 +22,11 @@ import optuna
 from search_quality import SEARCHES, CalibratedModel, add_arguments, prepare
 from search_variants import VARIANTS, folder_of
 
-from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantization, build_profile, write_profile
+from kvtuner.exported_configs.profile.build import AskedBudget, build_profile, write_profile
 from kvtuner.pipeline.eval_bench_options import EvalOptions
 from kvtuner.pipeline.evaluate import run_evaluation
 from kvtuner.pipeline.options import ModelOptions
+from kvtuner.pipeline.stages.search_output import chosen_layers
 from kvtuner.precision import NO_WINDOW, ExactWindow, PrecisionPair
 from kvtuner.report.table import Table
 
@@ -76,19 +77,12 @@ def profile_of_scheme(scheme: RecallScheme, model: CalibratedModel, configuratio
     """The profile that stores a configuration with the scheme's window."""
     run = model.run
     geometry, quant, loaded = run.shape.geometry, run.bench.options.quant, run.bench.loaded
-    layers = [
-        LayerQuantization(
-            choice.pair.k_bits,
-            choice.pair.v_bits,
-            run.table.constants_of(layer, "k", choice.k_transform),
-            run.table.constants_of(layer, "v", choice.v_transform),
-        )
-        for layer, choice in enumerate(configuration)
-    ]
     return build_profile(
         geometry=geometry,
-        layers=layers,
-        symmetric=False,
+        layers=chosen_layers(run, configuration),
+        k_layout=quant.k_layout,
+        v_layout=quant.v_layout,
+        symmetric=quant.symmetric,
         fit=quant.fit,
         window=scheme.window,
         model=run.shape.identity(loaded.source, loaded.dtype_name, loaded.tokenizer),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 JOURNAL: Final = "window-lengths.jsonl"
 COMPARED_LENGTHS: Final = (0, 16, 32, 64, 128, 256)
 LARGEST_SHARE: Final = 8
-"""A window is compared up to this part of a sequence: of a longer one too few tokens would read rows at all."""
+"""Windows longer than this part of a sequence are not compared: hardly any token would be read from rows."""
 COMPARED_BITS: Final = 3
 """The payload bits that rows and copies have together in the comparison."""
 WINDOW_FACTS: Final = ("residual_length", "sinks")

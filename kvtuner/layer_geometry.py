@@ -13,7 +13,7 @@ from kvtuner.precision import RowShape, ScaleLayout
 
 KindName = Literal["full", "window", "latent", "none", "shared"]
 KINDS: Final[dict[KindName, str]] = {"full": "", "window": ":N", "latent": "", "none": "", "shared": ":L"}
-"""The names of kinds with the number that each is written with."""
+"""The names of kinds, and the suffix that each is written with."""
 MAX_WINDOW: Final = 2**31 - 1
 _KIND: Final = re.compile(r"(full|latent|none)|(window|shared):(0|[1-9][0-9]{0,9})")
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from kvtuner.precision import PrecisionPair, copy_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -186,7 +188,7 @@ def request_bytes(layers: Iterable[LayerFormat], window: ExactWindow, dtype: tor
     total = 0
     for layer in layers:
         channels = layer.k.num_heads * layer.k.head_dim + layer.v.num_heads * layer.v.head_dim
-        total += torch.int32.itemsize + (channels * dtype.itemsize if needs_copies(layer) else 0)
+        total += copy_bytes(PrecisionPair(layer.k.bits, layer.v.bits), channels * dtype.itemsize)
     return window.num_tokens * total
 
 

@@ -47,6 +47,10 @@ class PackedRows:
         """Keys or values [tokens, num_heads, head_dim] of token slots [tokens], in model space."""
         return self.format.unpack(self.rows[slots], dtype)
 
+    def as_stored(self, states: Tensor) -> Tensor:
+        """Keys or values [tokens, num_heads, head_dim] as a reader of their rows would see them, float32."""
+        return self.format.unpack(self.format.pack(states), torch.float32)
+
     def read_stored(self, slots: Tensor) -> Tensor:
         """`read` in stored space, float32."""
         return self.format.unpack_stored(self.rows[slots])

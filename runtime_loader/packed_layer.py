@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.row_format import RowFormat
 
 MIN_GROWTH_TOKENS: Final = 16
-MAX_CANDIDATES: Final = 64
+MAX_DRAFT_TOKENS: Final = 64
 """The tokens of a chunk that may be removed again, as an assistant's are, with no loss of copies before them."""
 
 
@@ -84,8 +84,8 @@ def _allocate(like: Tensor, capacity: int) -> Tensor:
 class ExactCopies:
     """The exact copies of one side beside its rows: of the first tokens and of the last, as far as they are at hand.
 
-    A removal of the newest chunk's tokens, but for its first, loses no copies, up to `MAX_CANDIDATES` tokens. After any
-    other the remaining tokens have copies only as far as they had some: others read rows.
+    A removal of the newest chunk's tokens, but for its first, loses no copies, up to `MAX_DRAFT_TOKENS` tokens. After
+    any other the remaining tokens have copies only as far as they had some: others read rows.
     """
 
     def __init__(self, window: ExactWindow) -> None:
@@ -106,7 +106,7 @@ class ExactCopies:
         first = states if self._first is None else torch.cat((self._first, states), dim=2)
         last = states if self._last is None else torch.cat((self._last, states), dim=2)
         kept = self.window.residual_length
-        kept += min(states.shape[2] - 1, MAX_CANDIDATES) if kept else 0
+        kept += min(states.shape[2] - 1, MAX_DRAFT_TOKENS) if kept else 0
         # Copied out, or a view would keep the whole chunk.
         self._first = first[:, :, : self.window.sinks].clone()
         self._last = last[:, :, max(last.shape[2] - kept, 0) :].clone()
@@ -176,8 +176,8 @@ class PackedSide:
         """Store a chunk [batch, num_heads, tokens, head_dim] and return all tokens that its queries read, likewise.
 
         With `fresh_is_exact` the chunk is read as it came; earlier tokens are always read from their rows, but for
-        sinks. Before all tokens come the newest `num_copies`, from copies where there are any: of a first token that
-        there is not, anything.
+        sinks. The result begins with the newest `num_copies` tokens, exact where there is a copy; places before the
+        first token hold any numbers, which the mask hides.
         """
         past, tokens = len(self.buffer), states.shape[2]
         self.buffer.append(self.format.pack(states.transpose(1, 2)))

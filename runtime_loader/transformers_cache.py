@@ -146,7 +146,7 @@ class KVTunerCache(Cache):
     The last and the first tokens of a profile's exact window are also kept as they came, and each token reads those
     that its position has. Chunks of several tokens, but for an exact first one, so need attention that reads keys by
     token: give them within `attending`, or they are refused. After a crop only copies at hand are read, so that a
-    result may depend, by any plan, on what was cropped, unless those were of one chunk of at most `MAX_CANDIDATES`
+    result may depend, by any plan, on what was cropped, unless those were of one chunk of at most `MAX_DRAFT_TOKENS`
     tokens and not its first. Sinks are the first tokens stored, padding included.
 
     16 bits mean the dtype that attention runs in: a bf16 or fp16 model stores exactly

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch
 from torch import Tensor
 
+from kvtuner.grid_fit import MAX_GAIN
 from kvtuner.precision import WIDE_WORD_BITS
 from kvtuner.quant import IDENTITY, QuantSpec, Transform, hadamard
 from kvtuner.zero_points import LARGEST_SCALE, LAST_ZERO_POINT, nearest_scale
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
 
 WORD_BITS: Final = WIDE_WORD_BITS
 """A scale and a minimum, fp16 each; a trellis has a scale and a mean."""
-NUM_REFITS: Final = 3
-MAX_GAIN: Final = 1.6
+NUM_PASSES: Final = 3
 START_SHARE: Final = {2: 0.45, 3: 0.6, 4: 0.7, 8: 0.875, 16: 0.9375}
 """The share of a group's range that the first grid covers, by levels; from 4 on those of `grid_fit`."""
 
@@ -82,7 +82,7 @@ class Levels:
         low, high, top = y.amin(-1, keepdim=True), y.amax(-1, keepdim=True), self.levels - 1
         scale = ((high - low) * START_SHARE[self.levels] / top).clamp_min(1e-12)
         minimum = (low + high) / 2 - scale * top / 2
-        for _ in range(NUM_REFITS):
+        for _ in range(NUM_PASSES):
             codes = ((y - minimum) / scale).round().clamp(0, top)
             middle, mean = codes.mean(-1, keepdim=True), y.mean(-1, keepdim=True)
             spread = (codes - middle).square().sum(-1, keepdim=True).clamp_min(1e-12)

@@ -6,7 +6,7 @@ Knows formats by the rows of `FORMATS` alone.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from kvtuner.errors import PrecisionError, ProfileError
 from kvtuner.exported_configs import formats
@@ -41,6 +41,12 @@ class Storage:
     k_layout: ScaleLayout
     v_layout: ScaleLayout
     symmetric: bool = False
+
+    @classmethod
+    def of_heads(cls, geometry: ModelGeometry, *, symmetric: bool = False) -> Self:
+        """One group for each head of a model."""
+        layout = ScaleLayout()
+        return cls(layout.of_head(geometry.head_dim), layout.of_head(geometry.v_head_dim), symmetric)
 
     def lost_features(self, profile: Profile) -> list[LostFeature]:
         """The features of a profile that the storage lacks, by the first layer of each; 16 bits lose nothing."""

@@ -7,7 +7,14 @@ import re
 from typing import Any, Final
 
 from kvtuner.errors import PrecisionError, ProfileError
-from kvtuner.exported_configs.formats.conversion import Exported, Imported, ImportOptions, refusal, uneven_layers
+from kvtuner.exported_configs.formats.conversion import (
+    Exported,
+    Imported,
+    ImportOptions,
+    Storage,
+    refusal,
+    uneven_layers,
+)
 from kvtuner.exported_configs.formats.foreign_file import read_text, read_yaml
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.geometry import ModelGeometry
@@ -38,7 +45,7 @@ def write(profile: Profile) -> Exported:
     """Write the text, neighbours that are alike as one range."""
     if uneven := uneven_layers(profile):
         raise refusal("ranges", uneven)
-    lost = ImportOptions().storage(profile.to_geometry()).lost_features(profile)
+    lost = Storage.of_heads(profile.to_geometry()).lost_features(profile)
     return Exported(write_ranges([WORDS[pair.k_bits] for pair in profile.pairs]) + "\n", lost=tuple(lost))
 
 

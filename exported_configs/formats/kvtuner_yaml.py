@@ -37,7 +37,7 @@ def read(data: bytes, geometry: ModelGeometry, options: ImportOptions) -> Import
 def write(profile: Profile) -> Exported:
     """Write a preset; its storage is that of one of the two schemes."""
     schemes = {
-        "pertoken": ImportOptions().storage(profile.to_geometry()),
+        "pertoken": Storage.of_heads(profile.to_geometry()),
         "kivi": Storage(_KIVI_KEYS, ScaleLayout(KIVI_GROUP)),
     }
     lost = {scheme: storage.lost_features(profile) for scheme, storage in schemes.items()}

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from kvtuner import __version__
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.formats.conversion import NATIVE, Exported, Imported, ImportOptions, LostFeature
+from kvtuner.exported_configs.formats.conversion import NATIVE, Exported, Imported, ImportOptions, LostFeature, Storage
 from kvtuner.exported_configs.formats.foreign_file import read_json
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.geometry import ModelGeometry
@@ -51,7 +51,7 @@ def write(profile: Profile) -> Exported:
         for layer, pair in enumerate(profile.pairs)
         if pair not in (INT8, NATIVE)
     ]
-    lost += ImportOptions().storage(profile.to_geometry(), symmetric=True).lost_features(profile)
+    lost += Storage.of_heads(profile.to_geometry(), symmetric=True).lost_features(profile)
     layers = [layer for layer, pair in enumerate(profile.pairs) if pair == INT8]
     is_whole = len(layers) == len(profile.pairs)
     document = {

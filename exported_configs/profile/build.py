@@ -198,7 +198,11 @@ def dump_constants(profile: Profile) -> bytes | None:
 
 def write_profile(path: Path, profile: Profile) -> None:
     """Write a profile, with its side file before it; a side file of an older profile at the same path is removed."""
-    data, side_file = dump_profile(profile), dump_constants(profile)
+    write_files(path, dump_profile(profile), dump_constants(profile))
+
+
+def write_files(path: Path, data: bytes, side_file: bytes | None) -> None:
+    """Write the bytes of a profile's file and of its side file, in the order in which no reader sees one amiss."""
     if side_file is not None:
         write_atomically(constants_path(path), side_file)
     write_atomically(path, data)

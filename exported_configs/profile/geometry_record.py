@@ -22,7 +22,7 @@ def _check_kind(text: str) -> str:
 
 
 KindText = Annotated[str, Field(max_length=32), AfterValidator(_check_kind)]
-CountOrNone = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
 class GeometryException(StrictModel):
@@ -33,8 +33,8 @@ class GeometryException(StrictModel):
     num_attention_heads: Count | None = None
     num_kv_heads: Count | None = None
     head_dim: Count | None = None
-    v_head_dim: CountOrNone | None = None
-    rope_dim: CountOrNone | None = None
+    v_head_dim: CountOrZero | None = None
+    rope_dim: CountOrZero | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -74,10 +74,10 @@ class GeometryRecord(StrictModel):
     num_attention_heads: Count
     num_kv_heads: Count
     head_dim: Count
-    v_head_dim: CountOrNone
-    num_shared_layers: CountOrNone
+    v_head_dim: CountOrZero
+    num_shared_layers: CountOrZero
     kind: KindText | None = None
-    rope_dim: CountOrNone | None = None
+    rope_dim: CountOrZero | None = None
     exceptions: Exceptions | None = None
 
     @model_validator(mode="after")

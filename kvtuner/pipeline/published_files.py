@@ -6,7 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.errors import ProfileError, SignatureError
-from kvtuner.exported_configs.profile.build import dump_constants
+from kvtuner.exported_configs.profile.build import dump_constants, write_files
 from kvtuner.exported_configs.profile.constants_file import MAX_CONSTANTS_BYTES, constants_name, constants_path
 from kvtuner.exported_configs.profile.document import naming
 from kvtuner.exported_configs.profile.evaluation_record import (
@@ -87,11 +87,7 @@ def copy_fetched(fetched: FetchedProfile, profile: Path, signature: Path) -> Non
     """Copy a profile from the local cache with its side file and its signature; those of another one are removed."""
     data = fetched.path.read_bytes()
     side_file = dump_constants(load_profile(data, fetched.path))
-    if side_file is not None:
-        write_atomically(constants_path(profile), side_file)
-    write_atomically(profile, data)
-    if side_file is None:
-        constants_path(profile).unlink(missing_ok=True)
+    write_files(profile, data, side_file)
     source = fetched.path.with_name(fetched.path.name + SIGNATURE_SUFFIX)
     if source.exists():
         write_atomically(signature, source.read_bytes())

@@ -123,7 +123,9 @@ def run_search(
     folder = run_folder(options.model, options.out, "+".join(target.name for target in targets))
     refuse_other_targets(folder, targets)
     phases, table = measure_sensitivity(options, shape, folder, phase="calibration")
-    if phases.layouts or phases.window:  # rows of 8 bits may have become longer, and copies take bytes of some budgets
+    if (
+        phases.layouts or phases.window_length
+    ):  # rows of 8 bits may have become longer, and copies take bytes of some budgets
         targets = targets_of(options, shape, phases.bench.options.quant)
     return _search_targets(SearchRun(options, phases, table), targets, on_result)
 

@@ -133,13 +133,8 @@ class PackedKVPool(MHATokenToKVPool):  # type: ignore[misc]  # sglang is not typ
 
     def as_stored(self, layer_id: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The fresh keys and values [tokens, heads, channels] as a reader of this layer's rows would see them."""
-
-        def read(stored: PackedRows, fresh: Tensor) -> Tensor:
-            states = fresh.view(-1, *stored.shape[1:])
-            return stored.format.unpack(stored.format.pack(states), torch.float32)
-
-        local = layer_id - self.start_layer
-        return read(self.keys[local], k), read(self.values[local], v)
+        keys, values = self.keys[layer_id - self.start_layer], self.values[layer_id - self.start_layer]
+        return keys.as_stored(k.view(-1, *keys.shape[1:])), values.as_stored(v.view(-1, *values.shape[1:]))
 
     def move_kv_cache(self, tgt_loc: Tensor, src_loc: Tensor) -> None:
         """Copy rows, scales included, from slots to slots in every layer."""

@@ -164,7 +164,7 @@ class _LayerTest:
             found = attention.decode(q, keys, values, step.indptr(prefixes), slots, scores, window=reads)
         else:
             if self._by_cache:
-                reads = WindowReads(self._ring, step.slots, (_as_stored(keys, step.k), _as_stored(values, step.v)))
+                reads = WindowReads(self._ring, step.slots, (keys.as_stored(step.k), values.as_stored(step.v)))
             bounds = ExtendBounds(step.bounds, step.indptr(prefixes), slots, max(step.lengths))
             found = attention.extend(q, step.k, step.v, keys, values, bounds, scores, window=reads)
         queries = zip(self._requests, q.split(step.lengths), step.before, strict=True)
@@ -181,7 +181,7 @@ class _LayerTest:
         stored = [side.read(slots, torch.float32) for side in (self._keys, self._values)]
         if not step.is_decode and self._by_cache:
             for side, rows, states in zip((self._keys, self._values), stored, (request.k, request.v), strict=True):
-                rows[before:] = _as_stored(side, states[before:])
+                rows[before:] = side.as_stored(states[before:])
         elif not step.is_decode:
             exact |= positions >= before
         k1, k2, v1, v2 = (
@@ -208,7 +208,3 @@ class _LayerTest:
 
     def _states(self, *shape: int) -> Tensor:
         return (4 * torch.randn(shape, generator=self._generator)).to(self._ring.keys)
-
-
-def _as_stored(stored: PackedRows, states: Tensor) -> Tensor:
-    return stored.format.unpack(stored.format.pack(states), torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -13,7 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import recall_at_two_bits  # noqa: E402
+import search_quality  # noqa: E402
 import search_variants  # noqa: E402
+
+from kvtuner.pipeline.options import MeasurementOptions  # noqa: E402
+from kvtuner.precision import ExactWindow  # noqa: E402
 
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("recall-*.json"))
 
@@ -47,3 +52,23 @@ def test_a_committed_page_is_that_of_its_json(file: Path) -> None:
     for scheme in result["schemes"]:
         for cell in scheme["lengths"]:
             assert cell["profile"][1] <= cell["profile"][0] <= cell["profile"][2]
+
+
+@pytest.mark.slow
+def test_a_profile_stores_what_its_variant_measured(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    search_quality.add_arguments(parser)
+    args = parser.parse_args(["--out", str(tmp_path), *["--sequence-length", "96", "--sequences", "1", "1", "2"]])
+    measurement = MeasurementOptions(word_bits="16", k_group_size=32, residual_length=8, score="fisher")
+    model = search_quality.prepare("demo", tmp_path, args, measurement)
+    scheme = recall_at_two_bits.RecallScheme("K2V2", "any", ExactWindow(8))
+    configuration = recall_at_two_bits.configuration_of(scheme, model, args)
+    profile = recall_at_two_bits.profile_of_scheme(scheme, model, configuration)
+    defaults = profile.defaults
+    assert (defaults.k.group_size, defaults.k.word_bits, defaults.v.group_size, defaults.v.word_bits) == (
+        32,
+        16,
+        64,
+        16,
+    )
+    assert (defaults.k.fit, profile.window, set(map(str, profile.pairs))) == ("least_squares", ExactWindow(8), {"K2V2"})

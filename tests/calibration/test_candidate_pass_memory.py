@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtuner.calibration import candidate_pass
 from kvtuner.calibration.candidate_pass import CandidateMeasurement
 from kvtuner.calibration.forward.read_plan import ReadPlan
 from kvtuner.calibration.quantization_options import QuantizationOptions
@@ -31,7 +30,7 @@ def test_memory_grows_with_depth_by_the_residual_stream_alone(
     # A wide residual stream beside one narrow head and few candidates: what is kept per layer, or from one batch to
     # the next, cannot hide behind the work on a layer.
     few: dict[str, tuple[str, ...]] = {"k": ("none", "hadamard"), "v": ("none",)}
-    monkeypatch.setattr(candidate_pass, "candidate_transforms", few.__getitem__)
+    monkeypatch.setattr(QuantizationOptions, "transform_names", lambda _, side: few[side])
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
     tokens, width, peaks = 32, 1024, {}
     for depth in (2, 12):

@@ -17,7 +17,7 @@ from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.precision import SIDES, ExactWindow
 from kvtuner.read_plan_names import READ_PLANS
-from kvtuner.runtime_loader.packed_layer import MAX_CANDIDATES
+from kvtuner.runtime_loader.packed_layer import MAX_DRAFT_TOKENS
 from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 ModelOf = Callable[[str, torch.dtype], PreTrainedModel]
@@ -107,7 +107,7 @@ def test_copies_are_kept_for_as_many_candidates_and_no_more(model_of: ModelOf, p
     cache = KVTunerCache.from_profile(profile, model.config)
     bytes_of_token = 3 * 2 * 64 * 8  # three packed sides, two heads of 64 channels, float64
     with cache.attending(model):
-        for tokens, kept in ((100, 5 + MAX_CANDIDATES), (3, 5 + 2), (1, 5)):
+        for tokens, kept in ((100, 5 + MAX_DRAFT_TOKENS), (3, 5 + 2), (1, 5)):
             model(prompt(1, tokens), past_key_values=cache)
             assert cache.window_bytes == (2 + kept) * bytes_of_token
 

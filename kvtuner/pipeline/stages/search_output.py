@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from kvtuner.pipeline.stages.baseline_comparison import BaselineComparison
     from kvtuner.pipeline.stages.budget_search import SearchOutcome
     from kvtuner.pipeline.stages.search_run import SearchRun
+    from kvtuner.search_spaces.space import Configuration
 
 
 SHOWN_BUDGETS: Final = (2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
@@ -61,15 +62,7 @@ def make_profile(comparison: BaselineComparison, quality: Sequence[OffsetQuality
     geometry, quant, loaded = run.shape.geometry, run.bench.options.quant, run.bench.loaded
     profile = build_profile(
         geometry=geometry,
-        layers=[
-            LayerQuantization(
-                choice.pair.k_bits,
-                choice.pair.v_bits,
-                run.table.constants_of(layer, "k", choice.k_transform),
-                run.table.constants_of(layer, "v", choice.v_transform),
-            )
-            for layer, choice in enumerate(outcome.configuration)
-        ],
+        layers=chosen_layers(run, outcome.configuration),
         k_layout=quant.k_layout,
         v_layout=quant.v_layout,
         symmetric=quant.symmetric,
@@ -81,6 +74,19 @@ def make_profile(comparison: BaselineComparison, quality: Sequence[OffsetQuality
         provenance=_provenance(run, outcome, command),
     )
     return place_as_asked(profile, run.options.constants)
+
+
+def chosen_layers(run: SearchRun, configuration: Configuration) -> list[LayerQuantization]:
+    """The layers that a profile of a configuration is built from."""
+    return [
+        LayerQuantization(
+            choice.pair.k_bits,
+            choice.pair.v_bits,
+            run.table.constants_of(layer, "k", choice.k_transform),
+            run.table.constants_of(layer, "v", choice.v_transform),
+        )
+        for layer, choice in enumerate(configuration)
+    ]
 
 
 def _quality(comparison: BaselineComparison, rows: Sequence[QualityRow]) -> QualityRecord:
@@ -195,7 +201,7 @@ def make_report_data(
         if measurement.word_bits == "32"
         else layouts_text(run.bench.options.quant, run.shape, run.layouts),
         verdict=verdict_of(profile),
-        window_length="" if run.window is None else str(run.window),
+        window_length="" if run.window_length is None else str(run.window_length),
         forwards=tuple((phase, round(passes)) for phase, passes in run.phases.passes.items()),
         provenance=_facts(run, profile),
     )

@@ -126,14 +126,14 @@ class Phases:
         folder: The run folder.
         passes: The forward passes by phase.
         layouts: The scale layouts that were compared, by side.
-        window: The window lengths that were compared, None where the options give one.
+        window_length: The window lengths that were compared, None where the options give one.
     """
 
     bench: Workbench
     folder: RunFolder
     passes: dict[str, float] = field(default_factory=dict)
     layouts: tuple[LayoutComparison, ...] = ()
-    window: LengthComparison | None = None
+    window_length: LengthComparison | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -180,7 +180,7 @@ def _choose_window(options: MeasurementOptions, phases: Phases) -> None:
     undecided = undecided_facts(competing_layouts(options, phases.bench.loaded.shape))
     with phases.phase("window length"):
         comparison = compare_lengths(phases.bench, phases.folder, undecided)
-    phases.window = comparison
+    phases.window_length = comparison
     phases.folder.log("window length", chosen=comparison.chosen, **comparison.figures)
     phases.bench = phases.bench.with_quant(comparison.apply(phases.bench.options.quant))
     say(f"window length: {comparison}")
@@ -206,7 +206,7 @@ class SearchRun:
 
     def __init__(self, options: SearchOptions, phases: Phases, table: SensitivityTable) -> None:
         self.options, self.phases, self.table = options, phases, table
-        self.layouts, self.window = phases.layouts, phases.window
+        self.layouts, self.window_length = phases.layouts, phases.window_length
         self.bench, self.folder, self.seed = phases.bench, phases.folder, options.measurement.seed
         self.shape = self.bench.loaded.shape
         quant = self.bench.options.quant

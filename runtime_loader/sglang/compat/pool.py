@@ -48,7 +48,7 @@ def on_pool(
     most_requests: Callable[[Any, int], int | None],
     announce_capacity: Callable[[int, int, int], None],
 ) -> None:
-    """Build dense pools as `pool_class`, and size them by what a token, and a request beside them, takes of a rank.
+    """Build dense pools as `pool_class`, and size them by the bytes of a token and of a request slot on this rank.
 
     Both are functions of the configurator and of global layer ids. `most_requests` gives the requests to run at once
     where nobody asked for a number, for a pool of so many tokens, None for as many as SGLang likes; it must be the same
