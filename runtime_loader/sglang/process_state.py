@@ -23,6 +23,8 @@ PROFILE_KEY: Final = "kvtuner_profile"
 """The key of the digest that a scheduler serves, in what it tells its launcher and in a server's `/server_info`."""
 READS_KEY: Final = "kvtuner_reads"
 """The key of what a chunk reads of itself: ``fresh``, ``cache``, or ``below`` where the device pool is exact."""
+WINDOW_KEY: Final = "kvtuner_window"
+"""The key of the tokens of a request that are kept exactly too, by `residual_length` and `sinks`."""
 
 
 @dataclass(frozen=True, slots=True)

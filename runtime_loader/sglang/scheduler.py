@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from kvtuner.errors import ServingError
+from kvtuner.precision import NO_WINDOW
 from kvtuner.runtime_loader.attention_backends import BACKEND_VARIABLE, backend_for
 from kvtuner.runtime_loader.exact_ring import most_requests, request_bytes
 from kvtuner.runtime_loader.row_format import rank_formats
@@ -16,7 +18,13 @@ from kvtuner.runtime_loader.sglang.compat.parallel import ranks, tell_all
 from kvtuner.runtime_loader.sglang.compat.pool import MHATokenToKVPool, on_built, on_pool
 from kvtuner.runtime_loader.sglang.compat.processes import on_beam_search, on_introduction
 from kvtuner.runtime_loader.sglang.packed_pool import PackedKVPool
-from kvtuner.runtime_loader.sglang.process_state import PROFILE_KEY, READS_KEY, RankState, process_state
+from kvtuner.runtime_loader.sglang.process_state import (
+    PROFILE_KEY,
+    READS_KEY,
+    WINDOW_KEY,
+    RankState,
+    process_state,
+)
 from kvtuner.runtime_loader.sglang.self_test import announce_capacity
 
 if TYPE_CHECKING:
@@ -32,10 +40,7 @@ AGREEMENT_VARIABLE: Final = "KVTUNER_AGREEMENT_S"
 
 def install_hooks(*, packed: bool, tiers: bool) -> None:
     """Hook this process's pool, capacity and attention if the device pool is `packed`, and its host `tiers` if any."""
-    state = process_state()
-    on_introduction(
-        lambda: {PROFILE_KEY: _profile().digest, READS_KEY: state.active().request.attend if packed else "below"}
-    )
+    on_introduction(lambda: _introduction(packed=packed))
     if packed:
         # Imported here because SGLang's own device pool is read by whichever backend the user likes.
         from kvtuner.runtime_loader.sglang.compat.attention import on_triton_backend
@@ -59,6 +64,17 @@ def install_hooks(*, packed: bool, tiers: bool) -> None:
 
     on_built(pool_class, built)
     tier.install()
+
+
+def _introduction(*, packed: bool) -> dict[str, Any]:
+    """Return what this process tells its launcher, and a server whoever asks for its `/server_info`."""
+    # A device pool in the model's dtype has no copies.
+    window = _profile().window if packed else NO_WINDOW
+    return {
+        PROFILE_KEY: _profile().digest,
+        READS_KEY: process_state().active().request.attend if packed else "below",
+        WINDOW_KEY: asdict(window),
+    }
 
 
 def _refusal_of_beams() -> str | None:

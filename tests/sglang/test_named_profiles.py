@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,5 +187,6 @@ def test_a_server_serves_the_catalogues_profile_by_the_model_alone(serve: Serve)
         answer = server.generate([[5, 9, 200, 31]], 4)[0]
         info = json.loads(server.get("/server_info"))
     assert len(answer["output_ids"]) == 4
-    digest = load_profile(catalogue_file("demo-4bit")).digest
-    assert digest in json.dumps(info) and digest in server.log
+    profile = load_profile(catalogue_file("demo-4bit"))
+    assert profile.digest in json.dumps(info) and profile.digest in server.log
+    assert info["kvtuner_window"] == {"residual_length": 32, "sinks": 0} == asdict(profile.window)
