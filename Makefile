@@ -8,7 +8,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8 --
 ABLATION = --lengths 10,100,1000,4000 --concurrency 1,4,16 --batches 1,4,16 --repeats 3 --kv-memory 64MiB \
 	--server-args "--device cpu --dtype bfloat16 --disable-cuda-graph --mem-fraction-static 0.5 --max-running-requests 16"
 
-.PHONY: check test test-full gpu lint format demo demo-model schema ablation catalogue catalogue-index
+.PHONY: check test test-full gpu lint format demo demo-model schema ablation catalogue catalogue-index verdicts notebook
 
 check: lint ## what every commit passes
 	$(PYTEST) -m "not slow and not full and not gpu" tests
@@ -33,7 +33,7 @@ format:
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-ablation: ## README's results table; about half an hour on two cores
+ablation: ## the table of servers in docs/benchmark.md; about half an hour on two cores
 	OMP_NUM_THREADS=1 $(BIN)/kvtuner search --model demo --budget 4bit --no-report --out runs/demo-4bit
 	OMP_NUM_THREADS=1 PYTHONPATH=examples/sglang_on_cpu $(BIN)/kvtuner bench runs/demo-4bit --model demo --ablation $(ABLATION) \
 		--out runs/demo-ablation
@@ -52,6 +52,12 @@ schema:
 
 catalogue: ## searches the profiles that come with kvtuner anew
 	OMP_NUM_THREADS=1 $(PYTHON) -m tools.make_catalogue
+
+notebook: ## runs examples/quickstart.ipynb anew
+	OMP_NUM_THREADS=1 $(PYTHON) -m tools.run_quickstart
+
+verdicts: ## prints README's table, of the catalogue's profiles
+	$(PYTHON) -m tools.make_verdict_table
 
 catalogue-index: ## after a profile was added to exported_configs/profiles
 	$(PYTHON) -m tools.make_catalogue_index

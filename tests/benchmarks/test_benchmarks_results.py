@@ -1,14 +1,15 @@
-"""README's results table is the committed one, and the committed report says what its JSON says."""
+"""Tables of README and docs are the committed ones, and the committed report says what its JSON says."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
-import pytest
-
 from kvtuner.bench.ablation import GROUPS
+from kvtuner.exported_configs.profile.load import load_profile
+from kvtuner.exported_configs.verdict import verdict_of
+from kvtuner.report.formatting import number
+from tools.make_verdict_table import verdict_table
 
 ROOT = Path(__file__).resolve().parents[2]
 CATALOGUE = ROOT / "exported_configs" / "profiles"
@@ -22,11 +23,11 @@ def first_table(text: str, header: str) -> list[str]:
     return lines[start:end]
 
 
-def test_readme_shows_the_committed_table_and_the_command_that_makes_it() -> None:
+def test_page_shows_the_committed_table_and_the_command_that_makes_it() -> None:
     header = "|  | bits | bytes/token | tokens that fit | KL nats/token |"
-    readme = (ROOT / "README.md").read_text()
-    assert first_table(readme, header) == first_table((RESULTS / "bench.md").read_text(), header)
-    assert "make ablation" in readme
+    page = (ROOT / "docs" / "benchmark.md").read_text()
+    assert first_table(page, header) == first_table((RESULTS / "bench.md").read_text(), header)
+    assert "make ablation" in page
     assert "\nablation:" in (ROOT / "Makefile").read_text()
 
 
@@ -44,22 +45,24 @@ def test_committed_results_have_every_group_measured_or_refused_by_name_and_pass
 
 
 def test_readmes_search_is_the_one_that_made_the_catalogues_profile() -> None:
-    lines = (ROOT / "README.md").read_text().splitlines()
-    start = next(index for index, line in enumerate(lines) if "quality at small positions" in line)
-    printed = {row[2]: row for line in lines[start : start + 20] if (row := ROW.match(line)) is not None}
-    (file,) = CATALOGUE.glob("demo-3bit.evaluation-*.json")
-    cells = {(cell["measure"], cell["position"]): cell["results"] for cell in json.loads(file.read_text())["cells"]}
-    shares = {found["subject"]: found["mean"] for found in cells["top1_agreement", 0]}
-    # An evaluation's K8V8 has neither the grids nor the window of a search.
-    for found in (cell for cell in cells["kl_nats_per_token", 0] if cell["subject"] in ("profile", "fp8")):
-        row = printed["3bit" if found["subject"] == "profile" else found["subject"]]
-        for shown, figure in zip(row.group(3, 4, 5), (found["mean"], found["low"], found["high"]), strict=True):
-            assert float(shown) == pytest.approx(figure, rel=0.006), row[0]
-        assert float(row[6]) == pytest.approx(100 * shares[found["subject"]], abs=0.051), row[0]
-    profile = json.loads((CATALOGUE / "demo-3bit.json").read_text())
-    assert profile["provenance"]["command"] == "kvtuner search --budget 3bit --model demo"
-    assert set(printed) >= {"3bit", "K8V8", "fp8", "K4V2 +t"}
+    readme = (ROOT / "README.md").read_text()
+    profile = load_profile(CATALOGUE / "demo-4bit.json")
+    assert profile.provenance.command == "kvtuner search --budget 4bit --model demo"
+    verdict = verdict_of(profile)
+    assert verdict is not None and verdict.recommendation == "use"
+    printed = readme[readme.index("    verdict  ") : readme.index("    profile: ")]
+    words = printed.replace("verdict  ", " ").replace("advice  ", " ").split()
+    assert words == str(verdict).split()
+    for side in ("k", "v"):
+        bits = "".join(str(getattr(pair, f"{side}_bits")) for pair in profile.pairs)
+        assert f"    {side.upper()} bits {bits}\n" in readme
+    assert profile.quality is not None and f" {number(profile.quality.measured_kl.mean)} [" in readme
 
 
-# marker, name, bits and stored, KL with its interval, verdict, p99, top-1
-ROW = re.compile(r"    ([* ]) (\S+(?: \+t)?) +\d\S+ +\d\S+ +(\S+) \[(\S+), (\S+)\] .*?(\d+\.\d)% ")
+def test_readme_has_the_verdicts_of_the_catalogue() -> None:
+    table = verdict_table().markdown()
+    assert first_table((ROOT / "README.md").read_text(), table[0]) == table
+
+
+def test_readme_is_short_enough_to_be_read() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 1000
