@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtuner.calibration.weights_hash import fingerprint
 from kvtuner.errors import UnsupportedModelError
 from kvtuner.exported_configs.identity.model_identity import (
     architecture_of,
@@ -110,6 +109,8 @@ class LoadedModel:
     @property
     def weights_sha256(self) -> str:
         """Fingerprint of the weights."""
+        from kvtuner.calibration.weights_hash import fingerprint  # brings torch, which names and shapes do not need
+
         return fingerprint(self.model.state_dict())
 
     @property

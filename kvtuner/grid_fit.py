@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kvtuner.errors import PrecisionError
-from kvtuner.precision import FP16_MAX, SHORT_WORD_BITS, WIDE_WORD_BITS, WordBits
+from kvtuner.precision import FP16_MAX, SHORT_WORD_BITS, WIDE_WORD_BITS, WordBits, check_fitted_group
 from kvtuner.zero_points import (
     LARGEST_SCALE,
     LAST_ZERO_POINT,
@@ -33,8 +32,6 @@ from kvtuner.zero_points import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FITTED_BITS: Final = (2, 3, 4)
-"""The widths that are fitted: at 8 bits a fit lowers the squared error by less than 5 %."""
 START_SHARE: Final = {2: 0.7, 3: 0.875, 4: 0.9375}
 """The share of the group's range that the first grid covers, by bits."""
 NUM_REFITS: Final = 2
@@ -44,8 +41,6 @@ SYMMETRIC_UNITS: Final = 127
 """The same on either side of zero, where the grid is symmetric."""
 FRACTION: Final = 1 << 14
 """The unit of the multiplier and the offset that give codes; a multiplier is at most 1."""
-MAX_CHANNELS: Final = 256
-"""The most channels of a group: 256 * 255**2 is below 2**24."""
 MAX_GAIN: Final = 1.6
 """The most by which the last rescale widens the grid of least squares."""
 MAX_OFFSET: Final = 256.0
@@ -96,15 +91,6 @@ def zero_offset(bits: int) -> int:
     return FRACTION // 2 + (FRACTION << (bits - 1))
 
 
-def check_channels(group_size: int) -> None:
-    """Refuse groups whose sums would not be exact by a `PrecisionError`."""
-    if group_size > MAX_CHANNELS:
-        raise PrecisionError(
-            f"a grid is fitted to at most {MAX_CHANNELS} channels, not {group_size}; use a smaller group size, or"
-            " --fit minmax"
-        )
-
-
 class GroupIntegers:
     """Groups as integers of their own range, from which grids of several widths are fitted."""
 
@@ -118,11 +104,11 @@ class GroupIntegers:
             symmetric: Whether grids lie around zero.
 
         Raises:
-            PrecisionError: A group of more than `MAX_CHANNELS`.
+            PrecisionError: A group of more than `MAX_FITTED_CHANNELS`.
         """
         self.symmetric = symmetric
         self.num_channels = groups.shape[-1]
-        check_channels(self.num_channels)
+        check_fitted_group(self.num_channels)
         largest = torch.maximum(low.abs(), high.abs())
         self.is_within = largest < FP16_MAX  # else it may have been saturated, and others' integers would differ
         self.holds_zero = torch.ones_like(low, dtype=torch.bool) if symmetric else (low <= 0) & (high >= 0)

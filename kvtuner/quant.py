@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from kvtuner.errors import PrecisionError
-from kvtuner.grid_fit import FITTED_BITS, GroupIntegers, quantize_minmax
+from kvtuner.grid_fit import GroupIntegers, quantize_minmax
 from kvtuner.precision import (
+    FITTED_BITS,
     FP16_MAX,
     SHORT_WORD_BITS,
     WIDE_WORD_BITS,

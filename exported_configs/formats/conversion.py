@@ -14,8 +14,16 @@ from kvtuner.exported_configs.profile.build import AskedBudget, LayerQuantizatio
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.geometry import ModelGeometry
-from kvtuner.grid_fit import FITTED_BITS
-from kvtuner.precision import NATIVE_BITS, SHORT_WORD_BITS, THREE_BITS, PrecisionPair, ScaleLayout, Side, used_word_bits
+from kvtuner.precision import (
+    FITTED_BITS,
+    NATIVE_BITS,
+    SHORT_WORD_BITS,
+    THREE_BITS,
+    PrecisionPair,
+    ScaleLayout,
+    Side,
+    used_word_bits,
+)
 
 EXPORTABLE: Final = "--transforms none --fit minmax --word-bits 32 --no-three-bits --residual-length 0"
 """The flags of a search whose profiles have nothing that other tools lack, but for their own limits."""

@@ -3,11 +3,9 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
-
-import torch
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner import __version__
 from kvtuner.errors import ProfileError
@@ -42,11 +40,19 @@ from kvtuner.precision import (
     ScaleLayout,
     Side,
 )
-from kvtuner.quant import IDENTITY, Transform
 from kvtuner.run_folder import sha256_of, write_atomically
-from kvtuner.transforms import transform_names
+from kvtuner.transforms import TRANSFORMS, transform_names
 
-_NO_TRANSFORM: Final = str(IDENTITY.kind)
+if TYPE_CHECKING:
+    from kvtuner.quant import Transform
+
+_NO_TRANSFORM: Final = str(TRANSFORMS["none"])
+
+
+def _identity() -> "Transform":
+    from kvtuner.quant import IDENTITY  # brings torch, which whoever only writes a profile again does not need
+
+    return IDENTITY
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +65,8 @@ class LayerQuantization:
 
     k_bits: int
     v_bits: int | None
-    k_transform: Transform = IDENTITY
-    v_transform: Transform = IDENTITY
+    k_transform: "Transform" = field(default_factory=_identity)
+    v_transform: "Transform" = field(default_factory=_identity)
     k_group_size: int | None = None
     v_group_size: int | None = None
 
@@ -165,6 +171,8 @@ def _layout(layout: ScaleLayout) -> dict[str, Any]:
 
 
 def _unsearched() -> Provenance:
+    import torch
+
     return Provenance(
         kvtuner_version=__version__,
         calibration=None,
@@ -253,7 +261,7 @@ def _layer_record(number: int, layer: LayerQuantization, defaults: Defaults) -> 
     return validated(LayerRecord, fields, place=f"layers[{number}]")
 
 
-def _side(bits: int, transform: Transform, group_size: int | None, defaults: SideDefaults) -> dict[str, Any]:
+def _side(bits: int, transform: "Transform", group_size: int | None, defaults: SideDefaults) -> dict[str, Any]:
     """One side of a layer as it stands in the file, its transform and group named only where the default differs."""
     name = str(transform.kind)
     fields: dict[str, Any] = {"bits": bits}
@@ -261,7 +269,7 @@ def _side(bits: int, transform: Transform, group_size: int | None, defaults: Sid
         fields["transform"] = name
     if group_size not in (None, defaults.group_size) and bits != NATIVE_BITS:
         fields["group_size"] = group_size
-    for field, constant in (("mu", transform.mu), ("lambda", transform.lam)):
+    for name, constant in (("mu", transform.mu), ("lambda", transform.lam)):
         if constant is not None:
-            fields[field] = encode_fp16(constant)
+            fields[name] = encode_fp16(constant)
     return fields

@@ -4,7 +4,6 @@ import base64
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 import numpy as np
-import torch
 from pydantic import Field, model_validator
 
 from kvtuner.exported_configs.profile.field_types import MAX_COUNT, Bits, Count, LayerId, StrictModel, WordSize
@@ -26,6 +25,10 @@ from kvtuner.precision import (
 from kvtuner.transforms import transform_names
 
 _MAX_BASE64_CHARS: Final = 4 * -(-2 * MAX_COUNT * MAX_COUNT // 3)
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
 
 # pydantic takes the names from the one table of transforms; to a type checker a name is text.
 if TYPE_CHECKING:
@@ -60,20 +63,26 @@ class Fp16Array(StrictModel):
             raise ValueError(f"data must be base64: {error}") from error
         if len(raw) != num_bytes or base64.b64encode(raw).decode() != self.data:
             raise ValueError(f"data must be canonical base64 of {num_bytes} bytes, but decodes to {len(raw)}")
-        if not np.isfinite(np.frombuffer(raw, dtype="<f2")).all():
+        if not np.isfinite(self.values()).all():
             raise ValueError("data must be finite, but holds NaN or infinity")
         return self
 
-    def decode(self) -> torch.Tensor:
+    def values(self) -> "NDArray[np.float16]":
+        """The numbers of the matrix, [num_kv_heads, head_dim]."""
+        return np.frombuffer(base64.b64decode(self.data), dtype="<f2").reshape(self.shape).astype(np.float16)
+
+    def decode(self) -> "torch.Tensor":
         """The matrix, fp16 [num_kv_heads, head_dim], on the CPU."""
-        values = np.frombuffer(base64.b64decode(self.data), dtype="<f2").reshape(self.shape)
-        return torch.from_numpy(values.astype(np.float16))
+        import torch  # here, since files are checked, shown and compared without
+
+        return torch.from_numpy(self.values())
 
 
-def encode_fp16(matrix: torch.Tensor) -> dict[str, Any]:
+def encode_fp16(matrix: "torch.Tensor") -> dict[str, Any]:
     """The fields of an fp16 matrix in the file; `Fp16Array` checks them."""
-    assert matrix.dtype == torch.float16 and matrix.ndim == 2
-    data = matrix.detach().cpu().contiguous().numpy().astype("<f2").tobytes()
+    values = matrix.detach().cpu().contiguous().numpy()
+    assert values.dtype == np.float16 and values.ndim == 2
+    data = values.astype("<f2").tobytes()
     return {"dtype": "float16", "shape": list(matrix.shape), "data": base64.b64encode(data).decode()}
 
 

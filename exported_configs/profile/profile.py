@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from fractions import Fraction
-from typing import Annotated, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
 
 from pydantic import Field, WithJsonSchema, model_validator
 
@@ -30,9 +30,9 @@ from kvtuner.exported_configs.profile.versions import (
     why_second_version,
 )
 from kvtuner.geometry import ConfigLike, ModelGeometry
-from kvtuner.grid_fit import FITTED_BITS, check_channels
 from kvtuner.layer_geometry import LayerGeometry
 from kvtuner.precision import (
+    FITTED_BITS,
     MAX_RESIDUAL_LENGTH,
     MAX_SINKS,
     NATIVE_BITS,
@@ -40,10 +40,13 @@ from kvtuner.precision import (
     PrecisionPair,
     RowShape,
     Side,
+    check_fitted_group,
 )
-from kvtuner.quant import QuantSpec, Transform
 from kvtuner.run_folder import sha256_of
 from kvtuner.transforms import TransformKind
+
+if TYPE_CHECKING:
+    from kvtuner.quant import QuantSpec
 
 MIN_LAMBDA: Final = 1 / 64
 MAX_LAMBDA: Final = 64.0
@@ -174,11 +177,13 @@ class Profile(StrictModel):
         record, defaults = self._side(layer_id, side)
         return "none" if record is None else resolve_transform(record, defaults)
 
-    def quant_spec(self, layer_id: int, side: Side) -> QuantSpec | None:
+    def quant_spec(self, layer_id: int, side: Side) -> "QuantSpec | None":
         """The storage of one side of one layer; None at 16 bits and for no values.
 
         Keys per channel are a `ProfileError`.
         """
+        from kvtuner.quant import QuantSpec, Transform  # brings torch, which only those who read or write rows need
+
         record, defaults = self._side(layer_id, side)
         if record is None or record.bits == NATIVE_BITS:
             return None
@@ -262,7 +267,7 @@ def _check_layer(profile: Profile, entry: LayerRecord, geometry: LayerGeometry) 
         try:
             row_bytes[side](record.bits)
             if defaults.grid_fit == "least_squares" and record.bits in FITTED_BITS:
-                check_channels(group_size_of(record, defaults))
+                check_fitted_group(group_size_of(record, defaults))
         except PrecisionError as error:
             raise ProfileError(f"{place}: {error}") from error
     name = profile.transform_name(entry.layer, "k")
@@ -285,7 +290,7 @@ def _check_constants(shape: tuple[int, int], keys: KeyRecord, place: str, kind: 
                 " export the profile again"
             )
     if keys.lam is not None:
-        lam = keys.lam.decode()
+        lam = keys.lam.values()
         for value in (lam.min().item(), lam.max().item()):
             if not MIN_LAMBDA <= value <= MAX_LAMBDA:
                 raise ProfileError(

@@ -11,7 +11,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from kvtuner import grid_fit, zero_points
+from kvtuner import grid_fit, precision, zero_points
 
 _NUM_REFITS: Final = tl.constexpr(grid_fit.NUM_REFITS)
 _UNITS: Final = tl.constexpr(grid_fit.UNITS)
@@ -23,12 +23,12 @@ _FRACTION: Final = tl.constexpr(grid_fit.FRACTION)
 _FRACTION_BITS: Final = tl.constexpr(grid_fit.FRACTION.bit_length() - 1)
 _FIRST_GRIDS: Final = tl.constexpr({
     (bits, symmetric): grid_fit.first_grid(bits, symmetric=symmetric)
-    for bits in grid_fit.FITTED_BITS for symmetric in (False, True)
+    for bits in precision.FITTED_BITS for symmetric in (False, True)
 })  # fmt: skip
 _LARGEST_SCALE: Final = tl.constexpr(zero_points.LARGEST_SCALE)
 _LAST_ZERO_POINT: Final = tl.constexpr(zero_points.LAST_ZERO_POINT)
 _SYMMETRIC_ZERO_POINT: Final = tl.constexpr(zero_points.SYMMETRIC_ZERO_POINT)
-_FP16_MAX: Final = tl.constexpr(65504.0)
+_FP16_MAX: Final = tl.constexpr(precision.FP16_MAX)
 # 1.625 * 2**23: a sum with it has no fraction, and its low bits are that sum.
 _ROUNDER: Final = tl.constexpr(13631488.0)
 _ROUNDER_BITS: Final = tl.constexpr(0x4B500000)  # its bits; the upper 12 are odd, so that they can be divided by

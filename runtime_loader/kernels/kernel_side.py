@@ -9,8 +9,7 @@ import torch
 import triton
 
 from kvtuner.errors import PrecisionError
-from kvtuner.grid_fit import FITTED_BITS
-from kvtuner.precision import WIDE_WORD_BITS, WordBits, num_slots, used_word_bits
+from kvtuner.precision import FITTED_BITS, WIDE_WORD_BITS, WordBits, num_slots, used_word_bits
 from kvtuner.quant import IDENTITY
 from kvtuner.runtime_loader.kernels.transform_steps import KERNEL_STEPS
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvtuner.errors import PrecisionError
-from kvtuner.grid_fit import FITTED_BITS, MAX_GAIN, MAX_OFFSET, MIN_SCALE, NUM_REFITS, START_SHARE
-from kvtuner.precision import PACKED_BITS
+from kvtuner.grid_fit import MAX_GAIN, MAX_OFFSET, MIN_SCALE, NUM_REFITS, START_SHARE
+from kvtuner.precision import FITTED_BITS, PACKED_BITS
 from kvtuner.quant import quantize, quantize_widths
 
 WIDTHS = FITTED_BITS

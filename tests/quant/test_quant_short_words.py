@@ -10,7 +10,8 @@ import pytest
 import torch
 from hostile_groups import hostile_groups, squared_error
 
-from kvtuner.grid_fit import FITTED_BITS, MAX_GAIN, MIN_SCALE, NUM_REFITS, START_SHARE
+from kvtuner.grid_fit import MAX_GAIN, MIN_SCALE, NUM_REFITS, START_SHARE
+from kvtuner.precision import FITTED_BITS
 from kvtuner.quant import quantize
 from kvtuner.row_packing import pack_rows, unpack_rows
 
