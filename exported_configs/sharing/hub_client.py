@@ -77,6 +77,16 @@ def hub_api() -> HfApi:
     return HfApi(library_name="kvtuner")
 
 
+def is_unanswered(error: HubError) -> bool:
+    """Whether the hub said nothing of a repository, which may be there or not.
+
+    It could not be reached, HF_HUB_OFFLINE forbids to ask it, or somebody who is not logged in sees no private one.
+    """
+    if constants.HF_HUB_OFFLINE or isinstance(error.__cause__, httpx.TransportError):
+        return True
+    return get_token() is None and str(error).endswith(ABSENT)
+
+
 def list_files(repo: str, revision: str | None) -> Listing:
     """List a repository at a branch, a tag or a commit, at the main branch by default; or raise `HubError`."""
     what = f"{repo}@{revision or 'main'}"

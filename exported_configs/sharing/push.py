@@ -10,7 +10,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from kvtuner.errors import HubError
 from kvtuner.exported_configs.profile.constants_file import constants_name
 from kvtuner.exported_configs.profile.evaluation_record import EVALUATION_SUFFIX
-from kvtuner.exported_configs.sharing.hub_client import Listing, hub_api, hub_errors, list_files
+from kvtuner.exported_configs.sharing.hub_client import Listing, hub_api, hub_errors, is_unanswered, list_files
 from kvtuner.exported_configs.sharing.reference import profile_names
 from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE_SUFFIX
 
@@ -19,7 +19,8 @@ from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE_SUFFIX
 class Upload:
     """The content of a push to a branch, None for the main one; the head is None where there is no repository yet.
 
-    Files that are removed belong to a profile that is replaced.
+    Files that are removed belong to a profile that is replaced. `unknown_head` says why nobody knows what is there,
+    which a preview may leave open and a push may not; it is None where the hub said it.
     """
 
     repo: str
@@ -29,6 +30,7 @@ class Upload:
     removed: tuple[str, ...] = ()
     private: bool = False
     create_pr: bool = False
+    unknown_head: str | None = None
 
 
 class Pushed(NamedTuple):
@@ -39,14 +41,25 @@ class Pushed(NamedTuple):
 
 
 def plan_upload(
-    repo: str, files: Mapping[str, bytes], *, branch: str | None = None, private: bool = False, create_pr: bool = False
+    repo: str,
+    files: Mapping[str, bytes],
+    *,
+    branch: str | None = None,
+    private: bool = False,
+    create_pr: bool = False,
+    is_preview: bool = False,
 ) -> Upload:
-    """Look at a branch, and plan the commit of files on top of it; see `Upload`. `HubError` where that cannot be."""
-    if constants.HF_HUB_OFFLINE:
-        raise HubError(f"{repo}: HF_HUB_OFFLINE is set, and a push needs the hub; unset it")
+    """Look at a branch, and plan the commit of files on top of it; see `Upload`. `HubError` where that cannot be.
+
+    A preview needs no hub and no token: it does not know then what it would replace.
+    """
     try:
+        if constants.HF_HUB_OFFLINE:
+            raise HubError(f"{repo}: HF_HUB_OFFLINE is set, and a push needs the hub; unset it")
         head = list_files(repo, branch)
     except HubError as error:
+        if is_preview and is_unanswered(error):
+            return Upload(repo, branch, None, files, (), private, create_pr, unknown_head=str(error))
         cause = error.__cause__
         if not isinstance(cause, RepositoryNotFoundError) or isinstance(cause, GatedRepoError):
             raise
@@ -72,6 +85,7 @@ def plan_upload(
 def push(upload: Upload, message: str) -> Pushed:
     """Make one commit of all files; `HubError` where it does not hold them, or the branch moved since it was read."""
     repo, head = upload.repo, upload.head
+    assert upload.unknown_head is None, "a preview is not pushed"
     if head is None:
         with hub_errors(repo, conflict="somebody made this repository meanwhile; run the same command again"):
             hub_api().create_repo(repo, private=upload.private)

@@ -60,10 +60,13 @@ def preview_text(upload: Upload) -> str:
     branch = f"@{upload.branch}" if upload.branch else ""
     kind = "private" if upload.private else "public"
     onto = f"onto {upload.head.commit}" if upload.head else f"a new {kind} repository"
-    there = upload.head.sizes if upload.head else {}
+    there, adds = (upload.head.sizes if upload.head else {}), "adds    "
+    if upload.unknown_head is not None:
+        onto, adds = "onto what nobody here knows, so that files may also be replaced and removed", "uploads "
     lines = [f"{upload.repo}{branch}: {onto}" + (", as a pull request" if upload.create_pr else "")]
+    lines += [f"  ({printable(upload.unknown_head)})"] if upload.unknown_head is not None else []
     lines += [
-        f"  {'replaces' if name in there else 'adds    '} {printable(name)}  {len(data):,} bytes"
+        f"  {'replaces' if name in there else adds} {printable(name)}  {len(data):,} bytes"
         for name, data in upload.files.items()
     ]
     lines += [f"  removes  {printable(name)}" for name in upload.removed]
@@ -77,6 +80,7 @@ def upload_facts(upload: Upload) -> dict[str, Any]:
         "repo": upload.repo,
         "branch": upload.branch,
         "parent": upload.head.commit if upload.head else None,
+        "unknown_parent": upload.unknown_head,
         "files": {name: len(data) for name, data in upload.files.items()},
         "removed": list(upload.removed),
         "card": upload.files[README].decode(),

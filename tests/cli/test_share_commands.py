@@ -48,6 +48,37 @@ def test_the_preview_names_every_file_and_pushes_nothing(run: RunCommand, hub: L
     assert not hub.requested("POST", "")
 
 
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"), ({"HF_ENDPOINT": "http://127.0.0.1:1"}, "cannot be reached")],
+)
+def test_a_preview_needs_no_network_and_no_token(
+    variables: dict[str, str], reason: str, hub: LoopbackHub, reported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    done = kvtuner("push", str(reported), "--repo", REPO, "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert {"README.md", "profile.json", "report.html"} < set(plan["files"]) and plan["parent"] is None
+    assert reason in plan["unknown_parent"] and reason in done.stderr and hub.requests == []
+    assert all(f"uploads  {name}" in done.stderr for name in plan["files"])
+    assert all(line in done.stderr for line in plan["card"].splitlines())
+    pushed = kvtuner("push", str(reported), "--repo", REPO, "--yes")
+    assert pushed.returncode == 2 and reason in pushed.stderr
+
+
+def test_a_preview_without_a_token_does_not_take_a_private_repository_for_none(
+    hub: LoopbackHub, reported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    hub.repo(REPO, {"profile.json": b"{}"}, private=True)
+    done = kvtuner("push", str(reported), "--repo", REPO, "--dry-run", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "or it is private" in json.loads(done.stdout)["unknown_parent"] and "a new public" not in done.stderr
+
+
 def test_without_somebody_to_ask_nothing_is_pushed(run: RunCommand, hub: LoopbackHub, reported: Path) -> None:
     status, _, err = run("push", reported, "--repo", REPO)
     assert status == 2 and "add --yes" in err and hub.repos == {}

@@ -24,7 +24,9 @@ def _push(args: Namespace) -> int:
 
     repo = parse_repo(args.repo)
     files = published_files(Path(args.path), repo, license_id=args.license, with_report=args.report)
-    upload = plan_upload(repo, files, branch=args.revision, private=args.private, create_pr=args.create_pr)
+    upload = plan_upload(
+        repo, files, branch=args.revision, private=args.private, create_pr=args.create_pr, is_preview=args.dry_run
+    )
     say(preview_text(upload))
     facts = upload_facts(upload)
     if args.dry_run or not (args.yes or _is_agreed()):
@@ -94,7 +96,7 @@ def _add_push_flags(parser: ArgumentParser) -> None:
     add_switch(parser, "--create-pr", "open a pull request instead of committing")
     add_switch(parser, "--report", "upload report.html and its pictures too, where the run has them", default=True)
     add_switch(parser, "--yes", "do not ask after the preview")
-    add_switch(parser, "--dry-run", "print the preview only")
+    add_switch(parser, "--dry-run", "print the preview only, which needs no network and no token")
 
 
 def _add_pull_flags(parser: ArgumentParser) -> None:
