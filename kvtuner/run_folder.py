@@ -135,7 +135,7 @@ class RunFolder:
                 raise ValueError("checksum differs")
             return payload
         except FileNotFoundError as error:
-            raise RunFolderError(f"{path} does not exist; run `kvtuner calibrate` first") from error
+            raise RunFolderError(f"{path} does not exist; run kvtuner calibrate first") from error
         except (OSError, ValueError, RecursionError) as error:
             raise RunFolderError(f"{path} is damaged ({error}); delete it and run the command again") from error
 

@@ -296,7 +296,7 @@ class KVTunerCache(Cache):
             raise CacheError(
                 f"the cache keeps {self.window}, which every token counts from itself, but was given a chunk of"
                 f" {tokens} tokens after {layer.get_seq_length()} by the read plan {self.read_plan}; give it within"
-                " `with cache.attending(model):`, or one token at a time"
+                ' "with cache.attending(model):", or one token at a time'
             )
         read = layer.update(key_states, value_states, read_plan=self.read_plan, num_copies=copies)
         self._warn_beyond_calibration(layer.get_seq_length())

@@ -116,7 +116,7 @@ class Policy:
     allow_derived: bool = False
     strict_flag: str = "--strict"
     allow_flag: str = "--allow-derived"
-    rescore: str = "`kvtuner eval PROFILE --model {served}`"
+    rescore: str = "kvtuner eval PROFILE --model {served}"
 
     def __post_init__(self) -> None:
         if self.strict and self.allow_derived:

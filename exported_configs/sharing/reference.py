@@ -185,7 +185,7 @@ def profile_files(path: Path) -> list[Path]:
         return [path]
     files = [path / name for name in profile_names(sorted(file.name for file in path.glob("profile*")))]
     if not files:
-        raise ProfileError(f"{path} holds no profile.json yet; run `kvtuner search --out {path}` to its end first")
+        raise ProfileError(f"{path} holds no profile.json yet; run kvtuner search --out {path} to its end first")
     return files
 
 

@@ -72,7 +72,7 @@ def verify_profile(path: Path, identity: SignerIdentity) -> Verified:
     A `SignatureError` says why it is not; a file that is signed, and no profile, is a `ProfileError`.
     """
     data = read_bounded(path, MAX_PROFILE_BYTES, "profile")
-    if_absent = "fetch it with the profile, or sign with `kvtuner sign`"
+    if_absent = "fetch it with the profile, or sign with kvtuner sign"
     signature = read_bounded(signature_path(path), SIGNATURE.max_bytes, "signature", if_absent=if_absent)
     try:
         bundle = read_bundle(signature)

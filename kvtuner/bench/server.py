@@ -45,7 +45,7 @@ REFUSED_FLAGS: Final = {
     "--kvtuner-profile": "every scheme has its own",
     "--enable-kvtuner-quant": "every scheme has its own",
     "--kvtuner-allow-derived": "the profile's server gets it where it needs it, and what differs is said",
-    "--kvtuner-strict": "what differs is said; `kvtuner validate --strict` refuses it",
+    "--kvtuner-strict": "what differs is said; kvtuner validate --strict refuses it",
     "--api-key": "servers that are started here need none",
     "--admin-api-key": "servers that are started here need none",
 }

@@ -212,7 +212,7 @@ class SearchOptions(CalibrateOptions):
         "place of mu and lambda: the profile's own file, one beside it, or the first while it can hold them",
         choices=CONSTANTS_PLACES,
     )
-    report: bool = option(True, "write report.html and its pictures (`kvtuner report` does so later)")
+    report: bool = option(True, "write report.html and its pictures (kvtuner report does so later)")
     storage: str | None = option(
         None, "Optuna storage to share between workers; SQLite in the run folder by default", metavar="URL"
     )

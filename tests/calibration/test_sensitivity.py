@@ -103,7 +103,7 @@ def test_a_half_written_table_is_refused(keep: float, table: SensitivityTable, t
 
 
 def test_no_table_is_an_error_that_says_what_to_run(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"does not exist; run `kvtuner calibrate` first"):
+    with pytest.raises(RunFolderError, match=r"does not exist; run kvtuner calibrate first"):
         SensitivityTable.load(RunFolder(tmp_path))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -34,6 +36,13 @@ def test_a_parser_reads_back_the_very_text_and_attribute_and_no_other_tag(text: 
     assert page.names() == Page(page_of("plain")).names()
     assert [attributes["alt"] for name, attributes in page.tags if name == "img"] == [text]
     assert page.cells == [text, "x", text, text]
+
+
+def test_no_page_has_the_marks_of_markdown() -> None:
+    pages = [name for name in environment().list_templates() if "markdown" not in name]
+    sources = [Path(str(environment().get_template(name).filename)).read_text(encoding="utf-8") for name in pages]
+    assert len(sources) > 8
+    assert [line for text in sources for line in re.sub("{#.*?#}", "", text).splitlines() if "`" in line] == []
 
 
 def test_a_table_without_rows_says_that_nothing_was_measured() -> None:

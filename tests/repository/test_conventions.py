@@ -130,6 +130,19 @@ def docstrings(text: str) -> Iterator[str]:
             yield node.value.value
 
 
+def messages(text: str) -> Iterator[str]:
+    """Yield the strings of a module that a user may read: all but those that are statements."""
+    statements = {id(node.value) for node in ast.walk(tree_of(text)) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree_of(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in statements:
+            yield node.value
+
+
+def markdown_in_messages(files: dict[Path, str]) -> list[str]:
+    """Name the messages with backticks, which a terminal and a page show as they are."""
+    return [f"{path}: {text}" for path, code in files.items() for text in messages(code) if "`" in text and " " in text]
+
+
 def names_that_packages_lack(files: dict[Path, str]) -> list[str]:
     """Name the modules, and the names in them, that a package's docstring lists but that are not there."""
     lacking = []
@@ -221,6 +234,7 @@ RULES: Final[list[tuple[Rule, tuple[str, ...]]]] = [
     (definitions_of_one_name, PACKAGES),
     (modules_of_one_name, PRODUCT),
     (docstring_fragments, (*PRODUCT, "examples", "tests")),
+    (markdown_in_messages, PACKAGES),
     (names_that_packages_lack, PRODUCT),
     (banned_names, PRODUCT),
     (vague_names, ("benchmarks", "tools", "tests")),
@@ -256,6 +270,7 @@ WRONG: Final[list[tuple[Rule, dict[str, str]]]] = [
     ),
     (names_that_packages_lack, {"bench/__init__.py": '"""Use `server` (`run`)."""', "bench/server.py": "RUN = 1\n"}),
     (names_that_packages_lack, {"bench/__init__.py": '"""Use `server` (`run`)."""'}),
+    (markdown_in_messages, {"one.py": 'raise Error(f"{path} is absent; run `kvtuner calibrate`")\n'}),
     (banned_names, {"examiner.py": ""}),
     (banned_names, {"one.py": "class _ChoosySampler: ...\n"}),
     (banned_names, {"one.py": "class A:\n    def said_until(self): ...\n"}),

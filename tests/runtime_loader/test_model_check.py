@@ -113,7 +113,7 @@ def test_a_cache_refuses_a_derived_configuration_unless_it_is_allowed(profile_of
     derived.intermediate_size += 1
     with pytest.raises(ProfileError, match=r"of Owner/Name is for configuration sha256:\w+, .* by allow_derived=True$"):
         KVTunerCache.from_profile(profile, derived)
-    with pytest.warns(UserWarning, match="allowed: `kvtuner eval PROFILE --model Owner/Name` tells what that costs"):
+    with pytest.warns(UserWarning, match="allowed: kvtuner eval PROFILE --model Owner/Name tells what that costs"):
         cache = KVTunerCache.from_profile(profile, derived, allow_derived=True)
     assert len(cache.layers) == 2
     assert len(KVTunerCache.stored_by(profile).layers) == 2

@@ -42,7 +42,7 @@ def _report_folders(path: Path) -> list[Path]:
 
     folders = [file.parent for file in (path / DATA_FILE, *sorted(path.glob(f"report-*/{DATA_FILE}"))) if file.exists()]
     if not folders:
-        raise RunFolderError(f"{path} holds no {DATA_FILE}; run `kvtuner search --out {path}` to its end first")
+        raise RunFolderError(f"{path} holds no {DATA_FILE}; run kvtuner search --out {path} to its end first")
     return folders
 
 

@@ -158,7 +158,7 @@ def test_errors_name_the_flag_that_allows_and_warnings_what_tells_the_cost() -> 
     with pytest.raises(ProfileError, match="allow a derived one by --kvtuner-allow-derived"):
         refuse([error])
     (warning,) = compare_models(WANTED, actual, Policy(allow_derived=True))
-    assert warning.text.endswith("; allowed: `kvtuner eval PROFILE --model Other/Chat` tells what that costs")
+    assert warning.text.endswith("; allowed: kvtuner eval PROFILE --model Other/Chat tells what that costs")
     refuse([warning])
     (here,) = compare_models(WANTED, actual, Policy(allow_derived=True, rescore="this evaluation"))
     assert here.text.endswith("; allowed: this evaluation tells what that costs")
