@@ -147,7 +147,8 @@ def serving_client() -> Any:
     except ImportError as error:
         raise EndpointError(
             f"servers are driven by SGLang's own client, which cannot be imported here ({error}); pip install"
-            " 'kvtuner[sglang]', on a processor as docs/serving.md says"
+            " 'kvtuner[sglang]', or without a GPU run the commands at the top of requirements-sglang-cpu.txt in a"
+            " checkout of kvtuner"
         ) from error
     serving.set_global_args(_CLIENT_FLAGS)
     return serving

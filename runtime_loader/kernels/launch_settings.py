@@ -86,8 +86,8 @@ class Device:
         if not fitting or keys.head_dim != values.head_dim:
             raise ServingError(
                 f"there is no kernel for K{keys.bits}V{values.bits} with head_dim {keys.head_dim} and"
-                f" {values.head_dim}, {groups} scales for a head, on {self.arch}; serve without a profile, or make a"
-                f" row of runtime_loader/kernels/{TABLE} (docs/kernels.md)"
+                f" {values.head_dim}, {groups} scales for a head, on {self.arch}; serve without a profile, or in a"
+                f" checkout make the table of runtime_loader/kernels/{TABLE} anew: python benchmarks/launch_table.py"
             )
         return rows[max(fitting)][extend]
 

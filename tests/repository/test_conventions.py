@@ -143,6 +143,11 @@ def markdown_in_messages(files: dict[Path, str]) -> list[str]:
     return [f"{path}: {text}" for path, code in files.items() for text in messages(code) if "`" in text and " " in text]
 
 
+def unshipped_pages(files: dict[Path, str]) -> list[str]:
+    """Name the messages that send the reader to a page of docs/, which an installed kvtuner does not have."""
+    return [f"{path}: {text}" for path, code in files.items() for text in messages(code) if "docs/" in text]
+
+
 def names_that_packages_lack(files: dict[Path, str]) -> list[str]:
     """Name the modules, and the names in them, that a package's docstring lists but that are not there."""
     lacking = []
@@ -235,6 +240,7 @@ RULES: Final[list[tuple[Rule, tuple[str, ...]]]] = [
     (modules_of_one_name, PRODUCT),
     (docstring_fragments, (*PRODUCT, "examples", "tests")),
     (markdown_in_messages, PACKAGES),
+    (unshipped_pages, PACKAGES),
     (names_that_packages_lack, PRODUCT),
     (banned_names, PRODUCT),
     (vague_names, ("benchmarks", "tools", "tests")),
@@ -271,6 +277,7 @@ WRONG: Final[list[tuple[Rule, dict[str, str]]]] = [
     (names_that_packages_lack, {"bench/__init__.py": '"""Use `server` (`run`)."""', "bench/server.py": "RUN = 1\n"}),
     (names_that_packages_lack, {"bench/__init__.py": '"""Use `server` (`run`)."""'}),
     (markdown_in_messages, {"one.py": 'raise Error(f"{path} is absent; run `kvtuner calibrate`")\n'}),
+    (unshipped_pages, {"one.py": 'raise Error(f"no kernel for {bits} (docs/kernels.md)")\n'}),
     (banned_names, {"examiner.py": ""}),
     (banned_names, {"one.py": "class _ChoosySampler: ...\n"}),
     (banned_names, {"one.py": "class A:\n    def said_until(self): ...\n"}),
