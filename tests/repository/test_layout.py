@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,8 @@ def package_files() -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Names in a wheel built from a copy: a build in place leaves build/ behind and picks up an old one."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy: a build in place leaves build/ behind and picks up an old one."""
     work = tmp_path_factory.mktemp("wheel")
     source = work / "source"
     source.mkdir()
@@ -55,7 +57,13 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(work), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = work.glob("*.whl")
+    (built,) = work.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel_names(wheel: Path) -> list[str]:
+    """Names in the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return archive.namelist()
 
@@ -103,6 +111,19 @@ def test_wheel_holds_every_module_and_data_file_once(wheel_names: list[str]) -> 
     }
     installed = [name for name in wheel_names if name.startswith("kvtuner/")]
     assert sorted(installed) == sorted(expected)
+
+
+@pytest.mark.slow
+def test_wheel_says_whose_it_is_what_for_and_how_far(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_bytes(archive.read(name))
+    known = metadata.get_all("Classifier", [])
+    assert metadata["Author"] == "The KVTuner maintainers" and "kv-cache" in metadata["Keywords"].split(",")
+    assert {"Development Status :: 3 - Alpha", "Typing :: Typed", "Operating System :: POSIX :: Linux"} < set(known)
+    versions = {text.rpartition(" ")[2] for text in known if re.fullmatch(r".*:: Python :: 3\.\d+", text)}
+    assert min(versions) == metadata["Requires-Python"].removeprefix(">=")
+    assert not [text for text in known if text.startswith("License ::")], "beside an expression of licenses"
 
 
 @pytest.mark.slow
