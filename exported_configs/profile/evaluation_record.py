@@ -110,6 +110,7 @@ class Cell(StrictModel):
         count: The number of questions asked after them, or of tokens scored.
         flag: The reason why the cell tells no schemes apart: the unquantized model's result is at the floor or at the
             ceiling, or a server hardly read its quantized cache, or does not say that it did.
+        skipped: The schemes that were not asked, as no answer of theirs could show a loss.
     """
 
     level: Level
@@ -122,6 +123,7 @@ class Cell(StrictModel):
     flag: Flag | None
     results: Annotated[tuple[CellResult, ...], Records]
     differences: Annotated[tuple[PairedDifference, ...], Records]
+    skipped: Annotated[tuple[Text, ...], Records] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -210,7 +212,9 @@ class Evaluation(StrictModel):
             results = [result.scheme for result in cell.results]
             if len(set(results)) < len(results):
                 raise ValueError("a subject has two results in one cell")
-            for name in (*results, *(difference.other for difference in cell.differences)):
+            if both := set(results) & set(cell.skipped):
+                raise ValueError(f"results of {min(both)!a}, which was skipped")
+            for name in (*results, *cell.skipped, *(difference.other for difference in cell.differences)):
                 if name not in names:
                     raise ValueError(f"results of {name!a}, which is none of the subjects")
         return self

@@ -17,7 +17,7 @@ from scipy.stats import binomtest, norm, t
 
 from kvtuner.errors import CorpusError
 from kvtuner.evaluation.cache_scheme import REFERENCE
-from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval, bootstrap_mean
+from kvtuner.evaluation.statistics import DEFAULT_LEVEL, LEAST_UNITS, Interval, bootstrap_mean
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME, Cell, CellResult, PairedDifference
 
 if TYPE_CHECKING:
@@ -111,8 +111,9 @@ class BinaryScores(PairedScores):
 
     @property
     def flag(self) -> Flag | None:
-        """Why an unquantized model's marks cannot tell schemes apart: it fails, or hardly can."""
-        if self.accuracy <= FLOOR:
+        """Why an unquantized model's marks cannot tell schemes apart: it is hardly ever right, or hardly ever wrong."""
+        num_right = sum(map(any, self.problems))  # the units that a scheme differs in which is always wrong
+        if self.accuracy <= FLOOR or num_right < LEAST_UNITS <= len(self.problems):
             return "floor"
         return "ceiling" if self.accuracy >= CEILING else None
 
@@ -210,7 +211,7 @@ class CellKey:
     """The place where a metric is measured: contexts, or sequences, of `num_tokens`, if they have one length.
 
     The task is its name and metric, for level ``task``; the flag is one that is known before anything is scored.
-    Failures are answers, or tokens, that never came, by the name of the scheme.
+    Failures are answers, or tokens, that never came, by the name of the scheme; skipped schemes were not asked.
     """
 
     level: Level
@@ -219,20 +220,25 @@ class CellKey:
     task: str | None = None
     flag: Flag | None = None
     failures: Mapping[str, int] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
 
 
 def make_cell(measure: Measure, key: CellKey, scores: Mapping[str, PairedScores], seed: int) -> Cell:
-    """The cell of one metric: every scheme's result by name, and the profile's difference from each other scheme."""
-    profile = scores[PROFILE_SCHEME]
+    """The cell of one metric: every scheme's result by name, and the profile's difference from each other scheme.
+
+    There is no difference where the profile was skipped.
+    """
+    profile = scores.get(PROFILE_SCHEME)
     others = {name: other for name, other in scores.items() if name != PROFILE_SCHEME}
+    counts = next(iter(scores.values())).counts
     return Cell(
         level=key.level,
         measure=measure,
         task=key.task,
         num_tokens=key.num_tokens,
         position=key.position,
-        units=len(profile.counts),
-        count=int(profile.counts.sum()),
+        units=len(counts),
+        count=int(counts.sum()),
         flag=key.flag or (scores[REFERENCE].flag if REFERENCE in scores else None),
         results=tuple(
             CellResult(subject=name, **asdict(each.interval(seed)), failures=key.failures.get(name, 0))
@@ -246,5 +252,7 @@ def make_cell(measure: Measure, key: CellKey, scores: Mapping[str, PairedScores]
                 mcnemar=profile.mcnemar(other),
             )
             for name, other in others.items()
+            if profile is not None
         ),
+        skipped=key.skipped,
     )

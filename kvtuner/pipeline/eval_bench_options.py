@@ -31,7 +31,7 @@ EVALUATION_DEFAULTS: Final = {
 _OF_SERVERS: Final = ("positions", "scored_sequences", "top_logprobs", "timeout")
 _OF_TASKS: Final = ("include_path", "limit", "num_fewshot", "apply_chat_template")
 _OF_LEVELS: Final[dict[tuple[str, ...], tuple[str, ...]]] = {
-    ("recall", "needle", "arithmetic"): ("problems", "questions"),
+    ("recall", "needle", "arithmetic"): ("problems", "questions", "all_questions"),
     ("samples",): ("samples",),
     ("likelihood",): ("batch_size", "positions", "scored_sequences", "top_logprobs"),
 }
@@ -127,6 +127,7 @@ class EvalOptions:
     )
     problems: int | None = _number("problems", "contexts of every length", type=several)
     questions: int | None = _number("questions", "questions after each context")
+    all_questions: bool = option(False, "ask every scheme also what the unquantized model is hardly ever right at")
     samples: int | None = _number("samples", "prompts that all schemes continue")
     batch_size: int | None = _number("batch_size", "sequences in flight, of likelihood")
     seed: int | None = option(None, "seed of documents, questions and bootstrap; the search's by default", type=seed)

@@ -159,7 +159,10 @@ class _EvaluationSession:
         model = self._model
         backends, facts, cells = self._servers() if model.urls else self._loaded()
         identity = sha256_of(facts)
-        cells += question_cells(self._question_sets, backends, model.folder, identity, model.seed)
+        asks_all = model.options.all_questions
+        cells += question_cells(
+            self._question_sets, backends, model.folder, identity, asks_all=asks_all, seed=model.seed
+        )
         if model.options.tasks:
             cells += self._task_cells(backends, identity)
         return backends, cells

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtuner.evaluation.statistics import SIGNIFICANT
 from kvtuner.exported_configs.identity.mismatch import is_same_configuration
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
 from kvtuner.report.formatting import count, fixed, interval, model_name, number, percent
@@ -29,9 +30,8 @@ TITLES: Final = {
     "nll_nats_per_token": "perplexity",
 }
 SHARES: Final = ("accuracy", "top1_agreement")
-SIGNIFICANT: Final = 0.05
 FLAGS: Final = {
-    "floor": "- the unquantized model fails: this cannot show a loss",
+    "floor": "- the unquantized model is right too rarely for a loss to show",
     "ceiling": "+ the unquantized model hardly fails: this shows large losses only",
     "unread": "~ a server hardly found these prompts in its cache, or does not say: it may have read them as they were"
     " before they were stored, and only what follows the first token of an answer shows a loss",
@@ -59,6 +59,7 @@ def evaluation_lines(evaluation: Evaluation, profile: Profile) -> list[str]:
         cells = [cell for cell in evaluation.cells if cell.level == level]
         lines += ["", _units(level, cells), *_level_table(evaluation, cells).lines()]
         lines += [text for flag, text in FLAGS.items() if any(cell.flag == flag for cell in cells)]
+        lines += _skipped(cells)
         if failures := _failures(cells):
             effect = "are left out of every scheme" if level == "likelihood" else "count as wrong"
             lines.append(f"{failures} answers never came, and {effect}")
@@ -77,6 +78,7 @@ def evaluation_part(evaluation: Evaluation, profile: Profile) -> dict[str, Any]:
     """The part of ``templates/profile.html`` about an evaluation: its tables, and how to read them."""
     cells, provenance = evaluation.cells, evaluation.provenance
     remarks = [f"{flag}: {text[2:]}" for flag, text in FLAGS.items() if any(cell.flag == flag for cell in cells)]
+    remarks += _skipped(cells)
     if total := sum(len(cell.differences) for cell in cells):
         remarks.append(
             "The last column holds differences of the profile from another scheme, paired, with p below"
@@ -108,9 +110,9 @@ def cell_title(cell: Cell) -> str:
 
 
 def cell_values(cell: Cell, names: Sequence[str]) -> list[str]:
-    """The results of the named schemes, with intervals; ``-`` where a scheme has none."""
+    """The results of the named schemes, with intervals; ``-`` where a scheme has none, and what was skipped says so."""
     results = {result.scheme: result for result in cell.results}
-    return [_value_text(cell, results.get(name)) for name in names]
+    return ["skipped" if name in cell.skipped else _value_text(cell, results.get(name)) for name in names]
 
 
 def versions_text(provenance: ResultProvenance) -> str:
@@ -138,6 +140,18 @@ def _data(evaluation: Evaluation) -> str:
 
 def _failures(cells: Sequence[Cell]) -> int:
     return sum(result.failures for cell in cells for result in cell.results)
+
+
+def _skipped(cells: Sequence[Cell]) -> list[str]:
+    """The question sets that some schemes were not asked, by the schemes' names."""
+    sets: dict[tuple[str, ...], list[str]] = {}
+    for cell in cells:
+        if cell.skipped:
+            sets.setdefault(cell.skipped, []).append(f"{cell.level} {_short_title(cell)}".rstrip())
+    return [
+        f"skipped for {', '.join(names)}: {'; '.join(titles)}; --all-questions asks them too"
+        for names, titles in sets.items()
+    ]
 
 
 def _clear(cell: Cell) -> list[PairedDifference]:

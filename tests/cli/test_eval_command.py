@@ -108,7 +108,8 @@ def test_the_file_stands_beside_the_profile_and_is_shown(evaluate: Evaluate, run
     assert [cell["level"] for cell in evaluation["cells"]] == levels
     shown = run("show", path)[1]
     assert "which calibration and selection did not see" in shown
-    assert "the unquantized model fails: this cannot show a loss" in shown
+    assert "the unquantized model is right too rarely for a loss to show" in shown
+    assert "skipped for profile, fp8, K8V8: needle 40 tokens; needle 70 tokens; --all-questions asks them too" in shown
     assert json.loads(run("show", path, "--json")[1])["evaluations"] == [evaluation]
     second = evaluate(*TABLES, "--levels", "recall")[1]
     assert second["evaluation"] != str(file)
@@ -179,7 +180,7 @@ def test_what_was_asked_is_not_asked_again(evaluate: Evaluate, monkeypatch: pyte
 def test_an_interrupted_evaluation_goes_on(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtuner.evaluation.backends.local_backend import LocalBackend
 
-    levels = ("--levels", "recall,arithmetic", *TABLES)
+    levels = ("--levels", "recall,arithmetic", "--all-questions", *TABLES)
     whole, calls = LocalBackend.answers, []
 
     def interrupted(self: Any, *arguments: Any, **more: Any) -> Any:
@@ -197,8 +198,40 @@ def test_an_interrupted_evaluation_goes_on(evaluate: Evaluate, monkeypatch: pyte
     assert len(calls) == question_sets * schemes * problems + 1, "only the problem that was cut short is asked again"
 
 
+def test_what_the_unquantized_model_cannot_answer_is_asked_of_no_other_scheme(
+    evaluate: Evaluate, run: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvtuner.evaluation.backends.local_backend import LocalBackend
+
+    whole, asked = LocalBackend.answers, []
+
+    def counted(self: Any, *arguments: Any, **more: Any) -> Any:
+        asked.append(self.name)
+        return whole(self, *arguments, **more)
+
+    monkeypatch.setattr(LocalBackend, "answers", counted)
+    levels = ("--levels", "recall", *TABLES)
+    _, evaluation, _, path = evaluate(*levels)
+    assert asked == ["bf16"] * 6
+    others = ["profile", "fp8", "K8V8"]
+    for cell in evaluation["cells"]:
+        assert (cell["flag"], cell["skipped"], cell["differences"]) == ("floor", others, [])
+        assert [result["subject"] for result in cell["results"]] == ["bf16"]
+    page = path.with_suffix(".html")
+    assert run("show", path, "--html", page)[0] == 0
+    text = evaluate(*levels, as_json=False)[1]
+    assert "skipped for profile, fp8, K8V8: recall 40 tokens; recall 70 tokens; --all-questions asks them too" in text
+    assert "skipped for profile, fp8, K8V8: recall 40 tokens; recall 70 tokens" in page.read_text()
+    asked.clear()
+    again = evaluate(*levels, "--all-questions")[1]
+    assert asked == [name for _ in range(2) for name in others for _ in range(3)], "bf16's answers are kept"
+    for cell in again["cells"]:
+        assert (cell["flag"], cell["skipped"]) == ("floor", [])
+        assert [result["subject"] for result in cell["results"]] == ["bf16", *others]
+
+
 def test_a_damaged_or_foreign_evaluation_hides_nothing(evaluate: Evaluate, run: RunCommand) -> None:
-    _, evaluation, _, path = evaluate("--levels", "arithmetic", *QUESTIONS)
+    _, evaluation, _, path = evaluate("--levels", "arithmetic", "--all-questions", *QUESTIONS)
     file = Path(evaluation["evaluation"])
     document = json.loads(file.read_text())
     cell = document["cells"][0]
@@ -214,6 +247,8 @@ def test_a_damaged_or_foreign_evaluation_hides_nothing(evaluate: Evaluate, run: 
         ({"cells": [{**cell, "results": [{**cell["results"][0], "subject": "x"}]}]}, "none of the subjects"),
         ({"cells": [{**cell, "results": cell["results"] * 2}]}, "two results"),
         ({"cells": [{**cell, "results": [{**cell["results"][0], "mean": 1e30, "high": 1e30}]}]}, "must ascend within"),
+        ({"cells": [{**cell, "skipped": ["bf16"]}]}, "results of 'bf16', which was skipped"),
+        ({"cells": [{**cell, "skipped": ["z"]}]}, "results of 'z', which is none of the subjects"),
         ({"cells": [{**cell, "differences": [{**cell["differences"][0], "other": "y"}]}]}, "none of the subjects"),
     )
     for change, complaint in changes:
@@ -266,7 +301,17 @@ def test_a_profile_with_a_window_is_evaluated_by_any_read_plan(evaluate: Evaluat
     file = tmp_path / "profile.json"
     searched = load_profile(file)
     stored = (searched.layout, searched.geometry, searched.defaults, searched.layers)
-    flags = ("--levels", "likelihood,recall", "--lengths", "48", "--problems", "2", "--questions", "2")
+    flags = (
+        "--levels",
+        "likelihood,recall",
+        "--lengths",
+        "48",
+        "--problems",
+        "2",
+        "--questions",
+        "2",
+        "--all-questions",
+    )
     kls = []
     for window in (ExactWindow(), ExactWindow(24)):
         digest = sha256_of(hashed_content(*stored, window))
@@ -293,6 +338,7 @@ SERVER = ("--endpoint", "http://127.0.0.1:9")
     (("--apply-chat-template",), "--apply-chat-template is for tasks"),
     (("--include-path", "."), "--include-path is for tasks"),
     (("--levels", "likelihood", "--questions", "4"), "--questions is for --levels recall or needle or arithmetic; ask"),
+    (("--levels", "likelihood", "--all-questions"), "--all-questions is for --levels recall or needle or arithmetic;"),
     (("--levels", "samples", "--problems", "10"), "--problems is for --levels recall or needle or arithmetic; ask"),
     (("--levels", "recall", "--samples", "3"), "--samples is for --levels samples; ask"),
     (("--levels", "arithmetic", "--lengths", "64"), "--lengths is for --levels recall or needle; ask"),

@@ -12,6 +12,7 @@ from scipy.stats import binom, permutation_test
 
 from kvtuner.errors import CorpusError
 from kvtuner.evaluation.cells import BinaryScores, MeanScores, sign_flip
+from kvtuner.evaluation.statistics import LEAST_UNITS, SIGNIFICANT
 
 
 def marks(text: str) -> BinaryScores:
@@ -140,6 +141,16 @@ def test_a_reference_that_fails_or_hardly_can_is_flagged() -> None:
     assert marks("1111 0000").flag is None
     assert marks(" ".join(["1"] * 5 + ["0"] * 95)).flag == "floor"
     assert marks(" ".join(["1"] * 6 + ["0"] * 94)).flag is None
+
+
+def test_a_reference_is_flagged_where_the_loss_of_all_that_it_has_right_would_not_be_clear() -> None:
+    """The test itself compares a scheme that is always wrong with one that is right in some of ten contexts."""
+    for num_right in range(3, 11):
+        reference = marks(" ".join(["0110"] * num_right + ["0000"] * (10 - num_right)))
+        always_wrong = marks(" ".join(["0000"] * 10))
+        is_clear = always_wrong.p_value(reference, 0) < SIGNIFICANT
+        assert (reference.flag is None) == is_clear == (num_right >= LEAST_UNITS)
+    assert marks("1110 " * 4 + "1111").flag is None, "of five contexts none would be clear, whoever is right"
 
 
 def test_what_cannot_be_paired_is_refused() -> None:

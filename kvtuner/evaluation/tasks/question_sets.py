@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from kvtuner.errors import CorpusError
 from kvtuner.evaluation.backends.base import AnswerJournal, Backend, HitCount, TextTokenizer, unread_flag
+from kvtuner.evaluation.cache_scheme import REFERENCE
 from kvtuner.evaluation.cells import BinaryScores, CellKey, make_cell
 from kvtuner.evaluation.tasks.recall_and_needles import Problem, arithmetic, needles, recall
 
@@ -107,12 +108,21 @@ def _most_tokens(problem: Problem, text: TextTokenizer) -> int:
 
 
 def question_cells(
-    sets: Sequence[QuestionSet], backends: Sequence[Backend], folder: RunFolder, identity: str, seed: int
+    sets: Sequence[QuestionSet],
+    backends: Sequence[Backend],
+    folder: RunFolder,
+    identity: str,
+    *,
+    asks_all: bool,
+    seed: int,
 ) -> list[Cell]:
     """The accuracy of every backend, the profile's among them, in every question set; answers are journalled.
 
-    The identity is the hash of whatever decides answers besides the questions and the backend.
+    The unquantized model is asked first. A set whose answers all came and are at the floor is skipped by all other
+    backends, unless everything is to be asked. The identity is the hash of whatever decides answers besides the
+    questions and the backend.
     """
+    in_turn = sorted(backends, key=lambda backend: backend.name != REFERENCE)
     journal = AnswerJournal(folder, JOURNAL, identity, version=ANSWERING)
     cells = []
     total = sum(len(questions.problems) for questions in sets) * len(backends)
@@ -121,12 +131,19 @@ def question_cells(
             marks: dict[str, BinaryScores] = {}
             failures: dict[str, int] = {}
             hits: dict[str, HitCount] = {}
-            for backend in backends:
+            skipped: tuple[str, ...] = ()
+            for backend in in_turn:
+                is_answered = REFERENCE in marks and not failures[REFERENCE]
+                if not asks_all and is_answered and marks[REFERENCE].flag == "floor":
+                    skipped = tuple(other.name for other in backends if other.name not in marks)
+                    bar.total -= len(skipped) * len(questions.problems)
+                    break
                 answers, hits[backend.name] = _ask(questions, backend, journal, bar.update)
                 pairs = zip(questions.problems, answers, strict=True)
                 marks[backend.name] = BinaryScores(tuple(problem.marks(texts) for problem, texts in pairs))
                 failures[backend.name] = sum(texts.count(None) for texts in answers)
-            key = replace(questions.key, flag=unread_flag(backends, hits), failures=failures)
+            asked = [backend for backend in backends if backend.name in marks]
+            key = replace(questions.key, flag=unread_flag(asked, hits), failures=failures, skipped=skipped)
             cells.append(make_cell("accuracy", key, marks, seed))
     return cells
 
