@@ -53,6 +53,11 @@ class Verdict:
         return {"text": str(self), **asdict(self), "findings": list(self.findings)}
 
 
+def harmless_kl(fp8_kl: float | None) -> float:
+    """The KL, nats per token, up to which a cache is taken for harmless, beside fp8's where that was measured."""
+    return HARMLESS_KL if fp8_kl is None else max(HARMLESS_KL, FP8_FACTOR * fp8_kl)
+
+
 def verdict_of(profile: Profile) -> Verdict | None:
     """The verdict on a profile; None where nothing was measured."""
     return None if profile.quality is None else _Facts(profile, profile.quality).verdict()
@@ -66,7 +71,7 @@ class _Facts:
         self.baselines = {baseline.name: baseline for baseline in quality.baselines}
         self.fp8 = self.baselines.get("fp8")
         self.uniform: UniformRecord | None = quality.best_uniform
-        self.limit = max(HARMLESS_KL, FP8_FACTOR * self.fp8.kl_mean) if self.fp8 else HARMLESS_KL
+        self.limit = harmless_kl(self.fp8.kl_mean if self.fp8 else None)
 
     def verdict(self) -> Verdict:
         findings = (self._size(), self._quality(), *self._gains(), *self._next_budget())

@@ -15,6 +15,8 @@ from kvtuner.report.layer_strip import BAND, KIND_CODES, bits_used, kinds_used
 from kvtuner.report.plots.style import BITS_COLOURS, ink_on
 from kvtuner.report.table import markdown_text
 
+WIDE_PICTURE: Final = 340
+"""The CSS pixels from which on a picture is wider than a telephone's screen."""
 _CSS_PIXELS_PER_PIXEL: Final = 0.625  # pictures have 160 dots per inch; 100 CSS pixels are an inch here
 
 
@@ -52,5 +54,6 @@ def environment() -> Environment:
         kinds_used=kinds_used,
         kind_codes=KIND_CODES,
         band=BAND,
+        wide_picture=WIDE_PICTURE,
     )
     return templates

@@ -42,6 +42,7 @@ class BudgetOutcome:
 
     Attributes:
         window_bytes: The bytes of one request's exact copies; None in data of an earlier release.
+        context_length: The tokens that are served in one request at most; None in data of an earlier release.
     """
 
     asked: str
@@ -54,6 +55,7 @@ class BudgetOutcome:
     residual_length: int = 0
     sinks: int = 0
     window_bytes: int | None = None
+    context_length: int | None = None
 
     @property
     def window(self) -> ExactWindow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,7 +45,16 @@ def write_search_report(data: ReportData, folder: Path) -> Path:
 def search_page(data: ReportData, pictures: Mapping[str, bytes]) -> str:
     """The page, with PNG bytes by the names of `kvtuner.report.plots.search_plots.PICTURES`."""
     from kvtuner.report.html_page import render
+    from kvtuner.report.plots.bits_over_sensitivity import bits_over_sensitivity, least_width
+    from kvtuner.report.plots.drawing import drawn
+    from kvtuner.report.plots.kl_near_winner import kl_near_winner
+    from kvtuner.report.plots.tokens_that_fit import FittingRequests, tokens_that_fit
 
+    drawings = {
+        "bits": drawn(partial(bits_over_sensitivity, data)),
+        "fit": drawn(partial(tokens_that_fit, data)),
+        **({"kl": drawn(partial(kl_near_winner, data.quality[0]))} if data.quality else {}),
+    }
     descriptions = _descriptions(data)
     return render(
         "search.html",
@@ -52,7 +62,11 @@ def search_page(data: ReportData, pictures: Mapping[str, bytes]) -> str:
         data=data,
         score=SCORE_TITLES[data.score],
         level=_level(data),
-        pictures={name: (png, descriptions[name]) for name, png in pictures.items()},
+        drawings=drawings,
+        least_width=least_width(data),
+        fitting=FittingRequests.of(data),
+        rank=rank_text(data.budget.tp_size, data.budget.pp_size),
+        pictures={name: (png, descriptions[name]) for name, png in pictures.items() if name in descriptions},
         qualities=[(quality, _quality_table(quality, _level(data))) for quality in data.quality],
         tables=_page_tables(data),
     )
@@ -99,7 +113,7 @@ def _page_tables(data: ReportData) -> dict[str, Table]:
         (SCORE_TITLES.get(row.score, row.score), row.side.upper(), fixed(row.rho, 3)) for row in data.rank_correlations
     ]
     return {
-        "outcome": Table(("", "this profile", "bf16"), outcome),
+        "outcome": Table(("", "this profile", "bf16"), outcome, wrap=True),
         "layers": layer_table(data.layers, "transform of keys", "transform of values"),
         "additivity": Table(("configuration", "predicted KL", "measured KL", "measured / predicted"), checks),
         "gains": Table(("side", "bits", "score", "ratio", "layers"), _transform_gains(data.sensitivity)),
@@ -136,7 +150,7 @@ def _transform_gains(rows: Sequence[SensitivityRow]) -> list[tuple[str, ...]]:
 
 
 def _descriptions(data: ReportData) -> dict[str, str]:
-    """The text of each picture, for those who do not see it."""
+    """The text of each picture on the page, for those who do not see it."""
     schemes = [row for quality in data.quality[:1] for row in (quality.winner, *quality.baselines)]
     kls = [number(row.kl.mean if row.kl else None) for row in schemes]
     bits = [f"{row.label} at {row.effective_bits:.2f} bits has {kl}" for row, kl in zip(schemes, kls, strict=True)]
@@ -148,7 +162,6 @@ def _descriptions(data: ReportData) -> dict[str, str]:
     widths = f"{', '.join(map(str, narrow))} and {widest}" if narrow else str(widest)
     uniforms = [f"K{cell.k_bits}V{cell.v_bits} {number(cell.kl)}" for cell in data.uniform_kl]
     texts = {
-        "chosen-bits": f"Bits of keys and values: {', '.join(f'layer {row.layer} {row.pair}' for row in data.layers)}",
         "pareto-front": f"KL against effective bits: {'; '.join(bits)}",
         "sensitivity": f"{SCORE_TITLES[data.score]} by layer, at {widths} bits. Worst at 2 bits: {', '.join(worst)}",
         "uniform-kl": f"KL of uniform pairs: {', '.join(uniforms)}",

@@ -184,6 +184,7 @@ def make_report_data(
             residual_length=profile.window.residual_length,
             sinks=profile.window.sinks,
             window_bytes=ranks.window_bytes(profile.pairs, profile.window),
+            context_length=run.shape.context_length,
         ),
         layers=layer_rows(outcome.configuration),
         quality=quality,
