@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.load import load_profile
     from kvtuner.exported_configs.profile.profile import Profile
-    from kvtuner.pipeline.python_interface import calibrate, evaluate, search
+    from kvtuner.pipeline.python_interface import calibrate, evaluate, plan, search
     from kvtuner.runtime_loader.sglang import engine
     from kvtuner.runtime_loader.transformers_cache import KVTunerCache
 
 __version__ = "0.1.0"
-__all__ = ["KVTunerCache", "Profile", "calibrate", "engine", "evaluate", "load_profile", "search"]
+__all__ = ["KVTunerCache", "Profile", "calibrate", "engine", "evaluate", "load_profile", "plan", "search"]
 
 _MODULES: Final = {
     "KVTunerCache": "kvtuner.runtime_loader.transformers_cache",
@@ -26,6 +26,7 @@ _MODULES: Final = {
     "engine": "kvtuner.runtime_loader.sglang",
     "evaluate": "kvtuner.pipeline.python_interface",
     "load_profile": "kvtuner.exported_configs.profile.load",
+    "plan": "kvtuner.pipeline.python_interface",
     "search": "kvtuner.pipeline.python_interface",
 }
 

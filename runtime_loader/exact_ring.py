@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from kvtuner.runtime_loader.row_format import LayerFormat
 
 COPIES_SHARE: Final = 1 / 8
+LARGEST_COPIES_SHARE: Final = 0.5
+"""The share of the memory that exact copies may take where somebody says how many requests run."""
 LEAST_REQUESTS: Final = 8
 EMPTY: Final = -1
 """The position beside a place without a copy."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from kvtuner.errors import BudgetError
 from kvtuner.precision import (
+    NATIVE_BITS,
     NO_WINDOW,
     WHOLE_HEADS,
     ExactWindow,
@@ -182,6 +183,21 @@ class Constraint:
             return Fraction(0)
         layer_bytes = self.window.num_tokens * copy_bytes(SMALLEST_PAIR, self.shape.pair_bytes(NATIVE_PAIR))
         return Fraction(len(self.stages[stage]) * layer_bytes, self.budget.request_tokens)
+
+    def most_bytes(self, stage: int, widths: Sequence[int]) -> int:
+        """The most stored bytes of one token that a stage's layers take inside the budget, at packed `widths` or 16.
+
+        A budget of payload bits allows scale words and padding besides. Of several mixes with other scale words this
+        counts the most that a layer has, and never more than 16 bits take.
+        """
+        layers, native = len(self.stages[stage]), self.shape.pair_bytes(NATIVE_PAIR)
+        most = self.cap(stage)
+        if self.budget.kind == "mean_bits":
+            heads = self.shape.num_kv_heads
+            pairs = [PrecisionPair(k, v) for k in (*widths, NATIVE_BITS) for v in (*widths, NATIVE_BITS)]
+            beside = max(Fraction(self.shape.pair_bytes(p)) - Fraction(heads * self.cost(p), 8) for p in pairs)
+            most = math.floor(Fraction(most * heads, 8) + layers * beside)
+        return min(most, layers * native)
 
     def stage_costs(self, pairs: Sequence[PrecisionPair]) -> list[int]:
         """The cost of a configuration in each stage."""

@@ -38,7 +38,7 @@ def checkpoint_sha256(folder: Path) -> str | None:
     names do not count, since nothing says which of them are the model.
     """
     try:
-        files = _files(folder)
+        files = checkpoint_files(folder)
         tensors = dict(sorted(tensor for file in files for tensor in _tensors(file)))
         text = canonical_json(tensors).encode()
     except (OSError, ValueError, RecursionError):
@@ -46,8 +46,11 @@ def checkpoint_sha256(folder: Path) -> str | None:
     return "sha256:" + hashlib.sha256(text).hexdigest() if tensors else None
 
 
-def _files(folder: Path) -> list[Path]:
-    """The one file of a model, or those of its index; adapters and other copies beside them do not count."""
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The one file of a model, or those of its index; adapters and other copies beside them do not count.
+
+    The list is empty where there is neither; a `ValueError` is an index that names no files beside it.
+    """
     if (folder / ONE_FILE).is_file():
         return [folder / ONE_FILE]
     index = folder / WEIGHTS_INDEX

@@ -61,7 +61,7 @@ def identity_of(
     `quantized_by` quantizes weights while they are loaded, where the configuration names no quantization. A dtype or a
     text that no profile can hold is a `ProfileError`.
     """
-    folder = None if files is None else _folder(files, revision)
+    folder = None if files is None else checkpoint_folder(files, revision)
     fields = {
         "id": public_name(id),
         "revision": getattr(config, "_commit_hash", None) or _commit(id, revision) or revision,
@@ -145,7 +145,7 @@ def tokenizer_sha256(tokenizer: Any) -> str:
 
 
 def _commit(model: str, revision: str | None) -> str | None:
-    snapshot = _snapshot(model) or _SNAPSHOT.search(str(_folder(model, revision)))
+    snapshot = _snapshot(model) or _SNAPSHOT.search(str(checkpoint_folder(model, revision)))
     return snapshot[2] if snapshot else None
 
 
@@ -161,7 +161,7 @@ def _existing(model: str) -> str | None:
     return path if os.path.exists(path) else None
 
 
-def _folder(model: str, revision: str | None) -> Path | None:
+def checkpoint_folder(model: str, revision: str | None) -> Path | None:
     """The folder of a path, or of a hub id in the hub's cache, without a request to the hub."""
     path = _existing(model)
     if path is not None:

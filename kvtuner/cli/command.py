@@ -46,7 +46,8 @@ def add_options(parser: argparse.ArgumentParser, options: Any, title: str | None
                 settings["action"] = argparse.BooleanOptionalAction
             if read := settings.pop("type", None):
                 settings["type"] = _flag_type(read)
-            group.add_argument(f"--{item.name.replace('_', '-')}", **settings)
+            flags = (item.name.replace("_", "-"), *settings.pop("aliases", ()))
+            group.add_argument(*(f"--{flag}" for flag in flags), **settings)
 
 
 def _flag_type(read: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -20,6 +20,7 @@ from kvtuner.cli.commands import (
     eval_bench,
     import_export,
     list_,
+    plan,
     push_pull,
     search_calibrate,
     show_report,
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _MODULES: Final = (
+    plan,
     search_calibrate,
     eval_bench,
     show_report,
     validate,
     diff,
     list_,
+    plan,
     push_pull,
     import_export,
     sign_verify,
@@ -46,6 +49,8 @@ COMMANDS: Final[dict[str, Command]] = {
     command.name: command for command in chain.from_iterable(module.COMMANDS for module in _MODULES)
 }
 """Every command by its name, in the order of the help. A new one stands in `COMMANDS` of a module of this list."""
+_MODEL_EXAMPLES: Final = {"plan": " --gpu H100", "search": " --budget 4bit", "calibrate": ""}
+"""What stands behind the model in an example of a command that needs one."""
 _PATHS: Final = ("model", "data", "out")
 
 
@@ -111,9 +116,9 @@ def parse(parser: _Parser, argv: Sequence[str]) -> argparse.Namespace:
     if getattr(args, "config", None):
         _apply_config_file(command, Path(args.config), keep_budget=not getattr(args, "budget", None))
         args = parser.parse_args(argv)
-    if args.command in ("search", "calibrate") and not args.model:
-        example = f"kvtuner {args.command} --model Qwen/Qwen2.5-7B-Instruct"
-        command.error(f"give --model, as in: {example}{' --budget 4bit' * (args.command == 'search')}")
+    if args.command in _MODEL_EXAMPLES and not args.model:
+        example = f"kvtuner {args.command} --model Qwen/Qwen2.5-7B-Instruct{_MODEL_EXAMPLES[args.command]}"
+        command.error(f"give --model, as in: {example}")
     return args
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvtuner.bench.loads import LoadOptions
 from kvtuner.errors import CorpusError, EndpointError, OptionError
-from kvtuner.pipeline.number_readers import positive, seed, whole_number
+from kvtuner.pipeline.number_readers import byte_count, positive, seed, whole_number
 from kvtuner.pipeline.options import DataOptions, ModelOptions, check_options, option
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
 
@@ -36,7 +35,6 @@ _OF_LEVELS: Final[dict[tuple[str, ...], tuple[str, ...]]] = {
     ("likelihood",): ("batch_size", "positions", "scored_sequences", "top_logprobs"),
 }
 LOADS: Final = LoadOptions()
-_UNITS: Final = {None: 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def several(text: str) -> int:
@@ -75,14 +73,6 @@ def endpoint(text: str) -> tuple[str, str]:
     if not url.startswith(("http://", "https://")):
         raise OptionError(f"an endpoint is http://HOST:PORT, or SCHEME=http://HOST:PORT, not {text!r}")
     return scheme, url
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB)?", text)
-    value = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if value < 1:
-        raise OptionError(f"bytes are written 512MiB or 40GiB, not {text!r}")
-    return value
 
 
 def _gigabytes(text: str) -> float:
@@ -254,7 +244,10 @@ class BenchOptions:
         metavar="'FLAGS'",
     )
     kv_memory: int | None = option(
-        None, "size of every scheme's KV pool, such as 40GiB; SGLang decides by default", type=_bytes, metavar="BYTES"
+        None,
+        "size of every scheme's KV pool, such as 40GiB; SGLang decides by default",
+        type=byte_count,
+        metavar="BYTES",
     )
     start_timeout: int | None = option(None, "seconds for a start; 1800 by default", type=positive, metavar="SECONDS")
     endpoint: tuple[tuple[str, str], ...] | None = option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvtuner.errors import OptionError
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 MAX_SEED: Final = 2**31
 MIN_REPORT_SEQUENCES: Final = 2
 """The sequences that an interval needs."""
+_UNITS: Final = {None: 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def whole_number(text: str) -> int:
@@ -28,6 +30,24 @@ def positive(text: str) -> int:
     value = whole_number(text)
     if value < 1:
         raise OptionError(f"must be at least 1, not {value}")
+    return value
+
+
+def token_count(text: str) -> int:
+    """A count of tokens of at least 1; ``32k`` is 32 * 1024."""
+    match = re.fullmatch(r"(\d{1,9})(k?)", text.strip().lower(), re.ASCII)
+    value = int(match[1]) * (1024 if match[2] else 1) if match else 0
+    if value < 1:
+        raise OptionError(f"tokens are written 32768 or 32k, not {text!r}")
+    return value
+
+
+def byte_count(text: str) -> int:
+    """A number of bytes of at least 1, with or without a unit."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KiB|MiB|GiB)?", text)
+    value = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if value < 1:
+        raise OptionError(f"bytes are written 512MiB or 40GiB, not {text!r}")
     return value
 
 

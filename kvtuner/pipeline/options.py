@@ -53,7 +53,7 @@ def option(default: Any, text: str, **flag: Any) -> Any:
     """A field that is a flag with a line of help; it is a switch where its default is True or False.
 
     Further settings are arguments of argparse, such as the `type` that reads the text, and checks values from Python;
-    `group` is the title of a group of flags that begins with this one.
+    `group` is the title of a group of flags that begins with this one, and `aliases` are its other names.
     """
     return field(default=default, metadata={"help": text, **flag})
 

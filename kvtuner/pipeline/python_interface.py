@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, overload
 
 from kvtuner.pipeline.eval_bench_options import EvalOptions
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions, defaults_of, flag_fields, options_from
+from kvtuner.pipeline.planning.plan_options import PlanOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtuner.pipeline.evaluate import EvaluationResult
+    from kvtuner.pipeline.planning.capacity_plan import CapacityPlan
     from kvtuner.pipeline.search import CalibrationResult, SearchResult
 
-_LISTS: Final = {"levels", "against", "lengths", "tasks"}
+_LISTS: Final = {"budget", "levels", "against", "lengths", "tasks"}
 """Options of which one value stands for a tuple of one."""
 
 _Options = TypeVar("_Options")
@@ -101,6 +103,23 @@ def evaluate(profile: str | os.PathLike[str], **options: Any) -> EvaluationResul
     from kvtuner.pipeline.evaluate import run_evaluation
 
     return run_evaluation(_options(EvalOptions, {**options, "profile": profile}))
+
+
+@_takes(PlanOptions)
+def plan(model: str | os.PathLike[str], **options: Any) -> CapacityPlan:
+    """Plan what fits some GPUs by each scheme and budget, as ``kvtuner plan`` does; loads no weights.
+
+    Args:
+        model: The hub id, the folder, or ``demo``.
+        **options: The flags of the command with underscores, such as ``gpu="H100"`` and ``context_length="32k"``; see
+            ``kvtuner plan --help``.
+
+    Raises:
+        KVTunerError: The model is not supported or does not fit; the message says what would work.
+    """
+    from kvtuner.pipeline.planning.capacity_plan import make_plan
+
+    return make_plan(_options(PlanOptions, {**options, "model": model}))
 
 
 def _options(kind: type[_Options], values: dict[str, Any]) -> _Options:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HEAVY: Final = ("torch", "transformers", "optuna", "sglang", "matplotlib", "numpy", "pydantic")
-COMMAND_ONLY: Final = {"command", "config", "dry_run", "json", "debug", "verbose"}
+COMMAND_ONLY: Final = {"command", "config", "dry_run", "html", "json", "debug", "verbose"}
 
 
 def test_the_import_brings_nothing_heavy() -> None:
@@ -40,7 +40,13 @@ def test_an_unknown_name_is_no_attribute() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "command"), [("search", ["search"]), ("calibrate", ["calibrate"]), ("evaluate", ["eval", "profile.json"])]
+    ("name", "command"),
+    [
+        ("plan", ["plan"]),
+        ("search", ["search"]),
+        ("calibrate", ["calibrate"]),
+        ("evaluate", ["eval", "profile.json"]),
+    ],
 )
 def test_a_function_takes_what_its_command_takes_with_the_same_defaults(name: str, command: list[str]) -> None:
     flags = {

@@ -189,3 +189,30 @@ def test_violation_is_positive_exactly_where_the_budget_is_broken() -> None:
 def test_ranks_that_the_model_lacks_are_refused() -> None:
     with pytest.raises(GeometryError):
         Budget.parse("4bit").constraint(GEOMETRY, pp_size=8)
+
+
+@pytest.mark.parametrize("tp_size", [1, 4])
+@pytest.mark.parametrize("pp_size", [1, 2])
+@pytest.mark.parametrize(
+    "text", ["2bit", "2.5bit", "3bit", "4.3bit", "8bit", "15bit", "4bpe", "30%", "600B/token", "30MiB@9x4k"]
+)
+def test_the_most_bytes_hold_every_configuration_inside_the_budget(text: str, tp_size: int, pp_size: int) -> None:
+    geometry = ModelGeometry(num_layers=3, num_attention_heads=8, num_kv_heads=4, head_dim=64, v_head_dim=32)
+    window = ExactWindow(16)
+    constraint = Budget.parse(text).constraint(geometry, tp_size=tp_size, pp_size=pp_size, window=window)
+    pairs = [PrecisionPair(k, v) for k, v in product((2, 4, 16), (2, 3, 16))]
+    inside = [mix for mix in product(pairs, repeat=3) if constraint.is_met(mix)]
+    native = constraint.shape.pair_bytes(PrecisionPair(16, 16))
+    for stage, layers in enumerate(constraint.stages):
+        taken = [sum(constraint.shape.pair_bytes(mix[layer]) for layer in layers) for mix in inside]
+        most = constraint.most_bytes(stage, (2, 3, 4, 8))
+        copies = sum(constraint.uncopied(PrecisionPair(16, 16)) for _ in layers)
+        assert max(taken) - copies <= most <= len(layers) * native
+
+
+@pytest.mark.parametrize(("text", "pair"), [("2bit", "K2V2"), ("4bit", "K4V4"), ("8bit", "K8V8"), ("16bit", "K16V16")])
+def test_the_most_bytes_of_payload_bits_are_those_of_the_uniform_that_has_them(text: str, pair: str) -> None:
+    geometry = ModelGeometry(num_layers=3, num_attention_heads=8, num_kv_heads=4, head_dim=64, v_head_dim=64)
+    constraint = Budget.parse(text).constraint(geometry)
+    uniform = constraint.shape.pair_bytes(PrecisionPair.parse(pair))
+    assert constraint.most_bytes(0, (2, 3, 4, 8)) == 3 * uniform

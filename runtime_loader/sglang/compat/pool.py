@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.kv_cache_configurator import get_schedule
 from sglang.srt.mem_cache.memory_pool import KvBufferDesc, MHATokenToKVPool, unwrap_write_loc
 
 from kvtuner.errors import ServingError
-from kvtuner.runtime_loader.exact_ring import largest_pool
+from kvtuner.runtime_loader.exact_ring import LARGEST_COPIES_SHARE, largest_pool
 from kvtuner.runtime_loader.sglang.compat.hooks import AFTER, AROUND, check_leading, install
 from kvtuner.runtime_loader.sglang.process_state import refusing
 
@@ -36,8 +36,6 @@ _OVERRIDDEN: Final = {
     "get_device_pool_infos": (),
     "set_kv_buffer_prefix_valid": (),
 }
-LARGEST_COPIES_SHARE: Final = 0.5
-"""The share of the memory that exact copies may take."""
 _CAPACITY = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
 
 

@@ -1,0 +1,131 @@
+"""The tokens and requests that fit on a server's ranks by each cache scheme and budget. Knows nothing of advice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal
+
+from kvtuner.errors import BudgetError
+from kvtuner.evaluation.cache_scheme import FP8, REFERENCE
+from kvtuner.evaluation.validation import uniform_pairs
+from kvtuner.pipeline.planning.server_memory import CacheCost
+from kvtuner.pipeline.stages.search_run import serving_ranks
+from kvtuner.precision import GIB, NATIVE_BITS, PrecisionPair, copy_bytes
+from kvtuner.search_spaces.budget import SMALLEST_PAIR, Budget
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvtuner.calibration.model_loading import ModelShape
+    from kvtuner.calibration.quantization_options import QuantizationOptions
+    from kvtuner.pipeline.planning.server_memory import ServerMemory
+    from kvtuner.search_spaces.budget import Constraint
+
+SchemeKind = Literal["bf16", "fp8", "uniform", "budget"]
+_NATIVE: Final = PrecisionPair(NATIVE_BITS, NATIVE_BITS)
+
+
+@dataclass(frozen=True, slots=True)
+class SchemeCapacity:
+    """The tokens, and requests of the whole context, that fit by one cache scheme or inside one budget.
+
+    Bytes and bits are those of the fullest rank; a budget's are the most that it allows. Copies are those of an exact
+    window, of one request.
+    """
+
+    name: str
+    kind: SchemeKind
+    effective_bits: float
+    bytes_per_token: int
+    copies_bytes_per_request: int
+    tokens: int
+    requests: int
+
+
+class SchemeSizes:
+    """The bytes of every scheme on a server's ranks, and what fits by them."""
+
+    def __init__(self, shape: ModelShape, quant: QuantizationOptions, server: ServerMemory) -> None:
+        self.shape, self.quant, self.server = shape, quant, server
+        self.ranks = serving_ranks(quant, shape, tp_size=server.tp_size, pp_size=server.pp_size)
+        rows, self.num_layers = self.ranks.shape, shape.geometry.num_layers
+        self._copies_of_layer = quant.window.num_tokens * copy_bytes(SMALLEST_PAIR, rows.pair_bytes(_NATIVE))
+        self.channels = rows.num_kv_heads * (rows.head_dim + rows.v_head_dim)
+
+    def serving(self, **changes: int) -> SchemeSizes:
+        """The same by another server."""
+        return SchemeSizes(self.shape, self.quant, replace(self.server, **changes))
+
+    def rows(self, budgets: Sequence[str]) -> tuple[SchemeCapacity, ...]:
+        """The capacity of every scheme, and of every budget."""
+        bf16, fp8 = self.ranks.shape.pair_bytes(_NATIVE), self.channels
+        exact = (self._row(REFERENCE, "bf16", bf16), self._row(FP8, "fp8", fp8))
+        pairs = uniform_pairs(self.quant.widths)
+        uniforms = (self._row(str(pair), "uniform", self.ranks.shape.pair_bytes(pair)) for pair in pairs)
+        return (*exact, *uniforms, *(self.budget_row(Budget.parse(text)) for text in budgets))
+
+    def budget_row(self, budget: Budget) -> SchemeCapacity:
+        """The capacity of the most that a budget allows."""
+        constraint = self.constraint(budget)
+        stages = [constraint.most_bytes(stage, self.quant.widths) for stage in range(len(self.ranks.stages))]
+        return self._capacity(budget.text, "budget", stages, has_copies=True)
+
+    def constraint(self, budget: Budget) -> Constraint:
+        """A budget as a constraint on these ranks."""
+        quant, server = self.quant, self.server
+        return budget.constraint(
+            self.shape.geometry, quant.k_layout, quant.v_layout, tp_size=server.tp_size, pp_size=server.pp_size,
+            window=quant.window,
+        )  # fmt: skip
+
+    def smallest(self) -> SchemeCapacity:
+        """The capacity of 2 bits everywhere, the least that a search may choose."""
+        return self._row(str(SMALLEST_PAIR), "uniform", self.ranks.shape.pair_bytes(SMALLEST_PAIR))
+
+    def largest_budget(self) -> tuple[Budget, float] | None:
+        """The largest budget with which all requests that the server runs fit, and its stored bits; None without one.
+
+        The server must have been asked to run a number of requests.
+        """
+        concurrency, context = self.server.max_running_requests, self.server.context_length
+        assert concurrency is not None
+        # The server has one slot more than requests.
+        room = self.server.pool_bytes - max(map(len, self.ranks.stages)) * self._copies_of_layer
+        if room < GIB // 100:
+            return None
+        hundredths = room * 100 // GIB
+        tokens = f"{context // 1024}k" if context % 1024 == 0 else str(context)
+        budget = Budget.parse(f"{hundredths // 100}.{hundredths % 100:02}GiB@{concurrency}x{tokens}")
+        try:
+            constraint = self.constraint(budget)
+        except BudgetError:
+            return None
+        if self.budget_row(budget).requests < concurrency:
+            return None  # copies take too much
+        stages = enumerate(self.ranks.stages)
+        return budget, min(8 * constraint.cap(stage) / (len(layers) * self.channels) for stage, layers in stages)
+
+    def _row(self, name: str, kind: SchemeKind, layer_bytes: int) -> SchemeCapacity:
+        stages = [len(layers) * layer_bytes for layers in self.ranks.stages]
+        return self._capacity(name, kind, stages, has_copies=kind == "uniform")
+
+    def _capacity(self, name: str, kind: SchemeKind, stages: Sequence[int], *, has_copies: bool) -> SchemeCapacity:
+        """The capacity by the bytes that a token takes in each pipeline stage; the fullest limits all."""
+        copies = self._copies_of_layer * has_copies
+        costs = [
+            CacheCost(rank_bytes, copies * len(layers), sum(stages), copies * self.num_layers)
+            for rank_bytes, layers in zip(stages, self.ranks.stages, strict=True)
+        ]
+        tokens = [self.server.tokens(cost) for cost in costs]
+        # Of stages that hold as much, the last has the most layers.
+        fullest = min(reversed(range(len(costs))), key=tokens.__getitem__)
+        cost, layers = costs[fullest], self.ranks.stages[fullest]
+        return SchemeCapacity(
+            name=name,
+            kind=kind,
+            effective_bits=8 * cost.bytes_per_token / (len(layers) * self.channels),
+            bytes_per_token=cost.bytes_per_token,
+            copies_bytes_per_request=cost.bytes_per_request,
+            tokens=tokens[fullest],
+            requests=self.server.requests(tokens[fullest], cost),
+        )

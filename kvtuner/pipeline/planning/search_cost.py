@@ -1,0 +1,97 @@
+"""An estimate of what a search takes: tokens, time and memory. Nothing here was ever measured on a GPU."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtuner.calibration.forward.continuation import PROMPT_BYTES
+from kvtuner.calibration.forward.simulator import REUSE_BYTES
+from kvtuner.errors import UnsupportedModelError
+from kvtuner.pipeline.dry_run import plan_of_work
+from kvtuner.pipeline.sources import corpus_source
+
+if TYPE_CHECKING:
+    from kvtuner.calibration.model_loading import ModelShape, ModelSource
+    from kvtuner.pipeline.options import SearchOptions
+    from kvtuner.pipeline.planning.gpus import Gpu
+
+USED_SHARE: Final = 0.3
+"""The share of a GPU's rate for dense matrices that a search is taken to use."""
+OPERATIONS_PER_PARAMETER: Final = 2
+_LOGIT_BYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SearchCost:
+    """The estimated cost of a search.
+
+    Attributes:
+        forward_tokens: The tokens that run through the whole model, at most; a backward counts as two forwards.
+        parameters: The parameters that a token meets: of experts, those of the ones that it goes to.
+        hours: The hours on one GPU of the name asked for; None where no name tells its rate.
+        weights_bytes: The bytes of the weights as they are loaded.
+        working_bytes: The bytes of what a search keeps beside them, at most: prompts' keys and values, the results of
+            first layers that configurations share, and the float32 logits of the sequences in flight.
+    """
+
+    forward_tokens: int
+    parameters: int
+    hours: float | None
+    weights_bytes: int
+    working_bytes: int
+
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes of weights and what is beside them."""
+        return self.weights_bytes + self.working_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts for a program."""
+        estimate = {"used_share": USED_SHARE, "operations_per_parameter": OPERATIONS_PER_PARAMETER}
+        return {**asdict(self), "memory_bytes": self.memory_bytes, "measured": False, **estimate}
+
+
+def search_cost(
+    options: SearchOptions, source: ModelSource, shape: ModelShape, *, weights_bytes: int, gpu: Gpu | None
+) -> SearchCost:
+    """Estimate what a search with these options takes."""
+    tokens = plan_of_work(options)["forward_tokens"]["total"]
+    parameters = parameters_per_token(source, shape)
+    seed = options.measurement.seed
+    length = corpus_source(options.data, options.model, shape, seed=seed).sequence_length
+    vocabulary = shape.config.get_text_config(decoder=True).vocab_size
+    logits = options.measurement.batch_size * length * vocabulary * _LOGIT_BYTES
+    hours = None
+    if gpu is not None:
+        hours = OPERATIONS_PER_PARAMETER * parameters * tokens / (USED_SHARE * gpu.tflops * 1e12) / 3600
+    return SearchCost(tokens, parameters, hours, weights_bytes, PROMPT_BYTES + REUSE_BYTES + logits)
+
+
+def parameters_per_token(source: ModelSource, shape: ModelShape) -> int:
+    """The parameters that a token meets, by the configuration alone: nothing is allocated.
+
+    Raises:
+        UnsupportedModelError: Transformers cannot make the model.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    text = shape.config.get_text_config(decoder=True)
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    share = Fraction(chosen, experts) if experts and chosen else Fraction(1)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(shape.config, trust_remote_code=source.trust_remote_code)
+    except Exception as error:  # remote code raises anything
+        raise UnsupportedModelError(
+            f"the parameters of {source.model} cannot be counted from its configuration"
+            f" ({' '.join(str(error).split())}); see its size with `kvtuner search --dry-run`"
+        ) from error
+    total = Fraction(0)
+    for name, parameter in model.named_parameters():
+        total += parameter.numel() * (share if ".experts." in name else 1)
+    return math.ceil(total)

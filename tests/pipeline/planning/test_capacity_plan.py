@@ -1,0 +1,174 @@
+"""What a plan says fits, does: by the bytes of whole configurations, and no larger budget would."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtuner.calibration.model_loading import ModelSource, read_shape
+from kvtuner.errors import BudgetError, GeometryError, ServingError, UnsupportedModelError
+from kvtuner.evaluation.cache_scheme import RankLayout
+from kvtuner.pipeline.planning.capacity_plan import CapacityPlan, make_plan
+from kvtuner.pipeline.planning.plan_options import PlanOptions
+from kvtuner.pipeline.planning.server_memory import ServerMemory
+from kvtuner.precision import GIB, ExactWindow, PrecisionPair
+from kvtuner.search_spaces.budget import Budget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    HubModel = Callable[..., Path]
+
+LLAMA_BYTES = 16_060_522_496
+
+
+def plan_of(folder: Path, **options: Any) -> CapacityPlan:
+    return make_plan(PlanOptions(model=str(folder), **options))
+
+
+def requests_of(plan: CapacityPlan, name: str) -> int:
+    return next(row.requests for row in plan.schemes if row.name == name)
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (8, 1), (16, 1), (1, 3), (4, 2)])
+def test_bytes_are_those_of_the_fullest_rank_and_tokens_fill_the_memory(
+    hub_model: HubModel, tp_size: int, pp_size: int
+) -> None:
+    folder = hub_model("llama")
+    plan = plan_of(folder, gpu="H100", tp_size=tp_size, pp_size=pp_size, context_length=32_768, concurrency=40)
+    geometry = read_shape(ModelSource(str(folder))).geometry
+    ranks = RankLayout.of(geometry, tp_size=tp_size, pp_size=pp_size)
+    copies = ranks.window_bytes([PrecisionPair(2, 2)] * 32, ExactWindow(32))
+    assert plan.server.rank_weights_bytes == -(-LLAMA_BYTES // (tp_size * pp_size))
+    for row in plan.schemes:
+        if row.kind == "uniform":
+            assert row.bytes_per_token == ranks.bytes_per_token([PrecisionPair.parse(row.name)] * 32)
+        slots = 41 * copies if row.kind in ("uniform", "budget") else 0
+        assert row.tokens == (plan.server.pool_bytes - slots) // row.bytes_per_token
+        assert row.requests == row.tokens // 32_768
+    assert plan.schemes[0].bytes_per_token == ranks.bf16_bytes_per_token() == 2 * plan.schemes[1].bytes_per_token
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (4, 1), (2, 3)])
+@pytest.mark.parametrize("concurrency", [30, 64, 100])
+@pytest.mark.parametrize("residual_length", [0, 32, 256])
+def test_the_largest_budget_is_the_largest_with_which_all_requests_fit(
+    hub_model: HubModel, tp_size: int, pp_size: int, concurrency: int, residual_length: int
+) -> None:
+    context = 32_768
+    folder, num_ranks = hub_model("llama"), tp_size * pp_size
+    server = ServerMemory(183_359, 0, context, tp_size, pp_size, concurrency)
+    # The weights leave a bit more than a third of what bf16 takes.
+    room = concurrency * context * 131_072 * 9 // 25 // num_ranks
+    options: dict[str, Any] = {
+        "gpu": "B200", "weights": (server.pool_bytes - room) * num_ranks, "tp_size": tp_size, "pp_size": pp_size,
+        "concurrency": concurrency, "context_length": context, "residual_length": residual_length,
+    }  # fmt: skip
+    plan = plan_of(folder, **options)
+    assert plan.advice.choice == "search" and plan.server.pool_bytes == room
+    (text,) = plan.advice.budgets
+    budget = Budget.parse(text)
+    assert text.endswith(f"GiB@{concurrency}x32k")
+    assert requests_of(plan_of(folder, **options, budget=(text,)), budget.text) >= concurrency
+    larger = f"{float(budget.amount) + 0.01:.2f}GiB@{concurrency}x32k"
+    # A larger budget's rows and the copies of all slots are more than the memory.
+    window = ExactWindow(residual_length)
+    ranks = RankLayout.of(plan.shape.geometry, tp_size=tp_size, pp_size=pp_size)
+    slot = ranks.window_bytes([PrecisionPair(2, 2)] * 32, window)
+    assert float(larger.partition("GiB")[0]) * GIB + slot > plan.server.pool_bytes
+    # Stored bits are another word for the same rows.
+    bits = f"{plan.advice.effective_bits:.2f}bpe"
+    assert requests_of(plan_of(folder, **options, budget=(bits,)), Budget.parse(bits).text) >= concurrency
+    # Whatever a search may choose inside the budget fits with one slot more than requests.
+    constraint = budget.constraint(plan.shape.geometry, tp_size=tp_size, pp_size=pp_size, window=window)
+    mixes = [[first] * 20 + [second] * 12 for first, second in product(map(PrecisionPair.parse, UNIFORMS), repeat=2)]
+    inside = [mix for mix in mixes if constraint.is_met(mix)]
+    assert 0 < len(inside) < len(mixes)
+    for mix in inside:
+        rows = ranks.bytes_per_token(mix) * context * concurrency
+        assert rows + (concurrency + 1) * ranks.window_bytes(mix, window) <= plan.server.pool_bytes
+
+
+UNIFORMS = ("2", "K4V2", "4", "K8V4", "8", "16")
+
+
+def test_the_cheapest_scheme_is_bf16_then_fp8_then_a_search_then_none(hub_model: HubModel) -> None:
+    folder = hub_model("qwen")
+    advised = {}
+    for concurrency in range(1, 300, 7):
+        plan = plan_of(folder, gpu="H100", context_length=32_768, concurrency=concurrency)
+        advised[concurrency] = plan.advice.choice
+        assert (plan.advice.choice == "bf16") == (requests_of(plan, "bf16") >= concurrency)
+        assert (plan.advice.choice in ("bf16", "fp8")) == (requests_of(plan, "fp8") >= concurrency)
+        assert (plan.advice.choice != "none") == (requests_of(plan, "K2V2") >= concurrency)
+        assert (plan.search_command is not None) == (plan.advice.choice == "search")
+    assert list(dict.fromkeys(advised.values())) == ["bf16", "fp8", "search", "none"]
+
+
+def test_where_nothing_fits_the_least_ranks_that_would_are_named(hub_model: HubModel) -> None:
+    folder = hub_model("qwen")
+    plan = plan_of(folder, gpu="L4", concurrency=32)
+    assert plan.advice.choice == "none" and plan.advice.tp_size == 2 and plan.search is None
+    assert requests_of(plan_of(folder, gpu="L4", concurrency=32, tp_size=2), "K2V2") >= 32
+    # 28 heads and 4 KV heads: neither 3 nor 5 ranks.
+    assert plan_of(folder, gpu="L4", concurrency=120).advice.tp_size == 4
+    assert plan_of(folder, gpu="L4", concurrency=10**6).advice.tp_size is None
+
+
+def test_without_a_number_of_requests_the_search_is_of_the_budgets_that_hold_one(hub_model: HubModel) -> None:
+    folder = hub_model("qwen")
+    plan = plan_of(folder, gpu="L4", memory=22 * GIB)
+    assert [row.name for row in plan.schemes if row.kind == "budget" and row.requests] == list(plan.advice.budgets)
+    assert 0 < len(plan.advice.budgets) < 4 and plan.advice.choice in ("search", "fp8")
+    none = plan_of(folder, gpu="L4", memory=22 * GIB, budget=("15bit",))
+    assert none.advice.choice == plan.advice.choice
+    one = plan_of(folder, memory=21 * GIB + GIB // 2, budget=("8bit",))
+    assert one.advice.choice == "search" and one.advice.budgets[0].endswith("@1x32k")
+    assert one.server_flags.endswith("--max-running-requests 1")
+
+
+def test_weights_that_do_not_fit_name_the_ranks_that_hold_them(hub_model: HubModel) -> None:
+    folder = hub_model("llama")
+    with pytest.raises(ServingError, match=r"does not fit: each rank's weights take 15\.0 GiB, .* take --tp-size 2"):
+        plan_of(folder, gpu="T4")
+    plan_of(folder, gpu="T4", tp_size=2)
+    with pytest.raises(ServingError, match="take a GPU with more memory, or more --pp-size"):
+        plan_of(folder, memory=2 * GIB)
+
+
+def test_copies_that_take_most_of_the_memory_leave_no_tokens(hub_model: HubModel) -> None:
+    plan = plan_of(hub_model("llama"), gpu="L4", concurrency=400, residual_length=1024, context_length=4096)
+    assert plan.has_refused_copies and plan.advice.choice == "none"
+    assert {row.tokens for row in plan.schemes if row.kind in ("uniform", "budget")} == {0}
+
+
+def test_weights_of_float32_are_served_in_16_bits_and_given_ones_as_they_are(hub_model: HubModel) -> None:
+    folder = hub_model("qwen", dtype="float32")
+    plan = plan_of(folder, gpu="H100")
+    assert plan.weights.served_bytes == plan.weights.stored_bytes // 2
+    assert plan_of(folder, gpu="H100", weights=14 * GIB).weights.served_bytes == 14 * GIB
+
+
+def test_heads_of_no_multiple_of_16_channels_have_no_three_bits(model_folder: Callable[..., Path]) -> None:
+    names = [row.name for row in plan_of(model_folder("llama-gqa"), gpu="T4", context_length=512).schemes]
+    assert "K3V3" in names
+    odd = model_folder("head-dim-80", hidden_size=80, num_attention_heads=2)
+    assert "K3V3" not in [row.name for row in plan_of(odd, gpu="T4", context_length=512).schemes]
+
+
+def test_the_model_is_refused_as_by_a_search(hub_model: HubModel, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="window of 4096 tokens"):
+        plan_of(hub_model("qwen", sliding_window=4096, use_sliding_window=True, max_window_layers=0), gpu="H100")
+    with pytest.raises(UnsupportedModelError, match="--context-length 65536 exceeds the 32768 positions"):
+        plan_of(hub_model("qwen"), gpu="H100", context_length=65_536)
+    with pytest.raises(GeometryError, match="tp_size 3"):
+        plan_of(hub_model("qwen"), gpu="H100", tp_size=3)
+    with pytest.raises(BudgetError, match="smallest possible"):
+        plan_of(hub_model("qwen"), gpu="H100", budget=("1bit",))
+    folder = hub_model("llama")
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(UnsupportedModelError, match=r"no safetensors files .* such as --weights 14GiB"):
+        plan_of(folder, gpu="H100")

@@ -1,0 +1,174 @@
+"""``kvtuner plan`` through the command line: text of 80 columns, JSON, a page, and refusals with the way out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvtuner.calibration.model_loading import DEMO_MODEL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fixture_types import RunCommand
+    from hub_server import LoopbackHub
+
+CONFIG = (DEMO_MODEL / "config.json").read_bytes()
+TOTAL = 9 << 30
+
+
+def index_of(total: int) -> bytes:
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": {}}).encode()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model with the demo's configuration and an index of 9 GiB."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_bytes(CONFIG)
+    (tmp_path / "model" / "model.safetensors.index.json").write_bytes(index_of(TOTAL))
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--gpu", "t4"),
+        ("--gpu", "H100", "--tp", "2", "--context", "4k", "--concurrency", "9000"),
+        ("--memory", "80GiB", "--pp", "3", "--context-length", "8192", "--concurrency", "99999999"),
+        (
+            "--gpu",
+            "L4",
+            "--memory",
+            "22.5GiB",
+            "--concurrency",
+            "3500",
+            "--budget",
+            "3.123456789bit",
+            "40.25GiB@999x4k",
+        ),
+        (
+            "--gpu",
+            "L4",
+            "--residual-length",
+            "1024",
+            "--sinks",
+            "64",
+            "--concurrency",
+            "5000",
+            "--no-trust-remote-code",
+        ),
+    ],
+)
+def test_the_text_fits_80_columns_and_says_what_json_says(run: RunCommand, flags: tuple[str, ...]) -> None:
+    status, out, err = run("plan", "--model", "demo", *flags)
+    assert status == 0 and err == ""
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+    status, text, _ = run("plan", "--model", "demo", *flags, "--json")
+    plan = json.loads(text)
+    assert status == 0
+    for row in plan["schemes"]:
+        (line,) = [line for line in out.splitlines() if row["name"] in line.split()[:2]]
+        assert f"{row['tokens']:,}" in line and f"{row['requests']:,}" in line
+    assert (plan["search"] is None) == (plan["search_command"] is None)
+    if plan["search_command"]:
+        joined = out.replace("\\\n", " ")
+        assert " ".join(shlex.split(plan["search_command"])) in " ".join(joined.split())
+        assert f"{plan['search']['forward_tokens']:,} tokens" in " ".join(out.split())
+
+
+def test_the_command_that_it_names_is_a_search_that_can_be_run(run: RunCommand) -> None:
+    status, out, _ = run(
+        "plan", "--model", "demo", "--gpu", "T4", "--tp", "2", "--context", "4k", "--concurrency", "3500",
+        "--sinks", "4", "--json",
+    )  # fmt: skip
+    plan = json.loads(out)
+    assert status == 0 and plan["advice"]["choice"] == "search"
+    program, *words = shlex.split(plan["search_command"])
+    assert program == "kvtuner"
+    status, out, err = run(*words, "--dry-run", "--json")
+    work = json.loads(out)
+    assert status == 0, err
+    assert work["forward_tokens"]["total"] == plan["search"]["forward_tokens"]
+    assert (work["context_length"], work["tp_size"]) == (4096, 2)
+    assert "the first 4 tokens" in work["window"]
+    (budget,) = work["budgets"]
+    assert budget["asked"] == plan["advice"]["budgets"][0]
+    assert float(budget["smallest"].partition("GiB")[0]) <= float(budget["asked"].partition("GiB")[0])
+
+
+def test_a_page_replaces_a_page_and_no_other_file(run: RunCommand, tmp_path: Path) -> None:
+    page, other = tmp_path / "plan.html", tmp_path / "notes.txt"
+    other.write_text("mine")
+    for _ in range(2):
+        status, out, _ = run("plan", "--model", "demo", "--gpu", "T4", "--html", page)
+        assert status == 0 and out.endswith(f"page: {page}\n") and "<svg" in page.read_text()
+    status, out, _ = run("plan", "--model", "demo", "--gpu", "T4", "--html", page, "--json")
+    assert json.loads(out)["page"] == str(page)
+    status, _, err = run("plan", "--model", "demo", "--gpu", "T4", "--html", other)
+    assert status == 2 and "is no HTML page" in err and other.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--gpu", "K80"), "knows no GPU 'K80', only T4, L4"),
+        ((), "give --gpu, such as H100, or --memory"),
+        (("--gpu", "H100", "--context", "9k"), "--context-length 9216 exceeds the 8192 positions"),
+        (("--gpu", "H100", "--context", "lots"), "tokens are written 32768 or 32k, not 'lots'"),
+        (("--gpu", "H100", "--tp", "3"), "tp_size 3"),
+        (("--gpu", "H100", "--budget", "4"), "a budget is written 4bit"),
+        (("--gpu", "H100", "--weights", "500GiB"), "does not fit: each rank's weights take 500.0 GiB"),
+        (("--gpu", "H100", "--weights", "100GiB"), "take --tp-size 2"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_the_way_out(
+    run: RunCommand, folder: Path, flags: tuple[str, ...], text: str
+) -> None:
+    status, out, err = run("plan", "--model", folder, *flags)
+    assert status == 2 and out == ""
+    assert text in err and err.count("\n") == 1, err
+
+
+def test_a_model_is_needed(run: RunCommand) -> None:
+    status, _, err = run("plan", "--gpu", "T4")
+    assert status == 2 and "give --model, as in: kvtuner plan --model Qwen/Qwen2.5-7B-Instruct --gpu H100" in err
+
+
+def test_weights_without_safetensors_files_are_asked_for(run: RunCommand, folder: Path) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    status, _, err = run("plan", "--model", folder, "--gpu", "T4")
+    assert (
+        status == 2 and "no safetensors files that can be counted; give the bytes" in err and "--weights 14GiB" in err
+    )
+    status, out, _ = run("plan", "--model", folder, "--gpu", "T4", "--weights", "2GiB", "--json")
+    assert status == 0 and json.loads(out)["weights"]["served_bytes"] == 2 << 30
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_a_model_of_the_hub_is_counted_at_its_revision_and_no_weights_are_fetched(
+    run: RunCommand, hub: LoopbackHub
+) -> None:
+    files = {"config.json": CONFIG, "model-00001-of-00001.safetensors": b"0" * 1000}
+    repo = hub.repo("me/model", {**files, "model.safetensors.index.json": index_of(TOTAL)})
+    commit = repo.refs["main"]
+    repo.commit({**files, "model.safetensors.index.json": index_of(2 * TOTAL)})
+    for revision, total in ((None, 2 * TOTAL), (commit, TOTAL)):
+        flags = () if revision is None else ("--revision", revision)
+        status, out, err = run("plan", "--model", "me/model", *flags, "--gpu", "H100", "--json")
+        assert status == 0, err
+        plan = json.loads(out)
+        assert plan["weights"]["stored_bytes"] == total
+        assert (f"--revision {revision}" in plan["search_command"]) == (revision is not None)
+    assert not hub.requested("GET", r"00001\.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_a_hub_that_answers_something_else_names_the_weights_flag(run: RunCommand, hub: LoopbackHub) -> None:
+    hub.repo("me/other", {"config.json": CONFIG, "model.safetensors.index.json": index_of(TOTAL)})
+    hub.fail("GET", r"index\.json", body=b"<html>")
+    status, _, err = run("plan", "--model", "me/other", "--gpu", "H100")
+    assert status == 2 and "or give the bytes of its weights, such as --weights 14GiB" in err

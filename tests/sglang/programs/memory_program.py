@@ -1,0 +1,80 @@
+"""Run by test_planned_memory.py: what SGLang itself reserves and what fits, for GPUs that are not there.
+
+The argument is JSON with `reserves`, lists of a GPU's MiB, ranks, stages and requests asked for, and `pools`, lists of
+the bytes available, the context, the requests asked for, and a token's and a request slot's bytes on a rank and on all
+stages. It writes the shares that SGLang gives to weights and cache, and the tokens and request slots of each pool. What
+a device says of itself, and what was asked for, is put in place; all else is SGLang's and the hooks'.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from sglang.srt.arg_groups import cuda_graph_hook, memory_hook, serving_hook
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.mem_cache import kv_cache_configurator
+from sglang.srt.model_executor import cuda_graph_config
+from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+from sglang.srt.server_args import ServerArgs
+
+from kvtuner.calibration.model_loading import DEMO_MODEL
+from kvtuner.runtime_loader.exact_ring import most_requests
+from kvtuner.runtime_loader.sglang.compat import pool
+
+
+def static_fraction(memory_mib: int, tp_size: int, pp_size: int, requests: int | None) -> float:
+    memory_hook.get_device_memory_capacity = lambda device: memory_mib
+    cuda_graph_config.default_prefill_backend = lambda: cuda_graph_config.Backend.BREAKABLE  # as on every GPU
+    arguments = ServerArgs(
+        model_path=str(DEMO_MODEL), device="cuda", tp_size=tp_size, pp_size=pp_size, max_running_requests=requests
+    )
+    for step in (
+        serving_hook.handle_missing_default_values,
+        cuda_graph_hook.handle_cuda_graph_config,
+        memory_hook.handle_gpu_memory_settings,
+    ):
+        step(arguments)
+    return float(resolving_view(arguments).mem_fraction_static)
+
+
+def pool_size(
+    available: int, context: int, requests: int | None, token: int, slot: int, all_token: int, all_slot: int
+) -> list[int]:
+    schedule = SimpleNamespace(max_running_requests=requests, max_total_tokens=None)
+    kv_cache_configurator.get_schedule = pool.get_schedule = lambda: schedule
+    configurator = SimpleNamespace(
+        model_config=SimpleNamespace(context_len=context),
+        attn_dp_size=1,
+        mambaish_config=None,
+        is_draft_worker=False,
+        costs=(all_token, all_slot),
+    )
+    resolve = kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs
+    configurator.resolve_max_num_reqs = lambda tokens: resolve(configurator, tokens)
+    sizes: Any = DefaultPoolConfigurator.__new__(DefaultPoolConfigurator)
+    sizes._cell_size, sizes._fixed_overhead_bytes = token, 0
+    sizes._kvtuner_requests = pool._RequestCosts(configurator, slot)
+    tokens = sizes.calculate_pool_sizes(available, 1).max_total_num_tokens
+    return [tokens, configurator.resolve_max_num_reqs(tokens)]
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    fractions = [static_fraction(*case) for case in asked["reserves"]]
+    pool.on_pool(
+        object,
+        lambda kvc, layers: 0,
+        lambda kvc, layers: 0,
+        lambda kvc, tokens: most_requests(tokens, *kvc.costs) if kvc.costs[1] else None,
+        lambda rows, copies, tokens: None,
+    )
+    sys.stdout.write(
+        json.dumps({"fractions": fractions, "pools": [pool_size(*case) for case in asked["pools"]]}) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
