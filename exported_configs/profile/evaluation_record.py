@@ -226,9 +226,13 @@ class Evaluation(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedProfile:
-    """A profile by the name of its file, with the evaluations that stand beside it."""
+    """A profile by the name of its file, with the evaluations that stand beside it.
+
+    The reference is what a server reads it by: a path, or a name of the hub or of the catalogue.
+    """
 
     name: str
+    reference: str
     profile: "Profile"
     evaluations: tuple[Evaluation, ...] = ()
 

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from kvtuner.errors import HubError
 from kvtuner.exported_configs.profile.evaluation_record import Cell, EvaluatedProfile
 from kvtuner.exported_configs.profile.profile import Profile
+from kvtuner.exported_configs.sharing.serve_command import MODEL_FOLDER, asks_for_folder, serve_command
 from kvtuner.exported_configs.verdict import verdict_of
 
 TAGS: Final = ("kv-cache", "kv-cache-quantization", "sglang", "kvtuner")
@@ -22,7 +23,10 @@ _SAFE: Final = str.maketrans({character: f"&#{ord(character)};" for character in
 
 
 def card(repo: str, entries: Sequence[EvaluatedProfile], *, license_id: str, pictures: Sequence[str] = ()) -> str:
-    """The README.md of a repository, with pictures by their paths there; `HubError` for profiles of several models."""
+    """The README.md of a repository, with pictures by their paths there; `HubError` for profiles of several models.
+
+    Entries have the names that their files have there, and the references by which those are read.
+    """
     models = {entry.profile.model.id for entry in entries}
     if len(models) != 1:
         raise HubError(f"one repository is for one model, not for {', '.join(sorted(models))}; push them one by one")
@@ -59,12 +63,15 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.globals.update(MODEL_FOLDER=MODEL_FOLDER)
+    environment.tests.update(in_a_folder=asks_for_folder)
     environment.filters.update(
         as_is=Markup,
         code=lambda text: Markup("`" + text.replace("`", "'") + "`"),
         measure=_measure,
         verdict=verdict_of,
         shell=lambda text: Markup(shlex.quote(text)),
+        serve_command=lambda entry: Markup(serve_command(entry.profile.model, entry.reference)),
     )
     return environment
 

@@ -140,6 +140,11 @@ class ResolvedProfile:
         """Whether it is the user's file, beside which results may stand."""
         return self.where == "folder"
 
+    @property
+    def reference(self) -> str:
+        """What finds it from any folder of this machine: the name, or the whole path of the user's file."""
+        return str(self.path.absolute()) if self.is_own else self.name
+
 
 def find_profile(text: str) -> ResolvedProfile:
     """Find the one profile of a reference.

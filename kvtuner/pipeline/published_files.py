@@ -18,7 +18,7 @@ from kvtuner.exported_configs.profile.evaluation_record import (
 from kvtuner.exported_configs.profile.field_types import MAX_PROFILE_BYTES
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.card import card
-from kvtuner.exported_configs.sharing.reference import PROFILE_FILE, profile_files
+from kvtuner.exported_configs.sharing.reference import PROFILE_FILE, HubReference, profile_files
 from kvtuner.exported_configs.signing.signature_bundle import SIGNATURE, SIGNATURE_SUFFIX, read_bundle
 from kvtuner.report.formatting import printable
 from kvtuner.run_folder import write_atomically
@@ -37,17 +37,21 @@ _MAX_SHOWN_PICTURES: Final = 4
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 
 
-def published_files(path: Path, repo: str, *, license_id: str, with_report: bool) -> dict[str, bytes]:
+def published_files(
+    path: Path, repo: str, *, license_id: str, with_report: bool, branch: str | None = None
+) -> dict[str, bytes]:
     """The content of a commit that publishes a profile or the profiles of a run folder, by path in the repository.
 
     What is sent is what was checked: files that belong to their profile, signatures of its content, profiles of one
-    model. A report goes with them where the run has one and `with_report` says so.
+    model. A report goes with them where the run has one and `with_report` says so. The card's commands read the branch,
+    the main one by default, and pin digests, since a branch may move.
     """
     sources = profile_files(path)
     # One profile is found without being named.
     names = [PROFILE_FILE] if len(sources) == 1 else [source.name for source in sources]
     files: dict[str, bytes] = {}
-    entries = [_add_profile(files, source, name) for source, name in zip(sources, names, strict=True)]
+    places = [HubReference(repo, branch or "main", name) for name in names]
+    entries = [_add_profile(files, source, place) for source, place in zip(sources, places, strict=True)]
     pictures = []
     if with_report and path.is_dir():
         pictures = [picture for source in sources for picture in _add_report(files, path, source.stem)]
@@ -99,8 +103,9 @@ def copy_fetched(fetched: FetchedProfile, profile: Path, signature: Path) -> Non
         signature.unlink(missing_ok=True)
 
 
-def _add_profile(files: dict[str, bytes], source: Path, name: str) -> EvaluatedProfile:
-    """Add a profile with its evaluations and its signature; returns its part of the card."""
+def _add_profile(files: dict[str, bytes], source: Path, place: HubReference) -> EvaluatedProfile:
+    """Add a profile with its evaluations and its signature, for a place of the hub; returns its part of the card."""
+    name = place.path
     data = files[name] = _read(source, MAX_PROFILE_BYTES)
     profile = load_profile(data, source, read_constants=lambda: _read(constants_path(source), MAX_CONSTANTS_BYTES))
     if (side_file := dump_constants(profile)) is not None:
@@ -124,7 +129,7 @@ def _add_profile(files: dict[str, bytes], source: Path, name: str) -> EvaluatedP
             raise SignatureError(
                 f"{signature} signs another content than the profile has now; sign it again, or remove it"
             )
-    return EvaluatedProfile(name, profile, tuple(evaluations))
+    return EvaluatedProfile(name, f"{place}#{profile.digest}", profile, tuple(evaluations))
 
 
 def _add_report(files: dict[str, bytes], run: Path, profile: str) -> list[str]:

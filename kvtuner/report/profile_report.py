@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
+from kvtuner.exported_configs.sharing.serve_command import MODEL_FOLDER, asks_for_folder, serve_command
 from kvtuner.exported_configs.verdict import verdict_of
 from kvtuner.layer_ranges import write_layers
 from kvtuner.precision import SHORT_WORD_BITS, tokens_per_gib
@@ -181,7 +181,8 @@ def _article(shown: EvaluatedProfile) -> dict[str, Any]:
         "tables": tables,
         "picture": profile_picture(points, {"first": "this profile"}) if points else None,
         "evaluations": [evaluation_part(evaluation, profile) for evaluation in shown.evaluations],
-        "command": _serve_command(shown),
+        "command": serve_command(profile.model, shown.reference),
+        "model_folder": MODEL_FOLDER if asks_for_folder(profile.model) else None,
     }
 
 
@@ -262,9 +263,3 @@ def _provenance(profile: Profile) -> list[tuple[str, str]]:
     if (search := provenance.search) is not None:
         rows.append(("refined by", f"{search.sampler}, {count(search.trials)} trials, seed {search.seed}"))
     return rows + list(provenance.libraries)
-
-
-def _serve_command(shown: EvaluatedProfile) -> str:
-    model = shown.profile.model
-    revision = ["--revision", model.revision] if model.revision else []
-    return shlex.join(["sglang", "serve", "--model-path", model.id, *revision, "--kvtuner-profile", shown.name])

@@ -145,6 +145,11 @@ def test_the_card_says_what_a_hub_and_a_person_look_for(run: RunCommand, hub: Lo
     rows = re.findall(r"^\| (.+?) \|", body, re.MULTILINE)
     assert {"this profile", *(row["name"] for row in profile["quality"]["baselines"])} <= set(rows)
     assert f"    {profile['provenance']['command']}\n" in body
+    assert f"    kvtuner pull '{REPO}@main#{profile['digest']}'\n" in body
+    assert "--model-path FOLDER_OF_THE_MODEL" in body and f"your copy of `{profile['model']['id']}`" in body
+    hub.repo(REPO, {"notes.txt": b"mine"}).commit({}, branch="v2")
+    other = json.loads(run("push", reported, "--repo", REPO, "--dry-run", "--json", "--revision", "v2")[1])
+    assert f"--kvtuner-profile '{REPO}@v2#{profile['digest']}'" in other["card"]
 
 
 def test_the_card_of_a_model_of_the_hub_names_it_as_its_base(

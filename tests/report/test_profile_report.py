@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 def test_a_page_shows_the_layers_of_the_profile_in_cells_and_in_words() -> None:
     profile = make_profile(layers_of(28))
-    page = check_harmless(profile_page([EvaluatedProfile("profile.json", profile)]))
+    page = check_harmless(profile_page([EvaluatedProfile("profile.json", "profile.json", profile)]))
     codes = {name: letter for letter, name in LETTERS.items()}
     assert [cells[1:] for cells in page.layers] == [
         [str(layer), str(k), str(v), codes[k_kind], codes[v_kind]]
@@ -59,7 +59,7 @@ def test_a_page_shows_the_layers_of_the_profile_in_cells_and_in_words() -> None:
 
 def test_a_page_says_identity_capacity_quality_provenance_and_how_to_serve_it() -> None:
     profile = make_profile(layers_of(9))
-    page = Page(profile_page([EvaluatedProfile("profile-4bit.json", profile)]))
+    page = Page(profile_page([EvaluatedProfile("profile-4bit.json", "profile-4bit.json", profile)]))
     size = profile.bytes_per_token()
     bf16 = 9 * 2 * HEADS * CHANNELS * 2
     assert {
@@ -73,7 +73,7 @@ def test_a_page_says_identity_capacity_quality_provenance_and_how_to_serve_it() 
     for row in ((size, bf16 // 2, bf16), tuple(2**30 // each for each in (size, bf16 // 2, bf16))):
         cells = [f"{each:,}" for each in row]
         assert any(page.cells[start : start + 3] == cells for start in range(len(page.cells)))
-    assert "sglang serve --model-path owner/tiny --kvtuner-profile profile-4bit.json" in page.text
+    assert "python -m sglang.launch_server --model-path owner/tiny --kvtuner-profile profile-4bit.json" in page.text
     (image,) = (attributes for name, attributes in page.tags if name == "img")
     for words in ("this profile at", "K4V4 at 5.00 bits has 0.0500 [0.0250, 0.100]", "fp8 at 8.00 bits"):
         assert words in image["alt"]
@@ -82,25 +82,25 @@ def test_a_page_says_identity_capacity_quality_provenance_and_how_to_serve_it() 
 def test_a_page_of_what_was_not_measured_says_so() -> None:
     provenance = Provenance.model_validate({**PROVENANCE, "calibration": None, "search": None})
     profile = make_profile(layers_of(2), quality=None, provenance=provenance)
-    page = Page(profile_page([EvaluatedProfile("p.json", profile)]))
+    page = Page(profile_page([EvaluatedProfile("p.json", "p.json", profile)]))
     assert "Not measured." in page.text and "img" not in page.names()
     assert "nothing says what it was chosen on" in page.text
 
 
 def test_a_page_of_keys_per_channel_gives_no_command_to_serve_them() -> None:
     profile = make_profile([choice()], k_layout=ScaleLayout(32, granularity="per_channel"))
-    page = Page(profile_page([EvaluatedProfile("p.json", profile)]))
-    assert "sglang serve" not in page.text and "tail pages" in page.text
+    page = Page(profile_page([EvaluatedProfile("p.json", "p.json", profile)]))
+    assert "launch_server" not in page.text and "tail pages" in page.text
 
 
 def test_an_exact_window_is_shown_with_what_it_costs() -> None:
     profile = make_profile([choice()], window=ExactWindow(32, 4))
-    page = Page(profile_page([EvaluatedProfile("p.json", profile)]))
+    page = Page(profile_page([EvaluatedProfile("p.json", "p.json", profile)]))
     native = profile.to_geometry().bf16_bytes_per_token() + 4  # of the position, in the one layer
     at_4k = f"{float(profile.effective_bits) + 16 * 36 / 4096:.3f} at 4k"
     cost = f"the last 32 tokens and the first 4 tokens exact: {36 * native:,} bytes per request"
     assert cost in page.text and at_4k in page.text
-    assert "sglang serve" in page.text
+    assert "launch_server" in page.text
     assert cost in describe(profile) and "window" not in describe(make_profile([choice()]))
     facts = summary(profile)
     assert (facts["residual_length"], facts["sinks"], facts["window_bytes_per_request"]) == (32, 4, 36 * native)
@@ -109,7 +109,9 @@ def test_an_exact_window_is_shown_with_what_it_costs() -> None:
 
 def test_hostile_text_adds_no_tag_to_a_page() -> None:
     profile = make_profile(layers_of(3))
-    plain_page = check_harmless(profile_page([EvaluatedProfile("p.json", profile, (evaluation_of(profile),))]))
+    plain_page = check_harmless(
+        profile_page([EvaluatedProfile("p.json", "p.json", profile, (evaluation_of(profile),))])
+    )
     evaluation = evaluation_of(profile)
     evil = evaluation.model_copy(
         update={
@@ -118,7 +120,7 @@ def test_hostile_text_adds_no_tag_to_a_page() -> None:
             "cells": tuple(cell.model_copy(update={"task": HOSTILE, "level": "task"}) for cell in evaluation.cells),
         }
     )
-    attacked = check_harmless(profile_page([EvaluatedProfile(HOSTILE, hostile(profile), (evil,))]))
+    attacked = check_harmless(profile_page([EvaluatedProfile(HOSTILE, HOSTILE, hostile(profile), (evil,))]))
     assert attacked.names() == plain_page.names()
     assert "alert(1)" in attacked.text
     one = difference_of(profile, profile)
@@ -129,8 +131,12 @@ def test_hostile_text_adds_no_tag_to_a_page() -> None:
 
 def test_the_command_to_serve_is_one_command_whatever_the_names() -> None:
     identity = ModelIdentity.model_validate({**MODEL, "id": "x; touch $(id) `id`'", "revision": "a && b"})
-    page = Page(profile_page([EvaluatedProfile("my profile;.json", make_profile(layers_of(1), model=identity))]))
-    _, line = page.text.split("sglang serve")
+    page = Page(
+        profile_page(
+            [EvaluatedProfile("my profile;.json", "my profile;.json", make_profile(layers_of(1), model=identity))]
+        )
+    )
+    _, line = page.text.split("sglang.launch_server")
     words = ["--model-path", identity.id, "--revision", "a && b", "--kvtuner-profile", "my profile;.json"]
     assert shlex.split(line.split("Where it comes from")[0]) == words
 
@@ -150,7 +156,7 @@ def test_figures_that_no_cache_has_are_listed_and_not_drawn() -> None:
     profile = make_profile(layers_of(2), quality=QualityRecord.model_validate({**QUALITY, "baselines": odd}))
     drawn = [point.name for point in profile_points(profile, "this")]
     assert drawn == ["this", "?? $x$ _a", "zero", "below"]
-    page = check_harmless(profile_page([EvaluatedProfile("p.json", profile)]))
+    page = check_harmless(profile_page([EvaluatedProfile("p.json", "p.json", profile)]))
     assert {"huge", "wide", "upside down"} <= set(page.cells)
 
 
@@ -164,7 +170,7 @@ def test_as_many_baselines_as_a_profile_may_hold_are_drawn() -> None:
         for n, name in enumerate(names)
     )
     quality = QualityRecord.model_validate(QUALITY).model_copy(update={"baselines": many})
-    page = Page(profile_page([EvaluatedProfile("p.json", make_profile(layers_of(2), quality=quality))]))
+    page = Page(profile_page([EvaluatedProfile("p.json", "p.json", make_profile(layers_of(2), quality=quality))]))
     assert set(names) <= set(page.cells)
 
 
@@ -231,5 +237,5 @@ def test_a_full_disk_leaves_the_old_page_whole(
 
 
 def test_several_profiles_are_listed_by_their_files(tmp_path: Path) -> None:
-    shown = EvaluatedProfile("profile.json", make_profile(layers_of(2)))
+    shown = EvaluatedProfile("profile.json", "profile.json", make_profile(layers_of(2)))
     assert "other.json" in Page(profile_page([replace(shown, name="other.json"), shown])).cells

@@ -39,7 +39,7 @@ def test_strip_shows_each_layer_in_its_place_and_marks_those_that_store_nothing(
 )
 def test_text_and_page_name_the_layers_of_each_kind_and_shape(name: str, wanted: list[str]) -> None:
     profile = PROFILES[name]
-    text, page = describe(profile), profile_page([EvaluatedProfile("profile.json", profile, ())])
+    text, page = describe(profile), profile_page([EvaluatedProfile("profile.json", "profile.json", profile, ())])
     for part in wanted:
         assert part in text and part in page
     assert "It is not served: only models whose layers are all full" in page
@@ -50,7 +50,7 @@ def test_text_and_page_name_the_layers_of_each_kind_and_shape(name: str, wanted:
 @pytest.mark.parametrize("name", BY_LAYER)
 def test_card_states_bytes_and_the_ids_at_both_ends(name: str) -> None:
     profile = PROFILES[name]
-    text = card("me/model", [EvaluatedProfile("profile.json", profile, ())], license_id="mit")
+    text = card("me/model", [EvaluatedProfile("profile.json", "profile.json", profile, ())], license_id="mit")
     assert f"{profile.bytes_per_token():,} bytes per token in place of {profile.bf16_bytes_per_token():,}" in text
     assert f"  {profile.layers[0].layer}-{profile.layers[-1].layer}\n" in text
     assert "Layers that store something from the first to the last" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -11,15 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from page_reader import Page
 from transformers import AutoConfig
 
 from kvtuner.calibration.demo.outliers import make_twin
 from kvtuner.calibration.model_loading import DEMO_MODEL
+from kvtuner.cli import main
 from kvtuner.exported_configs.profile.build import LayerQuantization, dump_profile
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.sharing.catalogue import catalogue_file
 from kvtuner.exported_configs.signing.profile_signature import sign_profile
 from kvtuner.exported_configs.signing.signer import Signer
+from kvtuner.pipeline.published_files import published_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,3 +194,29 @@ def test_a_server_serves_the_catalogues_profile_by_the_model_alone(serve: Serve)
     profile = load_profile(catalogue_file("demo-4bit"))
     assert profile.digest in json.dumps(info) and profile.digest in server.log
     assert info["kvtuner_window"] == {"residual_length": 32, "sinks": 0} == asdict(profile.window)
+
+
+@pytest.mark.parametrize("place", ["page", "card"])
+def test_the_command_that_is_printed_serves_from_any_folder(
+    place: str, hub: LoopbackHub, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(catalogue_file("demo-4bit"), run / "profile.json")
+    if place == "page":
+        monkeypatch.chdir(run)
+        assert main(["show", "profile.json", "--html", "page.html"]) == 0
+        printed = Page((run / "page.html").read_text()).text
+    else:
+        files = published_files(run, REPO, license_id="mit", with_report=False)
+        hub.repo(REPO, files)
+        printed = files["README.md"].decode()
+    (command,) = (line for line in printed.splitlines() if "sglang.launch_server" in line)
+    _, _, words = command.partition("sglang.launch_server ")
+    shell = ["bash", "-c", f"printf '%s\\n' {words}"]
+    done = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, check=True)
+    flag, model, *flags = done.stdout.splitlines()
+    assert flag == "--model-path"
+    with serve(Path(model), *flags, KVTUNER_CACHE=os.environ["KVTUNER_CACHE"]) as server:
+        assert len(server.generate([[5, 9, 200, 31]], 4)[0]["output_ids"]) == 4
+    assert load_profile(catalogue_file("demo-4bit")).digest in server.log

@@ -23,7 +23,9 @@ def _push(args: Namespace) -> int:
     from kvtuner.pipeline.published_files import preview_text, published_files, upload_facts
 
     repo = parse_repo(args.repo)
-    files = published_files(Path(args.path), repo, license_id=args.license, with_report=args.report)
+    files = published_files(
+        Path(args.path), repo, license_id=args.license, with_report=args.report, branch=args.revision
+    )
     upload = plan_upload(
         repo, files, branch=args.revision, private=args.private, create_pr=args.create_pr, is_preview=args.dry_run
     )

@@ -54,7 +54,10 @@ def _show(args: Namespace) -> int:
 
     profiles = [(resolved, _evaluations(resolved.path, resolved.profile)) for resolved in profiles_of(args.path)]
     if args.html:
-        shown = [EvaluatedProfile(file.name, file.profile, tuple(evaluations)) for file, evaluations in profiles]
+        shown = [
+            EvaluatedProfile(file.name, file.reference, file.profile, tuple(evaluations))
+            for file, evaluations in profiles
+        ]
         write_page(Path(args.html), profile_page(shown))
     if args.json:
         page = {"page": args.html} if args.html else {}

@@ -1,0 +1,33 @@
+"""The command that serves a profile with SGLang, as pages and cards print it. Knows nothing of who reads it."""
+
+import shlex
+from typing import Final
+
+from kvtuner.exported_configs.identity.model_identity import is_hub_id
+from kvtuner.exported_configs.profile.records import ModelIdentity
+
+DEMO_ID: Final = "demo"
+"""The name of the model that comes with kvtuner."""
+MODEL_FOLDER: Final = "FOLDER_OF_THE_MODEL"
+"""What stands for a folder that only the reader knows."""
+_DEMO_FOLDER: Final = "\"$(python -c 'from kvtuner.calibration.model_loading import DEMO_MODEL as m; print(m)')\""
+
+
+def serve_command(model: ModelIdentity, reference: str) -> str:
+    """The line for a shell that serves the profile that a reference names.
+
+    A model of the hub is named by its id and commit, the demo model by the folder that it has where the command runs,
+    and any other by `MODEL_FOLDER`, of which `asks_for_folder` tells.
+    """
+    if asks_for_folder(model):
+        path = MODEL_FOLDER
+    elif model.id == DEMO_ID and model.revision is None:
+        path = _DEMO_FOLDER
+    else:
+        path = shlex.join([model.id, *(["--revision", model.revision] if model.revision else [])])
+    return f"python -m sglang.launch_server --model-path {path} --kvtuner-profile {shlex.quote(reference)}"
+
+
+def asks_for_folder(model: ModelIdentity) -> bool:
+    """Whether a model lay in a folder, so that its name alone finds it nowhere."""
+    return model.revision is None and model.id != DEMO_ID and not is_hub_id(model.id)

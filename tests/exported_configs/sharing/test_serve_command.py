@@ -1,0 +1,59 @@
+"""The printed command to serve finds the model and the profile from wherever it is run."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from profile_samples import MODEL
+
+from kvtuner.calibration.model_loading import DEMO_MODEL
+from kvtuner.exported_configs.profile.records import ModelIdentity
+from kvtuner.exported_configs.sharing.serve_command import asks_for_folder, serve_command
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COMMIT = "0123456789" * 4
+
+
+def words_of(reference: str, folder: Path, **model: Any) -> list[str]:
+    """The words behind the launcher's name that a shell makes of a command, run in some folder."""
+    command = serve_command(ModelIdentity.model_validate({**MODEL, "revision": None, **model}), reference)
+    start, launcher, words = command.partition("python -m sglang.launch_server ")
+    assert launcher and not start
+    printed = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {words}"], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return printed.stdout.splitlines()
+
+
+@pytest.mark.parametrize("reference", ["catalogue:demo-4bit", "me/x@main#sha256:00", "/a folder/it's.json"])
+def test_the_demo_model_is_the_folder_of_the_installed_package(reference: str, tmp_path: Path) -> None:
+    words = ["--model-path", str(DEMO_MODEL), "--kvtuner-profile", reference]
+    assert words_of(reference, tmp_path, id="demo") == words
+
+
+@pytest.mark.parametrize(
+    ("model", "path"),
+    [
+        ({"id": "Qwen/Qwen2.5-7B-Instruct"}, ["Qwen/Qwen2.5-7B-Instruct"]),
+        ({"id": "a/b", "revision": COMMIT}, ["a/b", "--revision", COMMIT]),
+        ({"id": "gpt2", "revision": COMMIT}, ["gpt2", "--revision", COMMIT]),
+        ({"id": "m2"}, ["FOLDER_OF_THE_MODEL"]),
+        ({"id": "x; touch $(id)"}, ["FOLDER_OF_THE_MODEL"]),
+    ],
+)
+def test_a_model_is_named_as_the_reader_can_find_it(model: dict[str, str], path: list[str], tmp_path: Path) -> None:
+    assert words_of("p.json", tmp_path, **model) == ["--model-path", *path, "--kvtuner-profile", "p.json"]
+    assert asks_for_folder(ModelIdentity.model_validate({**MODEL, "revision": None, **model})) == (path[0].isupper())
+
+
+def test_hostile_names_are_words_and_no_commands(tmp_path: Path) -> None:
+    words = words_of("a b$(touch x)`touch y`'", tmp_path, id="x; touch z", revision="a && b")
+    assert shlex.join(words) == shlex.join(
+        ["--model-path", "x; touch z", "--revision", "a && b", "--kvtuner-profile", "a b$(touch x)`touch y`'"]
+    )
+    assert list(tmp_path.iterdir()) == []
