@@ -38,7 +38,7 @@ from kvtuner.pipeline.profile_lookup import profile_of
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.provenance import result_command, result_provenance
 from kvtuner.pipeline.sources import ProfiledModel
-from kvtuner.report.evaluation_report import sample_lines
+from kvtuner.report.evaluation_report import evaluation_page, sample_lines
 from kvtuner.report.table import RecordTable, record_table
 from kvtuner.run_folder import sha256_of, write_atomically
 
@@ -59,11 +59,12 @@ SAMPLE_TOKENS: Final = 64
 
 @dataclass(frozen=True, slots=True, repr=False)
 class EvaluationResult:
-    """A finished evaluation, its file beside the profile's, and the file of samples, if they were asked for."""
+    """A finished evaluation, its file and page beside the profile's, and the samples if those were asked for."""
 
     profile: Profile
     evaluation: Evaluation
     file: Path
+    page: Path
     samples: Path | None
 
     def __repr__(self) -> str:
@@ -103,10 +104,12 @@ def run_evaluation(options: EvalOptions) -> EvaluationResult:
     evaluation = _evaluation(model, backends, cells, command)
     file = evaluation_path(path, evaluation)
     write_atomically(file, dump_evaluation(evaluation))
+    page = file.with_suffix(".html")
+    write_atomically(page, evaluation_page(evaluation, resolved.profile, path.name).encode(errors="replace"))
     samples = model.folder.file(SAMPLES_FILE) if "samples" in options.asked_levels else None
     if samples is not None:
         write_atomically(samples, "\n".join(session.samples(backends)))
-    return EvaluationResult(resolved.profile, evaluation, file, samples)
+    return EvaluationResult(resolved.profile, evaluation, file, page, samples)
 
 
 def check_writable(resolved: ResolvedProfile) -> None:

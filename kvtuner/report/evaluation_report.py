@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.evaluation.statistics import SIGNIFICANT
+from kvtuner.exported_configs.evaluation_verdict import answer_differences, evaluation_verdict
 from kvtuner.exported_configs.identity.mismatch import is_same_configuration
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
 from kvtuner.report.formatting import count, fixed, interval, model_name, number, percent
+from kvtuner.report.search_text import MAX_WIDTH, facts_lines
 from kvtuner.report.table import Table
 
 if TYPE_CHECKING:
@@ -63,7 +66,17 @@ def evaluation_lines(evaluation: Evaluation, profile: Profile) -> list[str]:
         if failures := _failures(cells):
             effect = "are left out of every scheme" if level == "likelihood" else "count as wrong"
             lines.append(f"{failures} answers never came, and {effect}")
-    return [*lines, "", *_clear_differences(evaluation.cells)]
+    found = evaluation_verdict(evaluation)
+    facts = [("verdict", " ".join(found.findings)), ("advice", found.advice)]
+    return [*lines, "", *_clear_differences(evaluation.cells), "", *facts_lines(facts, MAX_WIDTH)]
+
+
+def evaluation_page(evaluation: Evaluation, profile: Profile, name: str) -> str:
+    """The page of one evaluation of the profile of that name."""
+    from kvtuner.report.html_page import render
+
+    part, model = evaluation_part(evaluation, profile), model_name(evaluation.model)
+    return render("evaluation.html", title=f"Answers of {model} with {name}", part=part, model=model, name=name)
 
 
 def sample_lines(prompt: str, answers: Mapping[str, str | None]) -> list[str]:
@@ -75,7 +88,11 @@ def sample_lines(prompt: str, answers: Mapping[str, str | None]) -> list[str]:
 
 
 def evaluation_part(evaluation: Evaluation, profile: Profile) -> dict[str, Any]:
-    """The part of ``templates/profile.html`` about an evaluation: its tables, and how to read them."""
+    """An evaluation for ``evaluation_body`` of ``templates/parts.html``: verdict, picture, tables, how to read them."""
+    from kvtuner.report.plots.answer_forest import answer_forest
+    from kvtuner.report.plots.drawing import drawn
+
+    answers = answer_differences(evaluation)
     cells, provenance = evaluation.cells, evaluation.provenance
     remarks = [f"{flag}: {text[2:]}" for flag, text in FLAGS.items() if any(cell.flag == flag for cell in cells)]
     remarks += _skipped(cells)
@@ -95,6 +112,8 @@ def evaluation_part(evaluation: Evaluation, profile: Profile) -> dict[str, Any]:
     ]
     return {
         "title": f"By {evaluation.backend.kind}, {_reads(evaluation)}",
+        "verdict": evaluation_verdict(evaluation),
+        "forest": drawn(partial(answer_forest, answers)) if answers else None,
         "cells": _page_table(evaluation),
         "remarks": remarks,
         "facts": Table.of_facts(facts),

@@ -431,6 +431,10 @@ def test_the_demo_model_is_right_and_two_bits_are_not(run: RunCommand, tmp_path:
     assert [line[3] for line in clear] == ["recall"] + ["arithmetic"] * 3
     assert clear[0][6].startswith("-")
     assert "+ 120 tokens" in out, "a reference that never fails is marked"
+    verdict = " ".join(out[out.index("verdict") :].split())
+    assert verdict.startswith("verdict 4 of 4 tasks lose answers beyond the interval, beside bf16: recall 120 tokens -")
+    (page,) = tmp_path.glob("two.evaluation-*.html")
+    assert "4 of 4 tasks lose answers beyond the interval" in page.read_text(encoding="utf-8")
 
 
 def test_a_scheme_that_nothing_here_stores_is_refused_before_its_text_is_read(run: RunCommand, tmp_path: Path) -> None:

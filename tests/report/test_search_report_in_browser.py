@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import base64
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from browser import needs_chromium, read_in_browser
 
+from kvtuner import exported_configs
+from kvtuner.exported_configs.profile.evaluation_record import load_evaluation
+from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.verdict import Verdict
+from kvtuner.report.evaluation_report import evaluation_page
 from kvtuner.report.plots.search_plots import PICTURES
 from kvtuner.report.search_report import search_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from kvtuner.report.search_data import ReportData
 
@@ -101,6 +105,17 @@ def test_bits_quality_and_what_fits_are_on_the_first_screen_of_a_desktop(
 ) -> None:
     found = read_in_browser(page_of(make_report(28)), LAYOUT, tmp_path, width=DESKTOP)
     assert found["last"] <= 720
+
+
+@pytest.mark.parametrize("width", [DESKTOP, TELEPHONE])
+def test_the_page_of_an_evaluation_fits_the_screen_too(tmp_path: Path, width: int) -> None:
+    folder = Path(exported_configs.__file__).parent / "profiles"
+    (file,) = folder.glob("demo-outliers-3bit.evaluation-*.json")
+    profile = load_profile(folder / "demo-outliers-3bit.json")
+    page = evaluation_page(load_evaluation(file), profile, "demo-outliers-3bit.json")
+    found = read_in_browser(page, LAYOUT, tmp_path, width=width)
+    assert found["drawings"] == 1 and found["untitled"] == 0 and found["overflow"] <= 0
+    assert found["least_text"] >= 11 and found["outside"] == [] and found["overlaps"] == []
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -31,7 +31,7 @@ def _evaluate(args: Namespace) -> int:
         print(json.dumps({"evaluation": str(result.file), **result.evaluation.to_json()}, indent=1))
         return 0
     print("\n".join(evaluation_lines(result.evaluation, result.profile)))
-    say(f"\nwritten to {result.file}; to see it again: kvtuner show {result.file.parent}")
+    say(f"\nwritten to {result.file}; to see it again: kvtuner show {result.file.parent}\npage: {result.page}")
     if result.samples is not None:
         say(f"what every scheme says after the same beginnings, side by side: {result.samples}")
     return 0

@@ -38,7 +38,7 @@ class _Columns(NamedTuple):
         """Columns for names of configurations, which take a third of the width at most."""
         name_width = min(width / 3, max(map(len, names), default=0) * CHARACTER + 12)
         bytes_end = name_width + 6 * CHARACTER
-        comparison_start = width - 7 * CHARACTER
+        comparison_start = width - 8 * CHARACTER
         return cls(bytes_end, bytes_end + 12, comparison_start - 10, comparison_start)
 
 
@@ -80,8 +80,9 @@ _GROUPS: Final = (("beyond the budget", False), ("inside the budget", True))
 
 
 def _ordered(quality: OffsetQuality) -> list[QualityRow]:
-    """Rows with a KL, by stored bytes from most to least; of equal bytes, the best first."""
-    measured = [row for row in (quality.winner, *quality.baselines) if row.kl and math.isfinite(row.kl.mean)]
+    """Rows with a KL, by stored bytes from most to least; of equal bytes, the best first; a uniform that won once."""
+    rivals = [row for row in quality.baselines if row.label != quality.winner.label]
+    measured = [row for row in (quality.winner, *rivals) if row.kl and math.isfinite(row.kl.mean)]
     return sorted(measured, key=lambda row: (-row.bytes_per_token, row.kl.mean if row.kl else 0.0, row.label))
 
 
