@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from tqdm import tqdm
+
+from kvtuner.progress.bar import ProgressBar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +26,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """
     digest = hashlib.sha256()
     num_bytes = sum(tensor.nbytes for tensor in tensors.values() if not tensor.is_meta)
-    with tqdm(desc="hashing weights", total=num_bytes, unit="B", unit_scale=True, disable=None) as bar:
+    with ProgressBar(desc="hashing weights", total=num_bytes, unit="B", unit_scale=True) as bar:
         for name, tensor in tensors.items():
             digest.update(f"{name}{list(tensor.shape)}".encode())
             if not tensor.is_meta:
@@ -33,7 +34,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return "sha256:" + digest.hexdigest()
 
 
-def _checksum(tensor: Tensor, bar: tqdm[Any]) -> int:
+def _checksum(tensor: Tensor, bar: ProgressBar) -> int:
     crc = 0
     for block in tensor.detach().contiguous().reshape(-1).view(torch.uint8).split(BLOCK_BYTES):
         crc = zlib.crc32(block.cpu().numpy(), crc)

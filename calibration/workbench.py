@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from kvtuner.calibration.batches import Batch, Offsets, batches
 from kvtuner.calibration.candidate_pass import CandidateMeasurement
 from kvtuner.calibration.forward.chain import DecoderChain
@@ -18,6 +16,7 @@ from kvtuner.calibration.sensitivity import TABLE_FILE, ScoreName, SensitivityTa
 from kvtuner.calibration.transform_statistics import measure_constants
 from kvtuner.errors import CorpusError
 from kvtuner.precision import LAYOUT_ID, NO_WINDOW, SIDES, WIDE_WORD_BITS
+from kvtuner.progress.bar import ProgressBar
 from kvtuner.run_folder import RunFolder, refuse_difference, sha256_of
 
 if TYPE_CHECKING:
@@ -178,14 +177,14 @@ def measure_table(
 def _measure_candidates(bench: Workbench, folder: RunFolder, identity: dict[str, Any]) -> SensitivityTable:
     tokens, options = bench.corpus.splits["calibrate"].numel(), bench.options
     folder.log("statistics", tokens=tokens)
-    with tqdm(desc="statistics", total=tokens, unit="tok", disable=None) as bar:
+    with ProgressBar(desc="statistics", total=tokens, unit="tok") as bar:
         constants = measure_constants(bench.chain, _counted(bench.batches("calibrate"), bar))
     folder.log("candidates", tokens=tokens, draws=options.num_draws)
     measurement = CandidateMeasurement(
         bench.chain, constants, bench.plan, options.quant, options.num_draws, options.seed, options.with_pairs
     )
     layers = bench.loaded.shape.geometry.num_layers
-    with tqdm(desc="candidates", total=tokens * layers, unit="tok", unit_scale=True, disable=None) as bar:
+    with ProgressBar(desc="candidates", total=tokens * layers, unit="tok", unit_scale=True) as bar:
         measurement.run(bench.batches("calibrate"), on_layer=bar.update)
     return SensitivityTable(
         identity=identity,
@@ -203,7 +202,7 @@ def _measure_isolated(
     candidates = isolated_candidates(table.scores)
     num_batches = -(-bench.corpus.splits["calibrate"].shape[0] // bench.options.batch_size)
     folder.log("isolated", candidates=len(candidates), batches=num_batches)
-    with tqdm(desc="isolated KL", total=len(candidates) * num_batches, unit="fwd", disable=None) as bar:
+    with ProgressBar(desc="isolated KL", total=len(candidates) * num_batches, unit="fwd") as bar:
         measured = measure_isolated(
             bench.chain,
             bench.batches("calibrate"),
@@ -226,7 +225,7 @@ def _measure_isolated(
     return replace(table, scores=scores)
 
 
-def _counted(source: Iterator[Batch], bar: tqdm[Any]) -> Iterator[Batch]:
+def _counted(source: Iterator[Batch], bar: ProgressBar) -> Iterator[Batch]:
     for batch in source:
         yield batch
         bar.update(batch.num_tokens)

@@ -7,12 +7,11 @@ import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from tqdm import tqdm
-
 from kvtuner.bench.client import RequestResult
 from kvtuner.bench.load_metrics import LoadResult, MeasurementCost, SchemeRun
 from kvtuner.bench.loads import Capacity, Load, LoadOptions, check_prompts, cut_prompts, plan_loads
 from kvtuner.journal import Journal
+from kvtuner.progress.bar import ProgressBar
 from kvtuner.run_folder import RunFolder, canonical_json, sha256_of
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def run_loads(target: LoadTarget, work: BenchWork, *, server_key: str, name: str
     results: list[LoadResult] = []
     warm_shapes: set[tuple[int, int]] = set()
     reason_gone = None
-    for load in tqdm(loads, desc=name, unit="load", disable=None):
+    for load in ProgressBar(loads, desc=name, unit="load"):
         result = work.result(server_key, load)
         if result is None and reason_gone is not None:
             # Not journalled: the same command sends it, once the server is there again.

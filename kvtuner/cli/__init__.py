@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status.
 
-    0: done. 1: done, and `doctor`, `validate`, `diff --exit-code` or `bench` found something. 2: a clear refusal, one
-    line on stderr. 130: interrupted; the same command resumes.
+    0: done. 1: done, and `doctor`, `validate`, `diff --exit-code` or `bench` found something. 2: a clear refusal, the
+    last line on stderr. 130: interrupted; the same command resumes.
     """
     from kvtuner.cli.parser import COMMANDS, build_parser, parse
 

@@ -65,7 +65,10 @@ def benchmark(options: BenchOptions) -> tuple[BenchResult, Path]:
         result = BenchResult(
             profile=model.profile,
             model=model.identity,
-            schemes=tuple(session.measure(scheme, scheme_flags) for scheme, scheme_flags in served),
+            schemes=tuple(
+                session.measure(scheme, scheme_flags, f"{number}/{len(served)}")
+                for number, (scheme, scheme_flags) in enumerate(served, start=1)
+            ),
             evaluation=None,
             provenance=session.provenance(command),
             server_args=flags.shareable(),
@@ -112,14 +115,18 @@ class _BenchSession:
         self._bandwidth, self._no_bandwidth = self._find_bandwidth()
         self._served_model: str | None = None
 
-    def measure(self, scheme: CacheScheme, flags: Sequence[str]) -> SchemeResult:
-        """Serve a scheme, unless it is served already, and put it under load; or state why it could not be."""
+    def measure(self, scheme: CacheScheme, flags: Sequence[str], place: str) -> SchemeResult:
+        """Serve a scheme, unless it is served already, and put it under load; or state why it could not be.
+
+        The place is that among all schemes, as in ``1/3``.
+        """
         key = self._key(scheme, flags, {})
         if not self._urls and (record := self._work.server(key)):
             server = ServerRecord(**record)
             if run := replay(server.capacity, self._work, server_key=key):
                 say(f"{scheme.name} was measured before")
                 return self._result(scheme, server, run)
+        say(f"{'asking' if self._urls else 'starting'} {scheme.name} ({place})")
         try:
             with self._target(scheme, flags) as target:
                 return self._result(scheme, target.record, self._run(scheme, flags, target))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvtuner.calibration.window_lengths import lengths_for
 from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
-from kvtuner.pipeline.sources import corpus_source
-from kvtuner.pipeline.stages.scale_words import competing_layouts
+from kvtuner.pipeline.stages.planned_work import planned_tokens
 from kvtuner.pipeline.stages.search_run import calibration_options, checked_shape, row_shape, serving_ranks
-from kvtuner.pipeline.stages.search_targets import SearchTarget, targets_of
-from kvtuner.precision import SIDES, PrecisionPair, effective_bits, mean_bits, tokens_per_gib
+from kvtuner.pipeline.stages.search_targets import targets_of
+from kvtuner.precision import PrecisionPair, effective_bits, mean_bits, tokens_per_gib
 from kvtuner.report.formatting import count
 from kvtuner.report.search_data import rank_text
 from kvtuner.report.table import Table
@@ -19,8 +17,6 @@ from kvtuner.search_spaces.budget import SMALLEST_PAIR
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from kvtuner.calibration.model_loading import ModelShape
 
 
 def plan_of_work(options: CalibrateOptions) -> dict[str, Any]:
@@ -44,6 +40,7 @@ def plan_of_work(options: CalibrateOptions) -> dict[str, Any]:
             "inside": [c.budget.text for c in constraints if c.is_met(pairs)],
         }
 
+    planned = planned_tokens(options, shape, quant, targets)
     window = options.measurement.window
     copies = ranks.window_bytes([SMALLEST_PAIR] * geometry.num_layers, window)
     return {
@@ -60,39 +57,8 @@ def plan_of_work(options: CalibrateOptions) -> dict[str, Any]:
         ],
         "hand_written": [row(target.asked, target.pairs) for target in targets if target.pairs is not None],
         "budgets": [{"asked": c.budget.text, "smallest": c.smallest()} for c in constraints],
-        "forward_tokens": _forward_tokens(options, shape, targets),
+        "forward_tokens": {**planned, "total": sum(planned.values())},
     }
-
-
-def _forward_tokens(options: CalibrateOptions, shape: ModelShape, targets: Sequence[SearchTarget]) -> dict[str, int]:
-    """Tokens that each phase runs through the whole model, at most; a backward counts as two forwards."""
-    measurement = options.measurement
-    source = corpus_source(options.data, options.model, shape, seed=measurement.seed)
-    calibrate, select, report = (count * source.sequence_length for count in source.num_sequences)
-    layers = shape.geometry.num_layers
-    quant = calibration_options(measurement, shape).quant
-    widths = quant.widths
-    isolated = sum(len(quant.transform_names(side)) for side in SIDES) + 2 * (len(widths) - 1)
-    schemes = 2 * len(uniform_pairs(widths)) + 2
-    # The exact model once for its statistics and once for its predictions, then both layouts at each width below 8.
-    layouts = 2 * (len(widths) - 1) * len(competing_layouts(measurement, shape))
-    lengths = lengths_for(source.sequence_length) if measurement.residual_length == "auto" else ()
-    planned = {
-        **({"window length": calibrate * (2 + 2 * len(lengths))} if lengths else {}),
-        **({"scale layouts": calibrate * (2 + layouts)} if layouts else {}),
-        "statistics": calibrate,
-        "candidates": calibrate * (2 + 2 * measurement.fisher_draws),
-        "isolated KL": calibrate * (2 + isolated * (layers + 1)) // 2 if measurement.score == "kl" else 0,
-    }
-    if isinstance(options, SearchOptions):
-        trials = sum(1 if target.constraint is None else options.refinement_trials for target in targets)
-        # The widths of keys, 16 bits among them, by those of values.
-        planned["uniform table"] = select * (len(widths) + 1) ** 2
-        planned["refinement" if targets[0].pairs is None else "hand-written"] = select * trials
-        # Every scheme at small and at large position offsets.
-        planned["validation"] = 2 * report * (schemes + len(targets))
-    planned["total"] = sum(planned.values())
-    return planned
 
 
 def plan_lines(plan: dict[str, Any]) -> list[str]:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tqdm import tqdm
-
 from kvtuner.calibration.model_loading import load_model
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench
 from kvtuner.errors import CorpusError, EndpointError, PrecisionError, RunFolderError
@@ -38,6 +36,7 @@ from kvtuner.pipeline.profile_lookup import profile_of
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.provenance import result_command, result_provenance
 from kvtuner.pipeline.sources import ProfiledModel
+from kvtuner.progress.bar import ProgressBar
 from kvtuner.report.evaluation_report import evaluation_page, sample_lines
 from kvtuner.report.table import RecordTable, record_table
 from kvtuner.run_folder import sha256_of, write_atomically
@@ -174,7 +173,7 @@ class _EvaluationSession:
         """The continuations of some sequences by every scheme; the run folder keeps them, for they quote the text."""
         lines: list[str] = []
         prompts = self._model.corpus.splits["report"][: self._model.options.number("samples"), :SAMPLE_PROMPT].tolist()
-        for prompt in tqdm(prompts, desc="samples", disable=None):
+        for prompt in ProgressBar(prompts, desc="samples"):
             texts = {backend.name: backend.continuation(prompt, SAMPLE_TOKENS) for backend in backends}
             lines += sample_lines(self._text.of(prompt), texts)
         return lines

@@ -12,6 +12,7 @@ from kvtuner.pipeline.provenance import search_command
 from kvtuner.pipeline.sources import run_folder
 from kvtuner.pipeline.stages.baseline_comparison import BaselineComparison
 from kvtuner.pipeline.stages.budget_search import BudgetSearch, SearchOutcome
+from kvtuner.pipeline.stages.planned_work import planned_phases
 from kvtuner.pipeline.stages.search_output import make_profile, make_report_data
 from kvtuner.pipeline.stages.search_run import SearchRun, calibration_options, checked_shape, measure_sensitivity
 from kvtuner.pipeline.stages.search_targets import SearchTarget, bind_target, refuse_other_targets, targets_of
@@ -52,7 +53,8 @@ def run_calibration(options: CalibrateOptions) -> CalibrationResult:
     """Measure the sensitivity of every layer, or go on where the same calibration was interrupted."""
     shape = checked_shape(options)
     folder = run_folder(options.model, options.out, "calibration")
-    phases, table = measure_sensitivity(options, shape, folder, phase="calibrate")
+    planned = planned_phases(options, shape, calibration_options(options.measurement, shape).quant, [])
+    phases, table = measure_sensitivity(options, shape, folder, phase="calibrate", planned=planned)
     return CalibrationResult(table, folder.file(TABLE_FILE), phases.passes["calibrate"])
 
 
@@ -119,10 +121,12 @@ def run_search(
     `on_result` is called with every result as soon as its files are written.
     """
     shape = checked_shape(options)
-    targets = targets_of(options, shape, calibration_options(options.measurement, shape).quant)
+    quant = calibration_options(options.measurement, shape).quant
+    targets = targets_of(options, shape, quant)
     folder = run_folder(options.model, options.out, "+".join(target.name for target in targets))
     refuse_other_targets(folder, targets)
-    phases, table = measure_sensitivity(options, shape, folder, phase="calibration")
+    planned = planned_phases(options, shape, quant, targets)
+    phases, table = measure_sensitivity(options, shape, folder, phase="calibration", planned=planned)
     if (
         phases.layouts or phases.window_length
     ):  # rows of 8 bits may have become longer, and copies take bytes of some budgets

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from kvtuner.cli.command import Command, add_options
 from kvtuner.pipeline.eval_bench_options import BenchOptions, EvalOptions
 from kvtuner.pipeline.options import options_from
-from kvtuner.pipeline.progress import say
+from kvtuner.pipeline.progress import say, say_loading
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -23,10 +23,12 @@ def _add_flags(parser: ArgumentParser, options: type) -> None:
 
 
 def _evaluate(args: Namespace) -> int:
+    options = options_from(EvalOptions, vars(args))
+    say_loading()
     from kvtuner.pipeline.evaluate import run_evaluation
     from kvtuner.report.evaluation_report import evaluation_lines
 
-    result = run_evaluation(options_from(EvalOptions, vars(args)))
+    result = run_evaluation(options)
     if args.json:
         print(json.dumps({"evaluation": str(result.file), **result.evaluation.to_json()}, indent=1))
         return 0
@@ -39,12 +41,14 @@ def _evaluate(args: Namespace) -> int:
 
 def _benchmark(args: Namespace) -> int:
     """The status is 1 where a gate fails, or where a scheme could not be served."""
+    options = options_from(BenchOptions, vars(args))
+    say_loading()
     from kvtuner.pipeline.benchmark import benchmark
     from kvtuner.report.bench_report import summary_lines
 
     for ending in (signal.SIGTERM, signal.SIGHUP):  # servers end with this process
         signal.signal(ending, lambda number, _: sys.exit(128 + number))
-    result, page = benchmark(options_from(BenchOptions, vars(args)))
+    result, page = benchmark(options)
     print(json.dumps(result.to_json(), indent=1) if args.json else "\n".join(summary_lines(result)))
     say(f"\nreport: {page}; the same in Markdown and JSON beside it, and every request in requests.jsonl")
     return int(bool(result.problems()))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtuner.cli.command import Command, add_options, add_switch
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions, options_from
+from kvtuner.pipeline.progress import say, say_loading
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
 
 
 def _search(args: Namespace) -> int:
-    from kvtuner.pipeline.search import run_search
-
     options = options_from(SearchOptions, vars(args))
     if args.dry_run:
         return _dry_run(options, as_json=args.json)
+    say_loading()
+    from kvtuner.pipeline.search import run_search
+
     results = run_search(options, on_result=None if args.json else partial(_print_result, verbose=args.verbose))
     if args.json:
         printed = [result.to_json() for result in results]
@@ -38,12 +40,12 @@ def _print_result(result: SearchResult, *, verbose: bool) -> None:
 
 
 def _calibrate(args: Namespace) -> int:
-    from kvtuner.pipeline.progress import say
-    from kvtuner.pipeline.search import run_calibration
-
     options = options_from(CalibrateOptions, vars(args))
     if args.dry_run:
         return _dry_run(options, as_json=args.json)
+    say_loading()
+    from kvtuner.pipeline.search import run_calibration
+
     result = run_calibration(options).to_json()
     if args.json:
         print(json.dumps(result, indent=1))

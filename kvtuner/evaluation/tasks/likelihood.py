@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from tqdm import tqdm
 
 from kvtuner.errors import CorpusError, EndpointError
 from kvtuner.evaluation.backends.base import AnswerJournal, HitCount, unread_flag
@@ -19,6 +18,7 @@ from kvtuner.evaluation.backends.server_backend import NextToken, ServerBackend,
 from kvtuner.evaluation.cache_scheme import REFERENCE, CacheScheme
 from kvtuner.evaluation.cells import CellKey, MeanScores, make_cell
 from kvtuner.evaluation.validation import OFFSETS, Validator
+from kvtuner.progress.bar import ProgressBar
 from kvtuner.run_folder import RunFolder, sha256_of
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def local_likelihood_cells(bench: Workbench, schemes: Sequence[CacheScheme], fol
     last = max(0, bench.loaded.shape.context_length - tokens)
     places = list(zip(OFFSETS, (0, last), strict=True))[: 2 if last else 1]
     cells: list[Cell] = []
-    with tqdm(desc="likelihood", total=len(places) * len(schemes), disable=None) as bar:
+    with ProgressBar(desc="likelihood", total=len(places) * len(schemes)) as bar:
         for offsets, position in places:
             sums = {}
             for scheme in schemes:
@@ -97,7 +97,7 @@ def server_likelihood_cells(
     failures = {backend.name: 0 for backend in backends}
     hits = {backend.name: HitCount() for backend in backends}
     sequences: list[dict[str, Answers]] = []
-    with tqdm(desc="likelihood", total=len(scoring.sequences) * len(backends), unit="sequence", disable=None) as bar:
+    with ProgressBar(desc="likelihood", total=len(scoring.sequences) * len(backends), unit="sequence") as bar:
         for ids in scoring.sequences:
             answers: dict[str, Answers] = {}
             for backend in sorted(backends, key=lambda backend: backend.name != REFERENCE):

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from tqdm import tqdm
-
 from kvtuner.errors import CorpusError
 from kvtuner.evaluation.backends.base import AnswerJournal, Backend, HitCount, TextTokenizer, unread_flag
 from kvtuner.evaluation.cache_scheme import REFERENCE
 from kvtuner.evaluation.cells import BinaryScores, CellKey, make_cell
 from kvtuner.evaluation.tasks.recall_and_needles import Problem, arithmetic, needles, recall
+from kvtuner.progress.bar import ProgressBar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -126,7 +125,7 @@ def question_cells(
     journal = AnswerJournal(folder, JOURNAL, identity, version=ANSWERING)
     cells = []
     total = sum(len(questions.problems) for questions in sets) * len(backends)
-    with tqdm(desc="questions", total=total, unit="problem", disable=None) as bar:
+    with ProgressBar(desc="questions", total=total, unit="problem") as bar:
         for questions in sets:
             marks: dict[str, BinaryScores] = {}
             failures: dict[str, int] = {}

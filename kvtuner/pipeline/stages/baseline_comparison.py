@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from tqdm import tqdm
-
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.evaluation.cache_scheme import CacheScheme, Fp8Scheme, UnquantizedScheme
 from kvtuner.evaluation.validation import OFFSETS, SequenceSums, Validator, kl_difference, pooled, uniform_pairs
 from kvtuner.pipeline.progress import say
 from kvtuner.precision import NATIVE_BITS
+from kvtuner.progress.bar import ProgressBar
 from kvtuner.report.search_data import ALL_OFFSETS, OffsetQuality, QualityRow
 from kvtuner.tuner.objective import configuration_key, layer_specs
 
@@ -177,7 +176,7 @@ def _measure_all(
     """Results by key of scheme, without those of `others` whose KL is not finite, which it says."""
     measured: dict[str, dict[Offsets, SequenceSums]] = {scheme.key: {} for scheme in (*needed, *others)}
     jobs = [(scheme, offsets) for offsets in OFFSETS for scheme in (*needed, *others)]
-    for scheme, offsets in tqdm(jobs, desc="validation", disable=None):
+    for scheme, offsets in ProgressBar(jobs, desc="validation"):
         if scheme.key in measured:
             try:
                 measured[scheme.key][offsets] = validator.measure(scheme, offsets)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from tqdm import tqdm
-
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.pipeline.progress import say
+from kvtuner.progress.bar import ProgressBar
 from kvtuner.report.formatting import number
 from kvtuner.run_folder import sha256_of
 from kvtuner.search_spaces.space import (
@@ -89,7 +88,7 @@ class BudgetSearch:
     def uniform_table(self) -> dict[PrecisionPair, float]:
         """Measured KL of every uniform pair, nats per token; without those whose KL is not finite, which it says."""
         measured = {}
-        for pair, configuration in tqdm(self.uniforms().items(), desc="uniform K x V", disable=None):
+        for pair, configuration in ProgressBar(self.uniforms().items(), desc="uniform K x V"):
             try:
                 measured[pair] = self.objective(configuration)
             except NonFiniteActivationError as error:
@@ -183,7 +182,7 @@ class BudgetSearch:
         # Workers that share a storage must search for the same thing, or they would count one another's trials.
         identity = {"measurements": sha256_of(self.run.table.identity), **target.identity}
         storage = options.storage or sqlite_url(self.run.folder.file(STUDY_FILE).resolve())
-        with tqdm(total=options.refinement_trials, desc=f"refine {target.asked}", unit="trial", disable=None) as bar:
+        with ProgressBar(total=options.refinement_trials, desc=f"refine {target.asked}", unit="trial") as bar:
 
             def on_trial(trial: TrialRecord) -> None:
                 bar.update(1)

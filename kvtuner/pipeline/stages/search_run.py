@@ -17,13 +17,14 @@ from kvtuner.errors import PrecisionError, SearchSpaceError
 from kvtuner.evaluation.cache_scheme import RankLayout
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.sources import corpus_source, model_source
+from kvtuner.pipeline.stages.planned_work import ForwardProgress
 from kvtuner.pipeline.stages.scale_words import competing_layouts, given_layouts, layouts_text
 from kvtuner.precision import THREE_BITS, PrecisionPair, RowShape, check_group_size
 from kvtuner.search_spaces.layer_notation import parse_keep
 from kvtuner.search_spaces.space import Configuration, uniform
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from kvtuner.calibration.sensitivity import SensitivityTable
     from kvtuner.pipeline.options import CalibrateOptions, MeasurementOptions, SearchOptions
@@ -127,6 +128,7 @@ class Phases:
         passes: The forward passes by phase.
         layouts: The scale layouts that were compared, by side.
         window_length: The window lengths that were compared, None where the options give one.
+        progress: What shows how much of the planned work is done.
     """
 
     bench: Workbench
@@ -134,6 +136,7 @@ class Phases:
     passes: dict[str, float] = field(default_factory=dict)
     layouts: tuple[LayoutComparison, ...] = ()
     window_length: LengthComparison | None = None
+    progress: ForwardProgress = field(default_factory=ForwardProgress)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -141,9 +144,14 @@ class Phases:
         say(f"{name} ...")
         counter = self.bench.chain.count
         before, start = counter.layer_tokens, time.monotonic()
-        yield
-        tokens = (counter.layer_tokens - before) / self.bench.loaded.shape.geometry.num_layers
-        passes = tokens / self.bench.corpus.splits["calibrate"].shape[1]
+        per_pass = self.bench.loaded.shape.geometry.num_layers * self.bench.corpus.splits["calibrate"].shape[1]
+
+        def passes_so_far() -> float:
+            return (counter.layer_tokens - before) / per_pass
+
+        with self.progress.phase(name, passes_so_far):
+            yield
+        passes = passes_so_far()
         self.passes[name] = self.passes.get(name, 0.0) + passes
         seconds = time.monotonic() - start
         self.folder.log("phase", name=name, forward_passes=round(passes, 2), seconds=round(seconds, 2))
@@ -151,9 +159,17 @@ class Phases:
 
 
 def measure_sensitivity(
-    options: CalibrateOptions, shape: ModelShape, folder: RunFolder, *, phase: str
+    options: CalibrateOptions,
+    shape: ModelShape,
+    folder: RunFolder,
+    *,
+    phase: str,
+    planned: Sequence[tuple[str, float]] = (),
 ) -> tuple[Phases, SensitivityTable]:
-    """Load the model and measure it, or go on in the run folder; what it took is the phase of that name."""
+    """Load the model and measure it, or go on in the run folder; what it took is the phase of that name.
+
+    The planned phases, with their forward passes, are those of the whole run.
+    """
     data = corpus_source(options.data, options.model, shape, seed=options.measurement.seed)
     measurement = calibration_options(options.measurement, shape)
     if options.data.data is None and options.model.model != DEMO:
@@ -163,10 +179,11 @@ def measure_sensitivity(
         )
     if options.measurement.three_bits and not measurement.quant.three_bits:
         say(f"3 bits are not measured: {why_no_three_bits(options.measurement, shape)}")
+    say("loading the model ...")
     loaded = load_model(model_source(options.model), shape)
     bench = Workbench.prepare(loaded, load_corpus(data, loaded.tokenizer), measurement)
     folder.create()
-    phases = Phases(bench, folder)
+    phases = Phases(bench, folder, progress=ForwardProgress(planned))
     _choose_window(options.measurement, phases)
     _choose_layouts(options.measurement, phases)
     with phases.phase(phase):

@@ -172,6 +172,7 @@ def test_the_ablation_serves_every_group_or_says_why_not(
     assert "tail pages" in schemes["K4V4-per-channel"]["refused"]
     served = [scheme for scheme in found["ways"] if scheme["refused"] is None]
     assert len(served) == 8
+    assert all(f"starting {scheme['name']} (" in output for scheme in served)
     copies = (4 + 1) * load_profile(mixed).window_bytes()
     for scheme in served:
         rows = (32 << 20) - (copies if scheme["name"] == "profile" else 0)

@@ -1,0 +1,122 @@
+"""The forward passes that a search or a calibration plans, phase by phase, and how many of them are done.
+
+Knows no weights: a plan is made of the configuration alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from kvtuner.calibration.window_lengths import lengths_for
+from kvtuner.evaluation.validation import uniform_pairs
+from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
+from kvtuner.pipeline.sources import corpus_source
+from kvtuner.pipeline.stages.scale_words import competing_layouts
+from kvtuner.precision import SIDES
+from kvtuner.progress.bar import ProgressBar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvtuner.calibration.model_loading import ModelShape
+    from kvtuner.calibration.quantization_options import QuantizationOptions
+    from kvtuner.pipeline.stages.search_targets import SearchTarget
+
+REFRESH_S: Final = 1.0
+_CALIBRATION: Final = ("statistics", "candidates", "isolated KL")
+
+
+def planned_tokens(
+    options: CalibrateOptions, shape: ModelShape, quant: QuantizationOptions, targets: Sequence[SearchTarget]
+) -> dict[str, int]:
+    """Tokens that each part runs through the whole model, at most; a backward counts as two forwards."""
+    measurement = options.measurement
+    source = corpus_source(options.data, options.model, shape, seed=measurement.seed)
+    calibrate, select, report = (count * source.sequence_length for count in source.num_sequences)
+    layers = shape.geometry.num_layers
+    widths = quant.widths
+    isolated = sum(len(quant.transform_names(side)) for side in SIDES) + 2 * (len(widths) - 1)
+    schemes = 2 * len(uniform_pairs(widths)) + 2
+    # The exact model once for its statistics and once for its predictions, then both layouts at each width below 8.
+    layouts = 2 * (len(widths) - 1) * len(competing_layouts(measurement, shape))
+    lengths = lengths_for(source.sequence_length) if measurement.residual_length == "auto" else ()
+    planned = {
+        **({"window length": calibrate * (2 + 2 * len(lengths))} if lengths else {}),
+        **({"scale layouts": calibrate * (2 + layouts)} if layouts else {}),
+        "statistics": calibrate,
+        "candidates": calibrate * (2 + 2 * measurement.fisher_draws),
+        "isolated KL": calibrate * (2 + isolated * (layers + 1)) // 2 if measurement.score == "kl" else 0,
+    }
+    if isinstance(options, SearchOptions):
+        trials = sum(1 if target.constraint is None else options.refinement_trials for target in targets)
+        # The widths of keys, 16 bits among them, by those of values.
+        planned["uniform table"] = select * (len(widths) + 1) ** 2
+        planned["refinement" if targets[0].pairs is None else "hand-written"] = select * trials
+        # Every scheme at small and at large position offsets.
+        planned["validation"] = 2 * report * (schemes + len(targets))
+    return planned
+
+
+def planned_phases(
+    options: CalibrateOptions, shape: ModelShape, quant: QuantizationOptions, targets: Sequence[SearchTarget]
+) -> list[tuple[str, float]]:
+    """The phases of a run in their order, with the forward passes over one sequence that each takes at most."""
+    planned = planned_tokens(options, shape, quant, targets)
+    calibration = sum(planned.pop(part) for part in _CALIBRATION)
+    phases: list[tuple[str, float]] = [
+        (name, float(planned[name])) for name in ("window length", "scale layouts") if name in planned
+    ]
+    phases.append(("calibration" if targets else "calibrate", float(calibration)))
+    if targets:
+        phases.append(("uniform table", float(planned["uniform table"])))
+        for target in targets:
+            if target.constraint is not None:
+                phases.append((f"refinement {target.asked}", planned["refinement"] / len(targets)))
+            phases.append(("validation", planned["validation"] / len(targets)))
+    sequence_length = corpus_source(options.data, options.model, shape, seed=options.measurement.seed).sequence_length
+    return [(name, tokens / sequence_length) for name, tokens in phases]
+
+
+class ForwardProgress:
+    """Shows how many of a run's planned forward passes are done, and about how long the rest takes.
+
+    What a phase did not need is off the plan when it ends. The time left is at the rate of the whole run so far.
+    """
+
+    def __init__(self, phases: Sequence[tuple[str, float]] = ()) -> None:
+        """Plan phases with their forward passes, in the order in which they run; without any nothing is shown."""
+        self._ahead = list(phases)
+        self._done = self._seconds = 0.0
+
+    @contextmanager
+    def phase(self, name: str, passes: Callable[[], float]) -> Iterator[None]:
+        """Show the progress while a phase runs; `passes` tells the forward passes of the phase so far."""
+        if name not in (planned for planned, _ in self._ahead):
+            yield
+            return
+        total = self._done + sum(planned for _, planned in self._ahead)
+        counts = {"total": round(total), "initial": int(self._done), "miniters": 1}
+        with ProgressBar(desc="forward passes", unit="", smoothing=0, leave=False, **counts) as bar:
+            # The rate is that of all phases: since the run began, and of all that it did.
+            bar.start_t, bar.initial = bar.start_t - self._seconds, 0
+            ended = threading.Event()
+
+            def follow() -> None:
+                while True:
+                    bar.n = min(int(self._done + passes()), bar.total)
+                    bar.update(0)
+                    if ended.wait(REFRESH_S):
+                        return
+
+            thread = threading.Thread(target=follow, name="kvtuner-progress", daemon=True)
+            thread.start()
+            try:
+                yield
+            finally:
+                ended.set()
+                thread.join()
+                self._done += passes()
+                self._seconds = bar.format_dict["elapsed"]
+                self._ahead.remove(next(item for item in self._ahead if item[0] == name))

@@ -1,0 +1,1 @@
+"""How far a loop is, on stderr: `bar.ProgressBar`, for every package."""
