@@ -8,7 +8,7 @@ PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 8 --
 ABLATION = --lengths 10,100,1000,4000 --concurrency 1,4,16 --batches 1,4,16 --repeats 3 --kv-memory 64MiB \
 	--server-args "--device cpu --dtype bfloat16 --disable-cuda-graph --mem-fraction-static 0.5 --max-running-requests 16"
 
-.PHONY: check test test-full gpu lint format demo demo-model schema ablation catalogue catalogue-index verdicts notebook
+.PHONY: check test test-full gpu lint format demo demo-model schema ablation catalogue catalogue-index verdicts notebook picture
 
 check: lint ## what every commit passes
 	$(PYTEST) -m "not slow and not full and not gpu" tests
@@ -55,6 +55,9 @@ catalogue: ## searches the profiles that come with kvtuner anew
 
 notebook: ## runs examples/quickstart.ipynb anew
 	OMP_NUM_THREADS=1 $(PYTHON) -m tools.run_quickstart
+
+picture: demo ## draws README's picture, of its search
+	$(PYTHON) -m tools.make_readme_picture
 
 verdicts: ## prints README's table, of the catalogue's profiles
 	$(PYTHON) -m tools.make_verdict_table

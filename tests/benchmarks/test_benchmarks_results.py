@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 from kvtuner.bench.ablation import GROUPS
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.verdict import verdict_of
+from kvtuner.precision import ALL_BITS
 from kvtuner.report.formatting import number
+from tools.make_readme_picture import PICTURE
 from tools.make_verdict_table import verdict_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +65,19 @@ def test_readmes_search_is_the_one_that_made_the_catalogues_profile() -> None:
 def test_readme_has_the_verdicts_of_the_catalogue() -> None:
     table = verdict_table().markdown()
     assert first_table((ROOT / "README.md").read_text(), table[0]) == table
+
+
+def test_readmes_picture_has_the_bits_and_the_kl_of_the_same_search() -> None:
+    marks = [element for element in ElementTree.parse(PICTURE).iter() if element.tag.endswith("}text")]
+    # A mark's text stands behind its title.
+    texts = [(mark.text or "") + "".join(child.tail or "" for child in mark) for mark in marks]
+    profile = load_profile(CATALOGUE / "demo-4bit.json")
+    for side in ("k", "v"):
+        first = texts.index("keys" if side == "k" else "values") + 1
+        drawn = [text for text in texts[first:] if text in {str(bits) for bits in ALL_BITS}][: len(profile.pairs)]
+        assert drawn == [str(getattr(pair, f"{side}_bits")) for pair in profile.pairs]
+    assert f"{profile.bytes_per_token():,}" in texts and "4bit" in texts
+    assert f"({PICTURE.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
 
 
 def test_readme_is_short_enough_to_be_read() -> None:

@@ -57,7 +57,7 @@ class PlanOptions:
     )
     budget: tuple[str, ...] = option(
         (),
-        f"budgets to compare, as `kvtuner search` takes them; {' '.join(PLANNED_BUDGETS)} by default",
+        f"budgets to compare, as kvtuner search takes them; {' '.join(PLANNED_BUDGETS)} by default",
         group="how the cache is stored",
         nargs="+",
         action="extend",

@@ -89,7 +89,7 @@ def parameters_per_token(source: ModelSource, shape: ModelShape) -> int:
     except Exception as error:  # remote code raises anything
         raise UnsupportedModelError(
             f"the parameters of {source.model} cannot be counted from its configuration"
-            f" ({' '.join(str(error).split())}); see its size with `kvtuner search --dry-run`"
+            f" ({' '.join(str(error).split())}); see its size with kvtuner search --dry-run"
         ) from error
     total = Fraction(0)
     for name, parameter in model.named_parameters():
