@@ -58,10 +58,10 @@ def write_bench_report(result: BenchResult, folder: Path) -> Path:
     return folder / PAGE
 
 
-def summary_lines(result: BenchResult) -> list[str]:
-    """The table and the verdict for the terminal."""
+def summary_lines(result: BenchResult, width: int | None = None) -> list[str]:
+    """The table, as wide as a terminal if its width is given, and the verdict."""
     problems = [f"FAILED  {problem}" for problem in result.problems()]
-    return [*_overview(result).lines(), "", *(problems or [_gates_that_passed(result)])]
+    return [*_overview(result).lines(width), "", *(problems or [_gates_that_passed(result)])]
 
 
 def report_tables(result: BenchResult) -> dict[str, list[Table]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,7 +12,6 @@ from kvtuner.exported_configs.evaluation_verdict import answer_differences, eval
 from kvtuner.exported_configs.identity.mismatch import is_same_configuration
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
 from kvtuner.report.formatting import count, fixed, interval, model_name, number, percent
-from kvtuner.report.search_text import MAX_WIDTH, facts_lines
 from kvtuner.report.table import Table
 
 if TYPE_CHECKING:
@@ -47,8 +47,11 @@ CONFIGURATIONS: Final = {
 MAX_EXPONENT: Final = 700
 
 
-def evaluation_lines(evaluation: Evaluation, profile: Profile) -> list[str]:
-    """A table for each level, every scheme beside the others, and which differences of the profile are clear."""
+def evaluation_lines(evaluation: Evaluation, profile: Profile, width: int | None = None) -> list[str]:
+    """A table for each level, every scheme beside the others, and which differences of the profile are clear.
+
+    Lines are as wide as a terminal if its width is given.
+    """
     provenance, backend = evaluation.provenance, evaluation.backend
     facts = [
         ("evaluation", f"of {_model(evaluation, profile)}"),
@@ -57,18 +60,19 @@ def evaluation_lines(evaluation: Evaluation, profile: Profile) -> list[str]:
         ("made by", provenance.command),
         ("on", f"{provenance.machine}; {versions_text(provenance)}"),
     ]
-    lines = Table.of_facts(facts).lines()
+    lines = Table.of_facts(facts).lines(width)
     for level in dict.fromkeys(cell.level for cell in evaluation.cells):
         cells = [cell for cell in evaluation.cells if cell.level == level]
-        lines += ["", _units(level, cells), *_level_table(evaluation, cells).lines()]
-        lines += [text for flag, text in FLAGS.items() if any(cell.flag == flag for cell in cells)]
-        lines += _skipped(cells)
+        lines += ["", _units(level, cells), *_level_table(evaluation, cells).lines(width)]
+        remarks = [text for flag, text in FLAGS.items() if any(cell.flag == flag for cell in cells)]
+        remarks += _skipped(cells)
+        lines += [line for text in remarks for line in (textwrap.wrap(text, width) if width else [text])]
         if failures := _failures(cells):
             effect = "are left out of every scheme" if level == "likelihood" else "count as wrong"
             lines.append(f"{failures} answers never came, and {effect}")
     found = evaluation_verdict(evaluation)
     facts = [("verdict", " ".join(found.findings)), ("advice", found.advice)]
-    return [*lines, "", *_clear_differences(evaluation.cells), "", *facts_lines(facts, MAX_WIDTH)]
+    return [*lines, "", *_clear_differences(evaluation.cells, width), "", *Table.of_facts(facts).lines(width)]
 
 
 def evaluation_page(evaluation: Evaluation, profile: Profile, name: str) -> str:
@@ -224,7 +228,7 @@ def _value_text(cell: Cell, result: CellResult | None) -> str:
     return f"{mean} [{low}, {high}]"
 
 
-def _clear_differences(cells: Sequence[Cell]) -> list[str]:
+def _clear_differences(cells: Sequence[Cell], width: int | None) -> list[str]:
     """Differences that are clear, of how many, so that nobody takes one of twenty for a result."""
     total = sum(len(cell.differences) for cell in cells)
     chance = f"by chance {SIGNIFICANT * total:.0f} of {total} would look so"
@@ -235,7 +239,7 @@ def _clear_differences(cells: Sequence[Cell]) -> list[str]:
         (f"  {PROFILE_SCHEME} - {other.other}", f"{cell.level} {_short_title(cell)}", *_difference(cell, other))
         for cell, other in clear
     ]
-    return [f"clear differences, paired ({chance})", *Table([""] * 5, rows, left=(0, 1)).lines()]
+    return [f"clear differences, paired ({chance})", *Table([""] * 5, rows, left=(0, 1)).lines(width)]
 
 
 def _difference(cell: Cell, difference: PairedDifference) -> tuple[str, str, str]:

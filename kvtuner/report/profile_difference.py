@@ -172,22 +172,24 @@ def _circumstances(profile: Profile, *, same_weights: bool) -> dict[str, Any]:
 
 def difference_lines(difference: ProfileDifference, terminal: Terminal) -> list[str]:
     """Facts, two strips above one another, and a table of the layers that changed."""
-    lines = [*_fact_lines(difference), "", *_strips(difference, terminal)]
-    return [*lines, "", *_changed_layers(difference.layers)] if difference.layers else lines
+    lines = [*_fact_lines(difference, terminal), "", *_strips(difference, terminal)]
+    return [*lines, "", *_changed_layers(difference.layers, terminal)] if difference.layers else lines
 
 
-def _fact_lines(difference: ProfileDifference) -> list[str]:
+def _fact_lines(difference: ProfileDifference, terminal: Terminal) -> list[str]:
     facts = difference.to_json()
     rows = [("model", *map(printable, facts["model"]))]
     rows += [(name, *(f"{x:.4g}" if isinstance(x, float) else str(x) for x in facts[name])) for name in FIGURES]
     qualities = (difference.first.quality, difference.second.quality)
     rows.append(("kl", *(interval(None if quality is None else quality.measured_kl) for quality in qualities)))
     rows += [(name, *map(str, values)) for name, values in (difference.geometry | difference.defaults).items()]
+    ratio = f"the second takes {facts['bytes_ratio']:.3f}x those of the first"
+    size = max(len(row[0]) for row in rows)
+    sentences = [("bytes".ljust(size), ratio), ("quality", difference.quality_text())]
     return [
         *([f"the same layers: {difference.first.digest}"] if facts["same_digest"] else []),
-        *(f"{name:<16}{first:>24}  {second:>24}{'' if first == second else '  *'}" for name, first, second in rows),
-        f"{'bytes':<16}the second takes {facts['bytes_ratio']:.3f}x those of the first",
-        f"{'quality':<16}{difference.quality_text()}",
+        *Table([""] * 4, [(*row, "" if row[1] == row[2] else "*") for row in rows], left=(0, 3)).lines(terminal.width),
+        *Table.of_facts(sentences).lines(terminal.width),
     ]
 
 
@@ -203,12 +205,15 @@ def _strips(difference: ProfileDifference, terminal: Terminal) -> list[str]:
     return [*lines, *explained, *(indented("mark", MARKS, terminal) if difference.layers else [])]
 
 
-def _changed_layers(changes: Sequence[LayerChange]) -> list[str]:
-    rows = [(f"layer {change.layer}", str(change.first), str(change.second)) for change in changes]
-    lines = Table(("", "", ""), rows, left=(0, 1, 2)).lines()
-    notes = [" (other constants)" if change.changed == CONSTANTS else "" for change in changes]
-    width = max(map(len, lines))
-    return [f"{line:<{width}}{note}".rstrip() for line, note in zip(lines, notes, strict=True)]
+def _changed_layers(changes: Sequence[LayerChange], terminal: Terminal) -> list[str]:
+    rows = [
+        (
+            *(f"layer {change.layer}", str(change.first), str(change.second)),
+            "(other constants)" if change.changed == CONSTANTS else "",
+        )
+        for change in changes
+    ]
+    return Table([""] * 4, rows, left=(0, 1, 2, 3)).lines(terminal.width)
 
 
 def difference_page(difference: ProfileDifference, names: tuple[str, str]) -> str:

@@ -60,8 +60,8 @@ def summary(profile: Profile) -> dict[str, Any]:
     }
 
 
-def describe(profile: Profile) -> str:
-    """Some lines about a profile; its layers are shown by the strip."""
+def describe(profile: Profile, width: int | None = None) -> str:
+    """Some lines about a profile, of a terminal's width if one is given; its layers are shown by the strip."""
     stored = profile.bytes_per_token()
     bits = f"{float(profile.mean_bits):.4g} mean bits, {float(profile.effective_bits):.4g} effective"
     facts = [
@@ -79,7 +79,7 @@ def describe(profile: Profile) -> str:
         perplexity = f"perplexity {quality.perplexity:.4g} (bf16 {quality.reference_perplexity:.4g})"
         kl = f"KL {interval(quality.measured_kl)} nats per token"
         facts.append(("quality", f"{kl}, top-1 {quality.top1_agreement:.2%}, {perplexity}"))
-    return "\n".join(Table.of_facts(facts).lines())
+    return "\n".join(Table.of_facts(facts).lines(width))
 
 
 def profile_page(profiles: Sequence[EvaluatedProfile]) -> str:

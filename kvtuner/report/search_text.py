@@ -45,13 +45,7 @@ def verdict_lines(verdict: Verdict, width: int) -> list[str]:
 
 def facts_lines(facts: list[tuple[str, str]], width: int) -> list[str]:
     """Names and what they stand for, wrapped."""
-    indent = 2 + max((len(name) for name, _ in facts), default=0)
-    lines = []
-    for name, text in facts:
-        lines += textwrap.wrap(
-            ascii_text(text), width, initial_indent=name.ljust(indent), subsequent_indent=" " * indent
-        )
-    return lines
+    return Table.of_facts([(name, ascii_text(text)) for name, text in facts]).lines(width)
 
 
 def size_facts(data: ReportData) -> list[tuple[str, str]]:

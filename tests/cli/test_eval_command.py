@@ -399,12 +399,15 @@ def test_intervals_are_those_of_numpy(evaluate: Evaluate) -> None:
     assert stated["p_value"] >= 2 / 2**3, "of three sequences all signs may go one way"
 
 
-def test_the_demo_model_is_right_and_two_bits_are_not(run: RunCommand, tmp_path: Path) -> None:
+def test_the_demo_model_is_right_and_two_bits_are_not(
+    run: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The whole way: questions that have answers, in a profile that loses them."""
     from kvtuner.calibration.model_loading import ModelSource, read_shape
     from kvtuner.evaluation.scheme_registry import named_scheme
     from kvtuner.exported_configs.profile.build import dump_profile
 
+    monkeypatch.setenv("COLUMNS", "200")
     path = tmp_path / "two.json"
     path.write_bytes(dump_profile(named_scheme("K2V2", read_shape(ModelSource("demo"))).profile))
     command = (

@@ -183,7 +183,7 @@ def test_a_file_of_several_that_is_no_profile_hides_no_other(run: RunCommand, fi
     assert "JSON" in results[1]["error"]
     status, out, _ = run("validate", cut, finished)
     assert (status, out.splitlines()[0].startswith(f"{cut}: refused: ")) == (2, True)
-    assert "valid, sha256:" in out.splitlines()[1]
+    assert ": valid, for " in out.splitlines()[1] and out.splitlines()[2].startswith("  sha256:")
     assert run("validate", cut)[0] == 2
 
 

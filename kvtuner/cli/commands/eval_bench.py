@@ -27,12 +27,13 @@ def _evaluate(args: Namespace) -> int:
     say_loading()
     from kvtuner.pipeline.evaluate import run_evaluation
     from kvtuner.report.evaluation_report import evaluation_lines
+    from kvtuner.report.layer_strip import Terminal
 
     result = run_evaluation(options)
     if args.json:
         print(json.dumps({"evaluation": str(result.file), **result.evaluation.to_json()}, indent=1))
         return 0
-    print("\n".join(evaluation_lines(result.evaluation, result.profile)))
+    print("\n".join(evaluation_lines(result.evaluation, result.profile, Terminal.of_stdout().width)))
     say(f"\nwritten to {result.file}; to see it again: kvtuner show {result.file.parent}\npage: {result.page}")
     if result.samples is not None:
         say(f"what every scheme says after the same beginnings, side by side: {result.samples}")
@@ -45,11 +46,13 @@ def _benchmark(args: Namespace) -> int:
     say_loading()
     from kvtuner.pipeline.benchmark import benchmark
     from kvtuner.report.bench_report import summary_lines
+    from kvtuner.report.layer_strip import Terminal
 
     for ending in (signal.SIGTERM, signal.SIGHUP):  # servers end with this process
         signal.signal(ending, lambda number, _: sys.exit(128 + number))
     result, page = benchmark(options)
-    print(json.dumps(result.to_json(), indent=1) if args.json else "\n".join(summary_lines(result)))
+    text = "\n".join(summary_lines(result, Terminal.of_stdout().width))
+    print(json.dumps(result.to_json(), indent=1) if args.json else text)
     say(f"\nreport: {page}; the same in Markdown and JSON beside it, and every request in requests.jsonl")
     return int(bool(result.problems()))
 

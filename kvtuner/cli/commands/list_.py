@@ -18,6 +18,7 @@ _COLUMNS: Final = ("profile", "model", "budget", "bits", "B/token", "of bf16", "
 
 def _run(args: Namespace) -> int:
     from kvtuner.pipeline.profile_lookup import list_profiles
+    from kvtuner.report.layer_strip import Terminal
     from kvtuner.report.table import Table
 
     profiles = [
@@ -26,7 +27,8 @@ def _run(args: Namespace) -> int:
     if args.json:
         print(json.dumps(profiles, indent=1))
     elif profiles:
-        print("\n".join(Table(_COLUMNS, list(map(_row, profiles)), left=tuple(range(len(_COLUMNS)))).lines()))
+        table = Table(_COLUMNS, list(map(_row, profiles)), left=tuple(range(len(_COLUMNS))))
+        print("\n".join(table.lines(Terminal.of_stdout().width)))
     else:
         print("no profiles" + (f" that fit {args.model}" if args.model else ""))
     return 0

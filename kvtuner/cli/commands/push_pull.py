@@ -83,7 +83,7 @@ def _pull(args: Namespace) -> int:
         "path": at.path,
         "notes": list(fetched.notes),
     }
-    text = f"{facts['file']}: valid, {profile.digest}, for {printable(profile.model.id)}, from {at.full_name}"
+    text = f"{facts['file']}: valid, for {printable(profile.model.id)}, from {at.full_name}\n  {profile.digest}"
     print(json.dumps(facts, indent=1) if args.json else text)
     return 0
 

@@ -86,8 +86,10 @@ def _lines(profile: Profile, evaluations: Sequence[Evaluation]) -> str:
     from kvtuner.report.search_text import verdict_lines
 
     terminal = Terminal.of_stdout()
-    parts = ["\n".join(profile_strip(profile, terminal)), describe(profile)]
-    parts += ["\n".join(map(printable, evaluation_lines(evaluation, profile))) for evaluation in evaluations]
+    parts = ["\n".join(profile_strip(profile, terminal)), describe(profile, terminal.width)]
+    parts += [
+        "\n".join(map(printable, evaluation_lines(evaluation, profile, terminal.width))) for evaluation in evaluations
+    ]
     if (verdict := verdict_of(profile)) is not None:
         parts.append("\n".join(verdict_lines(verdict, terminal.width)))
     return "\n\n".join(parts)

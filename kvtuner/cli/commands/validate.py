@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.cli.command import Command, add_profile
@@ -64,13 +65,24 @@ def _result(file: str, profile: Profile, model: str | None, policy: Policy) -> d
 
 def _lines(result: Mapping[str, Any]) -> Iterator[str]:
     from kvtuner.report.formatting import printable
+    from kvtuner.report.layer_strip import Terminal
 
     if not result["valid"]:
         yield f"{result['file']}: refused: {printable(result['error'])}"
         return
-    yield f"{result['file']}: valid, {result['digest']}, for {printable(str(result['model']))}"
+    yield f"{result['file']}: valid, for {printable(str(result['model']))}"
+    yield f"  {result['digest']}"
+    width = Terminal.of_stdout().width
     for mismatch in result["mismatches"]:
-        yield f"  {mismatch['severity']}: {printable(mismatch['text'])}"
+        text = f"{mismatch['severity']}: {printable(mismatch['text'])}"
+        yield from textwrap.wrap(
+            text,
+            width,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,  # of flags and names
+        )
 
 
 def _add_flags(parser: ArgumentParser) -> None:
