@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import optuna
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvtuner.search_spaces.space import Configuration, SearchSpace
     from kvtuner.tuner.trials import TrialRecord
 
+METRIC_NAME: Final = "KL, nats per token"
 Guidance = Literal["none", "budget", "surrogate"]
 
 
@@ -105,6 +107,8 @@ def refine(
                 is_wanted=None if guidance == "none" else worker.is_wanted,
                 suggest=partial(worker.suggest, own_seed) if guidance == "surrogate" else None,
             )
+            if is_first:
+                worker.describe()
             worker.enqueue(warm)
         worker.work(num_trials, is_sampling=sampler != "none" and bool(worker.distributions), on_trial=on_trial)
         records = worker.records()
@@ -113,9 +117,14 @@ def refine(
 
 def _open_study(storage: str | None, study_name: str) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna.create_study(
+    study = optuna.create_study(
         storage=open_storage(storage), study_name=study_name, direction="minimize", load_if_exists=True
     )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        if study.metric_names is None:
+            study.set_metric_names([METRIC_NAME])
+    return study
 
 
 def _identity(space: SearchSpace, constraint: Constraint, identity: Mapping[str, Any]) -> dict[str, Any]:

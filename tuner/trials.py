@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
     from optuna.trial import FrozenTrial
 
-    from kvtuner.search_spaces.space import Configuration, SearchSpace
+    from kvtuner.search_spaces.space import Configuration, LayerChoice, SearchSpace
 
 # User attributes of a trial; optuna-dashboard shows them.
 SOURCE: Final = "source"
 OUTCOME: Final = "outcome"  # a dictionary: each attribute is a commit of its own
 FAILURE: Final = "failure"  # in an outcome, where a KL is not finite
 TICKET: Final = "ticket"
+LAYERS: Final = "layers"  # every layer's choice in words, as its parameter is a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,20 @@ class TrialReader:
         layers = self._space.groups[group]
         return f"{'layer' if len(layers) == 1 else 'group'}_{layers[0]:03d}"
 
+    def menus(self) -> dict[str, list[str]]:
+        """The choices in words behind the numbers of each parameter."""
+        return {
+            self._name(group): [self._text(layers, index) for index in range(self._space.sizes[group])]
+            for group, layers in enumerate(self._space.groups)
+            if self._name(group) in self.distributions
+        }
+
+    def _text(self, layers: Sequence[int], index: int) -> str:
+        """One choice of a group; its pair alone where its layers have different transforms."""
+        choices = [self._space.menus[layer].choices[index] for layer in layers]
+        texts = {choice_text(choice) for choice in choices}
+        return texts.pop() if len(texts) == 1 else str(choices[0].pair)
+
     def indices(self, params: Mapping[str, Any]) -> tuple[int, ...]:
         """The index of each group's choice."""
         return tuple(int(params.get(self._name(group), 0)) for group in range(len(self._space.groups)))
@@ -102,6 +117,17 @@ class TrialReader:
             is_measured=outcome["is_measured"],
             failure=failure,
         )
+
+
+def choice_text(choice: LayerChoice) -> str:
+    """A choice for a reader: ``K8V4``, or ``K8V4, keys hadamard, values hadamard``."""
+    sides = (("keys", choice.k_transform), ("values", choice.v_transform))
+    return ", ".join([str(choice.pair), *(f"{side} {transform}" for side, transform in sides if transform != "none")])
+
+
+def layer_texts(configuration: Configuration) -> dict[str, str]:
+    """The choice of every layer for a reader."""
+    return {f"layer {layer}": choice_text(choice) for layer, choice in enumerate(configuration)}
 
 
 def all_params(trial: FrozenTrial) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from kvtuner.tuner.study_storage import STORAGE_ERRORS
 from kvtuner.tuner.surrogate import Surrogate
 from kvtuner.tuner.trials import (
     FAILURE,
+    LAYERS,
     OUTCOME,
     SOURCE,
     TICKET,
@@ -28,6 +29,7 @@ from kvtuner.tuner.trials import (
     TrialRecord,
     all_params,
     is_surplus,
+    layer_texts,
     ticket_of,
 )
 
@@ -72,6 +74,11 @@ class Worker:
         self._id = worker_id()
         self._reader = TrialReader(space)
         self.distributions = self._reader.distributions
+
+    def describe(self) -> None:
+        """Write down what the numbers of each parameter mean, in an attribute each: MySQL's hold 64 KiB."""
+        for name, texts in self._reader.menus().items():
+            self._study.set_user_attr(name, texts)
 
     def enqueue(self, warm: Sequence[Configuration]) -> None:
         """Queue the warm starts that the study neither has nor will have."""
@@ -185,6 +192,7 @@ class Worker:
             except NonFiniteActivationError as error:
                 violation, outcome[FAILURE] = FAILURE_VIOLATION, str(error)
         set_violation(trial, violation)
+        trial.set_user_attr(LAYERS, layer_texts(configuration))
         trial.set_user_attr(OUTCOME, outcome)
         ended = self._end(trial.number, value)
         return None if ended is None else self._reader.record(ended)

@@ -6,6 +6,7 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
 import optuna
@@ -21,6 +22,7 @@ from kvtuner.tuner.study import Guidance, refine
 from kvtuner.tuner.study_storage import open_storage
 from kvtuner.tuner.trials import OUTCOME
 from kvtuner.tuner.warm_starts import warm_starts
+from kvtuner.tuner.worker import Worker
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -185,6 +187,43 @@ def test_tied_layers_are_one_parameter(make_space: Space, make_constraint: Limit
     assert all(trial.configuration[0].pair == trial.configuration[2].pair for trial in result.trials)
     study = optuna.load_study(study_name="kvtuner", storage=open_storage(storage))
     assert set(study.trials[0].params) == {"group_000", "layer_001", "layer_003"}
+
+
+def test_a_study_says_in_words_what_its_numbers_mean(make_space: Space, make_constraint: Limit, tmp_path: Path) -> None:
+    space = make_space(3, lambda layer, pair: 1.0 / pair.k_bits, pairs=[LOW, MID, HIGH], groups=((0, 2), (1,)))
+    rotated = tuple(replace(choice, k_transform="hadamard") for choice in space.menus[1].choices)
+    space = replace(space, menus=(space.menus[0], LayerMenu(1, rotated), space.menus[2]))
+    storage = f"journal:///{tmp_path}/study"
+    landscape = Landscape(make_constraint("5bit", 3))
+    result = refine(space, landscape.constraint, landscape, warm=[], sampler="random", num_trials=5, storage=storage)
+    study = optuna.load_study(study_name="kvtuner", storage=open_storage(storage))
+    assert study.metric_names == ["KL, nats per token"]
+    menus = {name: study.user_attrs[name] for name in ("group_000", "layer_001")}
+    assert menus["group_000"] == [str(choice.pair) for choice in space.menus[0].choices]
+    assert menus["layer_001"] == [f"{choice.pair}, keys hadamard" for choice in rotated]
+    for trial, record in zip(study.trials, result.trials, strict=True):
+        layers = trial.user_attrs["layers"]
+        assert list(layers) == ["layer 0", "layer 1", "layer 2"]
+        assert layers["layer 0"] == menus["group_000"][trial.params["group_000"]] == str(record.configuration[0].pair)
+        assert layers["layer 1"] == menus["layer_001"][trial.params["layer_001"]]
+
+
+def test_a_study_without_words_goes_on_as_the_same_study(
+    make_space: Space, make_constraint: Limit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = make_space(3, lambda layer, pair: 1.0 / pair.k_bits, pairs=[LOW, MID, HIGH])
+    whole = refine(space, (limit := make_constraint("5bit", 3)), Landscape(limit), warm=[], num_trials=12)
+    storage, landscape = f"journal:///{tmp_path}/study", Landscape(limit)
+    with monkeypatch.context() as before:  # as a study of an earlier version is
+        before.setattr(Worker, "describe", lambda self: None)
+        before.setattr(optuna.Study, "set_metric_names", lambda self, names: None)
+        before.setattr("kvtuner.tuner.worker.layer_texts", lambda configuration: {})
+        refine(space, limit, landscape, warm=[], num_trials=12, storage=storage)
+    again = refine(space, limit, landscape, warm=[], num_trials=14, storage=storage)
+    assert [trial.configuration for trial in again.trials[:12]] == [trial.configuration for trial in whole.trials]
+    study = optuna.load_study(study_name="kvtuner", storage=open_storage(storage))
+    assert study.metric_names == ["KL, nats per token"]
+    assert study.trials[-1].user_attrs["layers"]
 
 
 def test_a_space_of_one_configuration_is_measured_once(make_space: Space, make_constraint: Limit) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from optuna.trial import TrialState, create_trial
 
 from kvtuner.tuner.samplers import FIXED_PARAMS
-from kvtuner.tuner.trials import OUTCOME, TrialReader
+from kvtuner.tuner.trials import OUTCOME, TrialReader, layer_texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +39,28 @@ def test_choices_come_back_from_their_parameters(make_space: Callable[..., Searc
     reader = reader_of(make_space)
     assert reader.params((3, 5)) == {"group_000": 3, "layer_001": 5}
     assert reader.indices({"group_000": 3, "layer_001": 5}) == (3, 5)
+
+
+def test_every_parameter_has_its_menu_in_words(make_space: Callable[..., SearchSpace]) -> None:
+    reader = reader_of(make_space)
+    menus = reader.menus()
+    assert {name: len(texts) for name, texts in menus.items()} == {
+        name: distribution.high + 1 for name, distribution in reader.distributions.items()
+    }
+    assert menus["layer_001"][0] == "K2V2"
+
+
+def test_a_group_whose_layers_have_other_transforms_is_named_by_its_pair(
+    make_space: Callable[..., SearchSpace],
+) -> None:
+    space = make_space(2, lambda layer, pair: 0.0, groups=((0, 1),))
+    rotated = tuple(replace(choice, v_transform="hadamard") for choice in space.menus[1].choices)
+    mixed = TrialReader(replace(space, menus=(space.menus[0], replace(space.menus[1], choices=rotated))))
+    assert mixed.menus()["group_000"][0] == "K2V2"
+    assert layer_texts((space.menus[0].choices[0], rotated[0])) == {
+        "layer 0": "K2V2",
+        "layer 1": "K2V2, values hadamard",
+    }
 
 
 def test_a_group_with_one_choice_is_no_parameter(make_space: Callable[..., SearchSpace]) -> None:
