@@ -74,7 +74,7 @@ class _Facts:
         self.limit = harmless_kl(self.fp8.kl_mean if self.fp8 else None)
 
     def verdict(self) -> Verdict:
-        findings = (self._size(), self._quality(), *self._gains(), *self._next_budget())
+        findings = (self._size(), self._quality(), *self._beside_uniform(), *self._gains(), *self._next_budget())
         if self.kl > self.limit:
             return Verdict(findings, "another budget", self._larger_budget())
         if self.uniform is None or self._is_uniform or self._is_below:
@@ -117,18 +117,22 @@ class _Facts:
     def _quality(self) -> str:
         text = f"KL {_figure(self.kl)} nats per token"
         if self.fp8 is not None and self.fp8.kl_mean > 0:
-            text += f", {_times(self.kl / self.fp8.kl_mean)} fp8's"
-        return f"{text}{self._beside_uniform()}."
+            text += f", {self.kl / self.fp8.kl_mean:.2g} times fp8's ({_figure(self.fp8.kl_mean)})"
+        return f"{text}."
 
-    def _beside_uniform(self) -> str:
+    def _beside_uniform(self) -> Sequence[str]:
+        """The comparison with the fair rival, with the figures that decide it."""
         if self.uniform is None or self._is_uniform:
-            return ""
-        name, kl = _with_transforms(self.uniform.name), _figure(self._uniform_kl)
+            return ()
+        rival = f"the best uniform in the budget, {_with_transforms(self.uniform.name)}"
+        found = self._difference
+        mean, low, high = (_figure(value, sign="+") for value in (found.mean, found.low, found.high))
+        figures = f"{_figure(self._uniform_kl)}; paired difference {mean} [{low}, {high}]"
         if self._is_below:
-            return f", {1 - self.kl / self._uniform_kl:.0%} below the best uniform in the budget, {name} ({kl})"
+            return (f"That is {1 - self.kl / self._uniform_kl:.0%} below {rival} ({figures}).",)
         if self._is_equal:
-            return f", as the best uniform in the budget, {name} ({kl})"
-        return f", which this text does not tell from the best uniform in the budget, {name} ({kl})"
+            return (f"It is as good as {rival} ({figures}, which is within a quarter of its KL).",)
+        return (f"The text is too little to tell it from {rival} ({figures}).",)
 
     def _gains(self) -> Sequence[str]:
         """What bits by layer gained; where they gained nothing, what did."""
@@ -141,7 +145,7 @@ class _Facts:
             wide = self._wide_layers()
             return (f"Most bits went to {wide}.",) if wide else ()
         if self._is_equal:
-            return (f"Bits by layer gained nothing over it.{self._gain_of_transforms()}",)
+            return (f"Bits by layer gained nothing.{self._gain_of_transforms()}",)
         return ()
 
     def _gain_of_transforms(self) -> str:
@@ -149,7 +153,7 @@ class _Facts:
         plain = self.baselines.get(self.uniform.name.removesuffix(TRANSFORMED))
         if not self.uniform.name.endswith(TRANSFORMED) or plain is None or plain.kl_mean <= self.kl:
             return ""
-        return f" The transforms did: without them it has {_figure(plain.kl_mean)}."
+        return f" The transforms did: without them {plain.name} has {_figure(plain.kl_mean)}."
 
     def _wide_layers(self) -> str:
         """The layers whose keys or values have more bits than half of all layers', such as ``keys of layers 0, 4``."""
@@ -167,7 +171,8 @@ class _Facts:
         wanted = float(self.profile.mean_bits) + 1
         for point in self.quality.larger_budgets or ():
             if point.mean_bits >= wanted and self.kl <= self.limit:
-                return (f"{point.mean_bits:g}bit would have about {_figure(self._scaled(point))}.",)
+                kl, more = _figure(self._scaled(point)), self._more_bytes(point)
+                return (f"By prediction {point.mean_bits:g}bit would have {kl}, in {more}.",)
         return ()
 
     def _scaled(self, point: BudgetPoint) -> float:
@@ -175,14 +180,17 @@ class _Facts:
         predicted = self.quality.predicted_kl
         return point.predicted_kl * self.kl / predicted if predicted else math.inf
 
+    def _more_bytes(self, point: BudgetPoint) -> str:
+        return f"{point.effective_bits / float(self.profile.effective_bits) - 1:.0%} more bytes"
+
     def _larger_budget(self) -> str:
         """The smallest budget whose KL would be harmless."""
         why = "twice fp8's" if self.limit > HARMLESS_KL else "which is taken for harmless"
         why = f"this one's KL is above {_figure(self.limit)}, {why}"
         for point in self.quality.larger_budgets or ():
             if (kl := self._scaled(point)) <= self.limit:
-                more = f"{point.effective_bits / float(self.profile.effective_bits) - 1:.0%} more bytes"
-                return f"Use --budget {point.mean_bits:g}bit: {why}, that would have about {_figure(kl)} in {more}."
+                would = f"that would have about {_figure(kl)} in {self._more_bytes(point)}"
+                return f"Use --budget {point.mean_bits:g}bit: {why}, {would}."
         return f"Use another budget: {why}."
 
     def _more_text(self, uniform: UniformRecord) -> str:
@@ -197,7 +205,7 @@ class _Facts:
         if wanted > MAX_SEQUENCES:
             return f"Use it or {name}: to tell them apart takes more than {MAX_SEQUENCES:,} report sequences."
         flags = f"--sequences {counts.calibrate},{counts.select},{wanted}"
-        return f"Measure more text, {flags}: {counts.report} report sequences do not tell it from {name}."
+        return f"Measure more text: {flags} reports on {wanted} sequences in place of {counts.report}."
 
     def _pair_of(self, uniform: UniformRecord) -> PrecisionPair:
         return PrecisionPair.parse(uniform.name.removesuffix(TRANSFORMED))
@@ -207,9 +215,5 @@ def _with_transforms(name: str) -> str:
     return name.replace(TRANSFORMED, " with transforms")
 
 
-def _figure(value: float) -> str:
-    return f"{value:#.3g}".rstrip(".")
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.2g} times" if ratio >= 1 else f"{ratio:.0%} of"
+def _figure(value: float, *, sign: Literal["", "+"] = "") -> str:
+    return f"{value:{sign}#.3g}".rstrip(".")

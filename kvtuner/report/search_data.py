@@ -157,6 +157,11 @@ class OffsetQuality:
     winner: QualityRow
     baselines: tuple[QualityRow, ...]
 
+    @property
+    def offsets_text(self) -> str:
+        """The kind of offsets as an adjective of positions."""
+        return "all measured" if self.offsets == ALL_OFFSETS else self.offsets
+
     def rows(self) -> list[QualityRow]:
         """The winner, then the baselines from most to least memory, those without transforms first."""
         ranked = sorted(self.baselines, key=lambda row: (-row.effective_bits, row.name, row.transforms))

@@ -83,9 +83,9 @@ def search_facts(data: ReportData) -> list[tuple[str, str]]:
 
 def _quality_lines(quality: OffsetQuality, data: ReportData, width: int, *, verbose: bool) -> list[str]:
     reference = fixed(quality.reference_perplexity, 3)
-    title = f"quality at {quality.offsets} positions ({quality.positions}), unquantized perplexity {reference}"
+    title = f"quality at {quality.offsets_text} positions ({quality.positions}), unquantized perplexity {reference}"
     rows = quality.rows() if verbose else quality.deciding_rows()
-    note = "* inside the budget; +t with the best transforms; vs winner: KL by the paired interval"
+    note = "* inside the budget; +t with the best transforms; vs profile: KL beside the first row's, paired"
     level = f"{100 * data.interval_level:g}%"
     return [*textwrap.wrap(title, width), *_quality_table(rows, level, width).lines(), *textwrap.wrap(note, width)]
 
@@ -99,7 +99,7 @@ def _quality_table(rows: list[QualityRow], level: str, width: int) -> Table:
         "bits": [fixed(row.mean_bits) for row in rows],
         "stored": [fixed(row.effective_bits) for row in rows],
         f"KL nats/token [{level}]": [interval(row.kl) for row in rows],
-        "vs winner": [comparison(row.difference) for row in rows],
+        "vs profile": [comparison(row.difference) for row in rows],
         "p99": [number(row.kl_p99) for row in rows],
         "top-1": [percent(row.top1) for row in rows],
         "perplexity": [fixed(row.perplexity) for row in rows],
@@ -110,7 +110,7 @@ def _quality_table(rows: list[QualityRow], level: str, width: int) -> Table:
         del columns[least]
     cells = [[ascii_text(cell) for cell in row] for row in zip(*columns.values(), strict=True)]
     names = list(columns)
-    return Table(names, cells, left=(0, names.index(f"KL nats/token [{level}]"), names.index("vs winner")))
+    return Table(names, cells, left=(0, names.index(f"KL nats/token [{level}]"), names.index("vs profile")))
 
 
 def comparison(difference: Interval | None) -> str:

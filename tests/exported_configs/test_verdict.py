@@ -83,8 +83,9 @@ def test_a_search_that_gained_says_by_how_much_and_where_its_bits_went() -> None
     ratio = profile.bf16_bytes_per_token() / profile.bytes_per_token()
     assert found.findings == (
         f"{ratio:.2f}x the tokens of bf16, {ratio / 2:.2f}x of fp8.",
-        "KL 0.00700 nats per token, 88% of fp8's, 30% below the best uniform in the budget, K4V2 with transforms"
-        " (0.0100).",
+        "KL 0.00700 nats per token, 0.88 times fp8's (0.00800).",
+        "That is 30% below the best uniform in the budget, K4V2 with transforms (0.0100; paired difference -0.00200"
+        " [-0.00300, -0.00100]).",
         "Most bits went to keys of layers 0, 2, 5 and values of layer 2.",
     )
     assert str(found) == " ".join((*found.findings, "Use it."))
@@ -95,10 +96,11 @@ def test_a_search_that_gained_nothing_recommends_the_uniform_and_says_what_did_g
     found = verdict(0.0105, difference=(-margin, margin))
     assert found.recommendation == "use the uniform"
     assert found.advice.startswith("Use uniform K4V2 with transforms, by a search with --layers 0-5:K4V2: ")
-    assert "as the best uniform in the budget, K4V2 with transforms (0.0100)" in found.findings[1]
     assert found.findings[2] == (
-        "Bits by layer gained nothing over it. The transforms did: without them it has 0.0500."
+        "It is as good as the best uniform in the budget, K4V2 with transforms (0.0100; paired difference +0.00"
+        " [-0.00250, +0.00250], which is within a quarter of its KL)."
     )
+    assert found.findings[3] == "Bits by layer gained nothing. The transforms did: without them K4V2 has 0.0500."
     assert "transforms did" not in str(verdict(0.0105, difference=(-margin, margin), plain_kl=0.01))
 
 
@@ -114,7 +116,10 @@ def test_a_difference_that_is_not_told_apart_asks_for_as_much_text_as_would(half
     found = verdict(0.0105, difference=(-half_width, half_width))
     assert found.recommendation == "more text"
     # An interval narrows as the square root: a quarter of the uniform's KL is wanted, and at least twice the text.
-    assert f"--sequences 4,12,{wanted}: 12 report sequences do not tell it" in found.advice
+    assert found.advice == (
+        f"Measure more text: --sequences 4,12,{wanted} reports on {wanted} sequences in place of 12."
+    )
+    assert "The text is too little to tell it from the best uniform in the budget, K4V2" in found.findings[2]
 
 
 def test_a_difference_that_no_text_would_tell_leaves_the_choice() -> None:
@@ -153,7 +158,7 @@ def test_what_is_harmless_is_measured_by_fp8_where_that_loses_more() -> None:
 
 
 def test_a_verdict_says_what_a_bit_more_would_have() -> None:
-    assert verdict(0.007, larger_budgets=BUDGETS).findings[-1] == "4bit would have about 0.0180."
+    assert verdict(0.007, larger_budgets=BUDGETS).findings[-1].startswith("By prediction 4bit would have 0.0180, in ")
     assert "would have" not in str(verdict(0.007))
 
 

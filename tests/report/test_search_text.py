@@ -93,7 +93,7 @@ def test_a_narrow_terminal_lacks_the_columns_that_decide_least(make_report: Make
         for width in (120, 80, 60)
     }
     assert headers[120][-3:] == ["p99", "top-1", "perplexity"]
-    assert "p99" not in headers[80] and "top-1" in headers[80] and "winner" in headers[60]
+    assert "p99" not in headers[80] and "top-1" in headers[80] and "profile" in headers[60]
     assert set(headers[60]) < set(headers[80]) < set(headers[120])
 
 

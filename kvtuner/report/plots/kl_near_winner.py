@@ -59,7 +59,7 @@ def kl_near_winner(quality: OffsetQuality, width: float) -> Drawing:
     for title, members in groups:
         drawing.write(0, drawing.height + _HEADING / 2 + 1, title, "strong")
         if drawing.height == 0:
-            drawing.write(width, _HEADING / 2 + 1, "v. winner", "soft", anchor="end")
+            drawing.write(width, _HEADING / 2 + 1, "vs profile", "soft", anchor="end")
         drawing.height += _HEADING
         repeated = {id(row) for before, row in pairwise(members) if before.bytes_per_token == row.bytes_per_token}
         for row in members:
