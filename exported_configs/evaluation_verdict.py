@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME, SIGNIFICANT, Flag
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,10 +17,15 @@ if TYPE_CHECKING:
 
 _UNQUANTIZED: Final = "bf16"
 _FP8: Final = "fp8"
+_ASK: Final = "Ask tasks: --levels recall,needle, or --tasks gsm8k."
 POINTS: Final = {"accuracy": 100.0, "bleu": 1.0, "chrf": 1.0, "ter": -1.0}
 """The factors that turn measures of answers into points, of which more is better."""
-BLIND: Final = ("floor", "ceiling", "unread")
-"""The flags of cells that hardly show a loss."""
+_REASONS: Final[dict[Flag, str]] = {
+    "floor": "the unquantized model is right too rarely",
+    "ceiling": "the unquantized model hardly fails",
+    "unread": "a server may not have read what it stored",
+}
+"""Why a cell hardly shows a loss, by its flag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,8 @@ class AnswerDifference:
 
     Attributes:
         fp8: The difference of fp8's mean from the unquantized model's; None where it was not asked.
-        is_blind: Whether the cell hardly shows a loss.
+        p_value: The probability of a difference as large by chance, by the signs of whole contexts.
+        flag: Why the cell hardly shows a loss; None where it does.
     """
 
     title: str
@@ -37,12 +43,13 @@ class AnswerDifference:
     low: float
     high: float
     fp8: float | None
-    is_blind: bool
+    p_value: float
+    flag: Flag | None
 
     @property
     def is_loss(self) -> bool:
-        """Whether answers are lost beyond the interval."""
-        return self.high < 0
+        """Whether answers are clearly lost: beyond the interval, and by the test of signs too."""
+        return self.high < 0 and self.p_value < SIGNIFICANT
 
     @property
     def text(self) -> str:
@@ -69,31 +76,51 @@ def answer_differences(evaluation: Evaluation) -> list[AnswerDifference]:
         low, high = sorted((factor * difference.low, factor * difference.high))
         means = {result.scheme: factor * result.mean for result in cell.results}
         fp8 = means[_FP8] - means[_UNQUANTIZED] if {_FP8, _UNQUANTIZED} <= means.keys() else None
-        rows.append(AnswerDifference(_title(cell), factor * difference.mean, low, high, fp8, cell.flag in BLIND))
+        mean, p_value = factor * difference.mean, difference.p_value
+        rows.append(AnswerDifference(_title(cell), mean, low, high, fp8, p_value, cell.flag))
     return rows
 
 
 def evaluation_verdict(evaluation: Evaluation) -> EvaluationVerdict:
     """The verdict on an evaluation."""
-    rows = answer_differences(evaluation)
+    rows, others = answer_differences(evaluation), _not_compared(evaluation)
     if not rows:
-        finding = f"No task was asked of both {PROFILE_SCHEME} and {_UNQUANTIZED}, so nothing says if answers hold."
-        return EvaluationVerdict((finding,), "Ask tasks: --levels recall,needle, or --tasks gsm8k.")
-    blind = sum(row.is_blind for row in rows)
+        asks = "Ask what it can answer: shorter --lengths, or --tasks gsm8k." if others else _ASK
+        nothing = f"No task was asked of both {PROFILE_SCHEME} and {_UNQUANTIZED}, so nothing says if answers hold."
+        return EvaluationVerdict((nothing, *others), asks)
     if lost := [row for row in rows if row.is_loss]:
         beyond = f"{len(lost)} of {len(rows)} tasks {_verb(lost)} answers beyond the interval, beside {_UNQUANTIZED}"
-        finding = f"{beyond}: {'; '.join(row.text for row in lost)}."
-        return EvaluationVerdict((finding,), "Use a larger budget for such tasks.")
-    if blind == len(rows):
-        finding = f"None of {len(rows)} tasks can show a loss: the unquantized model always or never answers them."
-        return EvaluationVerdict((finding,), "Ask others: --lengths between those, or --tasks gsm8k.")
-    seen = [row for row in rows if not row.is_blind]
+        findings = [f"{beyond}: {'; '.join(row.text for row in lost)}."]
+        if (chance := SIGNIFICANT / 2 * len(rows)) >= 0.5:
+            findings.append(f"By chance {chance:.0f} of {len(rows)} would look so.")
+        return EvaluationVerdict((*findings, *others), "Use a larger budget for such tasks.")
+    seen = [row for row in rows if row.flag is None]
+    if not seen:
+        flags = {row.flag for row in rows}
+        reasons = "; ".join(reason for flag, reason in _REASONS.items() if flag in flags)
+        finding = f"No task that was asked can show a loss: {reasons}."
+        return EvaluationVerdict((finding, *others), "Ask others: --lengths between those, or --tasks gsm8k.")
     worst = min(seen, key=lambda row: row.low)
-    findings = [f"No task loses answers beyond its interval, of {len(seen)} that can show it."]
-    if blind:
+    findings = [f"{len(seen)} {'task' if len(seen) == 1 else 'tasks'} can show a loss, and none is shown."]
+    if blind := len(rows) - len(seen):
         findings.append(f"{blind} more hardly can.")
-    findings.append(f"A loss of {max(-worst.low, 0.0):.1f} points is not excluded: {worst.text}.")
-    return EvaluationVerdict(tuple(findings), "Use it where such a loss would do no harm; more questions narrow it.")
+    if worst.low >= 0:
+        return EvaluationVerdict((*findings, *others), "Use it.")
+    findings.append(f"A loss of {-worst.low:.1f} points is not excluded: {worst.text}.")
+    advice = "Use it where such a loss would do no harm; more questions narrow it."
+    return EvaluationVerdict((*findings, *others), advice)
+
+
+def _not_compared(evaluation: Evaluation) -> list[str]:
+    """Sentences on what was not asked of the profile, and on measures that nothing says are better or worse."""
+    skipped = [_title(cell) for cell in evaluation.cells if PROFILE_SCHEME in cell.skipped]
+    unscored = [_title(cell) for cell in evaluation.cells if cell.level != "likelihood" and cell.measure not in POINTS]
+    sentences = []
+    if skipped:
+        sentences.append(f"Skipped, as the unquantized model is right too rarely: {', '.join(skipped)}.")
+    if unscored:
+        sentences.append(f"Left out, as nothing says whether more is better: {', '.join(unscored)}.")
+    return sentences
 
 
 def _difference(cell: Cell, other: str) -> PairedDifference | None:

@@ -3,7 +3,7 @@
 import json
 from os import SEEK_END
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvtuner.exported_configs.identity.checkpoint_hash import (
     MAX_HEADER_BYTES,
@@ -30,6 +30,15 @@ def checkpoint_bytes(folder: Path) -> int | None:
         return None
 
 
+def float32_bytes(folder: Path) -> int | None:
+    """The bytes of tensors of 32 bits in a folder's safetensors files; None where not all files are there."""
+    try:
+        files = checkpoint_files(folder)
+        return sum(map(_float32_bytes, files)) if files else None
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return None  # damage that the loader of weights will name
+
+
 def index_total(text: bytes) -> int | None:
     """The bytes of all tensors that an index states, None where it states none; a `ValueError` is no JSON."""
     index: Any = json.loads(text)
@@ -42,8 +51,26 @@ def index_total(text: bytes) -> int | None:
 
 def _tensor_bytes(path: Path) -> int:
     with path.open("rb") as file:
-        header = int.from_bytes(file.read(8), "little")
+        header = _header_bytes(file)
         size = file.seek(0, SEEK_END) - 8 - header
-    if not 0 < header <= MAX_HEADER_BYTES or size < 0:
+    if size < 0:
         raise ValueError("no safetensors file")
     return size
+
+
+def _float32_bytes(path: Path) -> int:
+    with path.open("rb") as file:
+        tensors = json.loads(file.read(_header_bytes(file)))
+    total = 0
+    for name, tensor in tensors.items():
+        if name != "__metadata__" and tensor["dtype"] == "F32":
+            start, end = tensor["data_offsets"]
+            total += end - start
+    return total
+
+
+def _header_bytes(file: BinaryIO) -> int:
+    header = int.from_bytes(file.read(8), "little")
+    if not 0 < header <= MAX_HEADER_BYTES:
+        raise ValueError("no safetensors file")
+    return header

@@ -36,6 +36,8 @@ EVALUATION_VERSION: Final = 1
 EVALUATION_SUFFIX: Final = ".evaluation-"
 PROFILE_SCHEME: Final = "profile"
 """The name of the profile among the subjects."""
+SIGNIFICANT: Final = 0.05
+"""The p-value below which a difference is called clear."""
 
 
 def _check_version(document: dict[str, Any]) -> None:

@@ -39,7 +39,6 @@ _MODULES: Final = (
     validate,
     diff,
     list_,
-    plan,
     push_pull,
     import_export,
     sign_verify,

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 DEFAULT_NUM_RESAMPLES = 2000
 DEFAULT_LEVEL = 0.95
-SIGNIFICANT = 0.05
-"""The p-value below which a difference is called clear."""
 LEAST_UNITS = 6
 """The fewest units that can differ clearly: all with one sign have p = 2 ** (1 - units) when signs are flipped."""
 

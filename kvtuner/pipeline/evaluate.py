@@ -58,9 +58,10 @@ SAMPLE_TOKENS: Final = 64
 
 @dataclass(frozen=True, slots=True, repr=False)
 class EvaluationResult:
-    """A finished evaluation, its file and page beside the profile's, and the samples if those were asked for."""
+    """A finished evaluation, its file and page beside the profile's file, and the samples if those were asked for."""
 
     profile: Profile
+    profile_file: Path
     evaluation: Evaluation
     file: Path
     page: Path
@@ -108,7 +109,7 @@ def run_evaluation(options: EvalOptions) -> EvaluationResult:
     samples = model.folder.file(SAMPLES_FILE) if "samples" in options.asked_levels else None
     if samples is not None:
         write_atomically(samples, "\n".join(session.samples(backends)))
-    return EvaluationResult(resolved.profile, evaluation, file, page, samples)
+    return EvaluationResult(resolved.profile, path, evaluation, file, page, samples)
 
 
 def check_writable(resolved: ResolvedProfile) -> None:

@@ -7,10 +7,9 @@ import textwrap
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from kvtuner.evaluation.statistics import SIGNIFICANT
 from kvtuner.exported_configs.evaluation_verdict import answer_differences, evaluation_verdict
 from kvtuner.exported_configs.identity.mismatch import is_same_configuration
-from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME, SIGNIFICANT
 from kvtuner.report.formatting import count, fixed, interval, model_name, number, percent
 from kvtuner.report.table import Table
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -25,16 +27,20 @@ def _add_flags(parser: ArgumentParser, options: type) -> None:
 def _evaluate(args: Namespace) -> int:
     options = options_from(EvalOptions, vars(args))
     say_loading()
+    from kvtuner.exported_configs.evaluation_verdict import evaluation_verdict
     from kvtuner.pipeline.evaluate import run_evaluation
     from kvtuner.report.evaluation_report import evaluation_lines
     from kvtuner.report.layer_strip import Terminal
 
     result = run_evaluation(options)
     if args.json:
-        print(json.dumps({"evaluation": str(result.file), **result.evaluation.to_json()}, indent=1))
+        files = {"evaluation": str(result.file), "page": str(result.page)}
+        verdict = asdict(evaluation_verdict(result.evaluation))
+        print(json.dumps({**files, "verdict": verdict, **result.evaluation.to_json()}, indent=1))
         return 0
     print("\n".join(evaluation_lines(result.evaluation, result.profile, Terminal.of_stdout().width)))
-    say(f"\nwritten to {result.file}; to see it again: kvtuner show {result.file.parent}\npage: {result.page}")
+    again = shlex.join(["kvtuner", "show", str(result.profile_file)])
+    say(f"\nwritten to {result.file}; to see it again: {again}\npage: {result.page}")
     if result.samples is not None:
         say(f"what every scheme says after the same beginnings, side by side: {result.samples}")
     return 0

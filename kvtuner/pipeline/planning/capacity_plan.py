@@ -16,7 +16,7 @@ from kvtuner.pipeline.planning.plan_options import PlanOptions
 from kvtuner.pipeline.planning.scheme_capacity import SchemeCapacity, SchemeSizes
 from kvtuner.pipeline.planning.search_cost import SearchCost, search_cost
 from kvtuner.pipeline.planning.served_weights import ServedWeights, served_weights
-from kvtuner.pipeline.planning.server_memory import MIB, ServerMemory, gib
+from kvtuner.pipeline.planning.server_memory import MIB, ServerMemory, size_text
 from kvtuner.pipeline.stages.search_run import calibration_options
 from kvtuner.precision import ExactWindow
 
@@ -199,10 +199,11 @@ def _possible_ranks(sizes: SchemeSizes) -> list[int]:
 def _no_room(sizes: SchemeSizes, server: ServerMemory, options: PlanOptions) -> str:
     fitting = (tp_size for tp_size in _possible_ranks(sizes) if sizes.serving(tp_size=tp_size).server.pool_bytes > 0)
     tp_size = next(fitting, None)
-    more = f"take --tp-size {tp_size}" if tp_size else "take a GPU with more memory, or more --pp-size"
-    memory = options.gpu if options.memory is None else f"a GPU of {gib(server.memory_mib * MIB):.1f} GiB"
     weights, left = server.rank_weights_bytes, max(server.pool_bytes + server.rank_weights_bytes, 0)
+    larger = f"take a GPU with more memory{', or more --pp-size' * (left > 0)}"
+    more = f"take --tp-size {tp_size}" if tp_size else larger
+    memory = options.gpu if options.memory is None else f"a GPU of {size_text(server.memory_mib * MIB)}"
     return (
-        f"{options.model} does not fit: each rank's weights take {gib(weights):.1f} GiB, and SGLang leaves"
-        f" {gib(left):.1f} GiB of {memory} to weights and cache; {more}"
+        f"{options.model} does not fit: each rank's weights take {size_text(weights)}, and SGLang leaves"
+        f" {size_text(left)} of {memory} to weights and cache; {more}"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 from kvtuner.errors import OptionError
@@ -76,14 +76,14 @@ class PlanOptions:
     def __post_init__(self) -> None:
         check_options(self)
         # From Python texts arrive as they are.
-        readers = {"weights": byte_count, "memory": byte_count, "context_length": token_count, "gpu": gpu_name}
-        for name, read in readers.items():
-            if isinstance(value := getattr(self, name), str):
-                object.__setattr__(self, name, read(value))
+        for item in fields(self):
+            value, read = getattr(self, item.name), item.metadata.get("type")
+            if read and isinstance(value, str):
+                object.__setattr__(self, item.name, read(value))
         if self.gpu is None and self.memory is None:
             raise OptionError("give --gpu, such as H100, or --memory, such as 80GiB")
         if self.memory is not None and self.memory < GIB:
-            raise OptionError("--memory is that of a GPU, at least 1GiB, such as 80GiB")
+            raise OptionError("--memory must be at least 1GiB, such as 80GiB")
 
     @property
     def budgets(self) -> tuple[str, ...]:

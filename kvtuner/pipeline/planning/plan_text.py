@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from kvtuner.exported_configs.identity.model_identity import public_name
 from kvtuner.pipeline.planning.gpus import find_gpu
 from kvtuner.pipeline.planning.search_cost import OPERATIONS_PER_PARAMETER, USED_SHARE
-from kvtuner.pipeline.planning.server_memory import MIB, gib
+from kvtuner.pipeline.planning.server_memory import MIB, size_text
 from kvtuner.report.formatting import count, fixed, printable
 from kvtuner.report.table import Table
 
@@ -23,7 +23,8 @@ _COLUMNS: Final = 80
 def capacity_lines(plan: CapacityPlan) -> list[str]:
     """The plan for a person, in lines of 80 columns; a command may be longer where one of its words is."""
     advice, search = advice_sentences(plan), search_sentences(plan)
-    lines = [*_wrapped(plan_title(plan)), "", *memory_facts(plan).lines(), "", *scheme_table(plan).lines(), ""]
+    lines = [*_wrapped(plan_title(plan)), "", *memory_facts(plan).lines(_COLUMNS), ""]
+    lines += [*scheme_table(plan).lines(_COLUMNS), ""]
     lines += _wrapped(" ".join(advice))
     if plan.search_command is not None:
         lines += ["", *_command_lines(plan.search_command), "", *_wrapped(" ".join(search))]
@@ -53,11 +54,6 @@ def memory_facts(plan: CapacityPlan) -> Table:
         ("weights", f"{size_text(server.rank_weights_bytes)} of each, {plan.weights.origin}"),
         ("cache", f"{size_text(server.pool_bytes)} of each"),
     ])  # fmt: skip
-
-
-def size_text(num_bytes: int) -> str:
-    """Bytes in GiB, or in MiB where those are few."""
-    return f"{gib(num_bytes):.1f} GiB" if num_bytes >= 100 * MIB else f"{num_bytes / MIB:.1f} MiB"
 
 
 def scheme_table(plan: CapacityPlan) -> Table:

@@ -68,7 +68,11 @@ class SchemeSizes:
         """The capacity of the most that a budget allows."""
         constraint = self.constraint(budget)
         stages = [constraint.most_bytes(stage, self.quant.widths) for stage in range(len(self.ranks.stages))]
-        return self._capacity(budget.text, "budget", stages, has_copies=True)
+        native = self.ranks.shape.pair_bytes(_NATIVE)
+        is_exact = all(
+            num_bytes >= len(layers) * native for num_bytes, layers in zip(stages, self.ranks.stages, strict=True)
+        )
+        return self._capacity(budget.text, "budget", stages, has_copies=not is_exact)
 
     def constraint(self, budget: Budget) -> Constraint:
         """A budget as a constraint on these ranks."""

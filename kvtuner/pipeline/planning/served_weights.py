@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtuner.errors import HubError, UnsupportedModelError
-from kvtuner.exported_configs.identity.checkpoint_size import checkpoint_bytes
+from kvtuner.exported_configs.identity.checkpoint_size import checkpoint_bytes, float32_bytes
 from kvtuner.exported_configs.identity.model_identity import checkpoint_folder, is_hub_id
 from kvtuner.exported_configs.sharing.hub_checkpoint import hub_checkpoint_bytes
 
@@ -38,10 +38,19 @@ def served_weights(source: ModelSource, shape: ModelShape, given_bytes: int | No
     stored = _counted(source)
     if stored is None:
         raise UnsupportedModelError(f"{source.model} has no safetensors files that can be counted; {GIVE_WEIGHTS}")
-    dtype = str(getattr(shape.config, "dtype", None)).removeprefix("torch.")
-    if dtype == "float32":  # SGLang serves it in 16 bits
-        return ServedWeights(stored, -(-stored // 2), "from safetensors files in float32, served in 16 bits")
+    wide = _float32_bytes(source, shape, stored)
+    if wide:  # SGLang serves them in 16 bits
+        return ServedWeights(stored, stored - wide // 2, "from safetensors files in float32, served in 16 bits")
     return ServedWeights(stored, stored, "counted from safetensors files")
+
+
+def _float32_bytes(source: ModelSource, shape: ModelShape, stored: int) -> int:
+    """The bytes of tensors of 32 bits, by their headers; of files that are not here by the configuration."""
+    folder = checkpoint_folder(source.path, source.revision)
+    counted = None if folder is None else float32_bytes(folder)
+    if counted is not None:
+        return counted
+    return stored if str(getattr(shape.config, "dtype", None)).removeprefix("torch.") == "float32" else 0
 
 
 def _counted(source: ModelSource) -> int | None:

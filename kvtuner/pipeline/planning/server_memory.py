@@ -150,3 +150,8 @@ class ServerMemory:
 def gib(num_bytes: float) -> float:
     """Bytes in GiB."""
     return num_bytes / GIB
+
+
+def size_text(num_bytes: int) -> str:
+    """Bytes in GiB, or in MiB where those are few."""
+    return f"{gib(num_bytes):.1f} GiB" if num_bytes >= 100 * MIB else f"{num_bytes / MIB:.1f} MiB"

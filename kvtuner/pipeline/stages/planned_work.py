@@ -6,6 +6,7 @@ Knows no weights: a plan is made of the configuration alone.
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -99,12 +100,14 @@ class ForwardProgress:
         total = self._done + sum(planned for _, planned in self._ahead)
         counts = {"total": round(total), "initial": int(self._done), "miniters": 1}
         with ProgressBar(desc="forward passes", unit="", smoothing=0, leave=False, **counts) as bar:
-            # The rate is that of all phases: since the run began, and of all that it did.
-            bar.start_t, bar.initial = bar.start_t - self._seconds, 0
+            if not bar.disable:  # TQDM_DISABLE, of tqdm itself
+                # The rate is that of all phases: since the run began, and of all that it did.
+                bar.start_t, bar.initial = bar.start_t - self._seconds, 0
+            began = time.monotonic()
             ended = threading.Event()
 
             def follow() -> None:
-                while True:
+                while not bar.disable:
                     bar.n = min(int(self._done + passes()), bar.total)
                     bar.update(0)
                     if ended.wait(REFRESH_S):
@@ -118,5 +121,5 @@ class ForwardProgress:
                 ended.set()
                 thread.join()
                 self._done += passes()
-                self._seconds = bar.format_dict["elapsed"]
+                self._seconds += time.monotonic() - began
                 self._ahead.remove(next(item for item in self._ahead if item[0] == name))

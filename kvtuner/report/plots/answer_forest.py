@@ -34,7 +34,7 @@ def answer_forest(rows: Sequence[AnswerDifference], width: float) -> Drawing:
         drawing.write(place(points), bottom + 10, f"{points:+g}" if points else "0", "soft", anchor="middle")
     for index, row in enumerate(rows):
         middle, title = _TOP + (index + 0.5) * _ROW, row.text
-        look = "lost" if row.is_loss else "soft" if row.is_blind else ""
+        look = "lost" if row.is_loss else "soft" if row.flag else ""
         drawing.write(0, middle, shortened(row.title, start), look, title=title)
         drawing.line(place(row.low), middle - 4, place(row.high), middle - 4, f"interval {look}", title)
         if row.fp8 is not None:

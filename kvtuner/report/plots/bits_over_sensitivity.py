@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtuner.precision import SIDES
 from kvtuner.report.formatting import number
-from kvtuner.report.plots.drawing import Drawing, LogAxis, tick_name
+from kvtuner.report.plots.drawing import CHARACTER, Drawing, LogAxis, tick_name
 from kvtuner.report.search_data import SCORE_TITLES
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Scores = dict[tuple[int, Side], dict[int, SensitivityRow]]
 
 _GUTTER: Final = 46.0
-_LEAST_CELL: Final = 18.0  # pixels: two digits with a gap
+_LEAST_GAP: Final = 4.0
 _MOST_CELL: Final = 56.0
 _CELL_HEIGHT: Final = 20.0
 _BARS: Final = 66.0
@@ -38,7 +38,8 @@ def bits_over_sensitivity(data: ReportData, width: float) -> Drawing:
     drawing = Drawing(width, f"Bits of keys and values: {strip}{_worst_text(data)}")
     if not data.layers:
         return drawing
-    most = int((width - _GUTTER) // _LEAST_CELL)
+    digits = len(str(max(row.layer for row in data.layers)))
+    most = int((width - _GUTTER) // (max(digits, 2) * CHARACTER + _LEAST_GAP))
     columns = math.ceil(len(data.layers) / math.ceil(len(data.layers) / most))
     scores = _scores(data)
     bars = _bar_axis(data, scores)

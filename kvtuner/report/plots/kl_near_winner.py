@@ -94,6 +94,8 @@ def _axis(quality: OffsetQuality, columns: _Columns) -> LogAxis:
     """A scale that holds the winner with its interval and what decides, as far as those are not far off."""
     deciding = [row.kl for row in quality.deciding_rows() if row.kl and row.kl.mean > 0]
     winner = quality.winner.kl
+    if winner and not math.isfinite(winner.mean):
+        winner = None
     centre = winner.mean if winner and winner.mean > 0 else min((kl.mean for kl in deciding), default=1e-3)
     ends = [kl.mean for kl in deciding] + ([winner.low, winner.high] if winner else [])
     near = [min(max(value, centre / FARTHEST), centre * FARTHEST) for value in ends if math.isfinite(value)]

@@ -6,6 +6,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from kvtuner.calibration.model_loading import ModelSource, read_shape
 from kvtuner.errors import BudgetError, GeometryError, ServingError, UnsupportedModelError
@@ -135,8 +137,10 @@ def test_weights_that_do_not_fit_name_the_ranks_that_hold_them(hub_model: HubMod
     with pytest.raises(ServingError, match=r"does not fit: each rank's weights take 15\.0 GiB, .* take --tp-size 2"):
         plan_of(folder, gpu="T4")
     plan_of(folder, gpu="T4", tp_size=2)
-    with pytest.raises(ServingError, match="take a GPU with more memory, or more --pp-size"):
+    with pytest.raises(ServingError, match=r"leaves 0\.0 MiB of a GPU of 2\.0 GiB .* take a GPU with more memory$"):
         plan_of(folder, memory=2 * GIB)
+    with pytest.raises(ServingError, match="take a GPU with more memory, or more --pp-size"):
+        plan_of(folder, memory=7 * GIB, weights=500 * GIB)
 
 
 def test_copies_that_take_most_of_the_memory_leave_no_tokens(hub_model: HubModel) -> None:
@@ -150,6 +154,18 @@ def test_weights_of_float32_are_served_in_16_bits_and_given_ones_as_they_are(hub
     plan = plan_of(folder, gpu="H100")
     assert plan.weights.served_bytes == plan.weights.stored_bytes // 2
     assert plan_of(folder, gpu="H100", weights=14 * GIB).weights.served_bytes == 14 * GIB
+
+
+@pytest.mark.parametrize(("dtype", "tensors", "share"), [("bfloat16", "F32", 0.5), ("float32", "BF16", 1.0)])
+def test_the_dtype_of_files_that_are_here_counts_and_not_the_configurations(
+    model_folder: Callable[..., Path], dtype: str, tensors: str, share: float
+) -> None:
+    folder = model_folder("llama-gqa", dtype=dtype)
+    weights = load_file(folder / "model.safetensors")
+    kind = torch.float32 if tensors == "F32" else torch.bfloat16
+    save_file({name: tensor.to(kind) for name, tensor in weights.items()}, folder / "model.safetensors")
+    counted = plan_of(folder, gpu="T4", context_length=512).weights
+    assert counted.served_bytes == counted.stored_bytes * share
 
 
 def test_heads_of_no_multiple_of_16_channels_have_no_three_bits(model_folder: Callable[..., Path]) -> None:

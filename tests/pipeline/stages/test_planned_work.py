@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvtuner.pipeline.stages import planned_work
 from kvtuner.pipeline.stages.planned_work import ForwardProgress
 from kvtuner.progress import bar as progress_bar
 
@@ -27,6 +28,17 @@ def test_more_passes_than_planned_do_not_pass_the_end(capsys: pytest.CaptureFixt
     with ForwardProgress([("only", 10.0)]).phase("only", lambda: 25.0):
         pass
     assert "forward passes: 10 of 10 (100 %), about 00:00 left" in capsys.readouterr().err
+
+
+def test_no_bar_is_shown_where_tqdm_is_told_not_to(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = ForwardProgress([("only", 10.0)])
+    real = progress_bar.ProgressBar
+    monkeypatch.setattr(planned_work, "ProgressBar", lambda **options: real(disable=True, **options))
+    with progress.phase("only", lambda: 5.0):
+        pass
+    assert capsys.readouterr().err == ""
 
 
 def test_a_phase_that_was_not_planned_or_fails_leaves_no_thread(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,8 @@ from kvtuner.report.plots.drawing import Widths
 
 @pytest.mark.parametrize("width", Widths())
 def test_a_loss_lies_left_of_zero_and_stands_out_with_fp8_beside(width: float) -> None:
-    lost = AnswerDifference("gsm8k", -5.0, -8.0, -2.0, -1.0, is_blind=False)
-    kept = AnswerDifference("recall 128 tokens", 0.0, -19.0, 19.0, None, is_blind=True)
+    lost = AnswerDifference("gsm8k", -5.0, -8.0, -2.0, -1.0, p_value=0.01, flag=None)
+    kept = AnswerDifference("recall 128 tokens", 0.0, -19.0, 19.0, None, p_value=1.0, flag="ceiling")
     drawing = answer_forest([lost, kept], width)
     (zero,) = (float(mark.place["x1"]) for mark in drawing.marks if mark.look == "axis")
     whisker, equal = (mark for mark in drawing.marks if mark.look.startswith("interval"))

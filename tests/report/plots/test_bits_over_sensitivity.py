@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvtuner.report.plots.bits_over_sensitivity import bits_over_sensitivity, least_width
-from kvtuner.report.plots.drawing import Drawing, Widths
+from kvtuner.report.plots.drawing import CHARACTER, Drawing, Widths
 from kvtuner.report.search_data import ScoreSet
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def marks(drawing: Drawing, look: str) -> list[Mark]:
 
 
 @pytest.mark.parametrize("width", Widths())
-@pytest.mark.parametrize("num_layers", [1, 28, 80])
+@pytest.mark.parametrize("num_layers", [1, 28, 80, 126])
 def test_every_layer_has_a_cell_for_keys_and_values_above_its_bars(
     make_report: MakeReport, num_layers: int, width: float
 ) -> None:
@@ -40,6 +40,9 @@ def test_every_layer_has_a_cell_for_keys_and_values_above_its_bars(
         assert left < float(keys.place["x"]) < float(values.place["x"]) < left + float(cells[0].place["width"])
         assert float(keys.place["y"]) > float(cells[1].place["y"])
     assert max(float(mark.place["x"]) + float(mark.place["width"]) for mark in marks(drawing, "cell")) <= width
+    # Numbers of layers stand apart.
+    digits = len(str(num_layers - 1))
+    assert min(float(mark.place["width"]) for mark in marks(drawing, "cell")) >= digits * CHARACTER
 
 
 def test_bars_rise_with_the_score_at_the_least_width(make_report: MakeReport) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,7 @@ def test_a_rival_of_the_winners_bytes_and_kl_is_not_covered(make_report: MakeRep
     assert f" {twin_y + 19:g}" in symbols[1].place["d"]
 
 
-@pytest.mark.parametrize("kl", [Interval(0.0, 0.0, 0.0), Interval(float("nan"), 0.0, 1.0), None])
+@pytest.mark.parametrize("kl", [Interval(0, 0, 0), Interval(math.nan, 0, 1), Interval(math.inf, 0, math.inf), None])
 def test_a_winner_without_a_kl_above_zero_is_drawn_too(make_report: MakeReport, kl: Interval | None) -> None:
     quality = make_report(4).quality[0]
     drawing = kl_near_winner(replace(quality, winner=replace(quality.winner, kl=kl)), 358)
