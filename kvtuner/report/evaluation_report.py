@@ -65,7 +65,8 @@ def evaluation_lines(evaluation: Evaluation, profile: Profile, width: int | None
         lines += ["", _units(level, cells), *_level_table(evaluation, cells).lines(width)]
         remarks = [text for flag, text in FLAGS.items() if any(cell.flag == flag for cell in cells)]
         remarks += _skipped(cells)
-        lines += [line for text in remarks for line in (textwrap.wrap(text, width) if width else [text])]
+        for text in remarks:
+            lines += textwrap.wrap(text, width, break_on_hyphens=False) if width else [text]
         if failures := _failures(cells):
             effect = "are left out of every scheme" if level == "likelihood" else "count as wrong"
             lines.append(f"{failures} answers never came, and {effect}")

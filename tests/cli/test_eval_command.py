@@ -101,12 +101,14 @@ def test_the_file_stands_beside_the_profile_and_is_shown(evaluate: Evaluate, run
     assert status == 0
     file = Path(evaluation.pop("evaluation"))
     assert file.parent == path.parent
+    assert Path(evaluation.pop("page")) == file.with_suffix(".html")
+    assert evaluation.pop("verdict")["advice"].startswith("Ask what it can answer")
     assert json.loads(file.read_text()) == evaluation
     assert evaluation["profile_digest"] == load_profile(path).digest
     assert evaluation["data"]["is_unseen"] is True
     levels = ["likelihood"] * 6 + ["recall"] * 2 + ["needle"] * 2 + ["arithmetic"] * 3
     assert [cell["level"] for cell in evaluation["cells"]] == levels
-    shown = run("show", path)[1]
+    shown = " ".join(run("show", path)[1].split())
     assert "which calibration and selection did not see" in shown
     assert "the unquantized model is right too rarely for a loss to show" in shown
     assert "skipped for profile, fp8, K8V8: needle 40 tokens; needle 70 tokens; --all-questions asks them too" in shown
@@ -219,7 +221,7 @@ def test_what_the_unquantized_model_cannot_answer_is_asked_of_no_other_scheme(
         assert [result["subject"] for result in cell["results"]] == ["bf16"]
     page = path.with_suffix(".html")
     assert run("show", path, "--html", page)[0] == 0
-    text = evaluate(*levels, as_json=False)[1]
+    text = " ".join(evaluate(*levels, as_json=False)[1].split())
     assert "skipped for profile, fp8, K8V8: recall 40 tokens; recall 70 tokens; --all-questions asks them too" in text
     assert "skipped for profile, fp8, K8V8: recall 40 tokens; recall 70 tokens" in page.read_text()
     asked.clear()
@@ -373,15 +375,15 @@ def test_a_flag_that_is_read_is_not(evaluate: Evaluate, flags: tuple[str, ...]) 
 
 
 def test_the_weights_are_hashed_once(evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtuner.calibration import model_loading as model
+    from kvtuner.calibration import weights_hash
 
-    healthy, hashed = model.fingerprint, []
+    healthy, hashed = weights_hash.fingerprint, []
 
     def counted(tensors: Any) -> str:
         hashed.append(len(tensors))
         return healthy(tensors)
 
-    monkeypatch.setattr(model, "fingerprint", counted)
+    monkeypatch.setattr(weights_hash, "fingerprint", counted)
     assert evaluate("--levels", "likelihood,recall", *TABLES)[0] == 0
     assert len(hashed) == 1
 
