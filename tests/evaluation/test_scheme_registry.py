@@ -92,7 +92,7 @@ def test_a_toy_scheme_is_evaluated_by_its_name(
     status = main([
         "eval", str(profile), "--model", model, "--data", str(corpus_file), "--sequence-length", "64",
         "--sequences", "2,2,3", "--levels", "likelihood,recall", "--lengths", "40", "--problems", "2",
-        "--questions", "2", "--against", "toy", "--out", str(tmp_path / "out"), "--json",
+        "--questions", "2", "--all-questions", "--against", "toy", "--out", str(tmp_path / "out"), "--json",
     ])  # fmt: skip
     assert status == 0
     cells = json.loads(capsys.readouterr().out)["cells"]

@@ -214,7 +214,11 @@ def test_the_command_that_is_printed_serves_from_any_folder(
     (command,) = (line for line in printed.splitlines() if "sglang.launch_server" in line)
     _, _, words = command.partition("sglang.launch_server ")
     shell = ["bash", "-c", f"printf '%s\\n' {words}"]
-    done = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, check=True)
+    # The reader's python is the one that SGLang and kvtuner are installed for.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        shell, cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=True
+    )
     flag, model, *flags = done.stdout.splitlines()
     assert flag == "--model-path"
     with serve(Path(model), *flags, KVTUNER_CACHE=os.environ["KVTUNER_CACHE"]) as server:

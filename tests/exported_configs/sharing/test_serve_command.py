@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
-from typing import TYPE_CHECKING, Any
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from profile_samples import MODEL
@@ -12,9 +15,6 @@ from profile_samples import MODEL
 from kvtuner.calibration.model_loading import DEMO_MODEL
 from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.exported_configs.sharing.serve_command import asks_for_folder, serve_command
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 COMMIT = "0123456789" * 4
 
@@ -24,8 +24,15 @@ def words_of(reference: str, folder: Path, **model: Any) -> list[str]:
     command = serve_command(ModelIdentity.model_validate({**MODEL, "revision": None, **model}), reference)
     start, launcher, words = command.partition("python -m sglang.launch_server ")
     assert launcher and not start
+    # The reader's python is the one that SGLang and kvtuner are installed for.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     printed = subprocess.run(
-        ["bash", "-c", f"printf '%s\\n' {words}"], cwd=folder, capture_output=True, text=True, check=True
+        ["bash", "-c", f"printf '%s\\n' {words}"],
+        cwd=folder,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return printed.stdout.splitlines()
 

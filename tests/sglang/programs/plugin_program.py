@@ -219,7 +219,7 @@ def check_that_another_configuration_is_refused_unless_it_is_allowed() -> None:
     assert line.endswith("or allow a derived one by --kvtuner-allow-derived")
     ((level, message),) = resolved(*wider, "--kvtuner-allow-derived")
     assert level == "WARNING"
-    assert message.endswith("; allowed: `kvtuner eval PROFILE --model llama-gqa` tells what that costs")
+    assert message.endswith("; allowed: kvtuner eval PROFILE --model llama-gqa tells what that costs")
 
 
 def check_that_a_fine_tune_of_the_hub_is_refused_unless_it_is_allowed() -> None:
