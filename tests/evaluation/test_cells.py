@@ -12,7 +12,8 @@ from scipy.stats import binom, permutation_test
 
 from kvtuner.errors import CorpusError
 from kvtuner.evaluation.cells import BinaryScores, MeanScores, sign_flip
-from kvtuner.evaluation.statistics import LEAST_UNITS, SIGNIFICANT
+from kvtuner.evaluation.statistics import LEAST_UNITS
+from kvtuner.exported_configs.profile.evaluation_record import SIGNIFICANT
 
 
 def marks(text: str) -> BinaryScores:
