@@ -49,6 +49,11 @@ def count(value: int | None) -> str:
     return NOT_MEASURED if value is None else f"{value:,}"
 
 
+def context_name(num_tokens: int) -> str:
+    """A number of tokens, in units of 1,024 where it is whole ones: ``32k``."""
+    return f"{num_tokens // 1024}k" if num_tokens % 1024 == 0 else count(num_tokens)
+
+
 def window_facts(window: ExactWindow, effective_bits: float, request_bytes: int | None) -> list[tuple[str, str]]:
     """The cost of an exact window: bytes of a request, and stored bits of an element at two lengths of context.
 
@@ -56,7 +61,7 @@ def window_facts(window: ExactWindow, effective_bits: float, request_bytes: int 
     """
     if not window.num_tokens:
         return []
-    bits = [f"{effective_bits + float(window.bits_at(n)):.3f} at {n // 1024}k" for n in WINDOW_CONTEXTS]
+    bits = [f"{effective_bits + float(window.bits_at(n)):.3f} at {context_name(n)}" for n in WINDOW_CONTEXTS]
     return [
         ("window", f"{window}: {count(request_bytes)} bytes per request"),
         ("bits with window", f"{', '.join(bits)} tokens of context"),

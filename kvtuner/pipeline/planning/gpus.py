@@ -13,8 +13,8 @@ class Gpu(NamedTuple):
     Attributes:
         name: The name as vendors write it.
         memory_mib: MiB of its memory, as memory.total of ``nvidia-smi`` prints them.
-        tflops: 10^12 operations per second of dense matrices of 16 bits with sums of 32 bits, by NVIDIA's data sheets
-            and architecture papers, of the SXM module where there are several.
+        tflops: 10^12 operations per second of dense matrices of 16 bits with sums of 32 bits, of the SXM module where
+            there are several. Those of A100, L40S and B200 were compared with published tables, the others were not.
     """
 
     name: str

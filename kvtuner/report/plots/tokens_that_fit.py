@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import BudgetError
 from kvtuner.precision import GIB, tokens_per_gib
-from kvtuner.report.formatting import WINDOW_CONTEXTS, count
+from kvtuner.report.formatting import WINDOW_CONTEXTS, context_name, count
 from kvtuner.report.plots.drawing import CHARACTER, Drawing
 from kvtuner.search_spaces.budget import Budget
 
@@ -101,11 +101,6 @@ def tokens_that_fit(data: ReportData, width: float) -> Drawing:
             drawing.write(end, middle, count(fit), "strong" if look == "winner" else "", anchor="end", title=title)
         drawing.height += _ROW
     return drawing
-
-
-def context_name(num_tokens: int) -> str:
-    """A number of tokens, in units of 1,024 where it is whole ones: ``32k``."""
-    return f"{num_tokens // 1024}k" if num_tokens % 1024 == 0 else count(num_tokens)
 
 
 def _fit_text(schemes: list[StoredScheme], fitting: FittingRequests) -> str:

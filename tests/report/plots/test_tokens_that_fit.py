@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvtuner.report.plots.tokens_that_fit import FittingRequests, context_name, stored_schemes, tokens_that_fit
+from kvtuner.report.formatting import context_name
+from kvtuner.report.plots.tokens_that_fit import FittingRequests, stored_schemes, tokens_that_fit
 from kvtuner.report.search_data import BudgetOutcome
 
 if TYPE_CHECKING:
