@@ -45,7 +45,9 @@ def test_each_query_reads_its_window_from_its_own_copies_and_the_rest_from_rows(
     window: ExactWindow, k_bits: int, v_bits: int, logit_cap: float
 ) -> None:
     k, v = row_format(k_bits, "centered+balanced+hadamard"), row_format(v_bits, "hadamard")
-    live(WindowedPool(TorchAttention(), k, v, window, logit_cap=logit_cap))
+    pool = WindowedPool(TorchAttention(), k, v, window, logit_cap=logit_cap)
+    live(pool)
+    assert pool.num_compared > 50
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -58,6 +60,7 @@ def test_by_cache_a_chunk_reads_itself_as_stored_but_for_the_window(window: Exac
     hit = pool.begin(3, request.tokens[:20])
     pool.extend((hit, 14), (other, 2), by_cache=True)
     pool.decode(hit, other, request)
+    assert pool.num_compared == 21 + 3 + 9 + 1 + 2 + 14 + 2 + 3
 
 
 def test_the_oracle_sees_copies_of_a_former_request() -> None:

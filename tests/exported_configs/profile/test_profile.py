@@ -185,6 +185,7 @@ def test_negative_layer_ids_do_not_wrap_around(profile: Profile) -> None:
 
 def test_profile_fits_the_model_it_was_made_for(profile: Profile) -> None:
     profile.check_model(config())
+    assert profile.to_geometry() == ModelGeometry.from_config(config())
 
 
 @pytest.mark.parametrize(
