@@ -6,11 +6,12 @@ Goal: per-layer bits are worth their search, beside the best uniform with the sa
 
 Every method chooses from the same candidates (the menus of the exact solver, with their best transforms) under the same
 budget, and measures configurations on the select split. `exact` and `greedy` measure none. `exact+refined` is what
-`kvtuner search` does with `--trials`: it alone ends the measurement of what is clearly worse early. `cold` samplers
-start from nothing, by Optuna alone; trials beyond the budget are theirs to avoid, are not measured, and leave them
-`none` if nothing else was tried. `nsga2 cold, asked again` proposes until it is inside the budget, and has as many more
-trials as the isolated forwards that exact needs are worth: so it makes more forward passes than exact+refined. The
-table says how many sequences each method ran on the select split.
+`kvtuner search` does with `--trials`: it alone ends the measurement of what is clearly worse early, and keeps the exact
+solution unless a trial is clearly better. `cold` samplers start from nothing, by Optuna alone; trials beyond the budget
+are theirs to avoid, are not measured, and leave them `none` if nothing else was tried. `nsga2 cold, asked again`
+proposes until it is inside the budget, and has as many more trials as the isolated forwards that exact needs are worth:
+so it makes more forward passes than exact+refined. The table says how many sequences each method ran on the select
+split.
 
 With `--context` a budget holds the copies of the exact window in a request of so many tokens: rows get what is left,
 and all have equal stored bytes there. Measurements are journalled: a stopped run resumes, and more seeds are added by
@@ -148,7 +149,7 @@ class CalibratedModel(BudgetSearch):
         Args:
             space: The search space.
             constraint: The budget.
-            warm: The configurations that are tried first.
+            warm: The configurations that are tried first; the exact solution leads, if there are any.
             **settings: The sampler, the guidance, the number of trials and the seed; see `refine`.
         """
         before = self.objective.num_sequences
@@ -157,7 +158,8 @@ class CalibratedModel(BudgetSearch):
             study = refine(space, constraint, self.objective, warm=warm, race=race, **settings)
         except SearchSpaceError:
             return None, 0
-        return study.best, self.objective.num_sequences - before
+        sequences = self.objective.num_sequences - before
+        return self.chosen(warm[0], study)[0] if warm else study.best, sequences
 
 
 def kl_at(points: Sequence[tuple[float, float]], stored_bits: float) -> float:

@@ -85,9 +85,13 @@ class MeasuredKL:
         Raises:
             NonFiniteActivationError: The KL is NaN or infinite; nothing is journalled.
         """
+        return fmean(self.of_each_sequence(configuration))
+
+    def of_each_sequence(self, configuration: Sequence[LayerChoice]) -> list[float]:
+        """The same without the mean: the KL of every sequence in turn."""
         kls = self._sequence_kls(configuration)
         self.num_sequences += len(kls)
-        return fmean(kls)
+        return kls
 
     def against(self, configuration: Sequence[LayerChoice], best: Sequence[LayerChoice]) -> float:
         """Measure one configuration, but only estimate one that soon turns out to be clearly worse than `best`.

@@ -13,6 +13,7 @@ from kvtuner.evaluation.statistics import DEFAULT_LEVEL, Interval
 from kvtuner.exported_configs.verdict import TRANSFORMED, Verdict
 from kvtuner.precision import ExactWindow
 from kvtuner.report.layer_strip import LayerRow  # noqa: TC001 - pydantic looks it up to read the JSON
+from kvtuner.tuner.refinement_gain import RefinementGain  # noqa: TC001 - likewise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -257,8 +258,8 @@ class ReportData:
         quality: The quality on the report split; the first entry is drawn in the front's picture.
         sensitivity: The scores of every layer, side and width, in any order.
         front: The exact front, by ascending bits.
-        gain: The nats per token by which the study's best is below the exact solution on the select split; None
-            where nothing was searched or the exact solution was not measured.
+        refinement: What refinement gained over the exact solution; None where nothing was searched or that has no
+            finite KL.
         uniform_winner: The label of the uniform that took the searched configuration's place; None if that won.
         uniform_kl: The cells of the K x V table, with the best transforms where `uniform_kl_transforms`.
         scale_words: The bits and groups of the scale words in one line; empty where the search left them as they are.
@@ -279,7 +280,7 @@ class ReportData:
     front: tuple[FrontPoint, ...] = ()
     measured: tuple[MeasuredPoint, ...] = ()
     trials: tuple[TrialPoint, ...] = ()
-    gain: float | None = None
+    refinement: RefinementGain | None = None
     uniform_winner: str | None = None
     rank_correlations: tuple[RankCorrelation, ...] = ()
     additivity: tuple[AdditivityRow, ...] = ()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SUMMARY: Final = (
     *("model", "read_plan", "score", "interval_level", "quality", "additivity", "pair_additivity"),
-    *("rank_correlations", "gain", "uniform_winner", "scale_words", "window_length"),
+    *("rank_correlations", "refinement", "uniform_winner", "scale_words", "window_length"),
 )
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.verdict import Verdict
     from kvtuner.report.layer_strip import Terminal
     from kvtuner.report.search_data import OffsetQuality, QualityRow, ReportData
+    from kvtuner.tuner.refinement_gain import RefinementGain
 
 MAX_WIDTH: Final = 120
 """The columns that lines of text fill at most."""
@@ -73,12 +74,24 @@ def search_facts(data: ReportData) -> list[tuple[str, str]]:
     rows = [("allocated by", SCORE_TITLES[data.score])]
     if data.uniform_winner is not None:
         rows.append(("winner", f"uniform {data.uniform_winner}: better than the searched one on the report split"))
-    if data.gain is not None:
-        rows.append(("refinement", f"{number(data.gain)} nats per token below the exact solution, select split"))
+    if data.refinement is not None:
+        rows.append(("refinement", refinement_text(data.refinement)))
     if (pairs := data.pair_additivity) is not None:
         spread = f"{percent(pairs.median)} in the median, {percent(pairs.maximum)} at most"
         rows.append(("K/V pairs", f"e_o differs from the sum of its sides by {spread}"))
     return rows
+
+
+def refinement_text(gain: RefinementGain) -> str:
+    """What refinement gained in one line, and which configuration is kept."""
+    if gain.mean <= 0:
+        return "no trial was below the exact solution on the select split"
+    lower = f"{number(gain.mean)} nats per token below the exact solution on the select split"
+    if gain.is_clear:
+        return lower
+    error = gain.standard_error
+    doubt = "but one sequence has no spread" if error is None else f"within one standard error, {number(error)}"
+    return f"the exact solution is kept: the best trial was {lower}, {doubt}"
 
 
 def _quality_lines(quality: OffsetQuality, data: ReportData, width: int, *, verbose: bool) -> list[str]:

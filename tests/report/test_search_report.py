@@ -19,6 +19,7 @@ from kvtuner.report.plots.search_plots import PICTURES
 from kvtuner.report.search_data import PairAdditivity, ReportData
 from kvtuner.report.search_report import search_page, summary_json, write_search_report
 from kvtuner.report.search_text import search_text
+from kvtuner.tuner.refinement_gain import RefinementGain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -182,10 +183,31 @@ def test_the_summary_is_plain_json_with_the_numbers_of_the_table(make_report: Ma
     assert summary["forwards"]["trials"] == 84
 
 
+@pytest.mark.parametrize(
+    ("gain", "text"),
+    [
+        (RefinementGain(0.0012, 0.0013), "kept: the best trial was 0.00120 nats per token below"),
+        (RefinementGain(0.0012, 0.0013), "within one standard error, 0.00130"),
+        (RefinementGain(0.0012, None), "one sequence has no spread"),
+        (RefinementGain(0.0, 0.0), "no trial was below the exact solution"),
+    ],
+)
+def test_a_solution_that_refinement_did_not_better_is_said_to_be_kept(
+    make_report: MakeReport, gain: RefinementGain, text: str
+) -> None:
+    data = replace(make_report(2), refinement=gain)
+    assert text in " ".join(search_text(data, WIDE, verbose=True).split())
+    assert text in Page(page_text(data)).text
+    assert ReportData.from_json(data.to_json()) == data
+
+
 def test_gain_override_and_pairs_stand_in_table_page_and_summary(make_report: MakeReport) -> None:
     plain = make_report(2)
     noted = replace(
-        plain, gain=0.0012, uniform_winner="K4V4 + transforms", pair_additivity=PairAdditivity(18, 0.031, 0.42)
+        plain,
+        refinement=RefinementGain(0.0012, 0.0009),
+        uniform_winner="K4V4 + transforms",
+        pair_additivity=PairAdditivity(18, 0.031, 0.42),
     )
     for text in (
         "0.00120 nats per token below the exact solution",
@@ -196,7 +218,7 @@ def test_gain_override_and_pairs_stand_in_table_page_and_summary(make_report: Ma
         assert text in Page(page_text(noted)).text
         assert text not in search_text(plain, WIDE, verbose=True)
     summary = summary_json(noted)
-    assert summary["gain"] == 0.0012
+    assert summary["refinement"] == {"mean": 0.0012, "standard_error": 0.0009}
     assert summary["uniform_winner"] == "K4V4 + transforms"
     assert summary["pair_additivity"] == {"num_pairs": 18, "median": 0.031, "maximum": 0.42}
     assert ReportData.from_json(noted.to_json()) == noted

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from kvtuner.errors import NonFiniteActivationError
 from kvtuner.pipeline.progress import say
 from kvtuner.progress.bar import ProgressBar
-from kvtuner.report.formatting import number
+from kvtuner.report.search_text import refinement_text
 from kvtuner.run_folder import sha256_of
 from kvtuner.search_spaces.space import (
     Configuration,
@@ -19,6 +19,7 @@ from kvtuner.search_spaces.space import (
     predicted_score,
 )
 from kvtuner.tuner.exact_solver import Front, nested, solve, solve_front
+from kvtuner.tuner.refinement_gain import RefinementGain
 from kvtuner.tuner.samplers import POPULATION_SIZE
 from kvtuner.tuner.study import StudyResult, refine
 from kvtuner.tuner.study_storage import sqlite_url
@@ -44,7 +45,7 @@ class SearchOutcome:
 
     Every KL is that of the select split, nats per token; a uniform without transforms is not measured there. There is
     no exact solution where nothing was searched. Fronts are by pipeline stage; `uniform_name` is the pair of the
-    uniform that replaced the winner, if one did.
+    uniform that replaced the winner, if one did. `gain` is that of refinement over the exact solution.
     """
 
     asked: str
@@ -55,13 +56,9 @@ class SearchOutcome:
     exact: Configuration | None = None
     exact_kl: float | None = None
     study: StudyResult | None = None
+    gain: RefinementGain | None = None
     fronts: tuple[Front, ...] = ()
     uniform_name: str | None = None
-
-    @property
-    def gain(self) -> float | None:
-        """The KL by which refinement went below the exact solution, nats per token on the select split."""
-        return None if self.study is None or self.exact_kl is None else self.exact_kl - self.study.best_value
 
     @property
     def trials(self) -> Sequence[TrialRecord]:
@@ -129,30 +126,28 @@ class BudgetSearch:
         warm = [exact] if member else self._warm_starts(space, constraint)
         with self.run.phases.phase(f"refinement {target.asked}"):
             study = self._refine(target, constraint, space, warm)
+            winner, gain = self.chosen(exact, study)
+        say(f"refinement {target.asked}: {refinement_text(gain) if gain else 'the exact solution has no finite KL'}")
         return SearchOutcome(
             asked=target.asked,
-            configuration=study.best,
-            measured_kl=study.best_value,
+            configuration=winner,
+            measured_kl=self.objective(winner),
             fits=lambda scheme: scheme.keeps(constraint),
             uniform_kl=uniform_kl,
             exact=exact,
-            exact_kl=self._exact_kl(target, exact, study),
+            exact_kl=None if gain is None else self.objective(exact),
             study=study,
+            gain=gain,
             fronts=tuple(solve_front(space, constraint.cost, stage) for stage in constraint.stages),
         )
 
-    def _exact_kl(self, target: SearchTarget, exact: Configuration, study: StudyResult) -> float | None:
-        """Measured KL of the exact solution, None where it is not finite; says what refinement gained over it."""
+    def chosen(self, exact: Configuration, study: StudyResult) -> tuple[Configuration, RefinementGain | None]:
+        """The best trial where its gain is clear, else the exact solution; and the gain, if that one's KL is finite."""
         try:
-            exact_kl = self.objective(exact)
+            gain = RefinementGain.of(*map(self.objective.of_each_sequence, (exact, study.best)))
         except NonFiniteActivationError:  # its trial reports it
-            say(f"refinement {target.asked}: best {study.best_value:.4g} nats per token; the exact solution has no KL")
-            return None
-        say(
-            f"refinement {target.asked}: exact solution {exact_kl:.4g}, best {study.best_value:.4g} nats per token:"
-            f" a gain of {number(exact_kl - study.best_value)} on the select split"
-        )
-        return exact_kl
+            return study.best, None
+        return (study.best if gain.is_clear else exact), gain
 
     def _hand_written(self, target: SearchTarget, uniform_kl: Mapping[PrecisionPair, float]) -> SearchOutcome:
         assert target.pairs is not None

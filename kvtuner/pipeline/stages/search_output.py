@@ -192,7 +192,7 @@ def make_report_data(
         front=front_points(outcome.fronts, rows),
         measured=_measured_points(run, outcome),
         trials=tuple(TrialPoint(t.number, t.value, t.is_feasible, t.source) for t in outcome.trials),
-        gain=outcome.gain,
+        refinement=outcome.gain,
         uniform_winner=None if outcome.uniform_name is None else quality[0].winner.label,
         rank_correlations=rank_correlations(run.table),
         additivity=_additivity(run, outcome),
