@@ -86,12 +86,12 @@ def refinement_text(gain: RefinementGain) -> str:
     """What refinement gained in one line, and which configuration is kept."""
     if gain.mean <= 0:
         return "no trial was below the exact solution on the select split"
-    lower = f"{number(gain.mean)} nats per token below the exact solution on the select split"
     if gain.is_clear:
-        return lower
+        return f"{number(gain.mean)} nats per token below the exact solution on the select split"
     error = gain.standard_error
-    doubt = "but one sequence has no spread" if error is None else f"within one standard error, {number(error)}"
-    return f"the exact solution is kept: the best trial was {lower}, {doubt}"
+    doubt = "one sequence has no spread" if error is None else f"one standard error is {number(error)}"
+    lower = f"the best trial is {number(gain.mean)} nats per token lower on the select split"
+    return f"the exact solution is kept: {lower}, and {doubt}"
 
 
 def _quality_lines(quality: OffsetQuality, data: ReportData, width: int, *, verbose: bool) -> list[str]:

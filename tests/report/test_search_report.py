@@ -186,8 +186,8 @@ def test_the_summary_is_plain_json_with_the_numbers_of_the_table(make_report: Ma
 @pytest.mark.parametrize(
     ("gain", "text"),
     [
-        (RefinementGain(0.0012, 0.0013), "kept: the best trial was 0.00120 nats per token below"),
-        (RefinementGain(0.0012, 0.0013), "within one standard error, 0.00130"),
+        (RefinementGain(0.0012, 0.0013), "kept: the best trial is 0.00120 nats per token lower"),
+        (RefinementGain(0.0012, 0.0013), "one standard error is 0.00130"),
         (RefinementGain(0.0012, None), "one sequence has no spread"),
         (RefinementGain(0.0, 0.0), "no trial was below the exact solution"),
     ],
