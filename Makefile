@@ -20,7 +20,7 @@ test-full: lint ## everything, each server with processes of its own; a machine 
 	KVTUNER_TESTS_FORK=0 $(PYTEST) tests
 
 gpu: ## on a machine with one: are the kernels right, and how fast
-	$(PYTHON) benchmarks/gpu.py
+	$(PYTHON) benchmarks/gpu.py || test $$? -eq 3 # what was left out for want of time stops nothing
 	$(PYTHON) benchmarks/hicache.py --json benchmarks/results/hicache-gpu.json
 
 lint:

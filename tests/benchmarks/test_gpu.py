@@ -49,7 +49,7 @@ def test_a_smoke_run_checks_and_times_everything(tmp_path: Path) -> None:
 
 def test_a_run_out_of_time_says_what_it_left_out(tmp_path: Path) -> None:
     done = gpu("--smoke", "--limit-s", "0", "--out", str(tmp_path))
-    assert done.returncode == 1
+    assert done.returncode == gpu_command.LEFT_OUT
     assert "left out: correct, for want of time; decode, for want of time" in done.stderr
     assert json.loads((tmp_path / "results.json").read_text())["left_out"][0] == "correct, for want of time"
     text = (tmp_path / "results.md").read_text()
@@ -72,10 +72,22 @@ def test_a_section_that_breaks_keeps_its_rows_and_the_others_run(
     monkeypatch.setattr(
         sys, "argv", ["gpu.py", "--smoke", "--only", "pages", "stores", "extends", "--out", str(tmp_path)]
     )
-    assert gpu_command.main() == 1
+    assert gpu_command.main() == gpu_command.LEFT_OUT
     results = json.loads((tmp_path / "results.json").read_text())
     assert len(results["pages"]) == len(results["extends"]) == 1
     assert results["left_out"] == ["the rest of pages: ValueError: a fault put in"]
+
+
+@pytest.mark.parametrize(("status", "programs"), [(0, 2), (gpu_command.LEFT_OUT, 2), (1, 1), (2, 1)])
+def test_what_is_left_out_does_not_stop_make_gpu_but_what_is_wrong_does(
+    status: int, programs: int, tmp_path: Path
+) -> None:
+    python, calls = tmp_path / "python", tmp_path / "calls"
+    python.write_text(f'#!/bin/sh\necho "$1" >> {calls}\ncase $1 in */gpu.py) exit {status};; esac\n')
+    python.chmod(0o755)
+    done = subprocess.run(["make", "gpu", f"PYTHON={python}"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode == 0) == (programs == 2), done.stderr
+    assert calls.read_text().split() == ["benchmarks/gpu.py", "benchmarks/hicache.py"][:programs]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
