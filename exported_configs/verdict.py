@@ -131,8 +131,11 @@ class _Facts:
         if self._is_below:
             return (f"That is {1 - self.kl / self._uniform_kl:.0%} below {rival} ({figures}).",)
         if self._is_equal:
-            return (f"It is as good as {rival} ({figures}, which is within a quarter of its KL).",)
-        return (f"The text is too little to tell it from {rival} ({figures}).",)
+            return (f"It is as good as {rival} ({figures}: within a quarter of the uniform's KL).",)
+        return (
+            f"The text is too little to tell whether the profile is as good as {rival} ({figures}: not within a quarter"
+            " of the uniform's KL).",
+        )
 
     def _gains(self) -> Sequence[str]:
         """What bits by layer gained; where they gained nothing, what did."""
@@ -205,7 +208,8 @@ class _Facts:
         if wanted > MAX_SEQUENCES:
             return f"Use it or {name}: to tell them apart takes more than {MAX_SEQUENCES:,} report sequences."
         flags = f"--sequences {counts.calibrate},{counts.select},{wanted}"
-        return f"Measure more text: {flags} reports on {wanted} sequences in place of {counts.report}."
+        why = f"reports on {wanted} sequences in place of {counts.report}"
+        return f"Measure more text: {flags} {why}. Until then uniform {name} is simpler."
 
     def _pair_of(self, uniform: UniformRecord) -> PrecisionPair:
         return PrecisionPair.parse(uniform.name.removesuffix(TRANSFORMED))

@@ -98,7 +98,7 @@ def test_a_search_that_gained_nothing_recommends_the_uniform_and_says_what_did_g
     assert found.advice.startswith("Use uniform K4V2 with transforms, by a search with --layers 0-5:K4V2: ")
     assert found.findings[2] == (
         "It is as good as the best uniform in the budget, K4V2 with transforms (0.0100; paired difference +0.00"
-        " [-0.00250, +0.00250], which is within a quarter of its KL)."
+        " [-0.00250, +0.00250]: within a quarter of the uniform's KL)."
     )
     assert found.findings[3] == "Bits by layer gained nothing. The transforms did: without them K4V2 has 0.0500."
     assert "transforms did" not in str(verdict(0.0105, difference=(-margin, margin), plain_kl=0.01))
@@ -118,8 +118,12 @@ def test_a_difference_that_is_not_told_apart_asks_for_as_much_text_as_would(half
     # An interval narrows as the square root: a quarter of the uniform's KL is wanted, and at least twice the text.
     assert found.advice == (
         f"Measure more text: --sequences 4,12,{wanted} reports on {wanted} sequences in place of 12."
+        " Until then uniform K4V2 with transforms is simpler."
     )
-    assert "The text is too little to tell it from the best uniform in the budget, K4V2" in found.findings[2]
+    assert (
+        "too little to tell whether the profile is as good as the best uniform in the budget, K4V2" in found.findings[2]
+    )
+    assert "not within a quarter of the uniform's KL" in found.findings[2]
 
 
 def test_a_difference_that_no_text_would_tell_leaves_the_choice() -> None:
