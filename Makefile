@@ -38,7 +38,7 @@ ablation: ## the table of servers in docs/benchmark.md; about half an hour on tw
 	OMP_NUM_THREADS=1 PYTHONPATH=examples/sglang_on_cpu $(BIN)/kvtuner bench runs/demo-4bit --model demo --ablation $(ABLATION) \
 		--out runs/demo-ablation
 	mkdir -p benchmarks/results/ablation-cpu
-	cp runs/demo-ablation/bench.html runs/demo-ablation/bench.md runs/demo-ablation/bench.json runs/demo-ablation/*.png \
+	cp runs/demo-ablation/bench.html runs/demo-ablation/bench.md runs/demo-ablation/bench.json runs/demo-ablation/*.svg \
 		benchmarks/results/ablation-cpu/
 
 demo:

@@ -26,6 +26,7 @@ SEARCHED_BITS: Final = (2, 4, 8)
 ROW_ALIGNMENT_BYTES: Final = 16  # of the widest load of a GPU thread
 FP16_MAX: Final = 65504.0
 LAYOUT_ID: Final = "halfword-sliced-v1"
+MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 POSITION_BYTES: Final = 4  # of the int32 that names the token in a place of an exact window
 MAX_RESIDUAL_LENGTH: Final = 1024

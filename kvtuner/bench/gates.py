@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvtuner.bench.client import RequestResult
 
 GateVerdict = Literal["passed", "failed", "not asked"]
+FAILED: Final = "failed"
 SKIPPED: Final = "not asked"
 """The verdict of a gate that the server's answers cannot decide."""
 Outcome = tuple[bool | None, str]
@@ -37,6 +38,24 @@ MOST_CACHED_OF_LOAD: Final = 0.25
 MIN_SHORT_PROMPT: Final = 64  # tokens; shorter prompts take a server's fixed costs rather than their own
 
 
+_KV_POOL: Final = "the KV pool is as large as asked"
+_WAYS_OUT: Final = {
+    "requests are answered": "read the server's log, then ask for less at once (--concurrency, --batches, --lengths)"
+    " or wait longer (--timeout)",
+    "reported tokens are in the text": "ask the server for one answer and count its tokens; send to SGLang itself, not"
+    " to what stands before it",
+    "prompts were new to the server": "send to a server that nobody else uses, with nothing before it that keeps"
+    " answers",
+    "time to the first token grows with the prompt": "see that the model itself answers, with nothing before it that"
+    " keeps answers; then measure on an idle machine, with longer --lengths",
+    "latency grows with the output": "see that the model itself answers, with nothing before it that keeps answers;"
+    " then measure on an idle machine, with longer --outputs",
+    "tokens per second are below what memory allows": "give the bandwidth of the server's own GPU as"
+    " --memory-bandwidth; where that was right, something else than this model answers",
+    _KV_POOL: "ask for less --kv-memory, or leave more to the pool: --server-args '--mem-fraction-static 0.9'",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Gate:
     """A claim that is checked, its verdict, and as `detail` the figures that decide it, or why it is skipped."""
@@ -44,6 +63,11 @@ class Gate:
     name: str
     verdict: GateVerdict
     detail: str
+
+    @property
+    def way_out(self) -> str:
+        """What to do where it fails."""
+        return _WAYS_OUT[self.name]
 
 
 def all_gates(results: Sequence[LoadResult], bound: float | None, no_bound: str) -> list[Gate]:
@@ -70,12 +94,12 @@ def kv_pool_gate(tokens_asked: int, tokens_that_fit: int | None) -> Gate:
     if tokens_that_fit is not None:
         is_as_large = tokens_that_fit >= LEAST_OF_POOL * tokens_asked
         outcome = is_as_large, f"{tokens_that_fit:,} tokens of {tokens_asked:,} asked"
-    return _gate("the KV pool is as large as asked", outcome)
+    return _gate(_KV_POOL, outcome)
 
 
 def _gate(name: str, outcome: Outcome) -> Gate:
     passed, detail = outcome
-    return Gate(name, SKIPPED if passed is None else "passed" if passed else "failed", detail)
+    return Gate(name, SKIPPED if passed is None else "passed" if passed else FAILED, detail)
 
 
 def _all_answered(sent: Sequence[RequestResult]) -> Outcome:

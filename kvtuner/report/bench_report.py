@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+import textwrap
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.bench.ablation import GROUPS
-from kvtuner.bench.gates import SKIPPED
+from kvtuner.bench.gates import FAILED, SKIPPED
 from kvtuner.bench.hardware import GPU_BUSY, GPU_MEMORY, GPU_MEMORY_BUSY, MEMORY
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
 from kvtuner.precision import tokens_per_gib
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from kvtuner.bench.gates import Gate
     from kvtuner.report.bench_result import BenchResult, SchemeResult
 
     LoadText = Callable[[Mapping[str, Any]], str]
@@ -28,6 +30,7 @@ PAGE: Final = "bench.html"
 MARKDOWN: Final = "bench.md"
 JSON: Final = "bench.json"
 NO_ROOM: Final = "does not fit"
+FAILED_TEXT: Final = "FAILED"
 
 
 def write_bench_report(result: BenchResult, folder: Path) -> Path:
@@ -36,19 +39,20 @@ def write_bench_report(result: BenchResult, folder: Path) -> Path:
     Raises:
         RunFolderError: The disk is full or the folder cannot be written.
     """
-    from kvtuner.report.html_page import render
-    from kvtuner.report.plots.bench_plots import charts
+    from kvtuner.report.html_page import picture_file, render
+    from kvtuner.report.plots.bench_plots import bench_drawings
 
-    drawn = charts(result)
-    for name, png in drawn.items():
-        write_atomically(folder / f"{name}.png", png)
+    drawings = bench_drawings(result)
+    for name, both in drawings.items():
+        write_atomically(folder / f"{name}.svg", picture_file([both.wide]).encode(errors="replace"))
     title = f"Serving {result.model.id} with a quantized KV cache: what it is worth"
     context: dict[str, Any] = {
         "title": title,
         "verdict": _verdict(result),
         "shapes": {kind: _shape(result, kind) for kind in ("concurrency", "batch", "stability")},
         "tables": report_tables(result),
-        "charts": drawn,
+        "drawings": drawings,
+        "problems": result.problems(),
     }
     page = render("bench.html", layout="bench_page_section.html", **context)
     markdown = render("bench_sections.html", layout="bench_markdown_section.html", **context)
@@ -60,8 +64,9 @@ def write_bench_report(result: BenchResult, folder: Path) -> Path:
 
 def summary_lines(result: BenchResult, width: int | None = None) -> list[str]:
     """The table, as wide as a terminal if its width is given, and the verdict."""
-    problems = [f"FAILED  {problem}" for problem in result.problems()]
-    return [*_overview(result).lines(width), "", *(problems or [_gates_that_passed(result)])]
+    problems = [(f"FAILED  {problem.text}", f"what to do: {problem.way_out}") for problem in result.problems()]
+    lines = [line for problem in problems for text in problem for line in _folded(text, width)]
+    return [*_overview(result).lines(width), "", *(lines or [_gates_that_passed(result)])]
 
 
 def report_tables(result: BenchResult) -> dict[str, list[Table]]:
@@ -85,7 +90,7 @@ def report_tables(result: BenchResult) -> dict[str, list[Table]]:
 
 def _verdict(result: BenchResult) -> str:
     if problems := result.problems():
-        return f"{len(problems)} problems; use no figure before they are understood: {'; '.join(problems)}."
+        return f"{len(problems)} {'problem' if len(problems) == 1 else 'problems'}: see above."
     return f"{_gates_that_passed(result)}."
 
 
@@ -111,10 +116,20 @@ def _overview(result: BenchResult) -> Table:
         row = [name, number(scheme.scheme.effective_bits), count(scheme.scheme.bytes_per_token)]
         row.append(count(scheme.tokens_that_fit))
         if has_quality:
-            row.append(number(result.quality(scheme.name, "kl_nats_per_token")))
-            row.append(percent(result.quality(scheme.name, "top1_agreement")))
+            row.append(number(_mean(result, scheme, "kl_nats_per_token")))
+            row.append(percent(_mean(result, scheme, "top1_agreement")))
         rows.append([*row, *_speed(scheme, lanes)])
     return Table(("", "bits", "bytes/token", "tokens that fit", *quality, *speed), rows)
+
+
+def _mean(result: BenchResult, scheme: SchemeResult, measure: str) -> float | None:
+    found = result.quality(scheme.name, measure)
+    return None if found is None else found.mean
+
+
+def _folded(text: str, width: int | None) -> list[str]:
+    """Text as wide as a terminal; what does not fit is indented below."""
+    return textwrap.wrap(text, width, subsequent_indent=" " * 8, break_on_hyphens=False) if width else [text]
 
 
 def _common_concurrency(result: BenchResult) -> int | None:
@@ -132,18 +147,24 @@ def _speed(scheme: SchemeResult, lanes: int | None) -> tuple[str, ...]:
 
 
 def _gates(result: BenchResult) -> list[Table]:
-    verdicts = {scheme.name: {gate.name: gate.verdict for gate in scheme.gates} for scheme in result.schemes}
+    verdicts = {scheme.name: {gate.name: _verdict_text(gate) for gate in scheme.gates} for scheme in result.schemes}
     checked = {name: by_gate for name, by_gate in verdicts.items() if by_gate}
     names = dict.fromkeys(gate for by_gate in checked.values() for gate in by_gate)
-    rows = [(name, *(by_gate[name] for by_gate in checked.values())) for name in names]
+    rows = [(name, *(by_gate.get(name, NOT_MEASURED) for by_gate in checked.values())) for name in names]
     details = [
-        (scheme.name, gate.name, gate.verdict, gate.detail)
+        (scheme.name, gate.name, _verdict_text(gate), gate.detail)
         for scheme in result.schemes
         for gate in scheme.gates
         if gate.verdict != "passed" or scheme.name == PROFILE_SCHEME
     ]
     headers = ("", "of the profile, and what did not pass", "", "by")
-    return [Table(("", *checked), rows), Table(headers, details, wrap=True)]
+    failures = (FAILED_TEXT,)
+    return [Table(("", *checked), rows, failures=failures), Table(headers, details, wrap=True, failures=failures)]
+
+
+def _verdict_text(gate: Gate) -> str:
+    """The verdict of a gate; a failure stands out in every form."""
+    return FAILED_TEXT if gate.verdict == FAILED else gate.verdict
 
 
 def _quality(result: BenchResult) -> list[Table]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic_core import to_jsonable_python
 
 from kvtuner.bench.ablation import GROUPS
+from kvtuner.bench.gates import FAILED
 from kvtuner.bench.load_metrics import SchemeRun
 
 if TYPE_CHECKING:
@@ -16,12 +17,23 @@ if TYPE_CHECKING:
     from kvtuner.bench.gates import Gate
     from kvtuner.bench.load_target import ServerRecord
     from kvtuner.evaluation.cache_scheme import CacheScheme
-    from kvtuner.exported_configs.profile.evaluation_record import Evaluation, ResultProvenance
+    from kvtuner.exported_configs.profile.evaluation_record import CellResult, Evaluation, ResultProvenance
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.profile.records import ModelIdentity
 
 RESULT_VERSION: Final = 1
+FIX_A_START: Final = (
+    "read the server's log in the run folder, set --server-args by what it says, and run the command again"
+)
 NO_LOADS: Final = SchemeRun((), ())
+
+
+@dataclass(frozen=True, slots=True)
+class BenchProblem:
+    """What makes figures useless, and what to do about it."""
+
+    text: str
+    way_out: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +106,25 @@ class BenchResult:
         """The schemes that were served."""
         return [scheme for scheme in self.schemes if scheme.server is not None]
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[BenchProblem]:
         """The gates that fail, and the schemes that should have been served."""
         failed = [
-            f"{scheme.name}: {gate.name}: {gate.detail}"
+            BenchProblem(f"{scheme.name}: {gate.name}: {gate.detail}", gate.way_out)
             for scheme in self.schemes
             for gate in scheme.gates
-            if gate.verdict == "failed"
+            if gate.verdict == FAILED
         ]
         # A scheme that nothing here stores is expected to be refused: servers do not have it yet either.
         return failed + [
-            f"{result.name}: not served: {result.refused}"
+            BenchProblem(f"{result.name}: not served: {result.refused}", FIX_A_START)
             for result in self.schemes
             if result.refused is not None and (result.scheme.is_local or "per-channel" not in result.refused)
         ]
 
-    def quality(self, name: str, measure: str) -> float | None:
-        """A scheme's mean of a measure: of likelihoods, of those at the beginning of the context; None without one."""
+    def quality(self, name: str, measure: str) -> CellResult | None:
+        """A scheme's result by a measure: of likelihoods, that at the beginning of the context; None without one."""
         cells = [] if self.evaluation is None else [cell for cell in self.evaluation.cells if cell.measure == measure]
-        return next((result.mean for cell in cells for result in cell.results if result.scheme == name), None)
+        return next((result for cell in cells for result in cell.results if result.scheme == name), None)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; a number that is not finite becomes null."""
@@ -122,7 +134,8 @@ class BenchResult:
             "model": self.model,
             "server_args": self.server_args,
             "ways": [scheme.to_json() for scheme in self.schemes],
-            "problems": self.problems(),
+            "problems": [problem.text for problem in self.problems()],
+            "ways_out": [problem.way_out for problem in self.problems()],
             "evaluation": self.evaluation,
             "making": self.provenance,
         }

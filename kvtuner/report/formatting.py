@@ -31,6 +31,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.0f}" if "e" in text else text.removesuffix(".")
 
 
+def is_positive(value: float | None) -> bool:
+    """Whether a logarithmic scale can show it."""
+    return value is not None and math.isfinite(value) and value > 0
+
+
 def interval(value: Interval | IntervalRecord | CellResult | PairedDifference | None) -> str:
     """``mean [low, high]``."""
     return NOT_MEASURED if value is None else f"{number(value.mean)} [{number(value.low)}, {number(value.high)}]"

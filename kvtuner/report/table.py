@@ -25,6 +25,7 @@ class Table:
         wrap: Whether a cell may take several lines on a page.
         left: The indices of the columns that stand to the left in a terminal; numbers stand to the right.
         has_winner: Whether a page marks the first row.
+        failures: The texts of cells that a page marks as failures.
     """
 
     headers: Sequence[str]
@@ -32,6 +33,7 @@ class Table:
     wrap: bool = False
     left: tuple[int, ...] = (0,)
     has_winner: bool = False
+    failures: tuple[str, ...] = ()
 
     @classmethod
     def of_facts(cls, rows: Sequence[tuple[str, str]]) -> Table:

@@ -5,34 +5,18 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
+from bench_samples import bench_result
 from page_reader import Page
-from transformers import AutoConfig
 
-from kvtuner.bench.ablation import ABLATION, GROUPS
-from kvtuner.bench.client import RequestResult
-from kvtuner.bench.gates import all_gates
+from kvtuner.bench.ablation import GROUPS
+from kvtuner.bench.gates import all_gates, kv_pool_gate
 from kvtuner.bench.hardware import GPU_MEMORY, MEMORY
-from kvtuner.bench.load_metrics import LoadResult, MeasurementCost, SchemeRun
-from kvtuner.bench.load_target import ServerRecord
-from kvtuner.bench.loads import Capacity, LoadOptions, plan_loads
-from kvtuner.calibration.model_loading import DEMO_MODEL, ModelSource, read_shape
-from kvtuner.evaluation.cache_scheme import K4V4_PER_CHANNEL
-from kvtuner.evaluation.scheme_registry import named_schemes
-from kvtuner.exported_configs.profile.build import LayerQuantization
-from kvtuner.exported_configs.profile.evaluation_record import (
-    BackendRecord,
-    Cell,
-    CellResult,
-    DataRecord,
-    Evaluation,
-    ResultProvenance,
-    SchemeRecord,
-)
 from kvtuner.report.bench_report import JSON, MARKDOWN, report_tables, summary_lines, write_bench_report
-from kvtuner.report.bench_result import NO_LOADS, BenchResult, SchemeResult
+from kvtuner.report.bench_result import NO_LOADS, BenchResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,76 +27,11 @@ if TYPE_CHECKING:
     MakeResult = Callable[..., BenchResult]
 
 HOSTILE = """"'><script src="//evil.example/x.js">alert(1)</script>|`*"""
-RECORD = ServerRecord(
-    "demo", 1, "0.5.23", "bfloat16", "auto", None, None, "cpu", 1, 1, 9_000, 16, 8_000, None, False
-)  # fmt: skip
-
-
-def answered(slowness: float) -> SchemeRun:
-    loads, left_out = plan_loads(LoadOptions(repeats=2, rounds=3), Capacity(8_000, 9_000, 16))
-    found = []
-    for load in loads:
-        gaps = (0.01 * slowness,) * (load.output_tokens - 1)
-        first = 1e-4 * load.prompt_tokens * slowness
-        one = RequestResult(
-            load.prompt_tokens,
-            load.output_tokens,
-            load.output_tokens,
-            load.output_tokens,
-            0,
-            0.0,
-            first,
-            first + sum(gaps),
-            gaps,
-            None,
-        )
-        cost = MeasurementCost(10.0, 0.2, 1.0)
-        found.append(LoadResult(load, (one,) * load.requests, {"host_memory_bytes": 2.0**30}, cost))
-    return SchemeRun(tuple(found), tuple(left_out))
 
 
 @pytest.fixture(scope="module")
-def make_result(profile_of: ProfileOf) -> Callable[..., BenchResult]:
-    config = AutoConfig.from_pretrained(DEMO_MODEL)
-    profile = profile_of(config, [LayerQuantization(4, 4)] * config.num_hidden_layers)
-    shape = read_shape(ModelSource(model="demo"))
-    schemes = named_schemes(["bf16", "profile", *ABLATION[1:]], shape, profile)
-
-    def make(*, refusal: str = "per-channel quantization needs tail pages", name: str = "demo") -> BenchResult:
-        results = []
-        for number, scheme in enumerate(schemes):
-            if scheme.name == K4V4_PER_CHANNEL:
-                results.append(SchemeResult(scheme, refused=refusal))
-                continue
-            run = answered(1 + number / 10)
-            results.append(SchemeResult(scheme, RECORD, run, tuple(all_gates(run.results, 1e4, "")), 7_000_000))
-        model = profile.model.model_copy(update={"id": name})
-        provenance = ResultProvenance(
-            kvtuner_version="0", command="kvtuner bench", machine="a machine", torch="2", transformers="5", seed=0
-        )
-        evaluation = Evaluation(
-            evaluation_version=1,
-            profile_digest=profile.digest,
-            model=model,
-            host=BackendRecord(kind="transformers", read_plan="decode", reads=None, version=None, hit_share=None),
-            data=DataRecord(corpus="demo", token_ids_sha256=profile.digest, is_unseen=True),
-            subjects=tuple(SchemeRecord(name=w.name, bytes_per_token=w.bytes_per_token or 1) for w in schemes),
-            cells=(kl_cell([w.name for w in schemes if w.is_local and w.name != "bf16"]),),
-            making=provenance,
-        )
-        return BenchResult(profile, model, tuple(results), evaluation, provenance, ("--device", "cpu"))
-
-    return make
-
-
-def kl_cell(names: list[str]) -> Cell:
-    results = tuple(
-        CellResult(subject=name, mean=0.01 * (i + 1), low=0.005, high=0.2, failures=0) for i, name in enumerate(names)
-    )
-    return Cell(
-        level="likelihood", measure="kl_nats_per_token", task=None, num_tokens=512, position=0, units=12, count=99,
-        flag=None, results=results, differences=(),
-    )  # fmt: skip
+def make_result(profile_of: ProfileOf) -> MakeResult:
+    return partial(bench_result, profile_of)
 
 
 @pytest.mark.slow
@@ -129,7 +48,9 @@ def test_page_markdown_and_json_hold_every_way_and_every_load(make_result: MakeR
         }  # fmt: skip
     assert "needs tail pages" in page.text
     assert "needs tail pages" in text
-    assert len(list(tmp_path.glob("*.png"))) == page.names().count("img") == 4
+    pictures = [path.name for path in tmp_path.glob("*.svg")]
+    assert len(pictures) == 4 and page.names().count("svg") == 2 * len(pictures)
+    assert all(f"]({name})" in text for name in pictures)
     assert found["problems"] == [], "per channel is refused by name, and no surprise"
     assert page.text.count("Where the figures come from") == 1
 
@@ -160,8 +81,46 @@ def test_a_way_that_should_have_been_served_is_a_problem(make_result: MakeResult
     fp8 = next(each for each in result.schemes if each.name == "fp8")
     broken = replace(fp8, server=None, run=NO_LOADS, gates=(), refused="out of memory")
     result = replace(result, schemes=tuple(broken if each is fp8 else each for each in result.schemes))
-    assert result.problems() == ["fp8: not served: out of memory"]
+    assert [problem.text for problem in result.problems()] == ["fp8: not served: out of memory"]
     assert any("FAILED  fp8: not served" in line for line in summary_lines(result))
+
+
+def with_failing_gates(result: BenchResult) -> BenchResult:
+    """The profile's server keeps every prompt in its cache and has a smaller pool than was asked for."""
+    profile = next(each for each in result.schemes if each.name == "profile")
+    cached = tuple(
+        replace(one, sent=tuple(replace(request, cached_tokens=request.prompt_tokens) for request in one.sent))
+        for one in profile.run.results
+    )
+    gates = (*all_gates(cached, 1e4, ""), kv_pool_gate(10_000, 8_000))
+    failing = replace(profile, run=replace(profile.run, results=cached), gates=gates)
+    return replace(result, schemes=tuple(failing if each is profile else each for each in result.schemes))
+
+
+def test_a_failing_gate_reads_as_a_failure_with_what_to_do_in_every_form(
+    make_result: MakeResult, tmp_path: Path
+) -> None:
+    result = with_failing_gates(make_result())
+    failed = {gate.name: gate.way_out for gate in result.schemes[1].gates if gate.verdict == "failed"}
+    assert set(failed) == {"prompts were new to the server", "the KV pool is as large as asked"}
+    assert "FAILED" not in write_bench_report(make_result(), tmp_path).read_text()
+    text = write_bench_report(result, tmp_path).read_text()
+    page, markdown = Page(text), (tmp_path / MARKDOWN).read_text().replace("\\", "")
+    found = json.loads((tmp_path / JSON).read_text())
+    lines = " ".join(" ".join(summary_lines(result, 80)).split())
+    assert all(len(line) <= 80 for line in summary_lines(result, 80))
+    for name, way_out in failed.items():
+        for form in (" ".join(page.text.split()), markdown, lines):
+            assert f"profile: {name}: " in form and f"hat to do: {way_out}" in form
+    assert found["ways_out"] == [*failed.values()] and len(found["problems"]) == 2
+    marked = re.findall(r'<td class="failed">(.*?)</td>', text)
+    assert marked == ["FAILED"] * 4, "both gates in the table of all, and in that of what did not pass"
+    assert text.index("use no figure") < text.index("Side by side")
+
+
+def test_every_gate_has_a_way_out(make_result: MakeResult) -> None:
+    gates = [*make_result().schemes[0].gates, kv_pool_gate(1, 1)]
+    assert len(gates) == 7 and all(len(gate.way_out) > 20 for gate in gates)
 
 
 HOST = {MEMORY: 5 * 2.0**20}

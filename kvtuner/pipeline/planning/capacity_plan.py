@@ -16,9 +16,9 @@ from kvtuner.pipeline.planning.plan_options import PlanOptions
 from kvtuner.pipeline.planning.scheme_capacity import SchemeCapacity, SchemeSizes
 from kvtuner.pipeline.planning.search_cost import SearchCost, search_cost
 from kvtuner.pipeline.planning.served_weights import ServedWeights, served_weights
-from kvtuner.pipeline.planning.server_memory import MIB, ServerMemory, size_text
+from kvtuner.pipeline.planning.server_memory import ServerMemory, size_text
 from kvtuner.pipeline.stages.search_run import calibration_options
-from kvtuner.precision import ExactWindow
+from kvtuner.precision import MIB, ExactWindow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

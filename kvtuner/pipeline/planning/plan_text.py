@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final
 from kvtuner.exported_configs.identity.model_identity import public_name
 from kvtuner.pipeline.planning.gpus import find_gpu
 from kvtuner.pipeline.planning.search_cost import OPERATIONS_PER_PARAMETER, USED_SHARE
-from kvtuner.pipeline.planning.server_memory import MIB, size_text
+from kvtuner.pipeline.planning.server_memory import size_text
+from kvtuner.precision import MIB
 from kvtuner.report.formatting import count, fixed, printable
 from kvtuner.report.table import Table
 

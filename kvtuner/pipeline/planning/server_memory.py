@@ -10,10 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from kvtuner.precision import GIB
+from kvtuner.precision import GIB, MIB
 from kvtuner.runtime_loader.exact_ring import LARGEST_COPIES_SHARE, largest_pool, most_requests
 
-MIB: Final = 1 << 20
 _GIB_MIB: Final = 1024
 
 

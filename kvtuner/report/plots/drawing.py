@@ -19,6 +19,8 @@ TEXT_SIZE: Final = 12.0
 """The height of text in pixels; a drawing is shown no smaller than it is laid out."""
 CHARACTER: Final = 6.9
 """The width of a character of that text in most fonts, pixels; a figure of the widest ones."""
+NUM_SERIES: Final = 8
+"""The colours of lines in the style sheet, ``s0`` and on; the profile's own is ``own``."""
 ELLIPSIS: Final = "..."
 _NARROW_TICK: Final = 46.0  # pixels that a tick's text takes with its gap
 
@@ -74,6 +76,11 @@ class Drawing:
         """A closed path through points."""
         path = "M" + "L".join(f"{_pixels(x)} {_pixels(y)}" for x, y in points) + "Z"
         self.marks.append(Mark("path", look, {"d": path}, title=title))
+
+    def trace(self, points: list[tuple[float, float]], look: str, title: str = "") -> None:
+        """A line through points, which fills nothing."""
+        path = "M" + "L".join(f"{_pixels(x)} {_pixels(y)}" for x, y in points)
+        self.marks.append(Mark("path", f"trace {look}", {"d": path}, title=title))
 
     def write(
         self, x: float, y: float, text: str, look: str = "", *, anchor: Anchor = "start", title: str = ""
@@ -131,6 +138,29 @@ class LogAxis:
         step = max(1, math.ceil(len(values) / max(room, 1)))
         for value in values[::step]:
             yield self.at(value), tick_name(value)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAxis:
+    """A scale of even steps from a value at one place to another value at another, in pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        """The place of a value; those outside the scale lie at its end."""
+        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self) -> Iterator[tuple[float, str]]:
+        """The places and texts of round values, as dense as their texts allow."""
+        least = (self.high - self.low) / max(1.0, abs(self.end - self.start) / _NARROW_TICK)
+        unit = 10.0 ** math.floor(math.log10(least))
+        step = next(leading * unit for leading in (1, 2, 5, 10) if leading * unit >= least)
+        for index in range(math.ceil(self.low / step), math.floor(self.high / step) + 1):
+            yield self.at(index * step), f"{index * step:,.10g}"
 
 
 def tick_name(value: float) -> str:

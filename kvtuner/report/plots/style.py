@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from contextlib import redirect_stdout
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec
@@ -16,7 +15,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from textalloc import allocate
 
-from kvtuner.report.formatting import number
+from kvtuner.report.formatting import is_positive, number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -86,11 +85,6 @@ def picture(draw: Callable[Concatenate[Figure, P], None]) -> Callable[P, bytes]:
         return buffer.getvalue()
 
     return drawn
-
-
-def is_positive(value: float | None) -> bool:
-    """Whether a logarithmic scale can show it."""
-    return value is not None and math.isfinite(value) and value > 0
 
 
 def log_floor(values: Iterable[float]) -> float:
