@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import struct
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from matplotlib.colors import to_rgba
+from matplotlib import colormaps
+from matplotlib.colors import to_hex, to_rgba
 
 from kvtuner.report.formatting import fixed
 from kvtuner.report.layer_strip import BAND, KIND_CODES, bits_used, kinds_used
 from kvtuner.report.plots.drawing import NUM_SERIES
+from kvtuner.report.plots.score_cells import NUM_SHADES
 from kvtuner.report.plots.style import BITS_COLOURS, ink_on
 from kvtuner.report.table import markdown_text
 
@@ -21,23 +21,11 @@ if TYPE_CHECKING:
 
     from kvtuner.report.plots.drawing import Drawing
 
-WIDE_PICTURE: Final = 340
-"""The CSS pixels from which on a picture is wider than a telephone's screen."""
 _MARGIN: Final = 16.0
 _GAP: Final = 40.0
 _TITLE_HEIGHT: Final = 24.0
-_CSS_PIXELS_PER_PIXEL: Final = 0.625  # pictures have 160 dots per inch; 100 CSS pixels are an inch here
-
-
-def data_url(png: bytes) -> str:
-    """The address that holds a PNG file itself."""
-    return "data:image/png;base64," + base64.b64encode(png).decode()
-
-
-def css_size(png: bytes) -> tuple[int, int]:
-    """The width and the height of a picture in CSS pixels."""
-    width, height = struct.unpack_from(">II", png, 16)  # the start of the file's first chunk
-    return round(width * _CSS_PIXELS_PER_PIXEL), round(height * _CSS_PIXELS_PER_PIXEL)
+_WORST_SHADE: Final = 0.66
+"""The end of matplotlib's magma_r that cells reach: what is darker would vanish on a dark page."""
 
 
 def render(template: str, **context: object) -> str:
@@ -73,7 +61,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters.update(css_size=css_size, data_url=data_url, fixed=fixed, markdown_text=markdown_text)
+    templates.filters.update(fixed=fixed, markdown_text=markdown_text)
     templates.globals.update(
         bits_colours={bits: (colour, ink_on(to_rgba(colour))) for bits, colour in BITS_COLOURS.items()},
         bits_used=bits_used,
@@ -81,6 +69,12 @@ def environment() -> Environment:
         kind_codes=KIND_CODES,
         band=BAND,
         num_series=NUM_SERIES,
-        wide_picture=WIDE_PICTURE,
+        shades=[(to_hex(colour), "#fff" if ink_on(colour) == "white" else "#000") for colour in _shades()],
     )
     return templates
+
+
+def _shades() -> list[tuple[float, float, float, float]]:
+    """The colours of cells, the worst last."""
+    colours = colormaps["magma_r"]
+    return [colours(_WORST_SHADE * shade / (NUM_SHADES - 1)) for shade in range(NUM_SHADES)]

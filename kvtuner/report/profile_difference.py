@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from pydantic_core import to_jsonable_python
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.exported_configs.profile.records import QualityRecord
     from kvtuner.report.layer_strip import Terminal
+    from kvtuner.report.plots.drawing import Drawn
 
 FIGURES: Final = ("mean_bits", "effective_bits", "bytes_per_token", "tokens_per_gib", "ratio_to_bf16")
 QUALITY: Final[dict[str, Callable[[QualityRecord], str]]] = {
@@ -282,9 +284,10 @@ def _page_tables(difference: ProfileDifference, names: tuple[str, str]) -> dict[
     }
 
 
-def _pictures(difference: ProfileDifference) -> list[tuple[bytes, str]]:
-    """One picture of what was measured alike, else one for each profile."""
-    from kvtuner.report.plots.kl_by_bits import profile_picture, profile_points
+def _pictures(difference: ProfileDifference) -> list[Drawn]:
+    """One drawing of what was measured alike, else one for each profile."""
+    from kvtuner.report.plots.drawing import drawn
+    from kvtuner.report.plots.kl_by_bits import KlPicture, kl_by_bits, profile_points
 
     first = profile_points(difference.first, "first")
     second = profile_points(difference.second, "second", "second")
@@ -292,4 +295,4 @@ def _pictures(difference: ProfileDifference) -> list[tuple[bytes, str]]:
     if difference.has_comparable_quality:
         groups = [[*first, *(point for point in second if point not in first)]]
     titles = {"first": "first profile", "second": "second profile"}
-    return [profile_picture(points, titles) for points in groups if points]
+    return [drawn(partial(kl_by_bits, KlPicture(points, titles))) for points in groups if points]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.evaluation.statistics import Interval
@@ -160,7 +161,8 @@ def _overview(profiles: Sequence[EvaluatedProfile]) -> Table:
 
 def _article(shown: EvaluatedProfile) -> dict[str, Any]:
     """The context of ``templates/profile.html`` for one profile, besides the profile itself."""
-    from kvtuner.report.plots.kl_by_bits import profile_picture, profile_points
+    from kvtuner.report.plots.drawing import drawn
+    from kvtuner.report.plots.kl_by_bits import KlPicture, kl_by_bits, profile_points
 
     profile, points = shown.profile, profile_points(shown.profile, "this profile")
     layers = profile_layers(profile)
@@ -179,7 +181,7 @@ def _article(shown: EvaluatedProfile) -> dict[str, Any]:
         "verdict": verdict_of(profile),
         "layers": layers,
         "tables": tables,
-        "picture": profile_picture(points, {"first": "this profile"}) if points else None,
+        "picture": drawn(partial(kl_by_bits, KlPicture(points, {"first": "this profile"}))) if points else None,
         "evaluations": [evaluation_part(evaluation, profile) for evaluation in shown.evaluations],
         "command": serve_command(profile.model, shown.reference),
         "model_folder": MODEL_FOLDER if asks_for_folder(profile.model) else None,

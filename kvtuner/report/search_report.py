@@ -15,7 +15,7 @@ from kvtuner.report.table import Table
 from kvtuner.run_folder import write_atomically
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvtuner.report.search_data import OffsetQuality, ReportData, SensitivityRow
@@ -27,35 +27,41 @@ _SUMMARY: Final = (
 
 
 def write_search_report(data: ReportData, folder: Path) -> Path:
-    """Write the page and, beside it, its pictures as PNG files; returns the path of the page, which needs no other.
+    """Write the page, which needs nothing else, and beside it pictures as PNG files; returns the path of the page.
 
     Raises:
         RunFolderError: The disk is full or the folder cannot be written.
     """
     from kvtuner.report.plots.search_plots import PICTURES
 
-    pictures = {name: draw(data) for name, draw in PICTURES.items()}
-    for name, png in pictures.items():
-        write_atomically(folder / f"{name}.png", png)
+    for name, draw in PICTURES.items():
+        write_atomically(folder / f"{name}.png", draw(data))
     page = folder / "report.html"
-    write_atomically(page, search_page(data, pictures).encode(errors="replace"))
+    write_atomically(page, search_page(data).encode(errors="replace"))
     return page
 
 
-def search_page(data: ReportData, pictures: Mapping[str, bytes]) -> str:
-    """The page, with PNG bytes by the names of `kvtuner.report.plots.search_plots.PICTURES`."""
+def search_page(data: ReportData) -> str:
+    """The page, with drawings of what was measured."""
     from kvtuner.report.html_page import render
     from kvtuner.report.plots.bits_over_sensitivity import bits_over_sensitivity, least_width
     from kvtuner.report.plots.drawing import drawn
+    from kvtuner.report.plots.kl_by_bits import kl_by_bits, search_points
     from kvtuner.report.plots.kl_near_winner import kl_near_winner
+    from kvtuner.report.plots.score_cells import sensitivity_cells, uniform_cells
     from kvtuner.report.plots.tokens_that_fit import FittingRequests, tokens_that_fit
+    from kvtuner.report.plots.trial_history import trial_history
 
+    points = search_points(data)
     drawings = {
         "bits": drawn(partial(bits_over_sensitivity, data)),
         "fit": drawn(partial(tokens_that_fit, data)),
-        **({"kl": drawn(partial(kl_near_winner, data.quality[0]))} if data.quality else {}),
+        "kl": drawn(partial(kl_near_winner, data.quality[0])) if data.quality else None,
+        "front": drawn(partial(kl_by_bits, points)) if points else None,
+        "sensitivity": drawn(partial(sensitivity_cells, data)) if data.sensitivity else None,
+        "uniforms": drawn(partial(uniform_cells, data)) if data.uniform_kl else None,
+        "history": drawn(partial(trial_history, data)) if data.trials else None,
     }
-    descriptions = _descriptions(data)
     return render(
         "search.html",
         title=f"KV cache of {data.model} at {data.budget.asked}",
@@ -66,7 +72,6 @@ def search_page(data: ReportData, pictures: Mapping[str, bytes]) -> str:
         least_width=least_width(data),
         fitting=FittingRequests.of(data),
         rank=rank_text(data.budget.tp_size, data.budget.pp_size),
-        pictures={name: (png, descriptions[name]) for name, png in pictures.items() if name in descriptions},
         qualities=[(quality, _quality_table(quality, _level(data))) for quality in data.quality],
         tables=_page_tables(data),
     )
@@ -147,25 +152,3 @@ def _transform_gains(rows: Sequence[SensitivityRow]) -> list[tuple[str, ...]]:
                 gains.append((side.upper(), str(bits), title, f"{geometric_mean(ratios):.2f}x", str(len(ratios))))
                 break
     return gains
-
-
-def _descriptions(data: ReportData) -> dict[str, str]:
-    """The text of each picture on the page, for those who do not see it."""
-    schemes = [row for quality in data.quality[:1] for row in (quality.winner, *quality.baselines)]
-    kls = [number(row.kl.mean if row.kl else None) for row in schemes]
-    bits = [f"{row.label} at {row.effective_bits:.2f} bits has {kl}" for row, kl in zip(schemes, kls, strict=True)]
-    scores = [(row.best.get(data.score), row) for row in data.sensitivity if row.bits == 2]
-    ranked = sorted(((score, row) for score, row in scores if score is not None), key=lambda pair: -pair[0])
-    worst = [f"layer {row.layer} {row.side.upper()} {number(score)}" for score, row in ranked[:3]]
-    values = [trial.value for trial in data.trials if trial.feasible and trial.value is not None]
-    *narrow, widest = sorted({row.bits for row in data.sensitivity}) or [0]
-    widths = f"{', '.join(map(str, narrow))} and {widest}" if narrow else str(widest)
-    uniforms = [f"K{cell.k_bits}V{cell.v_bits} {number(cell.kl)}" for cell in data.uniform_kl]
-    texts = {
-        "pareto-front": f"KL against effective bits: {'; '.join(bits)}",
-        "sensitivity": f"{SCORE_TITLES[data.score]} by layer, at {widths} bits. Worst at 2 bits: {', '.join(worst)}",
-        "uniform-kl": f"KL of uniform pairs: {', '.join(uniforms)}",
-        "history": f"Measured KL by trial: {len(data.trials)} trials, {len(values)} measured, best"
-        f" {number(min(values, default=None))}",
-    }
-    return {name: text.rstrip() for name, text in texts.items()}

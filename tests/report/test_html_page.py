@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import re
 from pathlib import Path
 
@@ -13,17 +12,17 @@ from jinja2 import UndefinedError
 from page_reader import Page
 
 from kvtuner.report.html_page import environment, render
+from kvtuner.report.plots.drawing import Drawing, drawn
 from kvtuner.report.table import Table
-
-PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
 
 
 def page_of(text: str) -> str:
     page = environment().from_string(
-        '{% extends "base.html" %}{% from "parts.html" import figure, table %}'
-        "{% block body %}<p>{{ text }}</p>{{ figure(png, text) }}{{ table(rows) }}{% endblock %}"
+        '{% extends "base.html" %}{% from "parts.html" import drawn_figure, table %}'
+        "{% block body %}<p>{{ text }}</p>{{ drawn_figure(drawn) }}{{ table(rows) }}{% endblock %}"
     )
-    return page.render(title=text, text=text, png=PIXEL, rows=Table((text, "x"), [(text, text)]))
+    both = drawn(lambda width: Drawing(width, text))
+    return page.render(title=text, text=text, drawn=both, rows=Table((text, "x"), [(text, text)]))
 
 
 # The parser turns NUL into U+FFFD and line ends into one kind, as HTML asks; neither is about escaping.
@@ -34,7 +33,7 @@ outside_text = st.text(st.characters(exclude_characters="\0\r", exclude_categori
 def test_a_parser_reads_back_the_very_text_and_attribute_and_no_other_tag(text: str) -> None:
     page = Page(page_of(text))
     assert page.names() == Page(page_of("plain")).names()
-    assert [attributes["alt"] for name, attributes in page.tags if name == "img"] == [text]
+    assert [attributes["aria-label"] for name, attributes in page.tags if name == "svg"] == [text] * 2
     assert page.cells == [text, "x", text, text]
 
 

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.precision import SIDES
-from kvtuner.report.formatting import number
+from kvtuner.report.formatting import is_positive, number
 from kvtuner.report.plots.drawing import CHARACTER, Drawing, LogAxis, tick_name
 from kvtuner.report.search_data import SCORE_TITLES
 
@@ -35,7 +35,7 @@ def bits_over_sensitivity(data: ReportData, width: float) -> Drawing:
     Many layers are split over several bands.
     """
     strip = ", ".join(f"layer {row.layer} {row.pair}" for row in data.layers)
-    drawing = Drawing(width, f"Bits of keys and values: {strip}{_worst_text(data)}")
+    drawing = Drawing(width, f"Bits of keys and values: {strip}{worst_layers(data)}")
     if not data.layers:
         return drawing
     digits = len(str(max(row.layer for row in data.layers)))
@@ -57,8 +57,19 @@ def bits_over_sensitivity(data: ReportData, width: float) -> Drawing:
 
 
 def least_width(data: ReportData) -> int | None:
-    """The least width that some layer was measured at, which the bars show; None where none was measured."""
-    return min((row.bits for row in data.sensitivity), default=None)
+    """The least width that some layer was measured at, which the bars show; None where no score can be a bar."""
+    bits = min((row.bits for row in data.sensitivity), default=None)
+    scores = (row.best.get(data.score) for row in data.sensitivity if row.bits == bits)
+    return bits if any(map(is_positive, scores)) else None
+
+
+def worst_layers(data: ReportData) -> str:
+    """The layers that cost most at the least width, as a sentence; empty where none costs anything."""
+    bits = least_width(data)
+    scores = [(row.best.get(data.score), row) for row in data.sensitivity if row.bits == bits]
+    ranked = sorted(((score, row) for score, row in scores if score is not None), key=lambda pair: -pair[0])
+    worst = ", ".join(f"layer {row.layer} {_NOUNS[row.side]} {number(score)}" for score, row in ranked[:3])
+    return f". {SCORE_TITLES[data.score]} at {bits} bits is worst for {worst}" if worst else ""
 
 
 def _scores(data: ReportData) -> Scores:
@@ -72,7 +83,7 @@ def _bar_axis(data: ReportData, scores: Scores) -> LogAxis | None:
     """The scale of the bars, upwards from 0; None where no score can be shown."""
     bits = least_width(data)
     values = [rows[bits].best.get(data.score) for rows in scores.values() if bits in rows]
-    positive = [value for value in values if value is not None and math.isfinite(value) and value > 0]
+    positive = [value for value in values if value is not None and is_positive(value)]
     if not positive:
         return None
     low = max(min(positive), max(positive) * 10.0**-_MOST_DECADES)
@@ -127,11 +138,3 @@ def _score_text(data: ReportData, rows: dict[int, SensitivityRow]) -> str:
         return "not measured"
     texts = (f"{number(rows[bits].best.get(data.score))} at {bits} bits" for bits in sorted(rows))
     return f"{', '.join(texts)} ({SCORE_TITLES[data.score]})"
-
-
-def _worst_text(data: ReportData) -> str:
-    bits = least_width(data)
-    scores = [(row.best.get(data.score), row) for row in data.sensitivity if row.bits == bits]
-    ranked = sorted(((score, row) for score, row in scores if score is not None), key=lambda pair: -pair[0])
-    worst = ", ".join(f"layer {row.layer} {_NOUNS[row.side]} {number(score)}" for score, row in ranked[:3])
-    return f". {SCORE_TITLES[data.score]} at {bits} bits is worst for {worst}" if worst else ""

@@ -1,23 +1,21 @@
-"""The picture of measured KL against bits: of profiles with their baselines, and of a search."""
+"""A drawing of measured KL against bits: of profiles with their baselines, and of a search."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Final, Literal
 
 from kvtuner.evaluation.statistics import Interval
-from kvtuner.report.formatting import ascii_text, interval
-from kvtuner.report.plots import style
+from kvtuner.report.formatting import ascii_text, interval, is_positive
+from kvtuner.report.plots.drawing import Drawing, LinearAxis, LogAxis
+from kvtuner.report.plots.frame import Frame, PointName, draw_legend, draw_symbol, write_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from matplotlib.figure import Figure
-
     from kvtuner.exported_configs.profile.profile import Profile
+    from kvtuner.report.plots.frame import Symbol
     from kvtuner.report.search_data import ReportData
 
     Kind = Literal["first", "second", "transforms", "plain"]
@@ -29,24 +27,39 @@ MAX_KL: Final = 1e4
 LEAST_KL: Final = 1e-12
 MAX_NAME: Final = 24
 MAX_LABELS: Final = 40
-PROFILE_WIDTH: Final = 5.2  # inches: its letters can still be read where a narrow screen shrinks it
-_LOOKS: Final[dict[str, dict[str, Any]]] = {
-    "plain": {"marker": "s", "mfc": "white", "mec": style.VERMILION, "mew": 1.4, "ms": 10},
-    "transforms": {"marker": "s", "mfc": style.VERMILION, "mec": style.VERMILION, "mew": 1.4, "ms": 7},
-    "second": {"marker": "D", "mfc": style.BLUE, "mec": style.INK, "ms": 11},
-    "first": {"marker": "*", "mfc": style.ORANGE, "mec": style.INK, "mew": 1.4, "ms": 16},
-}
-_BASELINES: Final = {"plain": "uniform, no transforms", "transforms": "uniform, best transforms"}
+_TOP: Final = 28.0
+_HEIGHT: Final = 280.0
+_LEFT: Final = 46.0
+# Rings last: they stand around what they would cover.
+_SYMBOLS: Final[dict[Kind, Symbol]] = {"plain": "empty", "transforms": "full", "second": "ring s0", "first": "ring own"}
+_BASELINES: Final = {"plain": "uniform or fp8, no transforms", "transforms": "uniform, best transforms"}
 
 
 @dataclass(frozen=True, slots=True)
 class KlPoint:
-    """One configuration in the picture; its kind decides how it is drawn."""
+    """One configuration in the drawing; its kind decides how it is drawn."""
 
     name: str
     effective_bits: float
     kl: Interval
     kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class KlPicture:
+    """All that stands in the drawing.
+
+    Attributes:
+        points: What is named, with intervals.
+        titles: The texts of the legend for the kinds ``first`` and ``second``.
+        front: The predicted front, by ascending bits.
+        measured: Configurations that are dots.
+    """
+
+    points: Sequence[KlPoint]
+    titles: Mapping[str, str]
+    front: Sequence[Place] = ()
+    measured: Sequence[Place] = ()
 
 
 def profile_points(profile: Profile, name: str, kind: Kind = "first") -> list[KlPoint]:
@@ -67,96 +80,88 @@ def profile_points(profile: Profile, name: str, kind: Kind = "first") -> list[Kl
     ]
 
 
-def profile_picture(points: Sequence[KlPoint], titles: Mapping[str, str]) -> tuple[bytes, str]:
-    """PNG of at least one point and its description; titles name the kinds ``first`` and ``second`` in the legend."""
-    texts = [f"{point.name} at {point.effective_bits:.2f} bits has {interval(point.kl)}" for point in points]
-    return _profile_png(points, titles), f"KL by effective bits: {'; '.join(texts)}"
-
-
-@style.picture
-def _profile_png(figure: Figure, points: Sequence[KlPoint], titles: Mapping[str, str]) -> None:
-    figure.set_size_inches(PROFILE_WIDTH, 4.4)
-    labels = {"plain": "uniform or fp8, no transforms", **titles}
-    _draw_points(figure, points, labels, xlabel="effective bits per element", margin_bits=0.5)
-
-
-@style.picture
-def search_picture(figure: Figure, data: ReportData) -> None:
-    """The predicted front, the measured configurations, the baselines and the winner."""
-    figure.set_size_inches(style.WIDTH, 5.4)
-    points = _search_points(data)
+def search_points(data: ReportData) -> KlPicture | None:
+    """The predicted front, the measured configurations, the baselines and the winner; None where there is nothing."""
+    points = []
+    if data.quality:
+        winner, baselines = data.quality[0].winner, data.quality[0].baselines
+        points += [KlPoint("winner", winner.effective_bits, winner.kl, "first")] if winner.kl else []
+        for row in baselines:
+            if row.kl:
+                points.append(
+                    KlPoint(row.name, row.effective_bits, row.kl, "transforms" if row.transforms else "plain")
+                )
+    points = [point for point in points if all(map(math.isfinite, (point.kl.low, point.kl.mean, point.kl.high)))]
     measured = [(p.effective_bits, p.kl) for p in data.measured if p.kl is not None and math.isfinite(p.kl)]
     # The front ends at 16 bits, far beyond all that was measured.
     end = max((*(bits for bits, _ in measured), *(p.effective_bits for p in points)), default=math.inf) + 0.3
     front = [(p.effective_bits, p.predicted_kl) for p in data.front if p.predicted_kl > 0 and p.effective_bits <= end]
     if not (points or measured or front):
-        return style.say_nothing_measured(figure)
-    titles, xlabel = {"first": "searched (winner)"}, "effective bits per element (codes, scales and padding)"
-    _draw_points(figure, points, titles, xlabel=xlabel, margin_bits=0.3, measured=measured, front=sorted(front))
+        return None
+    return KlPicture(points, {"first": "searched (winner)"}, sorted(front), measured)
 
 
-def _search_points(data: ReportData) -> list[KlPoint]:
-    """The winner and its baselines at the first kind of offsets, as far as they were measured."""
-    if not data.quality:
-        return []
-    winner, baselines = data.quality[0].winner, data.quality[0].baselines
-    points = [KlPoint("winner", winner.effective_bits, winner.kl, "first")] if winner.kl else []
-    for row in baselines:
-        if row.kl:
-            points.append(KlPoint(row.name, row.effective_bits, row.kl, "transforms" if row.transforms else "plain"))
-    return points
-
-
-def _draw_points(
-    figure: Figure,
-    points: Sequence[KlPoint],
-    titles: Mapping[str, str],
-    *,
-    xlabel: str,
-    margin_bits: float,
-    measured: Sequence[Place] = (),
-    front: Sequence[Place] = (),
-) -> None:
-    """Points with their intervals and names, over a front and dots; on a logarithmic axis, zero and less is a line."""
-    axes = figure.add_subplot(xlabel=xlabel)
-    bits = np.array([point.effective_bits for point in points])
-    ends = np.array([(point.kl.low, point.kl.mean, point.kl.high) for point in points]).reshape(-1, 3)
-    ends[np.abs(ends) <= LEAST_KL] = 0  # a logarithmic scale need not bend for the least KL
-    places = [*zip(bits.repeat(3), ends.flat, strict=True), *measured, *front]
-    all_bits, all_kls = zip(*places, strict=True)
-    floor = style.log_floor(all_kls)
-    style.log_kl_axis(axes)
-    measured = [(x, max(kl, floor)) for x, kl in measured]
+def kl_by_bits(picture: KlPicture, width: float) -> Drawing:
+    """Points with their intervals and names, over a front and dots; KL of zero and less lies on a line marked 0."""
+    points, description = picture.points, [_text(point) for point in picture.points]
+    drawing = Drawing(width, f"KL by effective bits: {'; '.join(description)}")
+    frame = _frame(picture, width)
+    frame.draw(drawing)
+    front = [(frame.x.at(bits), frame.y.at(kl)) for bits, kl in picture.front]
+    measured = [(frame.x.at(bits), frame.y.at(kl)) for bits, kl in picture.measured]
     if front:
-        line: dict[str, Any] = {"drawstyle": "steps-post", "color": style.BLUE, "lw": 1.6, "zorder": 1}
-        axes.plot(*zip(*front, strict=True), label="predicted exact front", **line)
-    if measured:
-        dots: dict[str, Any] = {"ms": 4, "color": style.SKY, "alpha": 0.7, "mew": 0}
-        axes.plot(*zip(*measured, strict=True), "o", label="measured, select split", **dots)
-    lows, means, highs = np.maximum(ends, floor).T
-    for kind, look in _LOOKS.items():
-        if (chosen := np.array([point.kind == kind for point in points], dtype=bool)).any():
-            axes.vlines(bits[chosen], lows[chosen], highs[chosen], color=style.INK, lw=1.2, zorder=4)
-            label = titles.get(kind) or _BASELINES[kind]
-            axes.plot(bits[chosen], means[chosen], ls="", zorder=5, label=label, **look)
-    axes.set_xlim(min(all_bits) - margin_bits, max(all_bits) + margin_bits)
-    axes.set_ylim(max(min(all_kls), floor) / 1.8, max(*all_kls, floor) * 1.8)
-    style.plain_log_ticks(axes.yaxis)
-    if min(all_kls) <= 0:
-        style.mark_zero(axes, floor)
-    figure.legend(loc="outside lower center", ncols=2)
-    marks = list(zip(bits.tolist(), means.tolist(), strict=True))
-    style.place_labels(axes, _labels(points, marks), [*marks, *measured, *front])
-
-
-def _labels(points: Sequence[KlPoint], marks: Sequence[Place]) -> list[style.Label]:
-    """Profiles' first; a baseline with and without transforms takes the same bytes and is named once."""
-    labels: dict[tuple[str, float], style.Label] = {}
-    for point, (x, y) in sorted(zip(points, marks, strict=True), key=lambda pair: pair[0].kind in _BASELINES):
+        drawing.trace([corner for before, place in zip([front[0], *front], front, strict=False)
+                       for corner in ((place[0], before[1]), place)], "s0", "predicted exact front")  # fmt: skip
+    for x, y in measured:
+        drawing.circle(x, y, 2, "dot s6")
+    places = [(frame.x.at(point.effective_bits), frame.y.at(_shown(point.kl.mean))) for point in points]
+    for point, (x, _) in zip(points, places, strict=True):
+        low, high = frame.y.at(_shown(point.kl.low)), frame.y.at(_shown(point.kl.high))
+        drawing.line(x, low, x, high, "interval", _text(point))
+    for kind, symbol in _SYMBOLS.items():
+        for point, place in zip(points, places, strict=True):
+            if point.kind == kind:
+                draw_symbol(drawing, symbol, *place, _text(point))
+    names: dict[tuple[str, float], PointName] = {}
+    for point, place in sorted(zip(points, places, strict=True), key=lambda pair: pair[0].kind in _BASELINES):
         is_baseline = point.kind in _BASELINES
         name = point.name.removesuffix(WITH_TRANSFORMS) if is_baseline else point.name
-        labels.setdefault((name, x), style.Label(name, x, y, bold=not is_baseline))
-    return list(labels.values())[:MAX_LABELS]
+        look = "" if is_baseline else "strong"
+        # A baseline with and without transforms takes the same bytes and is named once.
+        names.setdefault((name, point.effective_bits), PointName(name, *place, look, _text(point)))
+    write_names(drawing, frame, list(names.values())[:MAX_LABELS], places, [*measured, *front])
+    titles = {**_BASELINES, **picture.titles}
+    entries = [(symbol, titles[kind]) for kind, symbol in _SYMBOLS.items() if any(p.kind == kind for p in points)]
+    lines: list[tuple[Symbol, str]] = [("line s0", "predicted exact front")] if front else []
+    dots: list[tuple[Symbol, str]] = [("dot s6", "measured, select split")] if measured else []
+    draw_legend(drawing, [*entries, *lines, *dots])
+    return drawing
+
+
+def _frame(picture: KlPicture, width: float) -> Frame:
+    points = picture.points
+    ends = [_shown(kl) for point in points for kl in (point.kl.low, point.kl.mean, point.kl.high)]
+    kls = [*ends, *(kl for _, kl in (*picture.front, *picture.measured))]
+    bits = [*(point.effective_bits for point in points), *(x for x, _ in (*picture.front, *picture.measured))]
+    positive = [kl for kl in kls if is_positive(kl)] or [1e-4]
+    has_zero = min(kls) <= 0
+    low = min(positive) / (10 if has_zero else 1.8)
+    return Frame(
+        LinearAxis(min(bits) - 0.4, max(bits) + 0.4, _LEFT, width - 4),
+        LogAxis(low, max(positive) * 1.8, _TOP + _HEIGHT, _TOP),
+        "effective bits per element",
+        "KL, nats per token, log scale",
+        has_zero=has_zero,
+    )
+
+
+def _shown(kl: float) -> float:
+    """A KL as a logarithmic scale has it, which need not bend for the least ones."""
+    return 0.0 if abs(kl) <= LEAST_KL else kl
+
+
+def _text(point: KlPoint) -> str:
+    return f"{point.name} at {point.effective_bits:.2f} bits has {interval(point.kl)}"
 
 
 def _plain(name: str) -> str:

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from kvtuner.precision import ALL_BITS
 from kvtuner.report.formatting import number
 from kvtuner.report.plots import style
-from kvtuner.report.plots.kl_by_bits import search_picture
+from kvtuner.report.plots.pareto_front import search_picture
 from kvtuner.report.search_data import SAMPLED, SCORE_TITLES
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from kvtuner.evaluation.statistics import Interval
 from kvtuner.precision import ALL_BITS
 from kvtuner.report.layer_strip import LayerRow
 from kvtuner.report.plots import style
-from kvtuner.report.plots.kl_by_bits import search_picture
+from kvtuner.report.plots.pareto_front import search_picture
 from kvtuner.report.plots.search_plots import (
     PICTURES,
     chosen_bits,
@@ -159,6 +159,7 @@ def test_every_baseline_and_the_winner_are_named_at_their_points(make_report: Ma
     assert quality.winner.kl is not None
     place = (quality.winner.effective_bits, quality.winner.kl.mean)
     assert (*star.get_xdata(), *star.get_ydata()) == pytest.approx(place)
+    assert star.get_markerfacecolor() == "none", "a full star hides what lies near it"
 
 
 def test_no_label_of_the_front_hides_another(make_report: MakeReport, drawn: Any) -> None:
