@@ -230,13 +230,15 @@ class Evaluation(StrictModel):
 class EvaluatedProfile:
     """A profile by the name of its file, with the evaluations that stand beside it.
 
-    The reference is what a server reads it by: a path, or a name of the hub or of the catalogue.
+    The reference is what a server reads it by: a path as it was given, or a name of the hub or of the catalogue.
     """
 
     name: str
     reference: str
     profile: "Profile"
     evaluations: tuple[Evaluation, ...] = ()
+    has_relative_path: bool = False
+    """Whether the reference is a path that begins in the folder where the command ran."""
 
 
 def evaluation_path(profile: Path, evaluation: Evaluation) -> Path:

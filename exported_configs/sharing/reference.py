@@ -142,8 +142,8 @@ class ResolvedProfile:
 
     @property
     def reference(self) -> str:
-        """What finds it from any folder of this machine: the name, or the whole path of the user's file."""
-        return str(self.path.absolute()) if self.is_own else self.name
+        """What finds it again: the name, or the path of the user's file as it was given."""
+        return str(self.path) if self.is_own else self.name
 
 
 def find_profile(text: str) -> ResolvedProfile:

@@ -62,6 +62,22 @@ def test_show_of_a_run_folder_shows_all_its_profiles(run: RunCommand, two_profil
     assert [f["asked"] for f in facts] == ["3bit", "5bit"]
 
 
+@pytest.mark.parametrize("place", [".", "profile-3bit.json", "../{}/profile-3bit.json"])
+def test_a_page_names_a_profile_as_it_was_typed_and_not_where_this_machine_keeps_it(
+    run: RunCommand, two_profiles: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, place: str, tmp_path: Path
+) -> None:
+    folder, page = two_profiles[0].parent, tmp_path / "page.html"
+    monkeypatch.chdir(folder)
+    typed = place.format(folder.name)
+    assert run("show", typed, "--html", page)[0] == 0
+    text = page.read_text()
+    assert f"--kvtuner-profile {'profile-3bit.json' if place == '.' else typed}" in text
+    assert str(folder) not in text and "in the folder in which this page was made" in text
+    assert run("show", two_profiles[0], "--html", page)[0] == 0
+    assert f"--kvtuner-profile {two_profiles[0]}" in page.read_text(), "a whole path that was typed"
+    assert "in the folder in which" not in page.read_text()
+
+
 def test_validate_accepts_and_refuses(
     run: RunCommand, two_profiles: tuple[Path, Path], model_folder: ModelFolder, tmp_path: Path
 ) -> None:

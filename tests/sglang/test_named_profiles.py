@@ -197,7 +197,7 @@ def test_a_server_serves_the_catalogues_profile_by_the_model_alone(serve: Serve)
 
 
 @pytest.mark.parametrize("place", ["page", "card"])
-def test_the_command_that_is_printed_serves_from_any_folder(
+def test_the_command_that_is_printed_serves_from_where_it_says(
     place: str, hub: LoopbackHub, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
@@ -217,10 +217,16 @@ def test_the_command_that_is_printed_serves_from_any_folder(
     # The reader's python is the one that SGLang and kvtuner are installed for.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        shell, cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=True
+        shell,
+        cwd=run if place == "page" else tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     flag, model, *flags = done.stdout.splitlines()
     assert flag == "--model-path"
+    monkeypatch.chdir(run if place == "page" else tmp_path)
     with serve(Path(model), *flags, KVTUNER_CACHE=os.environ["KVTUNER_CACHE"]) as server:
         assert len(server.generate([[5, 9, 200, 31]], 4)[0]["output_ids"]) == 4
     assert load_profile(catalogue_file("demo-4bit")).digest in server.log

@@ -55,7 +55,13 @@ def _show(args: Namespace) -> int:
     profiles = [(resolved, _evaluations(resolved.path, resolved.profile)) for resolved in profiles_of(args.path)]
     if args.html:
         shown = [
-            EvaluatedProfile(file.name, file.reference, file.profile, tuple(evaluations))
+            EvaluatedProfile(
+                file.name,
+                file.reference,
+                file.profile,
+                tuple(evaluations),
+                has_relative_path=file.is_own and not file.path.is_absolute(),
+            )
             for file, evaluations in profiles
         ]
         write_page(Path(args.html), profile_page(shown))
