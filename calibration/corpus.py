@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvtuner.errors import CorpusError
-from kvtuner.exported_configs.identity.model_identity import public_name
+from kvtuner.exported_configs.identity.model_identity import DEMO, public_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +48,7 @@ class CorpusSource:
         deduplicate: drop repeated documents instead of refusing them.
     """
 
-    data: str = "demo"
+    data: str = DEMO
     data_config: str | None = None
     data_split: str = "train"
     text_field: str = "text"
@@ -113,7 +113,7 @@ def load_corpus(source: CorpusSource, tokenizer: PreTrainedTokenizerBase) -> Cor
 
 
 def _documents(source: CorpusSource) -> Iterator[Document]:
-    path = DEMO_CORPUS if source.data == "demo" else Path(source.data)
+    path = DEMO_CORPUS if source.data == DEMO else Path(source.data)
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
     except OSError as error:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtuner.errors import UnsupportedModelError
 from kvtuner.exported_configs.identity.model_identity import (
+    DEMO,
     architecture_of,
     config_sha256,
     identity_of,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
     from kvtuner.exported_configs.profile.records import ModelIdentity
 
-DEMO = "demo"
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
 
 

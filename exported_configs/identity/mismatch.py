@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from kvtuner.errors import ProfileError
-from kvtuner.exported_configs.identity.model_identity import is_hub_id
+from kvtuner.exported_configs.identity.model_identity import DEMO, is_hub_id
 from kvtuner.exported_configs.profile.records import ModelIdentity
 
 Severity = Literal["info", "warning", "error"]
 Difference = tuple[str, str, str]
 """The kind of a mismatch, the profile's value and the other one."""
-NAMELESS: Final = ("demo", "model", "unnamed")
+NAMELESS: Final = (DEMO, "model", "unnamed")
 """The names that identify no model: the shipped one's, and those of profiles for any model."""
 _COMMIT: Final = re.compile(r"[0-9a-f]{7,40}")
 _FIELDS: Final = {

@@ -19,6 +19,8 @@ from kvtuner.exported_configs.profile.document import validated
 from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.run_folder import canonical_json, sha256_of
 
+DEMO: Final = "demo"
+"""The name of the model, and of the text, that come with kvtuner."""
 MAX_MODEL_NAME: Final = 200
 NO_QUANTIZATION: Final = "none"
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)

@@ -3,11 +3,11 @@
 import shlex
 from typing import Final
 
-from kvtuner.exported_configs.identity.model_identity import is_hub_id
+from kvtuner.exported_configs.identity.model_identity import DEMO, is_hub_id
 from kvtuner.exported_configs.profile.records import ModelIdentity
 
-DEMO_ID: Final = "demo"
-"""The name of the model that comes with kvtuner."""
+DEMO_CHECKPOINT: Final = "sha256:b09d0df60d07269ef8b02b5e8f7f05ff401e53987f60748a08625060d3d7e95c"
+"""The `checkpoint_sha256` of the model that comes with kvtuner: a folder of another model may be called so too."""
 MODEL_FOLDER: Final = "FOLDER_OF_THE_MODEL"
 """What stands for a folder that only the reader knows."""
 _DEMO_FOLDER: Final = "\"$(python -c 'from kvtuner.calibration.model_loading import DEMO_MODEL as m; print(m)')\""
@@ -21,7 +21,7 @@ def serve_command(model: ModelIdentity, reference: str) -> str:
     """
     if asks_for_folder(model):
         path = MODEL_FOLDER
-    elif model.id == DEMO_ID and model.revision is None:
+    elif _is_demo(model):
         path = _DEMO_FOLDER
     else:
         path = shlex.join([model.id, *(["--revision", model.revision] if model.revision else [])])
@@ -30,4 +30,8 @@ def serve_command(model: ModelIdentity, reference: str) -> str:
 
 def asks_for_folder(model: ModelIdentity) -> bool:
     """Whether a model lay in a folder, so that its name alone finds it nowhere."""
-    return model.revision is None and model.id != DEMO_ID and not is_hub_id(model.id)
+    return model.revision is None and not _is_demo(model) and not is_hub_id(model.id)
+
+
+def _is_demo(model: ModelIdentity) -> bool:
+    return (model.id, model.revision, model.checkpoint_sha256) == (DEMO, None, DEMO_CHECKPOINT)

@@ -111,7 +111,8 @@ def _devices() -> DoctorCheck:
 
 def _demo_model() -> DoctorCheck:
     from kvtuner.calibration.forward.chain import DecoderChain
-    from kvtuner.calibration.model_loading import DEMO, ModelSource, load_model
+    from kvtuner.calibration.model_loading import ModelSource, load_model
+    from kvtuner.exported_configs.identity.model_identity import DEMO
 
     loaded = load_model(ModelSource(DEMO, device="cpu"))
     chain = DecoderChain(loaded.model, loaded.shape.geometry)

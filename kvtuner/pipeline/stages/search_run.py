@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvtuner.calibration.corpus import load_corpus
-from kvtuner.calibration.model_loading import DEMO, ModelShape, load_model, read_shape
+from kvtuner.calibration.model_loading import ModelShape, load_model, read_shape
 from kvtuner.calibration.quantization_options import QuantizationOptions
 from kvtuner.calibration.scale_layouts import LayoutComparison, compare_layouts, undecided_facts
 from kvtuner.calibration.window_lengths import LengthComparison, compare_lengths
 from kvtuner.calibration.workbench import CalibrationOptions, Workbench, measure_table
 from kvtuner.errors import PrecisionError, SearchSpaceError
 from kvtuner.evaluation.cache_scheme import RankLayout
+from kvtuner.exported_configs.identity.model_identity import DEMO
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.sources import corpus_source, model_source
 from kvtuner.pipeline.stages.planned_work import ForwardProgress

@@ -13,6 +13,7 @@ import pytest
 from profile_samples import MODEL
 
 from kvtuner.calibration.model_loading import DEMO_MODEL
+from kvtuner.exported_configs.identity.checkpoint_hash import checkpoint_sha256
 from kvtuner.exported_configs.profile.records import ModelIdentity
 from kvtuner.exported_configs.sharing.serve_command import asks_for_folder, serve_command
 
@@ -40,7 +41,16 @@ def words_of(reference: str, folder: Path, **model: Any) -> list[str]:
 @pytest.mark.parametrize("reference", ["catalogue:demo-4bit", "me/x@main#sha256:00", "/a folder/it's.json"])
 def test_the_demo_model_is_the_folder_of_the_installed_package(reference: str, tmp_path: Path) -> None:
     words = ["--model-path", str(DEMO_MODEL), "--kvtuner-profile", reference]
-    assert words_of(reference, tmp_path, id="demo") == words
+    assert words_of(reference, tmp_path, id="demo", checkpoint_sha256=checkpoint_sha256(DEMO_MODEL)) == words
+
+
+@pytest.mark.parametrize("weights", [None, "sha256:" + "0" * 64])
+def test_a_folder_of_the_users_own_that_is_called_demo_is_not_the_shipped_model(
+    weights: str | None, tmp_path: Path
+) -> None:
+    model = {"id": "demo", "checkpoint_sha256": weights}
+    assert words_of("p.json", tmp_path, **model)[1] == "FOLDER_OF_THE_MODEL"
+    assert asks_for_folder(ModelIdentity.model_validate({**MODEL, "revision": None, **model}))
 
 
 @pytest.mark.parametrize(
