@@ -77,7 +77,7 @@ def answer_differences(evaluation: Evaluation) -> list[AnswerDifference]:
         means = {result.scheme: factor * result.mean for result in cell.results}
         fp8 = means[_FP8] - means[_UNQUANTIZED] if {_FP8, _UNQUANTIZED} <= means.keys() else None
         mean, p_value = factor * difference.mean, difference.p_value
-        rows.append(AnswerDifference(_title(cell), mean, low, high, fp8, p_value, cell.flag))
+        rows.append(AnswerDifference(cell.title, mean, low, high, fp8, p_value, cell.flag))
     return rows
 
 
@@ -113,8 +113,8 @@ def evaluation_verdict(evaluation: Evaluation) -> EvaluationVerdict:
 
 def _not_compared(evaluation: Evaluation) -> list[str]:
     """Sentences on what was not asked of the profile, and on measures that nothing says are better or worse."""
-    skipped = [_title(cell) for cell in evaluation.cells if PROFILE_SCHEME in cell.skipped]
-    unscored = [_title(cell) for cell in evaluation.cells if cell.level != "likelihood" and cell.measure not in POINTS]
+    skipped = [cell.title for cell in evaluation.cells if PROFILE_SCHEME in cell.skipped]
+    unscored = [cell.title for cell in evaluation.cells if cell.level != "likelihood" and cell.measure not in POINTS]
     sentences = []
     if skipped:
         sentences.append(f"Skipped, as the unquantized model is right too rarely: {', '.join(skipped)}.")
@@ -129,11 +129,3 @@ def _difference(cell: Cell, other: str) -> PairedDifference | None:
 
 def _verb(lost: Sequence[AnswerDifference]) -> str:
     return "loses" if len(lost) == 1 else "lose"
-
-
-def _title(cell: Cell) -> str:
-    """The task of a cell, with its length and position where it has them."""
-    length = f"{cell.num_tokens:,} tokens" if cell.num_tokens else ""
-    position = f"at {cell.position:,}" if cell.position else ""
-    name = cell.task if cell.task and cell.level == "task" else " ".join(filter(None, (cell.level, cell.task)))
-    return " ".join(filter(None, (name, length, position)))

@@ -62,6 +62,13 @@ Measure = Literal[
     "chrf",
     "ter",
 ]
+LIKELIHOOD_TITLES: Final[dict[str, str]] = {
+    "kl_nats_per_token": "KL nats/token",
+    "truncated_kl_nats_per_token": "truncated KL nats/token",
+    "top1_agreement": "top-1 as bf16",
+    "nll_nats_per_token": "perplexity",
+}
+"""The measures of likelihoods as a person reads them; a perplexity is shown in place of its logarithm."""
 LIMITS: Final[dict[Measure, tuple[float, float]]] = {
     **dict.fromkeys(("kl_nats_per_token", "truncated_kl_nats_per_token", "nll_nats_per_token"), (0, 1e4)),
     **dict.fromkeys(("top1_agreement", "accuracy"), (0, 1)),
@@ -126,6 +133,16 @@ class Cell(StrictModel):
     results: Annotated[tuple[CellResult, ...], Records]
     differences: Annotated[tuple[PairedDifference, ...], Records]
     skipped: Annotated[tuple[Text, ...], Records] = ()
+
+    @property
+    def title(self) -> str:
+        """The one name of a cell: its measure or task, and the length and position that tell it from others."""
+        position = f"at {self.position:,}"
+        if self.level == "likelihood":
+            return f"{LIKELIHOOD_TITLES.get(self.measure, self.measure)} {position}"
+        name = self.task if self.task and self.level == "task" else " ".join(filter(None, (self.level, self.task)))
+        length = f"{self.num_tokens:,} tokens" if self.num_tokens else ""
+        return " ".join(filter(None, (name, length, position if self.position else "")))
 
     @model_validator(mode="after")
     def _check(self) -> Self:

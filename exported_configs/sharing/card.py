@@ -82,7 +82,5 @@ def _escape(value: object) -> Markup:
 
 
 def _measure(cell: Cell) -> str:
-    length = f", {cell.num_tokens:,} tokens" if cell.num_tokens else ""
-    start = f" from position {cell.position:,}" if cell.position else ""
     flag = f" ({cell.flag}: tells schemes not apart)" if cell.flag else ""
-    return f"{cell.task or cell.level}: {cell.measure.replace('_', ' ')}{length}{start}{flag}"
+    return f"{cell.title}{flag}"

@@ -1,4 +1,4 @@
-"""The plan of a search: geometry, bytes per token and the work ahead, from the configuration alone."""
+"""The dry run of a search: geometry, bytes per token and the work ahead, from the configuration alone."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvtuner.evaluation.validation import uniform_pairs
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
-from kvtuner.pipeline.stages.planned_work import planned_tokens
 from kvtuner.pipeline.stages.search_run import calibration_options, checked_shape, row_shape, serving_ranks
 from kvtuner.pipeline.stages.search_targets import targets_of
+from kvtuner.pipeline.stages.work_ahead import forward_tokens_ahead
 from kvtuner.precision import PrecisionPair, effective_bits, mean_bits, tokens_per_gib
 from kvtuner.report.formatting import count
 from kvtuner.report.search_data import rank_text
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def plan_of_work(options: CalibrateOptions) -> dict[str, Any]:
+def dry_run_facts(options: CalibrateOptions) -> dict[str, Any]:
     """All that is known before weights are loaded; bytes are of the fullest rank, bits of the whole model."""
     shape = checked_shape(options)
     quant = calibration_options(options.measurement, shape).quant
@@ -40,7 +40,7 @@ def plan_of_work(options: CalibrateOptions) -> dict[str, Any]:
             "inside": [c.budget.text for c in constraints if c.is_met(pairs)],
         }
 
-    planned = planned_tokens(options, shape, quant, targets)
+    ahead = forward_tokens_ahead(options, shape, quant, targets)
     window = options.measurement.window
     copies = ranks.window_bytes([SMALLEST_PAIR] * geometry.num_layers, window)
     return {
@@ -57,34 +57,34 @@ def plan_of_work(options: CalibrateOptions) -> dict[str, Any]:
         ],
         "hand_written": [row(target.asked, target.pairs) for target in targets if target.pairs is not None],
         "budgets": [{"asked": c.budget.text, "smallest": c.smallest()} for c in constraints],
-        "forward_tokens": {**planned, "total": sum(planned.values())},
+        "forward_tokens": {**ahead, "total": sum(ahead.values())},
     }
 
 
-def plan_lines(plan: dict[str, Any]) -> list[str]:
-    """The plan for a person."""
-    geometry = ", ".join(f"{name} {value}" for name, value in plan["geometry"].items() if value)
+def dry_run_lines(facts: dict[str, Any]) -> list[str]:
+    """The facts of a dry run for a person."""
+    geometry = ", ".join(f"{name} {value}" for name, value in facts["geometry"].items() if value)
     lines = [
-        f"{plan['model']} ({plan['architecture']}), context {plan['context_length']}",
+        f"{facts['model']} ({facts['architecture']}), context {facts['context_length']}",
         f"{geometry}\n",
-        *_sizes(plan).lines(),
+        *_sizes(facts).lines(),
     ]
-    if "window" in plan:
-        lines.append(f"beside them, {plan['window']}: {count(plan['window_bytes_per_request'])} bytes per request")
-    if text := rank_text(plan["tp_size"], plan["pp_size"]):
+    if "window" in facts:
+        lines.append(f"beside them, {facts['window']}: {count(facts['window_bytes_per_request'])} bytes per request")
+    if text := rank_text(facts["tp_size"], facts["pp_size"]):
         lines.append(f"bytes and tokens are those{text}")
-    lines += [f"budget {row['asked']}: the smallest possible is {row['smallest']}" for row in plan["budgets"]]
-    work = [(f"  {name}", count(tokens)) for name, tokens in plan["forward_tokens"].items()]
+    lines += [f"budget {row['asked']}: the smallest possible is {row['smallest']}" for row in facts["budgets"]]
+    work = [(f"  {name}", count(tokens)) for name, tokens in facts["forward_tokens"].items()]
     return [*lines, "\nforward tokens, at most:", *Table(("", ""), work).lines()]
 
 
-def _sizes(plan: dict[str, Any]) -> Table:
+def _sizes(facts: dict[str, Any]) -> Table:
     rows = [
         (
             *(row["name"], f"{row['mean_bits']:.2f}", f"{row['effective_bits']:.3f}"),
             *(count(row["bytes_per_token"]), count(row["tokens_per_gib"]), " ".join(row["inside"])),
         )
-        for row in [*plan["uniform"], *({**row, "name": "hand-written"} for row in plan["hand_written"])]
+        for row in [*facts["uniform"], *({**row, "name": "hand-written"} for row in facts["hand_written"])]
     ]
     headers = ("uniform", "mean bits", "effective", "bytes/token", "tokens/GiB", "inside")
     return Table(headers, rows, left=(0, 5))

@@ -12,10 +12,10 @@ from kvtuner.pipeline.provenance import search_command
 from kvtuner.pipeline.sources import run_folder
 from kvtuner.pipeline.stages.baseline_comparison import BaselineComparison
 from kvtuner.pipeline.stages.budget_search import BudgetSearch, SearchOutcome
-from kvtuner.pipeline.stages.planned_work import planned_phases
 from kvtuner.pipeline.stages.search_output import make_profile, make_report_data
 from kvtuner.pipeline.stages.search_run import SearchRun, calibration_options, checked_shape, measure_sensitivity
 from kvtuner.pipeline.stages.search_targets import SearchTarget, bind_target, refuse_other_targets, targets_of
+from kvtuner.pipeline.stages.work_ahead import phases_ahead
 from kvtuner.report.search_data import DATA_FILE, ReportData
 from kvtuner.report.search_report import summary_json, write_search_report
 from kvtuner.report.table import RecordTable, record_table
@@ -53,8 +53,8 @@ def run_calibration(options: CalibrateOptions) -> CalibrationResult:
     """Measure the sensitivity of every layer, or go on where the same calibration was interrupted."""
     shape = checked_shape(options)
     folder = run_folder(options.model, options.out, "calibration")
-    planned = planned_phases(options, shape, calibration_options(options.measurement, shape).quant, [])
-    phases, table = measure_sensitivity(options, shape, folder, phase="calibrate", planned=planned)
+    ahead = phases_ahead(options, shape, calibration_options(options.measurement, shape).quant, [])
+    phases, table = measure_sensitivity(options, shape, folder, phase="calibrate", ahead=ahead)
     return CalibrationResult(table, folder.file(TABLE_FILE), phases.passes["calibrate"])
 
 
@@ -125,8 +125,8 @@ def run_search(
     targets = targets_of(options, shape, quant)
     folder = run_folder(options.model, options.out, "+".join(target.name for target in targets))
     refuse_other_targets(folder, targets)
-    planned = planned_phases(options, shape, quant, targets)
-    phases, table = measure_sensitivity(options, shape, folder, phase="calibration", planned=planned)
+    ahead = phases_ahead(options, shape, quant, targets)
+    phases, table = measure_sensitivity(options, shape, folder, phase="calibration", ahead=ahead)
     if (
         phases.layouts or phases.window_length
     ):  # rows of 8 bits may have become longer, and copies take bytes of some budgets

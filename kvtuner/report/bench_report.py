@@ -12,7 +12,7 @@ from kvtuner.bench.gates import FAILED, SKIPPED
 from kvtuner.bench.hardware import GPU_BUSY, GPU_MEMORY, GPU_MEMORY_BUSY, MEMORY
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
 from kvtuner.precision import tokens_per_gib
-from kvtuner.report.evaluation_report import cell_title, cell_values, versions_text
+from kvtuner.report.evaluation_report import cell_values, flagged_title, versions_text
 from kvtuner.report.formatting import NOT_MEASURED, count, model_name, number, percent
 from kvtuner.report.table import Table, markdown_text
 from kvtuner.run_folder import write_atomically
@@ -171,7 +171,7 @@ def _quality(result: BenchResult) -> list[Table]:
     if result.evaluation is None:
         return []
     names = [scheme.name for scheme in result.schemes if scheme.scheme.is_local]
-    return [Table(("", *names), [(cell_title(cell), *cell_values(cell, names)) for cell in result.evaluation.cells])]
+    return [Table(("", *names), [(flagged_title(cell), *cell_values(cell, names)) for cell in result.evaluation.cells])]
 
 
 def _memory(result: BenchResult) -> Table:

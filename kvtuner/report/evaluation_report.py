@@ -25,12 +25,6 @@ if TYPE_CHECKING:
     )
     from kvtuner.exported_configs.profile.profile import Profile
 
-TITLES: Final = {
-    "kl_nats_per_token": "KL nats/token",
-    "truncated_kl_nats_per_token": "truncated KL nats/token",
-    "top1_agreement": "top-1 as bf16",
-    "nll_nats_per_token": "perplexity",
-}
 SHARES: Final = ("accuracy", "top1_agreement")
 FLAGS: Final = {
     "floor": "- the unquantized model is right too rarely for a loss to show",
@@ -124,12 +118,9 @@ def evaluation_part(evaluation: Evaluation, profile: Profile) -> dict[str, Any]:
     }
 
 
-def cell_title(cell: Cell) -> str:
-    """The title of a cell: its measure, length and position, and its flag."""
-    name = TITLES[cell.measure] if cell.level == "likelihood" else " ".join(filter(None, (cell.level, cell.task)))
-    length = f", {cell.num_tokens:,} tokens" if cell.num_tokens else ""
-    flag = f" ({cell.flag})" if cell.flag else ""
-    return f"{name}{length} at {cell.position:,}{flag}"
+def flagged_title(cell: Cell) -> str:
+    """The title of a cell with its flag."""
+    return f"{cell.title} ({cell.flag})" if cell.flag else cell.title
 
 
 def cell_values(cell: Cell, names: Sequence[str]) -> list[str]:
@@ -170,7 +161,7 @@ def _skipped(cells: Sequence[Cell]) -> list[str]:
     sets: dict[tuple[str, ...], list[str]] = {}
     for cell in cells:
         if cell.skipped:
-            sets.setdefault(cell.skipped, []).append(f"{cell.level} {_short_title(cell)}".rstrip())
+            sets.setdefault(cell.skipped, []).append(cell.title)
     return [
         f"skipped for {', '.join(names)}: {'; '.join(titles)}; --all-questions asks them too"
         for names, titles in sets.items()
@@ -196,24 +187,15 @@ def _page_table(evaluation: Evaluation) -> Table:
     rows = [["bytes per token", "", *sizes, ""]]
     for cell in evaluation.cells:
         clear = [f"{other.other}: {interval(other)}, p {number(other.p_value, 2)}" for other in _clear(cell)]
-        rows.append([cell_title(cell), count(cell.units), *cell_values(cell, names), "; ".join(clear)])
+        rows.append([flagged_title(cell), count(cell.units), *cell_values(cell, names), "; ".join(clear)])
     return Table(("", "units", *names, "clear differences"), rows)
 
 
 def _level_table(evaluation: Evaluation, cells: Sequence[Cell]) -> Table:
     names = [scheme.name for scheme in evaluation.schemes]
     sizes = [f"{scheme.bytes_per_token:,}" for scheme in evaluation.schemes]
-    rows = [[f"{FLAGS.get(cell.flag or '', ' ')[0]} {_short_title(cell)}", *cell_values(cell, names)] for cell in cells]
+    rows = [[f"{FLAGS.get(cell.flag or '', ' ')[0]} {cell.title}", *cell_values(cell, names)] for cell in cells]
     return Table(["", *names], [["bytes per token", *sizes], *rows])
-
-
-def _short_title(cell: Cell) -> str:
-    """The title of a cell beneath the name of its level."""
-    if cell.level == "likelihood":
-        return f"{TITLES[cell.measure]} at {cell.position:,}"
-    position = f"at {cell.position:,}" if cell.level == "arithmetic" else None
-    place = position if cell.num_tokens is None else f"{cell.num_tokens:,} tokens"
-    return " ".join(filter(None, (cell.task, place)))
 
 
 def _value_text(cell: Cell, result: CellResult | None) -> str:
@@ -235,10 +217,7 @@ def _clear_differences(cells: Sequence[Cell], width: int | None) -> list[str]:
     clear = [(cell, difference) for cell in cells for difference in _clear(cell)]
     if not clear:
         return [f"no clear difference of the profile from another scheme; {chance}"] if total else []
-    rows = [
-        (f"  {PROFILE_SCHEME} - {other.other}", f"{cell.level} {_short_title(cell)}", *_difference(cell, other))
-        for cell, other in clear
-    ]
+    rows = [(f"  {PROFILE_SCHEME} - {other.other}", cell.title, *_difference(cell, other)) for cell, other in clear]
     return [f"clear differences, paired ({chance})", *Table([""] * 5, rows, left=(0, 1)).lines(width)]
 
 

@@ -435,7 +435,7 @@ def test_the_demo_model_is_right_and_two_bits_are_not(
     clear = [line.split() for line in out.splitlines() if "profile - bf16" in line]
     assert [line[3] for line in clear] == ["recall"] + ["arithmetic"] * 3
     assert clear[0][6].startswith("-")
-    assert "+ 120 tokens" in out, "a reference that never fails is marked"
+    assert "+ recall 120 tokens" in out, "a reference that never fails is marked"
     verdict = " ".join(out[out.index("verdict") :].split())
     assert verdict.startswith("verdict 4 of 4 tasks lose answers beyond the interval, beside bf16: recall 120 tokens -")
     (page,) = tmp_path.glob("two.evaluation-*.html")

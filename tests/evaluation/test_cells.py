@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from scipy.stats import binom, permutation_test
 from kvtuner.errors import CorpusError
 from kvtuner.evaluation.cells import BinaryScores, MeanScores, sign_flip
 from kvtuner.evaluation.statistics import LEAST_UNITS
-from kvtuner.exported_configs.profile.evaluation_record import SIGNIFICANT
+from kvtuner.exported_configs.profile.evaluation_record import SIGNIFICANT, Cell
 
 
 def marks(text: str) -> BinaryScores:
@@ -164,3 +165,17 @@ def test_what_cannot_be_paired_is_refused() -> None:
     for nothing in ((), ((),)):
         with pytest.raises(ValueError, match="every problem a question"):
             BinaryScores(nothing)
+
+
+@pytest.mark.parametrize(
+    ("fields", "title"),
+    [
+        ({"level": "likelihood", "measure": "kl_nats_per_token", "position": 0}, "KL nats/token at 0"),
+        ({"level": "recall", "position": 0}, "recall 512 tokens"),
+        ({"level": "needle", "position": 3000}, "needle 512 tokens at 3,000"),
+        ({"level": "task", "task": "gsm8k", "num_tokens": None, "position": 0}, "gsm8k"),
+    ],
+)
+def test_a_cell_has_one_title(fields: dict[str, Any], title: str) -> None:
+    cell = {"measure": "accuracy", "task": None, "num_tokens": 512, "units": 1, "count": 1, "flag": None}
+    assert Cell.model_validate({**cell, "results": (), "differences": (), **fields}).title == title

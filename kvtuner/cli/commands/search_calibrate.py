@@ -55,10 +55,10 @@ def _calibrate(args: Namespace) -> int:
 
 
 def _dry_run(options: CalibrateOptions, *, as_json: bool) -> int:
-    from kvtuner.pipeline.dry_run import plan_lines, plan_of_work
+    from kvtuner.pipeline.dry_run import dry_run_facts, dry_run_lines
 
-    plan = plan_of_work(options)
-    print(json.dumps(plan, indent=1) if as_json else "\n".join(plan_lines(plan)))
+    facts = dry_run_facts(options)
+    print(json.dumps(facts, indent=1) if as_json else "\n".join(dry_run_lines(facts)))
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvtuner.calibration.forward.continuation import PROMPT_BYTES
 from kvtuner.calibration.forward.simulator import REUSE_BYTES
 from kvtuner.errors import UnsupportedModelError
-from kvtuner.pipeline.dry_run import plan_of_work
+from kvtuner.pipeline.dry_run import dry_run_facts
 from kvtuner.pipeline.sources import corpus_source
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def search_cost(
     options: SearchOptions, source: ModelSource, shape: ModelShape, *, weights_bytes: int, gpu: Gpu | None
 ) -> SearchCost:
     """Estimate what a search with these options takes."""
-    tokens = plan_of_work(options)["forward_tokens"]["total"]
+    tokens = dry_run_facts(options)["forward_tokens"]["total"]
     parameters = parameters_per_token(source, shape)
     seed = options.measurement.seed
     length = corpus_source(options.data, options.model, shape, seed=seed).sequence_length

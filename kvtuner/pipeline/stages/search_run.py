@@ -18,8 +18,8 @@ from kvtuner.evaluation.cache_scheme import RankLayout
 from kvtuner.exported_configs.identity.model_identity import DEMO
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.sources import corpus_source, model_source
-from kvtuner.pipeline.stages.planned_work import ForwardProgress
 from kvtuner.pipeline.stages.scale_words import competing_layouts, given_layouts, layouts_text
+from kvtuner.pipeline.stages.work_ahead import ForwardProgress
 from kvtuner.precision import THREE_BITS, PrecisionPair, RowShape, check_group_size
 from kvtuner.search_spaces.layer_notation import parse_keep
 from kvtuner.search_spaces.space import Configuration, uniform
@@ -129,7 +129,7 @@ class Phases:
         passes: The forward passes by phase.
         layouts: The scale layouts that were compared, by side.
         window_length: The window lengths that were compared, None where the options give one.
-        progress: What shows how much of the planned work is done.
+        progress: What shows how much of the work ahead is done.
     """
 
     bench: Workbench
@@ -165,11 +165,11 @@ def measure_sensitivity(
     folder: RunFolder,
     *,
     phase: str,
-    planned: Sequence[tuple[str, float]] = (),
+    ahead: Sequence[tuple[str, float]] = (),
 ) -> tuple[Phases, SensitivityTable]:
     """Load the model and measure it, or go on in the run folder; what it took is the phase of that name.
 
-    The planned phases, with their forward passes, are those of the whole run.
+    The phases ahead, with their forward passes, are those of the whole run.
     """
     data = corpus_source(options.data, options.model, shape, seed=options.measurement.seed)
     measurement = calibration_options(options.measurement, shape)
@@ -184,7 +184,7 @@ def measure_sensitivity(
     loaded = load_model(model_source(options.model), shape)
     bench = Workbench.prepare(loaded, load_corpus(data, loaded.tokenizer), measurement)
     folder.create()
-    phases = Phases(bench, folder, progress=ForwardProgress(planned))
+    phases = Phases(bench, folder, progress=ForwardProgress(ahead))
     _choose_window(options.measurement, phases)
     _choose_layouts(options.measurement, phases)
     with phases.phase(phase):

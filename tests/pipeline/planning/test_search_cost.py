@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from kvtuner.calibration.model_loading import ModelSource, read_shape
-from kvtuner.pipeline.dry_run import plan_of_work
+from kvtuner.pipeline.dry_run import dry_run_facts
 from kvtuner.pipeline.planning.capacity_plan import make_plan
 from kvtuner.pipeline.planning.plan_options import PlanOptions
 from kvtuner.pipeline.planning.search_cost import parameters_per_token
@@ -44,7 +44,7 @@ def test_tokens_are_those_of_the_dry_run_of_the_command_and_time_and_memory_foll
     plan = make_plan(options)
     cost = plan.search
     assert cost is not None
-    work = plan_of_work(options.search_options(*plan.advice.budgets))
+    work = dry_run_facts(options.search_options(*plan.advice.budgets))
     assert cost.forward_tokens == work["forward_tokens"]["total"]
     assert cost.hours == pytest.approx(2 * 8_030_261_248 * cost.forward_tokens / (0.3 * 989e12) / 3600)
     assert cost.working_bytes == 2 * 2**30 + 2048 * 128_256 * 4

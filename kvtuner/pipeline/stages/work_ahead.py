@@ -1,6 +1,6 @@
-"""The forward passes that a search or a calibration plans, phase by phase, and how many of them are done.
+"""The forward passes that a search or a calibration has ahead, phase by phase, and how many of them are done.
 
-Knows no weights: a plan is made of the configuration alone.
+Knows no weights: the work is counted by the configuration alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REFRESH_S: Final = 1.0
 _CALIBRATION: Final = ("statistics", "candidates", "isolated KL")
 
 
-def planned_tokens(
+def forward_tokens_ahead(
     options: CalibrateOptions, shape: ModelShape, quant: QuantizationOptions, targets: Sequence[SearchTarget]
 ) -> dict[str, int]:
     """Tokens that each part runs through the whole model, at most; a backward counts as two forwards."""
@@ -43,7 +43,7 @@ def planned_tokens(
     # The exact model once for its statistics and once for its predictions, then both layouts at each width below 8.
     layouts = 2 * (len(widths) - 1) * len(competing_layouts(measurement, shape))
     lengths = lengths_for(source.sequence_length) if measurement.residual_length == "auto" else ()
-    planned = {
+    ahead = {
         **({"window length": calibrate * (2 + 2 * len(lengths))} if lengths else {}),
         **({"scale layouts": calibrate * (2 + layouts)} if layouts else {}),
         "statistics": calibrate,
@@ -53,51 +53,51 @@ def planned_tokens(
     if isinstance(options, SearchOptions):
         trials = sum(1 if target.constraint is None else options.refinement_trials for target in targets)
         # The widths of keys, 16 bits among them, by those of values.
-        planned["uniform table"] = select * (len(widths) + 1) ** 2
-        planned["refinement" if targets[0].pairs is None else "hand-written"] = select * trials
+        ahead["uniform table"] = select * (len(widths) + 1) ** 2
+        ahead["refinement" if targets[0].pairs is None else "hand-written"] = select * trials
         # Every scheme at small and at large position offsets.
-        planned["validation"] = 2 * report * (schemes + len(targets))
-    return planned
+        ahead["validation"] = 2 * report * (schemes + len(targets))
+    return ahead
 
 
-def planned_phases(
+def phases_ahead(
     options: CalibrateOptions, shape: ModelShape, quant: QuantizationOptions, targets: Sequence[SearchTarget]
 ) -> list[tuple[str, float]]:
     """The phases of a run in their order, with the forward passes over one sequence that each takes at most."""
-    planned = planned_tokens(options, shape, quant, targets)
-    calibration = sum(planned.pop(part) for part in _CALIBRATION)
+    ahead = forward_tokens_ahead(options, shape, quant, targets)
+    calibration = sum(ahead.pop(part) for part in _CALIBRATION)
     phases: list[tuple[str, float]] = [
-        (name, float(planned[name])) for name in ("window length", "scale layouts") if name in planned
+        (name, float(ahead[name])) for name in ("window length", "scale layouts") if name in ahead
     ]
     phases.append(("calibration" if targets else "calibrate", float(calibration)))
     if targets:
-        phases.append(("uniform table", float(planned["uniform table"])))
+        phases.append(("uniform table", float(ahead["uniform table"])))
         for target in targets:
             if target.constraint is not None:
-                phases.append((f"refinement {target.asked}", planned["refinement"] / len(targets)))
-            phases.append(("validation", planned["validation"] / len(targets)))
+                phases.append((f"refinement {target.asked}", ahead["refinement"] / len(targets)))
+            phases.append(("validation", ahead["validation"] / len(targets)))
     sequence_length = corpus_source(options.data, options.model, shape, seed=options.measurement.seed).sequence_length
     return [(name, tokens / sequence_length) for name, tokens in phases]
 
 
 class ForwardProgress:
-    """Shows how many of a run's planned forward passes are done, and about how long the rest takes.
+    """Shows how many of the forward passes ahead of a run are done, and about how long the rest takes.
 
-    What a phase did not need is off the plan when it ends. The time left is at the rate of the whole run so far.
+    What a phase did not need is left out when it ends. The time left is at the rate of the whole run so far.
     """
 
     def __init__(self, phases: Sequence[tuple[str, float]] = ()) -> None:
-        """Plan phases with their forward passes, in the order in which they run; without any nothing is shown."""
+        """Take phases with their forward passes, in the order in which they run; without any nothing is shown."""
         self._ahead = list(phases)
         self._done = self._seconds = 0.0
 
     @contextmanager
     def phase(self, name: str, passes: Callable[[], float]) -> Iterator[None]:
         """Show the progress while a phase runs; `passes` tells the forward passes of the phase so far."""
-        if name not in (planned for planned, _ in self._ahead):
+        if name not in (phase for phase, _ in self._ahead):
             yield
             return
-        total = self._done + sum(planned for _, planned in self._ahead)
+        total = self._done + sum(passes_of for _, passes_of in self._ahead)
         counts = {"total": round(total), "initial": int(self._done), "miniters": 1}
         with ProgressBar(desc="forward passes", unit="", smoothing=0, leave=False, **counts) as bar:
             if not bar.disable:  # TQDM_DISABLE, of tqdm itself
