@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME, SIGNIFICANT, Flag
+from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Evaluation, PairedDifference
 
-_UNQUANTIZED: Final = "bf16"
-_FP8: Final = "fp8"
 _ASK: Final = "Ask tasks: --levels recall,needle, or --tasks gsm8k."
 POINTS: Final = {"accuracy": 100.0, "bleu": 1.0, "chrf": 1.0, "ter": -1.0}
 """The factors that turn measures of answers into points, of which more is better."""
@@ -70,12 +69,12 @@ def answer_differences(evaluation: Evaluation) -> list[AnswerDifference]:
     """The differences of all tasks that were asked of both, in the evaluation's order."""
     rows = []
     for cell in evaluation.cells:
-        factor, difference = POINTS.get(cell.measure), _difference(cell, _UNQUANTIZED)
+        factor, difference = POINTS.get(cell.measure), _difference(cell, REFERENCE)
         if cell.level == "likelihood" or factor is None or difference is None:
             continue
         low, high = sorted((factor * difference.low, factor * difference.high))
         means = {result.scheme: factor * result.mean for result in cell.results}
-        fp8 = means[_FP8] - means[_UNQUANTIZED] if {_FP8, _UNQUANTIZED} <= means.keys() else None
+        fp8 = means[FP8] - means[REFERENCE] if {FP8, REFERENCE} <= means.keys() else None
         mean, p_value = factor * difference.mean, difference.p_value
         rows.append(AnswerDifference(cell.title, mean, low, high, fp8, p_value, cell.flag))
     return rows
@@ -86,10 +85,10 @@ def evaluation_verdict(evaluation: Evaluation) -> EvaluationVerdict:
     rows, others = answer_differences(evaluation), _not_compared(evaluation)
     if not rows:
         asks = "Ask what it can answer: shorter --lengths, or --tasks gsm8k." if others else _ASK
-        nothing = f"No task was asked of both {PROFILE_SCHEME} and {_UNQUANTIZED}, so nothing says if answers hold."
+        nothing = f"No task was asked of both {PROFILE_SCHEME} and {REFERENCE}, so nothing says if answers hold."
         return EvaluationVerdict((nothing, *others), asks)
     if lost := [row for row in rows if row.is_loss]:
-        beyond = f"{len(lost)} of {len(rows)} tasks {_verb(lost)} answers beyond the interval, beside {_UNQUANTIZED}"
+        beyond = f"{len(lost)} of {len(rows)} tasks {_verb(lost)} answers beyond the interval, beside {REFERENCE}"
         findings = [f"{beyond}: {'; '.join(row.text for row in lost)}."]
         if (chance := SIGNIFICANT / 2 * len(rows)) >= 0.5:
             findings.append(f"By chance {chance:.0f} of {len(rows)} would look so.")

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from kvtuner.exported_configs.scheme_names import FP8
 from kvtuner.layer_ranges import write_layers, write_ranges
 from kvtuner.precision import SIDES, PrecisionPair
 
@@ -69,7 +70,7 @@ class _Facts:
     def __init__(self, profile: Profile, quality: QualityRecord) -> None:
         self.profile, self.quality, self.kl = profile, quality, quality.measured_kl.mean
         self.baselines = {baseline.name: baseline for baseline in quality.baselines}
-        self.fp8 = self.baselines.get("fp8")
+        self.fp8 = self.baselines.get(FP8)
         self.uniform: UniformRecord | None = quality.best_uniform
         self.limit = harmless_kl(self.fp8.kl_mean if self.fp8 else None)
 

@@ -59,13 +59,15 @@ class Budget:
         amount: The number of units.
         unit: The unit as it is written after the amount: ``bit``, ``KiB/token``, ``GiB@32x64k``.
         unit_bytes: bytes of the unit for one token; 1 for kinds that do not count bytes.
-        request_tokens: The tokens of each request that memory is for; None for other kinds.
+        num_requests: The requests that memory is for; None for other kinds.
+        request_tokens: The tokens of each of them; None for other kinds.
     """
 
     kind: BudgetKind
     amount: Fraction
     unit: str
     unit_bytes: Fraction = Fraction(1)
+    num_requests: int | None = None
     request_tokens: int | None = None
 
     @classmethod
@@ -80,12 +82,13 @@ class Budget:
         for kind, pattern in _PATTERNS.items():
             if match := pattern.fullmatch(text.strip().upper()):
                 number, *rest = match.groups()
+                requests = int(rest[1]) if kind == "memory" else None
                 context = int(rest[2]) * (1024 if rest[3] else 1) if kind == "memory" else None
-                tokens = int(rest[1]) * context if context is not None else 1
+                tokens = 1 if requests is None or context is None else requests * context
                 if Fraction(number) == 0 or tokens == 0:
                     raise BudgetError(f"a budget must be more than nothing, but is {text!r}; give {FORMS}")
                 unit_bytes = Fraction(_UNIT_BYTES[rest[0]] if rest else 1, tokens)
-                return cls(kind, Fraction(number), _unit_text(kind, rest), unit_bytes, context)
+                return cls(kind, Fraction(number), _unit_text(kind, rest), unit_bytes, requests, context)
         raise BudgetError(f"a budget is written {FORMS}, not {text!r}")
 
     @property

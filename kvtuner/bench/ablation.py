@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvtuner.evaluation.cache_scheme import FP8, K4V4_PER_CHANNEL, REFERENCE, SYMMETRIC
+from kvtuner.evaluation.cache_scheme import K4V4_PER_CHANNEL, SYMMETRIC
+from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 
 GROUPS: Final = {
     REFERENCE: "A",

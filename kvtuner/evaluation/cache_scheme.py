@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from kvtuner.calibration.forward.simulator import LayerSpec
 from kvtuner.errors import OptionError
 from kvtuner.exported_configs.profile.build import write_profile
+from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.precision import (
     NATIVE_BITS,
     SIDES,
@@ -38,11 +39,9 @@ if TYPE_CHECKING:
     from kvtuner.read_plan_names import ReadPlanName
     from kvtuner.search_spaces.budget import Constraint
 
-REFERENCE: Final = "bf16"
-FP8: Final = "fp8"
 K4V4_PER_CHANNEL: Final = "K4V4-per-channel"
 SYMMETRIC: Final = "-symmetric"
-UNQUANTIZED: Final = (None, "auto", "bf16", "bfloat16")
+UNQUANTIZED: Final = (None, "auto", REFERENCE, "bfloat16")
 """SGLang's names of a cache in the model's dtype."""
 
 

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import PrecisionError
 from kvtuner.evaluation.cache_scheme import (
-    FP8,
     K4V4_PER_CHANNEL,
-    REFERENCE,
     SYMMETRIC,
     CacheScheme,
     Fp8Scheme,
@@ -23,6 +21,7 @@ from kvtuner.evaluation.cache_scheme import (
 from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
+from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.precision import NATIVE_BITS, PrecisionPair
 
 if TYPE_CHECKING:

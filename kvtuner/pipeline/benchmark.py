@@ -19,9 +19,9 @@ from kvtuner.bench.runner import BenchWork, replay, run_loads
 from kvtuner.bench.server import ServerFlags, run_server
 from kvtuner.errors import EndpointError, OptionError
 from kvtuner.evaluation.backends.endpoint import Endpoint
-from kvtuner.evaluation.cache_scheme import FP8, REFERENCE, CacheScheme
 from kvtuner.exported_configs.identity.mismatch import DERIVED
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME, Evaluation, ResultProvenance
+from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.pipeline.eval_bench_options import BenchOptions, EvalOptions
 from kvtuner.pipeline.evaluate import check_writable, run_evaluation
 from kvtuner.pipeline.profile_lookup import profile_of
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from kvtuner.bench.load_metrics import SchemeRun
+    from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.exported_configs.sharing.reference import ResolvedProfile
 
 LOGS: Final = "logs"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvtuner.evaluation.validation import uniform_pairs
+from kvtuner.exported_configs.scheme_names import REFERENCE
 from kvtuner.pipeline.options import CalibrateOptions, SearchOptions
 from kvtuner.pipeline.stages.search_run import calibration_options, checked_shape, row_shape, serving_ranks
 from kvtuner.pipeline.stages.search_targets import targets_of
@@ -52,7 +53,7 @@ def dry_run_facts(options: CalibrateOptions) -> dict[str, Any]:
         "tp_size": tp_size,
         "pp_size": pp_size,
         "uniform": [
-            row("bf16" if pair == PrecisionPair(16, 16) else str(pair), [pair] * geometry.num_layers)
+            row(REFERENCE if pair == PrecisionPair(16, 16) else str(pair), [pair] * geometry.num_layers)
             for pair in (PrecisionPair(16, 16), *uniform_pairs(quant.widths))
         ],
         "hand_written": [row(target.asked, target.pairs) for target in targets if target.pairs is not None],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvtuner.bench.loads import LoadOptions
 from kvtuner.errors import CorpusError, EndpointError, OptionError
+from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.pipeline.number_readers import byte_count, positive, seed, whole_number
 from kvtuner.pipeline.options import DataOptions, ModelOptions, check_options, option
 from kvtuner.read_plan_names import READ_PLANS, ReadPlanName
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 LEVELS: Final = ("likelihood", "recall", "needle", "arithmetic", "samples")
-AGAINST: Final = ("fp8", "K8V8")
+AGAINST: Final = (FP8, "K8V8")
 EVALUATION_DEFAULTS: Final = {
     "problems": 10,
     "questions": 4,
@@ -180,7 +181,7 @@ class EvalOptions:
     @property
     def lacks_likelihood(self) -> bool:
         """Whether servers name likely tokens only, and none of them is the unquantized one."""
-        return self.api == "openai" and "bf16" not in dict(self.endpoint or ())
+        return self.api == "openai" and REFERENCE not in dict(self.endpoint or ())
 
     def number(self, name: str) -> int:
         """The number of an option, or its default."""

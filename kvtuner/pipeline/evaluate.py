@@ -14,7 +14,6 @@ from kvtuner.errors import CorpusError, EndpointError, PrecisionError, RunFolder
 from kvtuner.evaluation.backends.base import TextTokenizer
 from kvtuner.evaluation.backends.local_backend import LocalBackend
 from kvtuner.evaluation.backends.server_backend import server_backends
-from kvtuner.evaluation.cache_scheme import REFERENCE
 from kvtuner.evaluation.tasks.likelihood import Scoring, local_likelihood_cells, server_likelihood_cells
 from kvtuner.evaluation.tasks.question_sets import (
     QUESTION_LEVELS,
@@ -31,6 +30,7 @@ from kvtuner.exported_configs.profile.evaluation_record import (
     dump_evaluation,
     evaluation_path,
 )
+from kvtuner.exported_configs.scheme_names import REFERENCE
 from kvtuner.pipeline.eval_bench_options import AGAINST, EvalOptions
 from kvtuner.pipeline.profile_lookup import profile_of
 from kvtuner.pipeline.progress import say

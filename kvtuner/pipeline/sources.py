@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 from kvtuner.calibration.corpus import Corpus, CorpusSource, load_corpus
 from kvtuner.calibration.model_loading import ModelShape, ModelSource, load_tokenizer, read_shape
 from kvtuner.errors import CorpusError, OptionError, ProfileError
-from kvtuner.evaluation.cache_scheme import REFERENCE
 from kvtuner.evaluation.scheme_registry import named_schemes
 from kvtuner.exported_configs.identity.mismatch import Mismatch, Policy, compare_models, refuse
 from kvtuner.exported_configs.identity.model_identity import DEMO, is_hub_id
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
+from kvtuner.exported_configs.scheme_names import REFERENCE
 from kvtuner.pipeline.number_readers import MAX_SEED
 from kvtuner.pipeline.progress import say
 from kvtuner.run_folder import RunFolder

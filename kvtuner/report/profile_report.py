@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtuner.evaluation.statistics import Interval
 from kvtuner.exported_configs.profile.profile import NO_TAIL_PAGES
+from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.exported_configs.sharing.serve_command import MODEL_FOLDER, asks_for_folder, serve_command
 from kvtuner.exported_configs.verdict import verdict_of
 from kvtuner.layer_ranges import write_layers
@@ -222,7 +223,7 @@ def _capacity(profile: Profile) -> Table:
         ("mean_bits", fixed(profile.mean_bits, 3), "8", "16"),
         ("effective_bits", fixed(profile.effective_bits, 3), "8", "16"),
     ]
-    return Table(("", "this profile", "fp8", "bf16"), rows)
+    return Table(("", "this profile", FP8, REFERENCE), rows)
 
 
 def _quality(quality: QualityRecord) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ from functools import partial
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtuner.exported_configs.scheme_names import REFERENCE
 from kvtuner.precision import tokens_per_gib
 from kvtuner.report.formatting import count, fixed, interval, number, percent
 from kvtuner.report.layer_strip import layer_table
@@ -118,7 +119,7 @@ def _page_tables(data: ReportData) -> dict[str, Table]:
         (SCORE_TITLES.get(row.score, row.score), row.side.upper(), fixed(row.rho, 3)) for row in data.rank_correlations
     ]
     return {
-        "outcome": Table(("", "this profile", "bf16"), outcome, wrap=True),
+        "outcome": Table(("", "this profile", REFERENCE), outcome, wrap=True),
         "layers": layer_table(data.layers, "transform of keys", "transform of values"),
         "additivity": Table(("configuration", "predicted KL", "measured KL", "measured / predicted"), checks),
         "gains": Table(("side", "bits", "score", "ratio", "layers"), _transform_gains(data.sensitivity)),

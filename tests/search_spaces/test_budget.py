@@ -38,6 +38,7 @@ def test_budgets_have_one_text_and_a_name_for_files(text: str, canonical: str, n
     budget = Budget.parse(text)
     assert (budget.text, budget.name) == (canonical, name)
     assert Budget.parse(budget.text) == budget
+    assert (budget.num_requests is None) == (budget.request_tokens is None) == ("@" not in text)
     assert not set(name) & set("/\\%@ ")
 
 

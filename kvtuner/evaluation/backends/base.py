@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtuner.calibration.corpus import start_tokens
-from kvtuner.evaluation.cache_scheme import REFERENCE
+from kvtuner.exported_configs.scheme_names import REFERENCE
 from kvtuner.journal import Journal
 from kvtuner.run_folder import RunFolder, sha256_of
 

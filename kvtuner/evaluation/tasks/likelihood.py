@@ -15,9 +15,9 @@ import numpy as np
 from kvtuner.errors import CorpusError, EndpointError
 from kvtuner.evaluation.backends.base import AnswerJournal, HitCount, unread_flag
 from kvtuner.evaluation.backends.server_backend import NextToken, ServerBackend, from_record, truncated_kl
-from kvtuner.evaluation.cache_scheme import REFERENCE, CacheScheme
 from kvtuner.evaluation.cells import CellKey, MeanScores, make_cell
 from kvtuner.evaluation.validation import OFFSETS, Validator
+from kvtuner.exported_configs.scheme_names import REFERENCE
 from kvtuner.progress.bar import ProgressBar
 from kvtuner.run_folder import RunFolder, sha256_of
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from kvtuner.calibration.workbench import Workbench
+    from kvtuner.evaluation.cache_scheme import CacheScheme
     from kvtuner.exported_configs.profile.evaluation_record import Cell, Measure
 
     Answers = list[NextToken | None]

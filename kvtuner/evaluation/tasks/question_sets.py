@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import CorpusError
 from kvtuner.evaluation.backends.base import AnswerJournal, Backend, HitCount, TextTokenizer, unread_flag
-from kvtuner.evaluation.cache_scheme import REFERENCE
 from kvtuner.evaluation.cells import BinaryScores, CellKey, make_cell
 from kvtuner.evaluation.tasks.recall_and_needles import Problem, arithmetic, needles, recall
+from kvtuner.exported_configs.scheme_names import REFERENCE
 from kvtuner.progress.bar import ProgressBar
 
 if TYPE_CHECKING:

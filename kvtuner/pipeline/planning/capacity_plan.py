@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvtuner.calibration.model_loading import ModelShape, ModelSource, read_shape
 from kvtuner.errors import GeometryError, ServingError
-from kvtuner.evaluation.cache_scheme import FP8, REFERENCE
+from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.pipeline.options import defaults_of
 from kvtuner.pipeline.planning.gpus import find_gpu
 from kvtuner.pipeline.planning.plan_options import PlanOptions
@@ -162,7 +162,7 @@ def _advice(sizes: SchemeSizes, rows: Sequence[SchemeCapacity], options: PlanOpt
     wanted = options.concurrency or 1
     fitting = {row.name for row in rows if row.requests >= wanted}
     budgets = tuple(row.name for row in rows if row.kind == "budget" and row.name in fitting)
-    exact: Literal["bf16", "fp8"] | None = "bf16" if REFERENCE in fitting else "fp8" if FP8 in fitting else None
+    exact: Literal["bf16", "fp8"] | None = REFERENCE if REFERENCE in fitting else FP8 if FP8 in fitting else None
     if exact is not None:
         # Nobody said how many requests there are: more of them may be wanted.
         return Advice(exact, () if options.concurrency else budgets)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.pipeline.planning.plan_text import (
     advice_sentences,
     assumptions,
@@ -15,45 +16,18 @@ from kvtuner.pipeline.planning.plan_text import (
 )
 from kvtuner.report.formatting import count
 from kvtuner.report.html_page import render
+from kvtuner.report.plots.drawing import CHARACTER, Drawing, drawn, shortened
 
 if TYPE_CHECKING:
     from kvtuner.pipeline.planning.capacity_plan import CapacityPlan
-    from kvtuner.pipeline.planning.scheme_capacity import SchemeCapacity
+    from kvtuner.report.plots.drawing import Anchor
 
-# Pixels on a screen of 390.
-_WIDTH: Final = 358
-_NUMBERS_WIDTH: Final = 56
-_LETTER_WIDTH: Final = 6.8
-_TOP: Final = 20
-_BAR_HEIGHT: Final = 17
-_STEP: Final = 23
+_TOP: Final = 22.0
+_ROW: Final = 23.0
 _LONGEST_NAME: Final = 20
-
-
-@dataclass(frozen=True, slots=True)
-class RequestBar:
-    """A bar of the chart, with the sentence that a pointer on it shows."""
-
-    name: str
-    kind: str
-    number: str
-    text: str
-    width: float
-    y: int
-
-
-@dataclass(frozen=True, slots=True)
-class RequestChart:
-    """The chart of requests by scheme, in pixels; the line of requests asked for is None where nobody asked."""
-
-    title: str
-    bars: tuple[RequestBar, ...]
-    left: float
-    height: int
-    wanted: str
-    wanted_x: float | None
-    width: int = _WIDTH
-    bar_height: int = _BAR_HEIGHT
+# Room of the figure behind a bar.
+_FIGURES: Final = 56.0
+_LOOKS: Final = {REFERENCE: "other", FP8: "other", "uniform": "s6", "budget": "s0"}
 
 
 def capacity_page(plan: CapacityPlan) -> str:
@@ -63,7 +37,8 @@ def capacity_page(plan: CapacityPlan) -> str:
         title=f"Plan for {plan_title(plan)}",
         heading=f"What fits: {plan_title(plan)}",
         facts=memory_facts(plan),
-        chart=request_chart(plan),
+        requests=f"Requests of {count(plan.shape.context_length)} tokens that fit at once, by cache scheme and budget",
+        chart=drawn(partial(request_chart, plan)),
         schemes=scheme_table(plan),
         advice=advice_sentences(plan),
         command=plan.search_command,
@@ -72,34 +47,26 @@ def capacity_page(plan: CapacityPlan) -> str:
     )
 
 
-def request_chart(plan: CapacityPlan) -> RequestChart:
-    """The bars of all schemes, as long as their requests."""
+def request_chart(plan: CapacityPlan, width: float) -> Drawing:
+    """The bars of all schemes, as long as their requests, with a line where those asked for are."""
     wanted = plan.options.concurrency
     most = max(1, wanted or 0, *(row.requests for row in plan.schemes))
-    names = [_bar_name(row) for row in plan.schemes]
-    left = round(max(map(len, names)) * _LETTER_WIDTH + 8, 1)
-    scale = (_WIDTH - left - _NUMBERS_WIDTH) / most
-    bars = tuple(
-        RequestBar(
-            name=name,
-            kind="exact" if row.kind in ("bf16", "fp8") else row.kind,
-            number=count(row.requests),
-            text=f"{name}: {count(row.requests)} requests, {count(row.tokens)} tokens",
-            width=round(row.requests * scale, 1),
-            y=_TOP + place * _STEP,
-        )
-        for place, (name, row) in enumerate(zip(names, plan.schemes, strict=True))
-    )
-    return RequestChart(
-        title=f"Requests of {count(plan.shape.context_length)} tokens that fit at once, by cache scheme and budget",
-        bars=bars,
-        left=left,
-        height=_TOP + len(bars) * _STEP,
-        wanted=count(wanted),
-        wanted_x=None if wanted is None else round(left + wanted * scale, 1),
-    )
-
-
-def _bar_name(row: SchemeCapacity) -> str:
-    name = f"<= {row.name}" if row.kind == "budget" else row.name
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 3]}..."
+    names = [shortened(row.title, _LONGEST_NAME * CHARACTER) for row in plan.schemes]
+    left = max(map(len, names)) * CHARACTER + 8
+    scale = (width - left - _FIGURES) / most
+    texts = [f"{row.title}: {count(row.requests)} requests, {count(row.tokens)} tokens" for row in plan.schemes]
+    drawing = Drawing(width, f"Requests that fit: {'; '.join(texts)}", _TOP + _ROW * len(names))
+    tops = [_TOP + _ROW * place for place in range(len(names))]
+    for row, top, title in zip(plan.schemes, tops, texts, strict=True):
+        drawing.rect(left, top, row.requests * scale, _ROW - 6, f"bar {_LOOKS[row.kind]}", title)
+    if wanted is not None:
+        place = left + wanted * scale
+        drawing.line(place, _TOP - 6, place, drawing.height, "interval")
+        anchor: Anchor = "middle" if left < place < width - _FIGURES else "end"
+        drawing.write(place, 8, f"{count(wanted)} asked for", "soft", anchor=anchor)
+    for name, row, top, title in zip(names, plan.schemes, tops, texts, strict=True):
+        drawing.write(0, top + (_ROW - 6) / 2, name, title=title)
+        # Over the line, which it interrupts where they meet.
+        figure, look = count(row.requests), "over" if wanted is not None else ""
+        drawing.write(left + row.requests * scale + 5, top + (_ROW - 6) / 2, figure, look, title=title)
+    return drawing

@@ -7,6 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.exported_configs.identity.model_identity import public_name
+from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.pipeline.planning.gpus import find_gpu
 from kvtuner.pipeline.planning.search_cost import OPERATIONS_PER_PARAMETER, USED_SHARE
 from kvtuner.pipeline.planning.server_memory import size_text
@@ -64,10 +65,9 @@ def scheme_table(plan: CapacityPlan) -> Table:
     headers += [f"{count(wanted)} fit"] if wanted else []
     rows = []
     for row in plan.schemes:
-        name = f"<= {row.name}" if row.kind == "budget" else row.name
         ratio = f"{row.tokens / bf16:.2f}" if bf16 else "-"
         cells = [
-            name,
+            row.title,
             fixed(row.effective_bits, 3),
             *map(count, (row.bytes_per_token, row.tokens, row.requests)),
             ratio,
@@ -81,8 +81,8 @@ def advice_sentences(plan: CapacityPlan) -> list[str]:
     advice, wanted = plan.advice, plan.options.concurrency or 1
     requests = f"{count(wanted)} request{'s' * (wanted != 1)} of {count(plan.shape.context_length)} tokens"
     fit = "fit" if wanted != 1 else "fits"
-    if advice.choice in ("bf16", "fp8"):
-        flag = "" if advice.choice == "bf16" else ", which is --kv-cache-dtype fp8_e4m3 of SGLang"
+    if advice.choice in (REFERENCE, FP8):
+        flag = "" if advice.choice == REFERENCE else ", which is --kv-cache-dtype fp8_e4m3 of SGLang"
         sentences = [f"Cheapest: {requests} {fit} in {advice.choice}{flag}; that needs no search."]
         more = "For more at once, give --concurrency. The search of all budgets that fit:"
         return sentences + [more] * bool(advice.budgets)
@@ -94,9 +94,9 @@ def advice_sentences(plan: CapacityPlan) -> list[str]:
         remedies += ["fewer --concurrency"] if wanted > 1 else []
         return [f"Nothing that a search may choose holds {requests}{held}: {', or '.join(remedies)}."]
     if advice.effective_bits is None:
-        return [f"Cheapest: {requests} {fit} in neither bf16 nor fp8. The search of all budgets that fit:"]
+        return [f"Cheapest: {requests} {fit} in neither {REFERENCE} nor {FP8}. The search of all budgets that fit:"]
     return [
-        f"Cheapest: {requests} {fit} in neither bf16 nor fp8, so search.",
+        f"Cheapest: {requests} {fit} in neither {REFERENCE} nor {FP8}, so search.",
         f"The largest budget with which {'they fit' if wanted != 1 else 'it fits'} is {advice.budgets[0]}, which is"
         f" {advice.effective_bits:.2f}bpe in stored bits:",
     ]

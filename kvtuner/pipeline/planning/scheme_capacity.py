@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvtuner.errors import BudgetError
-from kvtuner.evaluation.cache_scheme import FP8, REFERENCE
 from kvtuner.evaluation.validation import uniform_pairs
+from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.pipeline.planning.server_memory import CacheCost
 from kvtuner.pipeline.stages.search_run import serving_ranks
 from kvtuner.precision import GIB, NATIVE_BITS, PrecisionPair, copy_bytes
@@ -41,6 +41,11 @@ class SchemeCapacity:
     tokens: int
     requests: int
 
+    @property
+    def title(self) -> str:
+        """The name, of a budget as the most that it allows."""
+        return f"<= {self.name}" if self.kind == "budget" else self.name
+
 
 class SchemeSizes:
     """The bytes of every scheme on a server's ranks, and what fits by them."""
@@ -59,7 +64,7 @@ class SchemeSizes:
     def rows(self, budgets: Sequence[str]) -> tuple[SchemeCapacity, ...]:
         """The capacity of every scheme, and of every budget."""
         bf16, fp8 = self.ranks.shape.pair_bytes(_NATIVE), self.channels
-        exact = (self._row(REFERENCE, "bf16", bf16), self._row(FP8, "fp8", fp8))
+        exact = (self._row(REFERENCE, REFERENCE, bf16), self._row(FP8, FP8, fp8))
         pairs = uniform_pairs(self.quant.widths)
         uniforms = (self._row(str(pair), "uniform", self.ranks.shape.pair_bytes(pair)) for pair in pairs)
         return (*exact, *uniforms, *(self.budget_row(Budget.parse(text)) for text in budgets))

@@ -6,6 +6,7 @@ import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvtuner.exported_configs.scheme_names import FP8
 from kvtuner.exported_configs.verdict import TRANSFORMED, harmless_kl
 from kvtuner.report.formatting import count, interval, number
 from kvtuner.report.plots.drawing import CHARACTER, Drawing, LogAxis, shortened
@@ -105,7 +106,7 @@ def _axis(quality: OffsetQuality, columns: _Columns) -> LogAxis:
 
 
 def _draw_scale(drawing: Drawing, quality: OffsetQuality, axis: LogAxis, bottom: float) -> None:
-    limit = harmless_kl(next((row.kl.mean for row in quality.baselines if row.name == "fp8" and row.kl), None))
+    limit = harmless_kl(next((row.kl.mean for row in quality.baselines if row.name == FP8 and row.kl), None))
     drawing.rect(axis.start, _HEADING, axis.at(limit) - axis.start, bottom - _HEADING, "harmless")
     for place, _ in axis.ticks():
         drawing.line(place, _HEADING, place, bottom, "grid")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvtuner.errors import BudgetError
+from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
+from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
 from kvtuner.precision import GIB, tokens_per_gib
 from kvtuner.report.formatting import WINDOW_CONTEXTS, context_name, count
 from kvtuner.report.plots.drawing import CHARACTER, Drawing
@@ -69,11 +70,11 @@ def stored_schemes(data: ReportData) -> list[StoredScheme]:
     """The schemes bf16, fp8 where it was measured, and the profile."""
     budget = data.budget
     copies = budget.window_bytes if budget.window.num_tokens else 0
-    fp8 = [row for quality in data.quality[:1] for row in quality.baselines if row.name == "fp8"]
+    fp8 = [row for quality in data.quality[:1] for row in quality.baselines if row.name == FP8]
     return [
-        StoredScheme("bf16", budget.bf16_bytes_per_token),
-        *(StoredScheme("fp8", row.bytes_per_token) for row in fp8[:1]),
-        StoredScheme("profile", budget.bytes_per_token, copies),
+        StoredScheme(REFERENCE, budget.bf16_bytes_per_token),
+        *(StoredScheme(FP8, row.bytes_per_token) for row in fp8[:1]),
+        StoredScheme(PROFILE_SCHEME, budget.bytes_per_token, copies),
     ]
 
 
@@ -119,8 +120,7 @@ def _asked_requests(asked: str) -> FittingRequests | None:
         budget = Budget.parse(asked)
     except BudgetError:  # layers were given in place of a budget
         return None
-    if budget.request_tokens is None:
+    if budget.num_requests is None or budget.request_tokens is None:
         return None
-    requests = int(re.split("[@x]", asked.lower())[1])
-    memory = budget.amount * budget.unit_bytes * requests * budget.request_tokens
+    memory = budget.amount * budget.unit_bytes * budget.num_requests * budget.request_tokens
     return FittingRequests(float(memory / GIB), (budget.request_tokens,))
