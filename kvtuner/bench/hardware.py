@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch.utils.benchmark import Timer
 
+from kvtuner.bench.expert_share import reached_elements
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -27,15 +29,6 @@ MEASURE_S: Final = 2.0
 READS_AT_ONCE: Final = 4  # a GPU would mostly wait for a single one to be launched
 TIMEOUT_S: Final = 300
 DTYPE_BYTES: Final = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
-EXPERTS: Final = ".experts."  # part of the names that transformers gives the weights of experts
-# The fields of a configuration with the number of experts, and of those that a token reaches, by family of models.
-EXPERT_COUNTS: Final = (
-    ("num_local_experts", "num_experts_per_tok"),
-    ("num_experts", "num_experts_per_tok"),
-    ("n_routed_experts", "num_experts_per_tok"),
-    ("moe_num_experts", "moe_k"),
-    ("num_experts", "moe_topk"),
-)
 QUANTIZED_BYTES: Final = 0.5
 """The least that a weight of a quantized checkpoint takes."""
 SAMPLE_PERIOD_S: Final = 0.5
@@ -96,15 +89,13 @@ def weight_bytes(config: Any, served: Mapping[str, Any], *, trust_remote_code: b
     except (ValueError, ImportError, AttributeError, TypeError):  # a model that SGLang builds and transformers does not
         return None
     looked_up = _looked_up(model)
-    sizes = {name: weight.numel() for name, weight in model.named_parameters() if id(weight) not in looked_up}
-    of_experts = sum(size for name, size in sizes.items() if EXPERTS in name)
-    active = _active_experts(config.get_text_config()) if of_experts else 1.0
-    if active is None:
+    shapes = {name: weight.shape for name, weight in model.named_parameters() if id(weight) not in looked_up}
+    elements = reached_elements(config.get_text_config(), shapes)
+    if elements is None:
         return None
-    elements = sum(sizes.values()) - of_experts + active * of_experts
     is_quantized = served.get("quantization") or getattr(config, "quantization_config", None)
     dtype_bytes = DTYPE_BYTES.get(str(served.get("dtype")), DTYPE_BYTES["bfloat16"])
-    return int(elements * (QUANTIZED_BYTES if is_quantized else dtype_bytes))
+    return int(float(elements) * (QUANTIZED_BYTES if is_quantized else dtype_bytes))
 
 
 def _looked_up(model: Any) -> set[int]:
@@ -113,14 +104,6 @@ def _looked_up(model: Any) -> set[int]:
     tables = [model.get_input_embeddings(), *embeddings]
     head = model.get_output_embeddings()
     return {id(table.weight) for table in tables if head is None or table.weight is not head.weight}
-
-
-def _active_experts(config: Any) -> float | None:
-    """The share of the experts that a token reaches; None of a configuration with other names for it."""
-    for total, reached in EXPERT_COUNTS:
-        if getattr(config, total, None) and getattr(config, reached, None):
-            return float(getattr(config, reached) / getattr(config, total))
-    return None
 
 
 def summary_of(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:

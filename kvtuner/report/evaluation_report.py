@@ -112,6 +112,7 @@ def evaluation_part(evaluation: Evaluation, profile: Profile) -> dict[str, Any]:
         "title": f"By {evaluation.backend.kind}, {_reads(evaluation)}",
         "verdict": evaluation_verdict(evaluation),
         "forest": drawn(partial(answer_forest, answers)) if answers else None,
+        "forest_has_fp8": any(answer.fp8 is not None for answer in answers),
         "cells": _page_table(evaluation),
         "remarks": remarks,
         "facts": Table.of_facts(facts),

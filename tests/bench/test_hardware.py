@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
 
-from kvtuner.bench import hardware
+from kvtuner.bench import expert_share
 from kvtuner.bench.hardware import (
     GPU_BUSY,
     GPU_MEMORY,
@@ -70,6 +72,17 @@ def test_of_experts_those_that_a_token_reaches_are_read() -> None:
     assert weight_bytes(config, {}) == 2 * (sum(found.values()) - experts * 3 // 4)
 
 
+def test_jetmoes_experts_are_known_by_their_shapes_and_its_routers_are_met_whole() -> None:
+    config = AutoConfig.for_model("jetmoe", **SMALL, num_local_experts=8, num_experts_per_tok=2, kv_channels=16)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    experts = [shape for shape in shapes.values() if len(shape) == 3]
+    assert len(experts) == 4 * SMALL["num_hidden_layers"], "of attention and of the feed-forward part"
+    everything = sum(map(math.prod, shapes.values()))
+    assert expert_share.reached_elements(config, shapes) == everything - sum(map(math.prod, experts)) * 3 // 4
+
+
 def test_quantized_weights_are_counted_at_the_least_that_they_can_take() -> None:
     config = LlamaConfig(**SMALL, tie_word_embeddings=True)
     plain = weight_bytes(config, {"dtype": "bfloat16"})
@@ -78,7 +91,7 @@ def test_quantized_weights_are_counted_at_the_least_that_they_can_take() -> None
 
 
 def test_what_cannot_be_counted_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "EXPERT_COUNTS", (("experts_by_another_name", "of_which"),))
+    monkeypatch.setattr(expert_share, "EXPERT_COUNTS", (("experts_by_another_name", "of_which"),))
     assert weight_bytes(MixtralConfig(**SMALL, num_local_experts=8), {}) is None
     assert weight_bytes(SimpleNamespace(), {}) is None
 

@@ -244,3 +244,15 @@ def test_a_full_disk_leaves_the_old_page_whole(
 def test_several_profiles_are_listed_by_their_files(tmp_path: Path) -> None:
     shown = EvaluatedProfile("profile.json", "profile.json", make_profile(layers_of(2)))
     assert "other.json" in Page(profile_page([replace(shown, name="other.json"), shown])).cells
+
+
+@pytest.mark.parametrize("with_fp8", [True, False])
+def test_the_forests_legend_explains_fp8_where_it_is_shown(*, with_fp8: bool) -> None:
+    profile = make_profile(layers_of(2))
+    base = evaluation_of(profile)
+    names = ("profile", "bf16", *(("fp8",) if with_fp8 else ()))
+    results = tuple(base.cells[0].results[0].model_copy(update={"scheme": name, "mean": 0.5}) for name in names)
+    cell = base.cells[0].model_copy(update={"level": "recall", "measure": "accuracy", "results": results})
+    page = Page(profile_page([EvaluatedProfile("p", "p", profile, (base.model_copy(update={"cells": (cell,)}),))]))
+    assert "with its paired 95% interval" in page.text
+    assert ("fp8. Grey tasks" in page.text) == with_fp8

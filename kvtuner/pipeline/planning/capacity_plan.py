@@ -71,7 +71,7 @@ class CapacityPlan:
 
     @property
     def server_flags(self) -> str:
-        """The flags of `sglang serve` that the figures hold for."""
+        """The flags of `sglang.launch_server` that the figures hold for."""
         options = self.options
         flags = {"--tp-size": options.tp_size, "--pp-size": options.pp_size}
         words = [f"{flag} {value}" for flag, value in flags.items() if value > 1]

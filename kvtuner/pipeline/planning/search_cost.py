@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Final
 
+from kvtuner.bench.expert_share import reached_elements
 from kvtuner.calibration.forward.continuation import PROMPT_BYTES
 from kvtuner.calibration.forward.simulator import REUSE_BYTES
 from kvtuner.errors import UnsupportedModelError
@@ -71,7 +71,7 @@ def search_cost(
 
 
 def parameters_per_token(source: ModelSource, shape: ModelShape) -> int:
-    """The parameters that a token meets, by the configuration alone: nothing is allocated.
+    """The parameters that a token meets, by the configuration alone; all where that names no number of experts.
 
     Raises:
         UnsupportedModelError: Transformers cannot make the model.
@@ -80,9 +80,6 @@ def parameters_per_token(source: ModelSource, shape: ModelShape) -> int:
     from transformers import AutoModelForCausalLM
 
     text = shape.config.get_text_config(decoder=True)
-    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
-    chosen = getattr(text, "num_experts_per_tok", None)
-    share = Fraction(chosen, experts) if experts and chosen else Fraction(1)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(shape.config, trust_remote_code=source.trust_remote_code)
@@ -91,7 +88,6 @@ def parameters_per_token(source: ModelSource, shape: ModelShape) -> int:
             f"the parameters of {source.model} cannot be counted from its configuration"
             f" ({' '.join(str(error).split())}); see its size with kvtuner search --dry-run"
         ) from error
-    total = Fraction(0)
-    for name, parameter in model.named_parameters():
-        total += parameter.numel() * (share if ".experts." in name else 1)
-    return math.ceil(total)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    reached = reached_elements(text, shapes)
+    return sum(map(math.prod, shapes.values())) if reached is None else math.ceil(reached)

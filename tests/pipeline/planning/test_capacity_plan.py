@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from kvtuner.errors import BudgetError, GeometryError, ServingError, Unsupported
 from kvtuner.evaluation.cache_scheme import RankLayout
 from kvtuner.pipeline.planning.capacity_plan import CapacityPlan, make_plan
 from kvtuner.pipeline.planning.plan_options import PlanOptions
+from kvtuner.pipeline.planning.plan_text import search_sentences
+from kvtuner.pipeline.planning.search_cost import SearchCost
 from kvtuner.pipeline.planning.server_memory import ServerMemory
 from kvtuner.precision import GIB, ExactWindow, PrecisionPair
 from kvtuner.search_spaces.budget import Budget
@@ -188,3 +191,14 @@ def test_the_model_is_refused_as_by_a_search(hub_model: HubModel, tmp_path: Path
     (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(UnsupportedModelError, match=r"no safetensors files .* such as --weights 14GiB"):
         plan_of(folder, gpu="H100")
+
+
+@pytest.mark.parametrize(("tp_size", "advice"), [(1, "more than this GPU has"), (2, "more than one of these GPUs has")])
+def test_a_search_that_a_gpu_cannot_hold_says_what_to_do_with_the_gpus_that_there_are(
+    hub_model: HubModel, tp_size: int, advice: str
+) -> None:
+    plan = plan_of(hub_model("llama"), memory=20 * GIB, weights=4 * GIB, tp_size=tp_size, context_length=32_768)
+    # The weights alone are what a search loads, whatever the ranks.
+    plan = replace(plan, search=SearchCost(1, 1, None, 24 * GIB, 0))
+    text = " ".join(search_sentences(plan))
+    assert advice in text and "accelerate" in text

@@ -8,6 +8,7 @@ import pytest
 from kvtuner.report.plots.bits_over_sensitivity import bits_over_sensitivity, least_width
 from kvtuner.report.plots.drawing import CHARACTER, Drawing, Widths
 from kvtuner.report.search_data import ScoreSet
+from kvtuner.report.search_report import search_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,3 +66,12 @@ def test_what_was_not_measured_has_no_bar_and_says_so(make_report: MakeReport) -
     assert len(marks(drawing, "bar")) == len(marks(drawing, "unmeasured")) == 2
     bare = bits_over_sensitivity(replace(data, sensitivity=()), 580)
     assert len(marks(bare, "cell")) == 4 and not marks(bare, "bar")
+
+
+@pytest.mark.parametrize("score", [0.0, None, float("nan")])
+def test_no_bars_are_promised_where_no_score_is_positive(make_report: MakeReport, score: float | None) -> None:
+    data = make_report(2)
+    nothing = tuple(replace(row, best=ScoreSet(score, score, score)) for row in data.sensitivity)
+    data = replace(data, sensitivity=nothing)
+    assert least_width(data) is None and not marks(bits_over_sensitivity(data, 580), "bar")
+    assert "alone cost at" not in search_page(data) and "alone cost at 2 bits" in search_page(make_report(2))
