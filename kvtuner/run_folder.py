@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 EVENTS = "events.jsonl"
 LINE_CHECKSUM = "crc32"
+RUNS = "runs"
+"""The folder of run folders, where nobody names another."""
 
 
 def canonical_json(value: Any) -> str:

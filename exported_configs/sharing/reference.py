@@ -16,6 +16,7 @@ from kvtuner.exported_configs.profile.evaluation_record import EVALUATION_SUFFIX
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.exported_configs.profile.profile import Profile
 from kvtuner.exported_configs.sharing.catalogue import catalogue_file
+from kvtuner.run_folder import RUNS
 
 PROFILE_FILE: Final = "profile.json"
 CATALOGUE_PREFIX: Final = "catalogue:"
@@ -97,7 +98,8 @@ def parse_reference(text: str) -> ProfileReference:
     if match is None or (name.endswith(".json") and match["path"] is None) or os.path.exists(file):
         return FileReference(file, digest)
     # What would lie in a folder of this machine is a mistyped path, not a repository of an owner called runs.
-    if match["revision"] is None and match["path"] is None and file.parent.is_dir():
+    is_plain = match["revision"] is None and match["path"] is None
+    if is_plain and (file.parent.is_dir() or file.parent == Path(RUNS)):
         return FileReference(file, digest)
     path = match["path"] or PROFILE_FILE
     if not path.isprintable() or "\\" in path or any(part in ("", ".", "..") for part in path.split("/")):
@@ -172,9 +174,11 @@ def find_profiles(text: str) -> list[ResolvedProfile]:
         profiles = [ResolvedProfile(path, load_profile(path), f"{CATALOGUE_PREFIX}{reference.name}", "catalogue")]
     else:
         if _HUB.fullmatch(str(reference.path)) and not os.path.exists(reference.path):
+            folder = reference.path.parent
+            reason = "is a folder here" if folder.is_dir() else "is where run folders are"
             raise ProfileError(
-                f"there is no {reference.path}, and {reference.path.parent} is a folder here; a profile of the hub is"
-                f" then written {reference.path}@main"
+                f"there is no {reference.path}, and {folder} {reason}; a profile of the hub is then written"
+                f" {reference.path}@main"
             )
         files = profile_files(reference.path)
         profiles = [ResolvedProfile(path, load_profile(path), path.name, "folder") for path in files]

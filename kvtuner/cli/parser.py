@@ -76,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
     def refuse_unknown(self, word: str, what: str, known: Iterable[str]) -> NoReturn:
         """End with the known word that is most like an unknown one, if any is."""
         near = difflib.get_close_matches(word, list(known), n=1)
-        self.error(f"there is no {what} {word!r}" + (f"; did you mean {near[0]}?" if near else ""))
+        self.error(f"there is no {what} {word!r}" + (f" (did you mean {near[0]}?)" if near else ""))
 
 
 def build_parser() -> _Parser:

@@ -17,7 +17,7 @@ from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
 from kvtuner.exported_configs.scheme_names import REFERENCE
 from kvtuner.pipeline.number_readers import MAX_SEED
 from kvtuner.pipeline.progress import say
-from kvtuner.run_folder import RunFolder
+from kvtuner.run_folder import RUNS, RunFolder
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def corpus_source(data: DataOptions, model: ModelOptions, shape: ModelShape, *, 
 
 def run_folder(model: ModelOptions, out: str | None, name: str) -> RunFolder:
     """The folder that `out` names, or ``runs/<model>-<name>``."""
-    return RunFolder(Path(out) if out else Path("runs") / f"{model_source(model).name.replace('/', '--')}-{name}")
+    return RunFolder(Path(out) if out else Path(RUNS) / f"{model_source(model).name.replace('/', '--')}-{name}")
 
 
 class ProfiledModel(Generic[MeasuringOptions]):

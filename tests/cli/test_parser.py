@@ -77,13 +77,16 @@ def test_a_model_is_needed(command: str, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["serch"], "kvtuner: error: there is no command 'serch'; did you mean search?"),
+        (["serch"], "kvtuner: error: there is no command 'serch' (did you mean search?); see"),
         (["xyz"], "kvtuner: error: there is no command 'xyz'; see kvtuner --help"),
         (
             ["search", "--mod", "demo"],
-            "kvtuner search: error: there is no flag or argument '--mod'; did you mean --model?",
+            "kvtuner search: error: there is no flag or argument '--mod' (did you mean --model?); see",
         ),
-        (["show", "a", "--jsno=1"], "kvtuner show: error: there is no flag or argument '--jsno'; did you mean --json?"),
+        (
+            ["show", "a", "--jsno=1"],
+            "kvtuner show: error: there is no flag or argument '--jsno' (did you mean --json?); see",
+        ),
         (["search", "--trials", "many"], "argument --trials: must be a whole number, not 'many'"),
         (["search", "--seed", "1.5"], "argument --seed: must be a whole number, not '1.5'"),
         (["search", "--residual-length", "x"], "--residual-length: must be a whole number of tokens, or auto, not 'x'"),

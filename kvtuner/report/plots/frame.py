@@ -157,7 +157,7 @@ def _places(name: PointName) -> list[_Box]:
     width, half = len(name.text) * CHARACTER, TEXT_SIZE / 2
     centres = []
     for far in (0.0, 8.0, 18.0, 30.0):
-        side, above = 8 + width / 2 + far, 13.0 + far
+        side, above = 11 + width / 2 + far, 13.0 + far
         centres += [(side, 0.0), (-side, 0.0), (0.0, -above), (0.0, above)]
         centres += [(x, y) for y in (-above, above) for x in (side, -side)]
     return [

@@ -50,6 +50,10 @@ def test_each_form_is_read(text: str, expected: object, tmp_path: Path, monkeypa
 
 def test_what_exists_here_is_meant_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ProfileError, match=r"there is no runs/typo, and runs is where run folders are; .* runs/typo@main"
+    ):
+        find_profiles("runs/typo")
     (tmp_path / "runs" / "demo-4bit").mkdir(parents=True)
     assert parse_reference("runs/demo-4bit") == FileReference(Path("runs/demo-4bit"))
     assert parse_reference(f"runs/demo-4bit#{DIGEST}") == FileReference(Path("runs/demo-4bit"), DIGEST)
