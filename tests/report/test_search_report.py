@@ -180,7 +180,7 @@ def test_a_solution_that_refinement_did_not_better_is_said_to_be_kept(
 ) -> None:
     data = replace(make_report(2), refinement=gain)
     assert text in " ".join(search_text(data, WIDE, verbose=True).split())
-    assert text in Page(page_text(data)).text
+    assert text in Page(search_page(data)).text
     assert ReportData.from_json(data.to_json()) == data
 
 
