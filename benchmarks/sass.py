@@ -33,7 +33,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import dequantize_then_dot
+from gpu_parts import dequantize_then_dot
 from gpu_parts.baselines import SGLANG_LAUNCH
 from gpu_parts.pools import ALL_TRANSFORMS, LLAMA, HeadShape, empty_rows, row_format
 

@@ -67,21 +67,39 @@ def unpack_rows(
     expected = row_bytes(num_heads, head_dim, bits, group_size, word_bits=word_bits)
     if rows.shape[-1] != expected or rows.dtype != torch.uint8:
         raise PrecisionError(f"a row is uint8 [..., {expected}], not {rows.dtype} [..., {rows.shape[-1]}]")
-    lead, slots = rows.shape[:-1], num_slots(bits)
+    codes = codes_of_rows(rows, bits, num_heads, head_dim).to(torch.uint8)
+    scale, minimum = words_of_rows(rows, bits, num_heads, head_dim, group_size, word_bits=word_bits)
+    return Quantized(codes, scale, minimum, bits, used_word_bits(bits, word_bits))
+
+
+def codes_of_rows(rows: Tensor, bits: int, num_heads: int, head_dim: int) -> Tensor:
+    """The codes of rows [..., row_bytes], small integers [..., num_heads, head_dim] of int16, or int32 at 3 bits."""
+    slots = num_slots(bits)
     num_units = num_heads * (head_dim // slots)
-    halves = rows[..., : 2 * num_units].unflatten(-1, (num_units, 2)).to(torch.int32)
-    units = (halves[..., 0] | halves[..., 1] << 8).unflatten(-1, (num_heads, -1))
+    halves = _as(torch.int16, rows[..., : 2 * num_units])
+    units = halves.unflatten(-1, (num_heads, -1))
     if bits == THREE_BITS:
         thirds = rows[..., 2 * num_units : 3 * num_units].to(torch.int32)
-        units |= thirds.reshape(*lead, num_heads, head_dim // slots // 2, 2).transpose(-1, -2).flatten(-2) << 16
-    shifts = torch.arange(slots, dtype=torch.int32, device=rows.device) * bits
-    codes = (units.unsqueeze(-2) >> shifts.unsqueeze(-1)) & (2**bits - 1)
+        high = thirds.unflatten(-1, (num_heads, head_dim // slots // 2, 2)).transpose(-1, -2).flatten(-2)
+        units = units.to(torch.int32) & 0xFFFF | high << 16
+    return torch.cat([units >> (slot * bits) & (2**bits - 1) for slot in range(slots)], dim=-1)
+
+
+def words_of_rows(
+    rows: Tensor, bits: int, num_heads: int, head_dim: int, group_size: int, *, word_bits: WordBits = WIDE_WORD_BITS
+) -> tuple[Tensor, Tensor]:
+    """The scales and the minimums of rows [..., row_bytes], each [..., num_heads, num_groups], as in `Quantized`."""
     num_groups, used = head_dim // group_size, used_word_bits(bits, word_bits)
     first_word = words_offset(num_heads, head_dim, bits, word_bits)
     words = rows[..., first_word : first_word + used // 8 * num_heads * num_groups]
-    words = words.clone(memory_format=torch.contiguous_format)  # a view may begin at an odd byte
     if used == SHORT_WORD_BITS:
-        scale, minimum = from_words(words.view(torch.int16).reshape(*lead, num_heads, num_groups), bits)
-        return Quantized(codes.to(torch.uint8).flatten(-2), scale, minimum, bits, SHORT_WORD_BITS)
-    scale, minimum = words.view(torch.float16).reshape(*lead, num_heads, num_groups, 2).unbind(-1)
-    return Quantized(codes.to(torch.uint8).flatten(-2), scale, minimum, bits)
+        return from_words(_as(torch.int16, words).unflatten(-1, (num_heads, num_groups)), bits)
+    scale, minimum = _as(torch.float16, words).unflatten(-1, (num_heads, num_groups, 2)).unbind(-1)
+    return scale, minimum
+
+
+def _as(dtype: torch.dtype, rows: Tensor) -> Tensor:
+    """Bytes [..., n] as numbers of two bytes; a copy where a view begins at an odd byte."""
+    if rows.storage_offset() % 2 or any(stride % 2 for stride in rows.stride()[:-1]) or rows.stride(-1) != 1:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows.view(dtype)

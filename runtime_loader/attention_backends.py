@@ -13,7 +13,7 @@ import torch
 from kvtuner.errors import ServingError
 from kvtuner.runtime_loader import kernels
 from kvtuner.runtime_loader.host_tier.transfer import TorchMover
-from kvtuner.runtime_loader.packed_attention import TorchAttention
+from kvtuner.runtime_loader.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Final
 
-import dequantize_then_dot
 import torch
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from gpu_parts import dequantize_then_dot
 from kvtuner.precision import PrecisionPair
 from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.extend_and_merge import merge_splits

@@ -12,8 +12,9 @@ from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader import attention_backends
 from kvtuner.runtime_loader.attention_backends import AttentionBackend, backend_for, register_backend
 from kvtuner.runtime_loader.host_tier.transfer import TorchMover
-from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling, TorchAttention
+from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
+from kvtuner.runtime_loader.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

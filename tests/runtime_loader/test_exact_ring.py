@@ -22,8 +22,8 @@ from kvtuner.runtime_loader.exact_ring import (
     most_requests,
     request_bytes,
 )
-from kvtuner.runtime_loader.packed_attention import TorchAttention
 from kvtuner.runtime_loader.row_format import LayerFormat, RowFormat, rank_formats
+from kvtuner.runtime_loader.torch_attention import TorchAttention
 from kvtuner.search_spaces.budget import Budget
 from kvtuner.transforms import TransformKind
 

@@ -13,7 +13,8 @@ from kvtuner.runtime_loader.kernels import launch
 from kvtuner.runtime_loader.kernels.kernel_side import KernelSide
 from kvtuner.runtime_loader.kernels.launch import Scratch
 from kvtuner.runtime_loader.kernels.launch_settings import INTERPRETED
-from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling, TorchAttention
+from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling
+from kvtuner.runtime_loader.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
     from fixture_types import MakePoisoned, MakeRowFormat

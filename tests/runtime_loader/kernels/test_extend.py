@@ -10,7 +10,8 @@ import torch
 
 from kvtuner.runtime_loader.kernels import triton_attention as attention
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
-from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling, TorchAttention
+from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
+from kvtuner.runtime_loader.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
     from fixture_types import MakePoisoned, MakeRowFormat

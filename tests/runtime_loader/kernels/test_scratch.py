@@ -8,7 +8,8 @@ import torch
 
 from kvtuner.runtime_loader.kernels.launch import Scratch
 from kvtuner.runtime_loader.kernels.triton_attention import TritonAttention
-from kvtuner.runtime_loader.packed_attention import ScoreScaling, TorchAttention
+from kvtuner.runtime_loader.packed_attention import ScoreScaling
+from kvtuner.runtime_loader.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
     from fixture_types import MakePoisoned, MakeRowFormat

@@ -25,7 +25,6 @@ from kvtuner.errors import ServingError
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.runtime_loader.host_tier.stored_page import HEADER_BYTES
 from kvtuner.runtime_loader.host_tier.transfer import TorchMover
-from kvtuner.runtime_loader.packed_attention import TorchAttention
 from kvtuner.runtime_loader.sglang import packed_pool as pool_module
 from kvtuner.runtime_loader.sglang.compat.hierarchical_cache import HostOptions
 from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
@@ -35,6 +34,7 @@ from kvtuner.runtime_loader.sglang.hicache import page_identity as identity_modu
 from kvtuner.runtime_loader.sglang.hicache import tier as tier_module
 from kvtuner.runtime_loader.sglang.hicache.host_pool import check_host_pool
 from kvtuner.runtime_loader.sglang.process_state import RankState, process_state
+from kvtuner.runtime_loader.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.device_pool_info import MHABufferInfo

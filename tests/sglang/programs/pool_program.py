@@ -8,10 +8,10 @@ import torch
 
 from kvtuner.errors import ServingError
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.runtime_loader.packed_attention import TorchAttention
 from kvtuner.runtime_loader.sglang import packed_pool as pool_module
 from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
 from kvtuner.runtime_loader.sglang.process_state import RankState, process_state
+from kvtuner.runtime_loader.torch_attention import TorchAttention
 
 START, STOP, SIZE, PAGE = 1, 4, 48, int(sys.argv[2])
 

@@ -9,10 +9,10 @@ import torch
 from kvtuner.errors import ServingError
 from kvtuner.exported_configs.profile.load import load_profile
 from kvtuner.runtime_loader.exact_ring import EMPTY, ExactRing, ExactRings, NewTokens
-from kvtuner.runtime_loader.packed_attention import TorchAttention
 from kvtuner.runtime_loader.sglang import packed_pool as pool_module
 from kvtuner.runtime_loader.sglang.compat.parallel import ParallelRanks
 from kvtuner.runtime_loader.sglang.process_state import RankState, process_state
+from kvtuner.runtime_loader.torch_attention import TorchAttention
 
 DTYPE, SIZE, SLOTS, TRITON = getattr(torch, sys.argv[2]), int(sys.argv[3]), 5, sys.argv[4] == "triton"
 

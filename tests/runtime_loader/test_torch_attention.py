@@ -6,18 +6,32 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from dequantized_attention import dequantized_decode
 
 from kvtuner.errors import CacheError
+from kvtuner.precision import PACKED_BITS
 from kvtuner.quant import STEPS, QuantSpec, Step, Transform
-from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling, TorchAttention
+from kvtuner.runtime_loader import torch_attention
+from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
+from kvtuner.runtime_loader.torch_attention import TorchAttention
 from kvtuner.transforms import TransformKind, candidate_transforms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvtuner.precision import WordBits
+
 NUM_SLOTS = 64
 HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (3, 1)}
+
+
+@pytest.fixture(autouse=True, params=["one block", "several blocks"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of a few tokens is read in one block, or in several of which the last is not full."""
+    if request.param == "several blocks":
+        monkeypatch.setattr(torch_attention, "BLOCK_KEYS", 5)
+        monkeypatch.setattr(torch_attention, "BLOCK_QUERIES", 2)
 
 
 def transform(name: str, num_heads: int, head_dim: int) -> Transform:
@@ -141,6 +155,36 @@ def test_extend_reads_the_prefix_from_rows_and_new_tokens_as_they_are(
         ]
     )
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("k_bits", PACKED_BITS)
+@pytest.mark.parametrize(("num_groups", "word_bits", "symmetric"), [(1, 32, True), (2, 32, False), (2, 16, False)])
+def test_groups_and_words_of_every_kind_are_folded_into_scores_and_sums(
+    k_bits: int, num_groups: int, word_bits: WordBits, symmetric: bool
+) -> None:
+    head_dim, lengths, v_bits = 96, [3, 26], {2: 4, 3: 8, 4: 3, 8: 2}[k_bits]
+    k_transform = transform("centered+hadamard", 2, head_dim)
+    specs = [
+        QuantSpec(bits, kind, head_dim // num_groups, symmetric, "least_squares", word_bits=word_bits)
+        for bits, kind in ((k_bits, k_transform), (v_bits, transform("none", 2, head_dim)))
+    ]
+    keys, values, slots, _, _ = filled((4, 2), head_dim, *specs, lengths)
+    q, indptr = random(2, 4, head_dim, seed=9), torch.tensor([0, 3, 29])
+    scores = ScoreScaling(0.11)
+    found = TorchAttention().decode(q, keys, values, indptr, torch.cat(slots), scores)
+    expected = dequantized_decode(q, keys, values, indptr, torch.cat(slots), scores)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_nan_is_seen_by_its_request_and_by_no_other(side: str) -> None:
+    keys, values, slots, k, v = filled((2, 2), 64, QuantSpec(4), QuantSpec(2), [9, 8])
+    broken = {"keys": k, "values": v}
+    broken[side][7, :, 3] = torch.nan
+    TorchAttention().store(keys, values, torch.cat(slots), k, v)
+    q = random(2, 2, 64, seed=0)
+    found = TorchAttention().decode(q, keys, values, torch.tensor([0, 9, 17]), torch.cat(slots), ScoreScaling(1.0))
+    assert found[0].isnan().all() and not found[1].isnan().any()
 
 
 def test_results_come_in_the_dtype_of_the_queries() -> None:
