@@ -27,6 +27,8 @@ from kvtuner.precision import (
 
 EXPORTABLE: Final = "--transforms none --fit minmax --word-bits 32 --no-three-bits --residual-length 0"
 """The flags of a search whose profiles have nothing that other tools lack, but for their own limits."""
+WIDER_BITS: Final = 4
+"""The bits that a file has for 3, which no other tool stores."""
 NATIVE: Final = PrecisionPair(NATIVE_BITS, NATIVE_BITS)
 _OWN_MODEL: Final = "give the file's own model"
 
@@ -207,24 +209,43 @@ def read(
 
 def write(profile: Profile, name: str, *, lossy: bool = False) -> Exported:
     """Write a profile as another tool's file; `ProfileError` for what it cannot say, unless `lossy` drops it."""
-    can_lose = formats.FORMATS[name].can_lose
-    if lossy and not can_lose:
+    if lossy and not formats.FORMATS[name].can_lose:
         raise ProfileError(f"{name} is never written with a loss; leave --lossy out")
     profile.check_one_shape()  # as no other tool's file has layers of several
-    if three := [layer for layer, pair in enumerate(profile.pairs) if THREE_BITS in (pair.k_bits, pair.v_bits)]:
-        # No loss that may be dropped: the width is what the file would be about.
-        raise refusal(
-            name, [LostFeature(layer, f"{THREE_BITS} bits", "search with --no-three-bits") for layer in three]
-        )
-    exported: Exported = _module(name).write(profile)
+    widened = [
+        LostFeature(layer, f"{THREE_BITS} bits, for which the file has {WIDER_BITS}")
+        for layer, pair in enumerate(profile.pairs)
+        if THREE_BITS in (pair.k_bits, pair.v_bits)
+    ][:1]
+    if widened and not lossy:
+        raise _strict_refusal(name, widened)
+    exported: Exported = _module(name).write(_without_three_bits(profile) if widened else profile)
     if exported.lost and not lossy:
-        lost = [
-            feature._replace(way_out=f"--lossy drops that; a search with {EXPORTABLE} has nothing to drop")
-            for feature in exported.lost
-        ]
-        raise refusal(name, lost if can_lose else exported.lost)
-    dropped = (f"dropped, from layer {feature.layer} on: {feature.what}" for feature in exported.lost)
+        raise _strict_refusal(name, exported.lost)
+    dropped = (f"dropped, from layer {feature.layer} on: {feature.what}" for feature in (*widened, *exported.lost))
     return replace(exported, notes=(*exported.notes, *dropped))
+
+
+def _strict_refusal(name: str, lost: Sequence[LostFeature]) -> ProfileError:
+    """The error for a loss that nobody accepted; names the flag that does, where the format has one."""
+    if formats.FORMATS[name].can_lose:
+        way_out = f"--lossy drops that; a search with {EXPORTABLE} has nothing to drop"
+        lost = [feature._replace(way_out=way_out) for feature in lost]
+    return refusal(name, lost)
+
+
+def _without_three_bits(profile: Profile) -> Profile:
+    """A copy with 4 bits wherever the profile has 3, to be written as another tool's file; its digest is stale."""
+    wider: list[dict[str, Any]] = [
+        {
+            side: record.model_copy(update={"bits": WIDER_BITS})
+            for side, record, _ in entry.sides(profile.defaults)
+            if record.bits == THREE_BITS
+        }
+        for entry in profile.layers
+    ]
+    layers = (entry.model_copy(update=sides) for entry, sides in zip(profile.layers, wider, strict=True))
+    return profile.model_copy(update={"layers": tuple(layers)})
 
 
 def _module(name: str) -> Any:

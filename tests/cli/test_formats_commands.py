@@ -131,6 +131,14 @@ def preset_of(k_bits: int, v_bits: int) -> str:
     return "".join(f"{n}:\n  nbits_key: {k_bits}\n  nbits_value: {v_bits}\n" for n in range(NUM_LAYERS))
 
 
+@pytest.fixture
+def three_bits(run: RunCommand, model: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "profile.json"
+    assert run("import", "0-1:int8,2:fp8", "--from", "ranges", "--map", "FP8=3", "--model", model, "--out", out)[0] == 0
+    assert [str(pair) for pair in load_profile(out).pairs] == ["K8V8", "K8V8", "K3V3"]
+    return out
+
+
 @pytest.mark.slow
 def test_a_search_with_the_flags_that_a_refusal_names_is_exported_without_a_loss(
     run: RunCommand, search: Search, model_folder: ModelFolder, tmp_path: Path
@@ -151,14 +159,43 @@ def test_a_search_with_the_flags_that_a_refusal_names_is_exported_without_a_loss
 
 
 @pytest.mark.parametrize("name", ["kvtuner-yaml", "optiq", "ranges", "modelopt", "vllm-skip-layers"])
-def test_no_other_format_has_three_bits(run: RunCommand, model: Path, tmp_path: Path, name: str) -> None:
-    out = tmp_path / "profile.json"
-    assert run("import", "0-1:int8,2:fp8", "--from", "ranges", "--map", "FP8=3", "--model", model, "--out", out)[0] == 0
-    assert [str(pair) for pair in load_profile(out).pairs] == ["K8V8", "K8V8", "K3V3"]
-    for flags in ((), ("--lossy",)):
-        status, stdout, err = run("export", out, "--to", name, *flags)
-        assert (status, stdout) == (2, "")
-        assert "layer 2: 3 bits" in err or "leave --lossy out" in err
+def test_no_other_format_has_three_bits(run: RunCommand, three_bits: Path, name: str) -> None:
+    status, stdout, err = run("export", three_bits, "--to", name)
+    assert (status, stdout) == (2, "")
+    assert "layer 2: 3 bits, for which the file has 4" in err
+    assert "--no-three-bits" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ranges", "0-1:int8,2:int4\n"),
+        (
+            "kvtuner-yaml",
+            preset_of(8, 8).replace("2:\n  nbits_key: 8\n  nbits_value: 8", "2:\n  nbits_key: 4\n  nbits_value: 4"),
+        ),
+    ],
+)
+def test_a_lossy_file_has_four_bits_for_three_and_says_so(
+    run: RunCommand, three_bits: Path, name: str, text: str
+) -> None:
+    before = three_bits.read_bytes()
+    status, stdout, err = run("export", three_bits, "--to", name, "--lossy")
+    assert (status, stdout) == (0, text), err
+    assert "dropped, from layer 2 on: 3 bits, for which the file has 4" in err
+    assert three_bits.read_bytes() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kvtuner-yaml", "ranges"])
+def test_what_a_search_finds_by_default_is_exported_with_its_loss_named(
+    run: RunCommand, search: Search, tmp_path: Path, name: str
+) -> None:
+    search(tmp_path / "run", "--layers", "0-1:K4V4,2:K3V3", "--score", "fisher", trials=None)
+    status, stdout, err = run("export", tmp_path / "run", "--to", name, "--lossy")
+    assert status == 0, err
+    assert "3 bits, for which the file has 4" in err
+    assert stdout == {"ranges": "0-2:int4\n", "kvtuner-yaml": preset_of(4, 4)}[name]
 
 
 @pytest.mark.parametrize(
