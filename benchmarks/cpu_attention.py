@@ -17,6 +17,7 @@ import itertools
 import json
 import platform
 import statistics
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvtuner.quant import QuantSpec
+from kvtuner.runtime_loader.cpu.library import runnable_sets
+from kvtuner.runtime_loader.cpu.native_attention import NativeAttention
 from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
 from kvtuner.runtime_loader.torch_attention import TorchAttention
@@ -37,6 +40,14 @@ if TYPE_CHECKING:
 
     from kvtuner.runtime_loader.packed_attention import PackedAttention
 
+PAGE: Final = """# Attention on a processor
+
+[docs/processor.md](../../docs/processor.md) says what this shows. Two virtual cores of an EPYC of the fourth generation
+(Zen 4), which others used meanwhile. 8 KV heads, GQA 4, 128 channels, one scale for a head, medians.
+
+    {command}
+
+{tables}"""
 NUM_KV_HEADS: Final = 8
 GQA: Final = 4
 HEAD_DIM: Final = 128
@@ -82,7 +93,7 @@ def packed(case: Requests, bits: int, attention: PackedAttention) -> Stepper:
     copies = itertools.cycle(
         [tuple(PackedRows(rows.clone(), row_format) for _ in range(2)) for _ in range(num_copies(num_bytes))]
     )
-    q = torch.randn(case.batch, NUM_KV_HEADS * GQA, HEAD_DIM)
+    q = torch.randn(case.batch, NUM_KV_HEADS * GQA, HEAD_DIM, dtype=torch.bfloat16)
     indptr, slots = torch.arange(case.batch + 1) * case.tokens, torch.arange(num_tokens)
     return Stepper(num_bytes, lambda: attention.decode(q, *next(copies), indptr, slots, SCORES))
 
@@ -138,10 +149,15 @@ def num_copies(num_bytes: int) -> int:
 
 def implementations(case: Requests, widths: list[int]) -> Iterator[tuple[str, Stepper]]:
     """Every implementation by its name."""
-    for bits in widths:
-        yield f"torch blockwise K{bits}V{bits}", packed(case, bits, TorchAttention())
+    for bits, kind in itertools.product(widths, [kind for kind in runnable_sets() if kind.has_integer_products]):
+        yield f"{kind.name} K{bits}V{bits}", packed(case, bits, NativeAttention(kind.name))
+    first = f"K{widths[0]}V{widths[0]}"
+    for kind in runnable_sets():
+        attention = NativeAttention(kind.name, integer_products=False)
+        yield f"{kind.name}, float32, {first}", packed(case, widths[0], attention)
+    yield f"torch blockwise {first}", packed(case, widths[0], TorchAttention())
     if case.tokens <= 4096:  # it takes a second at 64k
-        yield f"torch dequantized K{widths[0]}V{widths[0]}", dequantized(case, widths[0])
+        yield f"torch dequantized {first}", dequantized(case, widths[0])
     for name, attend in BF16.items():
         yield name, unpacked(case, attend)
 
@@ -198,13 +214,19 @@ def main() -> None:
     parser.add_argument("--bits", type=int, nargs="+", default=[4], choices=[2, 3, 4, 8])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="the file of all medians")
+    parser.add_argument("--markdown", type=Path, help="the page of all tables")
     args = parser.parse_args()
     torch.manual_seed(0)
-    everything = []
+    everything: list[Medians] = []
+    tables: list[str] = []
     for threads, batch, tokens in itertools.product(args.threads, args.batch, args.tokens):
         timed = measured(Requests(threads, batch, tokens), args.bits, args.rounds)
         everything += timed
-        print(table(timed), flush=True)
+        tables.append(table(timed))
+        print(tables[-1], flush=True)
+    if args.markdown:
+        command = f"OMP_NUM_THREADS={max(args.threads)} python {' '.join(sys.argv)}"
+        args.markdown.write_text(PAGE.format(command=command, tables="\n".join(tables)))
     if args.json:
         machine = {"machine": platform.machine(), "torch": torch.__version__, "rounds": args.rounds}
         args.json.write_text(json.dumps({**machine, "medians": [asdict(row) for row in everything]}, indent=1) + "\n")

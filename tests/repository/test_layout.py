@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LINKED_FOLDERS = ("calibration", "exported_configs", "runtime_loader", "search_spaces", "tuner")
 PACKAGE_FOLDERS = ("kvtuner", *LINKED_FOLDERS)
 BUILD_INPUTS = ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "LICENSES", *PACKAGE_FOLDERS)
-DATA_SUFFIXES = {".html", ".json", ".jsonl", ".txt", ".safetensors"}
+DATA_SUFFIXES = {".html", ".json", ".jsonl", ".txt", ".safetensors", ".cc", ".h"}
 DEMO_MODEL = ROOT / "calibration" / "demo" / "model"
 
 

@@ -11,6 +11,7 @@ from kvtuner.errors import ServingError
 from kvtuner.quant import QuantSpec
 from kvtuner.runtime_loader import attention_backends
 from kvtuner.runtime_loader.attention_backends import AttentionBackend, backend_for, register_backend
+from kvtuner.runtime_loader.cpu import library
 from kvtuner.runtime_loader.host_tier.transfer import TorchMover
 from kvtuner.runtime_loader.packed_attention import PackedRows, ScoreScaling
 from kvtuner.runtime_loader.row_format import RowFormat
@@ -18,6 +19,7 @@ from kvtuner.runtime_loader.torch_attention import TorchAttention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 CPU = torch.device("cpu")
 
@@ -67,7 +69,7 @@ def test_a_registered_backend_is_chosen_by_name_and_attends(toy: AttentionBacken
 
 
 def test_a_backend_is_never_taken_unasked_unless_it_says_so(toy: AttentionBackend) -> None:
-    assert backend_for(CPU).name == "torch"
+    assert backend_for(CPU).name in ("cpu", "torch")
     assert backend_for(torch.device("cuda")).name == "triton"
     with pytest.raises(AssertionError, match="there is an attention backend toy already"):
         register_backend(toy)
@@ -80,6 +82,31 @@ def test_a_backend_that_does_not_run_there_is_refused(toy: AttentionBackend, dev
     refusal = f"KVTUNER_ATTENTION={name} is no implementation of attention on {device}; unset it"
     with pytest.raises(ServingError, match=refusal):
         backend_for(torch.device(device), name)
+
+
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A machine that has no C++ compiler, for a user who compiled nothing."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    attention_backends._say_once.cache_clear()
+    library.load_library.cache_clear()
+    yield
+    library.load_library.cache_clear()
+
+
+def test_without_a_compiler_torch_attends_and_one_line_says_so(
+    without_compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [backend_for(CPU).name for _ in range(2)] == ["torch", "torch"]
+    (line,) = caplog.messages
+    assert line.startswith("kvtuner: attention is torch and not cpu: there is no C++ compiler: install g++")
+
+
+def test_without_a_compiler_the_library_is_refused_by_name(without_compiler: None) -> None:
+    with pytest.raises(ServingError, match="there is no C\\+\\+ compiler: install g\\+\\+ 12 or newer"):
+        backend_for(CPU, "cpu")
 
 
 def test_the_kernels_are_refused_on_a_processor_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

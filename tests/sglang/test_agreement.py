@@ -6,10 +6,12 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.precision import ExactWindow
+from kvtuner.runtime_loader.attention_backends import backend_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,7 +71,8 @@ def test_a_mixed_profile_agrees_with_the_transformers_host(
     assert agreement.own > 1e-4
     assert_agrees(agreement)
     rank = f'digest="{profile.digest}",pp_rank="0",tp_rank="0"'
-    how = f'attend="fresh",attention="torch",digest="{profile.digest}",model="tiny",pp_rank="0",tp_rank="0"'
+    attention = backend_for(torch.device("cpu")).name
+    how = f'attend="fresh",attention="{attention}",digest="{profile.digest}",model="tiny",pp_rank="0",tp_rank="0"'
     shape, channels = profile.row_shape(1), config.num_key_value_heads * profile.geometry.head_dim
     sides = [(shape.k_bytes, pair.k_bits) for pair in profile.pairs] + [
         (shape.v_bytes, pair.v_bits) for pair in profile.pairs

@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import re
 import shutil
@@ -47,6 +48,7 @@ def _run(args: Namespace) -> int:
         *(_optional(name, use) for name, use in OPTIONAL.items()),
         _guarded("devices", _devices),
         _guarded("attention hook", _demo_model),
+        _guarded("processor attention", _processor_attention),
         _guarded("disk", _disk),
     ]
     if args.json:
@@ -118,6 +120,24 @@ def _demo_model() -> DoctorCheck:
     chain = DecoderChain(loaded.model, loaded.shape.geometry)
     detail = f"demo model loads, {len(chain.layers)} layers seen through transformers"
     return DoctorCheck("attention hook", "ok", detail)
+
+
+def _processor_attention() -> DoctorCheck:
+    """What attends over packed rows where a server runs on this processor; the library is compiled if it is not yet."""
+    import torch
+
+    from kvtuner.runtime_loader.attention_backends import BACKEND_VARIABLE, backend_for
+    from kvtuner.runtime_loader.cpu import BACKEND
+    from kvtuner.runtime_loader.cpu.library import compiler, require_native_library, runnable_sets
+
+    chosen = backend_for(torch.device("cpu"), os.environ.get(BACKEND_VARIABLE) or None).name
+    if chosen == BACKEND:
+        return DoctorCheck("processor attention", "ok", f"{chosen}: C++ for {runnable_sets()[0].name}, by {compiler()}")
+    try:
+        require_native_library()
+    except KVTunerError as error:
+        return DoctorCheck("processor attention", "note", f"{chosen}, which is slower: {error}")
+    return DoctorCheck("processor attention", "note", f"{chosen}, by {BACKEND_VARIABLE}; {BACKEND} runs here too")
 
 
 def _disk() -> DoctorCheck:

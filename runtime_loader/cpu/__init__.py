@@ -1,0 +1,11 @@
+"""Attention over packed rows on a processor, in C++ that is compiled at first use.
+
+The backend is `native_attention` (`NativeAttention`), and `library` (`load_library`) finds or compiles its library.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+BACKEND: Final = "cpu"
+"""The name of this backend."""

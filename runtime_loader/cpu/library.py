@@ -1,0 +1,176 @@
+"""The library in C++: which one a processor runs, compiled once into the user's cache folder. Knows no rows."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from kvtuner.errors import ServingError
+from kvtuner.runtime_loader.cpu.structures import AttendJob, StoreJob
+
+COMPILERS: Final = ("c++", "g++", "clang++")
+# Nothing may be fused or reordered: rows must be those of quant.py. Products that may be fused ask for it by name.
+COMPILER_FLAGS: Final = (
+    "-std=c++17", "-O3", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fvisibility=hidden",
+    "-Wno-psabi", "-shared", "-fPIC",
+)  # fmt: skip
+MOST_SECONDS: Final = 300
+"""The most seconds that compiling may take; on a core of 2023 it takes ten."""
+
+logger: Final = logging.getLogger("kvtuner")
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """What a library is compiled for: its flags, and the flags of /proc/cpuinfo that a processor must have."""
+
+    name: str
+    compiler_flags: tuple[str, ...]
+    needs: frozenset[str]
+    has_integer_products: bool
+
+
+_V3: Final = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
+_V4: Final = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
+INSTRUCTION_SETS: Final = (
+    InstructionSet("avx512", ("-march=x86-64-v4", "-mavx512vnni"), _V4, has_integer_products=True),
+    InstructionSet("avx2", ("-march=x86-64-v3",), _V3, has_integer_products=True),
+    InstructionSet("generic", (), frozenset(), has_integer_products=False),
+)
+"""The instruction sets, the best first. Any processor runs the last: the same source, four numbers at a time."""
+
+
+@cache
+def runnable_sets() -> tuple[InstructionSet, ...]:
+    """The instruction sets that this processor runs, the best first."""
+    flags: set[str] = set()
+    if platform.machine() in ("x86_64", "AMD64"):
+        try:
+            text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            text = ""
+        for line in text.splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "flags":
+                flags = set(value.split())
+                break
+    return tuple(kind for kind in INSTRUCTION_SETS if kind.needs <= flags)
+
+
+def compiler() -> str | None:
+    """The path of a C++ compiler, that of CXX first; None where there is none."""
+    asked = os.environ.get("CXX")
+    return next((path for name in (asked, *COMPILERS) if name and (path := shutil.which(name))), None)
+
+
+def require_native_library() -> None:
+    """Refuse by a `ServingError` where no library can be had; otherwise it is ready after this."""
+    if sys.byteorder != "little":
+        raise ServingError("packed rows are read on little-endian processors alone; use KVTUNER_ATTENTION=torch")
+    load_library(runnable_sets()[0].name)
+
+
+@cache
+def load_library(name: str, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """Load the library for an instruction set, which is compiled where this user has not done so yet.
+
+    Raises:
+        ServingError: The processor lacks the instructions, there is no compiler, or it fails.
+    """
+    kind = next((each for each in runnable_sets() if each.name == name), None)
+    if kind is None:
+        names = ", ".join(each.name for each in runnable_sets())
+        raise ServingError(f"this processor does not run {name}; it runs {names}")
+    path = _compiled(kind, extra_flags)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ServingError(f"{path} cannot be loaded: {error}; remove it to compile it again") from error
+    sizes = (ctypes.c_int32 * 2)()
+    library.kvtuner_sizes(sizes)
+    assert list(sizes) == [ctypes.sizeof(AttendJob), ctypes.sizeof(StoreJob)]
+    return library
+
+
+def _compiled(kind: InstructionSet, extra_flags: tuple[str, ...]) -> Path:
+    path_of_compiler = compiler()
+    if path_of_compiler is None:
+        raise ServingError("there is no C++ compiler: install g++ 12 or newer, or name one in CXX")
+    command = [path_of_compiler, *COMPILER_FLAGS, *kind.compiler_flags, *extra_flags]
+    folder = library_folder()
+    with resources.as_file(resources.files(__package__) / "sources") as sources:
+        files = sorted(sources.iterdir())
+        path = folder / f"{kind.name}-{_digest(command, files)}.so"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # One process compiles, and others of this user wait for its file.
+            with (folder / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not path.exists():
+                    _compile([*command, *(str(file) for file in files if file.suffix == ".cc")], path)
+        except OSError as error:
+            raise ServingError(f"{folder} cannot hold the library: {error}; set XDG_CACHE_HOME to a folder") from error
+    return path
+
+
+def _compile(command: list[str], path: Path) -> None:
+    logger.info("compiling attention for this processor, once: %s", path)
+    # Beside the path, so that it takes its place at once or not at all.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built = Path(folder) / path.name
+        try:
+            done = subprocess.run(
+                [*command, "-o", str(built)], capture_output=True, text=True, errors="replace", timeout=MOST_SECONDS,
+                check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise ServingError(f"{command[0]} took more than {MOST_SECONDS} seconds") from error
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
+            raise ServingError(f"{command[0]} failed: {' '.join(errors[:1])}; it must know C++17, as g++ 12 does")
+        built.replace(path)
+
+
+def _digest(command: list[str], files: list[Path]) -> str:
+    """What a library was made of: the compiler, the flags and the sources."""
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True, errors="replace", check=False)
+    digest = hashlib.sha256("\0".join([*command, version.stdout]).encode())
+    for file in files:
+        digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def library_folder() -> Path:
+    """The folder of this user's compiled libraries."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtuner" / "cpu"
+
+
+@cache
+def parallel_function() -> int | None:
+    """The address of `GOMP_parallel` in the OpenMP runtime that torch runs on; None where it has no such runtime.
+
+    Threads of a second runtime would compete with those of the first, which spin for a while after each of torch's
+    loops: that doubles the processor time of two threads.
+    """
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        # Whatever this library depends on is searched, so it is what torch itself calls.
+        function = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(function, ctypes.c_void_p).value

@@ -1,0 +1,302 @@
+"""`PackedAttention` in C++ for processors: rows are stored and attended to by a compiled library."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
+
+import torch
+
+from kvtuner.errors import CacheError, ServingError
+from kvtuner.precision import FITTED_BITS, check_fitted_group
+from kvtuner.quant import hadamard_block, saturated
+from kvtuner.runtime_loader.cpu import BACKEND
+from kvtuner.runtime_loader.cpu.library import load_library, parallel_function, runnable_sets
+from kvtuner.runtime_loader.cpu.structures import (
+    NUMBERS,
+    AttendJob,
+    RowsOfSide,
+    StoreJob,
+    side_of,
+    side_of_states,
+)
+from kvtuner.runtime_loader.torch_attention import TorchAttention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvtuner.runtime_loader.exact_ring import ExactRing, NewTokens, WindowReads
+    from kvtuner.runtime_loader.packed_attention import ExtendBounds, PackedRows, ScoreScaling
+
+STEPS_IN_CPP: Final = ("centered", "balanced", "hadamard")
+"""The steps of transforms that the library stores with, in their order; others are applied before it is called."""
+_FAILURES: Final = {
+    1: "a token slot lies outside of the pool",
+    2: "the bounds of requests fall, or lie outside of their slots or queries",
+    3: "there is no memory for the sums of attention",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """The tokens and the queries of each request, int64 [requests + 1], and token slots; None where they are rows."""
+
+    tokens: Tensor
+    queries: Tensor
+    slots: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Attended:
+    """Attention over a part of the tokens: float32 [queries, num_heads, channels], and the logarithm of its weights."""
+
+    output: Tensor
+    lse: Tensor
+
+    def merged(self, other: _Attended) -> Tensor:
+        """Attention over this part and another."""
+        top = torch.maximum(self.lse, other.lse)
+        top = top.masked_fill(top == -torch.inf, 0.0)
+        one, two = (torch.exp(part.lse - top).unsqueeze(-1) for part in (self, other))
+        total = (one + two).masked_fill((one + two) == 0, 1.0)
+        return (self.output * one + other.output * two) / total
+
+
+class NativeAttention:
+    """`PackedAttention` by the library for one instruction set, on as many threads as torch has.
+
+    `rounding` is that of products in int16: a query is rounded to 1 / 65,534 of its largest channel, and the weights of
+    64 tokens to as much of the largest of them. Products in float32 round neither: by default queries in float32 have
+    these, and those in 16 bits, which are rounded to 1 / 2,048 or more of themselves, products in int16.
+    """
+
+    name = BACKEND
+
+    def __init__(self, instruction_set: str | None = None, *, integer_products: bool | None = None) -> None:
+        """Take the best instruction set of this processor, or a named one, and products by the dtype of queries.
+
+        Raises:
+            ServingError: It is not to be had here.
+        """
+        kind = next((each for each in runnable_sets() if each.name == instruction_set), runnable_sets()[0])
+        self.instruction_set = instruction_set or kind.name
+        self._library = load_library(self.instruction_set)
+        self._integers = integer_products if kind.has_integer_products or integer_products else False
+        self.rounding = 0.0 if self._integers is False else 2.0**-15
+        self._sides: WeakKeyDictionary[PackedRows, RowsOfSide] = WeakKeyDictionary()
+        self._constants: WeakKeyDictionary[PackedRows, tuple[Tensor | None, Tensor | None]] = WeakKeyDictionary()
+        self._torch = TorchAttention()
+
+    def prepare(self, layers: list[tuple[PackedRows, PackedRows]], num_heads: int, max_requests: int) -> None:
+        """See `PackedAttention.prepare`."""
+        for layer, sides in enumerate(layers):
+            for stored in sides:
+                try:
+                    self._side(stored)
+                except ServingError as error:
+                    raise ServingError(f"layer {layer} of this rank: {error}") from error
+
+    def store(self, keys: PackedRows, values: PackedRows, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """See `PackedAttention.store`."""
+        places = slots.to(torch.int64).contiguous()
+        for stored, states in ((keys, k), (values, v)):
+            if stored.format.spec is None:
+                stored.write(places, states)
+            else:
+                self._store(stored, places, states)
+
+    def store_copies(self, ring: ExactRing, new: NewTokens, k: Tensor, v: Tensor) -> None:
+        """See `PackedAttention.store_copies`."""
+        ring.store(new, k, v)
+
+    def decode(
+        self, q: Tensor, keys: PackedRows, values: PackedRows, indptr: Tensor, slots: Tensor, scores: ScoreScaling,
+        out: Tensor | None = None, window: WindowReads | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See `PackedAttention.decode`."""
+        queries = torch.arange(len(q) + 1)
+        spans = _Spans(_bounds(indptr, len(q)), queries, slots.to(torch.int64).contiguous())
+        if window is None:
+            output = values.transform.invert(self._of_rows(q, keys, values, spans, scores, scores.logit_cap > 0).output)
+        else:
+            rows, copies = _split_by_window(window, spans)
+            ring = window.ring
+            k, v = ring.keys.flatten(0, 1), ring.values.flatten(0, 1)
+            exact = self._of_states(q, k, v, copies, scores)
+            of_rows = self._of_rows(q, keys, values, rows, scores, True)
+            output = _Attended(values.transform.invert(of_rows.output), of_rows.lse).merged(exact)
+        return _delivered(output, q, out)
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds,
+        scores: ScoreScaling, out: Tensor | None = None, window: WindowReads | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See `PackedAttention.extend`: attention over rows is merged with that of new tokens over one another.
+
+        Where queries of a chunk have windows of their own, which hide other tokens from each, torch attends.
+        """
+        num_requests = len(bounds.tokens) - 1
+        tokens, prefix = (_bounds(each, num_requests) for each in (bounds.tokens, bounds.prefix))
+        has_prefix = bool(prefix[-1] > prefix[0])
+        if window is not None and (has_prefix or window.stored is not None):
+            return self._torch.extend(q, k, v, keys, values, bounds, scores, out, window)
+        fresh = self._of_states(q, k, v, _Spans(tokens, tokens, None), scores, causal=True)
+        output = fresh.output
+        if has_prefix:
+            slots = bounds.slots.to(torch.int64).contiguous()
+            part = self._of_rows(q, keys, values, _Spans(prefix, tokens, slots), scores, True)
+            output = _Attended(values.transform.invert(part.output), part.lse).merged(fresh)
+        return _delivered(output, q, out)
+
+    def read_prefix(
+        self, q: Tensor, keys: PackedRows, values: PackedRows, bounds: ExtendBounds
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `PackedAttention.read_prefix`: never, since `extend` reads rows in fewer bytes than they would take."""
+
+    def _of_rows(
+        self, q: Tensor, keys: PackedRows, values: PackedRows, spans: _Spans, scores: ScoreScaling, shares_mean: bool
+    ) -> _Attended:
+        """Attention over stored rows, in stored space; with the mean key's part of scores where not all share it."""
+        transform, num_kv_heads = keys.transform, keys.format.num_heads
+        bias = None
+        if shares_mean and transform.mu is not None:
+            grouped = q.float().unflatten(1, (num_kv_heads, -1))
+            bias = (grouped @ transform.mu.float().unsqueeze(-1)).flatten(1) * scores.scale
+        integers = q.dtype != torch.float32 if self._integers is None else self._integers
+        queries = transform.apply_to_query(q, num_kv_heads)
+        sides = (self._side(keys), self._side(values))
+        return self._attend(queries, sides, spans, scores, bias, integers=integers)
+
+    def _of_states(
+        self, q: Tensor, k: Tensor, v: Tensor, spans: _Spans, scores: ScoreScaling, *, causal: bool = False
+    ) -> _Attended:
+        """Attention over keys and values in model space."""
+        k, v = (_readable(states) for states in (k, v))
+        sides = side_of_states(k, *k.shape[1:]), side_of_states(v, *v.shape[1:])
+        return self._attend(q.float(), sides, spans, scores, None, causal=causal)
+
+    def _attend(
+        self, q: Tensor, sides: tuple[RowsOfSide, RowsOfSide], spans: _Spans, scores: ScoreScaling, bias: Tensor | None,
+        *, causal: bool = False, integers: bool = False,
+    ) -> _Attended:  # fmt: skip
+        keys, values = sides
+        num_queries, num_heads, head_dim = q.shape
+        if head_dim != keys.head_dim or num_heads % keys.num_heads or keys.num_heads != values.num_heads:
+            raise CacheError(f"queries {list(q.shape)} do not fit {keys.num_heads} heads of {keys.head_dim} channels")
+        q = q.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        output = torch.empty(num_queries, num_heads, values.head_dim)
+        lse = torch.empty(num_queries, num_heads)
+        job = AttendJob(
+            keys, values, q.data_ptr(), None if bias is None else bias.data_ptr(),
+            None if spans.slots is None else spans.slots.data_ptr(), spans.tokens.data_ptr(), spans.queries.data_ptr(),
+            output.data_ptr(), lse.data_ptr(), 0 if spans.slots is None else len(spans.slots), len(spans.tokens) - 1,
+            num_queries, num_heads // keys.num_heads, causal, integers, *_threads_of(scores),
+        )  # fmt: skip
+        _check(self._library.kvtuner_attend(ctypes.byref(job)))
+        return _Attended(output, lse)
+
+    def _store(self, stored: PackedRows, slots: Tensor, states: Tensor) -> None:
+        spec, side = stored.format.spec, self._side(stored)
+        assert spec is not None
+        transform, mu, inverse, steps = spec.transform, None, None, spec.transform.kind.steps
+        if set(steps) <= set(STEPS_IN_CPP):
+            mu, inverse = self._constants_of(stored)
+        else:
+            states, steps = transform.apply(states), ()
+        if tuple(states.shape) != (len(slots), side.num_heads, side.head_dim):
+            wanted = [len(slots), side.num_heads, side.head_dim]
+            raise CacheError(f"keys and values of these slots are {wanted}, not {list(states.shape)}")
+        states = states if states.dtype in NUMBERS else states.float()
+        states = states if states.stride(-1) == 1 else states.contiguous()
+        block = hadamard_block(side.head_dim) if "hadamard" in steps else 1
+        is_fitted = spec.fit == "least_squares" and spec.bits in FITTED_BITS
+        if is_fitted:
+            check_fitted_group(side.group_size)
+        job = StoreJob(
+            side, states.data_ptr(), slots.data_ptr(), None if mu is None else mu.data_ptr(),
+            None if inverse is None else inverse.data_ptr(), len(slots), states.stride(0), states.stride(1),
+            NUMBERS[states.dtype], block, spec.symmetric, is_fitted, float(block) ** -0.5,
+        )  # fmt: skip
+        threads, parallel = _threads()
+        _check(self._library.kvtuner_store(ctypes.byref(job), threads, ctypes.c_void_p(parallel)))
+
+    def _side(self, stored: PackedRows) -> RowsOfSide:
+        side = self._sides.get(stored)
+        if side is None:
+            side = self._sides[stored] = side_of(stored)
+        return side
+
+    def _constants_of(self, stored: PackedRows) -> tuple[Tensor | None, Tensor | None]:
+        """Mu and 1 / lambda of a transform, float32 [num_heads, head_dim], as the library takes them."""
+        constants = self._constants.get(stored)
+        if constants is None:
+            transform, shape = stored.transform, (stored.format.num_heads, stored.format.head_dim)
+            mu = None if transform.mu is None else transform.mu.float().contiguous()
+            inverse = None if transform.lam is None else torch.ones(shape) / transform.lam.float()
+            for constant in (mu, inverse):
+                if constant is not None and constant.shape != shape:
+                    raise CacheError(f"mu and lambda of these rows are {list(shape)}, not {list(constant.shape)}")
+            constants = self._constants[stored] = (mu, inverse)
+        return constants
+
+
+def _split_by_window(window: WindowReads, spans: _Spans) -> tuple[_Spans, _Spans]:
+    """The rows that the last token of each request reads, and the copies that it reads in place of others.
+
+    Copies are places of all request slots, one after the other.
+    """
+    ring, requests, slots = window.ring, window.requests.long(), spans.slots
+    assert slots is not None
+    lengths = spans.tokens.diff().unsqueeze(1)
+    positions = ring.positions[requests].long()  # [requests, places]
+    near = (positions > lengths - 1 - ring.window.residual_length) | (positions < ring.window.sinks)
+    at_hand = (positions >= 0) & (positions < lengths) & near
+    kept = torch.ones(len(slots), dtype=torch.bool)
+    kept[(spans.tokens[:-1].unsqueeze(1) + positions)[at_hand]] = False
+    num_copies = at_hand.sum(1)
+    first, last = int(spans.tokens[0]), int(spans.tokens[-1])
+    rows = _Spans(_ends(lengths.flatten() - num_copies), spans.queries, slots[first:last][kept[first:last]])
+    places = torch.arange(ring.positions.shape[1])
+    copies = requests.unsqueeze(1) * len(places) + places
+    return rows, _Spans(_ends(num_copies), spans.queries, copies[at_hand])
+
+
+def _ends(lengths: Tensor) -> Tensor:
+    return torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+
+
+def _readable(states: Tensor) -> Tensor:
+    states = states if states.dtype in NUMBERS else states.float()
+    return states if states[:1].is_contiguous() else states.contiguous()
+
+
+def _bounds(indptr: Tensor, num_requests: int) -> Tensor:
+    bounds = indptr[: num_requests + 1].to(torch.int64).contiguous()
+    if len(bounds) <= num_requests:
+        raise CacheError(f"{num_requests} requests need {num_requests + 1} bounds, but {len(bounds)} are given")
+    return bounds
+
+
+def _delivered(output: Tensor, q: Tensor, out: Tensor | None) -> Tensor:
+    result = saturated(output, q.dtype)
+    return result if out is None else out.copy_(result)
+
+
+def _threads() -> tuple[int, int | None]:
+    """The threads of torch, and what runs something on all of them; one thread where nothing does."""
+    threads = torch.get_num_threads()
+    parallel = parallel_function() if threads > 1 else None
+    return (1, None) if parallel is None else (threads, parallel)
+
+
+def _threads_of(scores: ScoreScaling) -> tuple[int, float, float, int | None]:
+    threads, parallel = _threads()
+    return threads, scores.scale, scores.logit_cap, parallel
+
+
+def _check(status: int) -> None:
+    if status:
+        raise CacheError(_FAILURES[status])

@@ -1,0 +1,368 @@
+// Attention of a few queries over a part of their request's tokens: a block of tokens after the other, for some heads.
+#pragma once
+#include <math.h>
+
+#include <utility>
+
+#include "keys.h"
+#include "plan.h"
+#include "scratch.h"
+#include "values.h"
+
+constexpr int MOST_QUERIES = 4;            // of a tile, whose sums stay in registers
+constexpr float LOWEST = -1e30f;           // below every score
+constexpr float LARGEST_INTEGER = 32767.0f;
+constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
+
+class Attender {
+   public:
+    Attender(const AttendJob &job, const SidePlan &keys, const SidePlan &values, int heads, int rows, uint8_t *memory)
+        : job_(job), k_(keys), v_(values), scratch_(memory) {
+        const int64_t all = (int64_t)heads * rows;
+        k_rows_ = scratch_.take<const uint8_t *>(BLOCK);
+        v_rows_ = scratch_.take<const uint8_t *>(BLOCK);
+        k_next_ = scratch_.take<const uint8_t *>(BLOCK);
+        v_next_ = scratch_.take<const uint8_t *>(BLOCK);
+        staged_rows_ = scratch_.take<const uint8_t *>(BLOCK);
+        k_scale_words_ = scratch_.take<int32_t>((int64_t)k_.words_of_heads(heads) * BLOCK);
+        v_scale_words_ = scratch_.take<int32_t>((int64_t)v_.words_of_heads(heads) * BLOCK);
+        words_ = scratch_.take<int32_t>((int64_t)(k_.num_words + TILE) * BLOCK);
+        numbers_ = scratch_.take<float>(k_.integers ? 0 : (int64_t)k_.side.head_dim * BLOCK);
+        values_ = scratch_.take<float>(v_.integers ? 0 : (int64_t)v_.stride * BLOCK);
+        const int widest = k_.units > v_.units ? k_.units : v_.units;
+        staged_row_ = 2 * widest + 32;
+        staging_ = scratch_.take<uint16_t>(staged_row_ * BLOCK + 64);
+        units_ = scratch_.take<uint16_t>(v_.integers ? (int64_t)v_.chunks * BLOCK * 2 * v_.lanes * 2 : 0);
+        k_scale_ = scratch_.take<float>(k_.num_groups * BLOCK);
+        k_minimum_ = scratch_.take<float>(k_.num_groups * BLOCK);
+        v_scale_ = scratch_.take<float>(v_.num_groups * BLOCK);
+        v_minimum_ = scratch_.take<float>(v_.num_groups * BLOCK);
+        v_zero_ = scratch_.take<float>(v_.num_groups * BLOCK);
+        scores_ = scratch_.take<float>(MOST_QUERIES * BLOCK);
+        exact_ = scratch_.take<float>(MOST_QUERIES * v_.num_groups * BLOCK);
+        pairs_ = scratch_.take<int32_t>(MOST_QUERIES * v_.num_groups * BLOCK / 2);
+        back_ = scratch_.take<float>(MOST_QUERIES * v_.num_groups);
+        q_ = scratch_.take<int32_t>(all * k_.query_numbers());
+        query_scale_ = scratch_.take<float>(all);
+        query_sum_ = scratch_.take<float>(all * k_.num_groups);
+        sums_ = scratch_.take<float>(all * v_.sums_numbers());
+        top_ = scratch_.take<float>(all);
+        total_ = scratch_.take<float>(all);
+        low_ = scratch_.take<float>(all * v_.num_groups);
+    }
+    int64_t num_bytes() const { return scratch_.used(); }
+
+    void attend(const Item &item, float *partials) {
+        item_ = &item;
+        rows_ = (int)(item.num_queries * job_.gqa);
+        const int64_t all = (int64_t)item.num_heads * rows_;
+        memset(sums_, 0, sizeof(float) * all * v_.sums_numbers());
+        memset(low_, 0, sizeof(float) * all * v_.num_groups);
+        memset(query_sum_, 0, sizeof(float) * all * k_.num_groups);
+        for (int64_t i = 0; i < all; i++) top_[i] = LOWEST, total_[i] = 0;
+        for (int head = 0; head < item.num_heads; head++) prepare_queries(head);
+        find_rows(item.first, item.last, k_next_, v_next_);
+        for (int64_t start = item.first; start < item.last; start += BLOCK) {
+            const int n = (int)(item.last - start < BLOCK ? item.last - start : BLOCK);
+            const bool follows = start + BLOCK < item.last;
+            std::swap(k_rows_, k_next_), std::swap(v_rows_, v_next_);
+            if (follows) find_rows(start + BLOCK, item.last, k_next_, v_next_);
+            read_scale_words(k_, k_rows_, k_scale_words_);
+            read_scale_words(v_, v_rows_, v_scale_words_);
+            for (int head = 0; head < item.num_heads; head++) {
+                k_ahead_ = ahead_of(k_, k_next_, follows, head), v_ahead_ = ahead_of(v_, v_next_, follows, head);
+                attend_block(head, start, n);
+            }
+        }
+        for (int head = 0; head < item.num_heads; head++) finish(head, partials);
+    }
+
+   private:
+    const uint8_t *row(const SidePlan &plan, int64_t token) const {
+        const int64_t at = job_.tokens[item_->request] + token;
+        return plan.side.rows + (job_.slots ? job_.slots[at] : at) * plan.side.row_stride;
+    }
+
+    // Behind the last token stand rows of the first, whose weights are zeros.
+    void find_rows(int64_t start, int64_t last, const uint8_t **k_rows, const uint8_t **v_rows) const {
+        for (int64_t t = 0; t < BLOCK; t++) {
+            const int64_t token = start + t < last ? start + t : start;
+            k_rows[t] = row(k_, token), v_rows[t] = row(v_, token);
+            if (k_.has_codes) __builtin_prefetch(k_rows[t] + k_.side.first_word);
+            if (v_.has_codes) __builtin_prefetch(v_rows[t] + v_.side.first_word);
+        }
+    }
+
+    Ahead ahead_of(const SidePlan &plan, const uint8_t *const *rows, bool follows, int head) const {
+        return {follows ? rows : nullptr, (item_->head + head) * plan.head_bytes, plan.head_bytes, 0};
+    }
+
+    void read_scale_words(const SidePlan &plan, const uint8_t *const *rows, int32_t *words) const {
+        if (!plan.has_codes) return;
+        const int64_t first = plan.side.first_word + (int64_t)item_->head * plan.num_groups * plan.side.word_bits / 8;
+        const int num_words = (item_->num_heads * plan.num_groups * plan.side.word_bits / 8 + 3) / 4;
+        transpose_words({rows, first, plan.limit()}, num_words, words);
+    }
+
+    // The codes of a head in each row; of 3 bits, copies whose units are whole.
+    Place place_of(const SidePlan &plan, const uint8_t *const *rows, int head) const {
+        const int of_all = item_->head + head;
+        if (plan.side.bits != 3) return {rows, of_all * plan.head_bytes, plan.limit()};
+        for (int t = 0; t < BLOCK; t++) {
+            uint16_t *to = staging_ + t * staged_row_;
+            stage_three_bits(rows[t], plan.side.num_heads, of_all, plan.units, to);
+            staged_rows_[t] = (const uint8_t *)to;
+        }
+        return {staged_rows_, 0, (const uint8_t *)(staging_ + staged_row_ * BLOCK + 64)};
+    }
+
+    // Queries as the products of a tile take them: integers with the value of one, or scaled float32.
+    void prepare_queries(int head) {
+        const int D = k_.side.head_dim;
+        for (int first = 0, tile; first < rows_; first += tile) {
+            tile = tile_of(rows_ - first);
+            for (int g = 0; g < tile; g++) {
+                const float *x = query(head, first + g);
+                const int64_t at = (int64_t)head * rows_ + first + g;
+                float *group_sums = query_sum_ + at * k_.num_groups;
+                int32_t *to = q_ + ((int64_t)head * rows_ + first) * k_.query_numbers();
+                if (k_.integers) {
+                    query_scale_[at] = integer_query(x, tile, g, to, group_sums);
+                } else {
+                    for (int c = 0; c < D; c++) group_sums[c / k_.channels_per_group()] += x[c] * job_.scale;
+                    for (int c = 0; c < D; c++) ((float *)to)[g * D + c] = x[c] * job_.scale;
+                }
+            }
+        }
+    }
+
+    // The sums are those of the integers too, so that a score is the product of one rounded query with a key.
+    float integer_query(const float *x, int tile, int g, int32_t *to, float *group_sums) const {
+        const int D = k_.side.head_dim;
+        float loudest = 0;
+        bool finite = true;
+        for (int c = 0; c < D; c++) {
+            finite &= __builtin_isfinite(x[c]);
+            loudest = fmaxf(loudest, fabsf(x[c]));
+        }
+        // The sum over all channels of the largest codes stays within 31 bits.
+        const double most = 2147483647.0 / ((double)((1 << k_.side.bits) - 1) * D);
+        const float largest_integer = most < LARGEST_INTEGER ? floorf((float)most * 0.999f) : LARGEST_INTEGER;
+        const float factor = finite && loudest > 1e-37f ? largest_integer / loudest : 0;
+        const float back = finite ? factor ? job_.scale / factor : 0.0f : NAN;
+        for (int v = 0; v < k_.pairs; v++)
+            for (int k = 0; k < k_.slots; k++) {
+                const int unit = 2 * v;
+                uint32_t pair = 0;
+                for (int i = 0; i < 2 && unit + i < k_.units; i++) {
+                    const int16_t integer = (int16_t)(factor ? lrintf(x[k * k_.units + unit + i] * factor) : 0);
+                    pair |= (uint32_t)(uint16_t)integer << (16 * i);
+                    group_sums[k / k_.slots_per_group] += integer;  // exact below 2**24
+                }
+                to[(v * k_.slots + k) * tile + g] = (int32_t)pair;
+            }
+        for (int group = 0; group < k_.num_groups; group++) group_sums[group] *= back;
+        return back;
+    }
+
+    static int tile_of(int rows) { return rows >= 4 ? 4 : rows >= 2 ? 2 : 1; }
+
+    const float *query(int head, int r) const {
+        const int64_t query = item_->query + r / job_.gqa, all_heads = (int64_t)k_.side.num_heads * job_.gqa;
+        return job_.q + (query * all_heads + (int64_t)(item_->head + head) * job_.gqa + r % job_.gqa) * k_.side.head_dim;
+    }
+
+    void attend_block(int head, int64_t start, int n) {
+        if (k_.has_codes) scales_of(k_.side, k_scale_words_, head * k_.num_groups, k_scale_, k_minimum_);
+        transpose_words(place_of(k_, k_rows_, head), k_.num_words, words_);
+        if (!k_.integers) key_numbers(k_.side, words_, numbers_);
+        if (v_.has_codes) scales_of(v_.side, v_scale_words_, head * v_.num_groups, v_scale_, v_minimum_);
+        if (v_.integers) find_zeros();
+        const Place place = place_of(v_, v_rows_, head);
+        if (!v_.integers) {
+            value_numbers(v_.side, place, n, v_.stride, values_);
+        } else {
+            for (int part = 0; part < (v_.side.bits == 3 ? 2 : 1); part++) {
+                const Place of_part = {place.rows, place.offset + part * 2 * v_.units, place.limit};
+                uint16_t *to = units_ + (int64_t)part * v_.chunks * BLOCK * 2 * v_.lanes;
+                if (LANES >= 16 && v_.lanes == 16) interleave_units<(LANES >= 16 ? 16 : 4)>(of_part, v_.chunks, to);
+                else if (LANES >= 8 && v_.lanes == 8) interleave_units<(LANES >= 8 ? 8 : 4)>(of_part, v_.chunks, to);
+                else interleave_units<4>(of_part, v_.chunks, to);
+            }
+        }
+        for (int first = 0, tile; first < rows_; first += tile) {
+            tile = tile_of(rows_ - first);
+            if (tile == 4) attend_tile<4>(head, first, start, n);
+            else if (tile == 2) attend_tile<2>(head, first, start, n);
+            else attend_tile<1>(head, first, start, n);
+        }
+    }
+
+    // The codes of zero, or those next to it, negated.
+    void find_zeros() {
+        const float top = (float)((1 << v_.side.bits) - 1);
+        for (int t = 0; t < v_.num_groups * BLOCK; t += LANES) {
+            const F place = load<F>(v_minimum_ + t) / load<F>(v_scale_ + t), inside = place > -top ? place : F{} - top;
+            save(v_zero_ + t, inside < 0 ? inside : F{});
+        }
+    }
+
+    template <int G> void attend_tile(int head, int first, int64_t start, int n) {
+        const int64_t at = (int64_t)head * rows_ + first;
+        const KeyScales scales = {query_scale_ + at, query_sum_ + at * k_.num_groups, k_.has_codes ? k_scale_ : nullptr, k_minimum_,
+                                  k_.num_groups, k_.slots_per_group, k_.channels_per_group()};
+        const int32_t *q = q_ + at * k_.query_numbers();
+        if (!k_.integers) float_scores<G>(numbers_, k_.side.head_dim, (const float *)q, scales, scores_);
+        else if (k_.side.bits == 2) integer_scores<2, G>(words_, k_.pairs, q, scales, k_ahead_, scores_);
+        else if (k_.side.bits == 3) integer_scores<3, G>(words_, k_.pairs, q, scales, k_ahead_, scores_);
+        else if (k_.side.bits == 4) integer_scores<4, G>(words_, k_.pairs, q, scales, k_ahead_, scores_);
+        else integer_scores<8, G>(words_, k_.pairs, q, scales, k_ahead_, scores_);
+        float shrink[G];
+        for (int g = 0; g < G; g++) shrink[g] = weigh(head, first + g, g, start, n);
+        const Weights weights = {pairs_, back_, exact_, shrink, v_.num_groups, v_.slots_per_group, v_.channels_per_group(), n};
+        float *sums = sums_ + at * v_.sums_numbers();
+        if (!v_.integers) float_sums<G>(values_, v_.stride, v_.side.head_dim, weights, sums);
+        else if (LANES >= 16 && v_.lanes == 16) add_sums<(LANES >= 16 ? 16 : 4), G>(weights, sums);
+        else if (LANES >= 8 && v_.lanes == 8) add_sums<(LANES >= 8 ? 8 : 4), G>(weights, sums);
+        else add_sums<4, G>(weights, sums);
+    }
+
+    template <int L, int G> void add_sums(const Weights &weights, float *sums) {
+        if (v_.side.bits == 2) integer_sums<L, 2, G>(units_, v_.chunks, weights, v_ahead_, sums);
+        else if (v_.side.bits == 3) integer_sums<L, 3, G>(units_, v_.chunks, weights, v_ahead_, sums);
+        else if (v_.side.bits == 4) integer_sums<L, 4, G>(units_, v_.chunks, weights, v_ahead_, sums);
+        else integer_sums<L, 8, G>(units_, v_.chunks, weights, v_ahead_, sums);
+    }
+
+    // Turns the scores of one query into weights, and returns what becomes of its sums so far.
+    float weigh(int head, int r, int g, int64_t start, int n) {
+        const int64_t at = (int64_t)head * rows_ + r, query = item_->query + r / job_.gqa;
+        float *scores = scores_ + g * BLOCK;
+        if (job_.bias || job_.logit_cap > 0) cap(scores, query, head, r);
+        const int64_t length = job_.tokens[item_->request + 1] - job_.tokens[item_->request];
+        const int64_t visible = job_.causal ? length - (job_.queries[item_->request + 1] - query) + 1 : length;
+        const int64_t rest = visible - start;
+        const int seen = rest < n ? rest < 0 ? 0 : (int)rest : n;
+        F best = F{} + top_[at];
+        for (int t = 0; t < BLOCK; t += LANES) {
+            F x = load<F>(scores + t) * LOG2E;
+            if (t + LANES > seen) for (int i = 0; i < LANES; i++) x[i] = t + i < seen ? x[i] : LOWEST;
+            save(scores + t, x);
+            best = x > best ? x : best;
+        }
+        const float top = largest(best), shrink = exp2f(top_[at] - top);
+        F whole = {};
+        for (int t = 0; t < BLOCK; t += LANES) {
+            F x = exp2_of(load<F>(scores + t) - top);
+            if (t + LANES > seen) for (int i = 0; i < LANES; i++) x[i] = t + i < seen ? x[i] : 0;
+            save(scores + t, x);
+            whole += x;
+        }
+        top_[at] = top;
+        total_[at] = total_[at] * shrink + sum(whole);
+        for (int group = 0; group < v_.num_groups; group++) weigh_group(scores, at, g, group, shrink);
+        return shrink;
+    }
+
+    void cap(float *scores, int64_t query, int head, int r) const {
+        const int64_t all_heads = (int64_t)k_.side.num_heads * job_.gqa;
+        const float bias = job_.bias ? job_.bias[query * all_heads + (int64_t)(item_->head + head) * job_.gqa + r % job_.gqa] : 0;
+        for (int t = 0; t < BLOCK; t++) {
+            const float x = scores[t] + bias;
+            scores[t] = job_.logit_cap > 0 ? job_.logit_cap * tanhf(x / job_.logit_cap) : x;
+        }
+    }
+
+    // The weights of one group of channels: times the scales of its tokens, and their sum times the minimums.
+    void weigh_group(const float *weights, int64_t at, int g, int group, float shrink) {
+        const int of_tile = g * v_.num_groups + group;
+        float *exact = exact_ + of_tile * BLOCK;
+        if (!v_.has_codes) {
+            memcpy(exact, weights, sizeof(float) * BLOCK);
+            return;
+        }
+        F loudest = {}, check = {}, low = {};
+        for (int t = 0; t < BLOCK; t += LANES) {
+            const F p = load<F>(weights + t), w = p * load<F>(v_scale_ + group * BLOCK + t);
+            low = fma(p, load<F>(v_minimum_ + group * BLOCK + t), low);
+            loudest = w > loudest ? w : -w > loudest ? -w : loudest;
+            check += w * 0.0f;  // NaN if any weight is not finite
+            save(exact + t, w);
+        }
+        if (v_.integers) low += round_weights(exact, of_tile, group, largest(loudest), sum(check) == 0.0f);
+        float &sum_of_low = low_[at * v_.num_groups + group];
+        sum_of_low = sum_of_low * shrink + sum(low);
+    }
+
+    // Weights as integers. Codes are positive, so that an error of a weight would add up over a whole group, to what a
+    // Hadamard transform gathers in one channel: it is taken back for the code that stands for zero. Returns how much.
+    F round_weights(const float *exact, int of_tile, int group, float most, bool finite) {
+        const float factor = finite && most > 1e-30f ? LARGEST_INTEGER / most : 0;
+        const float back = finite ? factor ? most / LARGEST_INTEGER : 0.0f : NAN;
+        int16_t *pairs = (int16_t *)(pairs_ + of_tile * (BLOCK / 2));
+        F correction = {};
+        for (int t = 0; t < BLOCK; t += LANES) {
+            const F w = finite ? load<F>(exact + t) : F{};
+            // The lowest bits of a number of this size are the integer that it is rounded to.
+            const F rounded = w * factor + 0x1.8p23f;
+            save(pairs + t, __builtin_convertvector((I)rounded, Vectors<LANES>::S));
+            const F error = (rounded - 0x1.8p23f) * back - w;
+            correction = fma(error, load<F>(v_zero_ + group * BLOCK + t), correction);
+        }
+        back_[of_tile] = back;
+        return correction;
+    }
+
+    float channel_sum(int head, int r, int channel) const {
+        const int first = first_of_tile(r), tile = tile_of(rows_ - first), g = r - first;
+        const float *sums = sums_ + ((int64_t)head * rows_ + first) * v_.sums_numbers();
+        const int64_t at = (int64_t)head * rows_ + r;
+        if (!v_.has_codes) return sums[g * v_.side.head_dim + channel];
+        const float low = low_[at * v_.num_groups + channel / v_.channels_per_group()];
+        if (!v_.integers) return sums[g * v_.side.head_dim + channel] + low;
+        const int slot = channel / v_.units, unit = channel % v_.units;
+        if (tile == 4) return integer_sum<4>(sums, v_.lanes, v_.slots, slot, unit, g) + low;
+        if (tile == 2) return integer_sum<2>(sums, v_.lanes, v_.slots, slot, unit, g) + low;
+        return integer_sum<1>(sums, v_.lanes, v_.slots, slot, unit, g) + low;
+    }
+
+    int first_of_tile(int r) const {
+        int first = r / 4 * 4;
+        if (rows_ - first >= 4) return first;
+        if (rows_ - first >= 2 && r - first >= 2) first += 2;
+        return rows_ - first >= 2 || r == first ? first : r;
+    }
+
+    void finish(int head, float *partials) const {
+        const int64_t all_heads = (int64_t)v_.side.num_heads * job_.gqa;
+        const int D = v_.side.head_dim;
+        for (int r = 0; r < rows_; r++) {
+            const int64_t at = (int64_t)head * rows_ + r, query = item_->query + r / job_.gqa;
+            const int64_t of_head = (int64_t)(item_->head + head) * job_.gqa + r % job_.gqa;
+            float *out = job_.out + (query * all_heads + of_head) * D;
+            float divisor = total_[at];
+            if (item_->partial >= 0) {
+                const int64_t query_in_request = query - job_.queries[item_->request];
+                float *part = partials + item_->partial + (query_in_request * all_heads + of_head) * (D + 2);
+                part[0] = top_[at], part[1] = total_[at];
+                out = part + 2, divisor = 1;
+            } else {
+                job_.lse[query * all_heads + of_head] = total_[at] == 0 ? -INFINITY : top_[at] * LN2 + logf(total_[at]);
+            }
+            for (int c = 0; c < D; c++) out[c] = divisor == 0 ? 0 : channel_sum(head, r, c) / divisor;
+        }
+    }
+
+    const AttendJob &job_;
+    const SidePlan &k_, &v_;
+    Scratch scratch_;
+    const Item *item_ = nullptr;
+    int rows_ = 0;
+    int64_t staged_row_ = 0;
+    const uint8_t **k_rows_, **v_rows_, **k_next_, **v_next_, **staged_rows_;
+    Ahead k_ahead_ = {}, v_ahead_ = {};
+    int32_t *k_scale_words_, *v_scale_words_, *words_, *pairs_, *q_;
+    uint16_t *staging_, *units_;
+    float *numbers_, *values_, *k_scale_, *k_minimum_, *v_scale_, *v_minimum_, *v_zero_, *scores_, *exact_, *back_;
+    float *query_scale_, *query_sum_, *sums_, *top_, *total_, *low_;
+};

@@ -1,0 +1,41 @@
+// What Python hands over and gets back. Knows nothing of Python or torch; ctypes structures of the same fields mirror it.
+#pragma once
+#include <stdint.h>
+
+enum Numbers : int32_t { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
+
+// Keys or values of one layer in a pool of token slots; docs/format.md has the bytes of a row.
+struct Side {
+    uint8_t *rows;
+    int64_t num_rows, row_bytes, row_stride, first_word;  // the stride and the place of scale words in bytes
+    int32_t bits, numbers, num_heads, head_dim, group_size, word_bits;  // `numbers` of rows of 16 bits
+};
+
+// Attention of queries over the tokens of their requests, as if no others were there.
+struct AttendJob {
+    Side keys, values;
+    const float *q;          // [queries, num_heads * gqa, head_dim] in the space of the keys
+    const float *bias;       // [queries, num_heads * gqa], added to scaled products; or null
+    const int64_t *slots;    // token slots; null where token i is row i
+    const int64_t *tokens;   // [requests + 1]: request r has tokens[r] to tokens[r + 1]
+    const int64_t *queries;  // [requests + 1]: and the queries queries[r] to queries[r + 1]
+    float *out;              // [queries, num_heads * gqa, v_head_dim] in the space of the values; zeros without tokens
+    float *lse;              // [queries, num_heads * gqa]: the logarithm of the sum of weights; -infinity without tokens
+    int64_t num_slots, num_requests, num_queries;
+    int32_t gqa, causal, integers, threads;  // causal: the queries are the last tokens. integers: products in int16
+    float scale, logit_cap;
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned);  // GOMP_parallel, or null for one thread
+};
+
+// Keys or values that become rows.
+struct StoreJob {
+    Side side;
+    const void *states;                // [tokens, num_heads, head_dim] with strides in numbers; channels side by side
+    const int64_t *slots;              // [tokens]
+    const float *mu, *inverse_lambda;  // [num_heads, head_dim]; null where the transform has none
+    int64_t num_tokens, token_stride, head_stride;
+    int32_t numbers, hadamard_block, symmetric, fitted;  // a block of 1 is no Hadamard transform
+    float hadamard_factor;
+};
+
+enum Status : int { DONE = 0, BAD_SLOT = 1, BAD_SPAN = 2, NO_MEMORY = 3, UNSUPPORTED = 4 };

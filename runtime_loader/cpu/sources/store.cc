@@ -1,0 +1,148 @@
+// Keys or values as rows: transformed, quantized and packed as kvtuner/quant.py and row_packing.py do.
+#include <atomic>
+
+#include "interface.h"
+#include "scratch.h"
+#include "vectors.h"
+// After vectors.h, whose INLINE it uses.
+#include "grids.h"
+
+namespace {
+
+constexpr int64_t TOKENS_OF_A_THREAD = 16;
+
+struct Pieces {
+    float *x, *integers, *codes;
+    uint8_t *packed;  // codes [head_dim]
+};
+
+int64_t piece_bytes(int head_dim) { return ((int64_t)head_dim * (3 * sizeof(float) + 1) + 4 * 128 + 63) / 64 * 64; }
+
+Pieces pieces_of(uint8_t *memory, int head_dim) {
+    Scratch scratch(memory);
+    return {scratch.take<float>(head_dim), scratch.take<float>(head_dim), scratch.take<float>(head_dim), scratch.take<uint8_t>(head_dim)};
+}
+
+void read_states(const StoreJob &job, int64_t token, int head, float *x) {
+    const int64_t at = token * job.token_stride + head * job.head_stride;
+    const int D = job.side.head_dim;
+    if (job.numbers == FLOAT32) {
+        memcpy(x, (const float *)job.states + at, sizeof(float) * D);
+    } else if (job.numbers == BFLOAT16) {
+        const uint16_t *from = (const uint16_t *)job.states + at;
+        for (int c = 0; c < D; c++) x[c] = float_of((uint32_t)from[c] << 16);
+    } else {
+        const uint16_t *from = (const uint16_t *)job.states + at;
+        for (int c = 0; c < D; c++) x[c] = half_to_float(from[c]);
+    }
+}
+
+void transform(const StoreJob &job, int head, float *x) {
+    const int D = job.side.head_dim;
+    if (job.mu) for (int c = 0; c < D; c++) x[c] -= job.mu[(int64_t)head * D + c];
+    if (job.inverse_lambda) for (int c = 0; c < D; c++) x[c] *= job.inverse_lambda[(int64_t)head * D + c];
+    const int block = job.hadamard_block;
+    if (block == 1) return;
+    for (int h = 1; h < block; h *= 2)
+        for (int i = 0; i < D; i += 2 * h)
+            for (int c = i; c < i + h; c++) {
+                const float a = x[c], b = x[c + h];
+                x[c] = a + b, x[c + h] = a - b;
+            }
+    for (int c = 0; c < D; c++) x[c] *= job.hadamard_factor;
+}
+
+// Codes one group, and returns its scale word.
+uint32_t quantize(const GridKind &kind, float *x, float *integers, float *codes, uint8_t *packed) {
+    float low = x[0], high = x[0];
+    bool finite = true;
+    for (int c = 0; c < kind.channels; c++) {
+        finite &= x[c] - x[c] == 0;
+        low = x[c] < low ? x[c] : low, high = x[c] > high ? x[c] : high;
+    }
+    if (!finite) {
+        memset(packed, 0, kind.channels);
+        return kind.short_words ? 0xFFE0 : 0x7E00u << 16;
+    }
+    low = clamped(low + 0.0f, -FP16_MAX, FP16_MAX), high = clamped(high + 0.0f, -FP16_MAX, FP16_MAX);
+    for (int c = 0; c < kind.channels; c++) x[c] = clamped(x[c], -FP16_MAX, FP16_MAX);
+    Grid grid;
+    if (!kind.fitted || !fit_grid(kind, x, low, high, integers, codes, &grid)) {
+        grid = minmax_grid(kind, low, high);
+        const float inverse = inverse_of(grid.scale), top = (float)kind.top();
+        for (int c = 0; c < kind.channels; c++) codes[c] = clamped(rintf((x[c] - grid.minimum) * inverse), 0, top);
+    }
+    for (int c = 0; c < kind.channels; c++) packed[c] = (uint8_t)(int)codes[c];
+    if (kind.short_words) return grid.scale ? (uint32_t)(grid.scale >> 4 << 5 | grid.zero_point) : 0;
+    return grid.scale | (uint32_t)to_half(grid.minimum) << 16;
+}
+
+void pack(const Side &side, int head, const uint8_t *codes, uint8_t *row) {
+    const int slots = side.bits == 3 ? 8 : 16 / side.bits, units = side.head_dim / slots;
+    uint8_t *low = row + (int64_t)head * units * 2, *third = row + (int64_t)side.num_heads * units * 2 + (int64_t)head * units;
+    for (int unit = 0; unit < units; unit++) {
+        uint32_t word = 0;
+        for (int slot = 0; slot < slots; slot++) word |= (uint32_t)codes[slot * units + unit] << (slot * side.bits);
+        low[2 * unit] = (uint8_t)word, low[2 * unit + 1] = (uint8_t)(word >> 8);
+        if (side.bits == 3) third[unit < units / 2 ? 2 * unit : 2 * (unit - units / 2) + 1] = (uint8_t)(word >> 16);
+    }
+}
+
+void store_token(const StoreJob &job, int64_t token, const Pieces &pieces) {
+    const Side &side = job.side;
+    const bool short_words = side.word_bits == 16;
+    const GridKind kind = {side.bits, side.group_size, job.symmetric != 0, job.fitted != 0, short_words};
+    const int num_groups = side.head_dim / side.group_size, word_bytes = side.word_bits / 8;
+    uint8_t *row = side.rows + job.slots[token] * side.row_stride;
+    const int64_t code_bytes = (int64_t)side.num_heads * side.head_dim * side.bits / 8;
+    const int64_t last_word = side.first_word + (int64_t)side.num_heads * num_groups * word_bytes;
+    memset(row + code_bytes, 0, side.first_word - code_bytes);
+    memset(row + last_word, 0, side.row_bytes - last_word);
+    for (int head = 0; head < side.num_heads; head++) {
+        read_states(job, token, head, pieces.x);
+        transform(job, head, pieces.x);
+        for (int group = 0; group < num_groups; group++) {
+            const int first = group * side.group_size;
+            const uint32_t word = quantize(kind, pieces.x + first, pieces.integers, pieces.codes, pieces.packed + first);
+            uint8_t *to = row + side.first_word + ((int64_t)head * num_groups + group) * word_bytes;
+            for (int i = 0; i < word_bytes; i++) to[i] = (uint8_t)(word >> (8 * i));
+        }
+        pack(side, head, pieces.packed, row);
+    }
+}
+
+struct Work {
+    const StoreJob &job;
+    uint8_t *memory;
+    int threads;
+    std::atomic<int64_t> next{0};
+    std::atomic<int> started{0};
+};
+
+void run(void *pointer) {
+    Work &work = *(Work *)pointer;
+    const int thread = work.started.fetch_add(1);
+    if (thread >= work.threads) return;
+    const Pieces pieces = pieces_of(work.memory + thread * piece_bytes(work.job.side.head_dim), work.job.side.head_dim);
+    for (int64_t first; (first = work.next.fetch_add(TOKENS_OF_A_THREAD)) < work.job.num_tokens;)
+        for (int64_t token = first; token < first + TOKENS_OF_A_THREAD && token < work.job.num_tokens; token++)
+            store_token(work.job, token, pieces);
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) int kvtuner_store(const StoreJob *job, int threads, void (*parallel)(void (*)(void *), void *, unsigned, unsigned)) {
+    for (int64_t i = 0; i < job->num_tokens; i++)
+        if (job->slots[i] < 0 || job->slots[i] >= job->side.num_rows) return BAD_SLOT;
+    const int64_t most = (job->num_tokens + TOKENS_OF_A_THREAD - 1) / TOKENS_OF_A_THREAD;
+    if (most == 0) return DONE;
+    if (!parallel || threads < 1) threads = 1;
+    if (threads > most) threads = (int)most;
+    uint8_t *memory = allocate(threads * piece_bytes(job->side.head_dim));
+    if (!memory) return NO_MEMORY;
+    Work work{*job, memory, threads};
+    if (threads > 1) parallel(run, &work, (unsigned)threads, 0);
+    else run(&work);
+    free(memory);
+    return DONE;
+}
