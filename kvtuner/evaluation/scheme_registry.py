@@ -21,7 +21,7 @@ from kvtuner.evaluation.cache_scheme import (
 from kvtuner.exported_configs.identity.model_identity import identity_of
 from kvtuner.exported_configs.profile.build import uniform_profile
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
-from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
+from kvtuner.exported_configs.scheme_names import BEST_UNIFORM, FP8, REFERENCE
 from kvtuner.precision import NATIVE_BITS, PrecisionPair
 
 if TYPE_CHECKING:
@@ -61,12 +61,24 @@ def named_scheme(text: str, shape: ModelShape) -> CacheScheme:
 
 
 def named_schemes(
-    names: Sequence[str], shape: ModelShape, profile: Profile, file: Path | None = None
+    names: Sequence[str],
+    shape: ModelShape,
+    profile: Profile,
+    file: Path | None = None,
+    best_uniform: CacheScheme | None = None,
 ) -> list[CacheScheme]:
-    """The schemes that words name, each once: `PROFILE_SCHEME` the profile, others what `named_scheme` knows."""
-    schemes = [
-        ProfileScheme.of(name, profile, file) if name == PROFILE_SCHEME else named_scheme(name, shape) for name in names
-    ]
+    """The schemes that words name, each once.
+
+    `PROFILE_SCHEME` names the profile, `BEST_UNIFORM` the scheme that is given, others what `named_scheme` knows.
+    """
+    schemes: list[CacheScheme] = []
+    for name in names:
+        if name == BEST_UNIFORM and best_uniform is not None:
+            schemes.append(best_uniform)
+        elif name == PROFILE_SCHEME:
+            schemes.append(ProfileScheme.of(name, profile, file))
+        else:
+            schemes.append(named_scheme(name, shape))
     full_names = [scheme.name for scheme in schemes]
     if twice := [name for name in full_names if full_names.count(name) > 1]:
         raise PrecisionError(f"{twice[0]} is asked twice; name every scheme once, {REFERENCE} is there anyway")

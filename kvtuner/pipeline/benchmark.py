@@ -17,17 +17,18 @@ from kvtuner.bench.hardware import read_bandwidth_in_subprocess, weight_bytes
 from kvtuner.bench.load_target import LoadTarget, ServerRecord
 from kvtuner.bench.runner import BenchWork, replay, run_loads
 from kvtuner.bench.server import ServerFlags, run_server
-from kvtuner.errors import EndpointError, OptionError
+from kvtuner.errors import EndpointError, OptionError, ProfileError
 from kvtuner.evaluation.backends.endpoint import Endpoint
 from kvtuner.exported_configs.identity.mismatch import DERIVED
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME, Evaluation, ResultProvenance
-from kvtuner.exported_configs.scheme_names import FP8, REFERENCE
+from kvtuner.exported_configs.scheme_names import BEST_UNIFORM, FP8, REFERENCE
 from kvtuner.pipeline.eval_bench_options import BenchOptions, EvalOptions
 from kvtuner.pipeline.evaluate import check_writable, run_evaluation
 from kvtuner.pipeline.profile_lookup import profile_of
 from kvtuner.pipeline.progress import say
 from kvtuner.pipeline.provenance import result_command, result_provenance
 from kvtuner.pipeline.sources import ProfiledModel
+from kvtuner.pipeline.stages.best_uniform import best_uniform_scheme
 from kvtuner.report.bench_report import write_bench_report
 from kvtuner.report.bench_result import BenchResult, SchemeResult
 from kvtuner.run_folder import sha256_of
@@ -53,9 +54,7 @@ def benchmark(options: BenchOptions) -> tuple[BenchResult, Path]:
     flags = ServerFlags.parse(options.server_args)
     if options.ablation:
         check_writable(resolved)
-        names = [PROFILE_SCHEME, *ABLATION]
-    else:
-        names = [REFERENCE, PROFILE_SCHEME, *(options.against or (FP8,))]
+    names, no_uniform = _asked_schemes(options, resolved)
     model = ProfiledModel(options, resolved, names=names, folder_prefix="bench")
     folder = model.folder
     folder.create()
@@ -73,6 +72,8 @@ def benchmark(options: BenchOptions) -> tuple[BenchResult, Path]:
             evaluation=None,
             provenance=session.provenance(command),
             server_args=flags.shareable(),
+            best_uniform=None if model.best_uniform is None else model.best_uniform.name,
+            no_best_uniform=no_uniform,
         )
         page = write_bench_report(result, folder.path)
         # The report of speed is there even where the evaluation is interrupted.
@@ -82,10 +83,25 @@ def benchmark(options: BenchOptions) -> tuple[BenchResult, Path]:
     return result, page
 
 
+def _asked_schemes(options: BenchOptions, resolved: ResolvedProfile) -> tuple[list[str], str | None]:
+    """The schemes to serve by name; and why the best uniform is not among them, where it would be by default."""
+    if options.endpoint or options.against:
+        return [REFERENCE, PROFILE_SCHEME, *(options.against or ())], None
+    names = [PROFILE_SCHEME, *ABLATION] if options.ablation else [REFERENCE, PROFILE_SCHEME, FP8]
+    try:
+        best_uniform_scheme(resolved)
+    except ProfileError as error:
+        say(f"the best uniform of the search is not served: {error}")
+        return names, str(error)
+    return [*names, BEST_UNIFORM], None
+
+
 def _quality(model: ProfiledModel[BenchOptions], resolved: ResolvedProfile) -> Evaluation:
     options = model.options
     others = tuple(
-        scheme.name for scheme in model.schemes if scheme.is_local and scheme.name not in (PROFILE_SCHEME, REFERENCE)
+        BEST_UNIFORM if scheme is model.best_uniform else scheme.name
+        for scheme in model.schemes
+        if scheme.is_local and scheme.name not in (PROFILE_SCHEME, REFERENCE)
     )
     quality_options = EvalOptions(
         profile=str(resolved.path) if resolved.is_own else resolved.name,
@@ -232,7 +248,8 @@ class _BenchSession:
     def _flags(self, scheme: CacheScheme, scheme_flags: Sequence[str]) -> list[str]:
         options, model = self._options, self._options.model
         flags = ["--model-path", self._model.source.path, *scheme_flags]
-        flags += ["--kvtuner-allow-derived"] if self._is_derived and scheme.name == PROFILE_SCHEME else []
+        is_searched = scheme.name == PROFILE_SCHEME or scheme is self._model.best_uniform
+        flags += ["--kvtuner-allow-derived"] if self._is_derived and is_searched else []
         flags += ["--trust-remote-code"] if model.trust_remote_code else []
         flags += ["--revision", model.revision] if model.revision else []
         values = {

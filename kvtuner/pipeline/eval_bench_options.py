@@ -106,7 +106,8 @@ class EvalOptions:
     )
     against: tuple[str, ...] | None = option(
         None,
-        "other schemes to store the cache: fp8, or pairs such as K8V8, which is int8; these two by default",
+        "other schemes to store the cache: fp8, pairs such as K8V8, which is int8, or best-uniform, the profile's fair"
+        " rival; fp8 and K8V8 by default",
         type=names(),
         metavar="SCHEME[,...]",
     )
@@ -226,12 +227,15 @@ class BenchOptions:
     data: DataOptions = field(default_factory=DataOptions)
     against: tuple[str, ...] | None = option(
         None,
-        "schemes beside bf16: fp8, or pairs such as K8V8; fp8 by default",
+        "schemes beside bf16: fp8, pairs such as K8V8, or best-uniform, the profile's fair rival, made from its run"
+        " folder; fp8 and, where it can be made, best-uniform by default",
         group="what is compared",
         type=names(),
         metavar="SCHEME[,...]",
     )
-    ablation: bool = option(False, "bf16, K8V8, K4V4, K2V2, K8V4, per channel, symmetric, fp8: quality and speed")
+    ablation: bool = option(
+        False, "bf16, best-uniform, K8V8, K4V4, K2V2, K8V4, per channel, symmetric, fp8: quality and speed"
+    )
     levels: tuple[str, ...] | None = option(
         None,
         "levels of kvtuner eval, for the ablation's quality; likelihood,recall by default",

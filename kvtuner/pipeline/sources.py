@@ -14,9 +14,10 @@ from kvtuner.evaluation.scheme_registry import named_schemes
 from kvtuner.exported_configs.identity.mismatch import Mismatch, Policy, compare_models, refuse
 from kvtuner.exported_configs.identity.model_identity import DEMO, is_hub_id
 from kvtuner.exported_configs.profile.evaluation_record import PROFILE_SCHEME
-from kvtuner.exported_configs.scheme_names import REFERENCE
+from kvtuner.exported_configs.scheme_names import BEST_UNIFORM, REFERENCE
 from kvtuner.pipeline.number_readers import MAX_SEED
 from kvtuner.pipeline.progress import say
+from kvtuner.pipeline.stages.best_uniform import best_uniform_scheme
 from kvtuner.run_folder import RUNS, RunFolder
 from kvtuner.runtime_loader.model_check import calibrated_positions, check_model
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kvtuner.pipeline.eval_bench_options import BenchOptions, EvalOptions
     from kvtuner.pipeline.options import DataOptions, ModelOptions
 
+_FIRST: Final = (REFERENCE, PROFILE_SCHEME, BEST_UNIFORM)
 SEQUENCE_LENGTH: Final = 2048
 SEQUENCES: Final = (8, 8, 16)
 # The demo model was trained on 512 tokens.
@@ -77,8 +79,9 @@ class ProfiledModel(Generic[MeasuringOptions]):
     """A profile with the model that it is measured on, its text, and the schemes to compare; no weights are loaded.
 
     The options have what the profile's search fills in. The unquantized scheme is first, where it is asked at all, then
-    the profile; their names are those given, or those of the endpoints. URLs of servers are by the name of the scheme;
-    there are none where no endpoint is given. The folder keeps what is measured.
+    the profile and the best uniform of its search, which is None where it is not asked; their names are those given, or
+    those of the endpoints. URLs of servers are by the name of the scheme; there are none where no endpoint is given.
+    The folder keeps what is measured.
     """
 
     def __init__(
@@ -91,8 +94,10 @@ class ProfiledModel(Generic[MeasuringOptions]):
         shape = self.shape = read_shape(self.source)
         check_model(profile, shape.config, context_length=shape.context_length)
         names = [name for name, _ in options.endpoint] if options.endpoint else names
-        names = sorted(names, key=lambda name: (name != REFERENCE, name != PROFILE_SCHEME))
-        self.schemes, urls = named_schemes(names, shape, profile, resolved.path), dict(options.endpoint or ())
+        names = sorted(names, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+        self.best_uniform = best_uniform_scheme(resolved) if BEST_UNIFORM in names else None
+        self.schemes = named_schemes(names, shape, profile, resolved.path, self.best_uniform)
+        urls = dict(options.endpoint or ())
         self.urls = {scheme.name: urls[name] for scheme, name in zip(self.schemes, names, strict=True) if urls}
         folder_name = f"{folder_prefix}-{profile.digest.removeprefix('sha256:')[:12]}"
         self.folder = run_folder(options.model, options.out, folder_name)
@@ -119,18 +124,23 @@ def warn_of_mismatches(profile: Profile, model: ModelIdentity, context_length: i
     return mismatches
 
 
-def _with_search_settings(options: MeasuringOptions, profile: Profile) -> MeasuringOptions:
-    """Options whose gaps the profile's search fills: the model, the cut of the corpus and so its unseen part, the seed.
+def searched_model(model: ModelOptions, profile: Profile) -> ModelOptions:
+    """The model that options name, or else the profile's; says which it takes.
 
-    A model of a folder must be named again: nothing finds it by the profile's name for it.
+    A model of a folder must be named again, or a `ProfileError` says so: nothing finds it by the profile's name for it.
     """
-    model, data, seed = options.model, options.data, options.seed
-    if model.model is None:
-        name, revision = profile.model.id, model.revision or profile.model.revision
-        if name != DEMO and not is_hub_id(name) and revision is None:
-            raise ProfileError(f"the profile is for a model of a folder called {name}; give --model FOLDER")
-        model = replace(model, model=name, revision=revision)
-        say(f"no --model given: taking {name}{f'@{revision}' if revision else ''}")
+    if model.model is not None:
+        return model
+    name, revision = profile.model.id, model.revision or profile.model.revision
+    if name != DEMO and not is_hub_id(name) and revision is None:
+        raise ProfileError(f"the profile is for a model of a folder called {name}; give --model FOLDER")
+    say(f"no --model given: taking {name}{f'@{revision}' if revision else ''}")
+    return replace(model, model=name, revision=revision)
+
+
+def _with_search_settings(options: MeasuringOptions, profile: Profile) -> MeasuringOptions:
+    """Options whose gaps the profile's search fills: model, cut of the corpus and so its unseen part, and seed."""
+    model, data, seed = searched_model(options.model, profile), options.data, options.seed
     record = profile.provenance.calibration
     if record is None:
         return replace(options, model=model, seed=seed or 0)

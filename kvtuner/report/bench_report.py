@@ -66,7 +66,8 @@ def summary_lines(result: BenchResult, width: int | None = None) -> list[str]:
     """The table, as wide as a terminal if its width is given, and the verdict."""
     problems = [(f"FAILED  {problem.text}", f"what to do: {problem.way_out}") for problem in result.problems()]
     lines = [line for problem in problems for text in problem for line in _folded(text, width)]
-    return [*_overview(result).lines(width), "", *(lines or [_gates_that_passed(result)])]
+    beside = [line for text in _beside_uniform(result) for line in _folded(text, width)]
+    return [*_overview(result).lines(width), "", *beside, *(lines or [_gates_that_passed(result)])]
 
 
 def report_tables(result: BenchResult) -> dict[str, list[Table]]:
@@ -89,9 +90,40 @@ def report_tables(result: BenchResult) -> dict[str, list[Table]]:
 
 
 def _verdict(result: BenchResult) -> str:
+    gates = f"{_gates_that_passed(result)}."
     if problems := result.problems():
-        return f"{len(problems)} {'problem' if len(problems) == 1 else 'problems'}: see above."
-    return f"{_gates_that_passed(result)}."
+        gates = f"{len(problems)} {'problem' if len(problems) == 1 else 'problems'}: see above."
+    return " ".join((*_beside_uniform(result), gates))
+
+
+def _beside_uniform(result: BenchResult) -> list[str]:
+    """A sentence that puts the profile beside the best uniform of its search, or says why that was not served."""
+    if result.no_best_uniform is not None:
+        return [f"The best uniform of the search is not beside the profile: {result.no_best_uniform}."]
+    schemes = {scheme.name: scheme for scheme in result.served}
+    own, uniform = schemes.get(PROFILE_SCHEME), schemes.get(result.best_uniform or "")
+    if own is None or uniform is None:
+        return []
+    parts = [f"{count(own.tokens_that_fit)} tokens that fit against {count(uniform.tokens_that_fit)}"]
+    kls, origin = tuple(_mean(result, scheme, "kl_nats_per_token") for scheme in (own, uniform)), ""
+    if None in kls:
+        kls, origin = _searched_kls(result), ", by the search"
+    if None not in kls:
+        parts.append(f"KL {number(kls[0])} against {number(kls[1])} nats per token{origin}")
+    lanes = _common_concurrency(result)
+    speeds = [row["output_tokens_per_s"] for scheme in (own, uniform) for row in _rows_in_flight(scheme, lanes)]
+    if len(speeds) == 2:
+        parts.append(f"{number(speeds[0])} tokens/s against {number(speeds[1])} with {lanes} in flight")
+    return [f"The profile beside its fair rival, {uniform.name}: {'; '.join(parts)}."]
+
+
+def _searched_kls(result: BenchResult) -> tuple[float | None, float | None]:
+    """The KL of the profile and of the best uniform that its search measured."""
+    quality = result.profile.quality
+    if quality is None or quality.best_uniform is None:
+        return None, None
+    by_name = {baseline.name: baseline.kl_mean for baseline in quality.baselines}
+    return quality.measured_kl.mean, by_name.get(quality.best_uniform.name)
 
 
 def _gates_that_passed(result: BenchResult) -> str:
@@ -137,8 +169,13 @@ def _common_concurrency(result: BenchResult) -> int | None:
     return max(set.intersection(*concurrencies), default=None) if concurrencies else None
 
 
+def _rows_in_flight(scheme: SchemeResult, lanes: int | None) -> list[dict[str, Any]]:
+    """The figures with so many requests in flight; none where they were not measured."""
+    return [row for row in scheme.rows("concurrency") if row["concurrency"] == lanes]
+
+
 def _speed(scheme: SchemeResult, lanes: int | None) -> tuple[str, ...]:
-    row = next((row for row in scheme.rows("concurrency") if row["concurrency"] == lanes), None)
+    row = next(iter(_rows_in_flight(scheme, lanes)), None)
     if row is None:
         return ("not served" if scheme.server is None else NOT_MEASURED, "", "", "", "", "")
     seconds = (row["ttft_s"]["p50"], row["tpot_s"]["p50"], row["e2e_s"]["p99"])
@@ -155,9 +192,10 @@ def _gates(result: BenchResult) -> list[Table]:
         (scheme.name, gate.name, _verdict_text(gate), gate.detail)
         for scheme in result.schemes
         for gate in scheme.gates
-        if gate.verdict != "passed" or scheme.name == PROFILE_SCHEME
+        if gate.verdict != "passed" or scheme.name in (PROFILE_SCHEME, result.best_uniform)
     ]
-    headers = ("", "of the profile, and what did not pass", "", "by")
+    own = "of the profile, and" if result.best_uniform is None else "of the profile and its fair rival, and"
+    headers = ("", f"{own} what did not pass", "", "by")
     failures = (FAILED_TEXT,)
     return [Table(("", *checked), rows, failures=failures), Table(headers, details, wrap=True, failures=failures)]
 

@@ -92,6 +92,8 @@ class BenchResult:
     Attributes:
         evaluation: The evaluation of the same schemes, for the ablation.
         server_args: The flags that all servers had.
+        best_uniform: The name of the scheme that is the best uniform of the profile's search; None without one.
+        no_best_uniform: The reason why there is none, where there would be one by default.
     """
 
     profile: Profile
@@ -100,6 +102,8 @@ class BenchResult:
     evaluation: Evaluation | None
     provenance: ResultProvenance
     server_args: Sequence[str]
+    best_uniform: str | None = None
+    no_best_uniform: str | None = None
 
     @property
     def served(self) -> list[SchemeResult]:
@@ -133,6 +137,8 @@ class BenchResult:
             "profile_digest": self.profile.digest,
             "model": self.model,
             "server_args": self.server_args,
+            "best_uniform": self.best_uniform,
+            "no_best_uniform": self.no_best_uniform,
             "ways": [scheme.to_json() for scheme in self.schemes],
             "problems": [problem.text for problem in self.problems()],
             "ways_out": [problem.way_out for problem in self.problems()],

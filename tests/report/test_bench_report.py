@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 import pytest
 from bench_samples import bench_result
 from page_reader import Page
+from profile_samples import QUALITY
 
 from kvtuner.bench.ablation import GROUPS
 from kvtuner.bench.gates import all_gates, kv_pool_gate
 from kvtuner.bench.hardware import GPU_MEMORY, MEMORY
+from kvtuner.exported_configs.profile.records import QualityRecord
 from kvtuner.report.bench_report import JSON, MARKDOWN, report_tables, summary_lines, write_bench_report
 from kvtuner.report.bench_result import NO_LOADS, BenchResult
+from kvtuner.report.formatting import number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,6 +86,54 @@ def test_a_way_that_should_have_been_served_is_a_problem(make_result: MakeResult
     result = replace(result, schemes=tuple(broken if each is fp8 else each for each in result.schemes))
     assert [problem.text for problem in result.problems()] == ["fp8: not served: out of memory"]
     assert any("FAILED  fp8: not served" in line for line in summary_lines(result))
+
+
+def test_the_profile_stands_beside_its_fair_rival_in_every_form(make_result: MakeResult, tmp_path: Path) -> None:
+    result = make_result(best_uniform="K4V4 + transforms")
+    kl, speed = (
+        {scheme.name: figure(scheme) for scheme in result.schemes[1:3]}
+        for figure in (
+            lambda scheme: number(result.quality(scheme.name, "kl_nats_per_token").mean),
+            lambda scheme: number(scheme.rows("concurrency")[-1]["output_tokens_per_s"]),
+        )
+    )
+    assert len({*kl.values(), *speed.values()}) == 4, "a figure of one is not taken for the other's"
+    sentence = (
+        "The profile beside its fair rival, K4V4 + transforms: 9,000 tokens that fit against 9,000;"
+        " KL {} against {} nats per token; {} tokens/s against {} with 16 in flight.".format(
+            *kl.values(), *speed.values()
+        )
+    )
+    page = Page(write_bench_report(result, tmp_path).read_text())
+    lines = summary_lines(result, 80)
+    assert all(len(line) <= 80 for line in lines)
+    for form in (page.text, (tmp_path / MARKDOWN).read_text().replace("\\", ""), " ".join(lines)):
+        assert sentence in " ".join(form.split())
+    assert json.loads((tmp_path / JSON).read_text())["best_uniform"] == "K4V4 + transforms"
+    _, details = report_tables(result)["gates"]
+    of_rival = [row for row in details.rows if row[0] == "K4V4 + transforms"]
+    assert of_rival and len(of_rival) == sum(row[0] == "profile" for row in details.rows)
+
+
+def test_without_an_evaluation_the_kl_is_that_of_the_search(make_result: MakeResult) -> None:
+    result = make_result(best_uniform="K4V4 + transforms")
+    quality = QualityRecord.model_validate({
+        **QUALITY,
+        "baselines": [{**QUALITY["baselines"][0], "name": "K4V4 + transforms", "kl_mean": 0.25}],
+        "best_uniform": {"name": "K4V4 + transforms", "difference": {"mean": 0.0, "low": -0.1, "high": 0.1}},
+    })  # fmt: skip
+    profile = result.profile.model_copy(update={"quality": quality})
+    result = replace(result, profile=profile, evaluation=None)
+    own = number(quality.measured_kl.mean)
+    assert f"KL {own} against 0.250 nats per token, by the search" in " ".join(summary_lines(result))
+
+
+def test_why_there_is_no_fair_rival_is_said_in_every_form(make_result: MakeResult, tmp_path: Path) -> None:
+    result = replace(make_result(), no_best_uniform="profile.json stands alone")
+    sentence = "The best uniform of the search is not beside the profile: profile.json stands alone."
+    assert sentence in Page(write_bench_report(result, tmp_path).read_text()).text
+    assert sentence in " ".join(summary_lines(result))
+    assert json.loads((tmp_path / JSON).read_text())["no_best_uniform"] == "profile.json stands alone"
 
 
 def with_failing_gates(result: BenchResult) -> BenchResult:

@@ -43,6 +43,7 @@ from kvtuner.search_spaces.space import pairs_of, predicted_score
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvtuner.calibration.sensitivity import SensitivityTable
     from kvtuner.exported_configs.profile.profile import Profile
     from kvtuner.pipeline.stages.baseline_comparison import BaselineComparison
     from kvtuner.pipeline.stages.budget_search import SearchOutcome
@@ -62,7 +63,7 @@ def make_profile(comparison: BaselineComparison, quality: Sequence[OffsetQuality
     geometry, quant, loaded = run.shape.geometry, run.bench.options.quant, run.bench.loaded
     profile = build_profile(
         geometry=geometry,
-        layers=chosen_layers(run, outcome.configuration),
+        layers=chosen_layers(run.table, outcome.configuration),
         k_layout=quant.k_layout,
         v_layout=quant.v_layout,
         symmetric=quant.symmetric,
@@ -76,14 +77,14 @@ def make_profile(comparison: BaselineComparison, quality: Sequence[OffsetQuality
     return place_as_asked(profile, run.options.constants)
 
 
-def chosen_layers(run: SearchRun, configuration: Configuration) -> list[LayerQuantization]:
+def chosen_layers(table: SensitivityTable, configuration: Configuration) -> list[LayerQuantization]:
     """The layers that a profile of a configuration is built from."""
     return [
         LayerQuantization(
             choice.pair.k_bits,
             choice.pair.v_bits,
-            run.table.constants_of(layer, "k", choice.k_transform),
-            run.table.constants_of(layer, "v", choice.v_transform),
+            table.constants_of(layer, "k", choice.k_transform),
+            table.constants_of(layer, "v", choice.v_transform),
         )
         for layer, choice in enumerate(configuration)
     ]

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from transformers import AutoConfig
 
+import kvtuner
 from kvtuner.calibration.model_loading import DEMO_MODEL
-from kvtuner.exported_configs.profile.build import LayerQuantization
 from kvtuner.exported_configs.profile.load import load_profile
-from kvtuner.precision import ExactWindow
+from kvtuner.exported_configs.sharing.reference import find_profile
+from kvtuner.pipeline.stages.best_uniform import best_uniform_scheme
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fixture_types import Json, ProfileOf, RunProgram, SaveProfile
+    from fixture_types import Json, RunProgram
     from sglang_server import Programs
 
     Bench = Callable[..., tuple[int, Json, str]]
@@ -36,14 +36,13 @@ ON_A_PROCESSOR = (
 
 
 @pytest.fixture(scope="module")
-def mixed(profile_of: ProfileOf, save_profile: SaveProfile) -> Path:
-    """A profile of the demo model, with a window."""
-    config = AutoConfig.from_pretrained(DEMO_MODEL)
-    choices = [
-        LayerQuantization(8, 4) if layer < 3 else LayerQuantization(4, 4) for layer in range(config.num_hidden_layers)
-    ]
-    path: Path = save_profile(profile_of(config, choices, window=ExactWindow(16)))
-    return path
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile of the demo model, with a window, in the run folder of the search that made it."""
+    found = kvtuner.search(
+        "demo", layers="0-2:K8V4,3-8:K4V4", residual_length=16, score="fisher", fisher_draws=1, word_bits="32",
+        sequence_length=256, sequences=(2, 2, 4), report=False, out=tmp_path_factory.mktemp("search") / "run",
+    )  # fmt: skip
+    return found.file
 
 
 @pytest.fixture
@@ -171,11 +170,14 @@ def test_the_ablation_serves_every_group_or_says_why_not(
     assert {scheme["group"] for scheme in found["ways"]} == {*"ABCDEFG", None}
     assert "tail pages" in schemes["K4V4-per-channel"]["refused"]
     served = [scheme for scheme in found["ways"] if scheme["refused"] is None]
-    assert len(served) == 8
+    assert len(served) == 9
+    uniform = found["best_uniform"]
+    assert uniform.endswith(" + transforms") and list(schemes)[1:3] == ["profile", uniform]
+    assert schemes[uniform]["server"]["digest"] == best_uniform_scheme(find_profile(str(mixed))).profile.digest
     assert all(f"starting {scheme['name']} (" in output for scheme in served)
     copies = (4 + 1) * load_profile(mixed).window_bytes()
     for scheme in served:
-        rows = (32 << 20) - (copies if scheme["name"] == "profile" else 0)
+        rows = (32 << 20) - (copies if scheme["name"] in ("profile", uniform) else 0)
         assert scheme["server"]["tokens_that_fit"] == pytest.approx(rows // scheme["bytes_per_token"], rel=0.01)
         assert len(scheme["gates"]) == 7
         assert all(gate["verdict"] == "passed" for gate in scheme["gates"] if gate["name"] not in BY_TIME)
@@ -188,11 +190,13 @@ def test_the_ablation_serves_every_group_or_says_why_not(
     }
     assert kl["K8V8"] < kl["K4V4"] < kl["K2V2"]
     assert kl["K4V4"] < kl["K4V4-symmetric"]
+    assert kl[uniform] < kl[uniform.removesuffix(" + transforms")], "it has transforms, other grids and a window too"
     folder = tmp_path / "run"
     page = (folder / "bench.html").read_text()
-    assert page.count("data:image/png;base64,") == 4
+    assert page.count("<svg") == 2 * len(list(folder.glob("*.svg"))) == 8
     assert "http" not in page.replace("http-equiv", "")
     assert "K4V4-symmetric" in (folder / "bench.md").read_text()
+    assert f"its fair rival, {uniform}:" in " ".join(page.split())
     assert str(tmp_path) not in json.dumps(found), "paths stay here"
     again_status, again, output = bench(*common, *loads)
     assert again_status == status
